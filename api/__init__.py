@@ -1,0 +1,1 @@
+"""The HTTPS API: stateless, torch-free; publishes jobs and waits for their replies."""

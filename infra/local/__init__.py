@@ -1,0 +1,1 @@
+"""The local stack: embedded servers that stand in for the cloud, each startable alone."""

@@ -1,0 +1,1 @@
+"""What API and workers share: the wire contract and the seams to the outside."""

@@ -1,0 +1,220 @@
+"""The catalogue (`models.yaml`): what is served; read by every process at start, a wrong entry is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from shared.errors import ConfigurationError, UnknownModel
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Batch(_Entry):
+    """What one batch may hold: the budget of the task (tokens or pixel-steps) and a bound on items."""
+
+    max_tokens: Positive | None = None
+    max_pixel_steps: Positive | None = None
+    max_items: Positive = 64
+
+
+class Deadline(_Entry):
+    """Seconds from receipt to answer: the default, and the longest that a caller may ask for."""
+
+    default_s: float = Field(30.0, gt=0)
+    longest_s: float = Field(300.0, gt=0)
+
+
+class Cache(_Entry):
+    """How long results are kept (0: never), and whether tenants share them."""
+
+    ttl_s: int = Field(86400, ge=0)
+    scope: Literal["global", "tenant"] = "global"
+
+
+class Gpu(_Entry):
+    """The GPU type a worker asks for and how many workers share one of them in time."""
+
+    type: Literal["l4", "a100", "none"] = "none"
+    share: int = Field(1, ge=1, le=48)
+
+
+class Replicas(_Entry):
+    """Bounds of the autoscaler."""
+
+    min: int = Field(0, ge=0)
+    max: int = Field(10, ge=1)
+
+
+class Price(_Entry):
+    """What an item is billed at; cached items cost nothing."""
+
+    per_million_tokens_usd: float = Field(0.0, ge=0)
+    per_million_pixel_steps_usd: float = Field(0.0, ge=0)
+
+
+class ImageDefaults(_Entry):
+    """Defaults and bounds of an image model's parameters; `scheduler` is one of workers.models.schedulers."""
+
+    width: Positive = 512
+    height: Positive = 512
+    steps: Positive = 20
+    longest_steps: Positive = 100
+    guidance_scale: float = Field(7.5, ge=0)
+    scheduler: str = "ddim"
+    largest_pixels: Positive = 1024 * 1024
+    """The largest width x height that may be asked for."""
+    multiple: Positive = 8
+    """Width and height are multiples of this (the VAE's scale)."""
+
+
+class TextLimits(_Entry):
+    """What an embeddings request may hold."""
+
+    max_items: Positive = 2048
+    max_input_bytes: Positive = 64 * 1024
+
+
+class Model(_Entry):
+    """One served model; see models.yaml for two in full."""
+
+    name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9._-]{2,199}$")
+    task: Literal["embedding", "image"]
+    source: str = Field(pattern=r"^(hf:|gs://|local:|package:).+")
+    revision: str = "main"
+    aliases: tuple[str, ...] = ()
+    backend: Literal["torch"] = "torch"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    dimensions: Positive | None = None
+    batch: Batch = Batch()
+    deadline: Deadline = Deadline()
+    cache: Cache = Cache()
+    text: TextLimits = TextLimits()
+    image: ImageDefaults = ImageDefaults()
+    gpu: Gpu = Gpu()
+    replicas: Replicas = Replicas()
+    price: Price = Price()
+
+    @field_validator("revision", mode="before")
+    @classmethod
+    def _revision_is_text(cls, value: object) -> object:
+        return str(value) if isinstance(value, int | float) else value
+
+    @model_validator(mode="after")
+    def _budget_fits_task(self) -> Self:
+        if self.task == "embedding" and (self.batch.max_tokens is None or self.dimensions is None):
+            raise ValueError("an embedding model needs batch.max_tokens and dimensions")
+        if self.task == "image" and self.batch.max_pixel_steps is None:
+            raise ValueError("an image model needs batch.max_pixel_steps")
+        if self.deadline.default_s > self.deadline.longest_s:
+            raise ValueError("deadline.default_s is above deadline.longest_s")
+        return self
+
+    @property
+    def budget(self) -> int:
+        """The most work (tokens or pixel-steps) in one batch."""
+        budget = self.batch.max_tokens if self.task == "embedding" else self.batch.max_pixel_steps
+        assert budget is not None, "checked when the catalogue was read; this is a bug"
+        return budget
+
+    def cost_usd(self, tokens: int = 0, pixel_steps: int = 0) -> float:
+        """What computing this much is billed at."""
+        price = self.price
+        return (tokens * price.per_million_tokens_usd + pixel_steps * price.per_million_pixel_steps_usd) / 1e6
+
+
+class Catalogue:
+    """All served models, by name and alias."""
+
+    def __init__(self, models: tuple[Model, ...]) -> None:
+        self.models = models
+        self._by_name = {alias: model for model in models for alias in (model.name, *model.aliases)}
+
+    def find(self, name: str, task: str | None = None) -> Model:
+        """The model called `name` (or by that alias), which must serve `task` where one is given.
+
+        Raises:
+            UnknownModel: there is none, or it serves another task.
+        """
+        model = self._by_name.get(name)
+        if model is None:
+            served = ", ".join(m.name for m in self.models if task in (None, m.task))
+            raise UnknownModel(f"model {name!r} is not served here; served: {served}", field="model")
+        if task is not None and model.task != task:
+            raise UnknownModel(f"model {name!r} serves {model.task}, not {task}", field="model")
+        return model
+
+    def default(self, task: str) -> Model:
+        """The first model of `task` in the catalogue, for callers who name none."""
+        for model in self.models:
+            if model.task == task:
+                return model
+        raise UnknownModel(f"no {task} model is served here", field="model")
+
+
+def read_catalogue(path: Path) -> Catalogue:
+    """Reads and checks a catalogue file.
+
+    Raises:
+        ConfigurationError: the file can't be read or an entry is wrong; the message has file, line and reason.
+    """
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{path}: {error}") from error
+    entries = _entries(path, root)
+    models = tuple(_read_entry(path, node) for node in entries)
+    seen: dict[str, int] = {}
+    for model, node in zip(models, entries, strict=True):
+        for name in (model.name, *model.aliases):
+            if name in seen:
+                raise ConfigurationError(f"{path}:{_line(node)}: the name {name!r} is taken by line {seen[name]}")
+            seen[name] = _line(node)
+    return Catalogue(models)
+
+
+def _entries(path: Path, root: yaml.Node | None) -> list[yaml.Node]:
+    if isinstance(root, yaml.MappingNode):
+        for key, value in root.value:
+            if key.value == "models" and isinstance(value, yaml.SequenceNode) and value.value:
+                return list(value.value)
+    raise ConfigurationError(f"{path}:1: a catalogue is a mapping with a list `models` of at least one entry")
+
+
+def _read_entry(path: Path, node: yaml.Node) -> Model:
+    constructor = yaml.SafeLoader("")
+    try:
+        return Model.model_validate(constructor.construct_document(node))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "entry"
+        line = _line(_descend(node, first["loc"]))
+        raise ConfigurationError(f"{path}:{line}: {where}: {first['msg']}", field=where) from error
+    finally:
+        constructor.dispose()
+
+
+def _descend(node: yaml.Node, location: tuple[int | str, ...]) -> yaml.Node:
+    """The node that `location` names, or the nearest one above it."""
+    for part in location:
+        if isinstance(node, yaml.MappingNode):
+            found = [pair for pair in node.value if pair[0].value == part]
+            if not found:
+                return node
+            node = found[0][1]
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            node = node.value[part]
+    return node
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1

@@ -1,0 +1,96 @@
+"""Every error Penstock raises on purpose, and the code that travels with it.
+
+PenstockError
+├── BadInput                 the caller's request is wrong; names the field
+│   ├── UnknownModel
+│   └── InputTooLarge
+├── Overloaded               full now; carries seconds to wait
+├── DeadlineExceeded         the answer would come, or came, too late
+├── ModelFailed              the model could not compute this item
+├── Unavailable              a part we need (broker, store) is out of reach
+├── UndecodableMessage       a message on a topic that is no job or reply
+└── ConfigurationError       a catalogue or a setting is wrong; names line or variable
+
+`code` is stable and goes on the wire, into rows and into metrics; HTTP statuses are the API's business (api/errors.py).
+"""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """Something went wrong inside Penstock."""
+
+    code = "internal"
+
+    def __init__(self, message: str | None = None, *, field: str | None = None) -> None:
+        self.message = message or (type(self).__doc__ or "").split("\n", 1)[0]
+        self.field = field
+        super().__init__(self.message)
+
+
+class BadInput(PenstockError):
+    """The request is not valid."""
+
+    code = "invalid_input"
+
+
+class UnknownModel(BadInput):
+    """No model of this name is served here."""
+
+    code = "unknown_model"
+
+
+class InputTooLarge(BadInput):
+    """The request is larger than this model takes."""
+
+    code = "input_too_large"
+
+
+class Overloaded(PenstockError):
+    """The system is full; try again later."""
+
+    code = "overloaded"
+
+    def __init__(self, message: str | None = None, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(PenstockError):
+    """The deadline passed before the answer was there."""
+
+    code = "deadline_exceeded"
+
+
+class ModelFailed(PenstockError):
+    """The model could not compute this item."""
+
+    code = "model_failed"
+
+
+class Unavailable(PenstockError):
+    """A service that this request needs is out of reach."""
+
+    code = "unavailable"
+
+
+class UndecodableMessage(PenstockError):
+    """A message could not be read as what its topic carries."""
+
+    code = "undecodable_message"
+
+
+class ConfigurationError(PenstockError):
+    """The catalogue or a setting is wrong."""
+
+    code = "configuration"
+
+
+def error_for_code(code: str, message: str, field: str | None = None) -> PenstockError:
+    """The error that `code` names on the wire; an unknown code gives a plain PenstockError."""
+    for kind in (BadInput, UnknownModel, InputTooLarge, DeadlineExceeded, ModelFailed, Unavailable, UndecodableMessage):
+        if kind.code == code:
+            return kind(message, field=field)
+    if code == Overloaded.code:
+        return Overloaded(message)
+    return PenstockError(message, field=field)

@@ -1,0 +1,325 @@
+"""The wire contract of API and workers: jobs on `jobs.<model>`, replies on an inbox, and the row each item leaves.
+
+A **request** is one HTTP call. Its **items** (texts, images) travel in one or more **jobs**; a job is one Pub/Sub
+message, known by (request_id, part). What routes or identifies a message stands in its attributes (so a filter, a
+dead-letter function or a person with a console can use it without the body); the body is JSON and holds the items.
+
+A job on the wire:
+
+    attributes: {"schema": "1", "request_id": "req_6f0c…", "part": "0", "model": "all-MiniLM-L6-v2",
+                 "tenant": "default", "inbox": "inbox.7", "slot": "17", "deadline_s": "1790000000.25",
+                 "received_at_s": "…", "published_at_s": "…", "attempt": "1", "api_instance": "api-3f"}
+    data:       {"items": [{"index": 0, "input": {"type": "text", "text": "a cat"}, "cache_key": "9b1d…"}]}
+
+and its reply carries `slot`, `request_id` and `part` back, with one outcome per item, in the order of the items.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from shared.errors import PenstockError, UndecodableMessage
+
+SCHEMA_VERSION = "1"
+INLINE_LIMIT_BYTES = 48 * 1024
+"""Results above this lie in the object store and the reply points to them."""
+
+
+class Blob(msgspec.Struct, omit_defaults=True):
+    """Bytes that travel either inline or as a key in the object store (exactly one of the two is set)."""
+
+    media_type: str
+    data: bytes | None = None
+    object_key: str | None = None
+
+
+class TextInput(msgspec.Struct, tag="text"):
+    """One text to embed."""
+
+    text: str
+
+
+class TokensInput(msgspec.Struct, tag="tokens"):
+    """One text to embed, as token ids of the model's own tokenizer, without special tokens."""
+
+    tokens: list[int]
+
+
+class ImageInput(msgspec.Struct, tag="image", omit_defaults=True):
+    """One image to draw; with `image` set, image-to-image from it at `strength`."""
+
+    prompt: str
+    width: int
+    height: int
+    steps: int
+    guidance_scale: float
+    seed: int
+    scheduler: str
+    negative_prompt: str = ""
+    image: Blob | None = None
+    strength: float | None = None
+
+
+Input = TextInput | TokensInput | ImageInput
+
+
+class EmbeddingResult(msgspec.Struct, tag="embedding"):
+    """One vector: little-endian float32, `dimensions` of them, and the tokens it took (special tokens included)."""
+
+    vector: bytes
+    tokens: int
+
+
+class ImageResult(msgspec.Struct, tag="image"):
+    """One encoded image with the seed that gives it again."""
+
+    image: Blob
+    width: int
+    height: int
+    seed: int
+    pixel_steps: int
+
+
+Result = EmbeddingResult | ImageResult
+
+
+class Item(msgspec.Struct, omit_defaults=True):
+    """One unit of work; `index` is its place in the HTTP request. No cache_key: never cached or joined."""
+
+    index: int
+    input: Input
+    cache_key: str | None = None
+
+
+class Envelope(msgspec.Struct, kw_only=True):
+    """What the attributes of a job say: who asks, for what, until when, and where the reply goes."""
+
+    request_id: str
+    part: int
+    model: str
+    tenant: str
+    inbox: str = ""
+    """Topic id of the inbox that waits for the reply; empty when nobody waits."""
+    slot: str = ""
+    deadline_s: float
+    """Unix time after which the answer is of no use."""
+    received_at_s: float
+    published_at_s: float
+    api_instance: str = ""
+    attempt: int = 1
+    traceparent: str = ""
+    cache_key: str = ""
+    """The first item's key, for people and tools that look at the topic."""
+
+    def to_attributes(self) -> dict[str, str]:
+        """The attributes of the job's message; fields that say nothing are left out."""
+        fields = {name: _text(getattr(self, name)) for name in self.__struct_fields__}
+        return {"schema": SCHEMA_VERSION} | {name: value for name, value in fields.items() if value}
+
+    @classmethod
+    def from_attributes(cls, attributes: Mapping[str, str]) -> Envelope:
+        """Reads attributes back.
+
+        Raises:
+            UndecodableMessage: schema or a field is missing or malformed; `field` names it.
+        """
+        if attributes.get("schema") != SCHEMA_VERSION:
+            raise UndecodableMessage(f"schema is {attributes.get('schema')!r}, not {SCHEMA_VERSION!r}", field="schema")
+        try:
+            return msgspec.convert(dict(attributes), cls, strict=False)
+        except msgspec.ValidationError as error:
+            raise UndecodableMessage(f"attributes: {error}", field="attributes") from error
+
+
+class JobBody(msgspec.Struct, omit_defaults=True):
+    """The body of a job: its items, and whether the cache may answer and keep them."""
+
+    items: list[Item]
+    cache_read: bool = True
+    cache_write: bool = True
+
+
+class Job(msgspec.Struct):
+    """One message on `jobs.<model>`."""
+
+    envelope: Envelope
+    body: JobBody
+
+
+class ItemError(msgspec.Struct, omit_defaults=True):
+    """Why an item has no result; `code` as in shared.errors."""
+
+    code: str
+    message: str
+    field: str | None = None
+
+
+class Receipt(msgspec.Struct, omit_defaults=True):
+    """What one item cost, measured where it happened; rides in the reply and becomes the row.
+
+    Times are unix seconds, durations milliseconds. `cache` says where the result came from: `miss` (computed),
+    `memory`, `redis`, `joined` (an identical item was being computed) or `none` (cache not asked).
+    """
+
+    cache: str = "none"
+    pulled_at_s: float | None = None
+    started_at_s: float | None = None
+    finished_at_s: float | None = None
+    batch_wait_ms: float | None = None
+    inference_ms: float | None = None
+    batch_size: int | None = None
+    tokens: int | None = None
+    pixel_steps: int | None = None
+    cost_usd: float | None = None
+
+
+class ItemOutcome(msgspec.Struct, omit_defaults=True):
+    """The end of one item: a result or an error, and its receipt. `status`: succeeded, failed or expired."""
+
+    index: int
+    status: str
+    receipt: Receipt
+    result: Result | None = None
+    error: ItemError | None = None
+
+
+class ReplyBody(msgspec.Struct, omit_defaults=True):
+    """The body of a reply: one outcome per item of the job, in its order."""
+
+    outcomes: list[ItemOutcome]
+    worker: str = ""
+    device: str = ""
+    replied_at_s: float = 0.0
+
+
+class Reply(msgspec.Struct):
+    """One message on an inbox."""
+
+    request_id: str
+    part: int
+    slot: str
+    body: ReplyBody
+
+
+class Row(msgspec.Struct, omit_defaults=True):
+    """One row of the usage table, one per item; infra/bigquery/rows.schema.json describes each field.
+
+    `*_at_s` fields (unix seconds) are the TIMESTAMP columns of the same name without `_s`.
+    """
+
+    row_id: str
+    request_id: str
+    item: int
+    model: str
+    received_at_s: float
+    status: str
+    tenant: str | None = None
+    revision: str | None = None
+    task: str | None = None
+    region: str | None = None
+    api_instance: str | None = None
+    worker: str | None = None
+    published_at_s: float | None = None
+    pulled_at_s: float | None = None
+    started_at_s: float | None = None
+    finished_at_s: float | None = None
+    replied_at_s: float | None = None
+    queue_ms: float | None = None
+    batch_wait_ms: float | None = None
+    inference_ms: float | None = None
+    total_ms: float | None = None
+    batch_size: int | None = None
+    cache: str | None = None
+    tokens: int | None = None
+    pixel_steps: int | None = None
+    device: str | None = None
+    device_share: float | None = None
+    error_code: str | None = None
+    attempt: int | None = None
+    cost_usd: float | None = None
+
+
+_encoder = msgspec.json.Encoder()
+_job_decoder = msgspec.json.Decoder(JobBody)
+_reply_decoder = msgspec.json.Decoder(ReplyBody)
+
+
+def encode_job(job: Job) -> tuple[bytes, dict[str, str]]:
+    """The data and the attributes of the job's message."""
+    return _encoder.encode(job.body), job.envelope.to_attributes()
+
+
+def decode_job(data: bytes, attributes: Mapping[str, str]) -> Job:
+    """Reads a job.
+
+    Raises:
+        UndecodableMessage: it is none; `field` says where ("schema", "attributes" or "data").
+    """
+    envelope = Envelope.from_attributes(attributes)
+    try:
+        body = _job_decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise UndecodableMessage(f"data: {error}", field="data") from error
+    if not body.items:
+        raise UndecodableMessage("data: a job has at least one item", field="data")
+    return Job(envelope, body)
+
+
+def encode_reply(reply: Reply) -> tuple[bytes, dict[str, str]]:
+    """The data and the attributes of the reply's message."""
+    attributes = {"schema": SCHEMA_VERSION, "request_id": reply.request_id, "part": str(reply.part)}
+    if reply.slot:
+        attributes["slot"] = reply.slot
+    return _encoder.encode(reply.body), attributes
+
+
+def decode_reply(data: bytes, attributes: Mapping[str, str]) -> Reply:
+    """Reads a reply.
+
+    Raises:
+        UndecodableMessage: it is none.
+    """
+    try:
+        part = int(attributes["part"])
+        return Reply(attributes["request_id"], part, attributes.get("slot", ""), _reply_decoder.decode(data))
+    except (KeyError, ValueError, msgspec.MsgspecError) as error:
+        raise UndecodableMessage(f"reply: {error}", field="data") from error
+
+
+def failure(index: int, error: PenstockError, receipt: Receipt | None = None) -> ItemOutcome:
+    """The outcome of an item that ends with `error`."""
+    status = "expired" if error.code == "deadline_exceeded" else "failed"
+    return ItemOutcome(index, status, receipt or Receipt(), error=ItemError(error.code, error.message, error.field))
+
+
+def row_of(envelope: Envelope, outcome: ItemOutcome, *, replied_at_s: float | None = None, **facts: Any) -> Row:
+    """The row an item leaves: its envelope, its receipt, and `facts` the writer knows (worker, device, region …)."""
+    receipt, now_s = outcome.receipt, replied_at_s or time.time()
+    queued_s = (receipt.pulled_at_s or now_s) - envelope.published_at_s if envelope.published_at_s else None
+    known = {name: getattr(receipt, name) for name in receipt.__struct_fields__}
+    return Row(
+        row_id=f"{envelope.request_id}:{outcome.index}",
+        request_id=envelope.request_id,
+        item=outcome.index,
+        model=envelope.model,
+        received_at_s=envelope.received_at_s,
+        status=outcome.status,
+        tenant=envelope.tenant,
+        api_instance=envelope.api_instance or None,
+        published_at_s=envelope.published_at_s or None,
+        replied_at_s=now_s,
+        queue_ms=None if queued_s is None else queued_s * 1000,
+        total_ms=(now_s - envelope.received_at_s) * 1000,
+        error_code=outcome.error.code if outcome.error else None,
+        attempt=envelope.attempt,
+        **known,
+        **facts,
+    )
+
+
+def _text(value: str | int | float) -> str:
+    return value if isinstance(value, str) else repr(value)

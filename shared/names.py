@@ -1,0 +1,48 @@
+"""The names of topics and subscriptions; Terraform, the local stack and the code use the same."""
+
+from __future__ import annotations
+
+
+def jobs_topic_id(model: str) -> str:
+    """The topic that carries the jobs of `model`."""
+    return f"jobs.{model}"
+
+
+def workers_subscription_id(model: str) -> str:
+    """The one subscription that all workers of `model` pull."""
+    return f"jobs.{model}.workers"
+
+
+def dead_letter_topic_id(model: str) -> str:
+    """Where jobs of `model` go that no worker could finish."""
+    return f"jobs.{model}.dead"
+
+
+def dead_letter_subscription_id(model: str) -> str:
+    """Keeps the dead letters of `model` for a person or a function to look at."""
+    return f"jobs.{model}.dead.keep"
+
+
+def inbox_topic_id(inbox: str) -> str:
+    """The reply topic of an inbox; `inbox` is a pool number or an instance's own id."""
+    return f"inbox.{inbox}"
+
+
+def slot_subscription_id(inbox: str, slot: int) -> str:
+    """The subscription of one slot of an inbox."""
+    return f"inbox.{inbox}.slot.{slot}"
+
+
+def slot_filter(slot: int, slots: int) -> str:
+    """The filter of a slot; an inbox with one slot needs none."""
+    return "" if slots == 1 else f'attributes.slot = "{slot}"'
+
+
+def topic_path(project: str, topic_id: str) -> str:
+    """`projects/<project>/topics/<topic_id>`."""
+    return f"projects/{project}/topics/{topic_id}"
+
+
+def subscription_path(project: str, subscription_id: str) -> str:
+    """`projects/<project>/subscriptions/<subscription_id>`."""
+    return f"projects/{project}/subscriptions/{subscription_id}"

@@ -1,0 +1,94 @@
+"""All settings, read once from the environment (`PENSTOCK_*`) in each `__main__` and passed on, frozen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import AliasChoices, Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from shared.errors import ConfigurationError
+
+
+class Settings(BaseSettings):
+    """What every process needs to know. An empty endpoint means Google's own, with the machine's credentials."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_", frozen=True, extra="ignore")
+
+    project: str = "penstock-local"
+    region: str = "local"
+    models_file: Path = Path("models.yaml")
+    pubsub_endpoint: str = Field(
+        "", validation_alias=AliasChoices("PENSTOCK_PUBSUB_ENDPOINT", "PUBSUB_EMULATOR_HOST", "pubsub_endpoint")
+    )
+    """HOST:PORT of an embedded Pub/Sub or Google's emulator."""
+    bigquery_endpoint: str = ""
+    """URL of an embedded BigQuery."""
+    dataset: str = "penstock"
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    objects_url: str = "file://var/objects"
+    """Where large inputs and results lie: file://, gs:// or s3://."""
+    spool_dir: Path = Path("var/spool")
+    """Where rows wait on disk while BigQuery is out of reach; one folder below it per process."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+
+
+class ApiSettings(Settings):
+    """The API process."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(8080, ge=0, le=65535)
+    public_url: str = ""
+    """The URL callers reach this API by, for links in answers; empty: as the request came in."""
+    secret: str = ""
+    """Signs links to results; empty: a random one per process, so links die with it."""
+    api_keys: str = ""
+    """`key=tenant,key=tenant`; empty: no key is asked for and the tenant is `default`."""
+    max_in_flight: int = Field(1024, ge=1)
+    """Items waiting for a worker in this instance; above it: 429."""
+    reply_slots: int = Field(80, ge=1, le=200)
+    """Slots of an inbox that this instance makes itself; a pool's inboxes have the same number."""
+    inbox_pool: int = Field(0, ge=0)
+    """Inboxes of the pool (numbered from 0), leased through Redis; 0: this instance makes its own."""
+    inbox_lease_s: float = Field(30.0, gt=0)
+    memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
+    request_max_bytes: int = Field(32 * 1024 * 1024, ge=1)
+
+
+class WorkerSettings(Settings):
+    """A worker process; `model` names the entry of the catalogue that it serves."""
+
+    model: str
+    health_host: str = "127.0.0.1"
+    health_port: int = Field(8081, ge=0, le=65535)
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:N`, or `auto`: cuda where there is one."""
+    processes: int = Field(0, ge=0)
+    """Model processes; 0: one per GPU, or one per core on a CPU (at most 4)."""
+    threads: int = Field(1, ge=1)
+    """Threads of each model process on a CPU."""
+    memory_fraction: float = Field(1.0, gt=0, le=1)
+    """The part of the GPU's memory each model process may take."""
+    max_outstanding_bytes: int = Field(64 * 1024 * 1024, ge=1)
+    ack_deadline_s: int = Field(20, ge=10, le=600)
+    memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
+    drain_s: float = Field(20.0, gt=0)
+
+
+Kind = TypeVar("Kind", bound=Settings)
+
+
+def read_settings(kind: type[Kind], **overrides: object) -> Kind:
+    """Settings from the environment, with `overrides` above it.
+
+    Raises:
+        ConfigurationError: a variable is missing or wrong; the message names it and the reason.
+    """
+    try:
+        return kind(**overrides)  # type: ignore[arg-type]
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else "settings"
+        variable = name if name.isupper() else f"PENSTOCK_{name.upper()}"
+        raise ConfigurationError(f"{variable}: {first['msg']}", field=name) from error

@@ -1,0 +1,68 @@
+"""The seam to the broker as API and worker see it: shared/pubsub.py is the real one, tests/fakes.py one in memory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(slots=True, eq=False)
+class Message:
+    """A received message. `delivery_attempt` is 0 where the subscription has no dead-letter policy."""
+
+    data: bytes
+    attributes: Mapping[str, str]
+    message_id: str
+    ack_id: str
+    publish_time_s: float = 0.0
+    delivery_attempt: int = 0
+    ordering_key: str = ""
+    received_at_s: float = field(default=0.0)
+
+
+class Publisher(Protocol):
+    """Sends messages."""
+
+    async def publish(
+        self,
+        topic_id: str,
+        data: bytes,
+        attributes: Mapping[str, str],
+        *,
+        ordering_key: str = "",
+        timeout_s: float = 10.0,
+    ) -> str:
+        """Publishes one message and returns its message_id once the broker has it.
+
+        Raises:
+            Unavailable: the broker could not be reached or did not answer within `timeout_s`.
+            BadInput: the broker refused the message (too large, no such topic …).
+        """
+
+
+class Subscription(Protocol):
+    """An open subscription: an endless stream of messages whose leases are kept until ack or nack."""
+
+    def __aiter__(self) -> AsyncIterator[Message]:
+        """The messages, as they come; reconnects by itself and ends only when closed."""
+
+    def ack(self, message: Message) -> None:
+        """Done with `message`: it is not delivered again. Sent in the background, with others."""
+
+    def nack(self, message: Message) -> None:
+        """Hands `message` back: it is delivered again, here or elsewhere."""
+
+
+class Subscriber(Protocol):
+    """Opens subscriptions."""
+
+    def subscribe(
+        self, subscription_id: str, *, max_messages: int, max_bytes: int = 0, ack_deadline_s: int = 20
+    ) -> AbstractAsyncContextManager[Subscription]:
+        """Opens a subscription with at most `max_messages` unacked messages (and bytes, 0: no bound) in hand."""
+
+
+class Transport(Publisher, Subscriber, Protocol):
+    """A connection to the broker that does both."""
