@@ -1,0 +1,51 @@
+"""`python -m infra.local.pubsub`: the embedded Pub/Sub alone, until SIGTERM or SIGINT."""
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from infra.local.pubsub.broker import DEFAULT_STORAGE_BYTES
+from infra.local.pubsub.server import serve
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the server; returns the exit code.
+
+    Args:
+        argv: the arguments after the program's name; those of the process when None.
+    """
+    parser = argparse.ArgumentParser(prog="penstock pubsub", description="Serve google.pubsub.v1 from memory.")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8085, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument(
+        "--storage-mib",
+        type=int,
+        default=DEFAULT_STORAGE_BYTES // 1024**2,
+        help="message bytes held before publishes are refused, in MiB (default: %(default)s)",
+    )
+    options = parser.parse_args(argv)
+    try:
+        uvloop.run(_serve_until_signal(options.host, options.port, options.storage_mib * 1024**2))
+    except OSError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+async def _serve_until_signal(host: str, port: int, storage_bytes: int) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with serve(host, port, storage_bytes=storage_bytes) as server:
+        sys.stdout.write(f"Pub/Sub listening on {server.endpoint}\n")
+        sys.stdout.flush()
+        await stop.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""The door to the state machine: every call of the API that changes or shows something, by its name.
+
+No gRPC and no event loop behind it. What comes through `call`, together with the timers and the leases that
+`Subscription.take` hands out, is all that ever changes the state, so a log for a data directory stands here.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from infra.local.pubsub.message import Storage
+from infra.local.pubsub.registry import Registry
+from infra.local.pubsub.snapshot_calls import SnapshotCalls
+from infra.local.pubsub.subscription import Subscription
+from infra.local.pubsub.subscription_calls import SubscriptionCalls
+from infra.local.pubsub.timers import Timers
+from infra.local.pubsub.topic_calls import TopicCalls
+
+DEFAULT_STORAGE_BYTES = 2 * 1024**3
+
+
+class Broker:
+    """Topics, subscriptions and snapshots in memory.
+
+    Args:
+        now_s: the clock, in seconds since the epoch; must never go back.
+        storage_bytes: message bytes held at most; a publish beyond is refused with RESOURCE_EXHAUSTED.
+    """
+
+    def __init__(self, now_s: Callable[[], float], storage_bytes: int = DEFAULT_STORAGE_BYTES) -> None:
+        self.timers = Timers(now_s)
+        self.registry = Registry(self.timers, Storage(storage_bytes))
+        topics = TopicCalls(self.registry)
+        snapshots = SnapshotCalls(self.registry)
+        self._subscriptions = SubscriptionCalls(self.registry)
+        self._calls: dict[str, Callable[[Any], Any]] = {
+            "CreateTopic": topics.create_topic,
+            "GetTopic": topics.get_topic,
+            "UpdateTopic": topics.update_topic,
+            "ListTopics": topics.list_topics,
+            "ListTopicSubscriptions": topics.list_topic_subscriptions,
+            "ListTopicSnapshots": topics.list_topic_snapshots,
+            "DeleteTopic": topics.delete_topic,
+            "Publish": topics.publish,
+            "DetachSubscription": topics.detach_subscription,
+            "CreateSubscription": self._subscriptions.create_subscription,
+            "GetSubscription": self._subscriptions.get_subscription,
+            "UpdateSubscription": self._subscriptions.update_subscription,
+            "ListSubscriptions": self._subscriptions.list_subscriptions,
+            "DeleteSubscription": self._subscriptions.delete_subscription,
+            "ModifyPushConfig": self._subscriptions.modify_push_config,
+            "Acknowledge": self._subscriptions.acknowledge,
+            "ModifyAckDeadline": self._subscriptions.modify_ack_deadline,
+            "CreateSnapshot": snapshots.create_snapshot,
+            "GetSnapshot": snapshots.get_snapshot,
+            "UpdateSnapshot": snapshots.update_snapshot,
+            "ListSnapshots": snapshots.list_snapshots,
+            "DeleteSnapshot": snapshots.delete_snapshot,
+            "Seek": snapshots.seek,
+        }
+
+    def call(self, name: str, request: Any) -> Any:
+        """Run one call of the API.
+
+        Args:
+            name: as in `google.pubsub.v1`, for example `Publish`; any but Pull and StreamingPull.
+            request: the raw protobuf request of that call; a Publish takes over its messages.
+
+        Returns:
+            The raw protobuf response; it is the broker's own and must be serialised before the next call.
+
+        Raises:
+            PubsubError: the call was refused and changed nothing.
+        """
+        return self._calls[name](request)
+
+    def pullable(self, path: str) -> Subscription:
+        """Return the subscription to `take` from; raises `NotFound` or `FailedPrecondition` as a pull does."""
+        return self._subscriptions.consumable(path, for_pull=True)

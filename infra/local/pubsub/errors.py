@@ -1,0 +1,88 @@
+"""What the embedded Pub/Sub refuses, worded as the service words it; the servicer turns these into gRPC statuses.
+
+PubsubError
+├── InvalidArgument
+│   └── AckIdsRefused
+├── NotFound
+├── AlreadyExists
+├── FailedPrecondition
+├── ResourceExhausted
+├── Unimplemented
+└── Unavailable
+"""
+
+from collections.abc import Mapping
+
+INVALID_ACK_ID = "PERMANENT_FAILURE_INVALID_ACK_ID"
+
+
+class PubsubError(Exception):
+    """A request was refused; `status` is the name of its gRPC status code."""
+
+    status = "INTERNAL"
+
+
+class InvalidArgument(PubsubError):
+    """The request is wrong whatever the state of the server."""
+
+    status = "INVALID_ARGUMENT"
+
+
+class AckIdsRefused(InvalidArgument):
+    """Some ack ids of an exactly-once subscription are no longer valid.
+
+    `reasons` maps each refused ack id to its reason; it travels as the metadata of a `google.rpc.ErrorInfo`.
+    """
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        super().__init__(
+            "Some acknowledgement ids in the request were invalid. This could be because the "
+            "acknowledgement ids have expired or the acknowledgement ids were malformed."
+        )
+        self.reasons = dict(reasons)
+
+
+class NotFound(PubsubError):
+    """The named resource does not exist."""
+
+    status = "NOT_FOUND"
+
+
+class AlreadyExists(PubsubError):
+    """A resource of this name exists."""
+
+    status = "ALREADY_EXISTS"
+
+
+class FailedPrecondition(PubsubError):
+    """The resource is in a state that forbids this."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class ResourceExhausted(PubsubError):
+    """The server holds as many bytes as it may."""
+
+    status = "RESOURCE_EXHAUSTED"
+
+
+class Unimplemented(PubsubError):
+    """The service can do this and the embedded server cannot."""
+
+    status = "UNIMPLEMENTED"
+
+
+class Unavailable(PubsubError):
+    """The server is stopping; clients reconnect."""
+
+    status = "UNAVAILABLE"
+
+
+def resource_not_found(path: str) -> NotFound:
+    """Return the refusal for a resource that does not exist; `path` is `projects/…/<kind>/<id>`."""
+    return NotFound(f"Resource not found (resource={path.rpartition('/')[2]}).")
+
+
+def resource_exists(path: str) -> AlreadyExists:
+    """Return the refusal for a name that is taken; `path` is `projects/…/<kind>/<id>`."""
+    return AlreadyExists(f"Resource already exists in the project (resource={path.rpartition('/')[2]}).")

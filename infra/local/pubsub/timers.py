@@ -1,0 +1,77 @@
+"""One heap of due times for everything that happens later: leases, backoffs, retention, expirations.
+
+Knows no event loop: whoever owns the clock calls `run_due` at `next_due_s`, so tests advance time by hand.
+"""
+
+import heapq
+import itertools
+from collections.abc import Callable
+
+_COMPACT_FROM = 1024
+
+
+class Timer:
+    """One action at one time; `cancel` drops its references at once."""
+
+    __slots__ = ("_owner", "action")
+
+    def __init__(self, owner: "Timers", action: Callable[[], None]) -> None:
+        self._owner = owner
+        self.action: Callable[[], None] | None = action
+
+    def cancel(self) -> None:
+        """Drop the action; does nothing once it has run."""
+        if self.action is not None:
+            self.action = None
+            self._owner.note_cancelled()
+
+
+class Timers:
+    """Actions in order of their due time (seconds since the epoch, as `now_s` counts them)."""
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self.now_s = now_s
+        self.on_earlier: Callable[[], None] = _nobody_waits
+        self._heap: list[tuple[float, int, Timer]] = []
+        self._tie = itertools.count()
+        self._cancelled = 0
+
+    @property
+    def next_due_s(self) -> float | None:
+        """When the next action is due, or None when nothing is."""
+        while self._heap and self._heap[0][2].action is None:
+            heapq.heappop(self._heap)
+            self._cancelled -= 1
+        return self._heap[0][0] if self._heap else None
+
+    def at(self, due_s: float, action: Callable[[], None]) -> Timer:
+        """Run `action` at `due_s`; tells `on_earlier` when that is before everything else."""
+        timer = Timer(self, action)
+        is_earliest = not self._heap or due_s < self._heap[0][0]
+        heapq.heappush(self._heap, (due_s, next(self._tie), timer))
+        if is_earliest:
+            self.on_earlier()
+        return timer
+
+    def run_due(self) -> None:
+        """Run every action that is due by now, in order; actions may schedule and cancel."""
+        while (due_s := self.next_due_s) is not None and due_s <= self.now_s():
+            timer = heapq.heappop(self._heap)[2]
+            action, timer.action = timer.action, None
+            if action is not None:
+                action()
+
+    def note_cancelled(self) -> None:
+        """Count a cancelled timer; the heap is rebuilt when most of it is dead.
+
+        Nearly every lease is acked long before it is due, so without this a minute of traffic would stay.
+        """
+        self._cancelled += 1
+        if self._cancelled > _COMPACT_FROM and self._cancelled * 2 > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[2].action is not None]
+            heapq.heapify(self._heap)
+            self._cancelled = 0
+
+
+def _nobody_waits() -> None:
+    """Stand in for the event loop while there is none: virtual time is read, not waited for."""
