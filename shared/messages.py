@@ -188,9 +188,13 @@ class ItemOutcome(msgspec.Struct, omit_defaults=True):
 
 
 class ReplyBody(msgspec.Struct, omit_defaults=True):
-    """The body of a reply: one outcome per item of the job, in its order."""
+    """The body of a reply: one outcome per item of the job, in its order.
+
+    Where the job's body could not be read there are none, and `error` says why.
+    """
 
     outcomes: list[ItemOutcome]
+    error: ItemError | None = None
     worker: str = ""
     device: str = ""
     replied_at_s: float = 0.0
@@ -266,6 +270,8 @@ def decode_job(data: bytes, attributes: Mapping[str, str]) -> Job:
         raise UndecodableMessage(f"data: {error}", field="data") from error
     if not body.items:
         raise UndecodableMessage("data: a job has at least one item", field="data")
+    if len({item.index for item in body.items}) != len(body.items):
+        raise UndecodableMessage("data: two items have the same index", field="data")
     return Job(envelope, body)
 
 

@@ -62,6 +62,8 @@ class WorkerSettings(Settings):
     model: str
     health_host: str = "127.0.0.1"
     health_port: int = Field(8081, ge=0, le=65535)
+    models_dir: Path = Path("var/models")
+    """Where weights from a hub or a bucket are kept."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:N`, or `auto`: cuda where there is one."""
     processes: int = Field(0, ge=0)

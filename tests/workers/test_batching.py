@@ -1,0 +1,89 @@
+"""The rules of the batch queue, each as a property over any arrivals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.batching import PADDING_EFFICIENCY, BatchQueue
+
+
+@dataclass(eq=False)
+class Entry:
+    number: int
+    length: int
+    key: str = ""
+
+
+Arrivals = list[tuple[int, str]]
+arrivals = st.lists(st.tuples(st.integers(1, 300), st.sampled_from("abc")), min_size=1, max_size=60)
+
+
+def queue_of(lengths_and_keys: Arrivals, budget: int, max_items: int) -> tuple[BatchQueue[Entry], list[Entry]]:
+    queue: BatchQueue[Entry] = BatchQueue(budget, max_items)
+    entries = [Entry(number, length, key) for number, (length, key) in enumerate(lengths_and_keys)]
+    for entry in entries:
+        queue.add(entry)
+    return queue, entries
+
+
+def drain(queue: BatchQueue[Entry]) -> list[list[Entry]]:
+    batches = []
+    while batch := queue.take():
+        batches.append(batch)
+    return batches
+
+
+@given(arrivals, st.integers(1, 2000), st.integers(1, 20))
+def test_every_entry_is_taken_once(lengths_and_keys: Arrivals, budget: int, max_items: int) -> None:
+    queue, entries = queue_of(lengths_and_keys, budget, max_items)
+    taken = [entry.number for batch in drain(queue) for entry in batch]
+    assert sorted(taken) == [entry.number for entry in entries]
+    assert len(queue) == 0
+
+
+@given(arrivals, st.integers(1, 2000), st.integers(1, 20))
+def test_batch_keeps_budget_padding_and_key(lengths_and_keys: Arrivals, budget: int, max_items: int) -> None:
+    queue, _ = queue_of(lengths_and_keys, budget, max_items)
+    for batch in drain(queue):
+        padded = max(entry.length for entry in batch) * len(batch)
+        assert len({entry.key for entry in batch}) == 1
+        assert len(batch) <= max_items
+        # One entry above the budget still runs, alone: refusing it is admission's business.
+        assert len(batch) == 1 or padded <= budget
+        assert sum(entry.length for entry in batch) >= PADDING_EFFICIENCY * padded
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=80), st.integers(1, 2000), st.integers(1, 20))
+def test_order_of_arrival_is_kept_within_one_batch(lengths: list[int], budget: int, max_items: int) -> None:
+    queue, entries = queue_of([(length, "") for length in lengths], budget, max_items)
+    waiting = [entry.number for entry in entries]
+    while batch := queue.take():
+        numbers = [entry.number for entry in batch]
+        assert numbers[0] == waiting[0], "the oldest is always in the batch"
+        assert numbers == sorted(numbers)
+        assert set(numbers) <= set(waiting[:max_items]), "company comes from the oldest max_items only"
+        waiting = [number for number in waiting if number not in numbers]
+
+
+@given(arrivals, st.integers(1, 5))
+def test_keys_take_turns(lengths_and_keys: Arrivals, max_items: int) -> None:
+    queue, entries = queue_of(lengths_and_keys, 10**9, max_items)
+    batches = drain(queue)
+    keys = {entry.key for entry in entries}
+    first_turns = [batch[0].key for batch in batches[: len(keys)]]
+    assert sorted(first_turns) == sorted(keys), "every key has had a turn before any has a second"
+
+
+def test_equal_lengths_fill_the_budget() -> None:
+    queue, _ = queue_of([(10, "")] * 50, budget=100, max_items=64)
+    assert [len(batch) for batch in drain(queue)] == [10, 10, 10, 10, 10]
+
+
+def test_removed_entry_is_not_taken() -> None:
+    queue, entries = queue_of([(10, "a"), (10, "b")], budget=100, max_items=8)
+    queue.remove(entries[0])
+    queue.remove(entries[0])
+    assert [[entry.number for entry in batch] for batch in drain(queue)] == [[1]]

@@ -1,0 +1,110 @@
+"""`python -m workers`: one worker of one model. Builds the parts, opens them in order, runs until SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import uvloop
+
+from shared.cache import ResultCache
+from shared.catalogue import Model, read_catalogue
+from shared.errors import ConfigurationError, PenstockError
+from shared.logs import configure_logs
+from shared.objects import ObjectStore
+from shared.pubsub import PubSubTransport
+from shared.rows import RowWriter
+from shared.settings import WorkerSettings, read_settings
+from workers.finisher import Finisher
+from workers.health import health_server
+from workers.job import WorkerFacts
+from workers.model_pool import ModelPool
+from workers.models import preparer_for
+from workers.sources import resolve
+from workers.worker import Worker
+
+log = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Runs a worker; returns the exit status."""
+    try:
+        settings = read_settings(WorkerSettings)
+        configure_logs(settings.log_level)
+        model = read_catalogue(settings.models_file).find(settings.model)
+        uvloop.run(serve(settings, model))
+    except ConfigurationError as error:
+        print(f"penstock worker: {error.message}", file=sys.stderr)
+        return 2
+    except PenstockError as error:
+        log.error("worker stopped", extra={"code": error.code, "reason": error.message})
+        return 1
+    return 0
+
+
+async def serve(settings: WorkerSettings, model: Model) -> None:
+    """Warms the model up, then pulls; readiness says when. Returns after SIGTERM and a drain."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+    running: list[Worker] = []
+    async with AsyncExitStack() as stack:
+        stack.enter_context(
+            health_server(settings.health_host, settings.health_port, loop, lambda: any(w.is_pulling for w in running))
+        )
+        folder = await asyncio.to_thread(resolve, model.source, model.revision, settings.models_dir)
+        worker = await _open(stack, settings, model, folder, name)
+        running.append(worker)
+        log.info("worker ready", extra={"model": model.name, "worker": name})
+        await worker.run(stop)
+
+
+async def _open(stack: AsyncExitStack, settings: WorkerSettings, model: Model, folder: Path, name: str) -> Worker:
+    """Opens every part; the model last to be closed, so that what is in hand can finish."""
+    pool = await stack.enter_async_context(
+        ModelPool(
+            model,
+            folder,
+            device=settings.device,
+            processes=settings.processes,
+            threads=settings.threads,
+            memory_fraction=settings.memory_fraction,
+        )
+    )
+    cache = await stack.enter_async_context(ResultCache(settings.redis_url, settings.memory_cache_bytes))
+    rows = await stack.enter_async_context(
+        RowWriter(
+            project=settings.project,
+            dataset=settings.dataset,
+            endpoint=settings.bigquery_endpoint,
+            spool_dir=settings.spool_dir / f"worker-{model.name}",
+        )
+    )
+    transport = await stack.enter_async_context(PubSubTransport(settings.project, settings.pubsub_endpoint))
+    objects = ObjectStore(settings.objects_url)
+    facts = WorkerFacts(name, settings.region, pool.device_name)
+    return Worker(
+        model,
+        transport,
+        pool,
+        preparer_for(model, folder),
+        cache,
+        objects,
+        Finisher(model, transport, cache, objects, rows, facts),
+        ack_deadline_s=settings.ack_deadline_s,
+        max_outstanding_bytes=settings.max_outstanding_bytes,
+        drain_s=settings.drain_s,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""The worker's health door, on its own thread: /healthz (the event loop turns), /readyz (warm and pulling), /metrics.
+
+A thread and the standard library's server, so that the answer does not depend on the loop it reports on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+LOOP_LIMIT_S = 5.0
+"""A loop that does not turn once in this time keeps no lease either: the process is to be restarted."""
+
+
+@contextmanager
+def health_server(host: str, port: int, loop: asyncio.AbstractEventLoop, is_ready: Callable[[], bool]) -> Iterator[int]:
+    """Serves until left; yields the bound port."""
+
+    def loop_turns() -> bool:
+        turned = threading.Event()
+        try:
+            loop.call_soon_threadsafe(turned.set)
+        except RuntimeError:  # closed
+            return False
+        return turned.wait(LOOP_LIMIT_S)
+
+    class Handler(BaseHTTPRequestHandler):
+        """Three paths, GET only."""
+
+        def do_GET(self) -> None:
+            """Answers a probe or a scrape."""
+            if self.path == "/metrics":
+                self._answer(200, generate_latest(), CONTENT_TYPE_LATEST)
+            elif self.path == "/healthz":
+                self._answer_bool(loop_turns())
+            elif self.path == "/readyz":
+                self._answer_bool(is_ready())
+            else:
+                self._answer(404, b"not found\n", "text/plain")
+
+        def _answer_bool(self, good: bool) -> None:
+            self._answer(200 if good else 503, b"ok\n" if good else b"not ready\n", "text/plain")
+
+        def _answer(self, status: int, body: bytes, content_type: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", content_type)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Probes are not news."""
+
+    server = ThreadingHTTPServer((host, port), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, name="health", daemon=True)
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(LOOP_LIMIT_S)

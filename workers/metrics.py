@@ -1,0 +1,32 @@
+"""What a worker tells Prometheus; each name once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from workers.model_pool import BatchDone
+
+ITEMS = Counter("penstock_worker_items_total", "Items ended, by status and cache level", ["status", "cache"])
+WAITING = Gauge("penstock_worker_items_waiting", "Items that wait for a model process")
+BATCH_ITEMS = Histogram("penstock_worker_batch_items", "Items in a batch", buckets=(1, 2, 4, 8, 16, 32, 64, 128))
+INFERENCE_SECONDS = Histogram(
+    "penstock_worker_inference_seconds",
+    "Seconds a batch takes in the model",
+    buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
+)
+REAL_WORK = Counter("penstock_worker_real_work_total", "Tokens or pixel-steps of the items in all batches")
+PADDED_WORK = Counter("penstock_worker_padded_work_total", "The same as computed, padding included")
+HANDED_BACK = Counter("penstock_worker_jobs_handed_back_total", "Jobs given back to the broker unfinished")
+UNDECODABLE = Counter("penstock_worker_undecodable_messages_total", "Messages on the jobs topic that were no job")
+REPLIES_REFUSED = Counter("penstock_worker_replies_refused_total", "Replies whose inbox does not exist any more")
+MODEL_PROCESS_DEATHS = Counter("penstock_worker_model_process_deaths_total", "Model processes that died or hung")
+
+
+def observe_batch(done: BatchDone, lengths: Sequence[int]) -> None:
+    """Counts one batch whose items have `lengths` (tokens or pixel-steps each)."""
+    BATCH_ITEMS.observe(len(lengths))
+    INFERENCE_SECONDS.observe(done.inference_ms / 1000)
+    REAL_WORK.inc(sum(lengths))
+    PADDED_WORK.inc(max(lengths) * len(lengths))
