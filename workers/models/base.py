@@ -1,0 +1,95 @@
+"""The model contract, in two halves: a Preparer in the I/O process (no torch) and a Model in the model process.
+
+What goes from one to the other is `Prepared`: an item checked and made ready, with the numbers that batching needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from shared.errors import BadInput, ModelFailed, PenstockError
+from shared.messages import Input, Result
+
+
+class Prepared(msgspec.Struct, kw_only=True):
+    """An item that a model can run.
+
+    `key`: only items with equal keys may share a batch. `length`: what padding counts; in a batch, every item takes
+    the room of the longest (tokens; pixel-steps for images). `work`: the item's cost against the batch budget, in
+    tokens or pixel-steps.
+    """
+
+    key: str
+    length: int
+    work: int
+
+
+class PreparedText(Prepared, tag="text"):
+    """One text as token ids: `length` little-endian uint32, special tokens included.
+
+    `type_ids` has the same form and is empty where all are 0, as for single texts nearly everywhere.
+    """
+
+    ids: bytes
+    type_ids: bytes = b""
+
+
+class PreparedImage(Prepared, tag="image", omit_defaults=True):
+    """One image to draw. `source`: the image to start from, width x height RGB pixels of 3 bytes, row by row."""
+
+    prompt: str
+    negative_prompt: str
+    width: int
+    height: int
+    steps: int
+    guidance_scale: float
+    seed: int
+    scheduler: str
+    strength: float | None = None
+    source: bytes | None = None
+
+
+PreparedItem = PreparedText | PreparedImage
+OnStep = Callable[[int, int], None]
+"""Called as on_step(step, steps) after each step of a batch, from 1."""
+
+
+class Preparer(Protocol):
+    """Checks inputs and makes them ready; runs in the I/O process, so it never imports a model library."""
+
+    def prepare(self, inputs: Sequence[Input]) -> Sequence[PreparedItem | BadInput]:
+        """One outcome per input, in order. A bad input gives a BadInput that names its field, and harms no other."""
+
+
+class Model(Protocol):
+    """Runs batches; lives in a model process, synchronous, on one thread."""
+
+    device_name: str
+    """What computes: the GPU's name, or `cpu`. Known after setup."""
+
+    def setup(self) -> None:
+        """Loads the model.
+
+        Raises:
+            ConfigurationError: the folder is not a model of this task, or not what the catalogue says.
+        """
+
+    def warmup(self) -> None:
+        """Runs what the first batch would otherwise pay for."""
+
+    def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
+        """How the batch is best cut and ordered: each group (places in the batch) is one call of predict."""
+
+    def predict(self, batch: Sequence[PreparedItem], on_step: OnStep) -> Sequence[Result | PenstockError]:
+        """One outcome per item, in order.
+
+        Raises:
+            OutOfMemory: the batch is too large for the device; a smaller one may pass.
+        """
+
+
+class OutOfMemory(ModelFailed):
+    """The device has too little memory for this batch."""

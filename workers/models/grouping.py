@@ -1,0 +1,27 @@
+"""Cuts a batch by length: which texts to compute together so that padding and calls cost least."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def cut_by_length(lengths: Sequence[int], call_cost: int) -> list[list[int]]:
+    """Groups of places in `lengths`, shortest first, with the least sum of padded tokens plus `call_cost` per group.
+
+    In the best cut every group is a run of the sorted lengths, so a shortest path over the places between them finds
+    it: O(n^2) steps, under a millisecond for a batch of 64.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    ordered = [lengths[place] for place in order]
+    cost, start = [0], [0]
+    for end in range(1, len(order) + 1):
+        longest = ordered[end - 1]
+        best, at = min((cost[begin] + (end - begin) * longest, begin) for begin in range(end))
+        cost.append(best + call_cost)
+        start.append(at)
+    groups = []
+    end = len(order)
+    while end:
+        groups.append(order[start[end] : end])
+        end = start[end]
+    return groups[::-1]

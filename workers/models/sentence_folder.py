@@ -1,0 +1,108 @@
+"""Reads a sentence-transformers folder: what is done to a text before the transformer and to its output after.
+
+The format: modules.json lists the modules in order, each with its folder; sentence_bert_config.json (or a sibling of
+another family) has the length; config_sentence_transformers.json the prompts. A folder without modules.json is a plain
+transformer, which sentence-transformers mean-pools; so do we.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared.errors import ConfigurationError
+
+POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens")
+_POOLING_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_FAMILIES = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+
+
+@dataclass(frozen=True)
+class SentenceFolder:
+    """What a sentence-transformers folder says."""
+
+    transformer: Path
+    """Where config.json, the weights and tokenizer.json lie."""
+    max_length: int
+    """Tokens of a text, special tokens included; what is longer is cut."""
+    lower_case: bool
+    prompt: str
+    """Stands before every text; mostly empty."""
+    pooling: tuple[str, ...]
+    """Names from POOLING_MODES; the vectors of several are joined in this order."""
+    normalize: bool
+
+
+def read_sentence_folder(folder: Path) -> SentenceFolder:
+    """Reads the folder of an embedding model.
+
+    Raises:
+        ConfigurationError: a file is missing or broken, or the folder has a module that Penstock can't run.
+    """
+    modules = _read_json(folder / "modules.json", []) or [{"type": "Transformer", "path": ""}]
+    kinds = [str(module["type"]).rsplit(".", 1)[-1] for module in modules]
+    paths = {kind: folder / str(module["path"]) for kind, module in zip(kinds, modules, strict=True)}
+    if kinds not in (["Transformer"], ["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise ConfigurationError(f"{folder}: can't run the modules {', '.join(kinds)}", field="source")
+    transformer = paths["Transformer"]
+    if not (transformer / "tokenizer.json").is_file():
+        raise ConfigurationError(f"{transformer}: has no tokenizer.json", field="source")
+    limits: dict[str, Any] = {}
+    for family in _FAMILIES:
+        limits = limits or _read_json(transformer / f"sentence_{family}_config.json", {})
+    pooling = _read_json(paths["Pooling"] / "config.json", {}) if "Pooling" in paths else {}
+    return SentenceFolder(
+        transformer=transformer,
+        max_length=limits.get("max_seq_length") or _longest(transformer),
+        lower_case=bool(limits.get("do_lower_case", False)),
+        prompt=_prompt(folder),
+        pooling=_pooling(folder, pooling),
+        normalize="Normalize" in kinds,
+    )
+
+
+def _longest(transformer: Path) -> int:
+    """The length where the folder sets none: what both the tokenizer and the position table take."""
+    limits = [
+        _read_json(transformer / "tokenizer_config.json", {}).get("model_max_length"),
+        _read_json(transformer / "config.json", {}).get("max_position_embeddings"),
+    ]
+    return int(min((limit for limit in limits if limit), default=512))
+
+
+def _prompt(folder: Path) -> str:
+    config = _read_json(folder / "config_sentence_transformers.json", {})
+    name = config.get("default_prompt_name")
+    return str(config["prompts"][name]) if name else ""
+
+
+def _pooling(folder: Path, config: dict[str, Any]) -> tuple[str, ...]:
+    """The modes of 1_Pooling/config.json, in either of its forms: flags, or (newer) `pooling_mode`."""
+    named = config.get("pooling_mode")
+    if named is None:
+        modes = tuple(mode for flag, mode in _POOLING_FLAGS.items() if config.get(flag)) or ("mean",)
+    else:
+        modes = (named,) if isinstance(named, str) else tuple(named)
+    unknown = [mode for mode in modes if mode not in POOLING_MODES]
+    if unknown or not config.get("include_prompt", True):
+        wrong = f"pooling {', '.join(unknown)}" if unknown else "pooling without the prompt"
+        raise ConfigurationError(f"{folder}: can't run {wrong}", field="source")
+    return modes
+
+
+def _read_json(path: Path, missing: Any) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return missing
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path}: {error}", field="source") from error
