@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -19,7 +19,10 @@ class Message:
     publish_time_s: float = 0.0
     delivery_attempt: int = 0
     ordering_key: str = ""
-    received_at_s: float = field(default=0.0)
+    received_at_s: float = 0.0
+    """Event loop time, in seconds."""
+    lost: bool = False
+    """Its lease ran out while in hand: it will be delivered again, here or elsewhere."""
 
 
 class Publisher(Protocol):
@@ -39,14 +42,29 @@ class Publisher(Protocol):
         Raises:
             Unavailable: the broker could not be reached or did not answer within `timeout_s`.
             BadInput: the broker refused the message (too large, no such topic …).
+            Overloaded: too much waits to be published already, or the broker's quota is used up.
+            ConfigurationError: the broker refused us (rights, credentials).
         """
 
 
 class Subscription(Protocol):
     """An open subscription: an endless stream of messages whose leases are kept until ack or nack."""
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the stream stood when last heard of."""
+
+    @property
+    def lost(self) -> int:
+        """How many messages lost their lease while in hand."""
+
     def __aiter__(self) -> AsyncIterator[Message]:
-        """The messages, as they come; reconnects by itself and ends only when closed."""
+        """The messages, as they come; reconnects by itself and ends only when stopped.
+
+        Raises:
+            Unavailable: the subscription is gone.
+            ConfigurationError: the broker refuses us or the request.
+        """
 
     def ack(self, message: Message) -> None:
         """Done with `message`: it is not delivered again. Sent in the background, with others."""
@@ -54,14 +72,27 @@ class Subscription(Protocol):
     def nack(self, message: Message) -> None:
         """Hands `message` back: it is delivered again, here or elsewhere."""
 
+    async def stop(self) -> None:
+        """Receives no more: the iteration ends, what nobody took yet is handed back; leases and acks go on."""
+
 
 class Subscriber(Protocol):
     """Opens subscriptions."""
 
     def subscribe(
-        self, subscription_id: str, *, max_messages: int, max_bytes: int = 0, ack_deadline_s: int = 20
+        self,
+        subscription_id: str,
+        *,
+        max_messages: int,
+        max_bytes: int = 0,
+        ack_deadline_s: int = 20,
+        ack_linger_s: float = 0.0,
     ) -> AbstractAsyncContextManager[Subscription]:
-        """Opens a subscription with at most `max_messages` unacked messages (and bytes, 0: no bound) in hand."""
+        """Opens a subscription with at most `max_messages` unacked messages (and bytes, 0: no bound) in hand.
+
+        Leaving the block hands back what is in hand still and sends the last acks. With `ack_linger_s` above zero
+        acks may wait that long for company: for subscriptions where nobody gains by a fast ack.
+        """
 
 
 class Transport(Publisher, Subscriber, Protocol):

@@ -1,0 +1,228 @@
+"""The lowest step of the broker client: channels to Pub/Sub, its raw protobuf classes, retries, and what errors mean.
+
+The proto-plus wrappers cost about 0.1 ms a message, so only the classes below them are used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+from urllib.parse import quote
+
+import google.auth
+import grpc
+from google.api_core.retry import exponential_sleep_generator
+from google.auth.exceptions import DefaultCredentialsError
+from google.auth.transport.grpc import AuthMetadataPlugin
+from google.auth.transport.requests import Request
+from google.pubsub_v1.types import pubsub
+from grpc import StatusCode, aio
+
+from shared.errors import BadInput, ConfigurationError, Overloaded, PenstockError, Unavailable
+
+if TYPE_CHECKING:
+    # The classes are made at run time, so a checker knows them only by name.
+    RawMessage: TypeAlias = Any
+else:
+    RawMessage = Any
+
+PubsubMessage = pubsub.PubsubMessage.pb()
+PublishRequest = pubsub.PublishRequest.pb()
+StreamingPullRequest = pubsub.StreamingPullRequest.pb()
+AcknowledgeRequest = pubsub.AcknowledgeRequest.pb()
+ModifyAckDeadlineRequest = pubsub.ModifyAckDeadlineRequest.pb()
+
+GOOGLE_ENDPOINT = "pubsub.googleapis.com:443"
+SCOPES = ("https://www.googleapis.com/auth/pubsub",)
+MESSAGE_LIMIT_BYTES = 10_000_000
+"""The largest message the service takes (platform-facts P6)."""
+
+TRANSIENT = frozenset(
+    {
+        StatusCode.UNAVAILABLE,
+        StatusCode.INTERNAL,
+        StatusCode.ABORTED,
+        StatusCode.RESOURCE_EXHAUSTED,
+        StatusCode.DEADLINE_EXCEEDED,
+        StatusCode.CANCELLED,
+        StatusCode.UNKNOWN,
+    }
+)
+REFUSED_INPUT = frozenset({StatusCode.INVALID_ARGUMENT, StatusCode.NOT_FOUND, StatusCode.OUT_OF_RANGE})
+REFUSED_CALLER = frozenset({StatusCode.PERMISSION_DENIED, StatusCode.UNAUTHENTICATED, StatusCode.UNIMPLEMENTED})
+
+_SHORTEST_ATTEMPT_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where Pub/Sub is: `target` as gRPC takes it, and whether it is spoken to over TLS with credentials."""
+
+    target: str
+    is_secure: bool
+
+
+def parse_endpoint(endpoint: str) -> Endpoint:
+    """Reads an endpoint setting.
+
+    Empty means Google's global endpoint. `*.googleapis.com` (regional ones too) and `https://HOST:PORT` are spoken to
+    over TLS with the machine's credentials, any other `HOST:PORT` in the clear, as emulators want it.
+
+    Raises:
+        ConfigurationError: there is no host in it.
+    """
+    scheme, separator, rest = endpoint.rpartition("://")
+    target = (rest if separator else endpoint).rstrip("/") or GOOGLE_ENDPOINT
+    host, _, port = target.rpartition(":") if target.rpartition(":")[2].isdigit() else (target, "", "")
+    if not host or scheme not in ("", "http", "https"):
+        raise ConfigurationError(f"Pub/Sub endpoint {endpoint!r} is not HOST:PORT", field="pubsub_endpoint")
+    is_secure = scheme == "https" or (scheme == "" and host.endswith(".googleapis.com"))
+    return Endpoint(target if port else f"{host}:443", is_secure)
+
+
+class Channels:
+    """Opens channels to one endpoint, each with a connection of its own, and closes them all.
+
+    Connections are not shared because about 100 streams fit on one (platform-facts P45): open streaming pulls on the
+    same connection would hold up publishing and acks.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = parse_endpoint(endpoint)
+        self._credentials: grpc.ChannelCredentials | None = None
+        self._open: list[aio.Channel] = []
+
+    async def load_credentials(self) -> None:
+        """Finds the machine's credentials where the endpoint asks for them.
+
+        Raises:
+            ConfigurationError: there are none.
+        """
+        if not self._endpoint.is_secure:
+            return
+        host = self._endpoint.target.rpartition(":")[0]
+        try:
+            # Looks at files and may ask the metadata server, so it stays off the loop.
+            found, _ = await asyncio.to_thread(google.auth.default, default_scopes=SCOPES)
+        except DefaultCredentialsError as error:
+            raise ConfigurationError(f"no Google credentials for {host}: {error}", field="credentials") from error
+        plugin = AuthMetadataPlugin(found, Request(), default_host=host)
+        self._credentials = grpc.composite_channel_credentials(
+            grpc.ssl_channel_credentials(), grpc.metadata_call_credentials(plugin)
+        )
+
+    def open(self) -> aio.Channel:
+        """A new channel; it connects when it is first used."""
+        options = _channel_options(self._endpoint.is_secure)
+        if self._credentials is not None:
+            channel = aio.secure_channel(self._endpoint.target, self._credentials, options)
+        else:
+            channel = aio.insecure_channel(self._endpoint.target, options)
+        self._open.append(channel)
+        return channel
+
+    async def close(self) -> None:
+        """Closes every channel opened here."""
+        while self._open:
+            await self._open.pop().close(None)
+
+
+def _channel_options(is_secure: bool) -> list[tuple[str, int]]:
+    # A plain gRPC server cuts off clients that ping a quiet connection more often than every 5 minutes; Google's
+    # front end allows 30 s, and an idle pull behind a NAT needs it.
+    keepalive_ms = 30_000 if is_secure else 310_000
+    return [
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.max_receive_message_length", -1),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+    ]
+
+
+class Method:
+    """A unary method of `google.pubsub.v1` on one channel.
+
+    Args:
+        channel: the channel it is called on.
+        path: `<Service>/<Method>`, for example `Publisher/Publish`.
+        response: the raw class of its response; None for `google.protobuf.Empty`, whose bytes nobody reads.
+        routed_by: the request's field that Google's front end routes by (`x-goog-request-params`).
+    """
+
+    def __init__(self, channel: aio.Channel, path: str, response: Any, routed_by: str) -> None:
+        decode = response.FromString if response is not None else bytes
+        self._call: Any = channel.unary_unary(f"/google.pubsub.v1.{path}", _serialize, decode)
+        self._routed_by = routed_by
+
+    async def once(self, request: RawMessage, timeout_s: float) -> Any:
+        """One attempt.
+
+        Raises:
+            aio.AioRpcError: it failed.
+        """
+        value = request
+        for name in self._routed_by.split("."):
+            value = getattr(value, name)
+        return await self._call(request, timeout=timeout_s, metadata=routing(self._routed_by, value))
+
+    async def until(self, request: RawMessage, end_s: float, *, longest_attempt_s: float = 5.0) -> Any:
+        """Attempts until one succeeds, with jittered pauses after transient failures.
+
+        Args:
+            request: the raw request.
+            end_s: the loop time after which there is no other attempt.
+            longest_attempt_s: limit of one attempt, so that a connection that died silently is left in time.
+
+        Raises:
+            aio.AioRpcError: the last attempt's failure.
+        """
+        loop = asyncio.get_running_loop()
+        pauses = backoff()
+        while True:
+            left_s = max(_SHORTEST_ATTEMPT_S, end_s - loop.time())
+            try:
+                return await self.once(request, min(left_s, longest_attempt_s))
+            except aio.AioRpcError as error:
+                pause_s = next(pauses)
+                if error.code() not in TRANSIENT or loop.time() + pause_s >= end_s:
+                    raise
+            await asyncio.sleep(pause_s)
+
+
+def routing(name: str, value: str) -> tuple[tuple[str, str], ...]:
+    """The metadata that Google's front end routes a call by (google.aip.dev/4222)."""
+    return (("x-goog-request-params", f"{name}={quote(value, safe='')}"),)
+
+
+def backoff(initial_s: float = 0.1, longest_s: float = 10.0) -> Iterator[float]:
+    """Pauses before further attempts, in seconds: doubling, each drawn at random up to that."""
+    pauses: Iterator[float] = exponential_sleep_generator(initial_s, longest_s, 2.0)
+    return pauses
+
+
+def jittered(period_s: float) -> float:
+    """`period_s`, up to a tenth shorter, so that many timers started together drift apart."""
+    return period_s * random.uniform(0.9, 1.0)
+
+
+def translate(error: aio.AioRpcError, what: str) -> PenstockError:
+    """What a failed call means to the rest of Penstock; `what` begins the message."""
+    code, message = error.code(), f"{what}: {error.code().name}: {error.details()}"
+    if code in REFUSED_INPUT:
+        return BadInput(message)
+    if code is StatusCode.RESOURCE_EXHAUSTED:
+        return Overloaded(message)
+    if code in REFUSED_CALLER:
+        return ConfigurationError(message, field="credentials")
+    return Unavailable(message)
+
+
+def _serialize(message: RawMessage) -> bytes:
+    data: bytes = message.SerializeToString()
+    return data
