@@ -39,10 +39,6 @@ class OrderingLines:
             return None
         return line[0] if line[0].state is State.HELD else None
 
-    def clear(self) -> None:
-        """Forget every line."""
-        self._lines.clear()
-
 
 def _sequence(delivery: Delivery) -> int:
     return delivery.message.sequence

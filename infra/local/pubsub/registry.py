@@ -88,10 +88,6 @@ class Registry:
         self.publish(topic, [letter])
         return True
 
-    def expire_subscription(self, subscription: Subscription) -> None:
-        """Delete a subscription that nobody used for its time to live."""
-        self.remove_subscription(subscription)
-
     def remove_subscription(self, subscription: Subscription) -> None:
         """Take a subscription out; whoever consumes it is told that it is gone."""
         del self.subscriptions[subscription.path]
@@ -102,10 +98,11 @@ class Registry:
 
     def remove_snapshot(self, snapshot: Snapshot) -> None:
         """Take a snapshot out; its messages go with it."""
-        if self.snapshots.get(snapshot.path) is snapshot:
-            del self.snapshots[snapshot.path]
-            if snapshot.topic is not None:
-                snapshot.topic.detach(snapshot)
+        del self.snapshots[snapshot.path]
+        if snapshot.topic is not None:
+            snapshot.topic.detach(snapshot)
+        if snapshot.timer is not None:
+            snapshot.timer.cancel()
 
 
 def _look_up(resources: dict[str, Resource], path: str, kind: str) -> Resource:

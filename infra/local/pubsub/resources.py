@@ -121,12 +121,19 @@ def checked_push_config(push_config: PushConfig, *, exactly_once: bool) -> PushC
     """
     if not push_config.push_endpoint:
         return push_config
-    url = urlsplit(push_config.push_endpoint)
-    if url.scheme not in ("http", "https") or not url.hostname:
+    if not _is_http_url(push_config.push_endpoint):
         raise InvalidArgument(f"Invalid push endpoint given (endpoint={push_config.push_endpoint}).")
     if exactly_once:
         raise InvalidArgument("Exactly-once delivery is supported for pull subscriptions only, not with push_config.")
     return push_config
+
+
+def _is_http_url(endpoint: str) -> bool:
+    try:
+        url = urlsplit(endpoint)
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        return False
 
 
 def merge_update(current: Any, update: Any, update_mask: Any) -> Any:

@@ -10,6 +10,7 @@ import grpc
 
 from infra.local.pubsub.broker import DEFAULT_STORAGE_BYTES, Broker
 from infra.local.pubsub.errors import Unavailable
+from infra.local.pubsub.push import push_loops
 from infra.local.pubsub.servicer import service_handlers
 from infra.local.pubsub.timers import Timers
 
@@ -66,14 +67,15 @@ async def serve(
     except RuntimeError as error:
         raise OSError(f"Pub/Sub can't listen on {host}:{port}: {error}") from error
     alarm = _Alarm(broker.timers, asyncio.get_running_loop())
-    await server.start()
-    try:
-        yield PubsubServer(host, bound_port, broker)
-    finally:
-        for subscription in broker.registry.subscriptions.values():
-            subscription.consumers.end(Unavailable("The server is stopping."))
-        await server.stop(_STOP_GRACE_S)
-        alarm.close()
+    async with push_loops(broker):
+        await server.start()
+        try:
+            yield PubsubServer(host, bound_port, broker)
+        finally:
+            for subscription in broker.registry.subscriptions.values():
+                subscription.backlog.consumers.end(Unavailable("The server is stopping."))
+            await server.stop(_STOP_GRACE_S)
+            alarm.close()
 
 
 class _Alarm:

@@ -5,6 +5,7 @@ from infra.local.pubsub.filter import Filter
 from infra.local.pubsub.message import StoredMessage
 from infra.local.pubsub.protos import Snapshot as SnapshotProto
 from infra.local.pubsub.subscription import Subscription
+from infra.local.pubsub.timers import Timer
 from infra.local.pubsub.topic import Topic
 
 LONGEST_LIFE_S = 7 * 86400.0
@@ -12,17 +13,17 @@ SHORTEST_LIFE_S = 3600.0
 
 
 class Snapshot:
-    """Holds messages until `expire_s` (seconds since the epoch); attached to the topic like a subscription."""
+    """Holds messages until it expires; attached to the topic like a subscription."""
 
     def __init__(self, proto: SnapshotProto, topic: Topic, source: Subscription, expire_s: float) -> None:
         self.path: str = proto.name
         self.proto = proto
         self.topic: Topic | None = topic
-        self.expire_s = expire_s
         self.latest_expire_s = expire_s
+        self.timer: Timer | None = None
         # The source's filter is left out: the snapshot may be used on another subscription of the topic.
         self.filter: Filter | None = None
-        self.messages: dict[int, StoredMessage] = {message.sequence: message for message in source.backlog}
+        self.messages: dict[int, StoredMessage] = {message.sequence: message for message in source.backlog.messages}
 
     def add(self, message: StoredMessage) -> None:
         """Keep a message that was published after the snapshot was made."""
@@ -37,7 +38,7 @@ def snapshot_expire_s(source: Subscription, now_s: float) -> float:
     Raises:
         FailedPrecondition: it would live for less than an hour.
     """
-    oldest_s = min((message.published_s for message in source.backlog), default=now_s)
+    oldest_s = min((message.published_s for message in source.backlog.messages), default=now_s)
     expire_s = oldest_s + LONGEST_LIFE_S
     if expire_s - now_s < SHORTEST_LIFE_S:
         raise FailedPrecondition(

@@ -43,7 +43,7 @@ class SnapshotCalls:
         self._registry.snapshots[name] = snapshot
         subscription.topic.attach(snapshot)
         subscription.touch()
-        self._registry.timers.at(expire_s, partial(self._expire, snapshot))
+        self._expire_at(snapshot, expire_s)
         return snapshot.proto
 
     def get_snapshot(self, request: Any) -> Any:
@@ -57,8 +57,7 @@ class SnapshotCalls:
         expire_s = seconds_of(proto.expire_time)
         if proto.expire_time != snapshot.proto.expire_time:
             check_expire_time(snapshot, expire_s, self._registry.timers.now_s())
-            snapshot.expire_s = expire_s
-            self._registry.timers.at(expire_s, partial(self._expire, snapshot))
+            self._expire_at(snapshot, expire_s)
         snapshot.proto = proto
         return proto
 
@@ -97,7 +96,7 @@ class SnapshotCalls:
         def is_unacked(message: StoredMessage) -> bool:
             return message.published_s >= time_s
 
-        subscription.reset(is_unacked, subscription.topic.log if subscription.topic else ())
+        subscription.seek(is_unacked, subscription.topic.log if subscription.topic else ())
 
     def _seek_to_snapshot(self, subscription: Subscription, snapshot: Snapshot) -> None:
         if snapshot.topic is None or snapshot.topic is not subscription.topic:
@@ -109,9 +108,9 @@ class SnapshotCalls:
         def is_unacked(message: StoredMessage) -> bool:
             return message.sequence in snapshot.messages
 
-        subscription.reset(is_unacked, snapshot.messages.values())
+        subscription.seek(is_unacked, snapshot.messages.values())
 
-    def _expire(self, snapshot: Snapshot) -> None:
-        # An update may have put the end off; then a later timer is set.
-        if snapshot.expire_s <= self._registry.timers.now_s():
-            self._registry.remove_snapshot(snapshot)
+    def _expire_at(self, snapshot: Snapshot, expire_s: float) -> None:
+        if snapshot.timer is not None:
+            snapshot.timer.cancel()
+        snapshot.timer = self._registry.timers.at(expire_s, partial(self._registry.remove_snapshot, snapshot))

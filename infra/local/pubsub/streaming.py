@@ -14,7 +14,7 @@ from infra.local.pubsub.consumers import Consumer
 from infra.local.pubsub.errors import InvalidArgument, PubsubError
 from infra.local.pubsub.names import check_range
 from infra.local.pubsub.protos import PullResponse, StreamingPullRequest, StreamingPullResponse
-from infra.local.pubsub.subscription import MAX_TAKE, Subscription
+from infra.local.pubsub.subscription import Subscription
 
 PULL_WAIT_S = 20.0
 # A waiting pull answers empty this long before its caller would give up.
@@ -37,7 +37,7 @@ async def pull(broker: Broker, request: Any, time_left_s: float | None) -> PullR
     woken = asyncio.Event()
     consumer = Consumer(woken.set, subscription.settings.ack_deadline_s, max_messages=request.max_messages)
     wait_s = PULL_WAIT_S if time_left_s is None else min(PULL_WAIT_S, time_left_s - PULL_MARGIN_S)
-    deliveries = subscription.take(consumer, MAX_TAKE)
+    deliveries = subscription.backlog.take(consumer)
     if not deliveries and not request.return_immediately:
         subscription.join(consumer)
         try:
@@ -45,7 +45,7 @@ async def pull(broker: Broker, request: Any, time_left_s: float | None) -> PullR
                 while not deliveries and consumer.ended is None:
                     await woken.wait()
                     woken.clear()
-                    deliveries = subscription.take(consumer, MAX_TAKE)
+                    deliveries = subscription.backlog.take(consumer)
         except TimeoutError:
             pass
     subscription.leave(consumer)
@@ -53,7 +53,7 @@ async def pull(broker: Broker, request: Any, time_left_s: float | None) -> PullR
         raise consumer.ended
     response = PullResponse()
     for delivery in deliveries:
-        subscription.fill(response.received_messages.add(), delivery)
+        subscription.backlog.fill(response.received_messages.add(), delivery)
     return response
 
 
@@ -151,7 +151,7 @@ class _Stream:
 
     def _apply_outcomes(self, request: StreamingPullRequest) -> None:
         if request.ack_ids:
-            self._confirm(self._acked, request.ack_ids, self._subscription.acknowledge(request.ack_ids))
+            self._confirm(self._acked, request.ack_ids, self._subscription.backlog.acknowledge(request.ack_ids))
         ack_ids, deadlines_s = request.modify_deadline_ack_ids, request.modify_deadline_seconds
         if len(ack_ids) != len(deadlines_s):
             raise InvalidArgument(
@@ -161,7 +161,7 @@ class _Stream:
         if ack_ids:
             for deadline_s in deadlines_s:
                 check_range("modify_deadline_seconds", deadline_s, 0, 600)
-            self._confirm(self._modified, ack_ids, self._subscription.modify_ack_deadline(ack_ids, deadlines_s))
+            self._confirm(self._modified, ack_ids, self._subscription.backlog.modify_ack_deadline(ack_ids, deadlines_s))
 
     def _confirm(self, confirmed: tuple[list[str], list[str]], ack_ids: Any, refused: dict[str, str]) -> None:
         # Only exactly-once delivery confirms; elsewhere acks are best effort and say nothing.
@@ -171,13 +171,13 @@ class _Stream:
             self._woken.set()
 
     def _next_response(self) -> StreamingPullResponse | None:
-        deliveries = [] if self._is_half_closed else self._subscription.take(self.consumer)
+        deliveries = [] if self._is_half_closed else self._subscription.backlog.take(self.consumer)
         is_due = self._owes_pong or any(self._acked) or any(self._modified)
         if not deliveries and not is_due:
             return None
         response = StreamingPullResponse()
         for delivery in deliveries:
-            self._subscription.fill(response.received_messages.add(), delivery)
+            self._subscription.backlog.fill(response.received_messages.add(), delivery)
         if is_due:
             self._add_confirmations(response)
         settings = self._subscription.settings

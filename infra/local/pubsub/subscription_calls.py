@@ -13,13 +13,8 @@ from infra.local.pubsub.paging import page_of
 from infra.local.pubsub.protos import Subscription as SubscriptionProto
 from infra.local.pubsub.protos import empty, message_class
 from infra.local.pubsub.registry import Registry
-from infra.local.pubsub.resources import (
-    DELETED_TOPIC,
-    checked_push_config,
-    checked_subscription,
-    merge_update,
-)
-from infra.local.pubsub.subscription import Subscription
+from infra.local.pubsub.resources import checked_push_config, checked_subscription, merge_update
+from infra.local.pubsub.subscription import Subscription, not_pullable
 
 _ListSubscriptionsResponse = message_class("ListSubscriptionsResponse")
 
@@ -95,7 +90,7 @@ class SubscriptionCalls:
         subscription = self.consumable(request.subscription)
         if not request.ack_ids:
             raise InvalidArgument("No ack ids specified.")
-        refused = subscription.acknowledge(request.ack_ids)
+        refused = subscription.backlog.acknowledge(request.ack_ids)
         if refused:
             raise AckIdsRefused(refused)
         return empty()
@@ -107,7 +102,7 @@ class SubscriptionCalls:
             raise InvalidArgument("No ack ids specified.")
         check_range("ack_deadline_seconds", request.ack_deadline_seconds, 0, 600)
         deadlines_s = [request.ack_deadline_seconds] * len(request.ack_ids)
-        refused = subscription.modify_ack_deadline(request.ack_ids, deadlines_s)
+        refused = subscription.backlog.modify_ack_deadline(request.ack_ids, deadlines_s)
         if refused:
             raise AckIdsRefused(refused)
         return empty()
@@ -123,9 +118,7 @@ class SubscriptionCalls:
         if subscription.proto.detached:
             raise FailedPrecondition(f"Subscription is detached (resource={path}).")
         if for_pull and subscription.settings.push_endpoint:
-            raise FailedPrecondition(
-                f"This method is not supported for this subscription type (resource={path}, type=PUSH)."
-            )
+            raise not_pullable(path)
         subscription.touch()
         return subscription
 
@@ -139,6 +132,4 @@ def _shown(subscription: Subscription) -> Any:
     proto.ClearField("topic_message_retention_duration")
     if topic is not None and topic.proto.HasField("message_retention_duration"):
         proto.topic_message_retention_duration.CopyFrom(topic.proto.message_retention_duration)
-    if topic is None:
-        proto.topic = DELETED_TOPIC
     return proto

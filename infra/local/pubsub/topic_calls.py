@@ -10,6 +10,7 @@ from infra.local.pubsub.protos import empty, message_class
 from infra.local.pubsub.publishing import check_publish
 from infra.local.pubsub.registry import Registry
 from infra.local.pubsub.resources import DELETED_TOPIC, checked_topic, merge_update
+from infra.local.pubsub.subscription import Subscription
 from infra.local.pubsub.topic import Topic
 
 _PublishResponse = message_class("PublishResponse")
@@ -41,6 +42,8 @@ class TopicCalls:
         """Change the masked fields of a topic."""
         topic = self._registry.topic(request.topic.name)
         topic.configure(checked_topic(merge_update(topic.proto, request.topic, request.update_mask)))
+        for subscription in self._subscriptions_of(topic):
+            subscription.follow_topic(topic)
         return topic.proto
 
     def list_topics(self, request: Any) -> Any:
@@ -58,9 +61,9 @@ class TopicCalls:
         """List the names of the subscriptions attached to a topic, a page at a time."""
         topic = self._registry.topic(request.topic)
         named = (
-            (path, path)
-            for path, subscription in self._registry.subscriptions.items()
-            if subscription.topic is topic and not subscription.proto.detached
+            (subscription.path, subscription.path)
+            for subscription in self._subscriptions_of(topic)
+            if not subscription.proto.detached
         )
         page, token = page_of(named, request.page_size, request.page_token)
         return _ListTopicSubscriptionsResponse(subscriptions=page, next_page_token=token)
@@ -76,10 +79,9 @@ class TopicCalls:
         """Delete a topic; its subscriptions keep their backlog and show `_deleted-topic_`."""
         topic = self._registry.topic(request.topic)
         del self._registry.topics[topic.path]
-        for subscription in self._registry.subscriptions.values():
-            if subscription.topic is topic:
-                subscription.topic = None
-                subscription.proto.topic = DELETED_TOPIC
+        for subscription in self._subscriptions_of(topic):
+            subscription.proto.topic = DELETED_TOPIC
+            subscription.follow_topic(None)
         for snapshot in self._registry.snapshots.values():
             if snapshot.topic is topic:
                 snapshot.topic = None
@@ -103,3 +105,6 @@ class TopicCalls:
             subscription.close(FailedPrecondition(f"Subscription is detached (resource={subscription.path})."))
             self._registry.on_push_config(subscription)
         return _DetachSubscriptionResponse()
+
+    def _subscriptions_of(self, topic: Topic) -> list[Subscription]:
+        return [subscription for subscription in self._registry.subscriptions.values() if subscription.topic is topic]

@@ -1,0 +1,105 @@
+"""Push delivery: for each subscription with an endpoint, a few lanes that take one message at a time and post it.
+
+A lane is a consumer like a stream is, so leases, backoff, ordering and dead letters are the subscription's own.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from infra.local.pubsub.broker import Broker
+from infra.local.pubsub.consumers import Consumer
+from infra.local.pubsub.delivery import Delivery
+from infra.local.pubsub.push_connection import PushConnection, PushFailed
+from infra.local.pubsub.push_payload import push_payload
+from infra.local.pubsub.subscription import Subscription
+
+LANES = 8
+# https://cloud.google.com/pubsub/docs/push#receive_push: these ack, anything else is a nack.
+ACK_STATUSES = frozenset({102, 200, 201, 202, 204})
+# The service's push backoff, used where the subscription has no retry policy of its own.
+SHORTEST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def push_loops(broker: Broker) -> AsyncIterator[None]:
+    """Push for every subscription that has an endpoint, from when it gets one until the block ends."""
+    async with asyncio.TaskGroup() as tasks:
+        running: dict[str, tuple[bytes, asyncio.Task[None]]] = {}
+
+        def follow(subscription: Subscription) -> None:
+            # Called for each change of a subscription; only another push configuration restarts its lanes.
+            is_alive = broker.registry.subscriptions.get(subscription.path) is subscription
+            is_pushed = is_alive and subscription.settings.push_endpoint and not subscription.proto.detached
+            wanted = subscription.proto.push_config.SerializeToString(deterministic=True) if is_pushed else b""
+            current, task = running.pop(subscription.path, (b"", None))
+            if task is not None and (current != wanted or task.done()):
+                task.cancel()
+                task = None
+            if wanted:
+                task = task or tasks.create_task(_PushLoop(subscription).run())
+                running[subscription.path] = (wanted, task)
+
+        broker.registry.on_push_config = follow
+        try:
+            yield
+        finally:
+            for _, task in running.values():
+                task.cancel()
+
+
+class _PushLoop:
+    """The lanes of one subscription; they share the pause after a failure, since they share the endpoint."""
+
+    def __init__(self, subscription: Subscription) -> None:
+        self._subscription = subscription
+        self._failures = 0
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as lanes:
+            for _ in range(LANES):
+                lanes.create_task(self._lane())
+
+    async def _lane(self) -> None:
+        woken = asyncio.Event()
+        consumer = Consumer(woken.set, self._subscription.settings.ack_deadline_s, max_messages=1)
+        connection = PushConnection(self._subscription.settings.push_endpoint)
+        try:
+            while True:
+                await asyncio.sleep(self._pause_s())
+                woken.clear()
+                consumer.ack_deadline_s = self._subscription.settings.ack_deadline_s
+                deliveries = self._subscription.backlog.take(consumer, 1)
+                for delivery in deliveries:
+                    await self._push(connection, delivery, consumer.ack_deadline_s)
+                if not deliveries:
+                    await woken.wait()
+        finally:
+            connection.close()
+            self._subscription.leave(consumer)
+
+    async def _push(self, connection: PushConnection, delivery: Delivery, timeout_s: float) -> None:
+        ack_id = self._subscription.backlog.ack_id(delivery)
+        outcome: object = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                outcome = await connection.post(*push_payload(self._subscription, delivery))
+        except (PushFailed, TimeoutError) as error:
+            outcome = str(error) or f"no answer within {timeout_s} s"
+        if outcome in ACK_STATUSES:
+            self._failures = 0
+            self._subscription.backlog.acknowledge([ack_id])
+            self._subscription.touch()
+            return
+        self._failures += 1
+        _log.info("push refused", extra={"subscription": self._subscription.path, "outcome": outcome, "ack_id": ack_id})
+        self._subscription.backlog.modify_ack_deadline([ack_id], [0])
+
+    def _pause_s(self) -> float:
+        if self._failures == 0 or self._subscription.settings.maximum_backoff_s > 0:
+            return 0.0
+        return float(min(SHORTEST_PAUSE_S * 2.0 ** min(self._failures - 1, 30), LONGEST_PAUSE_S))
