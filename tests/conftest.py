@@ -1,0 +1,67 @@
+"""What many tests share: a clean environment, and real servers on ports of their own, each started at the first use."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+
+from infra.local.process import Process, free_port, listens
+from infra.local.redis import RedisServer
+
+START_LIMIT_S = 20.0
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith(("PENSTOCK_", "GOOGLE_", "BIGQUERY_", "PUBSUB_")):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    folder = tmp_path_factory.mktemp("redis")
+    with RedisServer(folder, folder) as server:
+        yield server
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer) -> str:
+    """A Redis with nothing in it; whoever stops or pauses a server starts one of their own."""
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.flushall()
+    return redis_server.url
+
+
+@pytest.fixture(scope="session")
+def pubsub_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """HOST:PORT of an embedded Pub/Sub; shared, so each test names its own project or topics."""
+    port = free_port()
+    command = [sys.executable, "-m", "infra.local.pubsub", "--port", str(port)]
+    with _running("pubsub", command, port, tmp_path_factory.mktemp("pubsub")):
+        yield f"127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="session")
+def bigquery_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of an embedded BigQuery; shared, so each test names its own project or dataset."""
+    port, folder = free_port(), tmp_path_factory.mktemp("bigquery")
+    command = [sys.executable, "-m", "infra.local.bigquery", "--port", str(port), "--data-dir", str(folder / "data")]
+    with _running("bigquery", command, port, folder):
+        yield f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def _running(name: str, command: list[str], port: int, folder: Path) -> Iterator[None]:
+    with Process(name, command, folder) as process:
+        process.wait_ready(lambda: listens(port), START_LIMIT_S)
+        yield
