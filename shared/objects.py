@@ -1,0 +1,137 @@
+"""The object store, for what is too large for a message or the cache: source images and large results.
+
+A folder on one machine, a bucket in the cloud; both through obstore. Keys name their content, so an object never
+changes once it is written, a repeated put is harmless, and a key kept in the cache still means the same bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import obstore
+from obstore import store
+from obstore.exceptions import BaseError
+
+from shared.errors import BadInput, ConfigurationError, InputTooLarge, Unavailable
+
+TIMEOUT_S = 10.0
+"""The longest that one put or get may take, retries included."""
+KEY_LIMIT_BYTES = 512
+
+_SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+_KEY = re.compile(rf"{_SEGMENT}(/{_SEGMENT})*")
+_EXTENSIONS = {"image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp", "application/json": ".json"}
+_CLOUD: dict[str, Any] = {
+    "client_options": {"timeout": "10s", "connect_timeout": "3s", "allow_http": True},
+    "retry_config": {"max_retries": 3, "retry_timeout": timedelta(seconds=TIMEOUT_S)},
+}
+
+
+def object_key(folder: str, data: bytes, media_type: str) -> str:
+    """The key of `data`: `folder`, 256 bits of its BLAKE2b (RFC 7693) in hex, and the extension of its media type."""
+    digest = hashlib.blake2b(data, digest_size=32).hexdigest()
+    return f"{folder}/{digest[:2]}/{digest}{_EXTENSIONS.get(media_type, '')}"
+
+
+class ObjectStore:
+    """Whole objects by key, in the folder or bucket that `url` names.
+
+    Args:
+        url: `file://DIR` (relative to the working directory, or absolute with a third slash), `gs://BUCKET/PREFIX`,
+            `s3://BUCKET/PREFIX`, or `memory://` (this object's own, gone with it).
+
+    Raises:
+        ConfigurationError: the URL is of no such form, or its folder can't be made.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._store = _open(url)
+        # A folder keeps no media types; the keys' extensions tell.
+        self._keeps_media_type = not isinstance(self._store, store.LocalStore)
+
+    async def put(self, key: str, data: bytes, media_type: str) -> None:
+        """Writes an object, whole or not at all: a reader sees the old bytes or the new, never a part.
+
+        Raises:
+            BadInput: the key is not valid.
+            Unavailable: the store is out of reach, or did not take it in time.
+        """
+        _check(key)
+        attributes = {"Content-Type": media_type} if self._keeps_media_type else None
+        with _translated(key):
+            async with asyncio.timeout(TIMEOUT_S):
+                await obstore.put_async(self._store, key, data, attributes=attributes)
+
+    async def get(self, key: str, max_bytes: int) -> bytes:
+        """The bytes of an object of at most `max_bytes`.
+
+        Raises:
+            BadInput: the key is not valid, or names nothing.
+            InputTooLarge: the object is larger; nothing of it was loaded.
+            Unavailable: the store is out of reach, or did not give it in time.
+        """
+        _check(key)
+        with _translated(key):
+            async with asyncio.timeout(TIMEOUT_S):
+                found = await obstore.get_async(self._store, key)
+                if found.meta["size"] > max_bytes:
+                    raise InputTooLarge(f"object {key!r} has {found.meta['size']} bytes, above {max_bytes}")
+                return bytes(await found.bytes_async())
+
+    async def check(self) -> None:
+        """Asks the store for an object that is not there, for readiness and `penstock doctor`.
+
+        Raises:
+            Unavailable: it is out of reach, or the credentials don't open it.
+        """
+        try:
+            await self.get("check/none", max_bytes=0)
+        except BadInput:
+            return
+
+
+def _open(url: str) -> Any:
+    scheme, separator, rest = url.partition("://")
+    try:
+        if scheme == "file" and rest:
+            return store.LocalStore(Path(rest).absolute(), mkdir=True)
+        if scheme == "memory" and separator:
+            return store.MemoryStore()
+        if scheme in ("gs", "s3") and rest:
+            return store.from_url(url, **_CLOUD)
+    except (BaseError, OSError, ValueError) as error:
+        raise ConfigurationError(f"PENSTOCK_OBJECTS_URL: {url}: {_reason(error)}", field="objects_url") from error
+    raise ConfigurationError(
+        f"PENSTOCK_OBJECTS_URL: {url!r} is none of file://DIR, gs://BUCKET, s3://BUCKET, memory://", field="objects_url"
+    )
+
+
+def _check(key: str) -> None:
+    """Keys reach the file system and come from messages: only plain segments pass, so no `..`, no `%`, no `//`."""
+    if len(key) > KEY_LIMIT_BYTES or not _KEY.fullmatch(key):
+        raise BadInput(f"{key[:80]!r} is no valid object key", field="object_key")
+
+
+@contextmanager
+def _translated(key: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise BadInput(f"there is no object {key!r}", field="object_key") from error
+    except TimeoutError as error:
+        raise Unavailable(f"the object store did not answer in {TIMEOUT_S:g} s") from error
+    except (BaseError, OSError, ValueError) as error:
+        raise Unavailable(f"the object store failed on {key!r}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what obstore says; its debug output follows."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

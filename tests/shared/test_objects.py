@@ -1,0 +1,115 @@
+import os
+from pathlib import Path
+
+import anyio
+import pytest
+
+from infra.local.process import free_port
+from shared.errors import BadInput, ConfigurationError, InputTooLarge, Unavailable
+from shared.objects import ObjectStore, object_key
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(params=["file", "memory"])
+def objects(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+    return ObjectStore(f"file://{tmp_path}/objects" if request.param == "file" else "memory://")
+
+
+async def test_put_then_get(objects: ObjectStore) -> None:
+    key = object_key("results", b"pixels", "image/png")
+    await objects.put(key, b"pixels", "image/png")
+    await objects.put(key, b"pixels", "image/png")
+    assert await objects.get(key, max_bytes=6) == b"pixels"
+
+
+async def test_get_of_larger_object_is_refused(objects: ObjectStore) -> None:
+    await objects.put("a/b.png", b"pixels", "image/png")
+    with pytest.raises(InputTooLarge, match="6 bytes, above 5"):
+        await objects.get("a/b.png", max_bytes=5)
+
+
+async def test_get_of_nothing_names_the_key(objects: ObjectStore) -> None:
+    with pytest.raises(BadInput, match=r"no object 'a/none\.png'"):
+        await objects.get("a/none.png", max_bytes=5)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("", "/", "/etc/passwd", "../secret", "a/../../secret", "a/./b", "a//b", "a/", ".hidden", "a%2f..", "a\\b"),
+        *("a\0b", "a\n", "a b", "ü.png", "x" * 513),
+    ],
+)
+async def test_keys_stay_inside(objects: ObjectStore, key: str) -> None:
+    with pytest.raises(BadInput, match="valid object key"):
+        await objects.put(key, b"x", "image/png")
+    with pytest.raises(BadInput, match="valid object key"):
+        await objects.get(key, max_bytes=5)
+
+
+def test_object_key_names_content() -> None:
+    key = object_key("inputs", b"pixels", "image/png")
+    assert key.startswith("inputs/")
+    assert key.endswith(".png")
+    assert key == object_key("inputs", b"pixels", "image/png")
+    assert key != object_key("inputs", b"others", "image/png")
+    assert object_key("inputs", b"pixels", "text/odd").count(".") == 0
+
+
+async def test_relative_folder_is_below_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    await ObjectStore("file://var/objects").put("a/b.png", b"x", "image/png")
+    assert (tmp_path / "var/objects/a/b.png").read_bytes() == b"x"
+
+
+async def test_readers_never_see_half_an_object(tmp_path: Path) -> None:
+    objects = ObjectStore(f"file://{tmp_path}")
+    versions = [bytes([n]) * 200_000 for n in range(2)]
+    await objects.put("a", versions[0], "image/png")
+    seen: set[bytes] = set()
+
+    async def read() -> None:
+        for _ in range(50):
+            seen.add(await objects.get("a", max_bytes=200_000))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(read)
+        for n in range(50):
+            await objects.put("a", versions[n % 2], "image/png")
+    assert seen <= set(versions)
+    assert [name for name in os.listdir(tmp_path) if name != "a"] == []
+
+
+async def test_failing_disk_is_unavailable(tmp_path: Path) -> None:
+    objects = ObjectStore(f"file://{tmp_path}/objects")
+    await objects.put("a/b.png", b"x", "image/png")
+    with pytest.raises(Unavailable, match="directory"):
+        await objects.put("a", b"x", "image/png")
+
+
+async def test_bucket_out_of_reach_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "none")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "none")
+    objects = ObjectStore("s3://bucket/prefix")
+    with pytest.raises(Unavailable, match="object store failed"):
+        await objects.put("a/b.png", b"x", "image/png")
+    with pytest.raises(Unavailable, match="object store failed"):
+        await objects.check()
+
+
+async def test_check_passes_on_an_empty_store(objects: ObjectStore) -> None:
+    await objects.check()
+
+
+@pytest.mark.parametrize("url", ["", "file://", "gs://", "var/objects", "http://host/x"])
+def test_wrong_url_is_refused(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="PENSTOCK_OBJECTS_URL"):
+        ObjectStore(url)
+
+
+def test_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigurationError, match="PENSTOCK_OBJECTS_URL"):
+        ObjectStore(f"file://{tmp_path}/file/objects")
