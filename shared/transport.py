@@ -97,3 +97,43 @@ class Subscriber(Protocol):
 
 class Transport(Publisher, Subscriber, Protocol):
     """A connection to the broker that does both."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubscriptionSettings:
+    """How a subscription behaves; durations in seconds."""
+
+    topic_id: str
+    filter: str = ""
+    """Over attributes; can't be changed later."""
+    ack_deadline_s: int = 10
+    retention_s: int = 600
+    """How long a message that nobody acks is kept; the shortest the service has is 10 minutes."""
+    expires_after_s: int = 0
+    """Removed after so long without use (a day at least); 0: never."""
+    retry_min_s: float | None = None
+    """Shortest pause before a redelivery; None: at once. The service's own default is 10 s, so it is always said."""
+    retry_max_s: float = 60.0
+    dead_letter_topic_id: str = ""
+    """Where a message goes after `max_delivery_attempts`; empty: it is delivered for ever."""
+    max_delivery_attempts: int = 5
+    is_ordered: bool = False
+
+
+class Admin(Protocol):
+    """Makes and removes topics and subscriptions."""
+
+    async def ensure_topic(self, topic_id: str) -> bool:
+        """Makes a topic unless it exists; says whether it was made."""
+
+    async def ensure_subscription(self, subscription_id: str, settings: SubscriptionSettings) -> bool:
+        """Makes a subscription unless it exists; says whether it was made."""
+
+    async def delete_topic(self, topic_id: str) -> bool:
+        """Removes a topic; says whether there was one."""
+
+    async def delete_subscription(self, subscription_id: str) -> bool:
+        """Removes a subscription; says whether there was one."""
+
+    async def subscription_exists(self, subscription_id: str) -> bool:
+        """Whether there is such a subscription."""
