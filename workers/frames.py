@@ -1,0 +1,112 @@
+"""What the I/O process and a model process say to each other over their socket: frames of msgpack, length first.
+
+A frame is its length in bytes (unsigned 32-bit, little-endian) and then one of the structs below in MessagePack. To the
+model process goes RunBatch; from it come Ready or Refused once, and then Progress and Done.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import BinaryIO
+
+import msgspec
+
+from shared.messages import Result
+from workers.models.base import Prepared, PreparedItem
+
+HEADER = struct.Struct("<I")
+FRAME_MAX_BYTES = 512 * 1024 * 1024
+
+
+class RunBatch(msgspec.Struct):
+    """Run these items; `number` counts the batches of this process."""
+
+    number: int
+    items: list[PreparedItem]
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """The model is loaded and warm."""
+
+    device_name: str
+    load_s: float
+    warmup_s: float
+    memory_bytes: int
+
+
+class Refused(msgspec.Struct, tag="refused"):
+    """The model can't be loaded; `code` as in shared.errors."""
+
+    code: str
+    message: str
+    field: str | None = None
+
+
+class Progress(msgspec.Struct, tag="progress"):
+    """Step `step` of `steps` of batch `number` is done."""
+
+    number: int
+    step: int
+    steps: int
+
+
+class Failure(msgspec.Struct, tag="failure"):
+    """Why an item has no result; `code` as in shared.errors."""
+
+    code: str
+    message: str
+    field: str | None = None
+
+
+class Done(msgspec.Struct, tag="done", kw_only=True):
+    """Batch `number` is done. Times are unix seconds; the rest as in workers.model_pool.BatchDone."""
+
+    number: int
+    results: list[Result | Failure]
+    started_at_s: float
+    finished_at_s: float
+    inference_ms: float
+    real_work: int
+    padded_work: int
+    out_of_memory: bool
+    memory_bytes: int
+
+
+Answer = Ready | Refused | Progress | Done
+
+_encoder = msgspec.msgpack.Encoder()
+_run_decoder = msgspec.msgpack.Decoder(RunBatch)
+_answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def encode_run(number: int, items: list[Prepared]) -> bytes:
+    """The frame that asks for a batch."""
+    return _frame(_encoder.encode({"number": number, "items": items}))
+
+
+def encode_answer(answer: Answer) -> bytes:
+    """The frame of an answer."""
+    return _frame(_encoder.encode(answer))
+
+
+def _frame(body: bytes) -> bytes:
+    return HEADER.pack(len(body)) + body
+
+
+def decode_answer(body: bytes) -> Answer:
+    """Reads the body of a frame from a model process.
+
+    Raises:
+        msgspec.MsgspecError: it is none.
+    """
+    return _answer_decoder.decode(body)
+
+
+def read_run(stream: BinaryIO) -> RunBatch | None:
+    """The next batch to run, or None where the stream ends."""
+    header = stream.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    (length,) = HEADER.unpack(header)
+    body = stream.read(length)
+    return _run_decoder.decode(body) if len(body) == length else None

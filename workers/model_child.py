@@ -1,0 +1,297 @@
+"""One model process seen from the I/O process: starts it, hands it batches, and tells how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from shared.errors import ModelFailed, PenstockError, error_for_code
+from shared.messages import Result
+from workers.frames import (
+    FRAME_MAX_BYTES,
+    HEADER,
+    Answer,
+    Done,
+    Failure,
+    Progress,
+    Ready,
+    Refused,
+    decode_answer,
+    encode_run,
+)
+from workers.models.base import OnStep, Prepared
+
+BATCHES_IN_HAND = 2
+"""One that runs and one that lies ready, so that the model need not wait for the I/O process between them."""
+EXIT_LIMIT_S = 5.0
+_TAIL_BYTES = 4000
+
+log = logging.getLogger(__name__)
+
+
+class ModelProcessDied(ModelFailed):
+    """The model process ended, hung or answered nonsense while it had the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDone:
+    """A batch that was run: one result or error per item, in order, and what it took.
+
+    Times are unix seconds. `real_work` and `padded_work` are tokens or pixel-steps without and with padding.
+    `out_of_memory`: the device had too little memory for the batch as it was, and it was run in parts.
+    """
+
+    results: list[Result | PenstockError]
+    started_at_s: float
+    finished_at_s: float
+    inference_ms: float
+    real_work: int
+    padded_work: int
+    out_of_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How to start a model process."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    start_timeout_s: float
+
+
+@dataclass(slots=True)
+class _Pending:
+    number: int
+    size: int
+    timeout_s: float
+    done: asyncio.Future[BatchDone]
+    on_step: OnStep | None
+
+
+class ModelChild:
+    """A model process that is ready. At its end (`on_end` is called first) all batches in hand fail."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._output = _Output(process)
+        self._slots = asyncio.Semaphore(BATCHES_IN_HAND)
+        self._pending: deque[_Pending] = deque()
+        self._batches = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._fault = ""
+        self._reason = ""
+        self.facts = Ready("", 0.0, 0.0, 0)
+        self.memory_bytes = 0
+
+    @classmethod
+    async def start(cls, launch: Launch) -> Self:
+        """Starts a process and waits until it is ready.
+
+        Raises:
+            PenstockError: it refused (ConfigurationError as a rule), died, or was not ready in time (ModelFailed,
+                with the end of what it printed).
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *launch.command,
+                    f"--fd={theirs.fileno()}",
+                    pass_fds=[theirs.fileno()],
+                    env=launch.environment,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.STDOUT,
+                )
+            except OSError as error:
+                ours.close()
+                raise ModelFailed(f"the model process could not be started: {error}") from error
+        child = cls(process, *await asyncio.open_unix_connection(sock=ours))
+        try:
+            async with asyncio.timeout(launch.start_timeout_s):
+                await child._wait_ready()
+        except TimeoutError as error:
+            await child.close()
+            message = f"the model process was not ready in {launch.start_timeout_s:g} s{child._output.tail()}"
+            raise ModelFailed(message) from error
+        except BaseException:
+            await child.close()
+            raise
+        return child
+
+    async def _wait_ready(self) -> None:
+        match await self._read():
+            case Ready() as ready:
+                self.facts = ready
+                self.memory_bytes = ready.memory_bytes
+            case Refused() as refused:
+                raise error_for_code(refused.code, refused.message, refused.field)
+            case _:
+                status = await self._process.wait()
+                await self._output.finish()
+                raise ModelFailed(f"the model process ended before it was ready (status {status}){self._output.tail()}")
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    async def run(self, batch: Sequence[Prepared], timeout_s: float, on_step: OnStep | None) -> BatchDone:
+        """Runs one batch; `timeout_s` counts from when the batch before it is done.
+
+        Raises:
+            ModelProcessDied: the process ended, or was ended because the batch took too long or came back wrong.
+        """
+        async with self._slots:
+            if self._reason:
+                raise ModelProcessDied(self._reason)
+            self._batches += 1
+            done: asyncio.Future[BatchDone] = asyncio.get_running_loop().create_future()
+            self._pending.append(_Pending(self._batches, len(batch), timeout_s, done, on_step))
+            if len(self._pending) == 1:
+                self._watch_first()
+            self._writer.write(encode_run(self._batches, list(batch)))
+            return await done
+
+    def _watch_first(self) -> None:
+        """Gives the batch that runs now its time limit; kept here, it holds even if nobody waits for it any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if self._pending:
+            limit_s = self._pending[0].timeout_s
+            fault = f"the batch was not done in {limit_s:g} s"
+            self._timer = asyncio.get_running_loop().call_later(limit_s, self.kill, fault)
+
+    def kill(self, fault: str) -> None:
+        """Ends the process at once, for the reason given."""
+        self._fault = self._fault or fault
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def serve(self, on_end: Callable[[], None]) -> str:
+        """Takes answers until the process is gone; returns the reason, after failing what was in hand."""
+        try:
+            while (answer := await self._read()) is not None and not self._fault:
+                self._take(answer)
+        finally:
+            self.kill("the connection to the model process broke")
+            await self.close()
+            status = self._process.returncode
+            self._reason = f"the model process ended (status {status}): {self._fault}{self._output.tail()}"
+            on_end()
+            while self._pending:
+                done = self._pending.popleft().done
+                if not done.done():
+                    done.set_exception(ModelProcessDied(self._reason))
+            self._watch_first()
+        return self._reason
+
+    async def _read(self) -> Answer | None:
+        """The next answer, or None where there will be none."""
+        try:
+            (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+            if length > FRAME_MAX_BYTES:
+                raise msgspec.DecodeError(f"a frame of {length} bytes")
+            return decode_answer(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+        except msgspec.MsgspecError as error:
+            self.kill(f"it sent what is no answer: {error}")
+            return None
+
+    def _take(self, answer: Answer) -> None:
+        first = self._pending[0] if self._pending else None
+        if not isinstance(answer, Progress | Done) or first is None or answer.number != first.number:
+            self.kill(f"it sent {type(answer).__name__} out of turn")
+        elif isinstance(answer, Progress):
+            if first.on_step is not None:
+                first.on_step(answer.step, answer.steps)
+        elif len(answer.results) != first.size:
+            self.kill(f"it gave {len(answer.results)} results for {first.size} items")
+        else:
+            self._pending.popleft()
+            self._watch_first()
+            self.memory_bytes = answer.memory_bytes
+            if not first.done.done():
+                first.done.set_result(_batch_done(answer))
+
+    async def close(self) -> None:
+        """Hangs up, which ends the process; kills it if that takes too long."""
+        self._writer.close()
+        try:
+            async with asyncio.timeout(EXIT_LIMIT_S):
+                await self._process.wait()
+        except TimeoutError:
+            self.kill("it did not leave")
+            await self._process.wait()
+        await self._output.finish()
+
+
+def _batch_done(answer: Done) -> BatchDone:
+    return BatchDone(
+        results=[
+            error_for_code(result.code, result.message, result.field) if isinstance(result, Failure) else result
+            for result in answer.results
+        ],
+        started_at_s=answer.started_at_s,
+        finished_at_s=answer.finished_at_s,
+        inference_ms=answer.inference_ms,
+        real_work=answer.real_work,
+        padded_work=answer.padded_work,
+        out_of_memory=answer.out_of_memory,
+    )
+
+
+class _Output:
+    """What a model process prints: passed on to stderr, and the end of it kept for the error message."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None, "started with a pipe; this is a bug"
+        self._stream = process.stdout
+        self._kept = b""
+        self._task = asyncio.create_task(self._pass_on())
+
+    async def _pass_on(self) -> None:
+        while chunk := await self._stream.read(_TAIL_BYTES):
+            self._kept = (self._kept + chunk)[-_TAIL_BYTES:]
+            sys.stderr.write(chunk.decode(errors="replace"))
+
+    async def finish(self) -> None:
+        """Waits for the rest, now that the process is gone; a grandchild may hold the pipe, so not for long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(EXIT_LIMIT_S):
+                await self._task
+
+    def tail(self) -> str:
+        """The last lines, set off for a message; empty where there are none."""
+        text = self._kept.decode(errors="replace").strip()
+        return f"; it printed last:\n{text}" if text else ""
+
+
+def child_environment(threads: int) -> dict[str, str]:
+    """This process's environment with the thread counts that torch reads when it is imported, and our own packages."""
+    root = str(Path(__file__).resolve().parent.parent)
+    count = str(threads)
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
+    }
