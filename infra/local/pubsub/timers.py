@@ -36,6 +36,9 @@ class Timers:
         self._tie = itertools.count()
         self._cancelled = 0
 
+    def __len__(self) -> int:
+        return len(self._heap)
+
     @property
     def next_due_s(self) -> float | None:
         """When the next action is due, or None when nothing is."""

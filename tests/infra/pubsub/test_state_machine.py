@@ -1,0 +1,151 @@
+"""Random histories of one topic: nothing is lost, nothing acked returns, keys stay in order, attempts add up."""
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
+
+from tests.infra.pubsub.world import Pulled, World, message, subscription_path, topic_path
+
+MAX_ATTEMPTS = 5
+
+
+class Deliveries(RuleBasedStateMachine):
+    """Publishes, takes, acks, nacks, extends and waits in any order, beside a model of what must be true.
+
+    The model knows, for each message of the subscription, whether it was acked and how often it was handed out.
+    """
+
+    leased: Bundle[Pulled] = Bundle("leased")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+        self.published: dict[str, str] = {}
+        self.settled: set[str] = set()
+        self.attempts: dict[str, int] = {}
+        self.lease_ends_s: dict[str, tuple[str, float]] = {}
+        self.count = 0
+
+    @initialize(ordered=st.booleans(), dead=st.booleans(), backoff_s=st.sampled_from([None, 0, 3]))
+    def open(self, ordered: bool, dead: bool, backoff_s: int | None) -> None:
+        self.world.topic()
+        self.world.topic("dead")
+        self.world.subscription("morgue", "dead")
+        fields: dict[str, Any] = {"enable_message_ordering": ordered}
+        if dead:
+            policy = {"dead_letter_topic": topic_path("dead"), "max_delivery_attempts": MAX_ATTEMPTS}
+            fields["dead_letter_policy"] = policy
+        if backoff_s is not None:
+            backoff = {"seconds": backoff_s}
+            fields["retry_policy"] = {"minimum_backoff": backoff, "maximum_backoff": backoff}
+        self.ordered, self.dead = ordered, dead
+        self.world.subscription(**fields)
+        self.readers = [self.world.consumer(10, max_messages=2), self.world.consumer(20)]
+
+    @rule(key=st.sampled_from(["", "", "k", "l"]), number=st.integers(1, 3))
+    def publish(self, key: str, number: int) -> None:
+        names = [f"m{self.count + index}" for index in range(number)]
+        self.count += number
+        self.world.publish(*(message(name, ordering_key=key) for name in names))
+        self.published |= dict.fromkeys(names, key)
+
+    @rule(target=leased, reader=st.integers(0, 1))
+    def take_one(self, reader: int) -> MultipleResults[Pulled] | Pulled:
+        pulled = self.world.take(self.readers[reader], max_messages=1)
+        if not pulled:
+            return multiple()
+        self.note(pulled[0], self.readers[reader].ack_deadline_s)
+        return pulled[0]
+
+    @rule(message=consumes(leased))
+    def ack(self, message: Pulled) -> None:
+        self.world.ack([message])
+        self.settled.add(message.data)
+        self.end(message)
+
+    @rule(message=leased)
+    def nack(self, message: Pulled) -> None:
+        self.world.nack([message])
+        self.end(message)
+
+    @rule(message=leased, deadline_s=st.sampled_from([1, 30]))
+    def extend(self, message: Pulled, deadline_s: int) -> None:
+        self.world.modify([message], deadline_s)
+        if message.ack_id in self.lease_ends_s:
+            self.lease_ends_s[message.ack_id] = (message.data, self.world.now_s + deadline_s)
+
+    @rule(seconds=st.sampled_from([0.5, 3, 10, 30]))
+    def wait(self, seconds: float) -> None:
+        self.world.advance(seconds)
+        ended = {ack_id for ack_id, (_, end_s) in self.lease_ends_s.items() if end_s <= self.world.now_s}
+        for ack_id in ended:
+            del self.lease_ends_s[ack_id]
+
+    @invariant()
+    def flow_control_counts_what_is_out(self) -> None:
+        if hasattr(self, "readers"):
+            assert sum(reader.outstanding_messages for reader in self.readers) == len(self.lease_ends_s)
+            assert self.readers[0].outstanding_messages <= 2
+            assert all(reader.outstanding_bytes >= 0 for reader in self.readers)
+
+    def note(self, pulled: Pulled, deadline_s: float) -> None:
+        name = pulled.data
+        assert name not in self.settled, "an acked message came back"
+        assert name not in {held for held, _ in self.lease_ends_s.values()}, "a leased message was handed out"
+        self.attempts[name] = self.attempts.get(name, 0) + 1
+        if self.dead:
+            assert pulled.delivery_attempt == self.attempts[name] <= MAX_ATTEMPTS
+        key = self.published[name]
+        if self.ordered and key:
+            older = [each for each, of_key in self.published.items() if of_key == key and int(each[1:]) < int(name[1:])]
+            assert set(older) <= self.settled | self.letters(), "a message overtook an older one of its key"
+        self.lease_ends_s[pulled.ack_id] = (name, self.world.now_s + deadline_s)
+
+    def end(self, message: Pulled) -> None:
+        self.lease_ends_s = {
+            ack_id: lease
+            for ack_id, lease in self.lease_ends_s.items()
+            if ack_id != message.ack_id and lease[0] not in self.settled
+        }
+
+    def letters(self) -> set[str]:
+        backlog = self.world.broker.registry.subscriptions[subscription_path("morgue")].backlog
+        return {each.proto.data.decode() for each in backlog.messages}
+
+    def teardown(self) -> None:
+        """Whatever happened, every message is in the end acked, dead-lettered or pulled."""
+        if not hasattr(self, "readers"):
+            return
+        found = set()
+        for _ in range(len(self.published) + 1):
+            self.world.advance(40)
+            while pulled := self.world.pull():
+                for each in pulled:
+                    assert each.data not in self.settled
+                    found.add(each.data)
+                self.world.ack(pulled)
+        letters = self.letters()
+        assert found | self.settled | letters == set(self.published)
+        if self.dead:
+            assert not found & letters
+            assert all(self.attempts[name] == MAX_ATTEMPTS for name in letters - self.settled)
+        else:
+            assert not letters
+        assert self.world.pull() == []
+        backlog = self.world.broker.registry.subscriptions[subscription_path("workers")].backlog
+        assert backlog.messages == []
+
+
+Deliveries.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+test_deliveries = Deliveries.TestCase
