@@ -59,7 +59,7 @@ async def serve(settings: WorkerSettings, model: Model) -> None:
     running: list[Worker] = []
     async with AsyncExitStack() as stack:
         stack.enter_context(
-            health_server(settings.health_host, settings.health_port, loop, lambda: any(w.is_pulling for w in running))
+            health_server(settings.health_host, settings.health_port, loop, lambda: any(w.is_ready for w in running))
         )
         folder = await asyncio.to_thread(resolve, model.source, model.revision, settings.models_dir)
         worker = await _open(stack, settings, model, folder, name)

@@ -46,7 +46,7 @@ class RowSink(Protocol):
 
 
 class Finisher:
-    """Ends jobs. Its work is bounded by the messages in hand; `drain` waits for it."""
+    """Ends jobs. Its work is bounded by the messages in hand."""
 
     def __init__(
         self,
@@ -162,12 +162,12 @@ class Finisher:
             hand.is_over = True
             self._give_up(hand)
 
-    async def drain(self, limit_s: float) -> None:
-        """Waits until nothing is in hand, at most `limit_s`; then hands the rest back."""
-        try:
-            await asyncio.wait_for(self._idle.wait(), limit_s)
-        except TimeoutError:
-            log.warning("drain limit reached", extra={"jobs_handed_back": len(self._in_hand)})
+    async def wait_idle(self) -> None:
+        """Returns when nothing is in hand."""
+        await self._idle.wait()
+
+    def hand_back_all(self) -> None:
+        """Gives back what is still in hand; for the end, when nothing will finish it any more."""
         for hand in list(self._in_hand):
             self.hand_back(hand)
         for task in list(self._tasks):

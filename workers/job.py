@@ -65,6 +65,10 @@ class Entry:
     cache_key: str | None
     queued_at_s: float
     askers: list[tuple[JobInHand, Item]]
+    computed: tuple[Result | PenstockError, BatchDone, int] | None = None
+    """What the model gave, in which batch, of how many items."""
+    is_kept: bool = False
+    """The result is on its way to the cache."""
 
     @property
     def key(self) -> str:
@@ -80,31 +84,43 @@ class Entry:
         """The askers whose job is still open."""
         return [(hand, item) for hand, item in self.askers if not hand.is_over]
 
-    def outcomes(
-        self, model: Model, result: Result | PenstockError, done: BatchDone, batch_size: int
-    ) -> Iterator[tuple[JobInHand, ItemOutcome]]:
-        """One outcome for each asker. What was computed once is paid (and cached) once, by the first of them."""
+    def outcomes(self, model: Model) -> Iterator[tuple[JobInHand, ItemOutcome]]:
+        """One outcome for each asker, once `computed` is set. What was computed once is paid once, by the first."""
         for position, (hand, item) in enumerate(self.waiting()):
-            is_payer = position == 0
-            computed = "miss" if hand.reads_cache and item.cache_key else "none"
-            receipt = hand.receipt(
-                cache=computed if is_payer else "joined",
-                started_at_s=done.started_at_s,
-                finished_at_s=done.finished_at_s,
-                batch_wait_ms=max(0.0, done.started_at_s - self.queued_at_s) * 1000,
-                inference_ms=done.inference_ms,
-                batch_size=batch_size,
-            )
-            if isinstance(result, PenstockError):
-                yield hand, failure(item.index, result, receipt)
-                continue
-            receipt.tokens = getattr(result, "tokens", None)
-            receipt.pixel_steps = getattr(result, "pixel_steps", None)
-            if is_payer:
-                receipt.cost_usd = model.cost_usd(receipt.tokens or 0, receipt.pixel_steps or 0)
-                if hand.job.body.cache_write and item.cache_key:
-                    hand.to_cache[item.cache_key] = item.index
-            yield hand, ItemOutcome(item.index, "succeeded", receipt, result)
+            if position == 0:
+                yield hand, self._pay(hand, self._outcome(hand, item, "miss"), item, model)
+            else:
+                yield hand, self.joined(hand, item)
+
+    def joined(self, hand: JobInHand, item: Item) -> ItemOutcome:
+        """The outcome of an asker for whom another pays."""
+        return self._outcome(hand, item, "joined")
+
+    def _outcome(self, hand: JobInHand, item: Item, cache: str) -> ItemOutcome:
+        assert self.computed is not None, "asked for before the model had run; this is a bug"
+        result, done, batch_size = self.computed
+        receipt = hand.receipt(
+            cache=cache if hand.reads_cache and item.cache_key else "none",
+            started_at_s=done.started_at_s,
+            finished_at_s=done.finished_at_s,
+            batch_wait_ms=max(0.0, done.started_at_s - self.queued_at_s) * 1000,
+            inference_ms=done.inference_ms,
+            batch_size=batch_size,
+        )
+        if isinstance(result, PenstockError):
+            return failure(item.index, result, receipt)
+        receipt.tokens = getattr(result, "tokens", None)
+        receipt.pixel_steps = getattr(result, "pixel_steps", None)
+        return ItemOutcome(item.index, "succeeded", receipt, result)
+
+    def _pay(self, hand: JobInHand, outcome: ItemOutcome, item: Item, model: Model) -> ItemOutcome:
+        receipt = outcome.receipt
+        if outcome.result is not None:
+            receipt.cost_usd = model.cost_usd(receipt.tokens or 0, receipt.pixel_steps or 0)
+            if hand.job.body.cache_write and item.cache_key:
+                hand.to_cache[item.cache_key] = item.index
+                self.is_kept = True
+        return outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,10 @@ log = logging.getLogger(__name__)
 
 INTAKE_MESSAGES = 256
 """Messages admitted in one go: one cache look-up and one tokenizer call for all of them."""
+LINGER_S = 1.0
+"""How long a computed item may still be joined: until its result has surely reached the cache."""
+SOURCE_LIMIT_BYTES = 32 * 1024 * 1024
+"""The largest source image that is fetched from the object store."""
 BATCH_TIMEOUT_S = 300.0
 """A batch that takes longer than this hangs; its process is killed and its jobs go back."""
 
@@ -71,7 +75,12 @@ class Worker:
         self._queue: BatchQueue[Entry] = BatchQueue(model.budget, model.batch.max_items)
         self._queued = asyncio.Event()
         self._by_cache_key: dict[str, Entry] = {}
-        self.is_pulling = False
+        self._subscription: Subscription | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether jobs that are published now would reach this worker."""
+        return self._subscription is not None and self._subscription.is_connected
 
     async def run(self, stop: asyncio.Event) -> None:
         """Pulls and serves until `stop` is set, then finishes what is in hand within the drain limit.
@@ -87,6 +96,7 @@ class Worker:
             ack_deadline_s=self._ack_deadline_s,
         )
         async with subscribing as subscription:
+            self._subscription = subscription
             intake: asyncio.Queue[Message] = asyncio.Queue(INTAKE_MESSAGES)
             pulling = asyncio.create_task(self._pull(subscription, intake))
             admitting = asyncio.create_task(self._admit_all(intake, subscription))
@@ -97,15 +107,26 @@ class Worker:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done - {stopping}:
                     task.result()  # none of them ends by itself but by an error
-                await _cancel([pulling])
-                await self._finisher.drain(self._drain_s)
+                await self._drain(subscription, pulling, intake)
             finally:
-                self.is_pulling = False
+                self._subscription = None
                 await _cancel(tasks)
-                await self._finisher.drain(0)
+                self._finisher.hand_back_all()
+
+    async def _drain(
+        self, subscription: Subscription, pulling: asyncio.Task[None], intake: asyncio.Queue[Message]
+    ) -> None:
+        """Takes no more, and finishes what is in hand within the limit."""
+        try:
+            async with asyncio.timeout(self._drain_s):
+                await subscription.stop()
+                await pulling
+                await intake.join()
+                await self._finisher.wait_idle()
+        except TimeoutError:
+            log.warning("drain limit reached", extra={"limit_s": self._drain_s})
 
     async def _pull(self, subscription: Subscription, intake: asyncio.Queue[Message]) -> None:
-        self.is_pulling = True
         async for message in subscription:
             await intake.put(message)
 
@@ -116,6 +137,8 @@ class Worker:
             while not intake.empty():
                 messages.append(intake.get_nowait())
             await self._admit(messages, subscription)
+            for _ in messages:
+                intake.task_done()
 
     async def _admit(self, messages: Sequence[Message], subscription: Subscription) -> None:
         """Decodes, drops what came too late, answers from the cache, and queues the rest."""
@@ -154,11 +177,15 @@ class Worker:
         return None
 
     def _join(self, hand: JobInHand, item: Item) -> bool:
-        """Lets `item` wait for an identical one that is queued or runs already."""
+        """Lets `item` share the result of an identical one that is queued, runs, or ran just now."""
         entry = self._by_cache_key.get(item.cache_key) if item.cache_key and hand.reads_cache else None
-        if entry is not None:
+        if entry is None:
+            return False
+        if entry.computed is None:
             entry.askers.append((hand, item))
-        return entry is not None
+        else:
+            self._finisher.settle(hand, entry.joined(hand, item))
+        return True
 
     async def _enqueue(self, missing: list[tuple[JobInHand, Item]]) -> None:
         """Prepares inputs, all in one call, and queues them; what the model can't take fails alone."""
@@ -184,7 +211,7 @@ class Worker:
         if not isinstance(given, ImageInput) or given.image is None or given.image.object_key is None:
             return item
         try:
-            data = await self._objects.get(given.image.object_key)
+            data = await self._objects.get(given.image.object_key, SOURCE_LIMIT_BYTES)
         except PenstockError as error:
             return error
         image = Blob(given.image.media_type, data=data)
@@ -229,9 +256,13 @@ class Worker:
             return
         metrics.observe_batch(done, [entry.length for entry in batch])
         for entry, result in zip(batch, done.results, strict=True):
-            self._forget(entry)
-            for hand, outcome in list(entry.outcomes(self._model, result, done, len(batch))):
+            entry.computed = (result, done, len(batch))
+            for hand, outcome in list(entry.outcomes(self._model)):
                 self._finisher.settle(hand, outcome)
+            if entry.is_kept:
+                asyncio.get_running_loop().call_later(LINGER_S, self._forget, entry)
+            else:
+                self._forget(entry)
 
     def _forget(self, entry: Entry) -> None:
         """Identical items are computed anew from now on, or found in the cache."""
