@@ -105,7 +105,10 @@ class Model(_Entry):
     @field_validator("revision", mode="before")
     @classmethod
     def _revision_is_text(cls, value: object) -> object:
-        return str(value) if isinstance(value, int | float) else value
+        # YAML reads 1.10 as 1.1 and 0123 as 83: only quotes keep what was meant.
+        if isinstance(value, int | float):
+            raise ValueError("a revision that looks like a number needs quotes")
+        return value
 
     @model_validator(mode="after")
     def _budget_fits_task(self) -> Self:
@@ -113,6 +116,8 @@ class Model(_Entry):
             raise ValueError("an embedding model needs batch.max_tokens and dimensions")
         if self.task == "image" and self.batch.max_pixel_steps is None:
             raise ValueError("an image model needs batch.max_pixel_steps")
+        if self.name.endswith(".dead"):
+            raise ValueError("a name can't end in .dead: its topic would be another model's dead-letter topic")
         if self.deadline.default_s > self.deadline.longest_s:
             raise ValueError("deadline.default_s is above deadline.longest_s")
         return self
@@ -169,7 +174,7 @@ def read_catalogue(path: Path) -> Catalogue:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: {error}") from error
     entries = _entries(path, root)
     models = tuple(_read_entry(path, node) for node in entries)
@@ -199,6 +204,8 @@ def _read_entry(path: Path, node: yaml.Node) -> Model:
         where = ".".join(str(part) for part in first["loc"]) or "entry"
         line = _line(_descend(node, first["loc"]))
         raise ConfigurationError(f"{path}:{line}: {where}: {first['msg']}", field=where) from error
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{path}:{_line(node)}: {error}") from error
     finally:
         constructor.dispose()
 

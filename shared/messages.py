@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -27,6 +27,10 @@ from shared.errors import PenstockError, UndecodableMessage
 SCHEMA_VERSION = "1"
 INLINE_LIMIT_BYTES = 48 * 1024
 """Results above this lie in the object store and the reply points to them."""
+
+
+UnixTime = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+"""Seconds since 1970, checked where a message is read: a deadline of `nan` would never pass."""
 
 
 class Blob(msgspec.Struct, omit_defaults=True):
@@ -105,10 +109,10 @@ class Envelope(msgspec.Struct, kw_only=True):
     inbox: str = ""
     """Topic id of the inbox that waits for the reply; empty when nobody waits."""
     slot: str = ""
-    deadline_s: float
+    deadline_s: UnixTime
     """Unix time after which the answer is of no use."""
-    received_at_s: float
-    published_at_s: float
+    received_at_s: UnixTime
+    published_at_s: UnixTime
     api_instance: str = ""
     attempt: int = 1
     traceparent: str = ""
@@ -127,8 +131,7 @@ class Envelope(msgspec.Struct, kw_only=True):
         Raises:
             UndecodableMessage: schema or a field is missing or malformed; `field` names it.
         """
-        if attributes.get("schema") != SCHEMA_VERSION:
-            raise UndecodableMessage(f"schema is {attributes.get('schema')!r}, not {SCHEMA_VERSION!r}", field="schema")
+        _check_schema(attributes)
         try:
             return msgspec.convert(dict(attributes), cls, strict=False)
         except msgspec.ValidationError as error:
@@ -289,6 +292,7 @@ def decode_reply(data: bytes, attributes: Mapping[str, str]) -> Reply:
     Raises:
         UndecodableMessage: it is none.
     """
+    _check_schema(attributes)
     try:
         part = int(attributes["part"])
         return Reply(attributes["request_id"], part, attributes.get("slot", ""), _reply_decoder.decode(data))
@@ -325,6 +329,11 @@ def row_of(envelope: Envelope, outcome: ItemOutcome, *, replied_at_s: float | No
         **known,
         **facts,
     )
+
+
+def _check_schema(attributes: Mapping[str, str]) -> None:
+    if attributes.get("schema") != SCHEMA_VERSION:
+        raise UndecodableMessage(f"schema is {attributes.get('schema')!r}, not {SCHEMA_VERSION!r}", field="schema")
 
 
 def _text(value: str | int | float) -> str:

@@ -1,0 +1,128 @@
+from pathlib import Path
+
+import pytest
+
+from shared.catalogue import Catalogue, read_catalogue
+from shared.errors import ConfigurationError, UnknownModel
+
+GOOD = """\
+models:
+  - name: mini
+    task: embedding
+    source: local:mini
+    revision: "1"
+    aliases: [small]
+    dimensions: 4
+    batch: {max_tokens: 64, max_items: 8}
+    price: {per_million_tokens_usd: 0.5}
+  - name: painter
+    task: image
+    source: hf:someone/painter
+    batch:
+      max_pixel_steps: 4096
+"""
+
+
+@pytest.fixture
+def models_file(tmp_path: Path) -> Path:
+    path = tmp_path / "models.yaml"
+    path.write_text(GOOD)
+    return path
+
+
+def test_shipped_catalogue_is_valid() -> None:
+    catalogue = read_catalogue(Path(__file__).parents[2] / "models.yaml")
+    assert catalogue.default("embedding").dimensions
+    assert catalogue.default("image").image.steps
+
+
+def test_find_by_name_and_alias(models_file: Path) -> None:
+    catalogue = read_catalogue(models_file)
+    assert catalogue.find("mini") is catalogue.find("small", "embedding")
+    assert catalogue.default("image").name == "painter"
+    assert [model.budget for model in catalogue.models] == [64, 4096]
+
+
+def test_cost_counts_what_was_computed(models_file: Path) -> None:
+    mini = read_catalogue(models_file).find("mini")
+    assert mini.cost_usd(tokens=2_000_000) == pytest.approx(1.0)
+    assert mini.cost_usd(pixel_steps=2_000_000) == 0
+
+
+def test_unknown_model_lists_what_is_served(models_file: Path) -> None:
+    with pytest.raises(UnknownModel, match=r"'none' is not served here; served: mini, painter"):
+        read_catalogue(models_file).find("none")
+    with pytest.raises(UnknownModel, match=r"'none' .* served: painter$"):
+        read_catalogue(models_file).find("none", "image")
+
+
+def test_model_of_other_task_is_unknown(models_file: Path) -> None:
+    with pytest.raises(UnknownModel, match="serves embedding, not image"):
+        read_catalogue(models_file).find("mini", "image")
+
+
+def test_no_model_of_a_task() -> None:
+    with pytest.raises(UnknownModel, match="no image model"):
+        Catalogue(()).default("image")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "line", "reason"),
+    [
+        ("name: mini", "name: 1x", 2, "name: String should match"),
+        ("name: mini", "name: jobs.dead", 2, "entry: Value error, a name can't end in .dead"),
+        ("task: embedding", "task: speech", 3, "task: Input should be 'embedding' or 'image'"),
+        ("source: local:mini", "source: mini", 4, "source: String should match"),
+        ("    source: local:mini\n", "", 2, "source: Field required"),
+        ('revision: "1"', "revision: 1.10", 5, "revision: Value error, a revision that looks like a number"),
+        ("max_items: 8", "max_items: 0", 8, "batch.max_items: Input should be greater than 0"),
+        ("max_items: 8", "max_item: 8", 8, "batch.max_item: Extra inputs are not permitted"),
+        ("max_tokens: 64, ", "", 2, "entry: Value error, an embedding model needs batch.max_tokens"),
+        ("dimensions: 4", "dimensions: many", 7, "dimensions: Input should be a valid integer"),
+        ("max_pixel_steps: 4096", "max_items: 1", 10, "entry: Value error, an image model needs batch.max_pixel"),
+        ("max_pixel_steps: 4096", "max_pixel_steps: -1", 14, "batch.max_pixel_steps: Input should be greater"),
+        ("task: image", "task: image\n    deadline: {default_s: 400}", 10, "entry: Value error, deadline.default_s"),
+        ("task: image", "task: image\n    gpu: {type: tpu}", 12, "gpu.type: Input should be 'l4'"),
+        ("source: hf:", "source: !!python/name:", 10, "could not determine a constructor"),
+        ("name: painter", "name: small", 10, "the name 'small' is taken by line 2"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and ":" in value and len(value) < 25 else "",
+)
+def test_wrong_entry_is_refused_with_line_and_reason(
+    models_file: Path, wrong: str, right: str, line: int, reason: str
+) -> None:
+    assert GOOD.count(wrong) == 1
+    models_file.write_text(GOOD.replace(wrong, right))
+    with pytest.raises(ConfigurationError) as caught:
+        read_catalogue(models_file)
+    place, _, rest = caught.value.message.partition(": ")
+    assert place == f"{models_file}:{line}"
+    assert reason in rest.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", ":1: a catalogue is a mapping"),
+        ("models: []", "at least one entry"),
+        ("- name: mini", "a catalogue is a mapping"),
+        ("models: {mini: 1}", "a catalogue is a mapping"),
+        ("models: [mini]", ":1: entry: Input should be a valid dictionary"),
+        ("models:\n  - name: [", "line 2"),
+    ],
+)
+def test_file_that_is_no_catalogue(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError) as caught:
+        read_catalogue(path)
+    assert caught.value.message.startswith(str(path))
+    assert reason in caught.value.message
+
+
+def test_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"none\.yaml: No such file"):
+        read_catalogue(tmp_path / "none.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigurationError, match=r"binary\.yaml"):
+        read_catalogue(tmp_path / "binary.yaml")

@@ -1,0 +1,189 @@
+import json
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.errors import BadInput, DeadlineExceeded, PenstockError, UndecodableMessage
+from shared.messages import (
+    Blob,
+    EmbeddingResult,
+    Envelope,
+    ImageInput,
+    ImageResult,
+    Item,
+    ItemError,
+    ItemOutcome,
+    Job,
+    JobBody,
+    Receipt,
+    Reply,
+    ReplyBody,
+    TextInput,
+    TokensInput,
+    decode_job,
+    decode_reply,
+    encode_job,
+    encode_reply,
+    failure,
+    row_of,
+)
+
+texts = st.text(max_size=40)
+names = st.text(min_size=1, max_size=20)
+counts = st.integers(0, 2**31)
+seconds = st.floats(0, 4e9)
+blobs = st.builds(Blob, names, data=st.binary(max_size=64)) | st.builds(Blob, names, object_key=names)
+inputs = st.one_of(
+    st.builds(TextInput, texts),
+    st.builds(TokensInput, st.lists(counts, max_size=5)),
+    st.builds(
+        ImageInput, prompt=texts, width=counts, height=counts, steps=counts, guidance_scale=st.floats(0, 50),
+        seed=st.integers(0, 2**63 - 1), scheduler=names, negative_prompt=texts, image=st.none() | blobs,
+        strength=st.none() | st.floats(0, 1),
+    ),
+)  # fmt: skip
+items = st.lists(
+    st.builds(Item, counts, inputs, cache_key=st.none() | names),
+    min_size=1,
+    max_size=4,
+    unique_by=lambda item: item.index,
+)
+envelopes = st.builds(
+    Envelope, request_id=names, part=counts, model=names, tenant=names, inbox=texts, slot=texts, deadline_s=seconds,
+    received_at_s=seconds, published_at_s=seconds, api_instance=texts, attempt=counts, traceparent=texts,
+    cache_key=texts,
+)  # fmt: skip
+jobs = st.builds(Job, envelopes, st.builds(JobBody, items, cache_read=st.booleans(), cache_write=st.booleans()))
+maybe_ms = st.none() | st.floats(0, 1e6)
+receipts = st.builds(
+    Receipt, cache=names, pulled_at_s=st.none() | seconds, batch_wait_ms=maybe_ms, inference_ms=maybe_ms,
+    batch_size=st.none() | counts, tokens=st.none() | counts,
+)  # fmt: skip
+results = st.builds(EmbeddingResult, st.binary(max_size=64), counts) | st.builds(
+    ImageResult, blobs, counts, counts, seed=counts, pixel_steps=counts
+)
+outcomes = st.builds(ItemOutcome, counts, names, receipts, result=st.none() | results) | st.builds(
+    ItemOutcome, counts, names, receipts, error=st.builds(ItemError, names, texts, field=st.none() | names)
+)
+replies = st.builds(
+    Reply, names, counts, slot=texts, body=st.builds(ReplyBody, st.lists(outcomes, max_size=4), worker=texts)
+)
+
+
+def job(**fields: Any) -> Job:
+    envelope: dict[str, Any] = {"request_id": "req_1", "part": 0, "model": "mini", "tenant": "t"}
+    times = {"deadline_s": 130.0, "received_at_s": 100.0, "published_at_s": 100.5}
+    return Job(Envelope(**envelope | times | fields), JobBody([Item(0, TextInput("a cat"))]))
+
+
+@given(jobs)
+def test_job_round_trip(sent: Job) -> None:
+    data, attributes = encode_job(sent)
+    assert all(isinstance(value, str) and value for value in attributes.values())
+    assert decode_job(data, attributes) == sent
+
+
+@given(replies)
+def test_reply_round_trip(sent: Reply) -> None:
+    data, attributes = encode_reply(sent)
+    assert decode_reply(data, attributes) == sent
+
+
+@given(st.binary(max_size=60), st.dictionaries(st.sampled_from([*Envelope.__struct_fields__, "schema"]), texts))
+def test_noise_is_undecodable_and_nothing_else(data: bytes, attributes: dict[str, str]) -> None:
+    for decode in (decode_job, decode_reply):
+        with pytest.raises(UndecodableMessage):
+            decode(data, attributes | {"schema": "1"})
+
+
+def test_job_on_the_wire_is_what_the_documentation_shows() -> None:
+    data, attributes = encode_job(job(inbox="inbox.7", slot="17"))
+    assert json.loads(data) == {"items": [{"index": 0, "input": {"type": "text", "text": "a cat"}}]}
+    assert attributes == {
+        "schema": "1",
+        "request_id": "req_1",
+        "part": "0",
+        "model": "mini",
+        "tenant": "t",
+        "inbox": "inbox.7",
+        "slot": "17",
+        "deadline_s": "130.0",
+        "received_at_s": "100.0",
+        "published_at_s": "100.5",
+        "attempt": "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"schema": "2"}, "schema"),
+        ({"schema": None}, "schema"),
+        ({"request_id": None}, "attributes"),
+        ({"part": "first"}, "attributes"),
+        ({"deadline_s": "tomorrow"}, "attributes"),
+        ({"deadline_s": "nan"}, "attributes"),
+        ({"deadline_s": "inf"}, "attributes"),
+    ],
+    ids=str,
+)
+def test_wrong_attribute_is_named(change: dict[str, str | None], field: str) -> None:
+    data, attributes = encode_job(job())
+    changed = {name: value for name, value in (attributes | change).items() if value is not None}
+    with pytest.raises(UndecodableMessage) as caught:
+        decode_job(data, changed)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"", b"{}", b"[]", b'{"items": []}', b'{"items": [{"index": 0}]}', b"\xff"),
+        b'{"items": [{"index": 0, "input": {"type": "sound"}}]}',
+        b'{"items": [{"index": 0, "input": {"type": "tokens", "tokens": ["a"]}}]}',
+        b'{"items": [%s, %s]}' % ((b'{"index": 0, "input": {"type": "text", "text": "a"}}',) * 2),
+    ],
+)
+def test_body_that_is_no_job(data: bytes) -> None:
+    _, attributes = encode_job(job())
+    with pytest.raises(UndecodableMessage) as caught:
+        decode_job(data, attributes)
+    assert caught.value.field == "data"
+
+
+@pytest.mark.parametrize("change", [{"schema": "2"}, {"request_id": None}, {"part": None}, {"part": "x"}], ids=str)
+def test_reply_without_its_attributes(change: dict[str, str | None]) -> None:
+    data, attributes = encode_reply(Reply("req_1", 0, "17", ReplyBody([])))
+    changed = {name: value for name, value in (attributes | change).items() if value is not None}
+    with pytest.raises(UndecodableMessage):
+        decode_reply(data, changed)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(DeadlineExceeded(), "expired"), (BadInput("no", field="input"), "failed"), (PenstockError(), "failed")],
+)
+def test_failure_carries_the_error(error: PenstockError, status: str) -> None:
+    outcome = failure(3, error)
+    assert (outcome.index, outcome.status, outcome.result) == (3, status, None)
+    assert outcome.error == ItemError(error.code, error.message, error.field)
+
+
+def test_row_tells_times_apart() -> None:
+    receipt = Receipt("miss", pulled_at_s=100.75, batch_wait_ms=2.0, inference_ms=7.0, tokens=4, cost_usd=0.5)
+    outcome = ItemOutcome(2, "succeeded", receipt, result=EmbeddingResult(b"", 4))
+    row = row_of(job(attempt=2).envelope, outcome, replied_at_s=101.0, worker="w", region="local")
+    assert row.row_id == "req_1:2"
+    assert (row.queue_ms, row.total_ms) == (250.0, 1000.0)
+    assert (row.batch_wait_ms, row.inference_ms, row.tokens, row.cost_usd) == (2.0, 7.0, 4, 0.5)
+    assert (row.worker, row.region, row.attempt, row.error_code) == ("w", "local", 2, None)
+    assert not any(isinstance(v, float) and math.isnan(v) for v in msgspec.structs.asdict(row).values())
+
+
+def test_row_of_a_failure_has_its_code() -> None:
+    row = row_of(job().envelope, failure(0, BadInput("no")), replied_at_s=101.0)
+    assert (row.status, row.error_code) == ("failed", "invalid_input")
