@@ -1,0 +1,39 @@
+"""`python -m bench [NAME ...]`: runs the benchmarks, prints their figures, keeps them in bench/results/."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import time
+from collections.abc import Sequence
+
+from bench.report import Outcome, keep, machine, table
+
+NAMES = ("overhead", "throughput", "hits", "slots", "broker", "soak", "footprint")
+"""Each is a module here whose `run()` returns an Outcome."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs what is asked for; returns 1 where `--check` was given and a figure that must be met is not."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description="Measures the pipeline on this machine.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which (default: all): {', '.join(NAMES)}")
+    parser.add_argument("--check", action="store_true", help="exit with 1 when a figure misses its limit")
+    options = parser.parse_args(argv)
+    if unknown := set(options.names) - set(NAMES):
+        parser.error(f"no such benchmark: {', '.join(sorted(unknown))}")
+    where, outcomes = machine(), dict[str, Outcome]()
+    print(f"{where['cpu']}, {where['cores']} cores, load {where['load_before']}", flush=True)
+    for name in options.names or NAMES:
+        began_s = time.time()
+        print(f"{name} …", flush=True)
+        outcomes[name] = importlib.import_module(f"bench.{name}").run()
+        path = keep(name, outcomes[name], where, began_s)
+        print(f"  {time.time() - began_s:.0f} s, kept in {path.relative_to(path.parents[2])}", flush=True)
+    print(f"\n{table(outcomes)}")
+    missed = [figure for outcome in outcomes.values() for figure in outcome.figures if not figure.is_met]
+    return 1 if options.check and missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""What a benchmark hands back: named figures, some with a limit they must meet; printed as a table, kept as JSON."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+RESULTS = Path(__file__).parent / "results"
+
+
+class Figure(msgspec.Struct, omit_defaults=True):
+    """One measured value; with `limit`, it must be at most (`<=`) or at least (`>=`) that."""
+
+    name: str
+    value: float
+    unit: str
+    bound: Literal["", "<=", ">="] = ""
+    limit: float = 0.0
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the limit, where there is one, is kept."""
+        if not self.bound:
+            return True
+        return self.value <= self.limit if self.bound == "<=" else self.value >= self.limit
+
+
+class Outcome(msgspec.Struct):
+    """The end of one benchmark: its figures, and whatever explains them."""
+
+    figures: list[Figure]
+    details: dict[str, Any] = {}
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on, and from which commit."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_before": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "commit": _git("rev-parse", "HEAD"),
+        "is_clean": not _git("status", "--porcelain", "--untracked-files=no"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _cpu_model() -> str:
+    """Linux tells the model here and nowhere else; other systems through `platform`."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _git(*words: str) -> str:
+    try:
+        return subprocess.run(["git", *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def keep(name: str, outcome: Outcome, where: dict[str, Any], began_s: float) -> Path:
+    """Writes bench/results/<name>.json, whole or not at all; returns its path."""
+    RESULTS.mkdir(exist_ok=True)
+    kept = {"name": name, "machine": where, "seconds": round(time.time() - began_s, 1)} | msgspec.to_builtins(outcome)
+    path = RESULTS / f"{name}.json"
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=2) + b"\n")
+    unfinished.replace(path)
+    return path
+
+
+def table(outcomes: dict[str, Outcome]) -> str:
+    """All figures, a line each, with what was asked for and whether it is met."""
+    rows = [("benchmark", "figure", "value", "unit", "must", "")]
+    for name, outcome in outcomes.items():
+        rows += [(name, *_cells(figure)) for figure in outcome.figures]
+    return aligned(rows)
+
+
+def _cells(figure: Figure) -> tuple[str, str, str, str, str]:
+    must = f"{figure.bound} {figure.limit:g}" if figure.bound else ""
+    verdict = ("met" if figure.is_met else "MISSED") if figure.bound else ""
+    return figure.name, _short(figure.value), figure.unit, must, verdict
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.2f}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as columns of even width, numbers to the right; the first row is the head."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            text.rjust(width) if text[:1].isdigit() else text.ljust(width)
+            for text, width in zip(row, widths, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

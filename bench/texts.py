@@ -1,0 +1,52 @@
+"""The benchmarks' texts: seeded, all distinct, of known length in the tokens of the model that embeds them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+MIX = ((0.6, 5, 15), (0.3, 36, 88), (0.1, 200, 253))
+"""Share of the texts and their shortest and longest length in words: about 12, 64 and 230 tokens, as in a product
+where most inputs are queries, many are paragraphs and a few are pages."""
+
+
+class Texts:
+    """Draws texts of whole words of the tokenizer's vocabulary, one token each, so a text of n words has n + 2 tokens.
+
+    Args:
+        model_folder: holds tokenizer.json.
+        seed: two with the same seed draw the same texts; one never draws a text twice.
+    """
+
+    def __init__(self, model_folder: Path, seed: int) -> None:
+        self._tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        vocabulary = self._tokenizer.get_vocab()
+        self._words = sorted(word for word in vocabulary if word.isascii() and word.isalpha() and len(word) > 2)
+        self._random = random.Random(seed)
+        self._drawn: set[str] = set()
+
+    def mixed(self, count: int) -> list[str]:
+        """`count` texts in the proportions of MIX, shuffled."""
+        texts = [self._draw(low, high) for share, low, high in MIX for _ in range(round(share * count))]
+        texts += [self._draw(*MIX[0][1:]) for _ in range(count - len(texts))]
+        self._random.shuffle(texts)
+        return texts[:count]
+
+    def short(self, count: int) -> list[str]:
+        """`count` texts of about 12 tokens."""
+        return [self._draw(*MIX[0][1:]) for _ in range(count)]
+
+    def token_ids(self, texts: list[str]) -> list[list[int]]:
+        """The token ids of each text, special tokens included."""
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
+
+    def _draw(self, low: int, high: int) -> str:
+        while True:
+            text = " ".join(self._random.choices(self._words, k=self._random.randint(low, high)))
+            if text not in self._drawn:
+                self._drawn.add(text)
+                return text
