@@ -69,8 +69,10 @@ def _prepared(value: ImageInput) -> PreparedImage:
         steps_run = image_to_image_steps(value.steps, strength)
         source = _read_source(value.image, value.width, value.height)
     pixel_steps = value.width * value.height * steps_run
+    # An empty negative prompt is not the same as none to every pipeline, so the two never share a batch.
+    negative = "negative" if value.negative_prompt else ""
     return PreparedImage(
-        key=f"{value.width}x{value.height}/{value.steps}/{value.guidance_scale}/{value.scheduler}/{strength}",
+        key=f"{value.width}x{value.height}/{value.steps}/{value.guidance_scale}/{value.scheduler}/{strength}/{negative}",
         length=pixel_steps,
         work=pixel_steps,
         prompt=value.prompt,
