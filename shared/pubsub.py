@@ -38,6 +38,8 @@ from shared.pubsub_subscribe import StreamSubscription
 
 STREAMS_PER_CHANNEL = 80
 """Stays clear of the 100 streams that fit on one connection (platform-facts P45)."""
+OPEN_S = 5.0
+"""How long opening a subscription waits for its first stream; without one it goes on trying in the background."""
 CLOSE_S = 2.0
 """How long the last acks of a subscription may take."""
 
@@ -110,6 +112,7 @@ class PubSubTransport:
             subscription = StreamSubscription(open_stream, first_request, acks, leases, max_messages)
             subscription.start()
             try:
+                await subscription.wait_open(OPEN_S)
                 yield subscription
             finally:
                 await _finish(subscription.close(CLOSE_S))

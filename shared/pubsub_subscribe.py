@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 from grpc import StatusCode, aio
@@ -61,6 +62,7 @@ class StreamSubscription:
         self._end: PenstockError | None = None
         self._is_stopped = False
         self._tasks: list[asyncio.Task[None]] = []
+        self._opened = asyncio.Event()
         self.is_connected = False
         self.reconnects = 0
 
@@ -107,6 +109,12 @@ class StreamSubscription:
         ]
         for task in self._tasks:
             task.add_done_callback(self._ended)
+
+    async def wait_open(self, timeout_s: float) -> None:
+        """Waits until a stream stands or was refused for good, at most `timeout_s`; says nothing about which."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._opened.wait()
 
     async def stop(self) -> None:
         """Receives no more: hands back what nobody took yet and ends the iteration; leases and acks go on."""
@@ -170,6 +178,7 @@ class StreamSubscription:
             await call.write(self._first_request)
             self._call = call
             self.is_connected = True
+            self._opened.set()
             while (response := await call.read()) is not aio.EOF:  # type: ignore[attr-defined]
                 received_any = True
                 self._take(response)
@@ -217,6 +226,7 @@ class StreamSubscription:
         message = f"{self._first_request.subscription}: {error.code().name}: {error.details()}"
         is_gone = error.code() in (StatusCode.NOT_FOUND, StatusCode.FAILED_PRECONDITION)
         self._end = Unavailable(message) if is_gone else ConfigurationError(message)
+        self._opened.set()
         self._wake()
 
     async def _beat(self) -> None:
