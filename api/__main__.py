@@ -1,0 +1,65 @@
+"""`python -m api`: settings, logs, the real broker and rows, then uvicorn until SIGTERM."""
+
+from __future__ import annotations
+
+import sys
+
+import uvicorn
+
+from api.app import create_app
+from shared.catalogue import read_catalogue
+from shared.errors import ConfigurationError
+from shared.logs import configure_logs
+from shared.pubsub import PubSubTransport
+from shared.pubsub_admin import PubSubAdmin
+from shared.rows import RowWriter
+from shared.settings import ApiSettings, read_settings
+
+DRAIN_S = 6
+"""For requests in hand after SIGTERM; what is closed after them (inbox, acks, rows) has limits of its own, and Cloud
+Run kills after 10 s."""
+KEEP_ALIVE_S = 620
+"""Above the 600 s for which Google's load balancer keeps its connections; else it uses some that we just closed."""
+
+
+def main() -> int:
+    """Serves until told to stop; 0, or 1 when it could not start."""
+    try:
+        settings = read_settings(ApiSettings)
+        configure_logs(settings.log_level)
+        app = create_app(
+            settings,
+            read_catalogue(settings.models_file),
+            PubSubTransport(settings.project, settings.pubsub_endpoint),
+            PubSubAdmin(settings.project, settings.pubsub_endpoint),
+            RowWriter(
+                table=f"{settings.dataset}.rows",
+                endpoint=settings.bigquery_endpoint,
+                project=settings.project,
+                spool_dir=settings.spool_dir,
+            ),
+        )
+    except ConfigurationError as error:
+        print(f"penstock api: {error.message}", file=sys.stderr)
+        return 1
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            host=settings.host,
+            port=settings.port,
+            loop="uvloop",
+            http="httptools",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=DRAIN_S,
+        )
+    )
+    server.run()
+    return 0 if server.started else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Puts the API together: `create_app` wires routes and layers, its lifespan opens and closes everything, here only."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+
+from fastapi import FastAPI
+
+from api import openapi
+from api.admission import Admission
+from api.context import ContextMiddleware
+from api.dispatcher import Dispatcher, RowSink
+from api.errors import add_handlers
+from api.inbox import ReplyInbox
+from api.jobs import JobSender
+from api.links import Links
+from api.parts import Parts
+from api.pictures import Studio
+from api.readiness import Readiness
+from api.routes import embeddings, health, images, models, objects
+from api.tenants import Tenants
+from shared.cache import ResultCache
+from shared.catalogue import Catalogue
+from shared.objects import ObjectStore
+from shared.settings import ApiSettings
+from shared.transport import Admin, Transport
+
+
+def create_app(
+    settings: ApiSettings,
+    catalogue: Catalogue,
+    transport: AbstractAsyncContextManager[Transport],
+    admin: AbstractAsyncContextManager[Admin],
+    rows: AbstractAsyncContextManager[RowSink],
+) -> FastAPI:
+    """The API as an ASGI app; nothing is opened before its lifespan begins.
+
+    Args:
+        settings: of this process.
+        catalogue: the models to serve.
+        transport: the connection to the broker, not yet open.
+        admin: makes an inbox where no pool has one; not yet open.
+        rows: takes the rows that the API writes; not yet open.
+
+    Raises:
+        ConfigurationError: an API key or the object store's URL is wrong.
+    """
+    tenants, object_store = Tenants(settings.api_keys), ObjectStore(settings.objects_url)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        instance = f"api-{secrets.token_hex(4)}"
+        async with AsyncExitStack() as opened:
+            row_sink = await opened.enter_async_context(rows)
+            cache = await opened.enter_async_context(ResultCache(settings.redis_url, settings.memory_cache_bytes))
+            broker = await opened.enter_async_context(transport)
+            inbox_admin = await opened.enter_async_context(admin)
+            inbox = await opened.enter_async_context(ReplyInbox(settings, broker, inbox_admin, instance))
+            sender = JobSender(inbox, broker, object_store, instance)
+            admission = Admission(settings.max_in_flight)
+            dispatcher = await opened.enter_async_context(
+                Dispatcher(sender, cache, admission, row_sink, api_instance=instance, region=settings.region)
+            )
+            app.state.parts = Parts(
+                settings=settings,
+                catalogue=catalogue,
+                tenants=tenants,
+                dispatcher=dispatcher,
+                objects=object_store,
+                links=Links(settings.secret),
+                studio=Studio(),
+                readiness=Readiness(inbox, broker, cache),
+                started_at_s=time.time(),
+            )
+            yield
+
+    return _routed(FastAPI(title="Penstock", description=_ABOUT, version="1", lifespan=lifespan), settings)
+
+
+def _routed(app: FastAPI, settings: ApiSettings) -> FastAPI:
+    for routes in (embeddings, images, models, objects, health):
+        app.include_router(routes.router)
+    add_handlers(app)
+    openapi.describe(app)
+    app.add_middleware(ContextMiddleware, body_max_bytes=settings.request_max_bytes)
+    return app
+
+
+_ABOUT = """Embeddings and images, in the shapes of OpenAI's API.
+
+Every answer has `x-request-id`; those that infer also say where the result came from (`x-penstock-cache`: hit, miss,
+partial or joined) and what took how long (`x-penstock-queue-ms`, `-batch-ms`, `-inference-ms`, `-total-ms`)."""

@@ -1,0 +1,171 @@
+"""What stands around every request, outermost: its id and times, the bound on its body, headers, metrics, last errors.
+
+Pure ASGI: a middleware that wraps responses costs more than a hit does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import anyio
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api import metrics
+from api.errors import BodyTooLarge, BodyTooSlow, ClientGone, error_response
+from shared.errors import PenstockError
+
+log = logging.getLogger(__name__)
+
+BODY_IDLE_S = 30.0
+"""The longest pause between two pieces of a body."""
+_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """One request as the API follows it; routes find it with `context_of` and say what they learned."""
+
+    shown_id: str
+    """The id in the answer: the caller's own, where it sent one."""
+    request_id: str
+    """The id in messages and rows: unlike the caller's, which may come twice, it is never used again."""
+    received_at_s: float = field(default_factory=time.time)
+    started_s: float = field(default_factory=time.perf_counter)
+    model: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+    """Headers of the answer, beside those that every answer has."""
+
+    @property
+    def total_ms(self) -> float:
+        """Milliseconds since the request came in."""
+        return (time.perf_counter() - self.started_s) * 1000
+
+
+def context_of(request: Request) -> RequestContext:
+    """The context that the middleware put around this request."""
+    context = request.scope["penstock.context"]
+    assert isinstance(context, RequestContext), "the middleware stands around every route; this is a bug"
+    return context
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Awaits `work`, and cancels it as soon as the caller hangs up; the body must have been read before.
+
+    Raises:
+        ClientGone: the caller hung up.
+    """
+    with anyio.CancelScope() as scope:
+        watcher = asyncio.create_task(_cancel_when_gone(request, scope))
+        try:
+            return await work
+        finally:
+            watcher.cancel()
+    raise ClientGone
+
+
+async def _cancel_when_gone(request: Request, scope: anyio.CancelScope) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()
+
+
+class ContextMiddleware:
+    """Gives each HTTP request its RequestContext and each answer its headers.
+
+    Args:
+        app: what it stands around.
+        body_max_bytes: the largest body that is read, counted while it comes.
+    """
+
+    def __init__(self, app: ASGIApp, body_max_bytes: int) -> None:
+        self._app = app
+        self._body_max_bytes = body_max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one connection; what is not HTTP passes."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = _Exchange(scope, receive, send, self._body_max_bytes)
+        with metrics.REQUESTS_OPEN.track_inprogress():
+            try:
+                await self._app(scope, exchange.receive, exchange.send)
+            except Exception as error:
+                await exchange.answer_unexpected(error)
+            finally:
+                exchange.count()
+
+
+class _Exchange:
+    """One request and its answer, seen from outside."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, body_max_bytes: int) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self._body_max_bytes = body_max_bytes
+        self._body_bytes, self._body_ended = 0, False
+        self._status = 0
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        self._declared_bytes = _number(headers.get("content-length"))
+        own_id = f"req_{secrets.token_hex(12)}"
+        is_given = _SANE_ID.fullmatch(given) is not None
+        self.context = scope["penstock.context"] = RequestContext(
+            shown_id=given if is_given else own_id,
+            request_id=f"{given}.{secrets.token_hex(4)}" if is_given else own_id,
+        )
+
+    async def receive(self) -> Message:
+        if self._body_ended:
+            return await self._receive()
+        if self._declared_bytes > self._body_max_bytes:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(BODY_IDLE_S):
+                message = await self._receive()
+        except TimeoutError as error:
+            raise BodyTooSlow(f"nothing more of the body came for {BODY_IDLE_S:g} s") from error
+        self._body_bytes += len(message.get("body", b""))
+        if self._body_bytes > self._body_max_bytes:
+            raise self._too_large()
+        self._body_ended = not message.get("more_body", False)
+        return message
+
+    def _too_large(self) -> BodyTooLarge:
+        return BodyTooLarge(f"the body is larger than {self._body_max_bytes} bytes")
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            headers = MutableHeaders(scope=message)
+            for name, value in self.context.headers.items():
+                headers[name] = value
+            headers["x-request-id"] = self.context.shown_id
+            headers["x-penstock-total-ms"] = f"{self.context.total_ms:.2f}"
+        await self._send(message)
+
+    async def answer_unexpected(self, error: Exception) -> None:
+        if self._status:
+            raise error
+        log.error("request failed unexpectedly", extra={"request_id": self.context.request_id}, exc_info=error)
+        await error_response(PenstockError("something went wrong here; the request_id helps to find it"))(
+            self._scope, self._receive, self.send
+        )
+
+    def count(self) -> None:
+        route, model = getattr(self._scope.get("route"), "path", "unmatched"), self.context.model
+        metrics.REQUESTS.labels(route, model, str(self._status)).inc()
+        metrics.REQUEST_SECONDS.labels(route, model).observe(self.context.total_ms / 1000)
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text and text.isascii() and text.isdigit() else 0

@@ -1,0 +1,210 @@
+"""Between routes and broker: gets each item an outcome, from the cache, an identical item in flight, or a worker.
+
+Who writes the row of an item (each leaves exactly one, `row_id` = request_id:index):
+
+- a result from the cache, or from joining another's item, or an item that expired or failed before the broker had its
+  job: the API writes it, here, when the request is done or its caller has hung up;
+- an item whose job the broker took: the worker writes it, also when the answer came too late for the caller or the
+  caller hung up. Where it is not known whether the broker took the job (the publish was cut off), both may write; the
+  row_id is the same, so the deduplicated view counts one;
+- a request refused as a whole (bad input, 429) was never taken on and leaves none; metrics count it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from api import metrics
+from api.admission import Admission
+from api.asking import Asking, hit
+from api.errors import ClientGone
+from api.flights import Flight, Flights, JobInFlight, Landing
+from api.inference import Answer, InferenceRequest
+from api.jobs import JobSender, envelope_of, split
+from shared.cache import ResultCache
+from shared.errors import DeadlineExceeded, PenstockError, Unavailable
+from shared.messages import ItemOutcome, Row, failure, row_of
+
+log = logging.getLogger(__name__)
+
+LATE_LOOK_S = 0.5
+"""Beyond the deadline, for the last look at the cache."""
+CLOSE_LIMIT_S = 2.0
+CLOSING = "this instance is shutting down"
+CLOSING = "this instance is shutting down"
+
+
+class RowSink(Protocol):
+    """Takes rows; never blocks and never raises."""
+
+    def write(self, row: Row) -> None:
+        """Queues one row."""
+
+
+class Dispatcher:
+    """Answers requests; an async context manager that owns the tasks of all jobs in flight."""
+
+    def __init__(
+        self,
+        sender: JobSender,
+        cache: ResultCache,
+        admission: Admission,
+        rows: RowSink,
+        *,
+        api_instance: str,
+        region: str,
+    ) -> None:
+        self._sender = sender
+        self._cache = cache
+        self._admission = admission
+        self._rows = rows
+        self._api_instance = api_instance
+        self._region = region
+        self._flights = Flights()
+        self._tasks: set[asyncio.Task[list[ItemOutcome]]] = set()
+        self._is_closing = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_closing = True
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_LIMIT_S)
+
+    @property
+    def in_flight(self) -> int:
+        """Jobs and joinable items in flight; 0 when nothing is going on."""
+        return len(self._tasks) + len(self._flights)
+
+    async def dispatch(self, request: InferenceRequest) -> Answer:
+        """Gets the outcomes of all inputs, by the deadline or soon after it.
+
+        Items fail alone: an outcome without a result has an error. Cancelling the call lets go of everything that
+        nobody else waits for, at once.
+
+        Raises:
+            BadInput: an input has no canonical form.
+            Overloaded: items would have to wait for a worker, and the instance is full.
+            Unavailable: the instance is shutting down.
+        """
+        asking = Asking(request)
+        try:
+            while waiting := asking.waiting():
+                await self._round(asking, waiting)
+        except asyncio.CancelledError:
+            asking.cancel(ClientGone())
+            self._record(asking)
+            raise
+        self._record(asking)
+        return asking.answer()
+
+    async def _round(self, asking: Asking, waiting: Sequence[int]) -> None:
+        """Boards a flight for each item, starts those that are ours to start, and takes what lands in time.
+
+        Items whose flight was given up by another request stay open, for another round.
+        """
+        if self._is_closing:
+            raise Unavailable(CLOSING)
+        boarded = [(index, *self._flights.board(asking.items[index], joinable=asking.joins)) for index in waiting]
+        led = [flight for _, flight, leads in boarded if leads]
+        try:
+            await self._start(asking, led)
+            if pending := {flight.landed for _, flight, _ in boarded if not flight.landed.done()}:
+                await asyncio.wait(pending, timeout=asking.remaining_s() + (LATE_LOOK_S if led else 0.0))
+            for index, flight, leads in boarded:
+                asking.take(index, flight, leads=leads)
+        finally:
+            for flight in led:
+                if flight.job is None:  # not started, so those who joined must start it themselves
+                    self._flights.end(flight, None)
+            for _, flight, _ in boarded:
+                self._flights.leave(flight)
+
+    async def _start(self, asking: Asking, led: Sequence[Flight]) -> None:
+        """Lands what the cache has and puts the rest into jobs."""
+        missing = await self._land_hits(led) if asking.request.cache_read else led
+        if not missing:
+            return
+        if asking.remaining_s() <= 0:
+            for flight in missing:
+                self._flights.end(flight, Landing(failure(flight.item.index, DeadlineExceeded()), by_worker=False))
+            return
+        request = asking.request
+        self._admission.admit(request.model.name, len(missing))
+        for flights in split(request.model, missing):
+            job = asking.new_job(flights)
+            job.task = asyncio.create_task(self._fly(request, job))
+            self._tasks.add(job.task)
+            job.task.add_done_callback(partial(self._ended, request, job))
+
+    async def _land_hits(self, flights: Sequence[Flight], *, by_worker: bool = False) -> list[Flight]:
+        """Looks in the cache, lands what is there, and returns what is not."""
+        keys = [flight.item.cache_key for flight in flights if flight.item.cache_key]
+        found = await self._cache.get_many(keys) if keys else {}
+        missing = []
+        for flight in flights:
+            if flight.item.cache_key in found:
+                self._flights.end(flight, Landing(hit(flight.item, *found[flight.item.cache_key]), by_worker))
+            else:
+                missing.append(flight)
+        return missing
+
+    async def _fly(self, request: InferenceRequest, job: JobInFlight) -> list[ItemOutcome]:
+        """Sees a job through, to one outcome for each of its flights."""
+        try:
+            return await self._sender.send(request, job)
+        except PenstockError as error:
+            if job.published_at_s and request.cache_read:
+                # The worker may have finished while its reply came late or got lost.
+                await self._land_hits(job.flights, by_worker=True)
+            return [failure(flight.item.index, error) for flight in job.flights]
+
+    def _ended(self, request: InferenceRequest, job: JobInFlight, task: asyncio.Task[list[ItemOutcome]]) -> None:
+        """Lands what has not landed and lets go; as a callback of the task, so that it happens however that ended."""
+        self._tasks.discard(task)
+        model, flights = request.model.name, job.flights
+        outcomes: Sequence[ItemOutcome | None] = [None] * len(flights)
+        if task.cancelled():
+            metrics.GAVE_UP.labels(model).inc()
+            if self._is_closing:
+                outcomes = [failure(flight.item.index, Unavailable(CLOSING)) for flight in flights]
+        elif error := task.exception():
+            log.error("job failed unexpectedly", extra={"request_id": request.request_id}, exc_info=error)
+            outcomes = [failure(flight.item.index, PenstockError("something went wrong here")) for flight in flights]
+        else:
+            outcomes = task.result()
+        was_answered = any(outcome is not None and outcome.receipt.pulled_at_s for outcome in outcomes)
+        self._admission.release(model, len(flights), answered=was_answered)
+        by_worker = job.published_at_s > 0
+        for flight, outcome in zip(flights, outcomes, strict=True):
+            landing = None if outcome is None else Landing(outcome, by_worker, job.published_at_s)
+            self._flights.end(flight, landing)
+
+    def _record(self, asking: Asking) -> None:
+        """Writes the rows that are ours, and counts all items."""
+        request, counts = asking.request, Counter[tuple[str, str]]()
+        envelope = envelope_of(request, self._api_instance)
+        facts: dict[str, Any] = {
+            "revision": request.model.revision,
+            "task": request.model.task,
+            "region": self._region,
+        }
+        for landing in asking.landings:
+            if landing is None:
+                continue
+            counts[landing.outcome.receipt.cache, landing.outcome.status] += 1
+            if not landing.by_worker:
+                self._rows.write(row_of(envelope, landing.outcome, **facts))
+        for (cache, status), count in counts.items():
+            metrics.ITEMS.labels(request.model.name, cache, status).inc(count)

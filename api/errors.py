@@ -1,0 +1,161 @@
+"""What callers see when something goes wrong: one table from error code to HTTP status, one body, one set of handlers.
+
+The body is OpenAI's: `{"error": {"message", "type", "param", "code"}}`, with all four keys always there
+(https://platform.openai.com/docs/guides/error-codes); `code` is the stable code of shared/errors.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from api.schemas import ErrorDetail, ErrorReply
+from shared.errors import BadInput, InputTooLarge, Overloaded, PenstockError
+
+
+class BodyTooLarge(InputTooLarge):
+    """The body of the request is larger than this API takes."""
+
+    code = "request_too_large"
+
+
+class BodyTooSlow(BadInput):
+    """The body of the request stopped coming."""
+
+    code = "request_timeout"
+
+
+class Unauthorized(PenstockError):
+    """No valid API key was given."""
+
+    code = "invalid_api_key"
+
+
+class LinkInvalid(PenstockError):
+    """The link is not signed by this API, or has expired."""
+
+    code = "link_invalid"
+
+
+class NotFound(PenstockError):
+    """There is no such thing here."""
+
+    code = "not_found"
+
+
+class MethodNotAllowed(PenstockError):
+    """This path does not take that method."""
+
+    code = "method_not_allowed"
+
+
+class ClientGone(PenstockError):
+    """The caller closed the connection before the answer was there."""
+
+    code = "cancelled"
+
+
+class Answered(NamedTuple):
+    """How a code is answered; `retry` False tells clients that the same request would only fail again."""
+
+    status: int
+    type: str
+    retry: bool | None = None
+
+
+# 504 is not to be retried by the client on its own: the caller's time is spent, and the OpenAI client would send the
+# same work twice more into a system that is late already. 429 and 503 are: they carry Retry-After.
+ANSWERS = {
+    "invalid_input": Answered(400, "invalid_request_error"),
+    "input_too_large": Answered(400, "invalid_request_error"),
+    "invalid_api_key": Answered(401, "authentication_error"),
+    "link_invalid": Answered(403, "permission_error"),
+    "unknown_model": Answered(404, "invalid_request_error"),
+    "not_found": Answered(404, "invalid_request_error"),
+    "method_not_allowed": Answered(405, "invalid_request_error"),
+    "request_timeout": Answered(408, "invalid_request_error", retry=False),
+    "request_too_large": Answered(413, "invalid_request_error"),
+    "overloaded": Answered(429, "rate_limit_error"),
+    "cancelled": Answered(499, "invalid_request_error"),
+    "model_failed": Answered(500, "server_error", retry=False),
+    "internal": Answered(500, "server_error"),
+    "unavailable": Answered(503, "server_error"),
+    "deadline_exceeded": Answered(504, "timeout_error", retry=False),
+}
+UNAVAILABLE_RETRY_S = 1.0
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Makes every error that a route raises answer in the one shape; unexpected ones are the middleware's business."""
+    app.add_exception_handler(PenstockError, _answer_penstock)
+    app.add_exception_handler(ValidationError, _answer_validation)
+    app.add_exception_handler(RequestValidationError, _answer_validation)
+    app.add_exception_handler(HTTPException, _answer_http)
+    app.add_exception_handler(ClientDisconnect, _answer_disconnect)
+
+
+def error_response(error: PenstockError) -> Response:
+    """The answer that tells a caller about `error`."""
+    answered = ANSWERS.get(error.code, ANSWERS["internal"])
+    body = ErrorReply(ErrorDetail(error.message, answered.type, error.field, error.code))
+    headers = {}
+    if answered.retry is not None:
+        headers["x-should-retry"] = str(answered.retry).lower()
+    if isinstance(error, Overloaded):
+        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+        headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
+    elif answered.status == 503:
+        headers["retry-after"] = str(math.ceil(UNAVAILABLE_RETRY_S))
+    elif answered.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(msgspec.json.encode(body), answered.status, headers, "application/json")
+
+
+def invalid(error: ValidationError | RequestValidationError) -> BadInput:
+    """The first thing wrong with a body, by field and reason."""
+    first = error.errors()[0]
+    kind, reason = first["type"], first["msg"].removeprefix("Value error, ")
+    # Tags of unions stand in the location as 'name:'; they are ours, not the caller's.
+    places = [place for place in first["loc"] if not (isinstance(place, str) and place.endswith(":"))]
+    if kind == "json_invalid":
+        return BadInput(f"the body is not valid JSON: {first['ctx']['error']}")
+    if not places:
+        return BadInput(f"the body: {reason}")
+    field = str(places[0])
+    where = field + "".join(f"[{place}]" if isinstance(place, int) else f".{place}" for place in places[1:])
+    if kind == "extra_forbidden":
+        return BadInput(f"{where}: this parameter is not known here", field=field)
+    return BadInput(f"{where}: {reason}", field=field)
+
+
+async def _answer_penstock(request: Request, error: Exception) -> Response:
+    assert isinstance(error, PenstockError), "registered for PenstockError only; this is a bug"
+    return error_response(error)
+
+
+async def _answer_validation(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ValidationError | RequestValidationError), "registered for these only; this is a bug"
+    return error_response(invalid(error))
+
+
+async def _answer_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "registered for HTTPException only; this is a bug"
+    if error.status_code == 404:
+        return error_response(NotFound(f"there is no {request.url.path} here"))
+    if error.status_code == 405:
+        response = error_response(MethodNotAllowed(f"{request.url.path} does not take {request.method}"))
+        response.headers.update(error.headers or {})
+        return response
+    return error_response(BadInput(str(error.detail)))
+
+
+async def _answer_disconnect(request: Request, error: Exception) -> Response:
+    return error_response(ClientGone())

@@ -1,0 +1,91 @@
+"""From an HTTP request to what the dispatcher takes: key, body, deadline, and what the caller says about the cache."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+
+from api.context import context_of, while_connected
+from api.inference import Answer, InferenceRequest
+from api.parts import parts_of
+from shared.catalogue import Model
+from shared.errors import BadInput
+from shared.messages import Input
+
+DEADLINE_HEADER = "x-penstock-deadline-ms"
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+B = TypeVar("B", bound=BaseModel)
+
+
+def tenant_of(request: Request) -> str:
+    """Who asks; to be called before the body is read.
+
+    Raises:
+        Unauthorized: a key is needed, and none or a wrong one was sent.
+    """
+    return parts_of(request).tenants.tenant_of(request.headers.get("authorization"))
+
+
+async def read_json(request: Request, kind: type[B]) -> B:
+    """The body as `kind`; numbers in quotes and the like are refused.
+
+    Raises:
+        ValidationError: it is not JSON, or not such a body.
+        BodyTooLarge: it is larger than the API takes.
+    """
+    return kind.model_validate_json(await request.body(), strict=True)
+
+
+async def infer(
+    request: Request, model: Model, tenant: str, inputs: Sequence[Input], *, is_repeatable: bool = True
+) -> Answer:
+    """Has `inputs` computed for this HTTP request and tells its context how it went.
+
+    Raises:
+        PenstockError: an item has no result, or the request could not be taken on.
+        ClientGone: the caller hung up.
+    """
+    context = context_of(request)
+    context.model = model.name
+    controls = _cache_controls(request)
+    wanted = InferenceRequest(
+        request_id=context.request_id,
+        model=model,
+        tenant=tenant,
+        inputs=inputs,
+        received_at_s=context.received_at_s,
+        deadline_s=context.received_at_s + _deadline_s(request, model),
+        is_repeatable=is_repeatable,
+        cache_read=not controls & {"no-cache", "no-store"},
+        cache_write="no-store" not in controls,
+        traceparent=_traceparent(request),
+    )
+    answer = await while_connected(request, parts_of(request).dispatcher.dispatch(wanted))
+    context.headers |= answer.headers()
+    answer.raise_failed()
+    return answer
+
+
+def _deadline_s(request: Request, model: Model) -> float:
+    """Seconds the caller gives, at most what the model allows."""
+    given = request.headers.get(DEADLINE_HEADER)
+    if given is None:
+        return model.deadline.default_s
+    if not (given.isascii() and given.isdigit() and int(given) > 0):
+        raise BadInput(f"{DEADLINE_HEADER}: {given!r} is not a number of milliseconds above 0", field=DEADLINE_HEADER)
+    return min(int(given) / 1000, model.deadline.longest_s)
+
+
+def _cache_controls(request: Request) -> set[str]:
+    given = request.headers.get("cache-control")
+    return {part.strip().lower() for part in given.split(",")} if given else set()
+
+
+def _traceparent(request: Request) -> str:
+    """The trace this request belongs to (W3C Trace Context), if it says so in the right form."""
+    given = request.headers.get("traceparent", "")
+    return given if _TRACEPARENT.fullmatch(given) else ""

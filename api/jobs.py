@@ -1,0 +1,163 @@
+"""From flights to messages and back: puts flights into jobs, publishes a job and waits for its reply."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import msgspec
+
+from api.flights import Flight, JobInFlight
+from api.inference import InferenceRequest
+from shared.catalogue import Model
+from shared.errors import BadInput, DeadlineExceeded, PenstockError, Unavailable, error_for_code
+from shared.messages import (
+    INLINE_LIMIT_BYTES,
+    Blob,
+    Envelope,
+    ImageInput,
+    Item,
+    ItemOutcome,
+    Job,
+    JobBody,
+    Reply,
+    encode_job,
+)
+from shared.names import jobs_topic_id
+from shared.objects import ObjectStore, object_key
+from shared.transport import Publisher
+
+LARGEST_JOB_ITEMS = 16
+PUBLISH_LIMIT_S = 10.0
+
+
+class Waiter(Protocol):
+    """One part of a request that waits for its reply."""
+
+    @property
+    def inbox(self) -> str:
+        """Topic id the reply is to be published to."""
+
+    @property
+    def slot(self) -> str:
+        """The slot attribute the reply is to carry."""
+
+    async def reply(self, timeout_s: float) -> Reply:
+        """The reply; DeadlineExceeded when it does not come in time."""
+
+
+class Inbox(Protocol):
+    """Where replies come in; api/inbox.py is the real one."""
+
+    def waiter(self, request_id: str, part: int) -> AbstractContextManager[Waiter]:
+        """Registers a waiter for as long as the context is open."""
+
+
+def split(model: Model, flights: Sequence[Flight]) -> Iterator[list[Flight]]:
+    """Jobs of about equal size, as few as stay within the bound of a job.
+
+    A vector takes dimensions x 4 bytes, and base64 a third more; the reply of a job stays below INLINE_LIMIT_BYTES.
+    An image takes a worker long enough that each is a job of its own, which spreads them.
+    """
+    largest = 1
+    if model.task == "embedding" and model.dimensions:
+        vector_bytes = math.ceil(model.dimensions * 4 / 3) * 4
+        largest = max(1, min(LARGEST_JOB_ITEMS, INLINE_LIMIT_BYTES // vector_bytes))
+    jobs = math.ceil(len(flights) / largest)
+    for job in range(jobs):
+        yield list(flights[job * len(flights) // jobs : (job + 1) * len(flights) // jobs])
+
+
+class JobSender:
+    """Sends jobs and waits for replies; holds nothing between two calls."""
+
+    def __init__(self, inbox: Inbox, publisher: Publisher, objects: ObjectStore, api_instance: str) -> None:
+        self._inbox = inbox
+        self._publisher = publisher
+        self._objects = objects
+        self._api_instance = api_instance
+
+    async def send(self, request: InferenceRequest, job: JobInFlight) -> list[ItemOutcome]:
+        """Publishes the job and waits for its reply until the deadline; one outcome per flight, in their order.
+
+        The waiter is registered before the job is published, so no reply can be too early. `job.published_at_s` is
+        set as soon as the broker has the job.
+
+        Raises:
+            DeadlineExceeded: no reply came in time.
+            Unavailable: the broker or the object store is out of reach.
+            PenstockError: the worker could not read the job, or answered it wrongly.
+        """
+        items = [await self._without_large_source(flight.item) for flight in job.flights]
+        with self._inbox.waiter(request.request_id, job.part) as waiter:
+            published_at_s = await self._publish(request, job, items, waiter)
+            job.published_at_s = published_at_s
+            reply = await waiter.reply(max(0.0, job.deadline_s - time.time()))
+        return _outcomes(items, reply)
+
+    async def _without_large_source(self, item: Item) -> Item:
+        """The item as it travels: a source image too large for a message lies in the object store."""
+        given = item.input
+        if not isinstance(given, ImageInput) or given.image is None or given.image.data is None:
+            return item
+        data, media_type = given.image.data, given.image.media_type
+        if len(data) <= INLINE_LIMIT_BYTES:
+            return item
+        key = object_key("inputs", data, media_type)
+        await self._objects.put(key, data, media_type)
+        stored = msgspec.structs.replace(given, image=Blob(media_type, object_key=key))
+        return msgspec.structs.replace(item, input=stored)
+
+    async def _publish(self, request: InferenceRequest, job: JobInFlight, items: list[Item], waiter: Waiter) -> float:
+        now_s = time.time()
+        envelope = envelope_of(request, self._api_instance)
+        envelope.part, envelope.inbox, envelope.slot, envelope.published_at_s = (
+            job.part,
+            waiter.inbox,
+            waiter.slot,
+            now_s,
+        )
+        envelope.cache_key = items[0].cache_key or ""
+        body = JobBody(items, request.cache_read, request.cache_write)
+        data, attributes = encode_job(Job(envelope, body))
+        timeout_s = min(PUBLISH_LIMIT_S, job.deadline_s - now_s)
+        if timeout_s <= 0:
+            raise DeadlineExceeded
+        try:
+            await self._publisher.publish(jobs_topic_id(request.model.name), data, attributes, timeout_s=timeout_s)
+        except BadInput as error:
+            # What the caller sent was checked before, so a refusal is about our topics.
+            raise Unavailable(f"the broker refused the job: {error.message}") from error
+        except Unavailable as error:
+            if time.time() >= job.deadline_s:
+                raise DeadlineExceeded from error
+            raise
+        return now_s
+
+
+def envelope_of(request: InferenceRequest, api_instance: str) -> Envelope:
+    """The envelope of a request, as part 0, not published."""
+    return Envelope(
+        request_id=request.request_id,
+        part=0,
+        model=request.model.name,
+        tenant=request.tenant,
+        deadline_s=request.deadline_s,
+        received_at_s=request.received_at_s,
+        published_at_s=0.0,
+        api_instance=api_instance,
+        traceparent=request.traceparent,
+    )
+
+
+def _outcomes(items: Sequence[Item], reply: Reply) -> list[ItemOutcome]:
+    if reply.body.error is not None:
+        error = reply.body.error
+        raise error_for_code(error.code, f"the worker could not read the job: {error.message}", error.field)
+    outcomes = reply.body.outcomes
+    if [outcome.index for outcome in outcomes] != [item.index for item in items]:
+        raise PenstockError(f"a worker gave {len(outcomes)} outcomes, not those of {len(items)} items; this is a bug")
+    return outcomes

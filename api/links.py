@@ -1,0 +1,53 @@
+"""Signed links to objects, so that an answer can name an image instead of carrying it; served by api/routes/objects.py.
+
+The signature is HMAC-SHA256 (RFC 2104) over key, media type and expiry, so none of them can be changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Callable
+from urllib.parse import quote, urlencode
+
+from api.errors import LinkInvalid
+
+VALID_S = 3600
+"""How long a link can be used; what OpenAI's API promises for image URLs."""
+
+
+class Links:
+    """Makes and checks links.
+
+    Args:
+        secret: the same in all instances, so that any can serve any link; empty: a random one of this process.
+        clock: unix seconds, for tests.
+    """
+
+    def __init__(self, secret: str, clock: Callable[[], float] = time.time) -> None:
+        self._secret = secret.encode() if secret else secrets.token_bytes(32)
+        self._clock = clock
+
+    def path(self, key: str, media_type: str) -> str:
+        """The path and query under which the object `key` can be fetched for the next 60 minutes."""
+        expires_s = int(self._clock()) + VALID_S
+        query = {"type": media_type, "expires": expires_s, "signature": self._signature(key, media_type, expires_s)}
+        return f"/v1/objects/{quote(key)}?{urlencode(query)}"
+
+    def check(self, key: str, media_type: str, expires_s: int, signature: str) -> None:
+        """Lets a link pass.
+
+        Raises:
+            LinkInvalid: it is not ours, was changed, or has expired.
+        """
+        expected = self._signature(key, media_type, expires_s)
+        if not hmac.compare_digest(expected.encode(), signature.encode("utf-8", "surrogateescape")):
+            raise LinkInvalid("the link's signature is not valid")
+        if expires_s <= self._clock():
+            raise LinkInvalid("the link has expired")
+
+    def _signature(self, key: str, media_type: str, expires_s: int) -> str:
+        signed = f"{key}\n{media_type}\n{expires_s}".encode("utf-8", "surrogateescape")
+        return hmac.new(self._secret, signed, hashlib.sha256).hexdigest()

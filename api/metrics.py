@@ -1,0 +1,21 @@
+"""The API's Prometheus metrics; served by /metrics together with those of the cache, the inbox and the rows."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+REQUESTS = Counter("penstock_api_requests", "HTTP requests answered.", ["route", "model", "status"])
+REQUEST_SECONDS = Histogram(
+    "penstock_api_request_seconds", "From the first byte read to the answer.", ["route", "model"], buckets=_SECONDS
+)
+REQUESTS_OPEN = Gauge("penstock_api_requests_open", "HTTP requests being answered.")
+ITEMS = Counter(
+    "penstock_api_items",
+    "Items answered, by origin and end.",
+    ["model", "cache", "status"],
+)
+IN_FLIGHT = Gauge("penstock_api_items_in_flight", "Items waiting for a worker.", ["model"])
+SHED = Counter("penstock_api_items_shed", "Items refused with 429.", ["model"])
+GAVE_UP = Counter("penstock_api_jobs_cancelled", "Jobs that every caller had left before the reply came.", ["model"])

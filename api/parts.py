@@ -1,0 +1,38 @@
+"""What the routes work with: the parts that the lifespan opened, found through the app's state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from api.dispatcher import Dispatcher
+from api.links import Links
+from api.pictures import Studio
+from api.readiness import Readiness
+from api.tenants import Tenants
+from shared.catalogue import Catalogue
+from shared.objects import ObjectStore
+from shared.settings import ApiSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Everything an endpoint may need; open for as long as the app runs."""
+
+    settings: ApiSettings
+    catalogue: Catalogue
+    tenants: Tenants
+    dispatcher: Dispatcher
+    objects: ObjectStore
+    links: Links
+    studio: Studio
+    readiness: Readiness
+    started_at_s: float
+
+
+def parts_of(request: Request) -> Parts:
+    """The parts of the app that answers this request."""
+    parts = request.app.state.parts
+    assert isinstance(parts, Parts), "the lifespan sets them before the first request; this is a bug"
+    return parts

@@ -1,0 +1,93 @@
+"""POST /v1/embeddings. The vectors stay bytes from the worker's reply to the answer, unless floats are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from fastapi import APIRouter
+from numpy.typing import NDArray
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.inbound import infer, read_json, tenant_of
+from api.openapi import body_of, replies_with
+from api.parts import parts_of
+from api.schemas import EmbeddingItem, EmbeddingsBody, EmbeddingsReply, Usage
+from shared.catalogue import Model
+from shared.errors import BadInput, InputTooLarge, PenstockError
+from shared.messages import EmbeddingResult, ItemOutcome, TextInput, TokensInput
+
+router = APIRouter()
+TOKEN_BYTES = 4
+"""What a token id counts against the limit on an input; a token stands for about four bytes of text."""
+_encoder = msgspec.json.Encoder()
+
+
+@router.post(
+    "/v1/embeddings",
+    summary="Turn texts into vectors",
+    openapi_extra=body_of(EmbeddingsBody),
+    responses=replies_with(EmbeddingsReply),
+)
+async def create_embeddings(request: Request) -> Response:
+    """Blocks until all vectors are there. Texts that were embedded before come from the cache, item by item."""
+    tenant = tenant_of(request)
+    body = await read_json(request, EmbeddingsBody)
+    model = parts_of(request).catalogue.find(body.model, "embedding")
+    dimensions = _dimensions(body, model)
+    answer = await infer(request, model, tenant, _inputs(body, model))
+    reply = _reply(answer.outcomes, model, dimensions, as_floats=body.encoding_format == "float")
+    return Response(_encoder.encode(reply), media_type="application/json")
+
+
+def _dimensions(body: EmbeddingsBody, model: Model) -> int:
+    assert model.dimensions is not None, "the catalogue refuses embedding models without; this is a bug"
+    if body.dimensions is not None and body.dimensions > model.dimensions:
+        raise BadInput(f"dimensions: {model.name} has {model.dimensions}, not {body.dimensions}", field="dimensions")
+    return body.dimensions or model.dimensions
+
+
+def _inputs(body: EmbeddingsBody, model: Model) -> Sequence[TextInput | TokensInput]:
+    """The inputs as items, within the model's limits."""
+    given = body.input
+    listed = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    if len(listed) > model.text.max_items:
+        raise BadInput(f"input: {len(listed)} items, and {model.text.max_items} is the most", field="input")
+    inputs: list[TextInput | TokensInput] = []
+    for index, one in enumerate(listed):
+        is_text = isinstance(one, str)
+        size_bytes = len(one.encode()) if isinstance(one, str) else TOKEN_BYTES * len(one)
+        if size_bytes > model.text.max_input_bytes:
+            limit = model.text.max_input_bytes if is_text else model.text.max_input_bytes // TOKEN_BYTES
+            unit = "bytes" if is_text else "tokens"
+            raise InputTooLarge(f"input[{index}]: longer than {limit} {unit}", field="input")
+        inputs.append(TextInput(one) if isinstance(one, str) else TokensInput(one))
+    return inputs
+
+
+def _reply(outcomes: Sequence[ItemOutcome], model: Model, dimensions: int, *, as_floats: bool) -> EmbeddingsReply:
+    results = [outcome.result for outcome in outcomes]
+    found = [result for result in results if isinstance(result, EmbeddingResult)]
+    if len(found) < len(results):
+        raise PenstockError(f"{model.name} gave a result that is no vector; this is a bug")
+    vectors = [result.vector for result in found]
+    embeddings: Sequence[bytes | list[float]] = vectors
+    if as_floats or dimensions != model.dimensions:
+        matrix = _matrix(vectors, model, dimensions)
+        embeddings = [row.tolist() for row in matrix] if as_floats else [row.tobytes() for row in matrix]
+    tokens = sum(result.tokens for result in found)
+    items = [EmbeddingItem(index, embedding) for index, embedding in enumerate(embeddings)]
+    return EmbeddingsReply(items, model.name, Usage(tokens, tokens))
+
+
+def _matrix(vectors: Sequence[bytes], model: Model, dimensions: int) -> NDArray[np.float32]:
+    """The vectors as one (n, dimensions) matrix; cut ones are scaled to length 1 again, as OpenAI's API does."""
+    matrix = np.frombuffer(b"".join(vectors), dtype="<f4").reshape(len(vectors), -1)
+    if dimensions == model.dimensions:
+        return matrix
+    cut = matrix[:, :dimensions]
+    lengths = np.linalg.norm(cut, axis=1, keepdims=True)
+    scaled: NDArray[np.float32] = np.divide(cut, np.where(lengths > 0, lengths, 1), dtype=np.float32)
+    return scaled

@@ -1,0 +1,146 @@
+"""POST /v1/images/generations and POST /v1/images/edits: from a prompt, or from a picture and a prompt."""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.context import context_of
+from api.edit_form import read_edit
+from api.inbound import infer, read_json, tenant_of
+from api.openapi import body_of, replies_with
+from api.parts import Parts, parts_of
+from api.pictures import MEDIA_TYPES
+from api.schemas import EditBody, EditForm, GenerationBody, ImageItem, ImagesReply
+from shared.catalogue import Model
+from shared.errors import BadInput, PenstockError
+from shared.messages import Blob, ImageInput, ImageResult
+from shared.objects import object_key
+
+router = APIRouter()
+RESULT_LIMIT_BYTES = 64 * 1024 * 1024
+
+
+@router.post(
+    "/v1/images/generations",
+    summary="Draw images from a prompt",
+    openapi_extra=body_of(GenerationBody),
+    responses=replies_with(ImagesReply),
+)
+async def create_images(request: Request) -> Response:
+    """Blocks until all images are drawn. With a seed the same request gives the same images, cached if it can be."""
+    tenant = tenant_of(request)
+    body = await read_json(request, GenerationBody)
+    model = _model(request, body)
+    first = _input(body, model, _size(body, model) or (model.image.width, model.image.height))
+    return await _draw(request, body, model, tenant, first)
+
+
+@router.post(
+    "/v1/images/edits",
+    summary="Draw images from another image",
+    openapi_extra=body_of(EditBody, form=EditForm),
+    responses=replies_with(ImagesReply),
+)
+async def edit_image(request: Request) -> Response:
+    """Image-to-image: the source is brought to the size to draw, and redrawn at `strength`."""
+    tenant = tenant_of(request)
+    body, data = await read_edit(request)
+    model = _model(request, body)
+    source, size = await parts_of(request).studio.prepare_source(data, _size(body, model), model.image)
+    first = _input(body, model, size)
+    if int(first.steps * body.strength) < 1:
+        reason = f"{body.strength:g} of {first.steps} steps is less than one step"
+        raise BadInput(f"strength: {reason}", field="strength")
+    return await _draw(
+        request, body, model, tenant, msgspec.structs.replace(first, image=source, strength=body.strength)
+    )
+
+
+def _model(request: Request, body: GenerationBody | EditForm) -> Model:
+    catalogue = parts_of(request).catalogue
+    return catalogue.find(body.model, "image") if body.model is not None else catalogue.default("image")
+
+
+def _size(body: GenerationBody | EditForm, model: Model) -> tuple[int, int] | None:
+    """The width and height asked for, checked; None for `auto`."""
+    if body.size == "auto":
+        return None
+    width, height = (int(length) for length in body.size.split("x"))
+    limits = model.image
+    if width % limits.multiple or height % limits.multiple:
+        raise BadInput(f"size: width and height of {model.name} are multiples of {limits.multiple}", field="size")
+    if width * height > limits.largest_pixels:
+        raise BadInput(
+            f"size: {body.size} is above {limits.largest_pixels} pixels, the most of {model.name}", field="size"
+        )
+    return width, height
+
+
+def _input(body: GenerationBody | EditForm, model: Model, size: tuple[int, int]) -> ImageInput:
+    """The first image to draw, with the model's defaults for what was not said."""
+    defaults = model.image
+    steps = defaults.steps if body.num_inference_steps is None else body.num_inference_steps
+    if steps > defaults.longest_steps:
+        reason = f"{steps}, and {defaults.longest_steps} is the most of {model.name}"
+        raise BadInput(f"num_inference_steps: {reason}", field="num_inference_steps")
+    return ImageInput(
+        prompt=body.prompt,
+        width=size[0],
+        height=size[1],
+        steps=steps,
+        guidance_scale=defaults.guidance_scale if body.guidance_scale is None else body.guidance_scale,
+        seed=secrets.randbelow(2**32) if body.seed is None else body.seed,
+        scheduler=body.scheduler or defaults.scheduler,
+        negative_prompt=body.negative_prompt or "",
+    )
+
+
+async def _draw(
+    request: Request, body: GenerationBody | EditForm, model: Model, tenant: str, first: ImageInput
+) -> Response:
+    """Has n images drawn, from seeds that count up, and answers with them."""
+    inputs = [msgspec.structs.replace(first, seed=first.seed + number) for number in range(body.n)]
+    # A seed nobody chose never comes again, so keeping its image would only push others out.
+    answer = await infer(request, model, tenant, inputs, is_repeatable=body.seed is not None)
+    results = [outcome.result for outcome in answer.outcomes]
+    drawn = [result for result in results if isinstance(result, ImageResult)]
+    if len(drawn) < len(results):
+        raise PenstockError(f"{model.name} gave a result that is no image; this is a bug")
+    context_of(request).headers["x-penstock-seed"] = ",".join(str(result.seed) for result in drawn)
+    items = [await _item(request, body, result) for result in drawn]
+    reply = ImagesReply(items, model.name, f"{first.width}x{first.height}", body.output_format)
+    return Response(msgspec.json.encode(reply), media_type="application/json")
+
+
+async def _item(request: Request, body: GenerationBody | EditForm, result: ImageResult) -> ImageItem:
+    """One image as the caller wants it: bytes or link, in the format asked for."""
+    parts = parts_of(request)
+    stored_key = result.image.object_key
+    if body.response_format == "url" and body.output_format == "png" and stored_key is not None:
+        return ImageItem(result.seed, url=_url(request, stored_key, result.image.media_type))
+    data = await parts.studio.encode(await _bytes(parts, result.image), body.output_format, body.output_compression)
+    if body.response_format == "b64_json":
+        return ImageItem(result.seed, b64_json=data)
+    media_type = MEDIA_TYPES[body.output_format]
+    key = object_key("results", data, media_type)
+    await parts.objects.put(key, data, media_type)
+    return ImageItem(result.seed, url=_url(request, key, media_type))
+
+
+async def _bytes(parts: Parts, image: Blob) -> bytes:
+    if image.data is not None:
+        return image.data
+    if image.object_key is None:
+        raise PenstockError("an image has neither bytes nor a key; this is a bug")
+    return await parts.objects.get(image.object_key, RESULT_LIMIT_BYTES)
+
+
+def _url(request: Request, key: str, media_type: str) -> str:
+    parts = parts_of(request)
+    base = parts.settings.public_url or str(request.base_url)
+    return base.rstrip("/") + parts.links.path(key, media_type)

@@ -1,0 +1,28 @@
+"""GET /v1/objects/…: serves what a signed link names; the signature stands for the key of the caller."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.errors import NotFound
+from api.links import VALID_S
+from api.parts import parts_of
+from shared.errors import BadInput
+
+router = APIRouter()
+OBJECT_LIMIT_BYTES = 64 * 1024 * 1024
+
+
+@router.get("/v1/objects/{key:path}", summary="Fetch an image by its link")
+async def get_object(request: Request, key: str, type: str, expires: int, signature: str) -> Response:
+    """The bytes of a result, for as long as the link is valid."""
+    parts = parts_of(request)
+    parts.links.check(key, type, expires, signature)
+    try:
+        data = await parts.objects.get(key, OBJECT_LIMIT_BYTES)
+    except BadInput as error:
+        raise NotFound("the image is no longer there") from error
+    headers = {"cache-control": f"private, max-age={VALID_S}, immutable", "x-content-type-options": "nosniff"}
+    return Response(data, headers=headers, media_type=type)

@@ -1,0 +1,215 @@
+"""The public bodies: requests as pydantic models, which check and document them; replies as msgspec structs.
+
+Replies go from bytes to JSON without a detour through Python objects. Fields are those of OpenAI's API
+(https://platform.openai.com/docs/api-reference); what is ours says so.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
+
+from shared.schedulers import SCHEDULER_NAMES
+
+LARGEST_SEED = 2**53 - 11
+"""JSON numbers above 2^53 are not exact everywhere; ten images count up from the seed."""
+LONGEST_PROMPT = 32_000
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, Field(min_length=1)]
+Tokens = Annotated[list[Token], Field(min_length=1)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _shape(value: Any) -> str:
+    """Which of the four shapes `input` has, told by its first element, so that errors speak of that one only."""
+    first = value[0] if isinstance(value, list) and value else value
+    if isinstance(value, list):
+        return "token_lists:" if isinstance(first, list) else "tokens:" if isinstance(first, int) else "texts:"
+    return "text:"
+
+
+class EmbeddingsBody(_Body):
+    """Texts, or token ids of the model's own tokenizer, to turn into vectors."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"model": "all-MiniLM-L6-v2", "input": ["a cat", "a kitten"]}},
+    )
+
+    model: str
+    input: Annotated[
+        Annotated[Text, Tag("text:")]
+        | Annotated[list[Text], Field(min_length=1), Tag("texts:")]
+        | Annotated[Tokens, Tag("tokens:")]
+        | Annotated[list[Tokens], Field(min_length=1), Tag("token_lists:")],
+        Discriminator(_shape),
+    ]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1, description="Keep the first so many numbers, normalised again.")
+    user: str | None = None
+
+
+class _ImageBody(_Body):
+    prompt: str = Field(min_length=1, max_length=LONGEST_PROMPT)
+    model: str | None = Field(None, description="The first image model of the catalogue, when not given.")
+    n: int = Field(1, ge=1, le=10)
+    size: str = Field("auto", pattern=r"^(auto|[1-9]\d{0,4}x[1-9]\d{0,4})$", description="WIDTHxHEIGHT, or auto.")
+    response_format: Literal["url", "b64_json"] = "b64_json"
+    output_format: Literal["png", "jpeg", "webp"] = "png"
+    output_compression: int | None = Field(None, ge=0, le=100, description="Quality of jpeg and webp.")
+    seed: int | None = Field(None, ge=0, le=LARGEST_SEED, description="Ours: image i of n is drawn from seed + i.")
+    num_inference_steps: int | None = Field(None, ge=1, description="Ours.")
+    guidance_scale: float | None = Field(None, ge=0, le=100, description="Ours.")
+    negative_prompt: str | None = Field(None, max_length=LONGEST_PROMPT, description="Ours.")
+    scheduler: str | None = Field(None, description=f"Ours: one of {', '.join(SCHEDULER_NAMES)}.")
+    quality: str | None = Field(None, description="Taken, without effect.")
+    style: str | None = Field(None, description="Taken, without effect.")
+    background: str | None = Field(None, description="Taken, without effect.")
+    moderation: str | None = Field(None, description="Taken, without effect.")
+    user: str | None = None
+    stream: bool | None = Field(None, description="Only false: images are not streamed.")
+    partial_images: int | None = Field(None, description="Only 0.")
+
+    @field_validator("scheduler")
+    @classmethod
+    def _scheduler_is_known(cls, value: str | None) -> str | None:
+        if value is not None and value not in SCHEDULER_NAMES:
+            raise ValueError(f"{value!r} is no scheduler; known: {', '.join(SCHEDULER_NAMES)}")
+        return value
+
+    @field_validator("stream", "partial_images")
+    @classmethod
+    def _is_not_streamed(cls, value: bool | int | None, info: ValidationInfo) -> bool | int | None:
+        if value:
+            raise ValueError("images are not streamed by this API; leave it out")
+        return value
+
+    @model_validator(mode="after")
+    def _png_has_no_quality(self) -> _ImageBody:
+        if self.output_compression is not None and self.output_format == "png":
+            raise ValueError("output_compression is for output_format jpeg and webp")
+        return self
+
+
+class GenerationBody(_ImageBody):
+    """An image to draw from a prompt."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"prompt": "a lighthouse at dusk", "size": "64x64", "seed": 7}},
+    )
+
+
+class SourceImage(_Body):
+    """A source image inside a JSON body."""
+
+    image_url: str = Field(pattern=r"^data:", description="A data: URI with base64; other URLs are not fetched.")
+
+
+def _with_file(schema: dict[str, Any]) -> None:
+    schema["properties"]["image"] = {"type": "string", "format": "binary", "description": "PNG, JPEG or WebP."}
+    schema["required"].append("image")
+
+
+class EditForm(_ImageBody):
+    """An image to draw from another one and a prompt, as the fields of a form; the file is the field `image`."""
+
+    model_config = ConfigDict(json_schema_extra=_with_file)
+
+    strength: float = Field(0.8, gt=0, le=1, description="Ours: 1 leaves nothing of the source image.")
+    input_fidelity: str | None = Field(None, description="Taken, without effect.")
+
+
+class EditBody(EditForm):
+    """The same as JSON, with the source image inside."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "prompt": "the same at night",
+                "images": [{"image_url": "data:image/png;base64,iVBORw0KGgo…"}],
+                "strength": 0.6,
+            }
+        },
+    )
+
+    images: list[SourceImage] = Field(min_length=1, max_length=1, description="Exactly one.")
+
+
+class Usage(msgspec.Struct):
+    """Tokens taken, special tokens included; those from the cache count here, but are not billed."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingItem(msgspec.Struct):
+    """One vector: floats, or little-endian float32 bytes, which JSON carries as base64."""
+
+    index: int
+    embedding: list[float] | bytes
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingsReply(msgspec.Struct):
+    """Vectors in the order of the inputs."""
+
+    data: list[EmbeddingItem]
+    model: str
+    usage: Usage
+    object: Literal["list"] = "list"
+
+
+class ImageItem(msgspec.Struct, omit_defaults=True):
+    """One image, as bytes (base64 in JSON) or as a link that is valid for 60 minutes; `seed` gives it again."""
+
+    seed: int
+    b64_json: bytes | None = None
+    url: str | None = None
+
+
+class ImagesReply(msgspec.Struct):
+    """Images in the order of their seeds."""
+
+    data: list[ImageItem]
+    model: str
+    size: str
+    output_format: str
+    created: int = msgspec.field(default_factory=lambda: int(time.time()))
+
+
+class ModelItem(msgspec.Struct):
+    """A served model."""
+
+    id: str
+    created: int
+    task: str
+    aliases: tuple[str, ...] = ()
+    owned_by: str = "penstock"
+    object: Literal["model"] = "model"
+
+
+class ModelsReply(msgspec.Struct):
+    """All served models."""
+
+    data: list[ModelItem]
+    object: Literal["list"] = "list"
+
+
+class ErrorDetail(msgspec.Struct):
+    """What went wrong: `code` is stable, `param` names the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorReply(msgspec.Struct):
+    """The body of every answer that is no 2xx."""
+
+    error: ErrorDetail

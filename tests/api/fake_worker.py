@@ -1,0 +1,143 @@
+"""A worker without a model: takes jobs from a broker, in memory or real, and answers them deterministically."""
+
+import asyncio
+import io
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+from PIL import Image
+
+from shared.cache import ResultCache
+from shared.catalogue import Model
+from shared.errors import DeadlineExceeded, ModelFailed
+from shared.messages import (
+    Blob,
+    EmbeddingResult,
+    ImageInput,
+    ImageResult,
+    Input,
+    Item,
+    ItemOutcome,
+    Job,
+    Receipt,
+    Reply,
+    ReplyBody,
+    Result,
+    decode_job,
+    encode_reply,
+    failure,
+)
+from shared.names import jobs_topic_id, workers_subscription_id
+from shared.transport import Admin, Subscription, SubscriptionSettings, Transport
+
+
+def vector_of(given: Input, dimensions: int = 384) -> np.ndarray:
+    """The vector of a text or token list: unit length, and another for every other input."""
+    seed = abs(hash(repr(given))) % 2**32
+    vector = np.random.default_rng(seed).standard_normal(dimensions).astype("<f4")
+    return (vector / np.linalg.norm(vector)).astype("<f4")
+
+
+def png_of(given: ImageInput) -> bytes:
+    """A picture of one colour, made from the seed, or half way from the source's mean colour to it."""
+    colour = (given.seed % 256, given.seed // 256 % 256, given.steps % 256)
+    buffer = io.BytesIO()
+    Image.new("RGB", (given.width, given.height), colour).save(buffer, "png")
+    return buffer.getvalue()
+
+
+class FakeWorker:
+    """Serves all of `models`.
+
+    `go` cleared holds every answer back. `broken` texts and prompts fail. With a cache, results are kept as a real
+    worker keeps them. `jobs` are those taken, in order of arrival; `is_silent` takes jobs and never answers.
+    """
+
+    def __init__(self, transport: Transport, models: tuple[Model, ...], cache: ResultCache | None = None) -> None:
+        self._transport = transport
+        self._models = models
+        self._cache = cache
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.jobs: list[Job] = []
+        self.taken = asyncio.Event()
+        self.go = asyncio.Event()
+        self.go.set()
+        self.broken = {"broken"}
+        self.is_silent = False
+        self.delay_s = 0.0
+
+    @property
+    def items(self) -> list[Item]:
+        return [item for job in self.jobs for item in job.body.items]
+
+    @asynccontextmanager
+    async def running(self, admin: Admin) -> AsyncIterator["FakeWorker"]:
+        for model in self._models:
+            await admin.ensure_topic(jobs_topic_id(model.name))
+            settings = SubscriptionSettings(jobs_topic_id(model.name))
+            await admin.ensure_subscription(workers_subscription_id(model.name), settings)
+        loops = [asyncio.create_task(self._serve(model)) for model in self._models]
+        try:
+            yield self
+        finally:
+            tasks = [*loops, *self._tasks]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def until_taken(self, jobs: int) -> None:
+        """Waits until so many jobs have arrived in all."""
+        async with asyncio.timeout(5):
+            while len(self.jobs) < jobs:
+                self.taken.clear()
+                await self.taken.wait()
+
+    async def _serve(self, model: Model) -> None:
+        opened = self._transport.subscribe(workers_subscription_id(model.name), max_messages=1000)
+        async with opened as subscription:
+            async for message in subscription:
+                job = decode_job(message.data, message.attributes)
+                self.jobs.append(job)
+                self.taken.set()
+                if self.is_silent:
+                    subscription.ack(message)
+                    continue
+                task = asyncio.create_task(self._answer(model, job, message, subscription))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, model: Model, job: Job, message: object, subscription: Subscription) -> None:
+        pulled_at_s = time.time()
+        await self.go.wait()
+        if self.delay_s:
+            await asyncio.sleep(self.delay_s)
+        outcomes = [self._outcome(item, job, pulled_at_s) for item in job.body.items]
+        if self._cache is not None and job.body.cache_write:
+            kept = {item.cache_key: outcome.result for item, outcome in zip(job.body.items, outcomes, strict=True)}
+            await self._cache.put_many({key: result for key, result in kept.items() if key and result}, 60)
+        envelope = job.envelope
+        body = ReplyBody(outcomes, worker="fake", device="none", replied_at_s=time.time())
+        data, attributes = encode_reply(Reply(envelope.request_id, envelope.part, envelope.slot, body))
+        await self._transport.publish(envelope.inbox, data, attributes)
+        subscription.ack(message)  # type: ignore[arg-type]
+
+    def _outcome(self, item: Item, job: Job, pulled_at_s: float) -> ItemOutcome:
+        now_s = time.time()
+        receipt = Receipt(cache="miss", pulled_at_s=pulled_at_s, started_at_s=now_s, finished_at_s=now_s)
+        receipt.batch_wait_ms, receipt.inference_ms, receipt.batch_size = 1.5, 2.5, len(job.body.items)
+        if job.envelope.deadline_s < now_s:
+            return failure(item.index, DeadlineExceeded(), receipt)
+        if getattr(item.input, "text", getattr(item.input, "prompt", "")) in self.broken:
+            return failure(item.index, ModelFailed("this input breaks the model"), receipt)
+        return ItemOutcome(item.index, "succeeded", receipt, _result(item.input))
+
+
+def _result(given: Input) -> Result:
+    if isinstance(given, ImageInput):
+        image = Blob("image/png", data=png_of(given))
+        pixel_steps = given.width * given.height * given.steps
+        return ImageResult(image, given.width, given.height, given.seed, pixel_steps)
+    words = given.text.split() if hasattr(given, "text") else given.tokens
+    return EmbeddingResult(vector_of(given).tobytes(), len(words) + 2)

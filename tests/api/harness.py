@@ -1,0 +1,124 @@
+"""The API as callers meet it: a real uvicorn on a port of its own, over a broker in memory with a fake worker."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+import openai
+import uvicorn
+from fastapi import FastAPI
+
+from api.app import create_app
+from api.parts import Parts
+from shared.cache import ResultCache
+from shared.catalogue import Catalogue, read_catalogue
+from shared.messages import Row
+from shared.settings import ApiSettings
+from shared.transport import Admin, Transport
+from tests.api.fake_worker import FakeWorker
+from tests.fakes import InMemoryTransport
+
+CATALOGUE = read_catalogue(Path(__file__).parents[2] / "models.yaml")
+TEXT_MODEL, IMAGE_MODEL = CATALOGUE.default("embedding"), CATALOGUE.default("image")
+T = TypeVar("T")
+NO_REDIS = "redis://127.0.0.1:1/0"
+
+
+class RowList:
+    """Keeps the rows that were written."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    async def __aenter__(self) -> "RowList":
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        return None
+
+    def write(self, row: Row) -> None:
+        self.rows.append(row)
+
+
+@dataclass
+class ApiUnderTest:
+    """A running API and everything around it."""
+
+    url: str
+    app: FastAPI
+    worker: FakeWorker
+    transport: Transport
+    rows: list[Row]
+    http: httpx.AsyncClient
+    clients: list[openai.AsyncOpenAI] = field(default_factory=list)
+
+    @property
+    def parts(self) -> Parts:
+        parts = self.app.state.parts
+        assert isinstance(parts, Parts)
+        return parts
+
+    def openai(self, **options: object) -> openai.AsyncOpenAI:
+        """The client that callers use; it does not try again unless told to."""
+        given = {"api_key": "any", "max_retries": 0, **options}
+        client = openai.AsyncOpenAI(base_url=f"{self.url}/v1", **given)
+        self.clients.append(client)
+        return client
+
+    async def until_idle(self) -> None:
+        """Waits until the dispatcher has nothing in flight any more."""
+        async with asyncio.timeout(5):
+            while self.parts.dispatcher.in_flight:
+                await asyncio.sleep(0)
+
+
+def settings_for(tmp_path: Path, **settings: object) -> ApiSettings:
+    usual = {"objects_url": f"file://{tmp_path}/objects", "redis_url": NO_REDIS, "reply_slots": 4, "port": 0}
+    return ApiSettings(**{**usual, **settings})
+
+
+@asynccontextmanager
+async def running_api(
+    settings: ApiSettings,
+    transport: Transport | None = None,
+    admin: Admin | None = None,
+    catalogue: Catalogue = CATALOGUE,
+    cache: ResultCache | None = None,
+) -> AsyncIterator[ApiUnderTest]:
+    in_memory = InMemoryTransport()
+    broker, inbox_admin, rows = transport or in_memory, admin or in_memory, RowList()
+    app = create_app(settings, catalogue, _already_open(broker), _already_open(inbox_admin), rows)
+    worker = FakeWorker(broker, catalogue.models, cache)
+    async with worker.running(inbox_admin), serving(app) as url, httpx.AsyncClient(base_url=url, timeout=10) as http:
+        under_test = ApiUnderTest(url, app, worker, broker, rows.rows, http)
+        try:
+            yield under_test
+        finally:
+            for client in under_test.clients:
+                await client.close()
+
+
+@asynccontextmanager
+async def serving(app: FastAPI) -> AsyncIterator[str]:
+    config = uvicorn.Config(app, port=0, http="httptools", lifespan="on", log_config=None, access_log=False)
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve())
+    async with asyncio.timeout(10):
+        while not server.started:
+            assert not serving.done(), "the app did not start"
+            await asyncio.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        await serving
+
+
+@asynccontextmanager
+async def _already_open(part: T) -> AsyncIterator[T]:
+    yield part
