@@ -1,0 +1,293 @@
+"""Rows on their way to BigQuery: written in the background, kept on disk while BigQuery is out of reach.
+
+`write` only appends to a queue. A thread of its own sends what waits, at most BATCH_ROWS at a time, with row_id as
+insertId, so that a repeat is dropped by BigQuery (best effort) or by the view `rows_deduplicated` (always). A batch
+that can't be sent becomes a segment in the spool directory; segments are sent again when BigQuery answers, also by the
+next process that starts there. A thread and not the event loop, because Google's client is synchronous; and the import
+stands in the thread, because it takes longer than the rest of an API's start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+from prometheus_client import Counter
+
+from shared.errors import Unavailable
+from shared.messages import Row
+
+log = logging.getLogger(__name__)
+
+TABLE = "rows"
+BATCH_ROWS = 500
+"""What Google recommends for one insertAll (platform-facts B4)."""
+MEMORY_ROWS = 20_000
+"""More than this waiting goes to disk at once."""
+SEND_TIMEOUT_S = 10.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
+CLOSE_S = 5.0
+
+WRITTEN = Counter("penstock_rows_written_total", "Rows that BigQuery has")
+SPOOLED = Counter("penstock_rows_spooled_total", "Rows that went to disk because BigQuery was out of reach")
+REJECTED = Counter("penstock_rows_rejected_total", "Rows that BigQuery refused for good; kept in rejected.jsonl")
+
+Fields = dict[str, Any]
+
+
+def fields_of(row: Row) -> Fields:
+    """The row as BigQuery's columns: `*_at_s` loses its unit, what is None is left out."""
+    fields = msgspec.structs.asdict(row)
+    return {
+        name.removesuffix("_s") if name.endswith("_at_s") else name: v for name, v in fields.items() if v is not None
+    }
+
+
+class RowWriter:
+    """Writes rows to `project.dataset.rows`.
+
+    Args:
+        project: the project of the dataset.
+        dataset: the dataset id.
+        endpoint: URL of an embedded BigQuery; empty for Google's.
+        spool_dir: where rows wait on disk; may be shared by processes.
+    """
+
+    def __init__(self, *, project: str, dataset: str, endpoint: str, spool_dir: Path) -> None:
+        self._table = f"{project}.{dataset}.{TABLE}"
+        self._project = project
+        self._endpoint = endpoint
+        self._spool = Spool(spool_dir)
+        self._waiting: deque[Fields] = deque()
+        self._wake = threading.Condition()
+        self._sending = 0
+        self._give_up_s: float | None = None
+        self._thread = threading.Thread(target=self._run, name="rows", daemon=True)
+
+    async def __aenter__(self) -> Self:
+        self._spool.open()
+        self._thread.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._wake:
+            self._give_up_s = time.monotonic() + CLOSE_S
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join, CLOSE_S + SEND_TIMEOUT_S + 1)
+
+    @property
+    def pending(self) -> int:
+        """Rows that BigQuery does not have yet: in memory, in the request in flight, and on disk."""
+        return len(self._waiting) + self._sending + self._spool.rows
+
+    def write(self, row: Row) -> None:
+        """Queues a row; never waits for BigQuery and never raises."""
+        with self._wake:
+            self._waiting.append(fields_of(row))
+            self._wake.notify()
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Waits until BigQuery has every row, at most `timeout_s`; says whether it has."""
+        give_up_s = time.monotonic() + timeout_s
+        return await asyncio.to_thread(self._wait, lambda: self.pending == 0, give_up_s)
+
+    def _wait(self, holds: Callable[[], bool], give_up_s: float) -> bool:
+        with self._wake:
+            while not holds() and (left_s := give_up_s - time.monotonic()) > 0:
+                self._wake.wait(left_s)
+            return holds()
+
+    def _run(self) -> None:
+        """The thread: sends until closed; then what is left goes to disk."""
+        sender = Sender(self._project, self._table, self._endpoint)
+        pause_s = FIRST_PAUSE_S
+        while not self._is_over():
+            try:
+                is_sent = self._send_waiting(sender) or self._send_spooled(sender)
+            except Unavailable as error:
+                log.warning("rows not sent", extra={"reason": error.message, "pending": self.pending})
+                if self._give_up_s is not None:
+                    break
+                self._pause(pause_s)
+                pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+                continue
+            pause_s = FIRST_PAUSE_S
+            if not is_sent:
+                self._wait_for_rows()
+        self._spill(0)
+
+    def _is_over(self) -> bool:
+        closing_s = self._give_up_s
+        return closing_s is not None and (self.pending == 0 or time.monotonic() >= closing_s)
+
+    def _send_waiting(self, sender: Sender) -> bool:
+        with self._wake:
+            batch = [self._waiting.popleft() for _ in range(min(BATCH_ROWS, len(self._waiting)))]
+            self._sending = len(batch)
+        try:
+            if batch:
+                self._spool.reject(sender.send(batch))
+        except Unavailable:
+            self._spool.add(batch)
+            raise
+        finally:
+            with self._wake:
+                self._sending = 0
+                self._wake.notify_all()
+        return bool(batch)
+
+    def _send_spooled(self, sender: Sender) -> bool:
+        is_sent = False
+        for rows in self._spool.segments():
+            for start in range(0, len(rows), BATCH_ROWS):
+                self._spool.reject(sender.send(rows[start : start + BATCH_ROWS]))
+            is_sent = True
+        return is_sent
+
+    def _wait_for_rows(self) -> None:
+        with self._wake:
+            self._wake.notify_all()  # whoever flushes
+            # Bounded, so that segments another process left behind are found in time too.
+            if not self._waiting and self._give_up_s is None:
+                self._wake.wait(LONGEST_PAUSE_S)
+
+    def _pause(self, pause_s: float) -> None:
+        """Waits before the next try; what arrives meanwhile beyond the bound goes to disk."""
+        until_s = time.monotonic() + pause_s
+        while (left_s := until_s - time.monotonic()) > 0 and self._give_up_s is None:
+            with self._wake:
+                self._wake.wait(left_s)
+            if len(self._waiting) > MEMORY_ROWS:
+                self._spill(MEMORY_ROWS // 2)
+
+    def _spill(self, keep: int) -> None:
+        with self._wake:
+            rows = [self._waiting.popleft() for _ in range(max(0, len(self._waiting) - keep))]
+        self._spool.add(rows)
+        with self._wake:
+            self._wake.notify_all()
+
+
+class Sender:
+    """insertAll by Google's client, its errors translated."""
+
+    def __init__(self, project: str, table: str, endpoint: str) -> None:
+        self._project = project
+        self._table = table
+        self._endpoint = endpoint
+        self._client: Any = None
+
+    def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
+        """Inserts `rows` and returns those that BigQuery refused for good, with its reason.
+
+        Raises:
+            Unavailable: nothing was inserted as far as we know; try again.
+        """
+        from google.api_core.exceptions import BadRequest, GoogleAPIError
+        from google.auth.exceptions import GoogleAuthError
+        from requests.exceptions import RequestException
+
+        try:
+            errors = self._open().insert_rows_json(
+                self._table,
+                list(rows),
+                row_ids=[row["row_id"] for row in rows],
+                skip_invalid_rows=True,
+                retry=None,
+                timeout=SEND_TIMEOUT_S,
+            )
+        except BadRequest as error:
+            return [(row, str(error)) for row in rows]
+        except (GoogleAPIError, GoogleAuthError, RequestException) as error:
+            raise Unavailable(f"BigQuery: {error}") from error
+        refused = [(rows[error["index"]], json.dumps(error["errors"])) for error in errors]
+        WRITTEN.inc(len(rows) - len(refused))
+        return refused
+
+    def _open(self) -> Any:
+        if self._client is None:
+            from google.auth.credentials import AnonymousCredentials
+            from google.cloud import bigquery
+
+            given: dict[str, Any] = {"project": self._project}
+            if self._endpoint:
+                given |= {"credentials": AnonymousCredentials(), "client_options": {"api_endpoint": self._endpoint}}
+            self._client = bigquery.Client(**given)
+        return self._client
+
+
+class Spool:
+    """Segments of rows (JSON lines) in a directory; a lock on a segment keeps two processes from sending it twice."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._written = 0
+        self.rows = 0
+
+    def open(self) -> None:
+        """Makes the directory and counts what an earlier process left."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._count()
+
+    def add(self, rows: Sequence[Fields]) -> None:
+        """Writes `rows` as one segment, on disk before it returns."""
+        if not rows:
+            return
+        self._written += 1
+        path = self._folder / f"{time.time_ns()}-{os.getpid()}-{self._written}.segment"
+        part = path.with_suffix(".part")
+        with part.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
+        part.rename(path)
+        SPOOLED.inc(len(rows))
+        self.rows += len(rows)
+
+    def segments(self) -> Iterator[list[Fields]]:
+        """Yields the rows of each segment that nobody else holds, oldest first; it is removed when the next is asked."""
+        for path in sorted(self._folder.glob("*.segment")):
+            try:
+                file = path.open("r", encoding="utf-8")
+            except FileNotFoundError:
+                continue
+            with file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue
+                if path.exists():
+                    yield [json.loads(line) for line in file]
+                    path.unlink()
+        self._count()
+
+    def reject(self, refused: Sequence[tuple[Fields, str]]) -> None:
+        """Keeps what BigQuery refused for good, with the reason, for a person to look at."""
+        if not refused:
+            return
+        REJECTED.inc(len(refused))
+        log.error("rows rejected", extra={"rows": len(refused), "reason": refused[0][1]})
+        with (self._folder / "rejected.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({"reason": reason, "row": row}) + "\n" for row, reason in refused)
+
+    def _count(self) -> None:
+        self.rows = 0
+        for path in self._folder.glob("*.segment"):
+            try:
+                with path.open("rb") as file:
+                    self.rows += sum(1 for _ in file)
+            except FileNotFoundError:  # sent by another process meanwhile
+                continue
