@@ -258,7 +258,7 @@ class Spool:
         self.rows += len(rows)
 
     def segments(self) -> Iterator[list[Fields]]:
-        """Yields the rows of each segment that nobody else holds, oldest first; it is removed when the next is asked."""
+        """Yields the rows of each segment that nobody else holds, oldest first; each is removed once dealt with."""
         for path in sorted(self._folder.glob("*.segment")):
             try:
                 file = path.open("r", encoding="utf-8")
