@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -79,6 +81,16 @@ class WorkerSettings(Settings):
 
 
 Kind = TypeVar("Kind", bound=Settings)
+
+
+def given_settings() -> dict[str, str]:
+    """The variables of the environment that are settings."""
+    return {name: value for name, value in os.environ.items() if name.startswith("PENSTOCK_")}
+
+
+def environment_with(settings: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a process started from here: this one's, with `settings` as its only settings."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")} | dict(settings)
 
 
 def read_settings(kind: type[Kind], **overrides: object) -> Kind:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import http.client
 import os
 import signal
 import socket
@@ -93,21 +94,46 @@ class Process:
         deadline_s = time.monotonic() + limit_s
         while not is_ready():
             if not self.is_running:
-                code = self._popen.returncode if self._popen else None
-                raise Unavailable(f"{self.name} ended with code {code} before it was ready{self._last_words()}")
+                raise Unavailable(f"{self.name} {self.ending} before it was ready{self.last_words()}")
             if time.monotonic() > deadline_s:
-                raise Unavailable(f"{self.name} was not ready within {limit_s:g} s{self._last_words()}")
+                raise Unavailable(f"{self.name} was not ready within {limit_s:g} s{self.last_words()}")
             time.sleep(POLL_S)
+
+    def wait_done(self, limit_s: float) -> None:
+        """Returns once it ended by itself with code 0.
+
+        Raises:
+            Unavailable: it ended with another code or not within `limit_s` seconds; the message has the end of its log.
+        """
+        deadline_s = time.monotonic() + limit_s
+        while self.is_running:
+            if time.monotonic() > deadline_s:
+                raise Unavailable(f"{self.name} did not end within {limit_s:g} s{self.last_words()}")
+            time.sleep(POLL_S)
+        if self._popen is None or self._popen.returncode:
+            raise Unavailable(f"{self.name} {self.ending}{self.last_words()}")
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in words."""
+        code = None if self._popen is None else self._popen.poll()
+        if code is None:
+            return "is running" if self._popen else "was not started"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+    def ask_to_stop(self) -> None:
+        """Sends SIGTERM and returns at once; several processes can so wind down side by side before `stop`."""
+        if self._popen is not None and self._popen.poll() is None:
+            self._popen.terminate()
+            # A paused process takes SIGTERM only once it goes on.
+            self._popen.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         """Asks it to end, then kills its group; harmless when it is not running."""
+        self.ask_to_stop()
         popen, self._popen = self._popen, None
         if popen is None:
             return
-        if popen.poll() is None:
-            popen.terminate()
-            # A paused process takes SIGTERM only once it goes on.
-            popen.send_signal(signal.SIGCONT)
         try:
             popen.wait(self._stop_limit_s)
         except subprocess.TimeoutExpired:
@@ -130,7 +156,8 @@ class Process:
             raise Unavailable(f"{self.name} is not running")
         self._popen.send_signal(number)
 
-    def _last_words(self, lines: int = 20) -> str:
+    def last_words(self, lines: int = 20) -> str:
+        """The end of its log, as the end of an error's message."""
         said = self.log_path.read_text(errors="replace").strip().splitlines()[-lines:] if self.log_path.exists() else []
         return "; " + ("\n  ".join([f"the end of {self.log_path}:", *said]) if said else "it said nothing")
 
@@ -154,6 +181,18 @@ def listens(port: int) -> bool:
             return True
     except OSError:
         return False
+
+
+def answers(port: int, path: str, timeout_s: float = 5.0) -> bool:
+    """Whether GET `path` on `port` of this machine is answered with 200."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def free_port() -> int:

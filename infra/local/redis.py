@@ -35,13 +35,14 @@ class RedisServer(Process):
     """A Redis of one's own on 127.0.0.1; `start` returns once it answers, the port stays over `stop` and `start`.
 
     Args:
-        data_dir: an existing folder for its files; used only with `persist`.
+        data_dir: where it may keep files; made if missing.
         log_dir: gets redis.log.
         port: 0 picks a free one.
         persist: append every write to a file; without it, what Redis held is gone when it stops.
     """
 
     def __init__(self, data_dir: Path, log_dir: Path, port: int = 0, *, persist: bool = False) -> None:
+        self._data_dir = data_dir
         self.port = port or free_port()
         options = {
             "--bind": "127.0.0.1",
@@ -67,6 +68,7 @@ class RedisServer(Process):
         Raises:
             Unavailable: it ended or did not answer in time.
         """
+        self._data_dir.mkdir(parents=True, exist_ok=True)
         super().start()
         try:
             self.wait_ready(lambda: answers_ping(self.port), START_LIMIT_S)

@@ -1,0 +1,24 @@
+"""The TCP ports of a local stack: the well-known ones of `penstock up`, or free ones beside others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from infra.local.process import free_port
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where the parts listen on 127.0.0.1; worker number n of the catalogue answers probes on `health[n]`."""
+
+    api: int = 8080
+    pubsub: int = 8085
+    bigquery: int = 9050
+    redis: int = 6390
+    health: Sequence[int] = field(default_factory=lambda: range(8091, 8191))
+
+    @classmethod
+    def free(cls, workers: int = 8) -> Ports:
+        """Ports that were free a moment ago, with health ports for so many workers."""
+        return cls(free_port(), free_port(), free_port(), free_port(), [free_port() for _ in range(workers)])
