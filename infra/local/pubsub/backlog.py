@@ -56,6 +56,11 @@ class Backlog:
         """The unacked message that was published first."""
         return next(iter(self._deliveries.values())).message if self._deliveries else None
 
+    @property
+    def attempts_of_oldest(self) -> int:
+        """How often the oldest unacked message was handed out; 0 without one."""
+        return next(iter(self._deliveries.values())).attempts if self._deliveries else 0
+
     def add(self, message: StoredMessage) -> None:
         """Take in a message and wake a consumer for it, unless an older one of its ordering key is still here."""
         delivery = Delivery(self._next_number, message)

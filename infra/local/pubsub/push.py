@@ -28,28 +28,50 @@ _log = logging.getLogger(__name__)
 @asynccontextmanager
 async def push_loops(broker: Broker) -> AsyncIterator[None]:
     """Push for every subscription that has an endpoint, from when it gets one until the block ends."""
-    async with asyncio.TaskGroup() as tasks:
-        running: dict[str, tuple[bytes, asyncio.Task[None]]] = {}
+    loops = _PushLoops(broker)
+    broker.registry.on_push_config = loops.follow
+    try:
+        yield
+    finally:
+        await loops.stop()
 
-        def follow(subscription: Subscription) -> None:
-            # Called for each change of a subscription; only another push configuration restarts its lanes.
-            is_alive = broker.registry.subscriptions.get(subscription.path) is subscription
-            is_pushed = is_alive and subscription.settings.push_endpoint and not subscription.proto.detached
-            wanted = subscription.proto.push_config.SerializeToString(deterministic=True) if is_pushed else b""
-            current, task = running.pop(subscription.path, (b"", None))
-            if task is not None and (current != wanted or task.done()):
-                task.cancel()
-                task = None
-            if wanted:
-                task = task or tasks.create_task(_PushLoop(subscription).run())
-                running[subscription.path] = (wanted, task)
 
-        broker.registry.on_push_config = follow
-        try:
-            yield
-        finally:
-            for _, task in running.values():
-                task.cancel()
+class _PushLoops:
+    """The running loops by subscription; owns their tasks."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._subscriptions = broker.registry.subscriptions
+        self._running: dict[str, tuple[bytes, asyncio.Task[None]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def follow(self, subscription: Subscription) -> None:
+        """Start or stop pushing; called for each change, but only another push configuration makes one."""
+        is_alive = self._subscriptions.get(subscription.path) is subscription
+        is_pushed = is_alive and subscription.settings.push_endpoint and not subscription.proto.detached
+        wanted = subscription.proto.push_config.SerializeToString(deterministic=True) if is_pushed else b""
+        current, task = self._running.pop(subscription.path, (b"", None))
+        if task is not None and current != wanted:
+            task.cancel()
+            task = None
+        if wanted:
+            self._running[subscription.path] = (wanted, task or self._start(subscription))
+
+    async def stop(self) -> None:
+        """Cancel every loop and wait until it is gone."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start(self, subscription: Subscription) -> asyncio.Task[None]:
+        task = asyncio.create_task(_PushLoop(subscription).run())
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("push loop failed, this is a bug", exc_info=task.exception())
 
 
 class _PushLoop:
@@ -72,15 +94,18 @@ class _PushLoop:
             while True:
                 await asyncio.sleep(self._pause_s())
                 woken.clear()
-                consumer.ack_deadline_s = self._subscription.settings.ack_deadline_s
-                deliveries = self._subscription.backlog.take(consumer, 1)
-                for delivery in deliveries:
-                    await self._push(connection, delivery, consumer.ack_deadline_s)
-                if not deliveries:
+                if not await self._push_next(connection, consumer):
                     await woken.wait()
         finally:
             connection.close()
             self._subscription.leave(consumer)
+
+    async def _push_next(self, connection: PushConnection, consumer: Consumer) -> bool:
+        consumer.ack_deadline_s = self._subscription.settings.ack_deadline_s
+        deliveries = self._subscription.backlog.take(consumer, 1)
+        for delivery in deliveries:
+            await self._push(connection, delivery, consumer.ack_deadline_s)
+        return bool(deliveries)
 
     async def _push(self, connection: PushConnection, delivery: Delivery, timeout_s: float) -> None:
         ack_id = self._subscription.backlog.ack_id(delivery)

@@ -1,0 +1,107 @@
+"""The server as a process and as a block: ports, signals, the clock."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+import pytest
+
+from infra.local.pubsub.server import serve
+from tests.infra.pubsub.wire import connect, until
+
+COMMAND = [sys.executable, "-m", "infra.local.pubsub"]
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    environment = {"PATH": os.environ["PATH"]}
+    with subprocess.Popen(
+        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_process_says_where_it_listens_and_stops_on_a_signal(number: signal.Signals) -> None:
+    with running("--port", "0") as process:
+        host, _, port = first_line(process).removeprefix("Pub/Sub listening on ").rpartition(":")
+        assert host == "127.0.0.1"
+        assert int(port) > 0
+        process.send_signal(number)
+        _, complaints = process.communicate(timeout=8)
+        assert process.returncode == 0
+        assert complaints == ""
+
+
+def test_taken_port_is_an_error_with_the_address() -> None:
+    with running("--port", "0") as first:
+        port = first_line(first).rpartition(":")[2]
+        with running("--port", port) as second:
+            _, complaints = second.communicate(timeout=8)
+            assert second.returncode == 1
+            assert f"can't listen on 127.0.0.1:{port}" in complaints
+
+
+@pytest.mark.anyio
+async def test_port_is_free_again_after_the_block() -> None:
+    async with serve() as server:
+        port = server.port
+    async with serve(port=port) as server:
+        assert server.endpoint == f"127.0.0.1:{port}"
+
+
+@pytest.mark.anyio
+async def test_error_inside_the_block_comes_out_as_it_is() -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with serve():
+            raise ZeroDivisionError
+
+
+@pytest.mark.anyio
+async def test_lease_ends_by_the_real_clock() -> None:
+    async with serve() as server, connect(server.endpoint) as wire:
+        await wire.topic("projects/p/topics/jobs")
+        await wire.subscription("projects/p/subscriptions/workers", "projects/p/topics/jobs")
+        await wire.publish("projects/p/topics/jobs", "a")
+        stream = wire.stream()
+        await stream.open("projects/p/subscriptions/workers")
+        (received,) = (await stream.receive()).received_messages
+        await stream.send(modify_deadline_ack_ids=[received.ack_id], modify_deadline_seconds=[1])
+        (again,) = (await stream.receive()).received_messages
+        assert again.message.message_id == received.message.message_id
+
+
+@pytest.mark.anyio
+async def test_full_storage_is_resource_exhausted_on_the_wire() -> None:
+    async with serve(storage_bytes=1000) as server, connect(server.endpoint) as wire:
+        await wire.topic("projects/p/topics/jobs")
+        await wire.subscription("projects/p/subscriptions/workers", "projects/p/topics/jobs")
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await wire.publish("projects/p/topics/jobs", "x" * 1000)
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.anyio
+async def test_eighty_streams_on_one_connection_leave_no_consumer_behind() -> None:
+    async with serve() as server:
+        async with connect(server.endpoint) as wire:
+            await wire.topic("projects/p/topics/replies")
+            for number in range(80):
+                path = f"projects/p/subscriptions/slot-{number}"
+                await wire.subscription(path, "projects/p/topics/replies", filter=f'attributes.slot = "{number}"')
+                await wire.stream().open(path)
+            backlogs = [each.backlog for each in server.broker.registry.subscriptions.values()]
+            await until(lambda: all(len(backlog.consumers) == 1 for backlog in backlogs))
+        await until(lambda: not any(len(backlog.consumers) for backlog in backlogs))
