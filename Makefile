@@ -1,0 +1,74 @@
+# From a clean clone, with Python 3.11 and make: `make demo`. `make` alone lists the targets.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+EXTRAS := api,worker,local,dev
+SOURCES := api workers shared infra bench tests
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo up doctor bench test check lint format types imports unit constraints clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make .venv with everything pinned; again only when pyproject.toml or constraints.txt change
+
+demo: $(STAMP) ## start the whole pipeline, send real input, show what came of it, stop
+	@$(BIN)/penstock demo
+
+up: $(STAMP) ## start the whole pipeline and keep it up
+	@$(BIN)/penstock up
+
+doctor: $(STAMP) ## say what is missing on this machine, and the mend
+	@$(BIN)/penstock doctor
+
+bench: $(STAMP) ## measure the pipeline on this machine
+	@$(BIN)/python -m bench
+
+test: check unit ## everything that a change must pass
+
+check: lint types imports ## the checks that run nothing
+
+lint: $(STAMP) ## ruff: rules and format
+	$(call timed,ruff check,$(BIN)/ruff check)
+	$(call timed,ruff format,$(BIN)/ruff format --check)
+
+format: $(STAMP) ## ruff: mend what can be mended
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+types: $(STAMP) ## mypy --strict
+	$(call timed,mypy,$(BIN)/mypy $(SOURCES))
+
+imports: $(STAMP) ## who may import whom
+	$(call timed,lint-imports,$(BIN)/lint-imports)
+
+unit: $(STAMP) ## pytest
+	$(call timed,pytest,$(BIN)/pytest -q --durations=5)
+
+constraints: $(STAMP) ## write constraints.txt from what is installed now
+	@{ sed -n '/^#/p' constraints.txt; \
+	  $(BIN)/pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//' | grep -E '^[A-Za-z0-9._-]+=='; } > constraints.new
+	@mv constraints.new constraints.txt
+
+clean: ## remove what the stack left in var/ and what the tools cached; .venv stays
+	rm -rf var .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or later is needed; name one with: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "$(PYTHON) has no venv module; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	@echo "Installing into $(VENV): about 120 packages, some minutes the first time"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $(STAMP)
+
+# Runs $(2) under the title $(1) and says how long it took.
+define timed
+@began=$$(date +%s); echo "== $(1)"; $(2); status=$$?; \
+  echo "== $(1): $$(($$(date +%s) - began)) s"; exit $$status
+endef
