@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import uvicorn
@@ -24,6 +25,9 @@ KEEP_ALIVE_S = 620
 
 def main() -> int:
     """Serves until told to stop; 0, or 1 when it could not start."""
+    # uvicorn passes a signal on once it has drained; without handlers of ours a clean stop would look like a kill.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: sys.exit(0))
     try:
         settings = read_settings(ApiSettings)
         configure_logs(settings.log_level)
@@ -33,9 +37,9 @@ def main() -> int:
             PubSubTransport(settings.project, settings.pubsub_endpoint),
             PubSubAdmin(settings.project, settings.pubsub_endpoint),
             RowWriter(
-                table=f"{settings.dataset}.rows",
-                endpoint=settings.bigquery_endpoint,
                 project=settings.project,
+                dataset=settings.dataset,
+                endpoint=settings.bigquery_endpoint,
                 spool_dir=settings.spool_dir,
             ),
         )
@@ -52,6 +56,8 @@ def main() -> int:
             lifespan="on",
             log_config=None,
             access_log=False,
+            # Links are made from public_url; what a proxy says of itself is not needed, nor to be trusted.
+            proxy_headers=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=DRAIN_S,

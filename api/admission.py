@@ -55,7 +55,7 @@ class Admission:
         if not self._in_flight[model]:
             self._last_end_s[model] = self._clock()
         self._in_flight[model] += items
-        metrics.IN_FLIGHT.labels(model).set(self._in_flight[model])
+        metrics.in_flight(model).inc(items)
 
     def release(self, model: str, items: int, *, answered: bool) -> None:
         """Lets `items` go; `answered` ones tell how long one takes, given up ones don't."""
@@ -66,7 +66,7 @@ class Admission:
             self._item_s[model] = known_s + WEIGHT * (took_s - known_s)
             self._last_end_s[model] = now_s
         self._in_flight[model] -= items
-        metrics.IN_FLIGHT.labels(model).set(self._in_flight[model])
+        metrics.in_flight(model).dec(items)
         if not self._in_flight[model]:
             del self._in_flight[model]
 

@@ -72,7 +72,7 @@ def create_app(
                 objects=object_store,
                 links=Links(settings.secret),
                 studio=Studio(),
-                readiness=Readiness(inbox, broker, cache),
+                readiness=Readiness(inbox, broker, settings.redis_url),
                 started_at_s=time.time(),
             )
             yield

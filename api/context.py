@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import anyio
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -146,11 +146,10 @@ class _Exchange:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            headers = MutableHeaders(scope=message)
-            for name, value in self.context.headers.items():
-                headers[name] = value
-            headers["x-request-id"] = self.context.shown_id
-            headers["x-penstock-total-ms"] = f"{self.context.total_ms:.2f}"
+            context = self.context
+            ours = {"x-request-id": context.shown_id, "x-penstock-total-ms": f"{context.total_ms:.2f}"}
+            pairs = (context.headers | ours).items()
+            message["headers"] = [*message["headers"], *((name.encode(), value.encode()) for name, value in pairs)]
         await self._send(message)
 
     async def answer_unexpected(self, error: Exception) -> None:
@@ -162,9 +161,10 @@ class _Exchange:
         )
 
     def count(self) -> None:
-        route, model = getattr(self._scope.get("route"), "path", "unmatched"), self.context.model
-        metrics.REQUESTS.labels(route, model, str(self._status)).inc()
-        metrics.REQUEST_SECONDS.labels(route, model).observe(self.context.total_ms / 1000)
+        route = getattr(self._scope.get("route"), "path", "unmatched")
+        answered, seconds = metrics.of_requests(route, self.context.model, self._status)
+        answered.inc()
+        seconds.observe(self.context.total_ms / 1000)
 
 
 def _number(text: str | None) -> int:

@@ -207,4 +207,4 @@ class Dispatcher:
             if not landing.by_worker:
                 self._rows.write(row_of(envelope, landing.outcome, **facts))
         for (cache, status), count in counts.items():
-            metrics.ITEMS.labels(request.model.name, cache, status).inc(count)
+            metrics.of_items(request.model.name, cache, status).inc(count)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from prometheus_client import Counter, Gauge, Histogram
 
 _SECONDS = (0.001, 0.002, 0.003, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -19,3 +21,21 @@ ITEMS = Counter(
 IN_FLIGHT = Gauge("penstock_api_items_in_flight", "Items waiting for a worker.", ["model"])
 SHED = Counter("penstock_api_items_shed", "Items refused with 429.", ["model"])
 GAVE_UP = Counter("penstock_api_jobs_cancelled", "Jobs that every caller had left before the reply came.", ["model"])
+
+
+@lru_cache(maxsize=1024)
+def of_requests(route: str, model: str, status: int) -> tuple[Counter, Histogram]:
+    """What counts and times such requests; kept, because looking up labels costs more than counting."""
+    return REQUESTS.labels(route, model, str(status)), REQUEST_SECONDS.labels(route, model)
+
+
+@lru_cache(maxsize=1024)
+def of_items(model: str, cache: str, status: str) -> Counter:
+    """What counts such items."""
+    return ITEMS.labels(model, cache, status)
+
+
+@lru_cache(maxsize=1024)
+def in_flight(model: str) -> Gauge:
+    """Items of `model` in flight."""
+    return IN_FLIGHT.labels(model)

@@ -8,13 +8,16 @@ import time
 from dataclasses import dataclass
 from uuid import uuid4
 
+import redis.asyncio
+from redis.exceptions import RedisError
+
 from api.jobs import Inbox
-from shared.cache import ResultCache
 from shared.errors import PenstockError
 from shared.messages import Reply, ReplyBody, encode_reply
 from shared.transport import Publisher
 
 PROBE_LIMIT_S = 2.0
+REDIS_LIMIT_S = 0.5
 REUSED_S = 1.0
 """A probe younger than this answers again, so that asking often costs the broker nothing."""
 
@@ -38,24 +41,36 @@ class Condition:
 class Readiness:
     """Asks broker and Redis, each within a limit."""
 
-    def __init__(self, inbox: Inbox, publisher: Publisher, cache: ResultCache) -> None:
+    def __init__(self, inbox: Inbox, publisher: Publisher, redis_url: str) -> None:
         self._inbox = inbox
         self._publisher = publisher
-        self._cache = cache
+        self._redis_url = redis_url
         self._probing = asyncio.Lock()
         self._probed_s = -math.inf
-        self._pubsub = ""
+        self._condition = Condition(False, "not asked yet", "not asked yet")
 
     async def check(self) -> Condition:
         """The condition now, or at most a second ago."""
         async with self._probing:
             if time.monotonic() - self._probed_s > REUSED_S:
-                self._pubsub = await self._probe()
+                pubsub, redis_found = await asyncio.gather(self._probe_pubsub(), self._probe_redis())
+                self._condition = Condition(pubsub == "ok", pubsub, redis_found)
                 self._probed_s = time.monotonic()
-        redis = "ok" if self._cache.redis_is_up else "out of reach: requests go on without it"
-        return Condition(self._pubsub == "ok", self._pubsub, redis)
+        return self._condition
 
-    async def _probe(self) -> str:
+    async def _probe_redis(self) -> str:
+        """`ok`, or that requests go on without; asked over a connection of its own, past the breaker of the cache."""
+        client = redis.asyncio.Redis.from_url(self._redis_url, socket_connect_timeout=REDIS_LIMIT_S)
+        try:
+            async with asyncio.timeout(REDIS_LIMIT_S):
+                await client.ping()
+        except (RedisError, OSError, TimeoutError):
+            return "out of reach: requests go on without it"
+        finally:
+            await client.aclose()
+        return "ok"
+
+    async def _probe_pubsub(self) -> str:
         """`ok` when a message went all the way to the broker and back to a slot of ours, else the reason."""
         probe_id = f"probe_{uuid4().hex}"
         try:

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import time
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -30,12 +31,13 @@ from shared.messages import (
     failure,
 )
 from shared.names import jobs_topic_id, workers_subscription_id
+from shared.objects import ObjectStore, object_key
 from shared.transport import Admin, Subscription, SubscriptionSettings, Transport
 
 
 def vector_of(given: Input, dimensions: int = 384) -> np.ndarray:
     """The vector of a text or token list: unit length, and another for every other input."""
-    seed = abs(hash(repr(given))) % 2**32
+    seed = zlib.crc32(repr(given).encode())
     vector = np.random.default_rng(seed).standard_normal(dimensions).astype("<f4")
     return (vector / np.linalg.norm(vector)).astype("<f4")
 
@@ -52,7 +54,8 @@ class FakeWorker:
     """Serves all of `models`.
 
     `go` cleared holds every answer back. `broken` texts and prompts fail. With a cache, results are kept as a real
-    worker keeps them. `jobs` are those taken, in order of arrival; `is_silent` takes jobs and never answers.
+    worker keeps them. `jobs` are those taken, in order of arrival; `is_silent` takes jobs and never answers;
+    `stores_results_in` takes all images.
     """
 
     def __init__(self, transport: Transport, models: tuple[Model, ...], cache: ResultCache | None = None) -> None:
@@ -66,7 +69,7 @@ class FakeWorker:
         self.go.set()
         self.broken = {"broken"}
         self.is_silent = False
-        self.delay_s = 0.0
+        self.stores_results_in: ObjectStore | None = None
 
     @property
     def items(self) -> list[Item]:
@@ -111,9 +114,10 @@ class FakeWorker:
     async def _answer(self, model: Model, job: Job, message: object, subscription: Subscription) -> None:
         pulled_at_s = time.time()
         await self.go.wait()
-        if self.delay_s:
-            await asyncio.sleep(self.delay_s)
         outcomes = [self._outcome(item, job, pulled_at_s) for item in job.body.items]
+        if self.stores_results_in is not None:
+            for outcome in outcomes:
+                await _store(outcome, self.stores_results_in)
         if self._cache is not None and job.body.cache_write:
             kept = {item.cache_key: outcome.result for item, outcome in zip(job.body.items, outcomes, strict=True)}
             await self._cache.put_many({key: result for key, result in kept.items() if key and result}, 60)
@@ -132,6 +136,14 @@ class FakeWorker:
         if getattr(item.input, "text", getattr(item.input, "prompt", "")) in self.broken:
             return failure(item.index, ModelFailed("this input breaks the model"), receipt)
         return ItemOutcome(item.index, "succeeded", receipt, _result(item.input))
+
+
+async def _store(outcome: ItemOutcome, objects: ObjectStore) -> None:
+    if isinstance(outcome.result, ImageResult) and outcome.result.image.data is not None:
+        image = outcome.result.image
+        image.object_key = object_key("results", image.data, image.media_type)
+        await objects.put(image.object_key, image.data, image.media_type)
+        image.data = None
 
 
 def _result(given: Input) -> Result:
