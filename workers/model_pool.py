@@ -120,11 +120,11 @@ class ModelProcess:
             raise self._failure
 
     async def run(self, batch: Sequence[Prepared], *, timeout_s: float, on_step: OnStep | None = None) -> BatchDone:
-        """Runs one batch of items with equal keys. A second one may be given meanwhile; it waits in the process.
+        """Runs one batch of items with equal keys, one batch at a time.
 
         Args:
             batch: at least one item.
-            timeout_s: from when the process is free for this batch; beyond it the process is killed.
+            timeout_s: from when the process has the batch; beyond it the process is killed.
             on_step: told of steps done, about ten times a second, by models that have steps.
 
         Raises:
