@@ -1,0 +1,122 @@
+"""The errors that the embedded BigQuery answers with, in the service's own words and shape.
+
+ServiceError                 anything below
+├── InvalidError             400 invalid: a request that makes no sense
+├── InvalidQueryError        400 invalidQuery: SQL that can't be read or run
+├── NotFoundError            404 notFound
+├── DuplicateError           409 duplicate
+├── InUseError               400 resourceInUse: a data set that still holds tables
+├── ConditionError           412 conditionNotMet: the etag has changed
+├── TooLargeError            413 uploadTooLarge / requestTooLarge
+├── BusyError                403 rateLimitExceeded: too many jobs at once
+├── BytesBilledError         400 bytesBilledLimitExceeded
+├── StoppedError             499 stopped: a job that was cancelled or ran out of time
+└── UnsupportedError         501 notImplemented: the service can, this server can't
+
+Source: https://docs.cloud.google.com/bigquery/docs/error-messages
+"""
+
+from typing import Any
+
+
+class ServiceError(Exception):
+    """An error with its HTTP status, the service's reason and the place it points at."""
+
+    status = 500
+    reason = "internalError"
+    grpc_status = "INTERNAL"
+
+    def __init__(self, message: str, location: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.location = location
+
+    def proto(self) -> dict[str, Any]:
+        """Returns the ErrorProto that a job's `status.errorResult` carries."""
+        found: dict[str, Any] = {"reason": self.reason, "message": self.message}
+        if self.location is not None:
+            found["location"] = self.location
+        return found
+
+    def body(self) -> dict[str, Any]:
+        """Returns the JSON body of the HTTP response."""
+        detail: dict[str, Any] = {"message": self.message, "domain": "global", "reason": self.reason}
+        if self.location is not None:
+            detail |= {"location": self.location, "locationType": "other"}
+        return {
+            "error": {
+                "code": self.status,
+                "message": self.message,
+                "errors": [detail],
+                "status": self.grpc_status,
+            }
+        }
+
+
+class InvalidError(ServiceError):
+    """The request makes no sense."""
+
+    status, reason, grpc_status = 400, "invalid", "INVALID_ARGUMENT"
+
+
+class InvalidQueryError(ServiceError):
+    """The SQL can't be read or run."""
+
+    status, reason, grpc_status = 400, "invalidQuery", "INVALID_ARGUMENT"
+
+    def __init__(self, message: str, location: str | None = "query") -> None:
+        super().__init__(message, location)
+
+
+class NotFoundError(ServiceError):
+    """What the request names does not exist."""
+
+    status, reason, grpc_status = 404, "notFound", "NOT_FOUND"
+
+
+class DuplicateError(ServiceError):
+    """What the request would create exists."""
+
+    status, reason, grpc_status = 409, "duplicate", "ALREADY_EXISTS"
+
+
+class InUseError(ServiceError):
+    """The data set still holds tables."""
+
+    status, reason, grpc_status = 400, "resourceInUse", "FAILED_PRECONDITION"
+
+
+class ConditionError(ServiceError):
+    """The etag that the request expects is not the resource's any more."""
+
+    status, reason, grpc_status = 412, "conditionNotMet", "FAILED_PRECONDITION"
+
+
+class TooLargeError(ServiceError):
+    """The request's body is over the service's limit."""
+
+    status, reason, grpc_status = 413, "requestTooLarge", "INVALID_ARGUMENT"
+
+
+class BusyError(ServiceError):
+    """More jobs are waiting than this server holds."""
+
+    status, reason, grpc_status = 403, "rateLimitExceeded", "RESOURCE_EXHAUSTED"
+
+
+class BytesBilledError(ServiceError):
+    """The query would read more than `maximumBytesBilled`."""
+
+    status, reason, grpc_status = 400, "bytesBilledLimitExceeded", "INVALID_ARGUMENT"
+
+
+class StoppedError(ServiceError):
+    """The job was cancelled or ran out of time."""
+
+    status, reason, grpc_status = 499, "stopped", "CANCELLED"
+
+
+class UnsupportedError(ServiceError):
+    """The service knows this, the embedded server does not."""
+
+    status, reason, grpc_status = 501, "notImplemented", "UNIMPLEMENTED"

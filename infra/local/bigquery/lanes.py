@@ -1,0 +1,29 @@
+"""Threads for DuckDB's blocking calls: several readers, and one writer for everything that changes the data.
+
+Every request and every job goes through one of the two lanes, so two changes never meet.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import anyio
+from anyio import to_thread
+
+_Found = TypeVar("_Found")
+_READERS = 8
+
+
+class Lanes:
+    """The lanes of one server, made inside its event loop."""
+
+    def __init__(self) -> None:
+        self._readers = anyio.CapacityLimiter(_READERS)
+        self._writer = anyio.CapacityLimiter(1)
+
+    async def read(self, function: Callable[..., _Found], *args: object) -> _Found:
+        """Runs what only reads the data; waits for a free thread."""
+        return await to_thread.run_sync(function, *args, limiter=self._readers)
+
+    async def write(self, function: Callable[..., _Found], *args: object) -> _Found:
+        """Runs what may change the data or the catalogue; waits for the others."""
+        return await to_thread.run_sync(function, *args, limiter=self._writer)

@@ -1,0 +1,83 @@
+"""The DuckDB database under the embedded BigQuery: opening it, its sessions and its GoogleSQL macros.
+
+Tables live in the attached database `data` (one file, or memory), results of queries in `memory`, so a large
+result never touches the file. Whoever writes to `data` holds the server's writer, which is one at a time.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+Cursor = Any
+FILE_NAME = "bigquery.duckdb"
+_MEMORY_LIMIT = "2GB"
+_MACROS = Path(__file__).parent / "googlesql" / "macros.sql"
+
+
+class Store:
+    """One DuckDB instance; `open` and `close` belong to the server's life.
+
+    Args:
+        data_dir: the directory that holds the database file, made when missing; None keeps all in memory.
+    """
+
+    def __init__(self, data_dir: Path | None) -> None:
+        self._data_dir = data_dir
+        self._root: Cursor = None
+
+    def open(self) -> None:
+        """Opens the database and loads the macros.
+
+        Raises:
+            OSError: where the file is in use by another process or isn't a database.
+        """
+        self._root = duckdb.connect(":memory:")
+        self._root.execute("SET GLOBAL TimeZone = 'UTC'")
+        self._root.execute(f"SET GLOBAL memory_limit = '{_MEMORY_LIMIT}'")
+        # LN(0) and the like are errors in GoogleSQL, not infinities.
+        self._root.execute("SET GLOBAL ieee_floating_point_ops = false")
+        place = ":memory:"
+        if self._data_dir is not None:
+            self._data_dir.mkdir(parents=True, exist_ok=True)
+            place = str(self._data_dir / FILE_NAME)
+        try:
+            self._root.execute("ATTACH '" + place.replace("'", "''") + "' AS data")
+        except duckdb.IOException as error:
+            self._root.close()
+            raise OSError(f"cannot open {place}: {error}") from error
+        self._root.execute("CREATE SCHEMA bq")
+        self._root.execute(_MACROS.read_text())
+        # Nothing that a query says may reach the machine's files or the network.
+        self._root.execute("SET GLOBAL enable_external_access = false")
+        self._root.execute("SET GLOBAL lock_configuration = true")
+
+    def close(self) -> None:
+        """Writes the log into the file and lets it go."""
+        if self._root is not None:
+            self._root.execute("CHECKPOINT data")
+            self._root.close()
+            self._root = None
+
+    @contextmanager
+    def cursor(self) -> Iterator[Cursor]:
+        """Gives a session of its own: what runs in it sees one state of the data per statement."""
+        cursor = self._root.cursor()
+        try:
+            yield cursor
+        finally:
+            cursor.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[Cursor]:
+        """Gives a session whose statements are kept together or not at all."""
+        with self.cursor() as cursor:
+            cursor.execute("BEGIN")
+            try:
+                yield cursor
+            except BaseException:
+                cursor.execute("ROLLBACK")
+                raise
+            cursor.execute("COMMIT")

@@ -1,0 +1,283 @@
+r"""Values on their way in: checks what a request says against a field's type, and writes it as DuckDB reads it.
+
+Used by insertAll, load jobs and query parameters. A canonical value is what `from_json` of DuckDB turns into the
+column's type: text for most types, `\xNN` pairs for BYTES, lists and objects for REPEATED and RECORD.
+Source: https://docs.cloud.google.com/bigquery/docs/loading-data-cloud-storage-json#details_of_loading_json_data
+"""
+
+import base64
+import binascii
+import json
+import math
+import re
+from collections.abc import Callable
+from datetime import UTC, date, datetime, time, timedelta, timezone
+from decimal import ROUND_HALF_UP, Context, Decimal, InvalidOperation
+from typing import Any
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+from infra.local.bigquery.schema import Field, Json, Schema
+
+_INT64 = range(-(2**63), 2**63)
+_WIDE = Context(prec=100)
+_NUMERIC_STEP = Decimal("1e-9")
+_NUMERIC_LIMIT = Decimal(10) ** 29
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_DATE = re.compile(r"(\d{4})[-/](\d{1,2})[-/](\d{1,2})")
+_TIME = re.compile(r"(\d{1,2}):(\d{1,2})(?::(\d{1,2})(?:\.(\d{1,9}))?)?")
+_TIMESTAMP = re.compile(
+    rf"(?P<date>{_DATE.pattern})(?:[ Tt](?P<time>{_TIME.pattern}))?"
+    r"\s*(?P<zone>[Zz]|UTC|[-+]\d{1,2}(?::?\d{2})?|[A-Za-z]+(?:/[A-Za-z_+-]+)+)?"
+)
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+
+
+class BadValueError(Exception):
+    """A value does not fit its field; the message is the service's."""
+
+    def __init__(self, location: str, message: str) -> None:
+        super().__init__(message)
+        self.location = location
+        self.message = message
+
+
+def canonical_row(schema: Schema, row: Json, ignores_unknown: bool, takes_json: bool = False) -> Json:
+    """Returns a row with canonical values under the schema's names.
+
+    Args:
+        schema: the table's fields.
+        row: a JSON object; names match in any case.
+        ignores_unknown: whether fields that the schema has not are dropped.
+        takes_json: whether a JSON column takes any JSON value (a load), not only text (insertAll).
+
+    Raises:
+        BadValueError: at the first field that does not fit.
+    """
+    return _record(schema, row, "", ignores_unknown, takes_json)
+
+
+def canonical_scalar(kind: str, value: Any) -> Any:
+    """Returns one canonical value of a scalar type.
+
+    Args:
+        kind: the type's name in a schema, such as INTEGER.
+        value: text or another JSON scalar; None stays None.
+
+    Raises:
+        BadValueError: where it does not fit.
+    """
+    return None if value is None else _SCALARS[kind](value, "")
+
+
+def _record(schema: Schema, row: Json, path: str, ignores_unknown: bool, takes_json: bool) -> Json:
+    known = {field.name.lower(): field for field in schema}
+    found: Json = {}
+    for name, value in row.items():
+        field = known.get(name.lower())
+        if field is None:
+            if ignores_unknown:
+                continue
+            raise BadValueError(f"{path}{name}", f"no such field: {path}{name}.")
+        found[field.name] = _value(field, value, f"{path}{field.name}", ignores_unknown, takes_json)
+    for field in schema:
+        if found.get(field.name) is None:
+            if field.mode == "REQUIRED":
+                raise BadValueError("", f"Missing required field: Msg_0_CLOUD_QUERY_TABLE.{path}{field.name}.")
+            found[field.name] = [] if field.mode == "REPEATED" else None
+    return found
+
+
+def _value(field: Field, value: Any, path: str, ignores_unknown: bool, takes_json: bool) -> Any:
+    if value is None:
+        return None
+    if field.mode != "REPEATED":
+        return _single(field, value, path, ignores_unknown, takes_json)
+    if not isinstance(value, list):
+        raise BadValueError(path, f"Repeated field must be imported as a JSON array. Field: {path}.")
+    if any(item is None for item in value):
+        raise BadValueError(path, "Only optional fields can be set to NULL. Field: {path}; Value: NULL")
+    return [_single(field, item, path, ignores_unknown, takes_json) for item in value]
+
+
+def _single(field: Field, value: Any, path: str, ignores_unknown: bool, takes_json: bool) -> Any:
+    if field.type == "RECORD":
+        if not isinstance(value, dict):
+            raise BadValueError(path, f"Cannot convert value to record (bad value): {_shown(value)}")
+        return _record(field.fields, value, f"{path}.", ignores_unknown, takes_json)
+    if field.type == "JSON" and takes_json:
+        return value
+    if isinstance(value, list):
+        raise BadValueError(path, f"Array specified for non-repeated field: {path}.")
+    if isinstance(value, dict):
+        raise BadValueError(path, f"This field: {path} is not a record.")
+    return _SCALARS[field.type](value, path)
+
+
+def _string(value: Any, path: str) -> str:
+    text = value if isinstance(value, str) else _shown(value)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadValueError(path, "Invalid UTF-8 in string value") from None
+    return text
+
+
+def _integer(value: Any, path: str) -> int:
+    number: int | None = None
+    if isinstance(value, int) and not isinstance(value, bool):
+        number = value
+    elif (isinstance(value, float) and value.is_integer()) or (
+        isinstance(value, str) and re.fullmatch(r"\s*[-+]?\d{1,20}\s*", value, re.ASCII)
+    ):
+        number = int(value)
+    if number is None or number not in _INT64:
+        raise BadValueError(path, f"Cannot convert value to integer (bad value): {_shown(value)}")
+    return number
+
+
+def _float(value: Any, path: str) -> str:
+    text = value.strip() if isinstance(value, str) else _shown(value)
+    if isinstance(value, bool) or not (
+        _NUMBER.fullmatch(text) or text.lower().lstrip("+-") in ("nan", "inf", "infinity")
+    ):
+        raise BadValueError(path, f"Cannot convert value to double (bad value): {_shown(value)}")
+    number = float(text)
+    if math.isinf(number) and "inf" not in text.lower():
+        raise BadValueError(path, f"Cannot convert value to double (bad value): {_shown(value)}")
+    return repr(number)
+
+
+def _boolean(value: Any, path: str) -> bool:
+    found = _BOOLEANS.get(value.strip().lower() if isinstance(value, str) else _shown(value))
+    if found is None:
+        raise BadValueError(path, f"Cannot convert value to boolean (bad value): {_shown(value)}")
+    return found
+
+
+_BOOLEANS = {
+    **dict.fromkeys(("true", "t", "yes", "y", "1"), True),
+    **dict.fromkeys(("false", "f", "no", "n", "0"), False),
+}
+
+
+def _numeric(value: Any, path: str) -> str:
+    text = value.strip() if isinstance(value, str) else _shown(value)
+    if isinstance(value, bool) or not _NUMBER.fullmatch(text):
+        raise BadValueError(path, f"Invalid NUMERIC value: {_shown(value)}")
+    try:
+        number = Decimal(text).quantize(_NUMERIC_STEP, ROUND_HALF_UP, _WIDE)
+    except InvalidOperation:
+        raise BadValueError(path, f"Invalid NUMERIC value: {_shown(value)}") from None
+    if abs(number) >= _NUMERIC_LIMIT:
+        raise BadValueError(path, f"Invalid NUMERIC value: {_shown(value)}")
+    return f"{number:f}"
+
+
+def _bytes(value: Any, path: str) -> str:
+    try:
+        if not isinstance(value, str):
+            raise ValueError
+        raw = base64.b64decode(value.replace("-", "+").replace("_", "/"), validate=True)
+    except (ValueError, binascii.Error):
+        raise BadValueError(path, "Could not decode base64 string to bytes.") from None
+    return "".join(f"\\x{byte:02X}" for byte in raw)
+
+
+def _json(value: Any, path: str) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        raise BadValueError(path, f"Invalid JSON value: {value}") from None
+
+
+def _timestamp(value: Any, path: str) -> str:
+    message = (
+        f"Could not parse '{_shown(value)}' as a timestamp. Required format is YYYY-MM-DD HH:MM[:SS[.SSSSSS]]"
+        " or YYYY/MM/DD HH:MM[:SS[.SSSSSS]]"
+    )
+    text = value.strip() if isinstance(value, str) else _shown(value)
+    try:
+        if _NUMBER.fullmatch(text) and not isinstance(value, bool):
+            moment = _EPOCH + timedelta(microseconds=int((Decimal(text) * 1_000_000).to_integral_value()))
+        else:
+            moment = _zoned(text)
+    except (ValueError, OverflowError, InvalidOperation, ZoneInfoNotFoundError):
+        raise BadValueError(path, message) from None
+    return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S.%f+00").rjust(29, "0")
+
+
+def _zoned(text: str) -> datetime:
+    match = _TIMESTAMP.fullmatch(text)
+    if match is None:
+        raise ValueError(text)
+    clock = _clock(match["time"]) if match["time"] else time()
+    return datetime.combine(_day(match["date"]), clock, _zone(match["zone"])).astimezone(UTC)
+
+
+def _zone(name: str | None) -> timezone | ZoneInfo:
+    if name is None or name in ("Z", "z", "UTC"):
+        return UTC
+    if name[0] in "+-":
+        hours, minutes = re.fullmatch(r".(\d{1,2}):?(\d{2})?", name).groups()  # type: ignore[union-attr]
+        offset = timedelta(hours=int(hours), minutes=int(minutes or 0))
+        return timezone(-offset if name[0] == "-" else offset)
+    return ZoneInfo(name)
+
+
+def _day(text: str) -> date:
+    match = _DATE.fullmatch(text)
+    if match is None:
+        raise ValueError(text)
+    return date(*(int(part) for part in match.groups()))
+
+
+def _clock(text: str) -> time:
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise ValueError(text)
+    hour, minute, second, fraction = match.groups()
+    return time(int(hour), int(minute), int(second or 0), int((fraction or "").ljust(6, "0")[:6]))
+
+
+def _datetime(value: Any, path: str) -> str:
+    try:
+        match = _TIMESTAMP.fullmatch(value.strip() if isinstance(value, str) else "")
+        if match is None or match["zone"] not in (None, "Z", "z"):
+            raise ValueError
+        clock = _clock(match["time"]) if match["time"] else time()
+        return datetime.combine(_day(match["date"]), clock).isoformat(" ")
+    except ValueError:
+        raise BadValueError(path, f'Invalid datetime string "{_shown(value)}"') from None
+
+
+def _date(value: Any, path: str) -> str:
+    try:
+        return _day(value.strip() if isinstance(value, str) else "").isoformat()
+    except ValueError:
+        raise BadValueError(path, f"Invalid date: '{_shown(value)}'") from None
+
+
+def _time(value: Any, path: str) -> str:
+    try:
+        return _clock(value.strip() if isinstance(value, str) else "").isoformat()
+    except ValueError:
+        raise BadValueError(path, f'Invalid time string "{_shown(value)}"') from None
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+_SCALARS: dict[str, Callable[[Any, str], Any]] = {
+    "STRING": _string,
+    "BYTES": _bytes,
+    "INTEGER": _integer,
+    "FLOAT": _float,
+    "BOOLEAN": _boolean,
+    "NUMERIC": _numeric,
+    "JSON": _json,
+    "TIMESTAMP": _timestamp,
+    "DATETIME": _datetime,
+    "DATE": _date,
+    "TIME": _time,
+}
