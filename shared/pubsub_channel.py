@@ -9,6 +9,7 @@ import asyncio
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import quote
 
@@ -138,6 +139,7 @@ def _channel_options(is_secure: bool) -> list[tuple[str, int]]:
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.enable_retries", 0),  # Method and PublishQueue have their own, within the caller's limit
         ("grpc.max_receive_message_length", -1),
         ("grpc.max_send_message_length", -1),
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -166,10 +168,8 @@ class Method:
         Raises:
             aio.AioRpcError: it failed.
         """
-        value = request
-        for name in self._routed_by.split("."):
-            value = getattr(value, name)
-        return await self._call(request, timeout=timeout_s, metadata=routing(self._routed_by, value))
+        metadata = routing(self._routed_by, getattr(request, self._routed_by))
+        return await self._call(request, timeout=timeout_s, metadata=metadata)
 
     async def until(self, request: RawMessage, end_s: float, *, longest_attempt_s: float = 5.0) -> Any:
         """Attempts until one succeeds, with jittered pauses after transient failures.
@@ -195,6 +195,7 @@ class Method:
             await asyncio.sleep(pause_s)
 
 
+@lru_cache(maxsize=1024)
 def routing(name: str, value: str) -> tuple[tuple[str, str], ...]:
     """The metadata that Google's front end routes a call by (google.aip.dev/4222)."""
     return (("x-goog-request-params", f"{name}={quote(value, safe='')}"),)

@@ -85,22 +85,25 @@ class AckQueue:
             self._timer = None
         if self._sending is None and len(self):
             self._sending = asyncio.create_task(self._send())
-            self._sending.add_done_callback(self._sent)
-
-    def _sent(self, task: asyncio.Task[None]) -> None:
-        self._sending = None
 
     async def _send(self) -> None:
-        # One turn later: acks given in the same turn of the loop share a request.
-        await asyncio.sleep(0)
-        while self._acks or self._nacks:
-            if self._nacks:
-                ids = _take(self._nacks)
-                request = ModifyAckDeadlineRequest(subscription=self._path, ack_ids=ids, ack_deadline_seconds=0)
-                await self._call(self._modify, request, len(ids))
-            if self._acks:
-                ids = _take(self._acks)
-                await self._call(self._acknowledge, AcknowledgeRequest(subscription=self._path, ack_ids=ids), len(ids))
+        try:
+            # One turn later: acks given in the same turn of the loop share a request.
+            await asyncio.sleep(0)
+            while self._acks or self._nacks:
+                await self._send_some()
+        finally:
+            # In the same turn as the last look at the queues, or an ack in between would wait for ever.
+            self._sending = None
+
+    async def _send_some(self) -> None:
+        if self._nacks:
+            ids = _take(self._nacks)
+            request = ModifyAckDeadlineRequest(subscription=self._path, ack_ids=ids, ack_deadline_seconds=0)
+            await self._call(self._modify, request, len(ids))
+        if self._acks:
+            ids = _take(self._acks)
+            await self._call(self._acknowledge, AcknowledgeRequest(subscription=self._path, ack_ids=ids), len(ids))
 
     async def _call(self, method: Method, request: RawMessage, messages: int) -> None:
         try:
