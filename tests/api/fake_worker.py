@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import random
 import time
 import zlib
 from collections.abc import AsyncIterator
@@ -55,7 +56,8 @@ class FakeWorker:
 
     `go` cleared holds every answer back. `broken` texts and prompts fail. With a cache, results are kept as a real
     worker keeps them. `jobs` are those taken, in order of arrival; `is_silent` takes jobs and never answers;
-    `stores_results_in` takes all images.
+    `stores_results_in` takes all images;
+    `jitter` makes answers come out of order.
     """
 
     def __init__(self, transport: Transport, models: tuple[Model, ...], cache: ResultCache | None = None) -> None:
@@ -70,6 +72,7 @@ class FakeWorker:
         self.broken = {"broken"}
         self.is_silent = False
         self.stores_results_in: ObjectStore | None = None
+        self.jitter: random.Random | None = None
 
     @property
     def items(self) -> list[Item]:
@@ -114,6 +117,8 @@ class FakeWorker:
     async def _answer(self, model: Model, job: Job, message: object, subscription: Subscription) -> None:
         pulled_at_s = time.time()
         await self.go.wait()
+        for _ in range(self.jitter.randrange(30) if self.jitter else 0):
+            await asyncio.sleep(0)
         outcomes = [self._outcome(item, job, pulled_at_s) for item in job.body.items]
         if self.stores_results_in is not None:
             for outcome in outcomes:

@@ -1,0 +1,366 @@
+"""The dispatcher without HTTP around it: what is computed once, who waits for whom, who writes which row."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from api.admission import Admission
+from api.dispatcher import Dispatcher
+from api.inbox import REPLIES, ReplyInbox
+from api.inference import Answer, InferenceRequest
+from api.jobs import JobSender
+from shared.cache import Level, ResultCache
+from shared.errors import Overloaded, Unavailable
+from shared.messages import EmbeddingResult, Reply, ReplyBody, Result, Row, TextInput, encode_reply
+from shared.objects import ObjectStore
+from tests.api.fake_worker import FakeWorker, vector_of
+from tests.api.harness import NO_REDIS, TEXT_MODEL, RowList, settings_for
+from tests.fakes import InMemoryTransport
+
+pytestmark = pytest.mark.anyio
+
+
+class HeldCache(ResultCache):
+    """A cache whose answers can be held back."""
+
+    def __init__(self, redis_url: str) -> None:
+        super().__init__(redis_url, memory_bytes=1 << 20)
+        self.go = asyncio.Event()
+        self.go.set()
+
+    async def get_many(self, keys: Iterable[str]) -> dict[str, tuple[Result, Level]]:
+        await self.go.wait()
+        return await super().get_many(keys)
+
+
+@dataclass
+class Bench:
+    """A dispatcher and all it works with."""
+
+    dispatcher: Dispatcher
+    worker: FakeWorker
+    transport: InMemoryTransport
+    cache: HeldCache
+    admission: Admission
+    rows: list[Row]
+
+    def ask(self, *texts: str, deadline_in_s: float = 30.0, **flags: bool) -> asyncio.Task[Answer]:
+        """A request under way; it has boarded its flights after one turn of the loop."""
+        now_s, inputs = time.time(), [TextInput(text) for text in texts]
+        request_id = f"req_{random.getrandbits(64):x}"
+        request = InferenceRequest(request_id, TEXT_MODEL, "t", inputs, now_s, now_s + deadline_in_s, **flags)
+        return asyncio.create_task(self.dispatcher.dispatch(request), name=request_id)
+
+    def is_idle(self) -> bool:
+        return self.dispatcher.in_flight == 0 and self.admission.in_flight == 0
+
+
+Benches = Callable[..., AbstractAsyncContextManager[Bench]]
+
+
+@pytest.fixture
+def benches(tmp_path: Path) -> Benches:
+    return partial(_bench, tmp_path)
+
+
+@pytest.fixture
+async def bench(benches: Benches) -> AsyncIterator[Bench]:
+    async with benches() as running:
+        yield running
+        assert running.is_idle()
+
+
+@asynccontextmanager
+async def _bench(tmp_path: Path, max_in_flight: int = 1000, redis_url: str = NO_REDIS) -> AsyncIterator[Bench]:
+    transport, rows, settings = InMemoryTransport(), RowList(), settings_for(tmp_path)
+    async with HeldCache(redis_url) as cache:
+        worker = FakeWorker(transport, (TEXT_MODEL,), cache)
+        async with worker.running(transport), ReplyInbox(settings, transport, transport, "test") as inbox:
+            sender = JobSender(inbox, transport, ObjectStore("memory://"), "test")
+            admission = Admission(max_in_flight)
+            async with Dispatcher(sender, cache, admission, rows, api_instance="test", region="r") as dispatcher:
+                yield Bench(dispatcher, worker, transport, cache, admission, rows.rows)
+
+
+def texts_right(answer: Answer, *texts: str) -> bool:
+    results = [outcome.result for outcome in answer.outcomes]
+    vectors = [np.frombuffer(result.vector, "<f4") for result in results if isinstance(result, EmbeddingResult)]
+    in_order = [outcome.index for outcome in answer.outcomes] == list(range(len(texts)))
+    same = [np.array_equal(vector, vector_of(TextInput(text))) for vector, text in zip(vectors, texts, strict=True)]
+    return in_order and all(same)
+
+
+def origins(answer: Answer) -> list[str]:
+    return [outcome.receipt.cache for outcome in answer.outcomes]
+
+
+def ends(answer: Answer) -> list[str | None]:
+    return [outcome.error.code if outcome.error else outcome.status for outcome in answer.outcomes]
+
+
+async def test_identical_items_at_once_are_computed_once(bench: Bench) -> None:
+    bench.worker.go.clear()
+    asks = [bench.ask("a"), bench.ask("b", "a"), bench.ask("a")]
+    await bench.worker.until_taken(2)
+    bench.worker.go.set()
+    first, second, third = await asyncio.gather(*asks)
+    assert texts_right(first, "a")
+    assert texts_right(second, "b", "a")
+    assert texts_right(third, "a")
+    assert (origins(first), origins(second), origins(third)) == (["miss"], ["miss", "joined"], ["joined"])
+    assert sorted(item.input.text for item in bench.worker.items) == ["a", "b"]
+    assert sorted((row.item, row.cache, row.status, row.cost_usd) for row in bench.rows) == [
+        (0, "joined", "succeeded", 0.0),
+        (1, "joined", "succeeded", 0.0),
+    ]
+
+
+async def test_item_that_stands_twice_in_a_request_is_computed_once(bench: Bench) -> None:
+    answer = await bench.ask("a", "b", "a")
+    assert texts_right(answer, "a", "b", "a")
+    assert origins(answer) == ["miss", "miss", "joined"]
+    assert [(row.row_id.rpartition(":")[2], row.cache) for row in bench.rows] == [("2", "joined")]
+
+
+async def test_leader_who_hangs_up_leaves_the_job_to_those_who_joined(bench: Bench) -> None:
+    bench.worker.go.clear()
+    leader, joined = bench.ask("a"), bench.ask("a")
+    await bench.worker.until_taken(1)
+    leader.cancel()
+    await asyncio.wait([leader])
+    bench.worker.go.set()
+    assert texts_right(await joined, "a")
+    assert len(bench.worker.jobs) == 1
+
+
+async def test_leader_who_hangs_up_before_its_job_exists_hands_over(bench: Bench) -> None:
+    bench.cache.go.clear()
+    leader, joined = bench.ask("a"), bench.ask("a")
+    await asyncio.sleep(0)
+    leader.cancel()
+    await asyncio.wait([leader])
+    bench.cache.go.set()
+    answer = await joined
+    assert texts_right(answer, "a")
+    assert origins(answer) == ["miss"]
+    # The leader's item was never published, so its row is the API's.
+    assert [(row.status, row.error_code) for row in bench.rows] == [("failed", "cancelled")]
+
+
+async def test_last_who_hangs_up_frees_everything_at_once(bench: Bench) -> None:
+    unknown = REPLIES.labels("unknown")
+    before = unknown._value.get()
+    bench.worker.go.clear()
+    asks = [bench.ask("a"), bench.ask("a", "b")]
+    await bench.worker.until_taken(2)
+    for ask in asks:
+        ask.cancel()
+    await asyncio.wait(asks)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert bench.is_idle()
+    # The worker answers all the same: nobody waits, and the replies are dropped.
+    bench.worker.go.set()
+    await _until(lambda: unknown._value.get() == before + 2)
+    assert sorted((row.cache, row.error_code) for row in bench.rows) == [("none", "cancelled")]
+
+
+async def test_deadline_of_the_leader_is_not_that_of_those_who_joined(bench: Bench) -> None:
+    bench.worker.go.clear()
+    leader, joined = bench.ask("a", deadline_in_s=0.1), bench.ask("a")
+    assert ends(await leader) == ["deadline_exceeded"]
+    await bench.worker.until_taken(2)
+    bench.worker.go.set()
+    answer = await joined
+    assert texts_right(answer, "a")
+    assert origins(answer) == ["miss"]
+    assert bench.rows == []
+
+
+async def test_short_deadline_of_one_who_joined_does_not_end_the_job(bench: Bench) -> None:
+    bench.worker.go.clear()
+    leader, joined = bench.ask("a"), bench.ask("a", deadline_in_s=0.05)
+    assert ends(await joined) == ["deadline_exceeded"]
+    bench.worker.go.set()
+    assert texts_right(await leader, "a")
+    assert [row.status for row in bench.rows] == ["expired"]
+
+
+async def test_failure_is_shared_and_items_fail_alone(bench: Bench) -> None:
+    bench.worker.go.clear()
+    asks = [bench.ask("a", "broken"), bench.ask("broken")]
+    await bench.worker.until_taken(1)
+    bench.worker.go.set()
+    first, second = await asyncio.gather(*asks)
+    assert ends(first) == ["succeeded", "model_failed"]
+    assert ends(second) == ["model_failed"]
+    assert [(row.cache, row.status, row.error_code) for row in bench.rows] == [("joined", "failed", "model_failed")]
+
+
+async def test_result_that_is_there_after_the_deadline_still_counts(bench: Bench) -> None:
+    bench.worker.is_silent = True
+    ask = bench.ask("a", deadline_in_s=0.2)
+    await bench.worker.until_taken(1)
+    key, result = bench.worker.items[0].cache_key, EmbeddingResult(vector_of(TextInput("a")).tobytes(), 3)
+    assert key is not None
+    await bench.cache.put_many({key: result}, ttl_s=60)
+    assert texts_right(await ask, "a")
+    assert bench.rows == []  # the worker has it, so its row is the worker's
+
+
+async def test_published_item_that_expires_is_the_workers_to_record(bench: Bench) -> None:
+    bench.worker.is_silent = True
+    assert ends(await bench.ask("a", deadline_in_s=0.05)) == ["deadline_exceeded"]
+    assert bench.rows == []
+
+
+async def test_nothing_is_published_after_the_deadline(bench: Bench) -> None:
+    assert ends(await bench.ask("a", deadline_in_s=-1.0)) == ["deadline_exceeded"]
+    assert bench.worker.jobs == []
+    assert [(row.status, row.error_code, row.published_at_s) for row in bench.rows] == [
+        ("expired", "deadline_exceeded", None)
+    ]
+
+
+async def test_broker_out_of_reach_is_recorded_by_the_api(bench: Bench) -> None:
+    bench.transport.outage = Unavailable("no broker")
+    assert ends(await bench.ask("a", "b")) == ["unavailable", "unavailable"]
+    assert [(row.status, row.error_code) for row in bench.rows] == [("failed", "unavailable")] * 2
+
+
+async def test_topic_that_is_missing_is_no_fault_of_the_caller(bench: Bench) -> None:
+    await bench.transport.delete_topic(f"jobs.{TEXT_MODEL.name}")
+    assert ends(await bench.ask("a")) == ["unavailable"]
+
+
+async def test_hits_cost_nothing_and_leave_rows(bench: Bench) -> None:
+    await bench.ask("a", "b")
+    answer = await bench.ask("b", "c", "a")
+    assert texts_right(answer, "b", "c", "a")
+    assert origins(answer) == ["memory", "miss", "memory"]
+    assert answer.headers()["x-penstock-cache"] == "partial"
+    assert [(row.item, row.cache, row.tokens, row.cost_usd) for row in bench.rows] == [
+        (0, "memory", 3, 0.0),
+        (2, "memory", 3, 0.0),
+    ]
+    assert len(bench.worker.items) == 3
+
+
+async def test_no_cache_computes_anew_and_keeps(bench: Bench) -> None:
+    await bench.ask("a")
+    await bench.ask("a", cache_read=False)
+    assert [(job.body.cache_read, job.body.cache_write) for job in bench.worker.jobs] == [(True, True), (False, True)]
+    assert all(item.cache_key for item in bench.worker.items)
+
+
+async def test_no_store_keeps_nothing_and_shares_with_nobody(bench: Bench) -> None:
+    bench.worker.go.clear()
+    asks = [bench.ask("a", cache_read=False, cache_write=False) for _ in range(2)]
+    await bench.worker.until_taken(2)
+    bench.worker.go.set()
+    await asyncio.gather(*asks)
+    assert [item.cache_key for item in bench.worker.items] == [None, None]
+
+
+async def test_full_instance_refuses_at_once_but_still_serves_hits_and_joins(benches: Benches) -> None:
+    async with benches(max_in_flight=2) as bench:
+        await bench.ask("hit")
+        bench.worker.go.clear()
+        busy = bench.ask("a", "b", "c")
+        await bench.worker.until_taken(2)
+        with pytest.raises(Overloaded) as caught:
+            await bench.ask("d")
+        assert caught.value.retry_after_s > 0
+        assert origins(await bench.ask("hit")) == ["memory"]
+        joined = bench.ask("b")
+        await asyncio.sleep(0)
+        bench.worker.go.set()
+        assert texts_right(await busy, "a", "b", "c")
+        assert texts_right(await joined, "b")
+        assert texts_right(await bench.ask("d"), "d")
+        assert bench.is_idle()
+        assert {row.error_code for row in bench.rows} == {None}
+
+
+async def test_one_who_joined_a_refused_leader_is_told_the_same(benches: Benches) -> None:
+    async with benches(max_in_flight=1) as bench:
+        bench.worker.go.clear()
+        busy = bench.ask("a")
+        await bench.worker.until_taken(1)
+        bench.cache.go.clear()
+        asks = [bench.ask("b"), bench.ask("b")]
+        await asyncio.sleep(0)
+        bench.cache.go.set()
+        results = await asyncio.gather(*asks, return_exceptions=True)
+        assert [type(result) for result in results] == [Overloaded, Overloaded]
+        bench.worker.go.set()
+        assert texts_right(await busy, "a")
+        assert bench.is_idle()
+
+
+async def test_reply_of_the_wrong_length_is_an_error_not_a_mix_up(bench: Bench) -> None:
+    bench.worker.is_silent = True
+    ask = bench.ask("a", "b")
+    await bench.worker.until_taken(1)
+    envelope = bench.worker.jobs[0].envelope
+    reply = Reply(envelope.request_id, envelope.part, envelope.slot, ReplyBody([]))
+    await bench.transport.publish(envelope.inbox, *encode_reply(reply))
+    assert ends(await ask) == ["internal", "internal"]
+
+
+async def test_closing_tells_those_who_wait(benches: Benches) -> None:
+    async with benches() as bench:
+        bench.worker.go.clear()
+        ask = bench.ask("a")
+        await bench.worker.until_taken(1)
+    assert ends(await ask) == ["unavailable"]
+
+
+async def test_redis_serves_another_instance(benches: Benches, redis_url: str) -> None:
+    async with benches(redis_url=redis_url) as first:
+        await first.ask("a")
+    async with benches(redis_url=redis_url) as second:
+        answer = await second.ask("a")
+        assert texts_right(answer, "a")
+        assert origins(answer) == ["redis"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_any_mix_of_asking_and_hanging_up_answers_right_and_leaves_nothing(benches: Benches, seed: int) -> None:
+    chance = random.Random(seed)
+    async with benches() as bench:
+        bench.worker.jitter = chance
+        asks = []
+        for _ in range(200):
+            texts = [f"text {chance.randrange(12)}" for _ in range(chance.randint(1, 20))]
+            flags = chance.choice([{}, {}, {"cache_read": False}, {"cache_read": False, "cache_write": False}])
+            asks.append((texts, bench.ask(*texts, **flags)))
+            if chance.random() < 0.4:
+                chance.choice(asks)[1].cancel()
+            for _ in range(chance.randrange(4)):
+                await asyncio.sleep(0)
+        await asyncio.wait([ask for _, ask in asks], timeout=8)
+        for texts, ask in asks:
+            assert ask.done()
+            assert ask.cancelled() or texts_right(ask.result(), *texts)
+        await _until(bench.is_idle)
+        by_api = [row.row_id for row in bench.rows]
+        by_worker = [f"{job.envelope.request_id}:{item.index}" for job in bench.worker.jobs for item in job.body.items]
+        recorded = by_api + by_worker
+        assert len(set(recorded)) == len(recorded)
+        answered = [(texts, ask) for texts, ask in asks if not ask.cancelled()]
+        assert {f"{ask.get_name()}:{index}" for texts, ask in answered for index in range(len(texts))} <= set(recorded)
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not holds():  # noqa: ASYNC110 - nothing in the product tells when
+            await asyncio.sleep(0)
