@@ -1,0 +1,82 @@
+"""What those who run the API ask it: alive, ready, counted, described."""
+
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from api import schemas
+from shared.errors import Unavailable
+from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_ready_when_broker_and_redis_answer(tmp_path: Path, redis_url: str) -> None:
+    async with running_api(settings_for(tmp_path, redis_url=redis_url)) as api:
+        response = await api.http.get("/readyz")
+        assert response.status_code == 200
+        assert response.json() == {"status": "ready", "pubsub": "ok", "redis": "ok"}
+
+
+async def test_degraded_without_redis_but_ready(api: ApiUnderTest) -> None:
+    response = await api.http.get("/readyz")
+    assert response.status_code == 200
+    assert response.json()["status"] == "degraded"
+
+
+async def test_not_ready_without_the_broker(api: ApiUnderTest) -> None:
+    api.transport.outage = Unavailable("no broker")
+    response = await api.http.get("/readyz")
+    assert response.status_code == 503
+    assert response.json() == {
+        "status": "unavailable",
+        "pubsub": "no broker",
+        "redis": "out of reach: requests go on without it",
+    }
+    assert (await api.http.get("/healthz")).status_code == 200
+
+
+async def test_metrics_count_requests_and_items(api: ApiUnderTest) -> None:
+    before = await _metrics(api)
+    await api.http.post("/v1/embeddings", json={"model": TEXT_MODEL.name, "input": ["a", "b"]})
+    await api.http.post("/v1/embeddings", json={})
+    after = await _metrics(api)
+
+    def counted(name: str, **labels: str) -> float:
+        key = (name, tuple(sorted(labels.items())))
+        return after.get(key, 0.0) - before.get(key, 0.0)
+
+    route, model = "/v1/embeddings", TEXT_MODEL.name
+    assert counted("penstock_api_requests_total", route=route, model=model, status="200") == 1
+    assert counted("penstock_api_requests_total", route=route, model="", status="400") == 1
+    assert counted("penstock_api_request_seconds_count", route=route, model=model) == 1
+    assert counted("penstock_api_items_total", model=model, cache="miss", status="succeeded") == 2
+    assert counted("penstock_api_items_in_flight", model=model) == 0
+
+
+async def _metrics(api: ApiUnderTest) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    text = (await api.http.get("/metrics")).text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples}
+
+
+async def test_openapi_page_is_whole(api: ApiUnderTest) -> None:
+    page = (await api.http.get("/openapi.json")).json()
+    defined = page["components"]["schemas"].keys()
+    assert {reference.rpartition("/")[2] for reference in _references(page)} <= defined
+    for path in ("/v1/embeddings", "/v1/images/generations", "/v1/images/edits"):
+        described = page["paths"][path]["post"]
+        assert described["requestBody"]["content"]
+        assert {"200", "400", "429", "504"} <= described["responses"].keys()
+    assert "multipart/form-data" in page["paths"]["/v1/images/edits"]["post"]["requestBody"]["content"]
+    for body in (schemas.EmbeddingsBody, schemas.GenerationBody):
+        body.model_validate(page["components"]["schemas"][body.__name__]["example"])
+    assert (await api.http.get("/docs")).status_code == 200
+
+
+def _references(node: object) -> set[str]:
+    if isinstance(node, dict):
+        own = {node["$ref"]} if isinstance(node.get("$ref"), str) else set()
+        return own.union(*(_references(value) for value in node.values()))
+    return set().union(*(_references(value) for value in node)) if isinstance(node, list) else set()
