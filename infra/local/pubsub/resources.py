@@ -168,12 +168,12 @@ def _check_update_path(path: str, current: Any, updatable: Collection[str]) -> N
     field = path.partition(".")[0]
     if field not in current.DESCRIPTOR.fields_by_name:
         raise InvalidArgument(
-            f"Invalid update_mask provided in the Update{kind}Request: '{path}' is not a known {kind} field. "
+            f"Invalid update_mask provided in the Update{kind}Request: {path} is not a known {kind} field. "
             "Note that field paths must be of the form 'push_config' rather than 'pushConfig'."
         )
     if field not in updatable:
         raise InvalidArgument(
-            f"Invalid update_mask provided in the Update{kind}Request: the '{field}' field is not mutable."
+            f"Invalid update_mask provided in the Update{kind}Request: the {field} field in the {kind} is not mutable."
         )
 
 
@@ -238,4 +238,4 @@ def _complete_dead_letter_policy(subscription: Subscription) -> None:
     policy = subscription.dead_letter_policy
     check_name(policy.dead_letter_topic, "topics")
     policy.max_delivery_attempts = policy.max_delivery_attempts or DEFAULT_MAX_DELIVERY_ATTEMPTS
-    check_range("dead_letter_policy.max_delivery_attempts", policy.max_delivery_attempts, 5, 100)
+    check_range("max_delivery_attempts", policy.max_delivery_attempts, 5, 100)
