@@ -75,8 +75,8 @@ def parse_endpoint(endpoint: str) -> Endpoint:
     Raises:
         ConfigurationError: there is no host in it.
     """
-    scheme, separator, rest = endpoint.rpartition("://")
-    target = (rest if separator else endpoint).rstrip("/") or GOOGLE_ENDPOINT
+    scheme, _, rest = endpoint.rpartition("://")
+    target = rest.rstrip("/") if endpoint else GOOGLE_ENDPOINT
     host, _, port = target.rpartition(":") if target.rpartition(":")[2].isdigit() else (target, "", "")
     if not host or scheme not in ("", "http", "https"):
         raise ConfigurationError(f"Pub/Sub endpoint {endpoint!r} is not HOST:PORT", field="pubsub_endpoint")
