@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
 
 from shared.catalogue import Catalogue, Model
 from shared.names import (
     dead_letter_subscription_id,
     dead_letter_topic_id,
-    inbox_topic_id,
     jobs_topic_id,
-    slot_filter,
-    slot_subscription_id,
     workers_subscription_id,
 )
+from shared.pubsub_inbox import make_inbox
 from shared.transport import Admin, SubscriptionSettings
 
 JOB_RETENTION_S = 3600
@@ -24,14 +20,13 @@ DEAD_LETTER_RETENTION_S = 7 * 24 * 3600
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
 """Said, because the service's own default makes a job wait 10 s after a worker died (platform-facts P42)."""
 MAX_DELIVERY_ATTEMPTS = 5
-CALLS_AT_ONCE = 16
 
 
 async def provision(admin: Admin, catalogue: Catalogue, inbox_pool: int, slots: int) -> None:
     """Makes everything that is missing; what is there already stays as it is.
 
     Args:
-        admin: an open connection with the right to create.
+        admin: an open connection with the right to create; bounds how many calls are under way.
         catalogue: its models get a jobs topic, a subscription for their workers, and a place for dead letters.
         inbox_pool: how many reply inboxes to make, numbered from 0.
         slots: filtered subscriptions of each inbox.
@@ -40,8 +35,8 @@ async def provision(admin: Admin, catalogue: Catalogue, inbox_pool: int, slots: 
         PenstockError: the broker refused or did not answer.
     """
     await asyncio.gather(*(_provision_model(admin, model) for model in catalogue.models))
-    gate = asyncio.Semaphore(CALLS_AT_ONCE)
-    await asyncio.gather(*(_provision_inbox(admin, gate, str(number), slots) for number in range(inbox_pool)))
+    for number in range(inbox_pool):
+        await make_inbox(admin, str(number), slots)
 
 
 async def _provision_model(admin: Admin, model: Model) -> None:
@@ -60,20 +55,4 @@ async def _provision_model(admin: Admin, model: Model) -> None:
         admin.ensure_subscription(
             dead_letter_subscription_id(model.name), SubscriptionSettings(dead, retention_s=DEAD_LETTER_RETENTION_S)
         ),
-    )
-
-
-async def _provision_inbox(admin: Admin, gate: asyncio.Semaphore, inbox: str, slots: int) -> None:
-    async def bounded(call: Coroutine[Any, Any, bool]) -> None:
-        async with gate:
-            await call
-
-    topic_id = inbox_topic_id(inbox)
-    await bounded(admin.ensure_topic(topic_id))
-    settings = (SubscriptionSettings(topic_id, filter=slot_filter(slot, slots)) for slot in range(slots))
-    await asyncio.gather(
-        *(
-            bounded(admin.ensure_subscription(slot_subscription_id(inbox, slot), setting))
-            for slot, setting in enumerate(settings)
-        )
     )
