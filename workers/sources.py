@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 import tempfile
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path, PurePosixPath
 
 import obstore
@@ -15,9 +16,24 @@ from obstore.store import GCSStore, ObjectStore
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 
 OpenBucket = Callable[[str], ObjectStore]
+DOWNLOAD_LIMIT = timedelta(hours=1)
+"""For one file, from request to last byte; the client's default of 30 s is too short for weights."""
 
 
-def resolve(source: str, revision: str, cache_dir: Path, *, open_bucket: OpenBucket = GCSStore) -> Path:
+def open_gcs_bucket(name: str) -> ObjectStore:
+    """A bucket of Google Cloud Storage, with the machine's credentials."""
+    return GCSStore(
+        name,
+        client_options={
+            "timeout": DOWNLOAD_LIMIT,
+            "read_timeout": timedelta(seconds=30),
+            "connect_timeout": timedelta(seconds=10),
+        },
+        retry_config={"max_retries": 5, "retry_timeout": timedelta(minutes=1)},
+    )
+
+
+def resolve(source: str, revision: str, cache_dir: Path, *, open_bucket: OpenBucket = open_gcs_bucket) -> Path:
     """The folder with the model's files, fetched first where `source` lies elsewhere. May take minutes.
 
     Args:
@@ -104,7 +120,7 @@ def _from_bucket(source: str, revision: str, cache_dir: Path, open_bucket: OpenB
             # Another worker on this machine was faster; its copy is as good.
             if not folder.is_dir():
                 raise
-    except BaseError as error:
+    except (BaseError, OSError) as error:
         raise Unavailable(f"source {source}: {error}", field="source") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

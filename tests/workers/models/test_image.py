@@ -1,0 +1,195 @@
+import io
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+from shared.catalogue import Catalogue
+from shared.errors import BadInput, ConfigurationError, ModelFailed
+from shared.messages import Blob, ImageInput, ImageResult, Input
+from shared.schedulers import SCHEDULER_NAMES
+from workers.models import model_for, preparer_for
+from workers.models.base import Model, PreparedImage, Preparer
+
+# Some schedulers of diffusers go between torch and numpy 2 in an old way.
+pytestmark = pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning")
+
+TEXT = ImageInput(
+    prompt="a mill by the river", width=64, height=64, steps=6, guidance_scale=7.5, seed=1, scheduler="ddim"
+)
+
+
+def png(width: int, height: int) -> Blob:
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+    encoded = io.BytesIO()
+    Image.fromarray(pixels).save(encoded, "PNG")
+    return Blob("image/png", encoded.getvalue())
+
+
+FROM_IMAGE = msgspec.structs.replace(TEXT, image=png(64, 64), strength=0.6)
+
+
+def drawn(model: Model, preparer: Preparer, inputs: Sequence[Input]) -> list[ImageResult]:
+    batch = [item for item in preparer.prepare(inputs) if isinstance(item, PreparedImage)]
+    assert len(batch) == len(inputs)
+    assert len({item.key for item in batch}) == 1
+    assert model.groups(batch) == [list(range(len(batch)))]
+    results = [result for result in model.predict(batch, lambda step, steps: None) if isinstance(result, ImageResult)]
+    assert len(results) == len(inputs)
+    return results
+
+
+def pixels(result: ImageResult) -> np.ndarray:
+    assert result.image.media_type == "image/png"
+    with Image.open(io.BytesIO(result.image.data or b""), formats=["PNG"]) as image:
+        assert image.size == (result.width, result.height)
+        return np.asarray(image).astype(int)
+
+
+@pytest.mark.parametrize("request_", [TEXT, FROM_IMAGE], ids=["text", "image"])
+@pytest.mark.parametrize("scheduler", SCHEDULER_NAMES)
+def test_a_job_gives_the_same_pixels_alone_or_in_a_batch(
+    tiny: Model, tiny_preparer: Preparer, scheduler: str, request_: ImageInput
+) -> None:
+    prompts = ["a mill", "", "a long prompt about a river " * 9]
+    inputs = [
+        msgspec.structs.replace(request_, scheduler=scheduler, seed=seed, prompt=prompt)
+        for seed, prompt in enumerate(prompts)
+    ]
+    together = [pixels(result) for result in drawn(tiny, tiny_preparer, inputs)]
+    alone = [pixels(drawn(tiny, tiny_preparer, [value])[0]) for value in inputs]
+    assert max(np.abs(one - other).max() for one, other in zip(together, alone, strict=True)) <= 1
+    assert np.abs(together[0] - together[1]).max() > 8
+
+
+def test_schedulers_differ(tiny: Model, tiny_preparer: Preparer) -> None:
+    """Names that draw noise on the way leave the path of the plain ones; the same name repeats itself."""
+    by_name = {
+        name: pixels(drawn(tiny, tiny_preparer, [msgspec.structs.replace(TEXT, scheduler=name)])[0])
+        for name in ("ddim", "euler_a", "lcm", "default")
+    }
+    assert np.abs(by_name["ddim"] - by_name["default"]).max() == 0
+    assert np.abs(by_name["ddim"] - by_name["euler_a"]).max() > 8
+    assert np.abs(by_name["lcm"] - by_name["euler_a"]).max() > 8
+
+
+def test_every_parameter_counts(tiny: Model, tiny_preparer: Preparer) -> None:
+    base = pixels(drawn(tiny, tiny_preparer, [TEXT])[0])
+    for change in ({"seed": 2}, {"prompt": "other"}, {"negative_prompt": "x"}, {"guidance_scale": 1.0}, {"steps": 3}):
+        other = pixels(drawn(tiny, tiny_preparer, [msgspec.structs.replace(TEXT, **change)])[0])
+        assert np.abs(base - other).max() > 0, change
+
+
+def test_the_source_image_counts_and_is_fitted_to_the_size(tiny: Model, tiny_preparer: Preparer) -> None:
+    small = msgspec.structs.replace(FROM_IMAGE, image=png(30, 50), width=72, height=48)
+    result = drawn(tiny, tiny_preparer, [small])[0]
+    assert pixels(result).shape == (48, 72, 3)
+    other = msgspec.structs.replace(small, image=png(31, 50))
+    assert np.abs(pixels(result) - pixels(drawn(tiny, tiny_preparer, [other])[0])).max() > 0
+
+
+@pytest.mark.parametrize(("value", "steps"), [(TEXT, 6), (FROM_IMAGE, 3)], ids=["text", "image"])
+def test_steps_are_told_and_paid_for(tiny: Model, tiny_preparer: Preparer, value: ImageInput, steps: int) -> None:
+    told: list[tuple[int, int]] = []
+    (item,) = tiny_preparer.prepare([value])
+    assert isinstance(item, PreparedImage)
+    (result,) = tiny.predict([item], lambda step, steps: told.append((step, steps)))
+    assert told == [(step, steps) for step in range(1, steps + 1)]
+    assert isinstance(result, ImageResult)
+    assert (result.seed, result.width, result.height) == (value.seed, 64, 64)
+    assert result.pixel_steps == item.work == item.length == 64 * 64 * steps
+
+
+def test_sdxl_runs_from_the_same_code(catalogue: Catalogue, tiny_folder: Path, tmp_path: Path) -> None:
+    tokenizer = CLIPTokenizer.from_pretrained(tiny_folder / "tokenizer")
+    text = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        projection_dim=32,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    unet = UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        norm_num_groups=8,
+        attention_head_dim=(2, 4),
+        cross_attention_dim=64,
+        use_linear_projection=True,
+        transformer_layers_per_block=(1, 1),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=80,
+    )
+    StableDiffusionXLPipeline(
+        vae=AutoencoderKL.from_pretrained(tiny_folder / "vae"),
+        text_encoder=CLIPTextModel(text),
+        text_encoder_2=CLIPTextModelWithProjection(text),
+        tokenizer=tokenizer,
+        tokenizer_2=tokenizer,
+        unet=unet,
+        scheduler=EulerDiscreteScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear"),
+        force_zeros_for_empty_prompt=True,
+        add_watermarker=False,
+    ).save_pretrained(tmp_path)
+    entry = catalogue.default("image")
+    model, preparer = model_for(entry, tmp_path, "cpu"), preparer_for(entry, tmp_path)
+    model.setup()
+    for value in (TEXT, FROM_IMAGE):
+        inputs = [msgspec.structs.replace(value, seed=seed) for seed in (1, 2)]
+        together = [pixels(result) for result in drawn(model, preparer, inputs)]
+        assert np.abs(together[1] - pixels(drawn(model, preparer, inputs[1:])[0])).max() <= 1
+
+
+def test_a_model_with_a_scheduler_of_its_own_takes_no_other(
+    catalogue: Catalogue, tiny_folder: Path, tiny_preparer: Preparer, tmp_path: Path
+) -> None:
+    folder = tmp_path / "flow"
+    shutil.copytree(tiny_folder, folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    index["scheduler"] = ["diffusers", "FlowMatchEulerDiscreteScheduler"]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    config = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000}
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(config))
+    model = model_for(catalogue.default("image"), folder, "cpu")
+    model.setup()
+    (item,) = tiny_preparer.prepare([TEXT])
+    assert isinstance(item, PreparedImage)
+    (error,) = model.predict([item], lambda step, steps: None)
+    assert isinstance(error, BadInput)
+    assert error.field == "scheduler"
+
+
+def test_an_image_of_nan_fails(
+    catalogue: Catalogue, tiny_folder: Path, tiny_preparer: Preparer, tmp_path: Path
+) -> None:
+    folder = tmp_path / "nan"
+    shutil.copytree(tiny_folder, folder)
+    weights = load_file(folder / "vae" / "diffusion_pytorch_model.safetensors")
+    save_file(
+        {name: tensor * float("nan") for name, tensor in weights.items()},
+        folder / "vae" / "diffusion_pytorch_model.safetensors",
+    )
+    model = model_for(catalogue.default("image"), folder, "cpu")
+    model.setup()
+    (item,) = tiny_preparer.prepare([TEXT])
+    assert isinstance(item, PreparedImage)
+    assert isinstance(model.predict([item], lambda step, steps: None)[0], ModelFailed)
+
+
+def test_a_folder_without_a_pipeline_is_refused(catalogue: Catalogue, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"model_index\.json"):
+        model_for(catalogue.default("image"), tmp_path, "cpu").setup()
