@@ -1,0 +1,242 @@
+"""The whole pipeline on one machine, as real processes: servers, one worker per model of the catalogue, the API.
+
+What runs here is what runs in the cloud; only the endpoints, handed on by environment, differ. Started by
+`penstock up`, by `penstock demo` and by the end-to-end tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from infra.local.ports import Ports
+from infra.local.process import Process, answers, listens
+from infra.local.provision import provision
+from infra.local.redis import RedisServer
+from infra.reports import create_tables
+from shared.catalogue import Catalogue, read_catalogue
+from shared.errors import ConfigurationError
+from shared.pubsub_admin import PubSubAdmin
+from shared.settings import ApiSettings, environment_with, read_settings
+
+SERVER_LIMIT_S = 20.0
+WORKER_LIMIT_S = 180.0
+"""A worker loads its model from disk and warms it up; the shipped ones take about ten seconds."""
+API_LIMIT_S = 30.0
+MAKE_MODEL_LIMIT_S = 180.0
+API_STOP_LIMIT_S = 12.0
+WORKER_STOP_LIMIT_S = 30.0
+TINY_DIFFUSION = "var/models/stable-diffusion-tiny"
+"""The one local model that a program of ours can make; others must be there."""
+
+REPLACED_BY = {
+    "redis": "PENSTOCK_REDIS_URL",
+    "pubsub": "PENSTOCK_PUBSUB_ENDPOINT",
+    "bigquery": "PENSTOCK_BIGQUERY_ENDPOINT",
+}
+"""The setting that puts another server in the place of each of ours."""
+
+
+class Stack:
+    """The running pipeline; entering starts everything and returns when every part is ready, leaving stops it.
+
+    Args:
+        state_dir: gets the logs, the rows, the objects and the spool.
+        ports: where to listen.
+        settings: `PENSTOCK_*` variables for every process, above the stack's own. A server whose variable in
+            REPLACED_BY is among them is not started: the one it names is used.
+        say: gets one line of progress at a time.
+
+    Raises:
+        ConfigurationError: a port is taken, the catalogue or a setting is wrong.
+        Unavailable: a part ended or was not ready in time; the message has the end of its log.
+    """
+
+    def __init__(
+        self,
+        state_dir: Path,
+        *,
+        ports: Ports,
+        settings: Mapping[str, str] | None = None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.state_dir = state_dir.resolve()
+        self.log_dir = self.state_dir / "log"
+        self.ports = ports
+        self.processes: dict[str, Process] = {}
+        """What was started, by name: redis, pubsub, bigquery, worker-<model> …, api."""
+        self._given = dict(settings or {})
+        self._say = say
+        self._began_s = 0.0
+        self._undo = ExitStack()
+
+    @property
+    def api_url(self) -> str:
+        """Where the API answers."""
+        return f"http://127.0.0.1:{self.ports.api}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The settings that every process of this stack has, for one more that is to take part."""
+        own = {
+            "PENSTOCK_PROJECT": "penstock-local",
+            "PENSTOCK_DATASET": "penstock",
+            "PENSTOCK_REGION": "local",
+            "PENSTOCK_MODELS_FILE": "models.yaml",
+            "PENSTOCK_PUBSUB_ENDPOINT": f"127.0.0.1:{self.ports.pubsub}",
+            "PENSTOCK_BIGQUERY_ENDPOINT": f"http://127.0.0.1:{self.ports.bigquery}",
+            "PENSTOCK_REDIS_URL": f"redis://127.0.0.1:{self.ports.redis}/0",
+            "PENSTOCK_OBJECTS_URL": f"file://{self.state_dir / 'objects'}",
+            "PENSTOCK_SPOOL_DIR": str(self.state_dir / "spool"),
+            "PENSTOCK_PORT": str(self.ports.api),
+        }
+        return own | self._given
+
+    @property
+    def settings(self) -> ApiSettings:
+        """The same, read."""
+        fields = {name.removeprefix("PENSTOCK_").lower(): value for name, value in self.environment.items()}
+        return read_settings(ApiSettings, **fields)
+
+    def __enter__(self) -> Self:
+        self._began_s = time.monotonic()
+        with ExitStack() as undo:
+            undo.callback(self._tell, "stopped", "")
+            settings = self.settings
+            catalogue = read_catalogue(settings.models_file)
+            self._check_ports(len(catalogue.models))
+            self._start_servers(undo)
+            self._make_models(catalogue)
+            asyncio.run(_provision(settings, catalogue))
+            self._tell("made", "topics and subscriptions")
+            create_tables(settings)
+            self._tell("made", f"dataset {settings.dataset}")
+            self._start_pipeline(undo, catalogue)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with _undisturbed():
+            self._undo.close()
+
+    def failure(self) -> str | None:
+        """Which part has ended that should run, with the end of its log; None while all do."""
+        for process in self.processes.values():
+            if not process.is_running:
+                return f"{process.name} {process.ending}{process.last_words()}"
+        return None
+
+    def _check_ports(self, workers: int) -> None:
+        """Refuses before anything starts: a port taken later would show only in some log."""
+        if workers > len(self.ports.health):
+            raise ConfigurationError(f"{workers} models need as many health ports, not {len(self.ports.health)}")
+        wanted = {"API": self.ports.api} | {name: getattr(self.ports, name) for name in self._own_servers()}
+        wanted |= {f"health of worker {n}": port for n, port in enumerate(self.ports.health[:workers])}
+        for part, port in wanted.items():
+            if listens(port):
+                raise ConfigurationError(
+                    f"port {port} ({part}) is taken: stop what listens there, or choose others, see penstock up --help"
+                )
+
+    def _own_servers(self) -> list[str]:
+        return [server for server, variable in REPLACED_BY.items() if variable not in self._given]
+
+    def _start_servers(self, undo: ExitStack) -> None:
+        bigquery_dir = str(self.state_dir / "bigquery")
+        modules = {
+            "pubsub": ["infra.local.pubsub", "--port", str(self.ports.pubsub)],
+            "bigquery": ["infra.local.bigquery", "--port", str(self.ports.bigquery), "--data-dir", bigquery_dir],
+        }
+        own = self._own_servers()
+        for name in own:
+            if name == "redis":
+                self._start(undo, RedisServer(self.state_dir / "redis", self.log_dir, self.ports.redis))
+            else:
+                self._start(undo, self._module(name, modules[name]))
+        for name in own:
+            port = getattr(self.ports, name)
+            self._await(name, partial(listens, port), SERVER_LIMIT_S, f"127.0.0.1:{port}")
+
+    def _make_models(self, catalogue: Catalogue) -> None:
+        """Makes the small diffusion model at the first start."""
+        wanted = any(model.source == f"local:{TINY_DIFFUSION}" for model in catalogue.models)
+        if wanted and not Path(TINY_DIFFUSION).is_dir():
+            self._tell("making", f"the small diffusion model in {TINY_DIFFUSION}, once")
+            module = ["workers.models.make_tiny_diffusion", TINY_DIFFUSION]
+            with self._module("make-tiny-diffusion", module) as maker:
+                maker.wait_done(MAKE_MODEL_LIMIT_S)
+
+    def _start_pipeline(self, undo: ExitStack, catalogue: Catalogue) -> None:
+        workers: dict[str, int] = {}
+        processes = str(_model_processes(len(catalogue.models)))
+        for model, port in zip(catalogue.models, self.ports.health, strict=False):
+            name, settings = f"worker-{model.name}", {"PENSTOCK_MODEL": model.name, "PENSTOCK_HEALTH_PORT": str(port)}
+            settings |= {"PENSTOCK_PROCESSES": self._given.get("PENSTOCK_PROCESSES", processes)}
+            self._start(undo, self._module(name, ["workers"], settings, stop_limit_s=WORKER_STOP_LIMIT_S))
+            workers[name] = port
+        # Undone after the API has stopped and before the first worker is waited for: they wind down side by side.
+        for name in workers:
+            undo.callback(self.processes[name].ask_to_stop)
+        self._start(undo, self._module("api", ["api"], stop_limit_s=API_STOP_LIMIT_S))
+        self._await("api", partial(answers, self.ports.api, "/readyz"), API_LIMIT_S, self.api_url)
+        for name, port in workers.items():
+            self._await(name, partial(answers, port, "/readyz"), WORKER_LIMIT_S, "warm")
+
+    def _module(
+        self, name: str, module: list[str], settings: Mapping[str, str] | None = None, *, stop_limit_s: float = 10.0
+    ) -> Process:
+        return Process(
+            name,
+            [sys.executable, "-m", *module],
+            self.log_dir,
+            environment=environment_with(self.environment | dict(settings or {})),
+            stop_limit_s=stop_limit_s,
+        )
+
+    def _start(self, undo: ExitStack, process: Process) -> None:
+        self.processes[process.name] = undo.enter_context(process)
+
+    def _await(self, name: str, is_ready: Callable[[], bool], limit_s: float, facts: str) -> None:
+        self.processes[name].wait_ready(is_ready, limit_s)
+        self._tell("ready", f"{name} · {facts}")
+
+    def _tell(self, word: str, facts: str) -> None:
+        self._say(f"{time.monotonic() - self._began_s:6.1f} s  {word:<8}{facts}".rstrip())
+
+
+def _model_processes(workers: int) -> int:
+    """Model processes of each worker: they share the cores here; 0 leaves it to the worker, which knows its GPUs."""
+    return 0 if shutil.which("nvidia-smi") else max(1, (os.cpu_count() or 1) // workers)
+
+
+async def _provision(settings: ApiSettings, catalogue: Catalogue) -> None:
+    """Creates the topics and subscriptions that Terraform creates in the cloud."""
+    async with PubSubAdmin(settings.project, settings.pubsub_endpoint) as admin:
+        await provision(admin, catalogue, settings.inbox_pool, settings.reply_slots)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Stopping has limits of its own; a second Ctrl-C must not leave processes behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,105 @@
+"""The usage table on the BigQuery that the settings name: made, asked, and its shipped reports shown.
+
+Between the `penstock` command or the local stack and Google's client, whose errors are translated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from infra import bigquery as usage
+from infra.table import table
+from shared.errors import BadInput, Unavailable
+from shared.settings import Settings
+
+if TYPE_CHECKING:
+    from google.cloud.bigquery import Client
+
+QUERY_LIMIT_S = 60.0
+
+
+def list_reports() -> int:
+    """Prints the shipped reports; returns the exit status."""
+    print(table(("report", "shows"), [(report.name, report.title) for report in usage.reports().values()]))
+    return 0
+
+
+def show_report(settings: Settings, name: str, days: int) -> int:
+    """Prints one report over the last `days` days; returns the exit status.
+
+    Raises:
+        BadInput: there is no such report.
+        Unavailable: BigQuery is out of reach or refused the query.
+    """
+    heads, rows = run_report(settings, name, days)
+    print(table(heads, rows) if rows else f"no rows in the last {days} days")
+    return 0
+
+
+def run_report(settings: Settings, name: str, days: int) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """The columns and rows of a report, over what was received in the last `days` days.
+
+    Raises:
+        BadInput: there is no such report.
+        Unavailable: BigQuery is out of reach or refused the query.
+    """
+    report = usage.reports().get(name)
+    if report is None:
+        raise BadInput(f"no report {name!r}; there are: {', '.join(usage.reports())}", field="name")
+    with _connected(settings) as client:
+        from google.cloud.bigquery import QueryJobConfig, ScalarQueryParameter
+
+        since = datetime.now(UTC) - timedelta(days=days)
+        config = QueryJobConfig(
+            default_dataset=f"{settings.project}.{settings.dataset}",
+            query_parameters=[ScalarQueryParameter("since", "TIMESTAMP", since)],
+        )
+        job = client.query(report.sql, job_config=config, timeout=QUERY_LIMIT_S)
+        result = job.result(timeout=QUERY_LIMIT_S)
+        return [field.name for field in result.schema], [tuple(row.values()) for row in result]
+
+
+def create_tables(settings: Settings) -> None:
+    """Makes dataset, table and views, or brings them up to date.
+
+    Raises:
+        Unavailable: BigQuery is out of reach or refused.
+    """
+    with _connected(settings) as client:
+        usage.create(client, settings.dataset)
+
+
+def check_bigquery(settings: Settings, timeout_s: float) -> None:
+    """Asks for the usage table.
+
+    Raises:
+        Unavailable: BigQuery is out of reach, or there is no such table.
+    """
+    with _connected(settings) as client:
+        client.get_table(f"{settings.dataset}.{usage.TABLE}", retry=None, timeout=timeout_s)
+
+
+@contextmanager
+def _connected(settings: Settings) -> Iterator[Client]:
+    """Google's client, with the machine's credentials, or with none for an embedded BigQuery."""
+    # Imported when needed: Google's client takes half a second, and `penstock report` without a name needs none.
+    from google.api_core.exceptions import GoogleAPIError
+    from google.auth.credentials import AnonymousCredentials
+    from google.auth.exceptions import GoogleAuthError
+    from google.cloud.bigquery import Client
+    from requests.exceptions import RequestException
+
+    place: dict[str, Any] = {}
+    if settings.bigquery_endpoint:
+        options = {"api_endpoint": settings.bigquery_endpoint}
+        place = {"credentials": AnonymousCredentials(), "client_options": options}
+    try:
+        client = Client(project=settings.project, **place)
+        with closing(client):
+            yield client
+    except (GoogleAPIError, GoogleAuthError, RequestException) as error:
+        # The lines after the first say which job it was; nobody can look it up here.
+        raise Unavailable(f"BigQuery: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,43 @@
+"""Prints rows of values as an aligned text table; for reports and the demo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+INDENT = "  "
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """The rows below their heads; columns of numbers stand to the right. None is shown as `-`."""
+    cells = [[_shown(value) for value in row] for row in rows]
+    lines = [list(heads), *cells]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
+    is_left = [any(_is_word(cell[column]) for cell in cells) or not cells for column in range(len(heads))]
+    return "\n".join(_line(line, widths, is_left) for line in lines)
+
+
+def transposed(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """The rows side by side, one line for each head: for few rows with many values."""
+    lines = [[head, *(_shown(row[column]) for row in rows)] for column, head in enumerate(heads)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(rows) + 1)]
+    return "\n".join(_line(line, widths, [True] + [False] * len(rows)) for line in lines)
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.6f}".rstrip("0").rstrip(".") if 0 < abs(value) < 0.1 else f"{value:.2f}"
+    return str(value)
+
+
+def _is_word(cell: str) -> bool:
+    return not cell.lstrip("-").replace(".", "", 1).isdigit() and cell != "-"
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], is_left: Sequence[bool]) -> str:
+    placed = [
+        cell.ljust(width) if left else cell.rjust(width)
+        for cell, width, left in zip(cells, widths, is_left, strict=True)
+    ]
+    return (INDENT + "  ".join(placed)).rstrip()
