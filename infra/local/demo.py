@@ -1,0 +1,204 @@
+"""`penstock demo`: the stack is started, used with the `openai` client as a customer would, shown and stopped.
+
+Every figure printed is measured; a result that is not as it should be ends the demo with an error.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+
+from infra.local.ports import Ports
+from infra.local.stack import Stack
+from infra.reports import run_report
+from infra.table import table, transposed
+from shared.catalogue import Catalogue, read_catalogue
+from shared.errors import ModelFailed, Unavailable
+
+CALL_LIMIT_S = 60.0
+ROWS_LIMIT_S = 20.0
+SENTENCES = (
+    "I forgot my password and can't sign in.",
+    "How do I get back into my account?",
+    "The kitten is asleep on the windowsill.",
+    "A young cat dozes by the window.",
+    "Paris is the capital of France.",
+    "The French government sits in Paris.",
+)
+"""Each two that follow each other mean about the same."""
+SEED = 7
+STRENGTH = 0.5
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+@dataclass
+class Call:
+    """One call, its answer's own headers and the round trip as the caller saw it."""
+
+    what: str
+    cache: str
+    round_trip_ms: float
+    queue_ms: float
+    batch_ms: float
+    inference_ms: float
+
+    def row(self) -> tuple[object, ...]:
+        """Its line of the table; what is neither waiting nor computing is overhead."""
+        overhead_ms = self.round_trip_ms - self.queue_ms - self.batch_ms - self.inference_ms
+        parts = (self.round_trip_ms, self.queue_ms, self.batch_ms, self.inference_ms, overhead_ms)
+        return (self.what, self.cache, *(f"{part:.1f}" for part in parts))
+
+
+def run_demo(demo_dir: Path) -> int:
+    """Runs the demo; pictures, logs and rows lie in `demo_dir` afterwards.
+
+    Raises:
+        PenstockError: something did not start, did not answer or answered wrongly.
+    """
+    began_s = time.monotonic()
+    state_dir = demo_dir / "state"
+    shutil.rmtree(state_dir, ignore_errors=True)
+    _print("Penstock: the whole pipeline on this machine, started, used and stopped.\n\nStarting")
+    with Stack(state_dir, ports=Ports.free(), say=_print) as stack:
+        visitor = Visitor(stack, read_catalogue(stack.settings.models_file))
+        visitor.compare_sentences()
+        visitor.draw_pictures(demo_dir)
+        visitor.show_timings()
+        visitor.show_usage()
+        _print("\nStopping")
+    _print(f"\nDone in {time.monotonic() - began_s:.0f} s; logs and rows are in {state_dir}.")
+    _print("`make up` keeps it running and prints a curl line to start with.")
+    return 0
+
+
+class Visitor:
+    """A customer of the stack: calls the API and keeps how long each call took."""
+
+    def __init__(self, stack: Stack, catalogue: Catalogue) -> None:
+        self._stack = stack
+        self._embedding = catalogue.default("embedding")
+        self._image = catalogue.default("image")
+        self._client = openai.OpenAI(
+            base_url=f"{stack.api_url}/v1", api_key="none", timeout=CALL_LIMIT_S, max_retries=0
+        )
+        self._calls: list[Call] = []
+
+    def compare_sentences(self) -> None:
+        """Embeds SENTENCES twice and prints how close each two are."""
+        first = self._embed("6 sentences", "miss")
+        again = self._embed("6 sentences, again", "hit")
+        _expect(np.array_equal(first, again), "the cache gave other vectors than the model")
+        close = first @ first.T
+        _print(f"\nSentences that mean the same are close (cosine, {self._embedding.name})\n")
+        letters = "ABCDEF"
+        rows = [
+            (letters[n], *(f"{value:.2f}" for value in close[n]), f" {sentence}")
+            for n, sentence in enumerate(SENTENCES)
+        ]
+        _print(table(("", *letters, ""), rows))
+        others = close - np.eye(len(SENTENCES)) * 2
+        partners = others.argmax(axis=1)
+        _expect([n ^ 1 for n in range(len(SENTENCES))] == partners.tolist(), "related sentences were not the closest")
+
+    def draw_pictures(self, demo_dir: Path) -> None:
+        """Draws a picture from a prompt and one from that picture, each twice, and keeps them as PNG files."""
+        size = f"{self._image.image.width}x{self._image.image.height}"
+        asked: dict[str, Any] = {"model": self._image.name, "size": size, "extra_body": {"seed": SEED}}
+
+        def generate() -> Any:
+            return self._client.images.with_raw_response.generate(prompt="a lighthouse at dusk", **asked)
+
+        drawn = self._draw("text to image", generate)
+
+        def edit() -> Any:
+            changed = asked | {"extra_body": {"seed": SEED, "strength": STRENGTH}}
+            file = ("lighthouse.png", io.BytesIO(drawn), "image/png")
+            return self._client.images.with_raw_response.edit(image=file, prompt="the same at night", **changed)
+
+        redrawn = self._draw("image to image", edit)
+        _expect(redrawn != drawn, "image to image gave back its source")
+        _print(f"\nPictures ({self._image.name}, {size}, seed {SEED})\n")
+        for name, data in (("text-to-image.png", drawn), ("image-to-image.png", redrawn)):
+            (demo_dir / name).write_bytes(data)
+            _print(f"  {demo_dir / name}  {len(data):,} bytes")
+        if self._image.name == "stable-diffusion-tiny":
+            _print("  This miniature has every part of Stable Diffusion but was never trained: it draws seeded noise.")
+
+    def show_timings(self) -> None:
+        """Prints where the time of every call went."""
+        _print("\nWhere the time went, in milliseconds\n")
+        heads = ("call", "cache", "round trip", "queue", "batch wait", "inference", "overhead")
+        _print(table(heads, (call.row() for call in self._calls)))
+
+    def show_usage(self) -> None:
+        """Prints the usage report once every item's row has reached BigQuery."""
+        expected = 2 * len(SENTENCES) + 4
+        deadline_s = time.monotonic() + ROWS_LIMIT_S
+        while True:
+            heads, rows = run_report(self._stack.settings, "usage", days=1)
+            items = sum(int(row[heads.index("items")]) for row in rows)
+            if items == expected:
+                break
+            if time.monotonic() > deadline_s:
+                raise Unavailable(f"BigQuery has {items} rows after {ROWS_LIMIT_S:g} s, not {expected}")
+            time.sleep(0.2)
+        _print("\nThe receipt, from BigQuery (penstock report usage)\n")
+        _print(transposed(heads, rows))
+
+    def _embed(self, what: str, cache: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+        def create() -> Any:
+            return self._client.embeddings.with_raw_response.create(model=self._embedding.name, input=list(SENTENCES))
+
+        answer = self._call(what, create, cache)
+        return np.array([item.embedding for item in answer.data])
+
+    def _draw(self, what: str, call: Callable[[], Any]) -> bytes:
+        first, again = (
+            base64.b64decode(self._call(name, call, cache).data[0].b64_json)
+            for name, cache in ((what, "miss"), (f"{what}, again", "hit"))
+        )
+        _expect(first.startswith(PNG_SIGNATURE), f"{what} gave no PNG")
+        _expect(first == again, f"{what} gave two pictures for one seed")
+        return first
+
+    def _call(self, what: str, call: Callable[[], Any], cache: str) -> Any:
+        began_s = time.perf_counter()
+        with _translated(what):
+            response = call()
+            round_trip_ms = (time.perf_counter() - began_s) * 1000
+            answer = response.parse()
+        headers = response.headers
+        queue_ms, batch_ms, inference_ms = (
+            float(headers.get(f"x-penstock-{part}-ms", 0)) for part in ("queue", "batch", "inference")
+        )
+        said = headers.get("x-penstock-cache", "nothing")
+        self._calls.append(Call(what, said, round_trip_ms, queue_ms, batch_ms, inference_ms))
+        _expect(said == cache, f"{what}: the cache said {said}, not {cache}")
+        return answer
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    try:
+        yield
+    except openai.OpenAIError as error:
+        raise Unavailable(f"{what}: {error}") from error
+
+
+def _expect(is_so: bool | np.bool_, otherwise: str) -> None:
+    if not is_so:
+        raise ModelFailed(otherwise)
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)

