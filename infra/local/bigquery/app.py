@@ -64,7 +64,9 @@ def create_app(service: Service) -> Starlette:
             for mount in ("/upload", "/resumable/upload")
             for verb, endpoint in (("POST", uploads.upload), ("PUT", uploads.resume))
         ),
+        # The first is Google's address of old, the second what the bq tool asks for.
         Route("/discovery/v1/apis/bigquery/v2/rest", discovery.describe),
+        Route("/$discovery/rest", discovery.describe),
         Route("/healthz", _healthy),
     ]
     app = Starlette(

@@ -36,7 +36,7 @@ class Service:
 
     async def view_schema(self, sql: str, project: str) -> Schema:
         """Returns the fields of a view's query, and so checks it."""
-        statement = await self.lanes.read(self.translator.translate, sql, project, None)
+        statement = await self.lanes.read(self.translator.translate, sql, project, None, (), True)
         return await self.lanes.read(self.queries.describe, statement)
 
     async def run_query(self, job: Job) -> None:
@@ -115,10 +115,10 @@ class Service:
         result = view_schema = None
         query = tree.args.get("expression")
         if query is not None:
-            inner = await self._statement(job.project, config, query.sql("bigquery"))
             if statement.kind == "CREATE_VIEW":
-                view_schema = await self.lanes.read(self.queries.describe, inner)
+                view_schema = await self.view_schema(query.sql("bigquery"), job.project)
             else:
+                inner = await self._statement(job.project, config, query.sql("bigquery"))
                 await self._charge(job, inner)
                 result = await self.lanes.read(self.queries.select, inner, job.watch)
         default = config.get("defaultDataset")

@@ -52,9 +52,10 @@ def _truncation(node: exp.Expr) -> exp.Expr:
     unit, shift = _unit(node)
     value = _typed(node.this, _TRUNCATED[type(node)])
     zone = node.args.get("zone")
-    if zone is None:
-        return call("bq.date_trunc", text(unit), value, number(shift))
-    return call("bq.timestamp_trunc_at", text(unit), value, number(shift), zone)
+    if zone is not None:
+        return call("bq.trunc_at", text(unit), value, number(shift), zone)
+    name = "bq.trunc_date" if isinstance(node, exp.DateTrunc) else "bq.trunc_moment"
+    return call(name, text(unit), value, number(shift))
 
 
 def _unit(node: exp.Expr) -> tuple[str, int]:
@@ -80,12 +81,22 @@ def _typed(value: exp.Expr, kind: str) -> exp.Expr:
     return cast(value, kind) if is_text else value
 
 
-def _plus(name: str, kind: str) -> Rewrite:
-    def rewrite_plus(node: exp.Expr) -> exp.Expr:
-        span = exp.Interval(this=node.expression, unit=node.args["unit"])
-        return call(name, _typed(node.this, kind), _interval(span))
+def _date_sum(name: str) -> Rewrite:
+    def rewrite_sum(node: exp.Expr) -> exp.Expr:
+        return call(name, _typed(node.this, "DATE"), _span(node))
 
-    return rewrite_plus
+    return rewrite_sum
+
+
+def _sum(kind: type[exp.Add | exp.Sub], literal_as: str) -> Rewrite:
+    def rewrite_sum(node: exp.Expr) -> exp.Expr:
+        return exp.Paren(this=kind(this=_typed(node.this, literal_as), expression=_span(node)))
+
+    return rewrite_sum
+
+
+def _span(node: exp.Expr) -> exp.Expr:
+    return _interval(exp.Interval(this=node.expression, unit=node.args["unit"]))
 
 
 def _interval(node: exp.Expr) -> exp.Expr:
@@ -105,11 +116,11 @@ def _extract(node: exp.Expr) -> exp.Expr:
         value = call("timezone", value.args["zone"], value.this)
     name = "WEEK" if isinstance(part, exp.WeekStart) else part.name.upper()
     if name in _PARTS:
-        return exp.Extract(this=exp.var(name), expression=value)
+        return call(name.lower(), value)
     if name == "DAYOFWEEK":
         return exp.Paren(this=exp.Add(this=call("dayofweek", value), expression=number(1)))
     if name == "ISOWEEK":
-        return exp.Extract(this=exp.var("WEEK"), expression=value)
+        return call("week", value)
     if name in ("MILLISECOND", "MICROSECOND"):
         # DuckDB counts the seconds in: 1.5 s is 1,500 ms there and 500 ms in GoogleSQL.
         scale = 1_000 if name == "MILLISECOND" else 1_000_000
@@ -125,23 +136,21 @@ def _extract(node: exp.Expr) -> exp.Expr:
 def _date(node: exp.Expr) -> exp.Expr:
     zone = node.args.get("zone")
     value = node.this
-    return cast(value if zone is None else call("timezone", zone, _timestamp_of(value)), "DATE")
+    return cast(value if zone is None else call("timezone", zone, cast(value, "TIMESTAMPTZ")), "DATE")
 
 
 def _datetime(node: exp.Expr) -> exp.Expr:
     zone = node.expression if isinstance(node, exp.Datetime) else None
     if zone is not None:
-        return call("timezone", zone, _timestamp_of(node.this))
+        return call("timezone", zone, cast(node.this, "TIMESTAMPTZ"))
     return cast(node.this, "TIMESTAMP")
-
-
-def _timestamp_of(value: exp.Expr) -> exp.Expr:
-    return call("bq.timestamp", value)
 
 
 def _timestamp(node: exp.Expr) -> exp.Expr:
     zone = node.args.get("zone")
-    return call("bq.timestamp", node.this) if zone is None else call("bq.timestamp_at", node.this, zone)
+    if zone is None:
+        return cast(node.this, "TIMESTAMPTZ")
+    return call("timezone", zone, cast(node.this, "TIMESTAMP"))
 
 
 def _time(node: exp.Expr) -> exp.Expr:
@@ -161,7 +170,7 @@ def _formatted(node: exp.Expr) -> exp.Expr:
     source, zone = node.this, node.args.get("zone")
     pattern = _pattern(node)
     if isinstance(source, exp.TsOrDsToTimestamp):
-        moment = call("bq.timestamp", source.this)
+        moment = cast(source.this, "TIMESTAMPTZ")
         moment = call("timezone", text("UTC") if zone is None else zone, moment)
     elif isinstance(source, exp.TsOrDsToTime):
         raise unsupported("FORMAT_TIME")
@@ -220,12 +229,12 @@ MOMENTS: dict[type[exp.Expr], Rewrite] = {
     exp.DateTrunc: _truncation,
     exp.DatetimeTrunc: _truncation,
     exp.TimestampTrunc: _truncation,
-    exp.DateAdd: _plus("bq.date_plus", "DATE"),
-    exp.DatetimeAdd: _plus("bq.date_plus", "TIMESTAMP"),
-    exp.TimestampAdd: _plus("bq.date_plus", "TIMESTAMPTZ"),
-    exp.DateSub: _plus("bq.date_minus", "DATE"),
-    exp.DatetimeSub: _plus("bq.date_minus", "TIMESTAMP"),
-    exp.TimestampSub: _plus("bq.date_minus", "TIMESTAMPTZ"),
+    exp.DateAdd: _date_sum("bq.date_plus"),
+    exp.DateSub: _date_sum("bq.date_minus"),
+    exp.DatetimeAdd: _sum(exp.Add, "TIMESTAMP"),
+    exp.DatetimeSub: _sum(exp.Sub, "TIMESTAMP"),
+    exp.TimestampAdd: _sum(exp.Add, "TIMESTAMPTZ"),
+    exp.TimestampSub: _sum(exp.Sub, "TIMESTAMPTZ"),
     exp.Interval: _interval,
     exp.Extract: _extract,
     exp.Date: _date,

@@ -61,7 +61,12 @@ class Translator:
     tables_of: Callable[[DatasetKey], list[Table]]
 
     def translate(
-        self, sql: str, project: str, default_dataset: DatasetKey | None, parameters: Sequence[Json] = ()
+        self,
+        sql: str,
+        project: str,
+        default_dataset: DatasetKey | None,
+        parameters: Sequence[Json] = (),
+        is_view: bool = False,
     ) -> Statement:
         """Returns the DuckDB statement for one GoogleSQL statement.
 
@@ -70,6 +75,7 @@ class Translator:
             project: the project of names that have none.
             default_dataset: the data set of names that have none.
             parameters: QueryParameter resources.
+            is_view: whether it is a view's query, on whose result a filter may still come.
 
         Raises:
             InvalidQueryError: for what BigQuery refuses as well.
@@ -85,7 +91,8 @@ class Translator:
             raise unsupported(f"{type(tree).__name__.upper()} statements")
         bindings, resolved = Bindings(), Resolved()
         tree = resolve(put_parameters(tree, parameters, bindings), names, resolved)
-        check_partition_filters(tree, resolved.tables)
+        if not is_view:
+            check_partition_filters(tree, resolved.tables)
         _fit_manipulation(tree, resolved)
         columns, expanded = _mentioned_columns(tree), _expanded_aliases(tree)
         sql = _written(rewrite(tree))

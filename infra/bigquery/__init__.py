@@ -1,0 +1,90 @@
+"""The usage table in BigQuery: its schema, its options, its views, its reports; the one truth of all of them.
+
+The files beside this one are read by `create` for the local stack, by Terraform for the cloud, and by
+`penstock report`. Views name their table as `${project}.${dataset}.rows`; reports take their data set from the job
+and the parameter `@since`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from google.cloud import bigquery
+
+TABLE = "rows"
+_FOLDER = Path(__file__).parent
+_TABLE_FIELDS = ["schema", "description", "time_partitioning", "clustering_fields", "require_partition_filter"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A query over the usage table since `@since` (TIMESTAMP); `title` says what it shows."""
+
+    name: str
+    title: str
+    sql: str
+
+
+def schema() -> list[dict[str, str]]:
+    """The fields of the table, as BigQuery's schema JSON: name, type, mode, description."""
+    found: list[dict[str, str]] = json.loads((_FOLDER / "rows.schema.json").read_text())
+    return found
+
+
+def table_options() -> dict[str, Any]:
+    """How the table is partitioned and clustered, in the words of BigQuery's Table resource."""
+    found: dict[str, Any] = json.loads((_FOLDER / "rows.table.json").read_text())
+    return found
+
+
+def views(project: str, dataset: str) -> dict[str, str]:
+    """The GoogleSQL of each view by its name, for the table of this project and data set."""
+    return {
+        path.stem: Template(path.read_text()).substitute(project=project, dataset=dataset)
+        for path in sorted((_FOLDER / "views").glob("*.sql"))
+    }
+
+
+def reports() -> dict[str, Report]:
+    """The reports by name; the first line of each file is its title."""
+    found = {}
+    for path in sorted((_FOLDER / "reports").glob("*.sql")):
+        sql = path.read_text()
+        found[path.stem] = Report(path.stem, sql.split("\n", 1)[0].removeprefix("--").strip(), sql)
+    return found
+
+
+def create(client: bigquery.Client, dataset: str) -> None:
+    """Makes the data set, the table and the views, or brings what is there up to date.
+
+    Args:
+        client: Google's client, for the project that the data set stands in.
+        dataset: its id.
+
+    Raises:
+        google.api_core.exceptions.GoogleAPICallError: BigQuery refuses, or can't be reached.
+    """
+    client.create_dataset(dataset, exists_ok=True)
+    name = f"{client.project}.{dataset}"
+    table = {"schema": {"fields": schema()}, **table_options()}
+    _put(client, f"{name}.{TABLE}", table, _TABLE_FIELDS)
+    for view, query in views(client.project, dataset).items():
+        _put(client, f"{name}.{view}", {"view": {"query": query, "useLegacySql": False}}, ["view_query"])
+
+
+def _put(client: bigquery.Client, name: str, resource: dict[str, Any], fields: list[str]) -> None:
+    # Imported here: whoever only wants the schema should not load Google's client.
+    from google.api_core.exceptions import Conflict
+    from google.cloud import bigquery
+
+    reference = bigquery.TableReference.from_string(name).to_api_repr()
+    table = bigquery.Table.from_api_repr({"tableReference": reference, **resource})
+    try:
+        client.create_table(table)
+    except Conflict:
+        client.update_table(table, fields)
