@@ -32,6 +32,10 @@ REPLIES = Counter(
     "Replies that came in: delivered, duplicate, unknown (late, or of an earlier tenant) or undecodable.",
     ["outcome"],
 )
+_EXCLUSIVE, _SHARED = SLOTS_GIVEN.labels("exclusive"), SLOTS_GIVEN.labels("shared")
+_DELIVERED, _DUPLICATE, _UNKNOWN, _UNDECODABLE = map(
+    REPLIES.labels, ("delivered", "duplicate", "unknown", "undecodable")
+)
 INBOXES_LOST = Counter("penstock_inbox_lost", "Inboxes that were lost and replaced.")
 
 START_LIMIT_S = 10.0
@@ -128,15 +132,15 @@ class _OpenInbox:
         try:
             waiter = self._waiters[message.attributes["request_id"]][int(message.attributes["part"])]
         except (KeyError, ValueError):
-            REPLIES.labels("unknown").inc()
+            _UNKNOWN.inc()
             return
         try:
             reply = decode_reply(message.data, message.attributes)
         except UndecodableMessage as error:
-            REPLIES.labels("undecodable").inc()
+            _UNDECODABLE.inc()
             log.warning("reply can't be read", extra={"message_id": message.message_id, "reason": error.message})
             return
-        REPLIES.labels("delivered" if waiter.settle(reply) else "duplicate").inc()
+        (_DELIVERED if waiter.settle(reply) else _DUPLICATE).inc()
 
     def lose(self, error: InboxLost) -> None:
         for parts in self._waiters.values():
@@ -145,10 +149,10 @@ class _OpenInbox:
 
     def _give_slot(self) -> _Slot:
         if self._free:
-            SLOTS_GIVEN.labels("exclusive").inc()
+            _EXCLUSIVE.inc()
             slot = self._free.popleft()
         else:
-            SLOTS_GIVEN.labels("shared").inc()
+            _SHARED.inc()
             slot = min(self.slots, key=lambda slot: slot.requests)
         slot.requests += 1
         return slot

@@ -43,6 +43,7 @@ class AckQueue:
         self._nacks: deque[str] = deque()
         self._sending: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
         self.failed = 0
         """Acks and nacks that could not be sent: their messages come again."""
 
@@ -51,7 +52,7 @@ class AckQueue:
 
     def ack(self, ack_id: str) -> None:
         """Queues an ack."""
-        if len(self._acks) >= QUEUE_LIMIT_IDS:
+        if self._is_closed or len(self._acks) >= QUEUE_LIMIT_IDS:
             self.failed += 1
             return
         self._acks.append(ack_id)
@@ -73,6 +74,7 @@ class AckQueue:
 
     async def close(self) -> None:
         """Ends the request in flight; what was not sent comes again elsewhere."""
+        self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
         if self._sending is not None:

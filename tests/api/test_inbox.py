@@ -183,6 +183,14 @@ async def test_lease_is_kept_while_redis_forgets(redis_url: str) -> None:
         assert inbox.ready
 
 
+async def test_pool_without_redis_makes_its_own() -> None:
+    memory = InMemoryTransport()
+    pool = settings(inbox_pool=1, redis_url="redis://127.0.0.1:1/0")
+    async with ReplyInbox(pool, memory, memory, "api-1") as inbox:
+        with inbox.waiter("r1", 0) as waiter:
+            assert waiter.inbox.startswith("inbox.api-1-")
+
+
 async def test_inbox_that_is_deleted_is_replaced(broker: Broker) -> None:
     async with ReplyInbox(settings(), broker.transport, broker.admin, "api-1") as inbox:
         with inbox.waiter("r1", 0) as waiter:

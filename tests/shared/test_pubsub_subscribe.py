@@ -20,8 +20,8 @@ from tests.shared.scripted_pubsub import ScriptedPubSub, scripted_pubsub
 pytestmark = pytest.mark.anyio
 
 Opened = tuple[ScriptedPubSub, PubSubTransport]
-LEASE_S = 1
-"""Shorter than the service allows, so that a test sees leases run out."""
+SHORT_LEASE_S, LEASE_S = 1, 3
+"""Shorter than the service allows, so that a test sees leases run out, or kept for longer than one."""
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ async def test_lease_is_kept_until_the_ack(opened: Opened) -> None:
 
 async def test_lease_that_cannot_be_kept_is_told(opened: Opened) -> None:
     script, transport = opened
-    async with transport.subscribe("s", max_messages=10, ack_deadline_s=LEASE_S) as subscription:
+    async with transport.subscribe("s", max_messages=10, ack_deadline_s=SHORT_LEASE_S) as subscription:
         script.failures["ModifyAckDeadline"] = deque([grpc.StatusCode.UNAVAILABLE] * 1000)
         script.deliveries.put_nowait([b"in hand", b"not taken yet"])
         [message] = await take(subscription, 1)
