@@ -16,9 +16,8 @@ from shared.pubsub_admin import PubSubAdmin
 from shared.rows import RowWriter
 from shared.settings import ApiSettings, read_settings
 
-DRAIN_S = 6
-"""For requests in hand after SIGTERM; what is closed after them (inbox, acks, rows) has limits of its own, and Cloud
-Run kills after 10 s."""
+DRAIN_S = 4
+"""For requests in hand after SIGTERM. Cloud Run kills after 10 s; rows take up to 5 s to get to BigQuery or disk."""
 KEEP_ALIVE_S = 620
 """Above the 600 s for which Google's load balancer keeps its connections; else it uses some that we just closed."""
 

@@ -54,11 +54,13 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         instance = f"api-{secrets.token_hex(4)}"
         async with AsyncExitStack() as opened:
-            row_sink = await opened.enter_async_context(rows)
             cache = await opened.enter_async_context(ResultCache(settings.redis_url, settings.memory_cache_bytes))
             broker = await opened.enter_async_context(transport)
             inbox_admin = await opened.enter_async_context(admin)
             inbox = await opened.enter_async_context(ReplyInbox(settings, broker, inbox_admin, instance))
+            # Closed right after the dispatcher: what happens to an inbox that is not removed in time is only that it
+            # expires, but rows are to be on disk before the process is killed.
+            row_sink = await opened.enter_async_context(rows)
             sender = JobSender(inbox, broker, object_store, instance)
             admission = Admission(settings.max_in_flight)
             dispatcher = await opened.enter_async_context(

@@ -74,14 +74,14 @@ def _prepare_source(data: bytes, size: tuple[int, int] | None, defaults: ImageDe
                 limit = f"{SOURCE_LIMIT_PIXELS // 1_000_000} megapixels is the most"
                 raise InputTooLarge(f"image: {opened.width}x{opened.height} pixels, and {limit}", field="image")
             ImageOps.exif_transpose(opened, in_place=True)
-            target = size or _size_like(opened.width, opened.height, defaults)
+            target = size or size_like(opened.width, opened.height, defaults)
             drawn = _flat(opened).resize(target, Image.Resampling.LANCZOS)
     except _UNDECODABLE as error:
         raise BadInput("image: not a PNG, JPEG or WebP picture, or a broken one", field="image") from error
     return Blob(MEDIA_TYPES["png"], data=_saved(drawn, "png", compress_level=1)), target
 
 
-def _size_like(width: int, height: int, defaults: ImageDefaults) -> tuple[int, int]:
+def size_like(width: int, height: int, defaults: ImageDefaults) -> tuple[int, int]:
     """The source's shape at the model's usual number of pixels, in the multiples the model needs."""
     scale = math.sqrt(defaults.width * defaults.height / (width * height))
     step, most = defaults.multiple, defaults.largest_pixels

@@ -72,6 +72,7 @@ class _ImageBody(_Body):
     background: str | None = Field(None, description="Taken, without effect.")
     moderation: str | None = Field(None, description="Taken, without effect.")
     user: str | None = None
+    safety_identifier: str | None = None
     stream: bool | None = Field(None, description="Only false: images are not streamed.")
     partial_images: int | None = Field(None, description="Only 0.")
 

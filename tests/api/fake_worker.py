@@ -40,7 +40,8 @@ def vector_of(given: Input, dimensions: int = 384) -> np.ndarray:
     """The vector of a text or token list: unit length, and another for every other input."""
     seed = zlib.crc32(repr(given).encode())
     vector = np.random.default_rng(seed).standard_normal(dimensions).astype("<f4")
-    return (vector / np.linalg.norm(vector)).astype("<f4")
+    unit: np.ndarray = (vector / np.linalg.norm(vector)).astype("<f4")
+    return unit
 
 
 def png_of(given: ImageInput) -> bytes:
@@ -145,10 +146,9 @@ class FakeWorker:
 
 async def _store(outcome: ItemOutcome, objects: ObjectStore) -> None:
     if isinstance(outcome.result, ImageResult) and outcome.result.image.data is not None:
-        image = outcome.result.image
-        image.object_key = object_key("results", image.data, image.media_type)
-        await objects.put(image.object_key, image.data, image.media_type)
-        image.data = None
+        image, data = outcome.result.image, outcome.result.image.data
+        image.object_key, image.data = object_key("results", data, image.media_type), None
+        await objects.put(image.object_key, data, image.media_type)
 
 
 def _result(given: Input) -> Result:

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import openai
@@ -17,7 +17,7 @@ from api.parts import Parts
 from shared.cache import ResultCache
 from shared.catalogue import Catalogue, read_catalogue
 from shared.messages import Row
-from shared.settings import ApiSettings
+from shared.settings import ApiSettings, read_settings
 from shared.transport import Admin, Transport
 from tests.api.fake_worker import FakeWorker
 from tests.fakes import InMemoryTransport
@@ -51,7 +51,8 @@ class ApiUnderTest:
     url: str
     app: FastAPI
     worker: FakeWorker
-    transport: Transport
+    broker: InMemoryTransport
+    """Unless the test brought another."""
     rows: list[Row]
     http: httpx.AsyncClient
     clients: list[openai.AsyncOpenAI] = field(default_factory=list)
@@ -62,9 +63,9 @@ class ApiUnderTest:
         assert isinstance(parts, Parts)
         return parts
 
-    def openai(self, **options: object) -> openai.AsyncOpenAI:
-        """The client that callers use; it does not try again unless told to."""
-        given = {"api_key": "any", "max_retries": 0, **options}
+    def openai(self, **options: Any) -> Any:
+        """OpenAI's client, untyped so that tests can look at what comes; it does not try again unless told to."""
+        given: dict[str, Any] = {"api_key": "any", "max_retries": 0, **options}
         client = openai.AsyncOpenAI(base_url=f"{self.url}/v1", **given)
         self.clients.append(client)
         return client
@@ -78,7 +79,7 @@ class ApiUnderTest:
 
 def settings_for(tmp_path: Path, **settings: object) -> ApiSettings:
     usual = {"objects_url": f"file://{tmp_path}/objects", "redis_url": NO_REDIS, "reply_slots": 4, "port": 0}
-    return ApiSettings(**{**usual, **settings})
+    return read_settings(ApiSettings, **{**usual, **settings})
 
 
 @asynccontextmanager
@@ -94,7 +95,7 @@ async def running_api(
     app = create_app(settings, catalogue, _already_open(broker), _already_open(inbox_admin), rows)
     worker = FakeWorker(broker, catalogue.models, cache)
     async with worker.running(inbox_admin), serving(app) as url, httpx.AsyncClient(base_url=url, timeout=10) as http:
-        under_test = ApiUnderTest(url, app, worker, broker, rows.rows, http)
+        under_test = ApiUnderTest(url, app, worker, in_memory, rows.rows, http)
         try:
             yield under_test
         finally:

@@ -26,7 +26,7 @@ async def test_degraded_without_redis_but_ready(api: ApiUnderTest) -> None:
 
 
 async def test_not_ready_without_the_broker(api: ApiUnderTest) -> None:
-    api.transport.outage = Unavailable("no broker")
+    api.broker.outage = Unavailable("no broker")
     response = await api.http.get("/readyz")
     assert response.status_code == 503
     assert response.json() == {

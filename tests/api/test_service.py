@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -80,7 +81,7 @@ async def test_full_instance_says_when_to_come_back(tmp_path: Path) -> None:
 
 
 async def test_broker_out_of_reach_is_503_to_be_repeated(api: ApiUnderTest) -> None:
-    api.transport.outage = Unavailable("no broker")
+    api.broker.outage = Unavailable("no broker")
     response = await api.http.post("/v1/embeddings", json=BODY)
     assert response.status_code == 503
     assert response.headers["retry-after"] == "1"
@@ -102,7 +103,7 @@ async def test_body_above_the_limit_is_refused_while_it_comes(tmp_path: Path, is
     async with running_api(settings_for(tmp_path, request_max_bytes=1000)) as api:
         body = json.dumps(BODY | {"input": "x" * 200_000}).encode()
 
-        async def pieces() -> object:
+        async def pieces() -> AsyncIterator[bytes]:
             for start in range(0, len(body), 10_000):
                 yield body[start : start + 10_000]
 
@@ -162,7 +163,7 @@ async def test_unexpected_error_is_a_500_in_the_same_shape(
         await api.openai().embeddings.create(model=MODEL, input="a")
     assert caught.value.code == "internal"
     assert "ZeroDivisionError" in caplog.text
-    assert caught.value.request_id in str([vars(record) for record in caplog.records])
+    assert str(caught.value.request_id) in str([vars(record) for record in caplog.records])
 
 
 async def test_keys_are_asked_for_and_name_the_tenant(tmp_path: Path) -> None:

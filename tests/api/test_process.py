@@ -1,0 +1,148 @@
+"""`python -m api` as a process of its own, over the embedded Pub/Sub, with a worker on the other side."""
+
+import asyncio
+import os
+import sys
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+from uuid import uuid4
+
+import httpx
+import numpy as np
+import pytest
+
+from infra.local.process import free_port
+from shared.messages import TextInput
+from shared.pubsub import PubSubTransport
+from shared.pubsub_admin import PubSubAdmin
+from tests.api.fake_worker import FakeWorker, vector_of
+from tests.api.harness import CATALOGUE, NO_REDIS, TEXT_MODEL
+
+pytestmark = pytest.mark.anyio
+BODY = {"model": TEXT_MODEL.name, "input": "a"}
+ROOT = Path(__file__).parents[2]
+MEMORY_LIMIT_KB = 250 * 1024
+START_LIMIT_S = 20.0
+
+
+@dataclass
+class RunningApi:
+    process: Process
+    worker: FakeWorker
+    http: httpx.AsyncClient
+    log: Path
+
+
+@asynccontextmanager
+async def _api(pubsub_endpoint: str, folder: Path) -> AsyncIterator[RunningApi]:
+    project, port, log = f"p-{uuid4().hex[:8]}", free_port(), folder / "api.log"
+    environment = os.environ | {
+        "PENSTOCK_PROJECT": project,
+        "PENSTOCK_PUBSUB_ENDPOINT": pubsub_endpoint,
+        "PENSTOCK_BIGQUERY_ENDPOINT": "http://127.0.0.1:1",
+        "PENSTOCK_REDIS_URL": NO_REDIS,
+        "PENSTOCK_OBJECTS_URL": f"file://{folder}/objects",
+        "PENSTOCK_SPOOL_DIR": str(folder / "spool"),
+        "PENSTOCK_PORT": str(port),
+        "PENSTOCK_REPLY_SLOTS": "8",
+    }
+    async with AsyncExitStack() as opened:
+        transport = await opened.enter_async_context(PubSubTransport(project, pubsub_endpoint))
+        admin = await opened.enter_async_context(PubSubAdmin(project, pubsub_endpoint))
+        worker = await opened.enter_async_context(FakeWorker(transport, CATALOGUE.models).running(admin))
+        http = await opened.enter_async_context(httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10))
+        with _opened(log) as output:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "api", cwd=ROOT, env=environment, stdout=output, stderr=output
+            )
+        try:
+            await _until_ready(process, http, log)
+            yield RunningApi(process, worker, http, log)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
+def _opened(log: Path) -> BinaryIO:
+    return log.open("wb")
+
+
+async def _until_ready(process: Process, http: httpx.AsyncClient, log: Path) -> None:
+    async with asyncio.timeout(START_LIMIT_S):
+        while True:
+            assert process.returncode is None, _said(log)
+            try:
+                if (await http.get("/readyz")).status_code == 200:
+                    return
+            except httpx.TransportError:
+                await asyncio.sleep(0.02)
+
+
+def _said(log: Path) -> str:
+    return log.read_text()
+
+
+def _resident_kb(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/status").read_text().partition("VmRSS:")[2].split()[0])
+
+
+async def test_serves_over_pubsub_in_little_memory_and_stops_cleanly(pubsub_endpoint: str, tmp_path: Path) -> None:
+    async with _api(pubsub_endpoint, tmp_path) as api:
+        response = await api.http.post("/v1/embeddings", json=BODY)
+        assert response.status_code == 200, _said(api.log)
+        vector = np.float32(response.json()["data"][0]["embedding"])
+        assert np.array_equal(vector, vector_of(TextInput("a")))
+        if sys.platform == "linux":
+            assert _resident_kb(api.process.pid) < MEMORY_LIMIT_KB
+        api.process.terminate()
+        assert await asyncio.wait_for(api.process.wait(), 10) == 0, _said(api.log)
+
+
+async def test_finishes_what_is_in_hand_when_told_to_stop(pubsub_endpoint: str, tmp_path: Path) -> None:
+    async with _api(pubsub_endpoint, tmp_path) as api:
+        api.worker.go.clear()
+        request = asyncio.create_task(api.http.post("/v1/embeddings", json=BODY))
+        await api.worker.until_taken(1)
+        api.process.terminate()
+        # It takes no new connections from now on, and still waits for the reply.
+        await _until_refused(api.http.base_url)
+        api.worker.go.set()
+        assert (await request).status_code == 200
+        assert await asyncio.wait_for(api.process.wait(), 10) == 0, _said(api.log)
+
+
+async def _until_refused(url: httpx.URL) -> None:
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(url.host, url.port)
+            except OSError:
+                return
+            writer.close()
+            await asyncio.sleep(0.01)
+
+
+async def test_wrong_setting_is_told_in_one_line(tmp_path: Path) -> None:
+    environment = os.environ | {"PENSTOCK_API_KEYS": "nonsense", "PENSTOCK_OBJECTS_URL": f"file://{tmp_path}"}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "api", cwd=ROOT, env=environment, stderr=asyncio.subprocess.PIPE
+    )
+    _, errors = await asyncio.wait_for(process.communicate(), START_LIMIT_S)
+    assert process.returncode == 1
+    assert errors.decode() == "penstock api: PENSTOCK_API_KEYS: an entry is not key=tenant\n"
+
+
+async def test_no_model_library_is_imported() -> None:
+    code = (
+        "import api.__main__, sys;"
+        "print(sorted({name.partition('.')[0] for name in sys.modules}"
+        " & {'torch', 'transformers', 'diffusers', 'tokenizers', 'sentence_transformers'}))"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
+    output, _ = await asyncio.wait_for(process.communicate(), START_LIMIT_S)
+    assert output.decode().strip() == "[]"
