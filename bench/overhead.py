@@ -1,0 +1,50 @@
+"""What the pipeline adds to the model: round trip minus the model's time, on short texts, by requests in flight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.load import Order, Report, drive, percentiles
+from bench.pipeline import MODEL, Pipeline, running
+from bench.report import Figure, Outcome
+
+REQUESTS = {1: 400, 8: 800, 32: 1600, 128: 2560}
+ROUNDS = 3
+"""The quickest round counts: what disturbs a machine only ever adds."""
+
+
+def run() -> Outcome:
+    """Measures at 1, 8, 32 and 128 in flight."""
+    figures: list[Figure] = []
+    details: dict[str, Any] = {}
+    with running() as pipeline:
+        for in_flight, count in REQUESTS.items():
+            rounds = [_measure(pipeline, in_flight, count) for _ in range(ROUNDS)]
+            report = min(rounds, key=lambda one: one.overhead()["p50"])
+            name = f"overhead at {in_flight} in flight"
+            for part, value in report.overhead().items():
+                is_asked = (in_flight, part) == (1, "p50")
+                figures.append(Figure(f"{name}, {part}", value, "ms", *(("<=", 5.0) if is_asked else ())))
+            figures.append(Figure(f"rate at {in_flight} in flight", report.rate, "/s"))
+            details[str(in_flight)] = _split(report) | {"p50_of_rounds_ms": [r.overhead()["p50"] for r in rounds]}
+    return Outcome(figures, details)
+
+
+def _measure(pipeline: Pipeline, in_flight: int, count: int) -> Report:
+    texts = pipeline.texts.short(count)
+    report = drive(Order(pipeline.api.port, MODEL, texts, in_flight))
+    if report.statuses() != {200: count} or report.hits() != {"miss": count}:
+        raise RuntimeError(f"{count} misses were expected, not {report.statuses()} {report.hits()}")
+    return report
+
+
+def _split(report: Report) -> dict[str, Any]:
+    """Where a round trip goes, as the answers' own headers say."""
+    exchanges = report.exchanges
+    return {
+        "round_trip_ms": report.round_trip(),
+        "queue_ms": percentiles([one.queue_ms for one in exchanges]),
+        "batch_wait_ms": percentiles([one.batch_ms for one in exchanges]),
+        "inference_ms": percentiles([one.inference_ms for one in exchanges]),
+        "outside_the_api_ms": percentiles([one.round_trip_ms - one.total_ms for one in exchanges]),
+    }

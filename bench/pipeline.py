@@ -1,0 +1,168 @@
+"""The pipeline under measurement: the local stack with one embedding worker, and what its processes cost."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.load import Order, drive
+from bench.texts import Texts
+from infra.local.ports import Ports
+from infra.local.process import Process, answers, free_port
+from infra.local.stack import Stack
+from shared.catalogue import read_catalogue
+from shared.settings import environment_with
+from workers.sources import resolve
+
+MODEL = "all-MiniLM-L6-v2"
+MODELS_FILE = Path("models.yaml")
+READY_LIMIT_S = 60.0
+SCRAPE_LIMIT_S = 5.0
+WARM_UP_TEXTS = 256
+
+
+class Part:
+    """One process of the pipeline, known by the port it listens on; its model processes count as its own.
+
+    Args:
+        port: a port of 127.0.0.1 on which it listens.
+        ready_s: seconds from its start to ready, where that was measured.
+    """
+
+    def __init__(self, port: int, ready_s: float = 0.0) -> None:
+        self.port = port
+        self.ready_s = ready_s
+        listening = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+        self.pid = next(one.pid for one in listening if one.pid and getattr(one.laddr, "port", 0) == port)
+        self._process = psutil.Process(self.pid)
+
+    def cpu_s(self) -> float:
+        """CPU seconds of the process itself."""
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
+
+    def children_cpu_s(self) -> float:
+        """CPU seconds of its children that live."""
+        times = [child.cpu_times() for child in self._process.children(recursive=True)]
+        return float(sum(one.user + one.system for one in times))
+
+    def rss_bytes(self) -> int:
+        """Resident memory of the process itself."""
+        return int(self._process.memory_info().rss)
+
+    def children_rss_bytes(self) -> list[int]:
+        """Resident memory of each of its children."""
+        return [int(child.memory_info().rss) for child in self._process.children(recursive=True)]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tokens that the worker's model processes computed, without and with padding, since its start."""
+
+    real: float
+    padded: float
+
+
+class Pipeline:
+    """The running pipeline, its parts, and texts that it has not seen."""
+
+    def __init__(self, stack: Stack, texts: Texts, model_folder: Path) -> None:
+        self.stack = stack
+        self.texts = texts
+        self.model_folder = model_folder
+        self.api = Part(stack.ports.api)
+        self.worker = Part(stack.ports.health[0])
+        self._pubsub = Part(stack.ports.pubsub)
+        self._redis = Part(stack.ports.redis)
+        self._bigquery = Part(stack.ports.bigquery)
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds so far, by part."""
+        return {
+            "API": self.api.cpu_s(),
+            "Pub/Sub": self._pubsub.cpu_s(),
+            "worker, I/O": self.worker.cpu_s(),
+            "worker, model": self.worker.children_cpu_s(),
+            "Redis": self._redis.cpu_s(),
+            "BigQuery": self._bigquery.cpu_s(),
+        }
+
+    def work(self) -> Work:
+        """What the worker's own metrics say it computed."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.worker.port}/metrics", timeout=SCRAPE_LIMIT_S) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        values = {sample.name: sample.value for family in families for sample in family.samples}
+        return Work(values["penstock_worker_real_work_total"], values["penstock_worker_padded_work_total"])
+
+    @contextmanager
+    def another_api(self, **settings: object) -> Iterator[Part]:
+        """One more API on the same pipeline, with `settings` of its own (fields of ApiSettings)."""
+        port = free_port()
+        given = {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
+        with self._another("another-api", "api", port, given | {"PENSTOCK_PORT": str(port)}) as part:
+            yield part
+
+    @contextmanager
+    def another_worker(self) -> Iterator[Part]:
+        """One more worker of the same model."""
+        port = free_port()
+        given = {"PENSTOCK_MODEL": MODEL, "PENSTOCK_HEALTH_PORT": str(port)}
+        with self._another("another-worker", "workers", port, given) as part:
+            yield part
+
+    @contextmanager
+    def _another(self, name: str, module: str, port: int, given: Mapping[str, str]) -> Iterator[Part]:
+        environment = environment_with({**self.stack.environment, **given})
+        process = Process(name, [sys.executable, "-m", module], self.stack.log_dir, environment=environment)
+        began_s = time.monotonic()
+        with process:
+            process.wait_ready(partial(answers, port, "/readyz"), READY_LIMIT_S)
+            yield Part(port, time.monotonic() - began_s)
+
+
+@contextmanager
+def running(**settings: object) -> Iterator[Pipeline]:
+    """A warm pipeline of its own in a folder that is removed afterwards.
+
+    Args:
+        settings: fields of ApiSettings that differ from the defaults.
+
+    Raises:
+        PenstockError: as infra.local.stack.Stack.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        state_dir = Path(folder)
+        models_file = _only_embedding(state_dir)
+        given = {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
+        given["PENSTOCK_MODELS_FILE"] = str(models_file)
+        model = read_catalogue(models_file).find(MODEL)
+        model_folder = resolve(model.source, model.revision, state_dir)
+        texts = Texts(model_folder, seed=1)
+        with Stack(state_dir, ports=Ports.free(1), settings=given, say=_say_nothing) as stack:
+            pipeline = Pipeline(stack, texts, model_folder)
+            drive(Order(pipeline.api.port, MODEL, texts.mixed(WARM_UP_TEXTS), 32))
+            yield pipeline
+
+
+def _only_embedding(state_dir: Path) -> Path:
+    """The shipped catalogue without the other models: their workers would share the cores that are measured."""
+    catalogue = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))
+    catalogue["models"] = [entry for entry in catalogue["models"] if entry["name"] == MODEL]
+    path = state_dir / "models.yaml"
+    path.write_text(yaml.safe_dump(catalogue), encoding="utf-8")
+    return path
+
+
+def _say_nothing(line: str) -> None:
+    """The figures are what a benchmark prints."""
