@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 INTAKE_MESSAGES = 256
 """Messages admitted in one go: one cache look-up and one tokenizer call for all of them."""
+ACK_LINGER_S = 0.02
+"""Acks wait so long for company: they are on nobody's path, and alone each costs as much as a publish."""
 LINGER_S = 1.0
 """How long a computed item may still be joined: until its result has surely reached the cache."""
 SOURCE_LIMIT_BYTES = 32 * 1024 * 1024
@@ -94,6 +96,7 @@ class Worker:
             max_messages=2 * self._model.batch.max_items * len(self._pool.processes),
             max_bytes=self._max_outstanding_bytes,
             ack_deadline_s=self._ack_deadline_s,
+            ack_linger_s=ACK_LINGER_S,
         )
         async with subscribing as subscription:
             self._subscription = subscription
