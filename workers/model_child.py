@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 import msgspec
 
-from shared.errors import ModelFailed, PenstockError, error_for_code
+from shared.errors import ConfigurationError, ModelFailed, PenstockError, error_for_code
 from shared.messages import Result
 from workers.frames import (
     FRAME_MAX_BYTES,
@@ -109,30 +107,27 @@ class ModelChild:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                process = await asyncio.create_subprocess_exec(
-                    *launch.command,
-                    f"--fd={theirs.fileno()}",
-                    pass_fds=[theirs.fileno()],
-                    env=launch.environment,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.STDOUT,
-                )
-            except OSError as error:
+                process = await _spawn(launch, theirs.fileno())
+            except BaseException:
                 ours.close()
-                raise ModelFailed(f"the model process could not be started: {error}") from error
-        child = cls(process, *await asyncio.open_unix_connection(sock=ours))
+                raise
+        child = cls(process, *await _connect(ours, process))
         try:
             async with asyncio.timeout(launch.start_timeout_s):
                 await child._wait_ready()
         except TimeoutError as error:
-            await child.close()
+            await child._abandon()
             message = f"the model process was not ready in {launch.start_timeout_s:g} s{child._output.tail()}"
             raise ModelFailed(message) from error
         except BaseException:
-            await child.close()
+            await child._abandon()
             raise
         return child
+
+    async def _abandon(self) -> None:
+        """Ends a process that is not ready yet, so hears no hang-up."""
+        self.kill("it was not ready")
+        await self.close()
 
     async def _wait_ready(self) -> None:
         match await self._read():
@@ -140,7 +135,8 @@ class ModelChild:
                 self.facts = ready
                 self.memory_bytes = ready.memory_bytes
             case Refused() as refused:
-                raise error_for_code(refused.code, refused.message, refused.field)
+                kind = ConfigurationError if refused.code == ConfigurationError.code else ModelFailed
+                raise kind(refused.message, field=refused.field)
             case _:
                 status = await self._process.wait()
                 await self._output.finish()
@@ -182,10 +178,9 @@ class ModelChild:
             while (answer := await self._read()) is not None and not self._fault:
                 self._take(answer)
         finally:
-            self.kill("the connection to the model process broke")
             await self.close()
-            status = self._process.returncode
-            self._reason = f"the model process ended (status {status}): {self._fault}{self._output.tail()}"
+            fault = f": {self._fault}" if self._fault else ""
+            self._reason = f"the model process ended (status {self._process.returncode}){fault}{self._output.tail()}"
             on_end()
             if (pending := self._end_turn()) is not None:
                 pending.set_exception(ModelProcessDied(self._reason))
@@ -229,7 +224,7 @@ class ModelChild:
 
     async def close(self) -> None:
         """Hangs up, which ends the process; kills it if that takes too long."""
-        self._writer.close()
+        self._writer.transport.abort()
         try:
             async with asyncio.timeout(EXIT_LIMIT_S):
                 await self._process.wait()
@@ -252,6 +247,34 @@ def _batch_done(answer: Done) -> BatchDone:
         padded_work=answer.padded_work,
         out_of_memory=answer.out_of_memory,
     )
+
+
+async def _spawn(launch: Launch, fd: int) -> asyncio.subprocess.Process:
+    try:
+        return await asyncio.create_subprocess_exec(
+            *launch.command,
+            f"--fd={fd}",
+            pass_fds=[fd],
+            env=launch.environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+    except OSError as error:
+        raise ModelFailed(f"the model process could not be started: {error}") from error
+
+
+async def _connect(
+    ours: socket.socket, process: asyncio.subprocess.Process
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    try:
+        return await asyncio.open_unix_connection(sock=ours)
+    except BaseException:
+        # Only a cancellation comes here: there is nothing to connect to that could fail.
+        ours.close()
+        process.kill()
+        await process.wait()
+        raise
 
 
 class _Output:
@@ -278,19 +301,3 @@ class _Output:
         """The last lines, set off for a message; empty where there are none."""
         text = self._kept.decode(errors="replace").strip()
         return f"; it printed last:\n{text}" if text else ""
-
-
-def child_environment(threads: int) -> dict[str, str]:
-    """This process's environment with the thread counts that torch reads when it is imported, and our own packages."""
-    root = str(Path(__file__).resolve().parent.parent)
-    count = str(threads)
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": count,
-        "MKL_NUM_THREADS": count,
-        "TOKENIZERS_PARALLELISM": "false",
-        # Keeps glibc from handing each batch's activations back to the kernel: 3 to 5 % more tokens a second.
-        "MALLOC_MMAP_THRESHOLD_": str(256 * 1024 * 1024),
-        "MALLOC_TRIM_THRESHOLD_": str(512 * 1024 * 1024),
-        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
-    }

@@ -14,7 +14,7 @@ from typing import Self
 
 from shared.catalogue import Model as Entry
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
-from workers.model_child import BatchDone, Launch, ModelChild, ModelProcessDied, child_environment
+from workers.model_child import BatchDone, Launch, ModelChild, ModelProcessDied
 from workers.models.base import OnStep, Prepared
 
 __all__ = ["BatchDone", "ModelPool", "ModelProcess", "ModelProcessDied"]
@@ -205,3 +205,19 @@ def _usable_cores() -> int:
     with contextlib.suppress(AttributeError):  # only Linux tells a process's own share
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def child_environment(threads: int) -> dict[str, str]:
+    """This process's environment with the thread counts that torch reads when it is imported, and our own packages."""
+    root = str(Path(__file__).resolve().parent.parent)
+    count = str(threads)
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "TOKENIZERS_PARALLELISM": "false",
+        # Keeps glibc from handing each batch's activations back to the kernel: 3 to 5 % more tokens a second.
+        "MALLOC_MMAP_THRESHOLD_": str(256 * 1024 * 1024),
+        "MALLOC_TRIM_THRESHOLD_": str(512 * 1024 * 1024),
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
+    }

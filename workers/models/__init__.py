@@ -6,6 +6,7 @@ from pathlib import Path
 
 from shared.catalogue import Model as Entry
 from workers.models.base import Model, Preparer
+from workers.models.sentence_folder import read_sentence_folder
 
 
 def preparer_for(entry: Entry, folder: Path) -> Preparer:
@@ -27,14 +28,18 @@ def model_for(entry: Entry, folder: Path, device: str, *, threads: int = 1, memo
     """The model of `entry` on `device` (`cpu`, `cuda`, `cuda:N` or `auto`), not yet loaded.
 
     `threads` counts on a CPU; `memory_fraction` is the part of a GPU's memory that this process may take.
-    """
-    from workers.models.device import Device
 
-    place = Device(device, threads, memory_fraction)
+    Raises:
+        ConfigurationError: the folder is not a model of this task.
+    """
     if entry.task == "embedding":
+        # Read first: a wrong folder is refused before the seconds that importing torch takes.
+        settings = read_sentence_folder(folder)
+        from workers.models.device import Device
         from workers.models.embedding import EmbeddingModel
 
-        return EmbeddingModel(entry, folder, place)
+        return EmbeddingModel(entry, settings, Device(device, threads, memory_fraction))
+    from workers.models.device import Device
     from workers.models.image import ImageModel
 
-    return ImageModel(entry, folder, place)
+    return ImageModel(entry, folder, Device(device, threads, memory_fraction))

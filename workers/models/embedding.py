@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from shared.messages import EmbeddingResult, Result
 from workers.models.base import OnStep, PreparedItem, PreparedText
 from workers.models.device import DTYPES, Device, memory_errors
 from workers.models.grouping import cut_by_length
-from workers.models.sentence_folder import read_sentence_folder
+from workers.models.sentence_folder import SentenceFolder
 
 # What one call costs besides its tokens, in tokens: measured with MiniLM on one core, where reading the weights for
 # 20 tokens takes about as long as computing them. On a GPU a call is bound by launches up to thousands of tokens.
@@ -29,9 +28,9 @@ class EmbeddingModel:
 
     device_name = ""
 
-    def __init__(self, entry: Entry, folder: Path, device: Device) -> None:
+    def __init__(self, entry: Entry, settings: SentenceFolder, device: Device) -> None:
         self._entry = entry
-        self._folder = folder
+        self._settings = settings
         self._place = device
 
     def setup(self) -> None:
@@ -40,7 +39,6 @@ class EmbeddingModel:
         Raises:
             ConfigurationError: the folder can't be loaded, or its vectors have not the catalogue's dimensions.
         """
-        self._settings = read_sentence_folder(self._folder)
         self._device, self.device_name = self._place.open()
         transformers_logging.disable_progress_bar()
         try:
