@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from infra.local.bigquery.errors import InvalidError
-from infra.local.bigquery.schema import Field, Json, Schema
+from infra.local.bigquery.schema import Field, Json, Schema, parse_schema
 from infra.local.bigquery.values import BadValueError, canonical_scalar
 
 _INTEGER = re.compile(r"[-+]?\d{1,19}")
@@ -21,12 +21,12 @@ def detect_schema(rows: Iterable[Json]) -> Schema:
         rows: JSON objects, or the cells of a CSV by column.
 
     Raises:
-        InvalidError: where there is nothing to guess from.
+        InvalidError: where there is nothing to guess from, or a name that no field can have.
     """
     fields = _fields(rows)
     if not fields:
         raise InvalidError("Schema has no fields: the file to detect them from is empty.")
-    return fields
+    return parse_schema([field.resource() for field in fields])
 
 
 def _fields(rows: Iterable[Json]) -> Schema:

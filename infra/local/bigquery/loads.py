@@ -81,6 +81,9 @@ def _schema(config: Json, file: IO[bytes], known: Schema | None) -> Schema:
     if config.get("schema", {}).get("fields"):
         return parse_schema(config["schema"]["fields"])
     if config.get("autodetect") and (known is None or config.get("writeDisposition") == "WRITE_TRUNCATE"):
+        if _is_csv(config) and not config.get("skipLeadingRows"):
+            # Detection takes the first line for the names of the columns.
+            config["skipLeadingRows"] = "1"
         rows = [row for _, row in islice(_read(config, file, None), _DETECTION_ROWS) if isinstance(row, dict)]
         return detect_schema(rows)
     if known is None:

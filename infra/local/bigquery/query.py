@@ -54,8 +54,8 @@ class Queries:
             UnsupportedError: for a result that this server can't give.
         """
         with self._store.cursor() as cursor, _translated(statement):
-            cursor.execute(f"SELECT * FROM ({statement.sql}) LIMIT 0", statement.values)
-            schema = result_schema([(column[0], column[1]) for column in cursor.description])
+            columns = cursor.execute(f"DESCRIBE {statement.sql}", statement.values).fetchall()
+            schema = result_schema([(name, duckdb.sqltype(kind)) for name, kind, *_ in columns])
         for field in schema:
             if field.name in statement.expanded and field.type == "RECORD" and field.mode != "REPEATED":
                 raise UnsupportedError(

@@ -51,6 +51,11 @@ CREATE OR REPLACE MACRO bq.bytes(v) AS CASE
     WHEN typeof(v) = 'BLOB' THEN CAST(CAST(v AS VARCHAR) AS BLOB)
     ELSE encode(CAST(v AS VARCHAR)) END;
 
+-- BigQuery gives a STRING for a STRING; one function here has one type.
+CREATE OR REPLACE MACRO bq.json_query(v, path) AS CASE
+    WHEN typeof(v) IN ('JSON', '"NULL"') THEN json_extract(v, path)
+    ELSE error('JSON_QUERY of a STRING is not supported by the embedded BigQuery: wrap it in PARSE_JSON') END;
+
 CREATE OR REPLACE MACRO bq.at(list, position) AS CASE
     WHEN position < 1 OR position > len(list)
       THEN error('Array index ' || (position - 1) || ' is out of bounds')

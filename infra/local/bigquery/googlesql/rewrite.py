@@ -264,6 +264,7 @@ REWRITES: dict[type[exp.Expr], Rewrite] = {
     exp.SafeFunc: _safe,
     exp.Format: _format,
     exp.String: _unary("bq.string"),
+    exp.JSONExtract: _binary("bq.json_query"),
     exp.Substring: _substring,
     exp.ByteLength: _byte_length,
     exp.Unnest: _unnest,

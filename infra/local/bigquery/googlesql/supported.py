@@ -51,15 +51,15 @@ _AS_IS: frozenset[type[exp.Expr]] = frozenset(
             exp.MD5Digest,
             exp.SHA1Digest,
             exp.SHA2Digest,
-            exp.Hex,
             exp.Unhex,
             exp.LowerHex,
             exp.ToBase64,
             exp.FromBase64,
         ),
-        *(exp.JSONExtract, exp.JSONExtractScalar, exp.ParseJSON, exp.TsOrDsToTimestamp),
+        *(exp.JSONExtractScalar, exp.ParseJSON, exp.TsOrDsToTimestamp),
     }
 )
+SUPPORTED: frozenset[type[exp.Expr]] = _AS_IS | REWRITES.keys()
 _REFUSED: dict[type[exp.Expr], str] = {
     exp.Pivot: "PIVOT and UNPIVOT",
     exp.TableSample: "TABLESAMPLE",
@@ -71,14 +71,15 @@ _REFUSED: dict[type[exp.Expr], str] = {
 }
 # Words that GoogleSQL takes for a name only in backquotes; sqlglot is kinder.
 # Source: https://docs.cloud.google.com/bigquery/docs/reference/standard-sql/lexical#reserved_keywords
-_RESERVED = frozenset(
+_RESERVED_WORDS = (
     "ALL AND ANY ARRAY AS ASC ASSERT_ROWS_MODIFIED AT BETWEEN BY CASE CAST COLLATE CONTAINS CREATE CROSS CUBE CURRENT"
     " DEFINE DESC DISTINCT ELSE END ENUM ESCAPE EXCEPT EXCLUDE EXISTS EXTRACT FALSE FETCH FOLLOWING FOR FROM FULL GROUP"
     " GROUPING GROUPS HASH HAVING IF IGNORE IN INNER INTERSECT INTERVAL INTO IS JOIN LATERAL LEFT LIKE LIMIT LOOKUP"
     " MERGE NATURAL NEW NO NOT NULL NULLS OF ON OR ORDER OUTER OVER PARTITION PRECEDING PROTO QUALIFY RANGE RECURSIVE"
     " RESPECT RIGHT ROLLUP ROWS SELECT SET SOME STRUCT TABLESAMPLE THEN TO TREAT TRUE UNBOUNDED UNION UNNEST USING WHEN"
-    " WHERE WINDOW WITH WITHIN".split()
+    " WHERE WINDOW WITH WITHIN"
 )
+_RESERVED = frozenset(_RESERVED_WORDS.split())
 
 
 def check(tree: exp.Expr) -> None:
@@ -100,7 +101,7 @@ def check(tree: exp.Expr) -> None:
         if isinstance(node, exp.Anonymous):
             if node.name.upper() != "ERROR":
                 raise InvalidQueryError(f"Function not found: {node.name}")
-        elif isinstance(node, exp.Func) and kind not in _AS_IS and kind not in REWRITES:
+        elif isinstance(node, exp.Func) and kind not in SUPPORTED:
             raise unsupported(f"Function {node.sql_name()}")
 
 
