@@ -1,5 +1,6 @@
 """The gRPC face: method tables of `google.pubsub.v1`; refusals become statuses as Google's clients read them."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -14,7 +15,6 @@ from infra.local.pubsub.streaming import pull, streaming_pull
 _PUBLISHER_CALLS = {
     "CreateTopic": "Topic",
     "UpdateTopic": "UpdateTopicRequest",
-    "Publish": "PublishRequest",
     "GetTopic": "GetTopicRequest",
     "ListTopics": "ListTopicsRequest",
     "ListTopicSubscriptions": "ListTopicSubscriptionsRequest",
@@ -47,6 +47,14 @@ Handle = Callable[[Any, Any], Awaitable[Any]]
 def service_handlers(broker: Broker) -> "list[grpc.GenericRpcHandler[Any, Any]]":
     """Return the handlers of the Publisher and the Subscriber service, for `Server.add_generic_rpc_handlers`."""
 
+    async def handle_publish(request: Any, context: Any) -> Any:
+        response = broker.call("Publish", request)
+        if len(request.messages) == 1:
+            # Lets the woken stream write first: its reader is what somebody waits for. Costs nothing under load,
+            # where publishers send many at a time. Measured with one in flight: 0.2 ms of 1.8 ms a round trip.
+            await asyncio.sleep(0)
+        return response
+
     async def handle_pull(request: Any, context: Any) -> Any:
         return await pull(broker, request, context.time_remaining())
 
@@ -55,6 +63,7 @@ def service_handlers(broker: Broker) -> "list[grpc.GenericRpcHandler[Any, Any]]"
 
     publisher = {name: _unary(_call(broker, name), kind) for name, kind in _PUBLISHER_CALLS.items()}
     subscriber = {name: _unary(_call(broker, name), kind) for name, kind in _SUBSCRIBER_CALLS.items()}
+    publisher["Publish"] = _unary(handle_publish, "PublishRequest")
     subscriber["Pull"] = _unary(handle_pull, "PullRequest")
     subscriber["StreamingPull"] = grpc.stream_stream_rpc_method_handler(
         _refusing(handle_streaming_pull),

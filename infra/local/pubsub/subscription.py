@@ -134,7 +134,8 @@ class Subscription:
         if self._retention_timer is not None:
             self._retention_timer.cancel()
             self._retention_timer = None
-        oldest = [message for message in (self.backlog.oldest, *list(self._acked)[:1]) if message is not None]
+        first_acked = self._acked[0] if self._acked else None
+        oldest = [message for message in (self.backlog.oldest, first_acked) if message is not None]
         if oldest:
             due_s = min(message.published_s for message in oldest) + self.retention_s
             self._retention_timer = self._timers.at(due_s, self._drop_old)

@@ -168,3 +168,12 @@ def test_filter_of_a_subscription_is_checked_when_it_is_made(world: World) -> No
         world.subscription("wrong", filter="attributes")
     with pytest.raises(InvalidArgument, match="filter is too large"):
         world.subscription("long", filter="a" * 257)
+
+
+def test_filter_of_a_deleted_subscription_is_forgotten(world: World) -> None:
+    world.subscription("slot-1", filter='attributes.slot = "1"')
+    path = subscription_path("slot-1")
+    world.call("DeleteSubscription", "DeleteSubscriptionRequest", subscription=path)
+    world.subscription("slot-2", filter='attributes.slot = "2"')
+    world.publish(message("a", slot="1"), message("b", slot="2"))
+    assert world.pull_data("slot-2") == ["b"]

@@ -3,7 +3,7 @@
 from contextlib import suppress
 from dataclasses import dataclass
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.local.pubsub.errors import InvalidArgument
@@ -103,6 +103,7 @@ expressions = st.recursive(conditions(), compounds, max_leaves=5).filter(
 )
 
 
+@settings(deadline=None)
 @given(expressions, attribute_maps)
 def test_printed_filter_evaluates_as_its_tree(expression: Expression, attributes: dict[str, str]) -> None:
     tree = parse_filter(expression.text)
@@ -110,6 +111,7 @@ def test_printed_filter_evaluates_as_its_tree(expression: Expression, attributes
     assert tree.matches(attributes) == expression.is_true(attributes)
 
 
+@settings(deadline=None)
 @given(expressions, attribute_maps)
 def test_redundant_parentheses_change_nothing(expression: Expression, attributes: dict[str, str]) -> None:
     text = f"(({expression.text}))"
@@ -119,6 +121,7 @@ def test_redundant_parentheses_change_nothing(expression: Expression, attributes
         assert tree.matches(attributes) == expression.is_true(attributes)
 
 
+@settings(deadline=None)
 @given(expressions, st.data())
 def test_mutated_filter_parses_or_is_refused(expression: Expression, data: st.DataObject) -> None:
     text = expression.text
@@ -133,6 +136,7 @@ def test_mutated_filter_parses_or_is_refused(expression: Expression, data: st.Da
             tree.matches({})
 
 
+@settings(deadline=None)
 @given(st.text(max_size=80))
 def test_any_text_parses_or_is_refused(text: str) -> None:
     with suppress(InvalidArgument):

@@ -154,3 +154,16 @@ def test_one_take_stays_below_what_clients_accept(world: World) -> None:
     for _ in range(3):
         world.publish(message("x" * 1_500_000))
     assert [len(world.pull()) for _ in range(4)] == [1, 1, 1, 0]
+
+
+def test_two_nacks_of_one_message_in_one_request_are_one(world: World) -> None:
+    world.publish("a")
+    (pulled,) = world.pull()
+    world.nack([pulled, pulled])
+    assert world.pull_data() == ["a"]
+
+
+@pytest.mark.parametrize("name", ["Acknowledge", "ModifyAckDeadline"])
+def test_request_without_ack_ids_is_refused(world: World, name: str) -> None:
+    with pytest.raises(InvalidArgument, match="No ack ids"):
+        world.call(name, f"{name}Request", subscription="projects/test-project/subscriptions/workers")

@@ -186,6 +186,29 @@ async def test_post_on_a_connection_that_the_other_side_closed_goes_over_a_new_o
     assert connections == 3
 
 
+async def test_post_that_was_cut_off_leaves_no_connection_to_reuse() -> None:
+    connections = 0
+
+    async def answer_from_the_second_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        if connections > 1:
+            await reader.readuntil(b"body")
+            writer.write(b"HTTP/1.1 202 Accepted\r\n\r\nuntil the end")
+        else:
+            await reader.read()
+        writer.close()
+
+    listener = await asyncio.start_server(answer_from_the_second_on, "127.0.0.1", 0)
+    async with listener:
+        connection = PushConnection(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await connection.post([], b"body")
+        assert await connection.post([], b"body") == 202
+        connection.close()
+
+
 async def test_garbage_instead_of_http_counts_as_a_failure(wire: Wire, server: PubsubServer) -> None:
     async def talk_nonsense(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()

@@ -254,3 +254,21 @@ def test_snapshot_of_a_deleted_topic_can_not_be_used(world: World) -> None:
 def test_seek_needs_a_target(world: World) -> None:
     with pytest.raises(InvalidArgument, match="target"):
         world.call("Seek", "SeekRequest", subscription=subscription_path("workers"))
+
+
+def test_snapshot_end_in_the_past_is_refused(world: World) -> None:
+    made = snapshot(world)
+    update = message_class("UpdateSnapshotRequest")(snapshot={"name": made.name})
+    update.snapshot.expire_time.seconds = int(world.now_s)
+    update.update_mask.paths.append("expire_time")
+    with pytest.raises(InvalidArgument, match="in the past"):
+        world.broker.call("UpdateSnapshot", update)
+
+
+def test_detached_subscription_has_nothing_to_seek_or_snapshot(world: World) -> None:
+    path = subscription_path("workers")
+    world.call("DetachSubscription", "DetachSubscriptionRequest", subscription=path)
+    with pytest.raises(FailedPrecondition, match="detached"):
+        seek_to(world, world.now_s)
+    with pytest.raises(FailedPrecondition, match="no topic"):
+        snapshot(world)

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 
+from infra.local.pubsub.protos import message_class
 from infra.local.pubsub.server import serve
 from tests.infra.pubsub.wire import connect, until
 
@@ -105,3 +108,22 @@ async def test_eighty_streams_on_one_connection_leave_no_consumer_behind() -> No
             backlogs = [each.backlog for each in server.broker.registry.subscriptions.values()]
             await until(lambda: all(len(backlog.consumers) == 1 for backlog in backlogs))
         await until(lambda: not any(len(backlog.consumers) for backlog in backlogs))
+
+
+@pytest.mark.anyio
+async def test_refused_ack_ids_come_with_error_info() -> None:
+    async with serve() as server, connect(server.endpoint) as wire:
+        topic, path = "projects/p/topics/jobs", "projects/p/subscriptions/workers"
+        await wire.topic(topic)
+        await wire.subscription(path, topic, enable_exactly_once_delivery=True)
+        request = message_class("AcknowledgeRequest")(subscription=path, ack_ids=["gone"])
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await wire.call("Subscriber", "Acknowledge", request, "Empty")
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    trailing: Any = error.value.trailing_metadata()
+    status = status_pb2.Status.FromString(dict(trailing)["grpc-status-details-bin"])
+    assert status.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    assert (info.reason, info.domain) == ("EXACTLY_ONCE_ACKID_FAILURE", "pubsub.googleapis.com")
+    assert dict(info.metadata) == {"gone": "PERMANENT_FAILURE_INVALID_ACK_ID"}

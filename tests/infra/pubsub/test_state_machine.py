@@ -146,5 +146,5 @@ class Deliveries(RuleBasedStateMachine):
         assert backlog.messages == []
 
 
-Deliveries.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+Deliveries.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 test_deliveries = Deliveries.TestCase

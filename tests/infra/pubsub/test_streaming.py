@@ -142,6 +142,12 @@ async def test_wrong_first_request_ends_the_stream(wire: Wire, first: dict[str, 
     assert (await stream.end())[0] is code
 
 
+async def test_stream_closed_before_its_first_request_ends_ok(wire: Wire) -> None:
+    stream = wire.stream()
+    await stream.call.done_writing()
+    assert (await stream.end())[0] is grpc.StatusCode.OK
+
+
 @pytest.mark.parametrize(
     ("later", "reason"),
     [
