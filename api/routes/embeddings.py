@@ -12,14 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.inbound import infer, read_json, tenant_of
-from api.openapi import body_of, replies_with
+from api.openapi import DirectRoute, body_of, replies_with
 from api.parts import parts_of
 from api.schemas import EmbeddingItem, EmbeddingsBody, EmbeddingsReply, Usage
 from shared.catalogue import Model
 from shared.errors import BadInput, InputTooLarge, PenstockError
 from shared.messages import EmbeddingResult, ItemOutcome, TextInput, TokensInput
 
-router = APIRouter()
+router = APIRouter(route_class=DirectRoute)
 TOKEN_BYTES = 4
 """What a token id counts against the limit on an input; a token stands for about four bytes of text."""
 _encoder = msgspec.json.Encoder()

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from api.context import context_of
 from api.edit_form import read_edit
 from api.inbound import infer, read_json, tenant_of
-from api.openapi import body_of, replies_with
+from api.openapi import DirectRoute, body_of, replies_with
 from api.parts import Parts, parts_of
 from api.pictures import MEDIA_TYPES
 from api.schemas import EditBody, EditForm, GenerationBody, ImageItem, ImagesReply
@@ -21,7 +21,7 @@ from shared.errors import BadInput, PenstockError
 from shared.messages import Blob, ImageInput, ImageResult
 from shared.objects import object_key
 
-router = APIRouter()
+router = APIRouter(route_class=DirectRoute)
 RESULT_LIMIT_BYTES = 64 * 1024 * 1024
 
 
