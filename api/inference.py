@@ -71,5 +71,5 @@ def _error_of(outcome: ItemOutcome, *, several: bool) -> PenstockError:
         return PenstockError(f"item {outcome.index} has neither result nor error; this is a bug")
     known = error_for_code(error.code, error.message, error.field)
     if several and ANSWERS[known.code].status < 500 and not isinstance(known, Overloaded):
-        known.message = f"input[{outcome.index}]: {known.message}"
+        known.message = f"item {outcome.index}: {known.message}"
     return known

@@ -1,0 +1,87 @@
+"""A dispatcher without HTTP around it, over a broker in memory with a fake worker."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from api.admission import Admission
+from api.dispatcher import Dispatcher
+from api.inbox import ReplyInbox
+from api.inference import Answer, InferenceRequest
+from api.jobs import JobSender
+from shared.cache import Level, ResultCache
+from shared.messages import EmbeddingResult, Result, Row, TextInput
+from shared.objects import ObjectStore
+from tests.api.fake_worker import FakeWorker, vector_of
+from tests.api.harness import NO_REDIS, TEXT_MODEL, RowList, settings_for
+from tests.fakes import InMemoryTransport
+
+
+class HeldCache(ResultCache):
+    """A cache whose answers can be held back."""
+
+    def __init__(self, redis_url: str) -> None:
+        super().__init__(redis_url, memory_bytes=1 << 20)
+        self.go = asyncio.Event()
+        self.go.set()
+
+    async def get_many(self, keys: Iterable[str]) -> dict[str, tuple[Result, Level]]:
+        await self.go.wait()
+        return await super().get_many(keys)
+
+
+@dataclass
+class Bench:
+    """A dispatcher and all it works with."""
+
+    dispatcher: Dispatcher
+    worker: FakeWorker
+    transport: InMemoryTransport
+    cache: HeldCache
+    admission: Admission
+    rows: list[Row]
+
+    def ask(self, *texts: str, deadline_in_s: float = 30.0, **flags: Any) -> asyncio.Task[Answer]:
+        """A request under way; it has boarded its flights after one turn of the loop."""
+        now_s, inputs = time.time(), [TextInput(text) for text in texts]
+        request_id = f"req_{random.getrandbits(64):x}"
+        request = InferenceRequest(request_id, TEXT_MODEL, "t", inputs, now_s, now_s + deadline_in_s, **flags)
+        return asyncio.create_task(self.dispatcher.dispatch(request), name=request_id)
+
+    def is_idle(self) -> bool:
+        return self.dispatcher.in_flight == 0 and self.admission.in_flight == 0
+
+
+@asynccontextmanager
+async def running_bench(tmp_path: Path, max_in_flight: int = 1000, redis_url: str = NO_REDIS) -> AsyncIterator[Bench]:
+    transport, rows, settings = InMemoryTransport(), RowList(), settings_for(tmp_path)
+    async with HeldCache(redis_url) as cache:
+        worker = FakeWorker(transport, (TEXT_MODEL,), cache)
+        async with worker.running(transport), ReplyInbox(settings, transport, transport, "test") as inbox:
+            sender = JobSender(inbox, transport, ObjectStore("memory://"), "test")
+            admission = Admission(max_in_flight)
+            async with Dispatcher(sender, cache, admission, rows, api_instance="test", region="r") as dispatcher:
+                yield Bench(dispatcher, worker, transport, cache, admission, rows.rows)
+
+
+def texts_right(answer: Answer, *texts: str) -> bool:
+    results = [outcome.result for outcome in answer.outcomes]
+    vectors = [np.frombuffer(result.vector, "<f4") for result in results if isinstance(result, EmbeddingResult)]
+    in_order = [outcome.index for outcome in answer.outcomes] == list(range(len(texts)))
+    same = [np.array_equal(vector, vector_of(TextInput(text))) for vector, text in zip(vectors, texts, strict=True)]
+    return in_order and all(same)
+
+
+def origins(answer: Answer) -> list[str]:
+    return [outcome.receipt.cache for outcome in answer.outcomes]
+
+
+def ends(answer: Answer) -> list[str | None]:
+    return [outcome.error.code if outcome.error else outcome.status for outcome in answer.outcomes]
