@@ -98,8 +98,11 @@ class _Alarm:
             self._pending = self._loop.call_later(max(0.0, due_s - self._timers.now_s()), self._ring)
 
     def _ring(self) -> None:
-        self._timers.run_due()
-        self._set()
+        try:
+            self._timers.run_due()
+        finally:
+            # Whatever one action does, the others still come.
+            self._set()
 
 
 def _steady_clock() -> Callable[[], float]:
