@@ -37,7 +37,6 @@ LATE_LOOK_S = 0.5
 """Beyond the deadline, for the last look at the cache."""
 CLOSE_LIMIT_S = 2.0
 CLOSING = "this instance is shutting down"
-CLOSING = "this instance is shutting down"
 
 
 class RowSink(Protocol):

@@ -1,0 +1,141 @@
+"""Rows reach BigQuery whatever happens to it meanwhile; on a real embedded server, as a process that can be stopped."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from google.auth.credentials import AnonymousCredentials
+from google.cloud import bigquery
+
+from infra.bigquery import create, schema
+from infra.local.process import Process, free_port, listens
+from shared.messages import Row
+from shared.rows import BATCH_ROWS, RowWriter, fields_of
+
+pytestmark = pytest.mark.anyio
+
+PROJECT, DATASET = "rows-test", "penstock"
+LIMIT_S = 8.0
+
+
+class Server:
+    """An embedded BigQuery that keeps its port and its data over restarts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        command = [sys.executable, "-m", "infra.local.bigquery", "--port", str(self.port)]
+        with Process("bigquery", [*command, "--data-dir", str(self.folder / "data")], self.folder) as process:
+            process.wait_ready(lambda: listens(self.port), LIMIT_S)
+            create(self.client(), DATASET)
+            yield
+
+    def client(self) -> bigquery.Client:
+        options = {"api_endpoint": self.endpoint}
+        return bigquery.Client(project=PROJECT, credentials=AnonymousCredentials(), client_options=options)
+
+    def row_ids(self, table: str = "rows") -> list[str]:
+        query = f"SELECT row_id FROM {DATASET}.{table} WHERE received_at > TIMESTAMP '2020-01-01' ORDER BY row_id"
+        with self.client() as client:
+            return [str(row["row_id"]) for row in client.query(query).result()]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Server:
+    return Server(tmp_path)
+
+
+def writer(server: Server, spool_dir: Path) -> RowWriter:
+    return RowWriter(project=PROJECT, dataset=DATASET, endpoint=server.endpoint, spool_dir=spool_dir)
+
+
+def row(number: int, **fields: object) -> Row:
+    return Row(f"req:{number:05}", "req", number, "mini", time.time(), "succeeded", **fields)  # type: ignore[arg-type]
+
+
+def segments(spool_dir: Path) -> int:
+    return len(list(spool_dir.glob("*.segment")))
+
+
+async def test_rows_arrive_with_their_values(server: Server, tmp_path: Path) -> None:
+    with server.running():
+        async with writer(server, tmp_path / "spool") as rows:
+            for number in range(BATCH_ROWS + 7):
+                rows.write(row(number, tokens=number, queue_ms=1.25, started_at_s=1_750_000_000.5))
+            assert await rows.flush(LIMIT_S)
+            assert rows.pending == 0
+        assert server.row_ids() == [f"req:{number:05}" for number in range(BATCH_ROWS + 7)]
+        query = f"SELECT * FROM {DATASET}.rows WHERE received_at > TIMESTAMP '2020-01-01' AND item = 7"
+        found = next(iter(server.client().query(query).result()))
+        assert (found["tokens"], found["queue_ms"], found["started_at"].timestamp()) == (7, 1.25, 1_750_000_000.5)
+        assert found["cost_usd"] is None
+
+
+async def test_outage_loses_no_row(server: Server, tmp_path: Path) -> None:
+    async with writer(server, tmp_path / "spool") as rows:
+        rows.write(row(1))
+        assert not await rows.flush(0.3)
+        rows.write(row(2))
+        assert rows.pending == 2
+        with server.running():
+            assert await rows.flush(LIMIT_S)
+            assert server.row_ids("rows_deduplicated") == ["req:00001", "req:00002"]
+    assert segments(tmp_path / "spool") == 0
+
+
+async def test_close_during_an_outage_leaves_rows_to_the_next(server: Server, tmp_path: Path) -> None:
+    spool_dir = tmp_path / "spool"
+    async with writer(server, spool_dir) as rows:
+        for number in range(3):
+            rows.write(row(number))
+    assert segments(spool_dir) >= 1
+    with server.running():
+        async with writer(server, spool_dir) as rows:
+            assert rows.pending == 3
+            rows.write(row(3))
+            assert await rows.flush(LIMIT_S)
+            assert server.row_ids("rows_deduplicated") == [f"req:{number:05}" for number in range(4)]
+    assert segments(spool_dir) == 0
+
+
+async def test_refused_row_is_kept_with_its_reason_and_harms_no_other(server: Server, tmp_path: Path) -> None:
+    with server.running():
+        async with writer(server, tmp_path / "spool") as rows:
+            rows.write(row(1))
+            rows.write(row(2, tokens="many"))
+            rows.write(row(3))
+            assert await rows.flush(LIMIT_S)
+        assert server.row_ids() == ["req:00001", "req:00003"]
+    rejected = [json.loads(line) for line in (tmp_path / "spool" / "rejected.jsonl").read_text().splitlines()]
+    assert [entry["row"]["row_id"] for entry in rejected] == ["req:00002"]
+    assert "tokens" in rejected[0]["reason"]
+
+
+async def test_repeated_row_counts_once(server: Server, tmp_path: Path) -> None:
+    with server.running():
+        for spool in ("one", "two"):
+            async with writer(server, tmp_path / spool) as rows:
+                rows.write(row(1))
+                assert await rows.flush(LIMIT_S)
+        assert server.row_ids("rows_deduplicated") == ["req:00001"]
+
+
+def test_row_and_schema_agree() -> None:
+    full = Row(**{name: 1 for name in Row.__struct_fields__})  # type: ignore[arg-type]
+    assert set(fields_of(full)) == {field["name"] for field in schema()}
+    required = {field["name"] for field in schema() if field["mode"] == "REQUIRED"}
+    smallest = fields_of(Row("r:0", "r", 0, "m", 1.0, "failed"))
+    assert required <= set(smallest), "the smallest row that can be made is accepted"
+    types = {field["name"]: field["type"] for field in schema()}
+    assert {types[name] for name in types if name.endswith("_at")} == {"TIMESTAMP"}
+    assert {types[name] for name in types if name.endswith("_ms")} <= {"FLOAT", "FLOAT64"}
