@@ -2,6 +2,9 @@
 
 A folder on one machine, a bucket in the cloud; both through obstore. Keys name their content, so an object never
 changes once it is written, a repeated put is harmless, and a key kept in the cache still means the same bytes.
+
+obstore's synchronous calls, each on a thread: its asynchronous ones abort the process (1 of 12 here, obstore 0.12.1)
+when it exits soon after one, because the thread that answered still holds Python objects.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ class ObjectStore:
         attributes = {"Content-Type": media_type} if self._keeps_media_type else None
         with _translated(key):
             async with asyncio.timeout(TIMEOUT_S):
-                await obstore.put_async(self._store, key, data, attributes=attributes)
+                await asyncio.to_thread(obstore.put, self._store, key, data, attributes=attributes)
 
     async def get(self, key: str, max_bytes: int) -> bytes:
         """The bytes of an object of at most `max_bytes`.
@@ -81,10 +84,7 @@ class ObjectStore:
         _check(key)
         with _translated(key):
             async with asyncio.timeout(TIMEOUT_S):
-                found = await obstore.get_async(self._store, key)
-                if found.meta["size"] > max_bytes:
-                    raise InputTooLarge(f"object {key!r} has {found.meta['size']} bytes, above {max_bytes}")
-                return bytes(await found.bytes_async())
+                return await asyncio.to_thread(_read, self._store, key, max_bytes)
 
     async def check(self) -> None:
         """Asks the store for an object that is not there, for readiness and `penstock doctor`.
@@ -96,6 +96,14 @@ class ObjectStore:
             await self.get("check/none", max_bytes=0)
         except BadInput:
             return
+
+
+def _read(source: Any, key: str, max_bytes: int) -> bytes:
+    found = obstore.get(source, key)
+    size_bytes = found.meta["size"]
+    if size_bytes > max_bytes:
+        raise InputTooLarge(f"object {key!r} has {size_bytes} bytes, above {max_bytes}")
+    return bytes(found.bytes())
 
 
 def _open(url: str) -> Any:
