@@ -1,0 +1,135 @@
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infra.reports import create_tables
+from shared.settings import Settings, read_settings
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 20.0
+
+
+def penstock(*words: str, cwd: Path = ROOT, **settings: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | settings
+    command = [sys.executable, "-m", "infra.cli", *words]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def test_help_names_every_command() -> None:
+    told = penstock("--help")
+    assert told.returncode == 0
+    for command in ("up", "demo", "doctor", "pubsub", "bigquery", "api", "worker", "report"):
+        assert f"\n    {command} " in told.stdout
+
+
+@pytest.mark.parametrize("words", [(), ("fly",), ("up", "--speed", "9"), ("worker",)], ids=str)
+def test_wrong_words_are_refused(words: tuple[str, ...]) -> None:
+    told = penstock(*words)
+    assert told.returncode == 2
+    assert told.stderr.startswith("usage: penstock")
+
+
+def test_command_starts_without_heavy_imports() -> None:
+    code = "import sys, infra.cli; print(*sorted(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert not {"google.cloud.bigquery", "grpc", "numpy", "openai", "pydantic", "redis", "torch"} & set(loaded.split())
+
+
+@pytest.mark.parametrize("server", ["pubsub", "bigquery"])
+def test_servers_run_alone_until_terminated(server: str) -> None:
+    command = [sys.executable, "-m", "infra.cli", server, "--host", "127.0.0.1", "--port", "0"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "listening on 127.0.0.1:" in process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == 0
+
+
+def test_server_has_help_of_its_own() -> None:
+    assert "--data-dir" in penstock("bigquery", "--help").stdout
+
+
+def test_worker_of_an_unknown_model_says_so() -> None:
+    told = penstock("worker", "--model", "none")
+    assert told.returncode > 0
+    assert "'none' is not served here" in told.stderr
+
+
+def test_api_with_a_wrong_setting_says_so() -> None:
+    told = penstock("api", PENSTOCK_PORT="http")
+    assert told.returncode > 0
+    assert "PENSTOCK_PORT" in told.stderr
+
+
+def test_up_with_a_wrong_catalogue_says_so(tmp_path: Path) -> None:
+    told = penstock("up", cwd=tmp_path)
+    assert (told.returncode, told.stderr) == (1, "penstock: models.yaml: No such file or directory\n")
+
+
+def test_reports_are_listed() -> None:
+    assert "\n  usage " in penstock("report").stdout
+
+
+def test_unknown_report_is_refused() -> None:
+    told = penstock("report", "weather")
+    assert told.returncode == 1
+    assert told.stderr.startswith("penstock: no report 'weather'; there are: ")
+
+
+def test_report_out_of_reach_says_so() -> None:
+    told = penstock("report", "usage", PENSTOCK_BIGQUERY_ENDPOINT="http://127.0.0.1:9")
+    assert told.returncode == 1
+    assert told.stderr.startswith("penstock: BigQuery: ")
+    assert "Traceback" not in told.stderr
+
+
+@pytest.mark.parametrize("name", ["batches", "errors", "slowest", "usage"])
+def test_reports_run_on_an_empty_table(bigquery_endpoint: str, name: str) -> None:
+    create_tables(read_settings(Settings, bigquery_endpoint=bigquery_endpoint, dataset="cli"))
+    told = penstock("report", name, PENSTOCK_BIGQUERY_ENDPOINT=bigquery_endpoint, PENSTOCK_DATASET="cli")
+    assert (told.returncode, told.stdout) == (0, "no rows in the last 7 days\n"), told.stderr
+
+
+def test_doctor_reaches_what_the_settings_name(
+    tmp_path: Path, redis_url: str, pubsub_endpoint: str, bigquery_endpoint: str
+) -> None:
+    create_tables(read_settings(Settings, bigquery_endpoint=bigquery_endpoint, dataset="cli"))
+    told = penstock(
+        "doctor",
+        PENSTOCK_REDIS_URL=redis_url,
+        PENSTOCK_PUBSUB_ENDPOINT=pubsub_endpoint,
+        PENSTOCK_BIGQUERY_ENDPOINT=bigquery_endpoint,
+        PENSTOCK_DATASET="cli",
+        PENSTOCK_OBJECTS_URL=f"file://{tmp_path}",
+    )
+    for place in (redis_url, pubsub_endpoint, bigquery_endpoint, f"file://{tmp_path}"):
+        assert f" {place} answers" in told.stdout
+    assert "at their pinned versions" in told.stdout
+    assert "all-MiniLM-L6-v2" in told.stdout
+
+
+def test_doctor_names_what_is_missing_and_the_mend(tmp_path: Path) -> None:
+    models_file = tmp_path / "models.yaml"
+    models_file.write_text("models: []")
+    told = penstock(
+        "doctor",
+        PENSTOCK_MODELS_FILE=str(models_file),
+        PENSTOCK_REDIS_URL="redis://:secret@127.0.0.1:9/0",
+        PENSTOCK_PUBSUB_ENDPOINT="127.0.0.1:9",
+        PENSTOCK_BIGQUERY_ENDPOINT="http://127.0.0.1:9",
+    )
+    assert told.returncode == 1
+    for what in ("catalogue", "Pub/Sub", "BigQuery", "Redis  "):
+        assert f"\nMISS  {what}" in told.stdout
+    assert told.stdout.count("mend: ") >= 4
+    assert "secret" not in told.stdout
+
+
+def test_doctor_names_a_wrong_setting() -> None:
+    told = penstock("doctor", PENSTOCK_LOG_LEVEL="LOUD")
+    assert told.returncode == 1
+    assert "MISS  settings     PENSTOCK_LOG_LEVEL" in told.stdout

@@ -1,0 +1,151 @@
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infra.local.process import Process, answers, free_port, listens
+from shared.errors import Unavailable
+
+LIMIT_S = 8.0
+SERVER = """
+import signal, socket, sys
+server = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+print("listening", flush=True)
+while True:
+    server.accept()[0].close()
+"""
+
+
+def python(name: str, code: str, folder: Path, *arguments: object, stop_limit_s: float = 5.0) -> Process:
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    return Process(name, command, folder, stop_limit_s=stop_limit_s)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_runs_until_the_context_is_left(tmp_path: Path) -> None:
+    port = free_port()
+    with python("server", SERVER, tmp_path, port) as server:
+        server.wait_ready(lambda: listens(port), LIMIT_S)
+        assert server.is_running
+        assert (tmp_path / "server.log").read_text() == "listening\n"
+    assert not listens(port)
+    assert server.ending == "was not started"
+
+
+def test_early_end_is_told_with_the_end_of_the_log(tmp_path: Path) -> None:
+    code = "print(*range(100), sep='\\n'); raise SystemExit(3)"
+    with (
+        python("broken", code, tmp_path) as broken,
+        pytest.raises(
+            Unavailable, match=r"broken ended with code 3 before it was ready; the end of .*broken\.log:\n  80"
+        ),
+    ):
+        broken.wait_ready(lambda: False, LIMIT_S)
+
+
+def test_killed_process_is_told_by_its_signal(tmp_path: Path) -> None:
+    with (
+        python("killed", "import os; os.kill(os.getpid(), 9)", tmp_path) as killed,
+        pytest.raises(Unavailable, match="killed was ended by SIGKILL before it was ready; it said nothing"),
+    ):
+        killed.wait_ready(lambda: False, LIMIT_S)
+
+
+def test_readiness_has_a_limit(tmp_path: Path) -> None:
+    with (
+        python("slow", SERVER, tmp_path, free_port()) as slow,
+        pytest.raises(Unavailable, match=r"slow was not ready within 0\.1 s"),
+    ):
+        slow.wait_ready(lambda: False, 0.1)
+
+
+def test_wait_done_wants_success(tmp_path: Path) -> None:
+    with python("maker", "print('made')", tmp_path) as maker:
+        maker.wait_done(LIMIT_S)
+    with python("maker", "raise SystemExit('no disk')", tmp_path) as maker, pytest.raises(Unavailable, match="no disk"):
+        maker.wait_done(LIMIT_S)
+    with (
+        python("maker", SERVER, tmp_path, free_port()) as maker,
+        pytest.raises(Unavailable, match="did not end within"),
+    ):
+        maker.wait_done(0.1)
+
+
+def test_deaf_process_and_its_children_are_killed(tmp_path: Path) -> None:
+    port = free_port()
+    code = f"""
+    import signal, subprocess, sys, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    subprocess.Popen([sys.executable, "-c", {SERVER!r}, sys.argv[1]])
+    time.sleep(600)
+    """
+    with python("deaf", code, tmp_path, port, stop_limit_s=0.2) as deaf:
+        deaf.wait_ready(lambda: listens(port), LIMIT_S)
+    wait_until(lambda: not listens(port))
+
+
+def test_child_left_behind_is_killed(tmp_path: Path) -> None:
+    port = free_port()
+    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SERVER!r}, sys.argv[1]])"
+    parent = python("parent", code, tmp_path, port)
+    with parent:
+        parent.wait_done(LIMIT_S)
+        wait_until(lambda: listens(port))
+    wait_until(lambda: not listens(port))
+
+
+def test_paused_process_can_be_stopped(tmp_path: Path) -> None:
+    port = free_port()
+    with python("server", SERVER, tmp_path, port) as server:
+        server.wait_ready(lambda: listens(port), LIMIT_S)
+        server.pause()
+        server.resume()
+        server.pause()
+    assert not listens(port)
+    with pytest.raises(Unavailable, match="server is not running"):
+        server.pause()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
+def test_nothing_outlives_a_killed_parent(tmp_path: Path) -> None:
+    port = free_port()
+    code = f"""
+    import sys, time
+    from pathlib import Path
+    from infra.local.process import Process, listens
+    with Process("server", [sys.executable, "-c", {SERVER!r}, sys.argv[1]], Path(sys.argv[2])) as server:
+        server.wait_ready(lambda: listens(int(sys.argv[1])), 10)
+        print("ready", flush=True)
+        time.sleep(600)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(port), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"ready\n"
+        parent.send_signal(signal.SIGKILL)
+    wait_until(lambda: not listens(port))
+
+
+def test_missing_program_is_told(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match="nothing: /no/such/program does not run here: No such file"):
+        Process("nothing", ["/no/such/program"], tmp_path).start()
+
+
+def test_answers_wants_200(tmp_path: Path) -> None:
+    port = free_port()
+    assert not answers(port, "/")
+    command = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(port)]
+    with Process("http", command, tmp_path) as server:
+        server.wait_ready(lambda: answers(port, "/"), LIMIT_S)
+        assert not answers(port, "/none")

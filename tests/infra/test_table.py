@@ -1,0 +1,28 @@
+import pytest
+
+from infra.table import table, transposed
+
+
+def test_numbers_stand_to_the_right() -> None:
+    assert table(("model", "items", "cost"), [("mini", 12, 0.5), ("painter", 4, None), ("x", -1, 0.000125)]) == (
+        "  model    items      cost\n  mini        12      0.50\n  painter      4         -\n  x           -1  0.000125"
+    )
+
+
+def test_columns_of_words_stand_to_the_left() -> None:
+    assert table(("a", "b"), [("1", "x1"), ("22", "y")]) == "   a  b\n   1  x1\n  22  y"
+
+
+def test_table_without_rows_is_its_heads() -> None:
+    assert table(("a", "b"), []) == "  a  b"
+
+
+def test_rows_side_by_side() -> None:
+    assert transposed(("model", "items"), [("mini", 1), ("painter", 22)]) == (
+        "  model  mini  painter\n  items     1       22"
+    )
+
+
+def test_rows_must_fit_the_heads() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        table(("a",), [(1, 2)])
