@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 
 class Scheduler(NamedTuple):
-    """A class of diffusers and what is set on it beside the pipeline's own scheduler settings."""
+    """A class of diffusers, what is set on it beside the pipeline's own scheduler settings, and the steps it takes."""
 
     class_name: str
     options: Mapping[str, str | bool] = MappingProxyType({})
+    steps_max: int | None = None
 
 
 SCHEDULERS: dict[str, Scheduler] = {
@@ -35,7 +36,7 @@ SCHEDULERS: dict[str, Scheduler] = {
     "dpmpp_2s": Scheduler("DPMSolverSinglestepScheduler"),
     "deis": Scheduler("DEISMultistepScheduler"),
     "unipc": Scheduler("UniPCMultistepScheduler"),
-    "lcm": Scheduler("LCMScheduler"),
+    "lcm": Scheduler("LCMScheduler", steps_max=50),
 }
 OWN_SCHEDULER = "default"
 """Asks for the scheduler that the model's folder names, whichever it is (flow-matching models have no other)."""

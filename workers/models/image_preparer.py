@@ -11,7 +11,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from shared.catalogue import ImageDefaults
 from shared.errors import BadInput, InputTooLarge
 from shared.messages import Blob, ImageInput, Input
-from shared.schedulers import SCHEDULER_NAMES
+from shared.schedulers import SCHEDULER_NAMES, SCHEDULERS
 from workers.models.base import PreparedImage
 
 SOURCE_FORMATS = ("PNG", "JPEG", "WEBP")
@@ -59,6 +59,9 @@ class ImagePreparer:
         if value.scheduler not in SCHEDULER_NAMES:
             known = ", ".join(SCHEDULER_NAMES)
             raise BadInput(f"scheduler {value.scheduler!r} is unknown; known: {known}", field="scheduler")
+        choice = SCHEDULERS.get(value.scheduler)
+        if choice is not None and choice.steps_max is not None and value.steps > choice.steps_max:
+            raise BadInput(f"scheduler {value.scheduler!r} takes at most {choice.steps_max} steps", field="steps")
 
 
 def _prepared(value: ImageInput) -> PreparedImage:

@@ -13,7 +13,7 @@ from workers.models.base import PreparedImage
 from workers.models.image_preparer import ImagePreparer
 
 GOOD = ImageInput(prompt="a", width=64, height=64, steps=20, guidance_scale=7.5, seed=1, scheduler="ddim")
-PREPARER = ImagePreparer(ImageDefaults(largest_pixels=128 * 128, longest_steps=50))
+PREPARER = ImagePreparer(ImageDefaults(largest_pixels=128 * 128, longest_steps=100))
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> Blob:
@@ -43,7 +43,8 @@ PICTURE = encoded(Image.linear_gradient("L").convert("RGB"))
         {"height": 65},
         {"steps": 0},
         {"steps": -5},
-        {"steps": 51},
+        {"steps": 101},
+        {"steps": 51, "scheduler": "lcm"},
         {"guidance_scale": -1.0},
         {"guidance_scale": float("nan")},
         {"seed": -1},
