@@ -4,20 +4,19 @@ import asyncio
 import base64
 import json
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from infra.local.pubsub.protos import message_class
 from infra.local.pubsub.push_connection import PushConnection
-from infra.local.pubsub.server import PubsubServer, serve
+from infra.local.pubsub.server import PubsubServer
 from tests.infra.pubsub.endpoint import Endpoint, listening_endpoint
-from tests.infra.pubsub.wire import Wire, connect, until
+from tests.infra.pubsub.wire import TOPIC, Wire, until
 
 pytestmark = pytest.mark.anyio
 
-TOPIC = "projects/p/topics/jobs"
 SUBSCRIPTION = "projects/p/subscriptions/pushed"
 
 
@@ -25,19 +24,6 @@ SUBSCRIPTION = "projects/p/subscriptions/pushed"
 def endpoint() -> Iterator[Endpoint]:
     with listening_endpoint() as endpoint:
         yield endpoint
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[PubsubServer]:
-    async with serve() as server:
-        yield server
-
-
-@pytest.fixture
-async def wire(server: PubsubServer) -> AsyncIterator[Wire]:
-    async with connect(server.endpoint) as wire:
-        await wire.topic(TOPIC)
-        yield wire
 
 
 def is_settled(server: PubsubServer) -> bool:

@@ -1,32 +1,17 @@
-"""StreamingPull and Pull over a real connection."""
+"""StreamingPull over a real connection."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import grpc
 import pytest
 
 from infra.local.pubsub.server import PubsubServer, serve
-from tests.infra.pubsub.wire import Wire, connect, until
+from tests.infra.pubsub.wire import TOPIC, Wire, connect, until
 
 pytestmark = pytest.mark.anyio
 
-TOPIC = "projects/p/topics/jobs"
 SUBSCRIPTION = "projects/p/subscriptions/workers"
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[PubsubServer]:
-    async with serve() as server:
-        yield server
-
-
-@pytest.fixture
-async def wire(server: PubsubServer) -> AsyncIterator[Wire]:
-    async with connect(server.endpoint) as wire:
-        await wire.topic(TOPIC)
-        yield wire
 
 
 async def test_published_message_arrives_and_its_ack_settles_it(wire: Wire, server: PubsubServer) -> None:
@@ -268,52 +253,3 @@ async def test_stopping_the_server_ends_streams_and_pulls_with_unavailable() -> 
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await pull
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-
-
-async def test_pull_waits_for_the_first_message(wire: Wire, server: PubsubServer) -> None:
-    await wire.subscription(SUBSCRIPTION, TOPIC)
-    pull = asyncio.create_task(wire.pull(SUBSCRIPTION))
-    backlog = server.broker.registry.subscriptions[SUBSCRIPTION].backlog
-    await until(lambda: len(backlog.consumers) == 1)
-    await wire.publish(TOPIC, "a")
-    assert [each.message.data for each in (await pull).received_messages] == [b"a"]
-    assert not len(backlog.consumers)
-
-
-async def test_pull_at_once_returns_empty(wire: Wire) -> None:
-    await wire.subscription(SUBSCRIPTION, TOPIC)
-    response = await wire.pull(SUBSCRIPTION, return_immediately=True)
-    assert list(response.received_messages) == []
-
-
-async def test_pull_returns_empty_before_its_caller_gives_up(wire: Wire) -> None:
-    await wire.subscription(SUBSCRIPTION, TOPIC)
-    response = await wire.pull(SUBSCRIPTION, limit_s=1.0)
-    assert list(response.received_messages) == []
-
-
-async def test_pull_takes_no_more_than_asked(wire: Wire) -> None:
-    await wire.subscription(SUBSCRIPTION, TOPIC)
-    await wire.publish(TOPIC, *"abc")
-    assert len((await wire.pull(SUBSCRIPTION, max_messages=2)).received_messages) == 2
-    assert len((await wire.pull(SUBSCRIPTION, max_messages=2)).received_messages) == 1
-
-
-@pytest.mark.parametrize("max_messages", [0, -1])
-async def test_pull_of_nothing_is_refused(wire: Wire, max_messages: int) -> None:
-    await wire.subscription(SUBSCRIPTION, TOPIC)
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await wire.pull(SUBSCRIPTION, max_messages=max_messages)
-    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "max_messages" in str(error.value.details())
-
-
-async def test_waiting_pull_ends_with_not_found_when_the_subscription_goes(wire: Wire, server: PubsubServer) -> None:
-    await wire.subscription(SUBSCRIPTION, TOPIC)
-    pull = asyncio.create_task(wire.pull(SUBSCRIPTION))
-    backlog = server.broker.registry.subscriptions[SUBSCRIPTION].backlog
-    await until(lambda: len(backlog.consumers) == 1)
-    await wire.delete_subscription(SUBSCRIPTION)
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await pull
-    assert error.value.code() is grpc.StatusCode.NOT_FOUND

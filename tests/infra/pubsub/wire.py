@@ -9,6 +9,7 @@ import grpc
 
 from infra.local.pubsub.protos import message_class
 
+TOPIC = "projects/p/topics/jobs"
 LIMIT_S = 5.0
 _END = vars(grpc.aio)["EOF"]
 
