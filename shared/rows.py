@@ -39,7 +39,8 @@ LINGER_S = 0.5
 """How long rows wait for company: one insertAll costs as much CPU as a whole request, and nobody waits for a row."""
 SEND_TIMEOUT_S = 10.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
-CLOSE_S = 5.0
+CLOSE_S = 2.0
+"""How long a close may take to send what is left; a container has ten seconds for all of its end."""
 
 WRITTEN = Counter("penstock_rows_written_total", "Rows that BigQuery has")
 SPOOLED = Counter("penstock_rows_spooled_total", "Rows that went to disk because BigQuery was out of reach")
@@ -73,7 +74,7 @@ class RowWriter:
         self._spool = Spool(spool_dir)
         self._waiting: deque[Fields] = deque()
         self._wake = threading.Condition()
-        self._sending = 0
+        self._in_flight: list[Fields] = []
         self._flushes = 0
         self._give_up_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="rows", daemon=True)
@@ -89,12 +90,15 @@ class RowWriter:
         with self._wake:
             self._give_up_s = time.monotonic() + CLOSE_S
             self._wake.notify_all()
-        await asyncio.to_thread(self._thread.join, CLOSE_S + SEND_TIMEOUT_S + 1)
+        await asyncio.to_thread(self._thread.join, CLOSE_S)
+        if self._thread.is_alive():  # BigQuery hangs; should it have taken the rows after all, row_id tells them apart
+            self._spool.add(list(self._in_flight))
+            self._spill(0)
 
     @property
     def pending(self) -> int:
         """Rows that BigQuery does not have yet: in memory, in the request in flight, and on disk."""
-        return len(self._waiting) + self._sending + self._spool.rows
+        return len(self._waiting) + len(self._in_flight) + self._spool.rows
 
     def write(self, row: Row) -> None:
         """Queues a row; never waits for BigQuery and never raises."""
@@ -146,7 +150,7 @@ class RowWriter:
     def _send_waiting(self, sender: Sender) -> bool:
         with self._wake:
             batch = [self._waiting.popleft() for _ in range(min(BATCH_ROWS, len(self._waiting)))]
-            self._sending = len(batch)
+            self._in_flight = batch
         try:
             if batch:
                 self._spool.reject(sender.send(batch))
@@ -155,7 +159,7 @@ class RowWriter:
             raise
         finally:
             with self._wake:
-                self._sending = 0
+                self._in_flight = []
                 self._wake.notify_all()
         return bool(batch)
 

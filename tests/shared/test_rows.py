@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -106,6 +107,18 @@ async def test_close_during_an_outage_leaves_rows_to_the_next(server: Server, tm
             assert await rows.flush(LIMIT_S)
             assert server.row_ids("rows_deduplicated") == [f"req:{number:05}" for number in range(4)]
     assert segments(spool_dir) == 0
+
+
+async def test_close_while_bigquery_hangs_keeps_the_rows(server: Server, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", server.port)):  # takes connections and never answers
+        async with writer(server, tmp_path / "spool") as rows:
+            rows.write(row(1))
+            assert not await rows.flush(0.3)
+            rows.write(row(2))
+    kept = [
+        json.loads(line) for path in (tmp_path / "spool").glob("*.segment") for line in path.read_text().splitlines()
+    ]
+    assert sorted(entry["row_id"] for entry in kept) == ["req:00001", "req:00002"]
 
 
 async def test_refused_row_is_kept_with_its_reason_and_harms_no_other(server: Server, tmp_path: Path) -> None:
