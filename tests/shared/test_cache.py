@@ -1,3 +1,4 @@
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -363,6 +364,20 @@ async def test_cancelled_caller_leaves_the_others_alone(own_redis: RedisServer) 
             return "a" in await cache.get_many(["a"])
 
         await wait_for(answers)
+
+
+async def test_answer_that_came_while_the_process_was_held_up_counts(redis_url: str) -> None:
+    timeout_s = 0.05
+    async with ResultCache(redis_url, 0, timeout_s=timeout_s) as cache:
+        await cache.put_many({"a": vector()}, ttl_s=60)
+        with redis.Redis.from_url(redis_url) as client:
+            client.config_resetstat()
+            asking = asyncio.create_task(cache.get_many(["a"]))
+            while "cmdstat_mget" not in client.info("commandstats"):
+                await anyio.lowlevel.checkpoint()
+            # Redis has answered; now this process stands still for longer than the limit, timers and answer both wait.
+            time.sleep(3 * timeout_s)  # noqa: ASYNC251
+        assert "a" in await asking
 
 
 async def test_wrong_url_is_refused_at_start() -> None:
