@@ -61,7 +61,7 @@ class Price(_Entry):
 
 
 class ImageDefaults(_Entry):
-    """Defaults and bounds of an image model's parameters; `scheduler` is one of workers.models.schedulers."""
+    """Defaults and bounds of an image model's parameters; `scheduler` is one of shared.schedulers."""
 
     width: Positive = 512
     height: Positive = 512

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from prometheus_client import Counter, Gauge, Histogram
 
 from workers.model_pool import BatchDone
@@ -24,9 +22,9 @@ REPLIES_REFUSED = Counter("penstock_worker_replies_refused_total", "Replies whos
 MODEL_PROCESS_DEATHS = Counter("penstock_worker_model_process_deaths_total", "Model processes that died or hung")
 
 
-def observe_batch(done: BatchDone, lengths: Sequence[int]) -> None:
-    """Counts one batch whose items have `lengths` (tokens or pixel-steps each)."""
-    BATCH_ITEMS.observe(len(lengths))
+def observe_batch(done: BatchDone) -> None:
+    """Counts one batch."""
+    BATCH_ITEMS.observe(len(done.results))
     INFERENCE_SECONDS.observe(done.inference_ms / 1000)
-    REAL_WORK.inc(sum(lengths))
-    PADDED_WORK.inc(max(lengths) * len(lengths))
+    REAL_WORK.inc(done.real_work)
+    PADDED_WORK.inc(done.padded_work)

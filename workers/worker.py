@@ -257,7 +257,7 @@ class Worker:
                 for hand, _ in entry.waiting():
                     self._finisher.hand_back(hand)
             return
-        metrics.observe_batch(done, [entry.length for entry in batch])
+        metrics.observe_batch(done)
         for entry, result in zip(batch, done.results, strict=True):
             entry.computed = (result, done, len(batch))
             for hand, outcome in list(entry.outcomes(self._model)):
