@@ -1,0 +1,94 @@
+"""What names a result: everything that changes it, and nothing else."""
+
+from typing import Any
+
+import pytest
+
+from shared.cache import cache_key
+from shared.catalogue import Model
+from shared.errors import BadInput
+from shared.messages import Blob, ImageInput, Input, TextInput, TokensInput
+
+MODEL = Model.model_validate(
+    {"name": "mini", "task": "embedding", "source": "local:mini", "dimensions": 4, "batch": {"max_tokens": 64}}
+)
+PNG = Blob("image/png", data=b"pixels")
+
+
+def drawing(**params: Any) -> ImageInput:
+    usual: dict[str, Any] = {"prompt": "a boat", "width": 64, "height": 64, "steps": 4, "guidance_scale": 7.5}
+    return ImageInput(**usual | {"seed": 3, "scheduler": "ddim", "strength": 0.5} | params)
+
+
+def test_key_is_256_bits_and_repeatable() -> None:
+    key = cache_key(MODEL, TextInput("a cat"), "t")
+    assert len(bytes.fromhex(key)) == 32
+    assert key == cache_key(MODEL, TextInput("a cat"), "t")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "mini2"},
+        {"revision": "2"},
+        {"source": "local:other"},
+        {"precision": "bf16"},
+        {"dimensions": 8},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_key_changes_with_model(change: dict[str, object]) -> None:
+    other = MODEL.model_copy(update=change)
+    assert cache_key(other, TextInput("a cat"), "t") != cache_key(MODEL, TextInput("a cat"), "t")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt": "a boat "},
+        {"negative_prompt": "fog"},
+        {"width": 72},
+        {"height": 72},
+        {"steps": 5},
+        {"guidance_scale": 7.6},
+        {"seed": 4},
+        {"scheduler": "euler"},
+        {"image": PNG},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_key_changes_with_image_params(change: dict[str, object]) -> None:
+    assert cache_key(MODEL, drawing(**change), "t") != cache_key(MODEL, drawing(), "t")
+
+
+def test_key_covers_source_image_and_strength() -> None:
+    drawn_from = [
+        drawing(image=image, strength=strength)
+        for image in (PNG, Blob("image/png", data=b"others"), Blob("image/png", object_key="inputs/1.png"))
+        for strength in (0.5, 0.6)
+    ]
+    assert len({cache_key(MODEL, input, "t") for input in drawn_from}) == len(drawn_from)
+
+
+def test_key_ignores_what_changes_no_pixel() -> None:
+    without_source = drawing(strength=0.9)
+    whole_number = drawing(guidance_scale=7)
+    assert cache_key(MODEL, without_source, "t") == cache_key(MODEL, drawing(), "t")
+    assert cache_key(MODEL, whole_number, "t") == cache_key(MODEL, drawing(guidance_scale=7.0), "t")
+
+
+def test_key_tells_text_from_tokens() -> None:
+    inputs: list[Input] = [TextInput("1"), TokensInput([1]), TokensInput([1, 2]), TokensInput([12]), TextInput("")]
+    assert len({cache_key(MODEL, input, "t") for input in inputs}) == len(inputs)
+
+
+def test_key_scope_decides_about_tenant() -> None:
+    private = MODEL.model_copy(update={"cache": MODEL.cache.model_copy(update={"scope": "tenant"})})
+    text = TextInput("a cat")
+    assert cache_key(MODEL, text, "a") == cache_key(MODEL, text, "b")
+    assert cache_key(private, text, "a") != cache_key(private, text, "b")
+
+
+def test_key_refuses_lone_surrogate() -> None:
+    with pytest.raises(BadInput, match="Unicode"):
+        cache_key(MODEL, TextInput("\ud800"), "t")

@@ -1,0 +1,169 @@
+"""The cache while its Redis is missing, stops, hangs or refuses: nothing fails, nothing waits long, all heals."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+import redis.asyncio
+from prometheus_client import REGISTRY
+
+from infra.local.process import free_port
+from infra.local.redis import RedisServer
+from shared import cache_redis
+from shared.cache import ResultCache
+from shared.errors import ConfigurationError
+from shared.messages import EmbeddingResult
+
+pytestmark = pytest.mark.anyio
+
+BIG_MEMORY = 1 << 20
+
+
+def vector() -> EmbeddingResult:
+    return EmbeddingResult(b"v" * 16, 3)
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server that a test may stop and pause."""
+    with RedisServer(tmp_path, tmp_path) as server:
+        yield server
+
+
+def metric(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(name, labels) or 0.0
+
+
+async def wait_for(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Asks until it holds; each asking is the work that makes it hold."""
+    with anyio.fail_after(8):
+        while not await condition():
+            pass
+
+
+@asynccontextmanager
+async def quick_cache(url: str) -> AsyncIterator[ResultCache]:
+    async with ResultCache(url, 0, retry_s=0.01) as cache:
+        yield cache
+
+
+async def trip(cache: ResultCache) -> None:
+    """Asks until the breaker opens."""
+    with anyio.fail_after(8):
+        while cache.redis_is_up:
+            assert await cache.get_many(["k"]) == {}
+
+
+async def test_opens_without_redis_and_finds_it_later(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path, tmp_path, free_port())
+    async with ResultCache(server.url, BIG_MEMORY, retry_s=0.01) as cache:
+        await trip(cache)
+        await cache.put_many({"a": vector()}, ttl_s=60)
+        assert await cache.get_many(["a"]) == {"a": (vector(), "memory")}
+        with server:
+            assert await cache.wait_redis(8)
+            async with quick_cache(server.url) as other:
+                await cache.put_many({"b": vector()}, ttl_s=60)
+                assert (await other.get_many(["b"]))["b"][1] == "redis"
+
+
+async def test_redis_stops_and_comes_back(own_redis: RedisServer) -> None:
+    async with quick_cache(own_redis.url) as cache:
+        await cache.put_many({"a": vector()}, ttl_s=60)
+        assert "a" in await cache.get_many(["a"])
+        errors = metric("penstock_cache_errors_total", operation="get")
+        own_redis.stop()
+        await trip(cache)
+        assert metric("penstock_cache_errors_total", operation="get") > errors
+        assert metric("penstock_cache_redis_up") == 0
+        own_redis.start()
+        assert await cache.wait_redis(8)
+        await cache.put_many({"a": vector()}, ttl_s=60)
+        assert "a" in await cache.get_many(["a"])
+        assert metric("penstock_cache_redis_up") == 1
+
+
+async def test_hanging_redis_costs_a_bounded_wait_then_none(own_redis: RedisServer) -> None:
+    async with quick_cache(own_redis.url) as cache:
+        await cache.put_many({"a": vector()}, ttl_s=60)
+        own_redis.pause()
+        with anyio.fail_after(5):
+            await trip(cache)
+            # With the breaker open nothing waits: far fewer seconds than one limit each would take.
+            for _ in range(1000):
+                assert await cache.get_many(["a"]) == {}
+                await cache.put_many({"b": vector()}, ttl_s=60)
+        own_redis.resume()
+        assert await cache.wait_redis(8)
+        assert "a" in await cache.get_many(["a"])
+
+
+async def test_a_crowd_of_callers_is_let_go(own_redis: RedisServer) -> None:
+    async with quick_cache(own_redis.url) as cache:
+        own_redis.pause()
+        with anyio.fail_after(5):
+            async with anyio.create_task_group() as group:
+                for n in range(3000):
+                    group.start_soon(cache.get_many, [f"k{n}"])
+
+        async def is_open() -> bool:
+            return not await cache.get_many(["k"]) and not cache.redis_is_up
+
+        await wait_for(is_open)
+
+
+async def test_refused_write_is_an_error_but_no_reason_to_stop_asking(own_redis: RedisServer) -> None:
+    async with quick_cache(own_redis.url) as cache, redis.asyncio.Redis.from_url(own_redis.url) as client:
+        await cache.put_many({"a": vector()}, ttl_s=60)
+        await client.config_set("maxmemory-policy", "noeviction")
+        await client.config_set("maxmemory", 1)
+        errors = metric("penstock_cache_errors_total", operation="put")
+        for _ in range(cache_redis.FAILURES + 1):
+            await cache.put_many({"b": vector()}, ttl_s=60)
+        assert metric("penstock_cache_errors_total", operation="put") - errors == cache_redis.FAILURES + 1
+        assert cache.redis_is_up
+        assert "a" in await cache.get_many(["a"])
+
+
+async def test_cancelled_caller_leaves_the_others_alone(own_redis: RedisServer) -> None:
+    async with quick_cache(own_redis.url) as cache:
+        await cache.put_many({"a": vector()}, ttl_s=60)
+        own_redis.pause()
+        async with anyio.create_task_group() as group:
+            group.start_soon(cache.get_many, ["a"])
+            await anyio.lowlevel.checkpoint()
+            group.cancel_scope.cancel()
+        own_redis.resume()
+
+        async def answers() -> bool:
+            return "a" in await cache.get_many(["a"])
+
+        await wait_for(answers)
+
+
+async def test_answer_that_came_while_the_process_was_held_up_counts(own_redis: RedisServer) -> None:
+    timeout_s = 0.5
+    async with ResultCache(own_redis.url, 0, timeout_s=timeout_s) as cache:
+        await cache.put_many({"a": vector()}, ttl_s=60)
+        with redis.Redis.from_url(own_redis.url) as client:
+            client.config_resetstat()
+            own_redis.pause()
+            asking = asyncio.create_task(cache.get_many(["a"]))
+            for _ in range(20):
+                await anyio.lowlevel.checkpoint()
+            own_redis.resume()
+            # From here no task runs: answer and timer both become due while this process stands still.
+            while "cmdstat_mget" not in client.info("commandstats"):
+                pass
+            time.sleep(1.2 * timeout_s)  # noqa: ASYNC251
+        assert "a" in await asking
+
+
+async def test_wrong_url_is_refused_at_start() -> None:
+    with pytest.raises(ConfigurationError, match="PENSTOCK_REDIS_URL"):
+        async with ResultCache("http://localhost", 0):
+            pass
