@@ -72,7 +72,12 @@ def create_app(service: Service) -> Starlette:
     app = Starlette(
         routes=routes,
         middleware=[Middleware(GZipMiddleware, minimum_size=1_000, compresslevel=1)],
-        exception_handlers={ServiceError: answer_error, 404: _unknown_path, 405: _unknown_path},
+        exception_handlers={
+            ServiceError: answer_error,
+            Exception: answer_error,
+            404: _unknown_path,
+            405: _unknown_path,
+        },
     )
     app.state.service = service
     app.state.insert_ids = tabledata.InsertIds()

@@ -85,13 +85,13 @@ class Definitions:
 
     def _create_table(self, tree: exp.Create, result: Result | None, view_schema: Schema | None) -> Defined:
         node = tree.this.this if isinstance(tree.this, exp.Schema) else tree.this
+        settings = _settings(tree)
         key = table_key(node, self._names)
         exists = key in self._catalog.tables
         if exists and tree.args.get("exists"):
             return Defined("SKIP", key)
         if exists and not tree.args.get("replace"):
             raise DuplicateError(f"Already Exists: Table {key}")
-        settings = _settings(tree)
         schema = _columns(tree.this) if isinstance(tree.this, exp.Schema) else None
         filled_by = None
         if view_schema is not None:
@@ -194,7 +194,7 @@ def _settings(tree: exp.Create) -> Json:
             found["timePartitioning"] = {**found.get("timePartitioning", {}), **_partitioning(item.this)}
         elif isinstance(item, exp.ClusterProperty | exp.Cluster):
             found["clustering"] = {"fields": [column.name for column in item.expressions]}
-        elif isinstance(item, exp.Property):
+        elif type(item) is exp.Property:
             _put_option(found, item.name.lower(), item.args["value"])
         else:
             raise unsupported(f"{item.sql('bigquery')} in CREATE")

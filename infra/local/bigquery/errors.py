@@ -11,7 +11,8 @@ ServiceError                 anything below
 ├── BusyError                403 rateLimitExceeded: too many jobs at once
 ├── BytesBilledError         400 bytesBilledLimitExceeded
 ├── StoppedError             499 stopped: a job that was cancelled or ran out of time
-└── UnsupportedError         501 notImplemented: the service can, this server can't
+├── UnsupportedError         501 notImplemented: the service can, this server can't
+└── BugError                 500 bug: this server is wrong; a reason of its own, so that clients don't try again
 
 Source: https://docs.cloud.google.com/bigquery/docs/error-messages
 """
@@ -120,3 +121,9 @@ class UnsupportedError(ServiceError):
     """The service knows this, the embedded server does not."""
 
     status, reason, grpc_status = 501, "notImplemented", "UNIMPLEMENTED"
+
+
+class BugError(ServiceError):
+    """The embedded server has failed where it should not."""
+
+    status, reason, grpc_status = 500, "bug", "INTERNAL"

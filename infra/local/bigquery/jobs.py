@@ -4,6 +4,8 @@
 blocks goes to the lanes.
 """
 
+import contextlib
+import logging
 import secrets
 import time
 from collections import OrderedDict
@@ -11,19 +13,23 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import anyio
+import duckdb
 from anyio.abc import TaskGroup
 
-from infra.local.bigquery.errors import BusyError, DuplicateError, NotFoundError, ServiceError, StoppedError
+from infra.local.bigquery.errors import BugError, BusyError, DuplicateError, NotFoundError, ServiceError, StoppedError
 from infra.local.bigquery.query import Result
 from infra.local.bigquery.resources import TableKey
 from infra.local.bigquery.schema import Json
 from infra.local.bigquery.store import Cursor
+
+log = logging.getLogger(__name__)
 
 # A job stays known, with its result, until this many have followed it.
 _KEPT_JOBS = 1_000
 _MOST_RUNNING = 100
 # BigQuery's own limit for a query.
 _LONGEST_JOB_S = 6 * 3600.0
+_INTERRUPT_EVERY_S = 0.05
 
 
 @dataclass
@@ -44,7 +50,7 @@ class Job:
     statistics: Json = field(default_factory=dict)
     result: Result | None = None
     done: anyio.Event = field(default_factory=anyio.Event)
-    is_cancelled: bool = False
+    stopping: anyio.Event = field(default_factory=anyio.Event)
     cursor: Cursor | None = None
 
     @property
@@ -58,15 +64,20 @@ class Job:
         Raises:
             StoppedError: if so.
         """
-        if self.is_cancelled:
+        if self.stopping.is_set():
             raise StoppedError("Job execution was cancelled: User requested cancellation")
         self.cursor = cursor
 
     def cancel(self) -> None:
-        """Interrupts the job; one that is done stays as it is."""
-        self.is_cancelled = True
-        if self.cursor is not None and self.state != "DONE":
-            self.cursor.interrupt()
+        """Asks the job to stop; one that is done stays as it is."""
+        self.stopping.set()
+
+    def interrupt(self) -> None:
+        """Interrupts the statement that the job's session is at, if any."""
+        with contextlib.suppress(duckdb.ConnectionException):
+            # The session may have been closed meanwhile.
+            if self.cursor is not None:
+                self.cursor.interrupt()
 
     def reference(self) -> Json:
         """Returns the JobReference."""
@@ -181,6 +192,10 @@ class Jobs:
         except ServiceError as error:
             is_late = scope.cancel_called
             job.error = StoppedError("Job execution was cancelled: Job timed out") if is_late else error
+        except Exception as error:
+            # The boundary of a job: whatever it runs into, the server and the other jobs go on.
+            log.exception("job failed", extra={"job_id": job.job_id})
+            job.error = BugError(f"This is a bug in the embedded BigQuery: {error!r}")
         finally:
             job.state, job.ended_ms = "DONE", time.time_ns() // 1_000_000
             job.done.set()
@@ -188,12 +203,13 @@ class Jobs:
 
 async def _interruptible(job: Job, work: Work) -> None:
     # A thread can't be cancelled; a task beside it interrupts its session, so that DuckDB raises there.
+    finished = anyio.Event()
     async with anyio.create_task_group() as group:
-        group.start_soon(_interrupt_when_cancelled, job)
+        group.start_soon(_interrupt_when_stopped, job, finished)
         try:
             error = await _outcome(job, work)
         finally:
-            job.cursor = None
+            finished.set()
         group.cancel_scope.cancel()
     if error is not None:
         raise error
@@ -208,12 +224,16 @@ async def _outcome(job: Job, work: Work) -> ServiceError | None:
     return None
 
 
-async def _interrupt_when_cancelled(job: Job) -> None:
+async def _interrupt_when_stopped(job: Job, finished: anyio.Event) -> None:
     try:
-        await anyio.sleep_forever()
+        await job.stopping.wait()
     finally:
-        if job.cursor is not None:
-            job.cursor.interrupt()
+        with anyio.CancelScope(shield=True):
+            # Again and again: an interrupt between two statements of the session is lost.
+            while not finished.is_set():
+                job.interrupt()
+                with anyio.move_on_after(_INTERRUPT_EVERY_S):
+                    await finished.wait()
 
 
 def new_job_id() -> str:

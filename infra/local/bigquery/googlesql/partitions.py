@@ -133,13 +133,19 @@ def _is_key(select: exp.Select, column: str) -> bool:
     group = select.args.get("group")
     if group is None:
         return not any(node.parent_select is select for node in _plain_aggregates(select))
-    keys = {found.name.lower() for key in group.expressions for found in key.find_all(exp.Column)}
-    ordinals = [key.name for key in group.expressions if isinstance(key, exp.Literal)]
-    for ordinal in ordinals:
-        projection = select.expressions[int(ordinal) - 1]
-        keys |= {found.name.lower() for found in projection.find_all(exp.Column)}
-        keys.add(projection.alias_or_name.lower())
+    keys: set[str] = set()
+    for key in group.expressions:
+        named = _projection(select, key)
+        keys |= {found.name.lower() for part in (key, named) if part for found in part.find_all(exp.Column)}
     return column in keys
+
+
+def _projection(select: exp.Select, key: exp.Expr) -> exp.Expr | None:
+    """Returns the output column that a GROUP BY names by its place or its alias."""
+    if isinstance(key, exp.Literal) and not key.is_string:
+        return select.expressions[int(key.name) - 1]
+    named = [projection for projection in select.expressions if projection.alias.lower() == key.name.lower() != ""]
+    return named[0] if isinstance(key, exp.Column) and named else None
 
 
 def _plain_aggregates(select: exp.Select) -> Iterator[exp.Expr]:

@@ -229,6 +229,8 @@ _KNOWN_TYPES = frozenset(
         *(exp.DType.TEXT, exp.DType.BIGINT, exp.DType.DOUBLE, exp.DType.BOOLEAN, exp.DType.BINARY),
         *(exp.DType.TIMESTAMPTZ, exp.DType.TIMESTAMP, exp.DType.DATE, exp.DType.TIME, exp.DType.DECIMAL),
         *(exp.DType.JSON, exp.DType.ARRAY, exp.DType.STRUCT, exp.DType.INT, exp.DType.UNKNOWN, exp.DType.LIST),
+        # As DuckDB names the types of parameters.
+        *(exp.DType.VARBINARY, exp.DType.TIMESTAMPNTZ),
     }
 )
 _CASTS = {

@@ -3,6 +3,7 @@
 Source: https://docs.cloud.google.com/bigquery/docs/reference/rest/v2/datasets
 """
 
+import zlib
 from functools import partial
 
 from starlette.requests import Request
@@ -76,6 +77,7 @@ async def list_projects(request: Request) -> Response:
         {
             "kind": "bigquery#project",
             "id": name,
+            "numericId": str(zlib.crc32(name.encode())),
             "projectReference": {"projectId": name},
             "friendlyName": name,
         }

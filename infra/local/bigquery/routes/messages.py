@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from infra.local.bigquery.errors import InvalidError, ServiceError, TooLargeError
+from infra.local.bigquery.errors import BugError, InvalidError, ServiceError, TooLargeError
 from infra.local.bigquery.resources import DatasetKey, TableKey
 from infra.local.bigquery.schema import Json
 from infra.local.bigquery.service import Service
@@ -124,6 +124,6 @@ def page(request: Request, items: list[Json]) -> tuple[list[Json], Json]:
 
 
 def answer_error(request: Request, error: Exception) -> Response:
-    """Answers with the service's JSON for an error of ours."""
-    assert isinstance(error, ServiceError)
-    return JSONResponse(error.body(), status_code=error.status)
+    """Answers with the service's JSON for an error; one that isn't ours is a bug, which the server logs."""
+    known = error if isinstance(error, ServiceError) else BugError(f"This is a bug in the embedded BigQuery: {error!r}")
+    return JSONResponse(known.body(), status_code=known.status)

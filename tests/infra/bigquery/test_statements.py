@@ -1,0 +1,126 @@
+"""Statements that change data or tables: INSERT, UPDATE, DELETE, MERGE, CREATE, DROP, ALTER, TRUNCATE."""
+
+import pytest
+from google.api_core.exceptions import BadRequest, Conflict, GoogleAPICallError, NotFound
+from google.cloud import bigquery
+
+from tests.infra.bigquery.connecting import rows_of
+
+
+@pytest.fixture(autouse=True)
+def _table(client: bigquery.Client, dataset: str) -> None:
+    rows_of(client, f"CREATE TABLE {dataset}.t (id INT64 NOT NULL, name STRING, tags ARRAY<STRING>)")
+    rows_of(client, "INSERT INTO d.t (id, name) VALUES (1, 'a'), (2, 'b')")
+
+
+def changed(client: bigquery.Client, sql: str) -> int | None:
+    job = client.query(sql)
+    job.result(timeout=10)
+    affected: int | None = job.num_dml_affected_rows
+    return affected
+
+
+def test_rows_are_inserted_changed_merged_and_removed(client: bigquery.Client) -> None:
+    assert changed(client, "INSERT d.t SELECT 3, 'c', ['x']") == 1
+    assert changed(client, "UPDATE d.t AS q SET q.name = CONCAT(q.name, '!'), tags = ['y'] WHERE q.id > 2") == 1
+    assert changed(client, "UPDATE d.t AS q SET name = s.n FROM (SELECT 1 AS i, 'one' AS n) AS s WHERE q.id = s.i") == 1
+    assert changed(client, "DELETE FROM d.t AS q WHERE q.id = 2") == 1
+    merge = (
+        "MERGE d.t AS t USING (SELECT x FROM UNNEST([1, 9]) AS x) AS s ON t.id = s.x"
+        " WHEN MATCHED THEN UPDATE SET name = 'merged' WHEN NOT MATCHED THEN INSERT (id, name) VALUES (s.x, 'new')"
+    )
+    assert changed(client, merge) == 2
+    found = rows_of(client, "SELECT * FROM d.t ORDER BY id")
+    assert found == [(1, "merged", []), (3, "c!", ["y"]), (9, "new", [])]
+
+
+def test_a_change_that_fails_changes_nothing(client: bigquery.Client) -> None:
+    for sql, message in {
+        "INSERT INTO d.t (id, name) SELECT x, ERROR('no') FROM UNNEST([5, 6]) AS x": "no",
+        "INSERT INTO d.t (name) VALUES ('no id')": "Required field id cannot be null",
+        "UPDATE d.t SET id = NULL WHERE true": "Required field id cannot be null",
+        "UPDATE d.t SET name = 'x'": "must have a WHERE clause",
+        "DELETE FROM d.t": "must have a WHERE clause",
+        "INSERT INTO d.t (id, missing) VALUES (1, 2)": "missing",
+    }.items():
+        with pytest.raises(BadRequest, match=message):
+            rows_of(client, sql)
+    assert rows_of(client, "SELECT id FROM d.t ORDER BY id") == [(1,), (2,)]
+
+
+def test_a_table_is_created_with_all_that_the_statement_says(client: bigquery.Client) -> None:
+    rows_of(
+        client,
+        "CREATE TABLE d.full (ts TIMESTAMP OPTIONS(description='when'), part STRUCT<x INT64 NOT NULL, ys ARRAY<DATE>>)"
+        " PARTITION BY DATE(ts) CLUSTER BY ts"
+        " OPTIONS(description='all', require_partition_filter=true, partition_expiration_days=2, labels=[('a', 'b')])",
+    )
+    found = client.get_table("d.full")
+    assert (found.description, found.require_partition_filter, found.labels) == ("all", True, {"a": "b"})
+    assert (found.time_partitioning.field, found.time_partitioning.expiration_ms) == ("ts", 2 * 86_400_000)
+    assert found.clustering_fields == ["ts"]
+    assert found.schema[0].description == "when"
+    assert [(field.name, field.field_type, field.mode) for field in found.schema[1].fields] == [
+        ("x", "INTEGER", "REQUIRED"),
+        ("ys", "DATE", "REPEATED"),
+    ]
+
+
+def test_a_table_is_created_from_a_query(client: bigquery.Client) -> None:
+    rows_of(
+        client,
+        "CREATE TABLE d.copy PARTITION BY TIMESTAMP_TRUNC(ts, HOUR) AS SELECT *, CURRENT_TIMESTAMP() AS ts FROM d.t",
+    )
+    assert client.get_table("d.copy").time_partitioning.type_ == "HOUR"
+    with pytest.raises(Conflict, match="Already Exists"):
+        rows_of(client, "CREATE TABLE d.copy AS SELECT 1 AS a")
+    rows_of(client, "CREATE TABLE IF NOT EXISTS d.copy AS SELECT 1 AS a")
+    assert rows_of(client, "SELECT COUNT(name) FROM d.copy") == [(2,)]
+    parameter = bigquery.ScalarQueryParameter("n", "INT64", 7)
+    rows_of(client, "CREATE OR REPLACE TABLE d.copy AS SELECT @n AS a", query_parameters=[parameter])
+    assert rows_of(client, "SELECT * FROM d.copy") == [(7,)]
+
+
+def test_views_and_datasets_come_and_go(client: bigquery.Client) -> None:
+    rows_of(client, "CREATE SCHEMA other")
+    rows_of(client, "CREATE VIEW other.v AS SELECT id FROM d.t")
+    rows_of(client, "CREATE OR REPLACE VIEW other.v AS SELECT id + 1 AS next FROM d.t")
+    assert rows_of(client, "SELECT next FROM other.v ORDER BY next") == [(2,), (3,)]
+    with pytest.raises(BadRequest, match="not of the kind"):
+        rows_of(client, "DROP TABLE other.v")
+    rows_of(client, "DROP VIEW other.v")
+    with pytest.raises(NotFound):
+        rows_of(client, "DROP VIEW other.v")
+    rows_of(client, "DROP VIEW IF EXISTS other.v")
+    rows_of(client, "DROP SCHEMA other")
+    with pytest.raises(BadRequest, match="still in use"):
+        rows_of(client, "DROP SCHEMA d")
+    rows_of(client, "DROP SCHEMA d CASCADE")
+    assert list(client.list_datasets()) == []
+
+
+def test_a_table_is_widened_and_emptied(client: bigquery.Client) -> None:
+    rows_of(client, "ALTER TABLE d.t ADD COLUMN more FLOAT64, ADD COLUMN IF NOT EXISTS name STRING")
+    assert [field.name for field in client.get_table("d.t").schema] == ["id", "name", "tags", "more"]
+    with pytest.raises(Conflict, match="already exists"):
+        rows_of(client, "ALTER TABLE d.t ADD COLUMN more FLOAT64")
+    rows_of(client, "TRUNCATE TABLE d.t")
+    assert rows_of(client, "SELECT * FROM d.t") == []
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "ALTER TABLE d.t DROP COLUMN name",
+        "CREATE TEMP TABLE x AS SELECT 1 AS a",
+        "CREATE TABLE d.x (a STRING DEFAULT 'b')",
+        "CREATE TABLE d.x (a INT64) OPTIONS(kms_key_name='k')",
+        "CREATE FUNCTION d.f(x INT64) AS (x + 1)",
+        "CREATE MATERIALIZED VIEW d.m AS SELECT id FROM d.t",
+        "DECLARE x INT64",
+        "EXPORT DATA OPTIONS(uri='gs://x') AS SELECT 1",
+    ],
+)
+def test_a_statement_that_is_not_known_is_refused(client: bigquery.Client, sql: str) -> None:
+    with pytest.raises(GoogleAPICallError, match="not supported by the embedded BigQuery"):
+        rows_of(client, sql)
