@@ -1,4 +1,4 @@
-"""Where every job ends: result stored, cache filled, reply published and awaited, then ack, then the rows.
+"""Where every job ends: result stored, cache filled while the reply is published, both awaited, then ack, then rows.
 
 One function decides (`_finish`), and only this file acks or nacks. A job is nacked only if its reply could not be
 handed to the broker, or if it is handed back unfinished; so whatever dies before the ack, the job comes again.
@@ -87,10 +87,10 @@ class Finisher:
         outcomes = [hand.outcomes[item.index] for item in hand.items]
         try:
             outcomes = [await self._store_large(envelope, outcome) for outcome in outcomes]
-            await self._fill_cache(hand, outcomes)
             replied_at_s = time.time()
             body = ReplyBody(outcomes, None, self._facts.worker, self._facts.device, replied_at_s)
-            await self._reply(envelope, body)
+            # Side by side, the write to Redis first on its way: nobody waits for it, and a repeat finds it.
+            await asyncio.gather(self._fill_cache(hand, outcomes), self._reply(envelope, body))
         except PenstockError as error:
             log.warning("reply not sent", extra={"request_id": envelope.request_id, "reason": error.message})
             self._give_up(hand)

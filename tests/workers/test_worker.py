@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from shared.messages import (
     Job,
     JobBody,
     Reply,
+    Result,
     Row,
     TextInput,
     decode_reply,
@@ -147,8 +148,20 @@ class RowList(list[Row]):
         self.append(row)
 
 
+class HeldCache(ResultCache):
+    """Does not get to Redis until `gate` opens."""
+
+    gate = asyncio.Event()
+
+    async def put_many(self, results: Mapping[str, Result], ttl_s: int) -> None:
+        await asyncio.wait_for(self.gate.wait(), LIMIT_S)
+        await super().put_many(results, ttl_s)
+
+
 @asynccontextmanager
-async def working(redis_url: str, folder: Path, *, drain_s: float = LIMIT_S) -> AsyncIterator[Desk]:
+async def working(
+    redis_url: str, folder: Path, *, drain_s: float = LIMIT_S, cache_kind: type[ResultCache] = ResultCache
+) -> AsyncIterator[Desk]:
     broker = InMemoryTransport()
     await broker.ensure_topic(jobs_topic_id(MODEL.name))
     await broker.ensure_topic(dead_letter_topic_id(MODEL.name))
@@ -161,7 +174,7 @@ async def working(redis_url: str, folder: Path, *, drain_s: float = LIMIT_S) -> 
         await broker.ensure_subscription(subscription_id, SubscriptionSettings(topic_id))
     rows, pool, stop = RowList(), LetterPool(), asyncio.Event()
     desk = Desk(broker, pool.processes[0], rows, stop)
-    async with ResultCache(redis_url, 1_000_000) as cache:
+    async with cache_kind(redis_url, 1_000_000) as cache:
         assert await cache.wait_redis(LIMIT_S)
         objects = ObjectStore(f"file://{folder}")
         finisher = Finisher(MODEL, broker, cache, objects, rows, WorkerFacts("w", "here", "letters"))
@@ -202,7 +215,17 @@ async def test_repeat_is_answered_from_the_cache(redis_url: str, tmp_path: Path)
         assert await desk.ask("cat", request_id="again") == [("succeeded", b"cat")]
         assert desk.process.batches == [["cat"]]
         await desk.until(lambda: len(desk.rows) == 2)
-        assert (desk.rows[1].cache, desk.rows[1].cost_usd) == ("memory", None)
+        again = next(row for row in desk.rows if row.request_id == "again")
+        assert (again.cache, again.cost_usd) == ("memory", None)
+
+
+async def test_reply_does_not_wait_for_the_cache(redis_url: str, tmp_path: Path) -> None:
+    async with working(redis_url, tmp_path, cache_kind=HeldCache) as desk:
+        HeldCache.gate = asyncio.Event()
+        assert await desk.ask("cat") == [("succeeded", b"cat")]
+        assert not desk.rows
+        HeldCache.gate.set()
+        await desk.until(lambda: len(desk.rows) == 1)
 
 
 async def test_no_cache_computes_anew(redis_url: str, tmp_path: Path) -> None:
