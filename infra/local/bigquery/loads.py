@@ -146,7 +146,7 @@ def _read(config: Json, file: IO[bytes], schema: Schema | None) -> Iterator[_Lin
     file.seek(0)
     is_gzip = file.read(2) == _GZIP_MAGIC
     file.seek(0)
-    raw = gzip.GzipFile(fileobj=file) if is_gzip else file
+    raw = gzip.GzipFile(fileobj=file, mode="rb") if is_gzip else file
     encoding = {"ISO-8859-1": "latin-1"}.get(str(config.get("encoding") or "UTF-8").upper(), "utf-8")
     text = io.TextIOWrapper(raw, encoding, errors="replace", newline="" if is_csv else None)
     try:

@@ -121,7 +121,8 @@ def _timestamp_text(value: datetime, is_micros: bool) -> str:
     micros = (since.days * 86_400 + since.seconds) * 1_000_000 + since.microseconds
     if is_micros:
         return str(micros)
-    return f"{micros / 1_000_000:.15E}".replace("E+", "E")
+    digits, exponent = f"{micros / 1_000_000:.15E}".split("E")
+    return f"{digits}E{int(exponent)}"
 
 
 def _numeric_text(value: Decimal) -> str:

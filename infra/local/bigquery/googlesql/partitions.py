@@ -127,8 +127,8 @@ def _inward(select: exp.Select, name: str) -> Iterator[_Column]:
 def _is_key(select: exp.Select, column: str) -> bool:
     windows = [window for window in select.find_all(exp.Window) if window.parent_select is select]
     for window in windows:
-        keys = window.args.get("partition_by") or []
-        if column not in {key.name.lower() for key in keys if isinstance(key, exp.Column)}:
+        parts_by = window.args.get("partition_by") or []
+        if column not in {part.name.lower() for part in parts_by if isinstance(part, exp.Column)}:
             return False
     group = select.args.get("group")
     if group is None:
@@ -136,15 +136,17 @@ def _is_key(select: exp.Select, column: str) -> bool:
     keys: set[str] = set()
     for key in group.expressions:
         named = _projection(select, key)
-        keys |= {found.name.lower() for part in (key, named) if part for found in part.find_all(exp.Column)}
+        parts = [key] if named is None else [key, named]
+        keys.update(found.name.lower() for part in parts for found in part.find_all(exp.Column))
     return column in keys
 
 
 def _projection(select: exp.Select, key: exp.Expr) -> exp.Expr | None:
     """Returns the output column that a GROUP BY names by its place or its alias."""
+    projections: list[exp.Expr] = select.expressions
     if isinstance(key, exp.Literal) and not key.is_string:
-        return select.expressions[int(key.name) - 1]
-    named = [projection for projection in select.expressions if projection.alias.lower() == key.name.lower() != ""]
+        return projections[int(key.name) - 1]
+    named = [projection for projection in projections if projection.alias.lower() == key.name.lower() != ""]
     return named[0] if isinstance(key, exp.Column) and named else None
 
 

@@ -1,0 +1,157 @@
+"""The usage table, its views and its reports: one description, true for the rows that the processes write."""
+
+import datetime as dt
+import time
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+import pytest
+from google.api_core.exceptions import BadRequest
+from google.cloud import bigquery
+
+from infra import bigquery as usage
+from shared.messages import Row
+from shared.rows import fields_of
+from tests.infra.bigquery.connecting import rows_of
+
+NOW_S = time.time()
+PYTHON_TYPES = {"STRING": str, "INTEGER": int, "FLOAT": float, "TIMESTAMP": float}
+
+
+def row(request: str, **given: Any) -> dict[str, Any]:
+    known = {"tenant": "acme", "model": "m", "received_at_s": NOW_S, "status": "succeeded", "attempt": 1}
+    return fields_of(Row(row_id=f"{request}:0", request_id=request, item=0, **{**known, **given}))
+
+
+@pytest.fixture
+def created(client: bigquery.Client) -> bigquery.Client:
+    usage.create(client, "penstock")
+    return client
+
+
+def insert(client: bigquery.Client, *rows: dict[str, Any]) -> None:
+    assert client.insert_rows_json("penstock.rows", rows, row_ids=[None] * len(rows)) == []
+
+
+def report(client: bigquery.Client, name: str, since_s: float = NOW_S - 60) -> list[dict[str, Any]]:
+    since = dt.datetime.fromtimestamp(since_s, dt.UTC)
+    config = bigquery.QueryJobConfig(
+        default_dataset=f"{client.project}.penstock",
+        query_parameters=[bigquery.ScalarQueryParameter("since", "TIMESTAMP", since)],
+    )
+    return [dict(row) for row in client.query(usage.reports()[name].sql, job_config=config).result(timeout=10)]
+
+
+def test_the_schema_and_the_row_agree() -> None:
+    hints = get_type_hints(Row)
+    fields = msgspec.structs.fields(Row)
+    columns = {name.removesuffix("_s") if name.endswith("_at_s") else name: name for name in hints}
+    assert [field["name"] for field in usage.schema()] != []
+    assert {field["name"] for field in usage.schema()} == set(columns)
+    required = {field.name for field in fields if field.required}
+    for field in usage.schema():
+        name = columns[field["name"]]
+        kinds = set(get_args(hints[name]) or (hints[name],)) - {type(None)}
+        assert kinds == {PYTHON_TYPES[field["type"]]}, name
+        assert (field["mode"] == "REQUIRED") == (name in required), name
+        assert field["description"].endswith("."), name
+
+
+def test_the_table_is_made_as_described_and_making_it_again_changes_nothing(created: bigquery.Client) -> None:
+    insert(created, row("r1"))
+    usage.create(created, "penstock")
+    table = created.get_table("penstock.rows")
+    assert (table.time_partitioning.type_, table.time_partitioning.field) == ("DAY", "received_at")
+    assert table.time_partitioning.expiration_ms == 400 * 86_400_000
+    assert (table.require_partition_filter, table.clustering_fields) == (True, ["model", "tenant", "status"])
+    assert [field.to_api_repr() for field in table.schema] == usage.schema()
+    assert table.num_rows == 1
+    assert {item.table_id for item in created.list_tables("penstock")} == {"rows", *usage.views("p", "d")}
+
+
+def test_an_older_table_is_brought_up_to_date(client: bigquery.Client) -> None:
+    client.create_dataset("penstock")
+    old = [bigquery.SchemaField.from_api_repr(field) for field in usage.schema() if field["name"] != "cost_usd"]
+    table = bigquery.Table(f"{client.project}.penstock.rows", old)
+    table.time_partitioning = bigquery.TimePartitioning(field="received_at")
+    client.create_table(table)
+    insert(client, row("r1"))
+    usage.create(client, "penstock")
+    insert(client, row("r2", cost_usd=0.5))
+    found = client.get_table("penstock.rows")
+    assert (found.num_rows, found.require_partition_filter) == (2, True)
+
+
+def test_every_field_of_a_row_arrives(created: bigquery.Client) -> None:
+    full: dict[str, Any] = {
+        field.name: {str: "x", int: 7, float: NOW_S}[next(iter(set(get_args(hint) or (hint,)) - {type(None)}))]
+        for field, hint in zip(msgspec.structs.fields(Row), get_type_hints(Row).values(), strict=True)
+    }
+    sent = fields_of(Row(**full))
+    insert(created, sent)
+    (kept,) = created.query("SELECT * FROM penstock.rows WHERE received_at > '2020-01-01'").result(timeout=10)
+    shown = {name: round(v.timestamp(), 6) if isinstance(v, dt.datetime) else v for name, v in kept.items()}
+    assert shown == {name: round(v, 6) if name.endswith("_at") else v for name, v in sent.items()}
+
+
+def test_a_row_written_twice_counts_once(created: bigquery.Client) -> None:
+    insert(created, row("r1", attempt=1, status="failed"), row("r1", attempt=2), row("r2"), row("r2"))
+    sql = "SELECT row_id, status, attempt FROM penstock.rows_deduplicated WHERE received_at > '2020-01-01' ORDER BY 1"
+    assert rows_of(created, sql) == [("r1:0", "succeeded", 2), ("r2:0", "succeeded", 1)]
+    with pytest.raises(BadRequest, match="partition elimination"):
+        rows_of(created, "SELECT * FROM penstock.rows_deduplicated")
+    for name in ("usage", "slowest"):
+        assert len(report(created, name)) in (0, 1)
+    assert report(created, "usage")[0]["items"] == 2
+
+
+def test_usage_adds_up_by_day_tenant_and_model(created: bigquery.Client) -> None:
+    computed = {"cache": "miss", "tokens": 10, "batch_size": 4, "device_share": 0.5, "cost_usd": 0.25}
+    rows = [row(f"r{n}", queue_ms=float(n), inference_ms=1_000.0, total_ms=float(n), **computed) for n in range(100)]
+    hits = [row("h1", cache="redis", cost_usd=0.0, tokens=10), row("h2", cache="memory", cost_usd=0.0)]
+    others = [row("o1", tenant="other"), row("o2", received_at_s=NOW_S - 3 * 86_400)]
+    insert(created, *rows, *hits, *others)
+    today = dt.datetime.fromtimestamp(NOW_S, dt.UTC).date()
+    found = report(created, "usage")
+    assert [(line["day"], line["tenant"], line["items"]) for line in found] == [
+        (today, "acme", 102),
+        (today, "other", 1),
+    ]
+    acme = found[0]
+    assert (acme["requests"], acme["succeeded"], acme["hit_percent"], acme["joined"]) == (102, 102, 2.0, 0)
+    assert (acme["queue_p50_ms"], acme["queue_p95_ms"]) == pytest.approx((50, 94), abs=1)
+    assert (acme["tokens"], acme["pixel_steps"], acme["cost_usd"]) == (1_010, None, 25.0)
+    assert acme["device_s"] == pytest.approx(100 * 1.0 * 0.5 / 4)
+    assert len(report(created, "usage", NOW_S - 4 * 86_400)) == 3
+
+
+def test_errors_are_shown_by_code_with_their_share(created: bigquery.Client) -> None:
+    failed = [row(f"f{n}", status="failed", error_code="model_failed", attempt=n + 1) for n in range(2)]
+    late = row("e1", status="expired", error_code="deadline_exceeded", tenant="other")
+    insert(created, row("ok"), *failed, late, row("x", model="fine"))
+    lines = report(created, "errors")
+    assert [(line["error_code"], line["items"], line["percent_of_model"], line["most_attempts"]) for line in lines] == [
+        ("model_failed", 2, 50.0, 2),
+        ("deadline_exceeded", 1, 25.0, 1),
+    ]
+
+
+def test_the_slowest_come_first(created: bigquery.Client) -> None:
+    insert(created, *(row(f"r{n}", total_ms=float(n)) for n in range(60)), row("none"))
+    lines = report(created, "slowest")
+    assert [line["total_ms"] for line in lines] == [float(n) for n in range(59, 9, -1)]
+
+
+def test_batches_are_counted_from_their_items(created: bigquery.Client) -> None:
+    batch = {"started_at_s": NOW_S, "batch_wait_ms": 2.0, "inference_ms": 30.0, "worker": "w"}
+    of_three = [row(f"a{n}", batch_size=3, **batch) for n in range(3)]
+    insert(created, *of_three, row("b", batch_size=1, **batch), row("hit", cache="redis"))
+    (line,) = report(created, "batches")
+    assert (line["items"], line["batches"], line["items_per_batch"], line["workers"]) == (4, 2.0, 2.0, 1)
+    assert line["inference_ms_per_item"] == pytest.approx((3 * 10 + 30) / 4)
+
+
+def test_every_report_says_what_it_shows() -> None:
+    for found in usage.reports().values():
+        assert found.title.endswith(".")
+        assert "@since" in found.sql
