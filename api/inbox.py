@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from types import TracebackType
@@ -98,8 +97,8 @@ class _OpenInbox:
     def __init__(self, topic_id: str, slots: int) -> None:
         self.topic_id = topic_id
         self.slots = [_Slot(number) for number in range(slots)]
-        # First in, first out: a slot rests as long as possible, which leaves late replies time to come.
-        self._free = deque(self.slots)
+        # Last in, first out: at low load few slots are in use, so the acks of one subscription find company.
+        self._free = self.slots[::-1]
         self._slot_of: dict[str, _Slot] = {}
         self._waiters: dict[str, dict[int, Waiter]] = {}
 
@@ -150,7 +149,7 @@ class _OpenInbox:
     def _give_slot(self) -> _Slot:
         if self._free:
             _EXCLUSIVE.inc()
-            slot = self._free.popleft()
+            slot = self._free.pop()
         else:
             _SHARED.inc()
             slot = min(self.slots, key=lambda slot: slot.requests)
