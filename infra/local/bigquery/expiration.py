@@ -4,9 +4,11 @@ import time
 
 import anyio
 
+from infra.local.bigquery.catalog import Catalog
 from infra.local.bigquery.resources import Table
 from infra.local.bigquery.schema import quoted
 from infra.local.bigquery.service import Service
+from infra.local.bigquery.store import Store
 
 _EVERY_S = 60.0
 
@@ -14,26 +16,26 @@ _EVERY_S = 60.0
 async def expire_forever(service: Service) -> None:
     """Runs until cancelled; a task of the server."""
     while True:
-        await service.lanes.write(expire, service, time.time_ns() // 1_000_000)
+        await service.lanes.write(expire, service.store, service.catalog, time.time_ns() // 1_000_000)
         await anyio.sleep(_EVERY_S)
 
 
-def expire(service: Service, now_ms: int) -> None:
+def expire(store: Store, catalog: Catalog, now_ms: int) -> None:
     """Removes what had expired at `now_ms` (unix milliseconds); runs in the server's writer."""
-    for table in list(service.catalog.tables.values()):
+    for table in list(catalog.tables.values()):
         expiration_ms = table.settings.get("expirationTime")
         if expiration_ms is not None and int(expiration_ms) <= now_ms:
-            service.catalog.delete_table(table.key)
+            catalog.delete_table(table.key)
         elif table.partitioning is not None and table.partitioning.expiration_ms is not None:
-            _expire_partitions(service, table, now_ms)
+            _expire_partitions(store, table, now_ms)
 
 
-def _expire_partitions(service: Service, table: Table, now_ms: int) -> None:
+def _expire_partitions(store: Store, table: Table, now_ms: int) -> None:
     partitioning = table.partitioning
     assert partitioning is not None
     # A partition lives for the expiration after its own start, whatever its rows' times.
     start = f"date_trunc('{partitioning.unit.lower()}', CAST({quoted(partitioning.column)} AS TIMESTAMP))"
-    with service.store.cursor() as cursor:
+    with store.cursor() as cursor:
         cursor.execute(
             f"DELETE FROM {table.physical} WHERE {start} <= make_timestamp(CAST(? AS BIGINT) * 1000)",
             [now_ms - (partitioning.expiration_ms or 0)],

@@ -18,10 +18,11 @@ from infra.local.bigquery.destinations import Destination, parse_destination, pu
 from infra.local.bigquery.detection import detect_schema
 from infra.local.bigquery.errors import InvalidError, UnsupportedError
 from infra.local.bigquery.jobs import Job
+from infra.local.bigquery.records import RowReader
 from infra.local.bigquery.rows import insert_rows
 from infra.local.bigquery.schema import Json, Schema, parse_schema
 from infra.local.bigquery.service import Service
-from infra.local.bigquery.values import BadValueError, canonical_row
+from infra.local.bigquery.values import BadValueError
 
 _CHUNK_ROWS = 5_000
 _DETECTION_ROWS = 500
@@ -95,12 +96,13 @@ def _stage(service: Service, config: Json, file: IO[bytes], schema: Schema, phys
     loaded = _Loaded()
     most_bad = int(config.get("maxBadRecords") or 0)
     lines = _read(config, file, schema)
+    reader = RowReader(schema, bool(config.get("ignoreUnknownValues")), takes_json=True)
     with service.store.cursor() as cursor:
         job.watch(cursor)
         while chunk := list(islice(lines, _CHUNK_ROWS)):
             rows = []
             for number, line in chunk:
-                found = _checked(schema, line, bool(config.get("ignoreUnknownValues")))
+                found = _checked(reader, line)
                 if isinstance(found, str):
                     loaded.bad += 1
                     _note(job, number, found)
@@ -118,11 +120,11 @@ def _stage(service: Service, config: Json, file: IO[bytes], schema: Schema, phys
     return loaded
 
 
-def _checked(schema: Schema, line: Json | str, ignores_unknown: bool) -> Json | str:
+def _checked(reader: RowReader, line: Json | str) -> Json | str:
     if isinstance(line, str):
         return line
     try:
-        return canonical_row(schema, line, ignores_unknown, takes_json=True)
+        return reader.canonical(line)
     except BadValueError as error:
         return error.message
 

@@ -55,9 +55,12 @@ async def serve(host: str, port: int, data_dir: Path | None) -> AsyncIterator[Bi
         store = Store(data_dir)
         store.open()
         try:
+            catalog = Catalog(store)
+            catalog.load()
+            # Only now: a port that listens says that the data is there.
+            listener.listen(_BACKLOG)
             async with anyio.create_task_group() as tasks:
-                service = _service(store, tasks)
-                service.catalog.load()
+                service = _service(store, catalog, tasks)
                 tasks.start_soon(expire_forever, service)
                 async with _listening(service, listener, tasks):
                     yield BigQueryServer(host, listener.getsockname()[1])
@@ -76,12 +79,11 @@ def _bound(host: str, port: int) -> socket.socket:
     except OSError:
         listener.close()
         raise
-    listener.listen(_BACKLOG)
     return listener
 
 
-def _service(store: Store, tasks: TaskGroup) -> Service:
-    catalog, lanes, queries = Catalog(store), Lanes(), Queries(store)
+def _service(store: Store, catalog: Catalog, tasks: TaskGroup) -> Service:
+    lanes, queries = Lanes(), Queries(store)
 
     async def let_go(result: Result) -> None:
         await lanes.read(queries.drop, result.physical)

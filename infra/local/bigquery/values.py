@@ -16,8 +16,6 @@ from decimal import ROUND_HALF_UP, Context, Decimal, InvalidOperation
 from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from infra.local.bigquery.schema import Field, Json, Schema
-
 _INT64 = range(-(2**63), 2**63)
 _WIDE = Context(prec=100)
 _NUMERIC_STEP = Decimal("1e-9")
@@ -41,80 +39,27 @@ class BadValueError(Exception):
         self.message = message
 
 
-def canonical_row(schema: Schema, row: Json, ignores_unknown: bool, takes_json: bool = False) -> Json:
-    """Returns a row with canonical values under the schema's names.
-
-    Args:
-        schema: the table's fields.
-        row: a JSON object; names match in any case.
-        ignores_unknown: whether fields that the schema has not are dropped.
-        takes_json: whether a JSON column takes any JSON value (a load), not only text (insertAll).
-
-    Raises:
-        BadValueError: at the first field that does not fit.
-    """
-    return _record(schema, row, "", ignores_unknown, takes_json)
-
-
-def canonical_scalar(kind: str, value: Any) -> Any:
+def canonical_scalar(kind: str, value: Any, path: str = "") -> Any:
     """Returns one canonical value of a scalar type.
 
     Args:
         kind: the type's name in a schema, such as INTEGER.
         value: text or another JSON scalar; None stays None.
+        path: the field that it is for, named in the error.
 
     Raises:
         BadValueError: where it does not fit.
     """
-    return None if value is None else _SCALARS[kind](value, "")
+    return None if value is None else _SCALARS[kind](value, path)
 
 
-def _record(schema: Schema, row: Json, path: str, ignores_unknown: bool, takes_json: bool) -> Json:
-    known = {field.name.lower(): field for field in schema}
-    found: Json = {}
-    for name, value in row.items():
-        field = known.get(name.lower())
-        if field is None:
-            if ignores_unknown:
-                continue
-            raise BadValueError(f"{path}{name}", f"no such field: {path}{name}.")
-        found[field.name] = _value(field, value, f"{path}{field.name}", ignores_unknown, takes_json)
-    for field in schema:
-        if found.get(field.name) is None:
-            if field.mode == "REQUIRED":
-                raise BadValueError("", f"Missing required field: Msg_0_CLOUD_QUERY_TABLE.{path}{field.name}.")
-            found[field.name] = [] if field.mode == "REPEATED" else None
-    return found
-
-
-def _value(field: Field, value: Any, path: str, ignores_unknown: bool, takes_json: bool) -> Any:
-    if value is None:
-        return None
-    if field.mode != "REPEATED":
-        return _single(field, value, path, ignores_unknown, takes_json)
-    if not isinstance(value, list):
-        raise BadValueError(path, f"Repeated field must be imported as a JSON array. Field: {path}.")
-    if any(item is None for item in value):
-        raise BadValueError(path, "Only optional fields can be set to NULL. Field: {path}; Value: NULL")
-    return [_single(field, item, path, ignores_unknown, takes_json) for item in value]
-
-
-def _single(field: Field, value: Any, path: str, ignores_unknown: bool, takes_json: bool) -> Any:
-    if field.type == "RECORD":
-        if not isinstance(value, dict):
-            raise BadValueError(path, f"Cannot convert value to record (bad value): {_shown(value)}")
-        return _record(field.fields, value, f"{path}.", ignores_unknown, takes_json)
-    if field.type == "JSON" and takes_json:
-        return value
-    if isinstance(value, list):
-        raise BadValueError(path, f"Array specified for non-repeated field: {path}.")
-    if isinstance(value, dict):
-        raise BadValueError(path, f"This field: {path} is not a record.")
-    return _SCALARS[field.type](value, path)
+def shown(value: Any) -> str:
+    """Returns a JSON value as messages show it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _string(value: Any, path: str) -> str:
-    text = value if isinstance(value, str) else _shown(value)
+    text = value if isinstance(value, str) else shown(value)
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -131,26 +76,28 @@ def _integer(value: Any, path: str) -> int:
     ):
         number = int(value)
     if number is None or number not in _INT64:
-        raise BadValueError(path, f"Cannot convert value to integer (bad value): {_shown(value)}")
+        raise BadValueError(path, f"Cannot convert value to integer (bad value): {shown(value)}")
     return number
 
 
 def _float(value: Any, path: str) -> str:
-    text = value.strip() if isinstance(value, str) else _shown(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return repr(value)
+    text = value.strip() if isinstance(value, str) else shown(value)
     if isinstance(value, bool) or not (
         _NUMBER.fullmatch(text) or text.lower().lstrip("+-") in ("nan", "inf", "infinity")
     ):
-        raise BadValueError(path, f"Cannot convert value to double (bad value): {_shown(value)}")
+        raise BadValueError(path, f"Cannot convert value to double (bad value): {shown(value)}")
     number = float(text)
     if math.isinf(number) and "inf" not in text.lower():
-        raise BadValueError(path, f"Cannot convert value to double (bad value): {_shown(value)}")
+        raise BadValueError(path, f"Cannot convert value to double (bad value): {shown(value)}")
     return repr(number)
 
 
 def _boolean(value: Any, path: str) -> bool:
-    found = _BOOLEANS.get(value.strip().lower() if isinstance(value, str) else _shown(value))
+    found = _BOOLEANS.get(value.strip().lower() if isinstance(value, str) else shown(value))
     if found is None:
-        raise BadValueError(path, f"Cannot convert value to boolean (bad value): {_shown(value)}")
+        raise BadValueError(path, f"Cannot convert value to boolean (bad value): {shown(value)}")
     return found
 
 
@@ -161,15 +108,15 @@ _BOOLEANS = {
 
 
 def _numeric(value: Any, path: str) -> str:
-    text = value.strip() if isinstance(value, str) else _shown(value)
+    text = value.strip() if isinstance(value, str) else shown(value)
     if isinstance(value, bool) or not _NUMBER.fullmatch(text):
-        raise BadValueError(path, f"Invalid NUMERIC value: {_shown(value)}")
+        raise BadValueError(path, f"Invalid NUMERIC value: {shown(value)}")
     try:
         number = Decimal(text).quantize(_NUMERIC_STEP, ROUND_HALF_UP, _WIDE)
     except InvalidOperation:
-        raise BadValueError(path, f"Invalid NUMERIC value: {_shown(value)}") from None
+        raise BadValueError(path, f"Invalid NUMERIC value: {shown(value)}") from None
     if abs(number) >= _NUMERIC_LIMIT:
-        raise BadValueError(path, f"Invalid NUMERIC value: {_shown(value)}")
+        raise BadValueError(path, f"Invalid NUMERIC value: {shown(value)}")
     return f"{number:f}"
 
 
@@ -191,19 +138,24 @@ def _json(value: Any, path: str) -> Any:
 
 
 def _timestamp(value: Any, path: str) -> str:
-    message = (
-        f"Could not parse '{_shown(value)}' as a timestamp. Required format is YYYY-MM-DD HH:MM[:SS[.SSSSSS]]"
-        " or YYYY/MM/DD HH:MM[:SS[.SSSSSS]]"
-    )
-    text = value.strip() if isinstance(value, str) else _shown(value)
     try:
-        if _NUMBER.fullmatch(text) and not isinstance(value, bool):
-            moment = _EPOCH + timedelta(microseconds=int((Decimal(text) * 1_000_000).to_integral_value()))
-        else:
-            moment = _zoned(text)
+        moment = _moment(value)
     except (ValueError, OverflowError, InvalidOperation, ZoneInfoNotFoundError):
+        message = (
+            f"Could not parse '{shown(value)}' as a timestamp. Required format is YYYY-MM-DD HH:MM[:SS[.SSSSSS]]"
+            " or YYYY/MM/DD HH:MM[:SS[.SSSSSS]]"
+        )
         raise BadValueError(path, message) from None
-    return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S.%f+00").rjust(29, "0")
+    return moment.isoformat(" ")
+
+
+def _moment(value: Any) -> datetime:
+    if isinstance(value, float):
+        return _EPOCH + timedelta(microseconds=round(value * 1_000_000))
+    text = value.strip() if isinstance(value, str) else shown(value)
+    if _NUMBER.fullmatch(text):
+        return _EPOCH + timedelta(microseconds=int((Decimal(text) * 1_000_000).to_integral_value()))
+    return _zoned(text)
 
 
 def _zoned(text: str) -> datetime:
@@ -247,25 +199,21 @@ def _datetime(value: Any, path: str) -> str:
         clock = _clock(match["time"]) if match["time"] else time()
         return datetime.combine(_day(match["date"]), clock).isoformat(" ")
     except ValueError:
-        raise BadValueError(path, f'Invalid datetime string "{_shown(value)}"') from None
+        raise BadValueError(path, f'Invalid datetime string "{shown(value)}"') from None
 
 
 def _date(value: Any, path: str) -> str:
     try:
         return _day(value.strip() if isinstance(value, str) else "").isoformat()
     except ValueError:
-        raise BadValueError(path, f"Invalid date: '{_shown(value)}'") from None
+        raise BadValueError(path, f"Invalid date: '{shown(value)}'") from None
 
 
 def _time(value: Any, path: str) -> str:
     try:
         return _clock(value.strip() if isinstance(value, str) else "").isoformat()
     except ValueError:
-        raise BadValueError(path, f'Invalid time string "{_shown(value)}"') from None
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+        raise BadValueError(path, f'Invalid time string "{shown(value)}"') from None
 
 
 _SCALARS: dict[str, Callable[[Any, str], Any]] = {

@@ -1,5 +1,8 @@
 """How the tests reach the embedded BigQuery with Google's own client."""
 
+import gzip
+import http.client
+import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
@@ -21,3 +24,18 @@ def rows_of(client: bigquery.Client, sql: str, **config: Any) -> list[tuple[Any,
     """The result of a query, run as users run it."""
     job_config = bigquery.QueryJobConfig(**config) if config else None
     return [row.values() for row in client.query(sql, job_config=job_config).result(timeout=10)]
+
+
+def request(endpoint: str, verb: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, dict[str, str], Any]:
+    """The status, the headers by lower-case name and the JSON of an answer; None where it has no body."""
+    connection = http.client.HTTPConnection(endpoint.removeprefix("http://"), timeout=10)
+    try:
+        connection.request(verb, path, body, headers)
+        response = connection.getresponse()
+        found = response.read()
+        names = {name.lower(): value for name, value in response.getheaders()}
+        if names.get("content-encoding") == "gzip":
+            found = gzip.decompress(found)
+        return response.status, names, json.loads(found) if found else None
+    finally:
+        connection.close()

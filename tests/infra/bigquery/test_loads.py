@@ -10,7 +10,7 @@ from google.api_core.exceptions import BadRequest, GoogleAPICallError, NotFound
 from google.cloud import bigquery
 from google.cloud.bigquery import LoadJobConfig, SchemaField
 
-from tests.infra.bigquery.connecting import rows_of
+from tests.infra.bigquery.connecting import request, rows_of
 
 SCHEMA = [SchemaField("id", "INT64", "REQUIRED"), SchemaField("name", "STRING")]
 PLACE = "d.loaded"
@@ -148,3 +148,27 @@ def test_what_lies_in_the_cloud_is_refused(client: bigquery.Client) -> None:
         client.load_table_from_uri("gs://bucket/file.csv", PLACE).result(timeout=10)
     with pytest.raises(GoogleAPICallError, match="Extract jobs: not supported"):
         client.extract_table("d.t", "gs://bucket/file.csv").result(timeout=10)
+
+
+def test_a_broken_upload_goes_on_where_it_stopped(client: bigquery.Client, bigquery_endpoint: str) -> None:
+    place = {"projectId": client.project, "datasetId": "d", "tableId": "loaded"}
+    described = {"destinationTable": place, "schema": {"fields": [field.to_api_repr() for field in SCHEMA]}}
+    body = json.dumps({"configuration": {"load": described}, "jobReference": {"jobId": "resumed"}}).encode()
+    path = f"/upload/bigquery/v2/projects/{client.project}/jobs?uploadType=resumable"
+    status, headers, _ = request(bigquery_endpoint, "POST", path, body)
+    assert status == 200
+    session = headers["location"].removeprefix(bigquery_endpoint)
+
+    def put(content: bytes, span: str) -> tuple[int, str | None]:
+        status, headers, _ = request(bigquery_endpoint, "PUT", session, content, **{"Content-Range": f"bytes {span}"})
+        return status, headers.get("range")
+
+    assert put(b"", "*/8") == (308, None)
+    assert put(b"1,a\n", "0-3/*") == (308, "bytes=0-3")
+    assert put(b"1,a\n", "0-3/*") == (308, "bytes=0-3")
+    assert put(b"", "*/8") == (308, "bytes=0-3")
+    assert put(b"", "nonsense") == (400, None)
+    assert put(b"2,b\n", "4-7/8") == (200, None)
+    client.get_job("resumed").result(timeout=10)
+    assert rows_of(client, f"SELECT * FROM {PLACE} ORDER BY id") == [(1, "a"), (2, "b")]
+    assert put(b"", "*/8") == (404, None)

@@ -1,13 +1,11 @@
 """The embedded BigQuery as a process: its start, its data across restarts, its plain HTTP."""
 
 import gzip
-import http.client
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
@@ -15,7 +13,7 @@ from google.cloud import bigquery
 
 from infra.local.bigquery import serve
 from infra.local.process import Process, free_port, listens
-from tests.infra.bigquery.connecting import connected, rows_of
+from tests.infra.bigquery.connecting import connected, request, rows_of
 
 
 def command(port: int, data_dir: Path) -> list[str]:
@@ -86,20 +84,6 @@ async def test_a_server_within_a_process_ends_with_its_block() -> None:
             assert await anyio.to_thread.run_sync(rows_of, client, "SELECT 1") == [(1,)]
         assert listens(server.port)
     assert not listens(server.port)
-
-
-def request(endpoint: str, verb: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, dict[str, str], Any]:
-    connection = http.client.HTTPConnection(endpoint.removeprefix("http://"), timeout=10)
-    try:
-        connection.request(verb, path, body, headers)
-        response = connection.getresponse()
-        found = response.read()
-        names = {name.lower(): value for name, value in response.getheaders()}
-        if names.get("content-encoding") == "gzip":
-            found = gzip.decompress(found)
-        return response.status, names, json.loads(found)
-    finally:
-        connection.close()
 
 
 def test_an_error_has_the_service_s_body(bigquery_endpoint: str) -> None:

@@ -14,7 +14,7 @@ from shared.messages import Row
 from shared.rows import fields_of
 from tests.infra.bigquery.connecting import rows_of
 
-NOW_S = time.time()
+NOW_S = round(time.time(), 6)
 PYTHON_TYPES = {"STRING": str, "INTEGER": int, "FLOAT": float, "TIMESTAMP": float}
 
 

@@ -12,12 +12,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from infra.local.bigquery.errors import InvalidError, UnsupportedError
+from infra.local.bigquery.records import RowReader
 from infra.local.bigquery.resources import Table, TableKey
 from infra.local.bigquery.routes.messages import flag, json_body, number, service_of, table_key
 from infra.local.bigquery.rows import insert_rows, read_rows
 from infra.local.bigquery.schema import Json, Schema
 from infra.local.bigquery.service import Service
-from infra.local.bigquery.values import BadValueError, canonical_row
+from infra.local.bigquery.values import BadValueError
 
 # BigQuery's limits for one insertAll (platform facts B4).
 _MOST_REQUEST_BYTES = 10 * 1024 * 1024
@@ -75,12 +76,12 @@ def _insert(service: Service, insert_ids: InsertIds, key: TableKey, body: Json, 
     table = service.catalog.table(key)
     if table.view_query is not None:
         raise InvalidError(f"Cannot add rows to a view: {key}")
-    ignores_unknown = bool(body.get("ignoreUnknownValues"))
+    reader = RowReader(table.schema, bool(body.get("ignoreUnknownValues")))
     good, new_ids, errors = [], {}, {}
     for index, row in enumerate(rows):
         insert_id = row.get("insertId") if isinstance(row, dict) else None
         try:
-            found = _canonical(table.schema, row, ignores_unknown)
+            found = _canonical(reader, row)
         except BadValueError as error:
             errors[index] = error
             continue
@@ -98,13 +99,13 @@ def _insert(service: Service, insert_ids: InsertIds, key: TableKey, body: Json, 
     return [_row_error(index, error) for index, error in sorted(errors.items())]
 
 
-def _canonical(schema: Schema, row: Any, ignores_unknown: bool) -> Json:
+def _canonical(reader: RowReader, row: Any) -> Json:
     values = row.get("json") if isinstance(row, dict) else None
     if not isinstance(values, dict):
         raise BadValueError("", "Row has no JSON object.")
     if len(str(row.get("insertId") or "")) > _LONGEST_INSERT_ID:
         raise BadValueError("", f"insertId is longer than {_LONGEST_INSERT_ID} characters.")
-    return canonical_row(schema, values, ignores_unknown)
+    return reader.canonical(values)
 
 
 def _row_error(index: int, error: BadValueError | None) -> Json:

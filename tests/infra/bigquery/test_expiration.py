@@ -1,0 +1,68 @@
+"""Tables and partitions whose time is over, by a clock that the test sets."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from infra.local.bigquery.catalog import Catalog
+from infra.local.bigquery.expiration import expire
+from infra.local.bigquery.resources import DatasetKey, TableKey
+from infra.local.bigquery.rows import insert_rows
+from infra.local.bigquery.schema import Json, parse_schema
+from infra.local.bigquery.store import Store
+
+DAY_MS = 86_400_000
+NOW_MS = 20_000 * DAY_MS
+SCHEMA = parse_schema([{"name": "day", "type": "DATE"}])
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    store = Store(None)
+    store.open()
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def catalog(store: Store) -> Catalog:
+    catalog = Catalog(store, now_ms=lambda: NOW_MS)
+    catalog.load()
+    return catalog
+
+
+def table(catalog: Catalog, settings: Json, **dataset: str) -> TableKey:
+    catalog.create_dataset(DatasetKey("p", "d"), dataset)
+    return catalog.create_table(TableKey("p", "d", "t"), SCHEMA, settings).key
+
+
+def days(store: Store, catalog: Catalog, key: TableKey) -> list[str]:
+    with store.cursor() as cursor:
+        found = cursor.execute(f"SELECT day FROM {catalog.table(key).physical} ORDER BY day").fetchall()
+    return [str(day) for (day,) in found]
+
+
+def test_a_table_lives_until_its_expiration(store: Store, catalog: Catalog) -> None:
+    key = table(catalog, {"expirationTime": str(NOW_MS + 1)})
+    expire(store, catalog, NOW_MS)
+    assert key in catalog.tables
+    expire(store, catalog, NOW_MS + 1)
+    assert key not in catalog.tables
+
+
+def test_a_dataset_gives_its_tables_their_expiration(store: Store, catalog: Catalog) -> None:
+    key = table(catalog, {}, defaultTableExpirationMs="3600000")
+    assert catalog.table(key).settings["expirationTime"] == str(NOW_MS + 3_600_000)
+
+
+def test_partitions_leave_one_by_one(store: Store, catalog: Catalog) -> None:
+    partitioning = {"type": "DAY", "field": "day", "expirationMs": str(2 * DAY_MS)}
+    key = table(catalog, {"timePartitioning": partitioning})
+    # Day 20,000 after 1970 is 4 October 2024.
+    rows: list[Json] = [{"day": f"2024-10-0{day}"} for day in (1, 2, 3, 4)]
+    with store.cursor() as cursor:
+        insert_rows(cursor, catalog.table(key).physical, SCHEMA, [*rows, {"day": None}])
+    expire(store, catalog, NOW_MS - 1)
+    assert days(store, catalog, key) == ["2024-10-02", "2024-10-03", "2024-10-04", "None"]
+    expire(store, catalog, NOW_MS)
+    assert days(store, catalog, key) == ["2024-10-03", "2024-10-04", "None"]

@@ -1,0 +1,74 @@
+"""How many jobs a server runs and remembers, and what becomes of one that fails in an unforeseen way."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+from infra.local.bigquery.errors import BusyError, NotFoundError
+from infra.local.bigquery.jobs import Job, Jobs
+from infra.local.bigquery.query import Result
+
+pytestmark = pytest.mark.anyio
+
+
+@asynccontextmanager
+async def running(freed: list[Result]) -> AsyncIterator[Jobs]:
+    async def let_go(result: Result) -> None:
+        freed.append(result)
+
+    async with anyio.create_task_group() as tasks:
+        yield Jobs(tasks, let_go)
+        tasks.cancel_scope.cancel()
+
+
+def job(number: int) -> Job:
+    return Job("p", f"job{number}", "QUERY", {"query": {}})
+
+
+async def test_the_oldest_jobs_are_forgotten_with_their_rows() -> None:
+    async def work(job: Job) -> None:
+        job.result = Result(job.job_id, (), 0)
+
+    freed: list[Result] = []
+    async with running(freed) as jobs:
+        for number in range(1_002):
+            with anyio.fail_after(5):
+                await (await jobs.start(job(number), work)).done.wait()
+        assert [result.physical for result in freed] == ["job0", "job1"]
+        with pytest.raises(NotFoundError, match="Not found: Job p:job1"):
+            jobs.get("p", "job1")
+        assert jobs.get("p", "job2").state == "DONE"
+        assert [found.job_id for found in jobs.of_project("p")][:2] == ["job1001", "job1000"]
+
+
+async def test_too_many_jobs_at_once_are_refused() -> None:
+    async def work(job: Job) -> None:
+        await job.stopping.wait()
+
+    async with running([]) as jobs:
+        for number in range(100):
+            await jobs.start(job(number), work)
+        with pytest.raises(BusyError):
+            await jobs.start(job(100), work)
+        first = jobs.get("p", "job0")
+        first.cancel()
+        with anyio.fail_after(5):
+            await first.done.wait()
+        await jobs.start(job(100), work)
+
+
+async def test_a_job_that_breaks_says_so_and_harms_no_other() -> None:
+    async def broken(job: Job) -> None:
+        raise KeyError("oops")
+
+    async def work(job: Job) -> None:
+        job.statistics["ok"] = True
+
+    async with running([]) as jobs:
+        for number, what in enumerate((broken, work)):
+            with anyio.fail_after(5):
+                await (await jobs.start(job(number), what)).done.wait()
+        assert jobs.get("p", "job0").status()["errorResult"]["reason"] == "bug"
+        assert jobs.get("p", "job1").status() == {"state": "DONE"}
