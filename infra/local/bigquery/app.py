@@ -30,7 +30,37 @@ def create_app(service: Service) -> Starlette:
     Args:
         service: its parts, open for as long as the application runs.
     """
-    api: list[tuple[str, str, _Endpoint]] = [
+    routes = [
+        Mount("/bigquery/v2", routes=[Route(path, endpoint, methods=[verb]) for verb, path, endpoint in _api()]),
+        *(
+            Route(f"{mount}/bigquery/v2{_JOBS}", endpoint, methods=[verb])
+            for mount in ("/upload", "/resumable/upload")
+            for verb, endpoint in (("POST", uploads.upload), ("PUT", uploads.resume))
+        ),
+        # The first is Google's address of old, the second what the bq tool asks for.
+        Route("/discovery/v1/apis/bigquery/v2/rest", discovery.describe),
+        Route("/$discovery/rest", discovery.describe),
+        Route("/healthz", _healthy),
+    ]
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(GZipMiddleware, minimum_size=1_000, compresslevel=1)],
+        exception_handlers={
+            ServiceError: answer_error,
+            Exception: answer_error,
+            404: _unknown_path,
+            405: _unknown_path,
+        },
+    )
+    app.state.service = service
+    app.state.insert_ids = tabledata.InsertIds()
+    app.state.request_ids = jobs.RequestIds()
+    app.state.sessions = uploads.Sessions()
+    return app
+
+
+def _api() -> list[tuple[str, str, _Endpoint]]:
+    return [
         ("GET", "/projects", datasets.list_projects),
         ("POST", _DATASETS, datasets.insert),
         ("GET", _DATASETS, datasets.list_all),
@@ -57,33 +87,6 @@ def create_app(service: Service) -> Starlette:
         ("POST", _JOB + "/cancel", jobs.cancel),
         ("DELETE", _JOB + "/delete", jobs.delete),
     ]
-    routes = [
-        Mount("/bigquery/v2", routes=[Route(path, endpoint, methods=[verb]) for verb, path, endpoint in api]),
-        *(
-            Route(f"{mount}/bigquery/v2{_JOBS}", endpoint, methods=[verb])
-            for mount in ("/upload", "/resumable/upload")
-            for verb, endpoint in (("POST", uploads.upload), ("PUT", uploads.resume))
-        ),
-        # The first is Google's address of old, the second what the bq tool asks for.
-        Route("/discovery/v1/apis/bigquery/v2/rest", discovery.describe),
-        Route("/$discovery/rest", discovery.describe),
-        Route("/healthz", _healthy),
-    ]
-    app = Starlette(
-        routes=routes,
-        middleware=[Middleware(GZipMiddleware, minimum_size=1_000, compresslevel=1)],
-        exception_handlers={
-            ServiceError: answer_error,
-            Exception: answer_error,
-            404: _unknown_path,
-            405: _unknown_path,
-        },
-    )
-    app.state.service = service
-    app.state.insert_ids = tabledata.InsertIds()
-    app.state.request_ids = jobs.RequestIds()
-    app.state.sessions = uploads.Sessions()
-    return app
 
 
 def _none_of(name: str) -> _Endpoint:

@@ -24,8 +24,9 @@ from infra.local.bigquery.store import Cursor
 
 log = logging.getLogger(__name__)
 
-# A job stays known, with its result, until this many have followed it.
+# A job stays known, with its result, until this many have followed it or the results have this many rows.
 _KEPT_JOBS = 1_000
+_KEPT_ROWS = 2_000_000
 _MOST_RUNNING = 100
 # BigQuery's own limit for a query.
 _LONGEST_JOB_S = 6 * 3600.0
@@ -173,13 +174,16 @@ class Jobs:
         self._jobs.pop((job.project, job.job_id), None)
 
     async def _forget_old(self) -> None:
-        while len(self._jobs) > _KEPT_JOBS:
+        while len(self._jobs) > _KEPT_JOBS or self._kept_rows() > _KEPT_ROWS:
             key, oldest = next(iter(self._jobs.items()))
             if oldest.state != "DONE":
                 return
             del self._jobs[key]
             if oldest.result is not None:
                 await self._let_go(oldest.result)
+
+    def _kept_rows(self) -> int:
+        return sum(job.result.rows for job in self._jobs.values() if job.result is not None)
 
     async def _run(self, job: Job, work: Work) -> None:
         job.state, job.started_ms = "RUNNING", time.time_ns() // 1_000_000

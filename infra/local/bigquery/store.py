@@ -39,12 +39,14 @@ class Store:
         self._root.execute(f"SET GLOBAL memory_limit = '{_MEMORY_LIMIT}'")
         # LN(0) and the like are errors in GoogleSQL, not infinities.
         self._root.execute("SET GLOBAL ieee_floating_point_ops = false")
-        place = ":memory:"
+        place, spill_dir = ":memory:", ""
         if self._data_dir is not None:
             self._data_dir.mkdir(parents=True, exist_ok=True)
-            place = str(self._data_dir / FILE_NAME)
+            place, spill_dir = str(self._data_dir / FILE_NAME), str(self._data_dir / "spill")
+        # Without data on disk a query that outgrows the memory fails; DuckDB's own default is the working directory.
+        self._root.execute(f"SET GLOBAL temp_directory = {_literal(spill_dir)}")
         try:
-            self._root.execute("ATTACH '" + place.replace("'", "''") + "' AS data")
+            self._root.execute(f"ATTACH {_literal(place)} AS data")
         except duckdb.IOException as error:
             self._root.close()
             raise OSError(f"cannot open {place}: {error}") from error
@@ -81,3 +83,7 @@ class Store:
                 cursor.execute("ROLLBACK")
                 raise
             cursor.execute("COMMIT")
+
+
+def _literal(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"

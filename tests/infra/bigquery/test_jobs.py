@@ -43,6 +43,18 @@ async def test_the_oldest_jobs_are_forgotten_with_their_rows() -> None:
         assert [found.job_id for found in jobs.of_project("p")][:2] == ["job1001", "job1000"]
 
 
+async def test_large_results_are_forgotten_sooner() -> None:
+    async def work(job: Job) -> None:
+        job.result = Result(job.job_id, (), 1_500_000)
+
+    freed: list[Result] = []
+    async with running(freed) as jobs:
+        for number in range(3):
+            with anyio.fail_after(5):
+                await (await jobs.start(job(number), work)).done.wait()
+        assert [result.physical for result in freed] == ["job0"]
+
+
 async def test_too_many_jobs_at_once_are_refused() -> None:
     async def work(job: Job) -> None:
         await job.stopping.wait()

@@ -55,6 +55,9 @@ def test_parameters_by_place_and_of_a_struct(client: bigquery.Client) -> None:
     assert rows_of(client, "SELECT ? + 1, ?", query_parameters=place) == [(3, "b")]
     struct = StructQueryParameter("s", ScalarQueryParameter("x", "INT64", 1), ScalarQueryParameter("y", "STRING", "z"))
     assert rows_of(client, "SELECT @s.x, @s", query_parameters=[struct]) == [(1, {"x": 1, "y": "z"})]
+    days = [ScalarQueryParameter("n", "INT64", 2)]
+    sql = "SELECT DATE_SUB(DATE '2024-01-03', INTERVAL @n DAY), x FROM UNNEST([1, 2, 3]) AS x ORDER BY x LIMIT @n"
+    assert rows_of(client, sql, query_parameters=days) == [(dt.date(2024, 1, 1), 1), (dt.date(2024, 1, 1), 2)]
     empty = ArrayQueryParameter("none", "STRING", [])
     assert rows_of(client, "SELECT 'a' IN UNNEST(@none)", query_parameters=[empty]) == [(False,)]
     with pytest.raises(BadRequest, match="more than the number"):
