@@ -1,9 +1,11 @@
 """An embedded BigQuery: the REST API v2 over DuckDB, for one machine and for tests.
 
-Google's Python client and the `bq` tool talk to it as to the service. `python -m infra.local.bigquery` runs it alone;
-`bq --api http://127.0.0.1:9050 --project_id=p --oauth_access_token=none query --use_legacy_sql=false 'SELECT 1'` asks it.
-Not the service's answer: NUMERIC / NUMERIC and AVG(NUMERIC) are FLOAT64, ROUND and CEIL of an INT64 stay INT64, the
-bytes of a dry run are those of whole tables. What else it can't answer it refuses.
+Google's Python client and the `bq` tool talk to it as to the service; `python -m infra.local.bigquery` runs it alone.
+
+    bq --api http://127.0.0.1:9050 --project_id=p --oauth_access_token=none query --use_legacy_sql=false 'SELECT 1'
+
+Not the service's answer: NUMERIC / NUMERIC and AVG(NUMERIC) are FLOAT64, ROUND and CEIL of an INT64 stay INT64, a dry
+run counts the bytes of whole tables. What else it can't answer it refuses.
 """
 
 from infra.local.bigquery.server import BigQueryServer, serve
