@@ -4,14 +4,15 @@ A batch is what waits when a model process falls idle; nothing ever waits for co
 
 - Only equal compatibility keys share a batch, and keys take turns, so one shape cannot starve another.
 - The oldest of its key is always in the batch.
-- Company is chosen among the `max_items` oldest of the key, nearest in length to the oldest first, as long as at least
-  PADDING_EFFICIENCY of the padded batch is real. So nobody is overtaken by what arrived more than a batch later.
+- Company is chosen among the `max_items` that arrived next after the oldest (some may be gone already), nearest in
+  length first, as long as at least PADDING_EFFICIENCY of the padded batch is real. So nobody is ever overtaken by what
+  arrived more than a batch later; counting only those who still wait would not promise that.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from itertools import islice
+from itertools import takewhile
 from typing import Generic, Protocol, TypeVar
 
 PADDING_EFFICIENCY = 0.9
@@ -32,27 +33,48 @@ class Waiting(Protocol):
 Entry = TypeVar("Entry", bound=Waiting)
 
 
+class _Lane(Generic[Entry]):
+    """The entries of one key by their arrival number, in that order."""
+
+    def __init__(self) -> None:
+        self.arrived = 0
+        self.waiting: OrderedDict[int, Entry] = OrderedDict()
+
+    def add(self, entry: Entry) -> None:
+        self.waiting[self.arrived] = entry
+        self.arrived += 1
+
+    def window(self, size: int) -> list[tuple[int, Entry]]:
+        """Who waits still of the `size` that arrived from the oldest on."""
+        first = next(iter(self.waiting))
+        return list(takewhile(lambda numbered: numbered[0] < first + size, self.waiting.items()))
+
+
 class BatchQueue(Generic[Entry]):
     """Entries that wait for a model process; `budget` bounds the padded work of a batch, `max_items` its entries."""
 
     def __init__(self, budget: int, max_items: int) -> None:
         self._budget = budget
         self._max_items = max_items
-        # Insertion order of keys is their turn; insertion order of entries is their arrival.
-        self._lanes: OrderedDict[str, OrderedDict[int, Entry]] = OrderedDict()
+        # Insertion order of keys is their turn.
+        self._lanes: OrderedDict[str, _Lane[Entry]] = OrderedDict()
 
     def __len__(self) -> int:
         """How many entries wait."""
-        return sum(len(lane) for lane in self._lanes.values())
+        return sum(len(lane.waiting) for lane in self._lanes.values())
 
     def add(self, entry: Entry) -> None:
         """Puts `entry` last in its lane; a new lane gets the last turn."""
-        self._lanes.setdefault(entry.key, OrderedDict())[id(entry)] = entry
+        self._lanes.setdefault(entry.key, _Lane()).add(entry)
 
     def remove(self, entry: Entry) -> None:
         """Takes `entry` out if it still waits."""
         lane = self._lanes.get(entry.key)
-        if lane is not None and lane.pop(id(entry), None) is not None and not lane:
+        if lane is None:
+            return
+        for number in [number for number, waiting in lane.waiting.items() if waiting is entry]:
+            del lane.waiting[number]
+        if not lane.waiting:
             del self._lanes[entry.key]
 
     def take(self) -> list[Entry]:
@@ -60,24 +82,20 @@ class BatchQueue(Generic[Entry]):
         if not self._lanes:
             return []
         key, lane = self._lanes.popitem(last=False)
-        window = list(islice(lane.values(), self._max_items))
-        batch = self._choose(window)
-        for entry in batch:
-            del lane[id(entry)]
-        if lane:
+        window = lane.window(self._max_items)
+        batch = [lane.waiting.pop(window[place][0]) for place in self._choose([entry.length for _, entry in window])]
+        if lane.waiting:
             self._lanes[key] = lane  # back in line, behind the other keys
         return batch
 
-    def _choose(self, window: list[Entry]) -> list[Entry]:
-        """The oldest of `window` and its nearest in length, within the budget and the padding bound."""
-        oldest = window[0]
-        nearest = sorted(window[1:], key=lambda entry: abs(entry.length - oldest.length))
-        chosen, longest, total = {id(oldest)}, oldest.length, oldest.length
-        for entry in nearest:
-            length = max(longest, entry.length)
+    def _choose(self, lengths: list[int]) -> list[int]:
+        """The places of the batch, in order: the oldest and its nearest in length, within budget and padding bound."""
+        chosen, longest, total = [0], lengths[0], lengths[0]
+        for place in sorted(range(1, len(lengths)), key=lambda place: abs(lengths[place] - lengths[0])):
+            length = max(longest, lengths[place])
             padded = length * (len(chosen) + 1)
-            if padded > self._budget or total + entry.length < PADDING_EFFICIENCY * padded:
+            if padded > self._budget or total + lengths[place] < PADDING_EFFICIENCY * padded:
                 continue
-            chosen.add(id(entry))
-            longest, total = length, total + entry.length
-        return [entry for entry in window if id(entry) in chosen]
+            chosen.append(place)
+            longest, total = length, total + lengths[place]
+        return sorted(chosen)

@@ -68,6 +68,22 @@ def test_order_of_arrival_is_kept_within_one_batch(lengths: list[int], budget: i
         waiting = [number for number in waiting if number not in numbers]
 
 
+def test_nobody_is_overtaken_by_what_came_more_than_a_batch_later() -> None:
+    """Eight that never share a batch wait; after each batch, as many as have room come to join the next of them."""
+    max_items = 8
+    queue: BatchQueue[Entry] = BatchQueue(10**12, max_items)
+    for number in range(max_items):
+        queue.add(Entry(number, 10**number))
+    arrived, taken = max_items, list[int]()
+    for turn in range(max_items):
+        taken += [entry.number for entry in queue.take()]
+        for _ in range(turn + 1):
+            queue.add(Entry(arrived, 10 ** (turn + 1)))
+            arrived += 1
+    for place, number in enumerate(taken):
+        assert all(number < later + max_items for later in taken[place + 1 :])
+
+
 @given(arrivals, st.integers(1, 5))
 def test_keys_take_turns(lengths_and_keys: Arrivals, max_items: int) -> None:
     queue, entries = queue_of(lengths_and_keys, 10**9, max_items)
