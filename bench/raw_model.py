@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
+
 from workers.models.grouping import cut_by_length
 
 WAYS = ("by 4", "by 16", "512 tokens", "1024 tokens", "2048 tokens", "least padding")
@@ -54,6 +56,11 @@ class RawModel:
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
+
+    def cpu_s(self) -> float:
+        """CPU seconds of all processes so far."""
+        times = [psutil.Process(child.pid).cpu_times() for child in self._children]
+        return float(sum(one.user + one.system for one in times))
 
     def seconds(self, ids: list[list[int]], way: str) -> float:
         """Wall seconds to embed all of `ids`, sorted by length and dealt out evenly to the processes."""

@@ -19,6 +19,8 @@ IN_FLIGHT = 64
 LIMIT_S = 600.0
 ROWS_LIMIT_S = 60.0
 POLL_S = 0.5
+SIDE_BY_SIDE_MS = 20.0
+"""Two model processes get their batches one after the other, and the scheduler decides which starts first."""
 
 
 def run() -> Outcome:
@@ -31,13 +33,14 @@ def run() -> Outcome:
         max_items = read_catalogue(pipeline.stack.settings.models_file).find(MODEL).batch.max_items
     late_ms = overtaken_ms(rows, max_items)
     answered = report.statuses().get(200, 0)
+    overtaken = sum(one > SIDE_BY_SIDE_MS for one in late_ms)
     figures = [
         Figure("requests answered with 200", answered, "", ">=", REQUESTS),
         Figure("answers to distinct requests", len(request_ids), "", ">=", REQUESTS),
         Figure("rows", len(rows), "", "<=", REQUESTS),
         Figure("distinct rows", len({row["row_id"] for row in rows}), "", ">=", REQUESTS),
         Figure("rows that did not succeed", sum(row["status"] != "succeeded" for row in rows), "", "<=", 0),
-        Figure(f"items overtaken by one that came over {max_items} later", len(late_ms), "", "<=", 0),
+        Figure(f"items overtaken by one that came over {max_items} later", overtaken, "", "<=", 0),
         Figure("rate", report.rate, "/s"),
         Figure("round trip p50", report.round_trip()["p50"], "ms"),
         Figure("round trip p99", report.round_trip()["p99"], "ms"),
