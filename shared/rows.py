@@ -38,6 +38,8 @@ MEMORY_ROWS = 20_000
 LINGER_S = 0.5
 """How long rows wait for company: one insertAll costs as much CPU as a whole request, and nobody waits for a row."""
 SEND_TIMEOUT_S = 10.0
+REFUSED = frozenset({400, 413})
+"""Statuses that say the rows are wrong; all others (a missing table, a right, a quota) may be mended by somebody."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
 CLOSE_S = 2.0
 """How long a close may take to send what is left; a container has ten seconds for all of its end."""
@@ -105,6 +107,8 @@ class RowWriter:
         with self._wake:
             self._waiting.append(fields_of(row))
             self._wake.notify()
+        if len(self._waiting) >= 2 * MEMORY_ROWS:  # the thread is held up in a request
+            self._spill(MEMORY_ROWS)
 
     async def flush(self, timeout_s: float) -> bool:
         """Waits until BigQuery has every row, at most `timeout_s`; says whether it has."""
@@ -210,7 +214,7 @@ class Sender:
         Raises:
             Unavailable: nothing was inserted as far as we know; try again.
         """
-        from google.api_core.exceptions import BadRequest, GoogleAPIError
+        from google.api_core.exceptions import GoogleAPICallError, GoogleAPIError
         from google.auth.exceptions import GoogleAuthError
         from requests.exceptions import RequestException
 
@@ -223,8 +227,13 @@ class Sender:
                 retry=None,
                 timeout=SEND_TIMEOUT_S,
             )
-        except BadRequest as error:
-            return [(row, str(error)) for row in rows]
+        except GoogleAPICallError as error:
+            if error.code not in REFUSED:
+                raise Unavailable(f"BigQuery: {error}") from error
+            if len(rows) == 1:
+                return [(rows[0], str(error))]
+            half = len(rows) // 2  # one row spoils the request: the others must not go with it
+            return self.send(rows[:half]) + self.send(rows[half:])
         except (GoogleAPIError, GoogleAuthError, RequestException) as error:
             raise Unavailable(f"BigQuery: {error}") from error
         refused = [(rows[error["index"]], json.dumps(error["errors"])) for error in errors]
@@ -248,6 +257,7 @@ class Spool:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._lock = threading.Lock()
         self._written = 0
         self.rows = 0
 
@@ -260,8 +270,10 @@ class Spool:
         """Writes `rows` as one segment, on disk before it returns."""
         if not rows:
             return
-        self._written += 1
-        path = self._folder / f"{time.time_ns()}-{os.getpid()}-{self._written}.segment"
+        with self._lock:
+            self._written += 1
+            self.rows += len(rows)
+            path = self._folder / f"{time.time_ns()}-{os.getpid()}-{self._written}.segment"
         part = path.with_suffix(".part")
         with part.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -269,7 +281,6 @@ class Spool:
             os.fsync(file.fileno())
         part.rename(path)
         SPOOLED.inc(len(rows))
-        self.rows += len(rows)
 
     def segments(self) -> Iterator[list[Fields]]:
         """Yields the rows of each segment that nobody else holds, oldest first; each is removed once dealt with."""

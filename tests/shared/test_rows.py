@@ -134,6 +134,33 @@ async def test_refused_row_is_kept_with_its_reason_and_harms_no_other(server: Se
     assert "tokens" in rejected[0]["reason"]
 
 
+async def test_row_that_spoils_its_request_is_alone_in_its_fate(server: Server, tmp_path: Path) -> None:
+    with server.running():
+        async with writer(server, tmp_path / "spool") as rows:
+            for number in range(9):
+                rows.write(row(number, **({"tenant": "x" * 11_000_000} if number == 4 else {})))
+            assert await rows.flush(LIMIT_S)
+        assert server.row_ids() == [f"req:{number:05}" for number in range(9) if number != 4]
+
+
+async def test_what_exceeds_memory_waits_on_disk(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.rows.MEMORY_ROWS", 50)
+    with socket.create_server(("127.0.0.1", server.port)):
+        async with writer(server, tmp_path / "spool") as rows:
+            rows.write(row(0))
+            assert not await rows.flush(0.3)  # the thread hangs in its request now
+            for number in range(1, 200):
+                rows.write(row(number))
+            assert segments(tmp_path / "spool") >= 1
+            assert rows.pending == 200
+    with server.running():
+        async with writer(server, tmp_path / "spool") as rows:
+            assert await rows.flush(LIMIT_S)
+        assert server.row_ids("rows_deduplicated") == [f"req:{number:05}" for number in range(200)]
+
+
 async def test_repeated_row_counts_once(server: Server, tmp_path: Path) -> None:
     with server.running():
         for spool in ("one", "two"):
