@@ -29,7 +29,8 @@ from api.inference import Answer, InferenceRequest
 from api.jobs import JobSender, envelope_of, split
 from shared.cache import ResultCache
 from shared.errors import DeadlineExceeded, PenstockError, Unavailable
-from shared.messages import ItemOutcome, Row, failure, row_of
+from shared.messages import ItemOutcome, failure
+from shared.usage import Row, row_of
 
 log = logging.getLogger(__name__)
 

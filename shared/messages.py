@@ -1,4 +1,4 @@
-"""The wire contract of API and workers: jobs on `jobs.<model>`, replies on an inbox, and the row each item leaves.
+"""The wire contract of API and workers: jobs on `jobs.<model>` and replies on an inbox.
 
 A **request** is one HTTP call. Its **items** (texts, images) travel in one or more **jobs**; a job is one Pub/Sub
 message, known by (request_id, part). What routes or identifies a message stands in its attributes (so a filter, a
@@ -16,9 +16,8 @@ and its reply carries `slot`, `request_id` and `part` back, with one outcome per
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -212,44 +211,6 @@ class Reply(msgspec.Struct):
     body: ReplyBody
 
 
-class Row(msgspec.Struct, omit_defaults=True):
-    """One row of the usage table, one per item; infra/bigquery/rows.schema.json describes each field.
-
-    `*_at_s` fields (unix seconds) are the TIMESTAMP columns of the same name without `_s`.
-    """
-
-    row_id: str
-    request_id: str
-    item: int
-    model: str
-    received_at_s: float
-    status: str
-    tenant: str | None = None
-    revision: str | None = None
-    task: str | None = None
-    region: str | None = None
-    api_instance: str | None = None
-    worker: str | None = None
-    published_at_s: float | None = None
-    pulled_at_s: float | None = None
-    started_at_s: float | None = None
-    finished_at_s: float | None = None
-    replied_at_s: float | None = None
-    queue_ms: float | None = None
-    batch_wait_ms: float | None = None
-    inference_ms: float | None = None
-    total_ms: float | None = None
-    batch_size: int | None = None
-    cache: str | None = None
-    tokens: int | None = None
-    pixel_steps: int | None = None
-    device: str | None = None
-    device_share: float | None = None
-    error_code: str | None = None
-    attempt: int | None = None
-    cost_usd: float | None = None
-
-
 _encoder = msgspec.json.Encoder()
 _job_decoder = msgspec.json.Decoder(JobBody)
 _reply_decoder = msgspec.json.Decoder(ReplyBody)
@@ -304,31 +265,6 @@ def failure(index: int, error: PenstockError, receipt: Receipt | None = None) ->
     """The outcome of an item that ends with `error`."""
     status = "expired" if error.code == "deadline_exceeded" else "failed"
     return ItemOutcome(index, status, receipt or Receipt(), error=ItemError(error.code, error.message, error.field))
-
-
-def row_of(envelope: Envelope, outcome: ItemOutcome, *, replied_at_s: float | None = None, **facts: Any) -> Row:
-    """The row an item leaves: its envelope, its receipt, and `facts` the writer knows (worker, device, region …)."""
-    receipt, now_s = outcome.receipt, replied_at_s or time.time()
-    queued_s = (receipt.pulled_at_s or now_s) - envelope.published_at_s if envelope.published_at_s else None
-    known = {name: getattr(receipt, name) for name in receipt.__struct_fields__}
-    return Row(
-        row_id=f"{envelope.request_id}:{outcome.index}",
-        request_id=envelope.request_id,
-        item=outcome.index,
-        model=envelope.model,
-        received_at_s=envelope.received_at_s,
-        status=outcome.status,
-        tenant=envelope.tenant,
-        api_instance=envelope.api_instance or None,
-        published_at_s=envelope.published_at_s or None,
-        replied_at_s=now_s,
-        queue_ms=None if queued_s is None else queued_s * 1000,
-        total_ms=(now_s - envelope.received_at_s) * 1000,
-        error_code=outcome.error.code if outcome.error else None,
-        attempt=envelope.attempt,
-        **known,
-        **facts,
-    )
 
 
 def _check_schema(attributes: Mapping[str, str]) -> None:

@@ -24,8 +24,8 @@ import msgspec
 from prometheus_client import Counter
 
 from shared.errors import Unavailable
-from shared.messages import Row
 from shared.rows_spool import Fields, Spool
+from shared.usage import Row
 
 log = logging.getLogger(__name__)
 

@@ -67,16 +67,6 @@ class BatchQueue(Generic[Entry]):
         """Puts `entry` last in its lane; a new lane gets the last turn."""
         self._lanes.setdefault(entry.key, _Lane()).add(entry)
 
-    def remove(self, entry: Entry) -> None:
-        """Takes `entry` out if it still waits."""
-        lane = self._lanes.get(entry.key)
-        if lane is None:
-            return
-        for number in [number for number, waiting in lane.waiting.items() if waiting is entry]:
-            del lane.waiting[number]
-        if not lane.waiting:
-            del self._lanes[entry.key]
-
     def take(self) -> list[Entry]:
         """Removes and returns the next batch, in order of arrival; empty when nothing waits."""
         if not self._lanes:

@@ -26,12 +26,12 @@ from shared.messages import (
     ItemOutcome,
     Reply,
     ReplyBody,
-    Row,
     encode_reply,
 )
 from shared.names import dead_letter_topic_id
 from shared.objects import ObjectStore
 from shared.transport import Message, Publisher, Subscription
+from shared.usage import Row
 from workers import metrics
 from workers.job import JobInHand, WorkerFacts, row_for
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from shared.catalogue import Model
 from shared.errors import DeadlineExceeded, PenstockError
-from shared.messages import Envelope, Item, ItemOutcome, Job, Receipt, Result, Row, failure, row_of
+from shared.messages import Envelope, Item, ItemOutcome, Job, Receipt, Result, failure
 from shared.transport import Message, Subscription
+from shared.usage import Row, row_of
 from workers.model_pool import BatchDone
 from workers.models.base import Prepared
 

@@ -17,8 +17,9 @@ from api.inbox import ReplyInbox
 from api.inference import Answer, InferenceRequest
 from api.jobs import JobSender
 from shared.cache import Level, ResultCache
-from shared.messages import EmbeddingResult, Result, Row, TextInput
+from shared.messages import EmbeddingResult, Result, TextInput
 from shared.objects import ObjectStore
+from shared.usage import Row
 from tests.api.fake_worker import FakeWorker, vector_of
 from tests.api.harness import NO_REDIS, TEXT_MODEL, RowList, settings_for
 from tests.fakes import InMemoryTransport

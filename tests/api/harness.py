@@ -16,9 +16,9 @@ from api.app import create_app
 from api.parts import Parts
 from shared.cache import ResultCache
 from shared.catalogue import Catalogue, read_catalogue
-from shared.messages import Row
 from shared.settings import ApiSettings, read_settings
 from shared.transport import Admin, Transport
+from shared.usage import Row
 from tests.api.fake_worker import FakeWorker
 from tests.fakes import InMemoryTransport
 

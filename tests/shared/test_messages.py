@@ -29,8 +29,8 @@ from shared.messages import (
     encode_job,
     encode_reply,
     failure,
-    row_of,
 )
+from shared.usage import row_of
 
 texts = st.text(max_size=40)
 names = st.text(min_size=1, max_size=20)

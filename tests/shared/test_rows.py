@@ -16,8 +16,8 @@ from google.cloud import bigquery
 
 from infra.bigquery import create, schema
 from infra.local.process import Process, free_port, listens
-from shared.messages import Row
 from shared.rows import BATCH_ROWS, RowWriter, fields_of
+from shared.usage import Row
 
 pytestmark = pytest.mark.anyio
 

@@ -96,10 +96,3 @@ def test_keys_take_turns(lengths_and_keys: Arrivals, max_items: int) -> None:
 def test_equal_lengths_fill_the_budget() -> None:
     queue, _ = queue_of([(10, "")] * 50, budget=100, max_items=64)
     assert [len(batch) for batch in drain(queue)] == [10, 10, 10, 10, 10]
-
-
-def test_removed_entry_is_not_taken() -> None:
-    queue, entries = queue_of([(10, "a"), (10, "b")], budget=100, max_items=8)
-    queue.remove(entries[0])
-    queue.remove(entries[0])
-    assert [[entry.number for entry in batch] for batch in drain(queue)] == [[1]]

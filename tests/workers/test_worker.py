@@ -22,7 +22,6 @@ from shared.messages import (
     JobBody,
     Reply,
     Result,
-    Row,
     TextInput,
     decode_reply,
     encode_job,
@@ -37,6 +36,7 @@ from shared.names import (
 )
 from shared.objects import ObjectStore
 from shared.transport import Message, SubscriptionSettings
+from shared.usage import Row
 from tests.fakes import InMemoryTransport
 from workers.finisher import Finisher
 from workers.job import WorkerFacts

@@ -10,8 +10,8 @@ from google.api_core.exceptions import BadRequest
 from google.cloud import bigquery
 
 from infra import bigquery as usage
-from shared.messages import Row
 from shared.rows import fields_of
+from shared.usage import Row
 from tests.infra.bigquery.connecting import rows_of
 
 NOW_S = round(time.time(), 6)

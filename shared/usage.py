@@ -1,0 +1,73 @@
+"""The row that each item leaves in BigQuery's usage table."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from shared.messages import Envelope, ItemOutcome
+
+
+class Row(msgspec.Struct, omit_defaults=True):
+    """One row of the usage table, one per item; infra/bigquery/rows.schema.json describes each field.
+
+    `*_at_s` fields (unix seconds) are the TIMESTAMP columns of the same name without `_s`.
+    """
+
+    row_id: str
+    request_id: str
+    item: int
+    model: str
+    received_at_s: float
+    status: str
+    tenant: str | None = None
+    revision: str | None = None
+    task: str | None = None
+    region: str | None = None
+    api_instance: str | None = None
+    worker: str | None = None
+    published_at_s: float | None = None
+    pulled_at_s: float | None = None
+    started_at_s: float | None = None
+    finished_at_s: float | None = None
+    replied_at_s: float | None = None
+    queue_ms: float | None = None
+    batch_wait_ms: float | None = None
+    inference_ms: float | None = None
+    total_ms: float | None = None
+    batch_size: int | None = None
+    cache: str | None = None
+    tokens: int | None = None
+    pixel_steps: int | None = None
+    device: str | None = None
+    device_share: float | None = None
+    error_code: str | None = None
+    attempt: int | None = None
+    cost_usd: float | None = None
+
+
+def row_of(envelope: Envelope, outcome: ItemOutcome, *, replied_at_s: float | None = None, **facts: Any) -> Row:
+    """The row an item leaves: its envelope, its receipt, and `facts` the writer knows (worker, device, region …)."""
+    receipt, now_s = outcome.receipt, replied_at_s or time.time()
+    queued_s = (receipt.pulled_at_s or now_s) - envelope.published_at_s if envelope.published_at_s else None
+    known = {name: getattr(receipt, name) for name in receipt.__struct_fields__}
+    return Row(
+        row_id=f"{envelope.request_id}:{outcome.index}",
+        request_id=envelope.request_id,
+        item=outcome.index,
+        model=envelope.model,
+        received_at_s=envelope.received_at_s,
+        status=outcome.status,
+        tenant=envelope.tenant,
+        api_instance=envelope.api_instance or None,
+        published_at_s=envelope.published_at_s or None,
+        replied_at_s=now_s,
+        queue_ms=None if queued_s is None else queued_s * 1000,
+        total_ms=(now_s - envelope.received_at_s) * 1000,
+        error_code=outcome.error.code if outcome.error else None,
+        attempt=envelope.attempt,
+        **known,
+        **facts,
+    )
