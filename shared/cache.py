@@ -141,19 +141,23 @@ class ResultCache:
         Waits at most a few round-trip limits for Redis, and not at all while Redis is known to be out. Results are
         shared with other callers: they must not be changed.
         """
-        now_s, found, missing = self._clock(), dict[str, tuple[Result, Level]](), list[str]()
-        for key in dict.fromkeys(keys):
-            result = self._memory.get(key, now_s)
-            if result is None:
-                missing.append(key)
-            else:
-                found[key] = (result, "memory")
-        HITS.labels("memory").inc(len(found))
-        if missing:
+        now_s, keys = self._clock(), list(dict.fromkeys(keys))
+        found = self.in_memory(keys)
+        if missing := [key for key in keys if key not in found]:
             from_redis = self._read(missing, await self._redis.get([self._prefix + key for key in missing]), now_s)
             HITS.labels("redis").inc(len(from_redis))
             MISSES.inc(len(missing) - len(from_redis))
             found |= {key: (result, "redis") for key, result in from_redis.items()}
+        return found
+
+    def in_memory(self, keys: Iterable[str]) -> dict[str, tuple[Result, Level]]:
+        """Like get_many, from this process's memory only."""
+        now_s, found = self._clock(), dict[str, tuple[Result, Level]]()
+        for key in keys:
+            result = self._memory.get(key, now_s)
+            if result is not None:
+                found[key] = (result, "memory")
+        HITS.labels("memory").inc(len(found))
         return found
 
     def _read(self, keys: list[str], values: list[bytes | None], now_s: float) -> dict[str, Result]:

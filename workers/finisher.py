@@ -89,8 +89,8 @@ class Finisher:
             outcomes = [await self._store_large(envelope, outcome) for outcome in outcomes]
             replied_at_s = time.time()
             body = ReplyBody(outcomes, None, self._facts.worker, self._facts.device, replied_at_s)
-            # Side by side, the write to Redis first on its way: nobody waits for it, and a repeat finds it.
-            await asyncio.gather(self._fill_cache(hand, outcomes), self._reply(envelope, body))
+            # Side by side, the reply first on its way: its caller waits, and nobody waits for the cache.
+            await asyncio.gather(self._reply(envelope, body), self._fill_cache(hand, outcomes))
         except PenstockError as error:
             log.warning("reply not sent", extra={"request_id": envelope.request_id, "reason": error.message})
             self._give_up(hand)

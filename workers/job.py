@@ -14,6 +14,8 @@ from shared.usage import Row, row_of
 from workers.model_pool import BatchDone
 from workers.models.base import Prepared
 
+FRESH_S = 0.05
+
 
 @dataclass(slots=True, eq=False)
 class JobInHand:
@@ -43,6 +45,11 @@ class JobInHand:
     def reads_cache(self) -> bool:
         """Whether results computed earlier, or for others right now, may answer."""
         return self.job.body.cache_read
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether so little time passed since the API looked in the cache that another look would find the same."""
+        return self.envelope.attempt == 1 and self.pulled_at_s - self.envelope.published_at_s < FRESH_S
 
     def receipt(self, **facts: Any) -> Receipt:
         """A receipt of one item of this job."""

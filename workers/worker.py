@@ -19,10 +19,10 @@ from typing import Any
 
 import msgspec
 
-from shared.cache import ResultCache
+from shared.cache import Level, ResultCache
 from shared.catalogue import Model
 from shared.errors import PenstockError, UndecodableMessage
-from shared.messages import Blob, ImageInput, Item, decode_job, failure
+from shared.messages import Blob, ImageInput, Item, Result, decode_job, failure
 from shared.names import workers_subscription_id
 from shared.objects import ObjectStore
 from shared.transport import Message, Subscriber, Subscription
@@ -147,8 +147,7 @@ class Worker:
         """Decodes, drops what came too late, answers from the cache, and queues the rest."""
         taken = [self._take_in_hand(message, subscription) for message in messages]
         hands = [hand for hand in taken if hand is not None]
-        wanted = {i.cache_key for hand in hands if hand.reads_cache for i in hand.items if i.cache_key is not None}
-        found = await self._cache.get_many(sorted(wanted)) if wanted else {}
+        found = await self._look_up(hands)
         missing = []
         for hand in hands:
             for item in hand.items:
@@ -159,6 +158,16 @@ class Worker:
                     missing.append((hand, item))
         if missing:
             await self._enqueue(missing)
+
+    async def _look_up(self, hands: Sequence[JobInHand]) -> dict[str, tuple[Result, Level]]:
+        """What the cache has. Redis is not asked again for what the API asked it for just before."""
+        keys, doubtful = list[str](), list[str]()
+        for hand in hands:
+            if hand.reads_cache:
+                wanted = [item.cache_key for item in hand.items if item.cache_key is not None]
+                (keys if hand.is_fresh else doubtful).extend(wanted)
+        found = self._cache.in_memory(keys)
+        return found | await self._cache.get_many(doubtful) if doubtful else found
 
     def _take_in_hand(self, message: Message, subscription: Subscription) -> JobInHand | None:
         """The job of `message`, or None when its end is clear already: it is none of ours, or too late."""
