@@ -24,6 +24,7 @@ from api.routes import embeddings, health, images, models, objects
 from api.tenants import Tenants
 from shared.cache import ResultCache
 from shared.catalogue import Catalogue
+from shared.heap import settle_heap
 from shared.objects import ObjectStore
 from shared.settings import ApiSettings
 from shared.transport import Admin, Transport
@@ -77,6 +78,7 @@ def create_app(
                 readiness=Readiness(inbox, broker, settings.redis_url),
                 started_at_s=time.time(),
             )
+            settle_heap()
             yield
 
     return _routed(FastAPI(title="Penstock", description=_ABOUT, version="1", lifespan=lifespan), settings)

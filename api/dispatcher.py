@@ -184,12 +184,22 @@ class Dispatcher:
             outcomes = [failure(flight.item.index, PenstockError("something went wrong here")) for flight in flights]
         else:
             outcomes = task.result()
+        self._remember(request, flights, outcomes)
         was_answered = any(outcome is not None and outcome.receipt.pulled_at_s for outcome in outcomes)
         self._admission.release(model, len(flights), answered=was_answered)
         by_worker = job.published_at_s > 0
         for flight, outcome in zip(flights, outcomes, strict=True):
             landing = None if outcome is None else Landing(outcome, by_worker, job.published_at_s)
             self._flights.end(flight, landing)
+
+    def _remember(
+        self, request: InferenceRequest, flights: Sequence[Flight], outcomes: Sequence[ItemOutcome | None]
+    ) -> None:
+        """Keeps what came back in memory: the worker fills Redis only after its reply."""
+        if request.cache_write:
+            pairs = zip(flights, outcomes, strict=True)
+            came = {f.item.cache_key: o.result for f, o in pairs if f.item.cache_key and o is not None and o.result}
+            self._cache.keep_in_memory(came, request.model.cache.ttl_s)
 
     def _record(self, asking: Asking) -> None:
         """Writes the rows that are ours, and counts all items."""

@@ -178,16 +178,21 @@ class ResultCache:
 
     async def put_many(self, results: Mapping[str, Result], ttl_s: int) -> None:
         """Keeps `results` for `ttl_s` seconds (0: not at all) in both levels; never raises, waits as get_many does."""
-        if ttl_s <= 0 or not results:
-            return
+        if values := self.keep_in_memory(results, ttl_s):
+            await self._redis.put({self._prefix + key: value for key, value in values.items()}, ttl_s)
+
+    def keep_in_memory(self, results: Mapping[str, Result], ttl_s: int) -> dict[str, bytes]:
+        """Like put_many, in this process's memory only; returns the entries it kept, as Redis would hold them."""
+        if ttl_s <= 0:
+            return {}
         expires_at_s, values = self._clock() + ttl_s, dict[str, bytes]()
         for key, result in results.items():
             entry = Entry(expires_at_s, result)
             value = msgspec.msgpack.encode(entry)
             if len(value) <= VALUE_LIMIT_BYTES:
                 self._memory.put(key, entry, len(value))
-                values[self._prefix + key] = value
-        await self._redis.put(values, ttl_s)
+                values[key] = value
+        return values
 
 
 class _Memory:

@@ -17,6 +17,7 @@ import uvloop
 from shared.cache import ResultCache
 from shared.catalogue import Model, read_catalogue
 from shared.errors import ConfigurationError, PenstockError
+from shared.heap import settle_heap
 from shared.logs import configure_logs
 from shared.objects import ObjectStore
 from shared.pubsub import PubSubTransport
@@ -64,6 +65,7 @@ async def serve(settings: WorkerSettings, model: Model) -> None:
         folder = await asyncio.to_thread(resolve, model.source, model.revision, settings.models_dir)
         worker = await _open(stack, settings, model, folder, name)
         running.append(worker)
+        settle_heap()
         log.info("worker ready", extra={"model": model.name, "worker": name})
         await worker.run(stop)
 

@@ -1,4 +1,4 @@
-"""Where every job ends: result stored, cache filled while the reply is published, both awaited, then ack, then rows.
+"""Where every job ends: result stored, reply published and awaited, cache filled, then ack, then the rows.
 
 One function decides (`_finish`), and only this file acks or nacks. A job is nacked only if its reply could not be
 handed to the broker, or if it is handed back unfinished; so whatever dies before the ack, the job comes again.
@@ -89,8 +89,9 @@ class Finisher:
             outcomes = [await self._store_large(envelope, outcome) for outcome in outcomes]
             replied_at_s = time.time()
             body = ReplyBody(outcomes, None, self._facts.worker, self._facts.device, replied_at_s)
-            # Side by side, the reply first on its way: its caller waits, and nobody waits for the cache.
-            await asyncio.gather(self._reply(envelope, body), self._fill_cache(hand, outcomes))
+            await self._reply(envelope, body)
+            # Only now: a caller waits for the reply, nobody for the cache; until then a repeat joins the entry.
+            await self._fill_cache(hand, outcomes)
         except PenstockError as error:
             log.warning("reply not sent", extra={"request_id": envelope.request_id, "reason": error.message})
             self._give_up(hand)

@@ -201,7 +201,9 @@ class Worker:
 
     async def _enqueue(self, missing: list[tuple[JobInHand, Item]]) -> None:
         """Prepares inputs, all in one call, and queues them; what the model can't take fails alone."""
-        items = await asyncio.gather(*(self._with_source(item) for _, item in missing))
+        items: Sequence[Item | PenstockError] = [item for _, item in missing]
+        if any(isinstance(item.input, ImageInput) for _, item in missing):
+            items = await asyncio.gather(*(self._with_source(item) for _, item in missing))
         if self._model.task == "image":  # decoding takes milliseconds, so off the loop that keeps the leases
             prepared = await asyncio.to_thread(self._prepare, items)
         else:

@@ -85,9 +85,9 @@ async def test_answer_says_how_it_went(api: ApiUnderTest) -> None:
 
 
 async def test_request_id_of_the_caller_comes_back_and_may_come_twice(api: ApiUnderTest) -> None:
-    for _ in range(2):
+    for text in ("a", "b"):
         response = await api.http.post(
-            "/v1/embeddings", json={"model": MODEL, "input": "a"}, headers={"x-request-id": "order-17"}
+            "/v1/embeddings", json={"model": MODEL, "input": text}, headers={"x-request-id": "order-17"}
         )
         assert response.headers["x-request-id"] == "order-17"
     ids = [job.envelope.request_id for job in api.worker.jobs]
@@ -102,10 +102,18 @@ async def test_request_id_that_is_not_sane_is_replaced(api: ApiUnderTest) -> Non
 
 async def test_trace_travels_with_the_job(api: ApiUnderTest) -> None:
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    body = {"model": MODEL, "input": "a"}
-    await api.http.post("/v1/embeddings", json=body, headers={"traceparent": trace})
-    await api.http.post("/v1/embeddings", json=body, headers={"traceparent": "nonsense"})
+    await api.http.post("/v1/embeddings", json={"model": MODEL, "input": "a"}, headers={"traceparent": trace})
+    await api.http.post("/v1/embeddings", json={"model": MODEL, "input": "b"}, headers={"traceparent": "nonsense"})
     assert [job.envelope.traceparent for job in api.worker.jobs] == [trace, ""]
+
+
+async def test_answer_is_remembered_unless_told_not_to(api: ApiUnderTest) -> None:
+    for text, headers, level in (("kept", {}, "hit"), ("not kept", {"cache-control": "no-store"}, "miss")):
+        answers = [
+            await api.http.post("/v1/embeddings", json={"model": MODEL, "input": text}, headers=headers)
+            for _ in range(2)
+        ]
+        assert [answer.headers["x-penstock-cache"] for answer in answers] == ["miss", level]
 
 
 async def test_item_that_breaks_the_model_fails_the_request(api: ApiUnderTest) -> None:

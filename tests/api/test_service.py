@@ -169,7 +169,7 @@ async def test_unexpected_error_is_a_500_in_the_same_shape(
 async def test_keys_are_asked_for_and_name_the_tenant(tmp_path: Path) -> None:
     async with running_api(settings_for(tmp_path, api_keys="k-1=acme, k=2=umbrella")) as api:
         for key, tenant in (("k-1", "acme"), ("k=2", "umbrella")):
-            await api.openai(api_key=key).embeddings.create(model=MODEL, input="a")
+            await api.openai(api_key=key).embeddings.create(model=MODEL, input=tenant)
             assert api.worker.jobs[-1].envelope.tenant == tenant
         for path in ("/v1/embeddings", "/v1/images/generations", "/v1/images/edits"):
             assert (await api.http.post(path, content=b"{")).status_code == 401

@@ -10,6 +10,7 @@ import uvloop
 
 from infra.local.pubsub.broker import DEFAULT_STORAGE_BYTES
 from infra.local.pubsub.server import serve
+from shared.heap import settle_heap
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,6 +45,7 @@ async def _serve_until_signal(host: str, port: int, storage_bytes: int) -> None:
     async with serve(host, port, storage_bytes=storage_bytes) as server:
         sys.stdout.write(f"Pub/Sub listening on {server.endpoint}\n")
         sys.stdout.flush()
+        settle_heap()
         await stop.wait()
 
 
