@@ -52,7 +52,8 @@ async def test_idle_topic_sends_at_once_and_a_busy_one_together(opened: Opened) 
 async def test_request_holds_a_thousand_messages_at_most(opened: Opened) -> None:
     script, transport = opened
     await asyncio.gather(*(publishing(transport, b"%d" % number) for number in range(2500)))
-    assert [len(request.messages) for request in script.requests["Publish"]] == [1000, 1000, 500]
+    # Several requests are in flight at once, so they may arrive in any order.
+    assert sorted(len(request.messages) for request in script.requests["Publish"]) == [500, 1000, 1000]
 
 
 async def test_ordering_key_has_one_request_in_flight(opened: Opened) -> None:
