@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := api,worker,local,dev
+EXTRAS := api,worker,optimize,local,dev
 SOURCES := api workers shared infra bench tests
 
 .DEFAULT_GOAL := help
