@@ -1,0 +1,225 @@
+"""An optimised artifact: what `python -m workers.optimize` makes of a model's folder, read and checked by the workers.
+
+It is the folder `<artifacts_dir>/<model>/<digest>/` with manifest.json, calibration.npz (embedding models) and the
+graphs that the manifest names. The digest is of the source files, so an artifact of other weights is never found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from shared.errors import ConfigurationError
+from workers.models.base import PreparedText
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+CALIBRATION = "calibration.npz"
+_DOCUMENT_SUFFIXES = (".md", ".rst", ".png", ".jpg")
+
+log = logging.getLogger(__name__)
+
+
+class Variant(msgspec.Struct, kw_only=True):
+    """One form of the model that a worker may run, with what its maker measured against torch fp32.
+
+    Cosines and `ranking_agreement` (0 to 1) are over texts the variant was not calibrated on; `relative_speed` is items
+    per second over those of torch fp32 in the same run. `recipe` says how it was made (image models: the options that
+    a worker applies to its pipeline).
+    """
+
+    name: str
+    backend: Literal["onnx", "torch"]
+    precision: Literal["fp32", "bf16", "fp16", "int8"]
+    file: str = ""
+    """The graph, relative to the artifact's folder; empty for torch."""
+    size_bytes: int = 0
+    cosine_mean: float = 0.0
+    cosine_min: float = 0.0
+    ranking_agreement: float = 0.0
+    relative_speed: float = 0.0
+    note: str = ""
+    recipe: dict[str, Any] = {}
+
+
+class Manifest(msgspec.Struct, kw_only=True):
+    """What manifest.json says; `made_by` has the versions of torch, transformers, onnx and onnxruntime."""
+
+    format_version: int = FORMAT_VERSION
+    model: str
+    revision: str
+    source_digest: str
+    made_by: dict[str, str]
+    task: Literal["embedding", "image"]
+    variants: list[Variant]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Texts as token ids, and the vectors that torch fp32 gives them: float32 [texts, dimensions], pooled as served."""
+
+    texts: Sequence[PreparedText]
+    vectors: np.ndarray
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A complete artifact on disk."""
+
+    folder: Path
+    manifest: Manifest
+
+    def graph(self, variant: Variant) -> Path:
+        """The file of an ONNX variant."""
+        return self.folder / variant.file
+
+    @property
+    def digest(self) -> str:
+        """What names the artifact's content: 16 hex digits over its manifest, which has the measured figures."""
+        return hashlib.sha256((self.folder / MANIFEST).read_bytes()).hexdigest()[:16]
+
+
+def find_artifact(artifacts_dir: Path, model: str, digest: str) -> Artifact | None:
+    """The artifact of `model` for the source files of `digest`; None where there is none, or (logged) a broken one."""
+    folder = artifacts_dir / model / digest
+    if not folder.is_dir():
+        return None
+    try:
+        return read_artifact(folder)
+    except ConfigurationError as error:
+        log.warning("artifact ignored", extra={"model": model, "reason": error.message})
+        return None
+
+
+def read_artifact(folder: Path) -> Artifact:
+    """Reads an artifact and checks that it is whole.
+
+    Raises:
+        ConfigurationError: a file is missing, unreadable or of another size, or the format is another one.
+    """
+    path = folder / MANIFEST
+    try:
+        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigurationError(f"{path}: {error}", field="artifact") from error
+    if manifest.format_version != FORMAT_VERSION:
+        raise ConfigurationError(f"{path}: format {manifest.format_version}, not {FORMAT_VERSION}", field="artifact")
+    if (manifest.model, manifest.source_digest) != (folder.parent.name, folder.name):
+        raise ConfigurationError(
+            f"{path}: is of {manifest.model}/{manifest.source_digest}, not of its folder", field="artifact"
+        )
+    for variant in manifest.variants:
+        _check_graph(folder, variant)
+    return Artifact(folder, manifest)
+
+
+def _check_graph(folder: Path, variant: Variant) -> None:
+    if variant.backend == "torch":
+        return
+    graph = folder / variant.file
+    if not variant.file or folder.resolve() not in graph.resolve().parents:
+        raise ConfigurationError(f"{folder}: variant {variant.name} has no file in the folder", field="artifact")
+    if not graph.is_file() or graph.stat().st_size != variant.size_bytes:
+        raise ConfigurationError(f"{graph}: is not the {variant.size_bytes} bytes of the manifest", field="artifact")
+
+
+def read_calibration(artifact: Artifact) -> Calibration:
+    """The calibration set of an embedding model's artifact.
+
+    Raises:
+        ConfigurationError: it is missing or broken.
+    """
+    path = artifact.folder / CALIBRATION
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            lengths = arrays["lengths"].astype(np.int64)
+            ids = arrays["ids"].astype("<u4", copy=False)
+            types = arrays["type_ids"].astype("<u4", copy=False) if "type_ids" in arrays else None
+            vectors = arrays["vectors"].astype(np.float32, copy=False)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise ConfigurationError(f"{path}: {error}", field="artifact") from error
+    flat = ids.size if types is None else types.size
+    if vectors.ndim != 2 or len(vectors) != len(lengths) or not ids.size == flat == lengths.sum():
+        raise ConfigurationError(f"{path}: its arrays don't belong together", field="artifact")
+    ends = np.cumsum(lengths)
+    texts = [
+        PreparedText(
+            key="",
+            length=int(length),
+            work=int(length),
+            ids=ids[end - length : end].tobytes(),
+            type_ids=b"" if types is None else types[end - length : end].tobytes(),
+        )
+        for length, end in zip(lengths, ends, strict=True)
+    ]
+    return Calibration(texts, vectors)
+
+
+def write_calibration(folder: Path, calibration: Calibration) -> None:
+    """Writes calibration.npz: `ids` (flat uint32), `lengths`, `vectors`, and `type_ids` where a text has some."""
+    texts = calibration.texts
+    arrays = {
+        "ids": np.frombuffer(b"".join(text.ids for text in texts), "<u4"),
+        "lengths": np.array([text.length for text in texts], np.int64),
+        "vectors": np.asarray(calibration.vectors, np.float32),
+    }
+    if any(text.type_ids for text in texts):
+        zeros = [bytes(4 * text.length) for text in texts]
+        parts = [text.type_ids or zero for text, zero in zip(texts, zeros, strict=True)]
+        arrays["type_ids"] = np.frombuffer(b"".join(parts), "<u4")
+    np.savez(folder / CALIBRATION, allow_pickle=False, **arrays)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes manifest.json, readable by people too."""
+    (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
+
+
+@contextmanager
+def new_artifact(artifacts_dir: Path, model: str, digest: str) -> Iterator[Path]:
+    """An empty folder to write an artifact into; takes its place when the block ends well, and is gone otherwise.
+
+    Files already written in the artifact's former folder stay readable for those who have them open.
+
+    Raises:
+        ConfigurationError: what was written is no whole artifact.
+    """
+    target = artifacts_dir / model / digest
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".making-", dir=target.parent) as scratch:
+        # The name of the folder is part of what is checked, so it is right already here.
+        draft = Path(scratch) / model / digest
+        draft.mkdir(parents=True)
+        yield draft
+        read_artifact(draft)
+        if target.exists():
+            target.rename(Path(scratch) / "former")
+        draft.rename(target)
+
+
+def source_digest(folder: Path, revision: str) -> str:
+    """Names a model's source files: the first 16 hex digits of SHA-256 over what they are called and hold.
+
+    Documents and hidden files don't count. 90 MB take a tenth of a second.
+    """
+    total = hashlib.sha256(f"{FORMAT_VERSION}\n{revision}\n".encode())
+    for path in sorted(path for path in folder.rglob("*") if _counts(path.relative_to(folder)) and path.is_file()):
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        total.update(f"{path.relative_to(folder).as_posix()}\n{path.stat().st_size}\n{content}\n".encode())
+    return total.hexdigest()[:16]
+
+
+def _counts(path: Path) -> bool:
+    hidden = any(part.startswith(".") for part in path.parts)
+    return not hidden and path.suffix.lower() not in _DOCUMENT_SUFFIXES
