@@ -12,6 +12,7 @@ A batch is what waits when a model process falls idle; nothing ever waits for co
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from itertools import takewhile
 from typing import Generic, Protocol, TypeVar
 
@@ -63,6 +64,14 @@ class BatchQueue(Generic[Entry]):
         """How many entries wait."""
         return sum(len(lane.waiting) for lane in self._lanes.values())
 
+    def __iter__(self) -> Iterator[Entry]:
+        """All entries that wait; each lane's in order of arrival."""
+        return (entry for lane in self._lanes.values() for entry in lane.waiting.values())
+
+    def firsts(self) -> Iterator[Entry]:
+        """The oldest entry of each lane."""
+        return (next(iter(lane.waiting.values())) for lane in self._lanes.values())
+
     def add(self, entry: Entry) -> None:
         """Puts `entry` last in its lane; a new lane gets the last turn."""
         self._lanes.setdefault(entry.key, _Lane()).add(entry)
@@ -77,6 +86,15 @@ class BatchQueue(Generic[Entry]):
         if lane.waiting:
             self._lanes[key] = lane  # back in line, behind the other keys
         return batch
+
+    def sift(self, is_wanted: Callable[[Entry], bool]) -> None:
+        """Removes the entries that are not wanted."""
+        for key, lane in list(self._lanes.items()):
+            for number, entry in list(lane.waiting.items()):
+                if not is_wanted(entry):
+                    del lane.waiting[number]
+            if not lane.waiting:
+                del self._lanes[key]
 
     def _choose(self, lengths: list[int]) -> list[int]:
         """The places of the batch, in order: the oldest and its nearest in length, within budget and padding bound."""
