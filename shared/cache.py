@@ -41,9 +41,12 @@ UNREADABLE = Counter("penstock_cache_unreadable", "Entries in Redis that could n
 def cache_key(model: Model, input: Input, tenant: str) -> str:
     """Names the result of `input` on `model`: 256 bits of BLAKE2b (RFC 7693) in hex.
 
-    Covers everything that changes the output: name, revision, source, backend, precision and width of the model, the
+    Covers everything that changes the output: name, revision, source, precision, tolerance and width of the model, the
     text byte for byte, the token ids, every parameter of an image. A source image counts by the digest of its bytes,
     or by its object_key where only that is known, so compute the key before the bytes move to the object store.
+
+    The backend is no part of it: it changes a result by less than the tolerance, and under `auto` the API could not
+    know what each worker chose. What a key promises is a result of this precision within this tolerance.
 
     Args:
         model: the entry of the catalogue that serves the item.
@@ -54,7 +57,8 @@ def cache_key(model: Model, input: Input, tenant: str) -> str:
         BadInput: a text holds lone surrogates, which no encoding can carry.
     """
     whose = tenant if model.cache.scope == "tenant" else ""
-    which = (model.name, model.revision, model.source, model.backend, model.precision, model.dimensions)
+    tolerance = model.tolerance.cosine if model.task == "embedding" else model.tolerance.psnr_db
+    which = (model.name, model.revision, model.source, model.precision, tolerance, model.dimensions)
     try:
         canonical = msgspec.msgpack.encode((KEY_SCHEME, whose, which, _canonical(input)))
     except UnicodeEncodeError as error:

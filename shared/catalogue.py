@@ -73,6 +73,8 @@ class ImageDefaults(_Entry):
     """The largest width x height that may be asked for."""
     multiple: Positive = 8
     """Width and height are multiples of this (the VAE's scale)."""
+    compile: Literal["auto", "always", "never"] = "auto"
+    """torch.compile of UNet and VAE for the usual size, at warm-up: `auto` on GPUs, `always` on a CPU too."""
 
 
 class TextLimits(_Entry):
@@ -80,6 +82,17 @@ class TextLimits(_Entry):
 
     max_items: Positive = 2048
     max_input_bytes: Positive = 64 * 1024
+
+
+class Tolerance(_Entry):
+    """How far results may lie from those of torch fp32, the reference.
+
+    `cosine`: the least cosine similarity of an embedding to the reference's; over a calibration set the minimum counts,
+    not the mean, since a caller gets single vectors. `psnr_db`: the least peak signal-to-noise ratio of an image.
+    """
+
+    cosine: float = Field(0.9999, ge=0, le=1)
+    psnr_db: float = Field(30.0, ge=0)
 
 
 class Model(_Entry):
@@ -90,8 +103,11 @@ class Model(_Entry):
     source: str = Field(pattern=r"^(hf:|gs://|local:|package:).+")
     revision: str = "main"
     aliases: tuple[str, ...] = ()
-    backend: Literal["torch"] = "torch"
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    backend: Literal["auto", "torch", "onnx"] = "auto"
+    """What computes. `auto`: the fastest within the tolerance, as each worker measures it. Images are torch's."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
+    """`auto`: the fastest that the tolerance allows; for images, what the device does best."""
+    tolerance: Tolerance = Tolerance()
     dimensions: Positive | None = None
     batch: Batch = Batch()
     deadline: Deadline = Deadline()
@@ -109,6 +125,21 @@ class Model(_Entry):
         if isinstance(value, int | float):
             raise ValueError("a revision that looks like a number needs quotes")
         return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _images_are_torch(cls, value: object) -> object:
+        return {"backend": "torch"} | value if isinstance(value, dict) and value.get("task") == "image" else value
+
+    @model_validator(mode="after")
+    def _backend_computes_precision(self) -> Self:
+        if self.task == "image" and self.backend != "torch":
+            raise ValueError("an image model needs backend torch")
+        if self.task == "embedding" and self.backend == "torch" and self.precision == "int8":
+            raise ValueError("embeddings in precision int8 need backend onnx or auto")
+        if self.backend == "onnx" and self.precision == "bf16":
+            raise ValueError("precision bf16 needs backend torch or auto")
+        return self
 
     @model_validator(mode="after")
     def _budget_fits_task(self) -> Self:

@@ -68,10 +68,12 @@ class WorkerSettings(Settings):
     """Where weights from a hub or a bucket are kept."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:N`, or `auto`: cuda where there is one."""
+    artifacts_dir: Path = Path("var/artifacts")
+    """Where optimised artifacts lie, and which backend was chosen on this machine."""
     processes: int = Field(0, ge=0)
-    """Model processes; 0: one per GPU, or one per core on a CPU (at most 4)."""
-    threads: int = Field(1, ge=1)
-    """Threads of each model process on a CPU."""
+    """Model processes; 0: as measured (embeddings on a CPU), else one per GPU or per core (at most 4)."""
+    threads: int = Field(0, ge=0)
+    """Threads of each model process on a CPU; 0: as measured (embeddings), else 1."""
     memory_fraction: float = Field(1.0, gt=0, le=1)
     """The part of the GPU's memory each model process may take."""
     max_outstanding_bytes: int = Field(64 * 1024 * 1024, ge=1)

@@ -74,11 +74,10 @@ async def _open(stack: AsyncExitStack, settings: WorkerSettings, model: Model, f
     """Opens every part; the model last to be closed, so that what is in hand can finish."""
     pool = await stack.enter_async_context(
         ModelPool(
-            model,
-            folder,
+            [(model, folder)],
             device=settings.device,
             processes=settings.processes,
-            threads=settings.threads,
+            threads=settings.threads or 1,
             memory_fraction=settings.memory_fraction,
         )
     )

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shared.cache import cache_key
-from shared.catalogue import Model
+from shared.catalogue import Model, Tolerance
 from shared.errors import BadInput
 from shared.messages import Blob, ImageInput, Input, TextInput, TokensInput
 
@@ -32,7 +32,9 @@ def test_key_is_256_bits_and_repeatable() -> None:
         {"name": "mini2"},
         {"revision": "2"},
         {"source": "local:other"},
-        {"precision": "bf16"},
+        {"precision": "fp32"},
+        {"precision": "int8"},
+        {"tolerance": Tolerance(cosine=0.98)},
         {"dimensions": 8},
     ],
     ids=lambda change: next(iter(change)),
@@ -40,6 +42,11 @@ def test_key_is_256_bits_and_repeatable() -> None:
 def test_key_changes_with_model(change: dict[str, object]) -> None:
     other = MODEL.model_copy(update=change)
     assert cache_key(other, TextInput("a cat"), "t") != cache_key(MODEL, TextInput("a cat"), "t")
+
+
+def test_backends_within_the_tolerance_share_results() -> None:
+    other = MODEL.model_copy(update={"backend": "onnx", "tolerance": Tolerance(psnr_db=40)})
+    assert cache_key(other, TextInput("a cat"), "t") == cache_key(MODEL, TextInput("a cat"), "t")
 
 
 @pytest.mark.parametrize(

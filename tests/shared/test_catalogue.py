@@ -43,6 +43,12 @@ def test_find_by_name_and_alias(models_file: Path) -> None:
     assert [model.budget for model in catalogue.models] == [64, 4096]
 
 
+def test_only_an_embedding_model_leaves_its_backend_open(models_file: Path) -> None:
+    mini, painter = read_catalogue(models_file).models
+    assert (mini.backend, mini.precision, mini.tolerance.cosine) == ("auto", "auto", 0.9999)
+    assert (painter.backend, painter.precision) == ("torch", "auto")
+
+
 def test_cost_counts_what_was_computed(models_file: Path) -> None:
     mini = read_catalogue(models_file).find("mini")
     assert mini.cost_usd(tokens=2_000_000) == pytest.approx(1.0)
@@ -83,6 +89,21 @@ def test_no_model_of_a_task() -> None:
         ("max_pixel_steps: 4096", "max_pixel_steps: -1", 14, "batch.max_pixel_steps: Input should be greater"),
         ("task: image", "task: image\n    deadline: {default_s: 400}", 10, "entry: Value error, deadline.default_s"),
         ("task: image", "task: image\n    gpu: {type: tpu}", 12, "gpu.type: Input should be 'l4'"),
+        ("task: image", "task: image\n    backend: auto", 10, "entry: Value error, an image model needs backend torch"),
+        ("dimensions: 4", "dimensions: 4\n    backend: jax", 8, "backend: Input should be 'auto', 'torch' or 'onnx'"),
+        ("dimensions: 4", "dimensions: 4\n    tolerance: {cosine: 2}", 8, "tolerance.cosine: Input should be less"),
+        (
+            "dimensions: 4",
+            "dimensions: 4\n    backend: torch\n    precision: int8",
+            2,
+            "entry: Value error, embeddings in precision int8 need backend onnx",
+        ),
+        (
+            "dimensions: 4",
+            "dimensions: 4\n    backend: onnx\n    precision: bf16",
+            2,
+            "entry: Value error, precision bf16 needs backend torch",
+        ),
         ("source: hf:", "source: !!python/name:", 10, "could not determine a constructor"),
         ("name: painter", "name: small", 10, "the name 'small' is taken by line 2"),
     ],

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from shared.catalogue import Model as Entry
+from workers.models.backend import Backend, unmeasured_backend
 from workers.models.base import Model, Preparer
-from workers.models.sentence_folder import read_sentence_folder
+from workers.models.embedding import EmbeddingModel, Encoder
+from workers.models.sentence_folder import SentenceFolder, read_sentence_folder
 
 
 def preparer_for(entry: Entry, folder: Path) -> Preparer:
@@ -24,22 +26,43 @@ def preparer_for(entry: Entry, folder: Path) -> Preparer:
     return ImagePreparer(entry.image)
 
 
-def model_for(entry: Entry, folder: Path, device: str, *, threads: int = 1, memory_fraction: float = 1.0) -> Model:
+def model_for(
+    entry: Entry,
+    folder: Path,
+    device: str,
+    *,
+    backend: Backend | None = None,
+    threads: int = 1,
+    memory_fraction: float = 1.0,
+) -> Model:
     """The model of `entry` on `device` (`cpu`, `cuda`, `cuda:N` or `auto`), not yet loaded.
 
-    `threads` counts on a CPU; `memory_fraction` is the part of a GPU's memory that this process may take.
+    `backend` says what computes an embedding; None: torch in the entry's precision. `threads` counts on a CPU;
+    `memory_fraction` is the part of a GPU's memory that this process may take.
 
     Raises:
-        ConfigurationError: the folder is not a model of this task.
+        ConfigurationError: the folder is not a model of this task, or the entry needs a backend that is not given.
     """
-    if entry.task == "embedding":
-        # Read first: a wrong folder is refused before the seconds that importing torch takes.
-        settings = read_sentence_folder(folder)
+    if entry.task == "image":
         from workers.models.device import Device
-        from workers.models.embedding import EmbeddingModel
+        from workers.models.image import ImageModel
 
-        return EmbeddingModel(entry, settings, Device(device, threads, memory_fraction))
+        return ImageModel(entry, folder, Device(device, threads, memory_fraction))
+    # Read first: a wrong folder is refused before the seconds that importing torch takes.
+    settings = read_sentence_folder(folder)
+    backend = backend or unmeasured_backend(entry)
+    return EmbeddingModel(
+        entry, _encoder(settings, backend, device, threads, memory_fraction), call_tokens=backend.call_tokens
+    )
+
+
+def _encoder(settings: SentenceFolder, backend: Backend, device: str, threads: int, memory_fraction: float) -> Encoder:
+    if backend.backend == "onnx":
+        from workers.models.encoder_onnx import OnnxEncoder
+
+        graph = Path(backend.graph)
+        return OnnxEncoder(settings, graph, device=device, threads=threads, memory_fraction=memory_fraction)
     from workers.models.device import Device
-    from workers.models.image import ImageModel
+    from workers.models.encoder_torch import TorchEncoder
 
-    return ImageModel(entry, folder, Device(device, threads, memory_fraction))
+    return TorchEncoder(settings, Device(device, threads, memory_fraction), backend.precision)
