@@ -19,19 +19,36 @@ FRAME_MAX_BYTES = 512 * 1024 * 1024
 
 
 class RunBatch(msgspec.Struct):
-    """Run these items; `number` counts the batches of this process."""
+    """Run these items on model number `model` of the process; `number` counts the batches of this process."""
 
     number: int
     items: list[PreparedItem]
+    model: int = 0
+
+
+class Residence(msgspec.Struct):
+    """Which models a process holds, by number, and what came and went since it last told.
+
+    `load_s`: seconds that bringing in each model took the last time. `size_bytes`: what each takes, as estimated and
+    then measured. `switch_s`: seconds spent on bringing in and dropping.
+    """
+
+    resident: list[int]
+    load_s: dict[int, float] = {}
+    size_bytes: dict[int, int] = {}
+    loads: int = 0
+    evictions: int = 0
+    switch_s: float = 0.0
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The model is loaded and warm."""
+    """Each model was loaded and is right; those that fit the budget are resident and warm."""
 
     device_name: str
     load_s: float
     warmup_s: float
     memory_bytes: int
+    residence: Residence | None = None
 
 
 class Refused(msgspec.Struct, tag="refused"):
@@ -59,7 +76,7 @@ class Failure(msgspec.Struct, tag="failure"):
 
 
 class Done(msgspec.Struct, tag="done", kw_only=True):
-    """Batch `number` is done. Times are unix seconds; the rest as in workers.model_pool.BatchDone."""
+    """Batch `number` is done. Times are unix seconds; `residence` where it changed; the rest as in BatchDone."""
 
     number: int
     results: list[Result | Failure]
@@ -70,6 +87,7 @@ class Done(msgspec.Struct, tag="done", kw_only=True):
     padded_work: int
     out_of_memory: bool
     memory_bytes: int
+    residence: Residence | None = None
 
 
 Answer = Ready | Refused | Progress | Done
@@ -79,9 +97,9 @@ _run_decoder = msgspec.msgpack.Decoder(RunBatch)
 _answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
-def encode_run(number: int, items: list[Prepared]) -> bytes:
-    """The frame that asks for a batch."""
-    return _frame(_encoder.encode({"number": number, "items": items}))
+def encode_run(number: int, items: list[Prepared], model: int = 0) -> bytes:
+    """The frame that asks for a batch of the process's model number `model`."""
+    return _frame(_encoder.encode({"number": number, "items": items, "model": model}))
 
 
 def encode_answer(answer: Answer) -> bytes:

@@ -24,6 +24,7 @@ from workers.frames import (
     Progress,
     Ready,
     Refused,
+    Residence,
     decode_answer,
     encode_run,
 )
@@ -44,7 +45,8 @@ class BatchDone:
     """A batch that was run: one result or error per item, in order, and what it took.
 
     Times are unix seconds. `real_work` and `padded_work` are tokens or pixel-steps without and with padding.
-    `out_of_memory`: the device had too little memory for the batch as it was, and it was run in parts.
+    `out_of_memory`: the device had too little memory for the batch as it was, and it was run in parts. `switched`: the
+    models that the process holds now, and what was brought in and dropped for this batch; None where nothing was.
     """
 
     results: list[Result | PenstockError]
@@ -54,6 +56,7 @@ class BatchDone:
     real_work: int
     padded_work: int
     out_of_memory: bool = False
+    switched: Residence | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,7 @@ class ModelChild:
         self._fault = ""
         self._reason = ""
         self.facts = Ready("", 0.0, 0.0, 0)
+        self.residence = Residence([0])
         self.memory_bytes = 0
 
     @classmethod
@@ -133,6 +137,7 @@ class ModelChild:
         match await self._read():
             case Ready() as ready:
                 self.facts = ready
+                self.residence = ready.residence or self.residence
                 self.memory_bytes = ready.memory_bytes
             case Refused() as refused:
                 kind = ConfigurationError if refused.code == ConfigurationError.code else ModelFailed
@@ -147,8 +152,10 @@ class ModelChild:
         """Its process id."""
         return self._process.pid
 
-    async def run(self, batch: Sequence[Prepared], timeout_s: float, on_step: OnStep | None) -> BatchDone:
-        """Runs one batch, after the one in hand; `timeout_s` counts from then.
+    async def run(
+        self, batch: Sequence[Prepared], timeout_s: float, on_step: OnStep | None, model: int = 0
+    ) -> BatchDone:
+        """Runs one batch on model number `model`, after the one in hand; `timeout_s` counts from then.
 
         Raises:
             ModelProcessDied: the process ended, or was ended because the batch took too long or came back wrong.
@@ -163,7 +170,7 @@ class ModelChild:
         timer = loop.call_later(timeout_s, self.kill, f"the batch was not done in {timeout_s:g} s")
         done: asyncio.Future[BatchDone] = loop.create_future()
         self._pending = _Pending(self._batches, len(batch), done, on_step, timer)
-        self._writer.write(encode_run(self._batches, list(batch)))
+        self._writer.write(encode_run(self._batches, list(batch), model))
         return await done
 
     def kill(self, fault: str) -> None:
@@ -210,6 +217,7 @@ class ModelChild:
             self.kill(f"it gave {len(answer.results)} results for {pending.size} items")
         else:
             self.memory_bytes = answer.memory_bytes
+            self.residence = answer.residence or self.residence
             if (done := self._end_turn()) is not None:
                 done.set_result(_batch_done(answer))
 
@@ -246,6 +254,7 @@ def _batch_done(answer: Done) -> BatchDone:
         real_work=answer.real_work,
         padded_work=answer.padded_work,
         out_of_memory=answer.out_of_memory,
+        switched=answer.residence,
     )
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -21,7 +21,7 @@ from workers.model_child import BatchDone, Launch, ModelChild, ModelProcessDied
 from workers.models.backend import Backend
 from workers.models.base import OnStep, Prepared
 
-__all__ = ["BatchDone", "ModelPool", "ModelProcess", "ModelProcessDied"]
+__all__ = ["BatchDone", "Hosted", "ModelPool", "ModelProcess", "ModelProcessDied"]
 
 CPU_PROCESSES_MAX = 4
 START_TIMEOUT_S = 180.0
@@ -32,12 +32,22 @@ FIRST_PAUSE_S = 0.5
 log = logging.getLogger(__name__)
 
 
+class Hosted(NamedTuple):
+    """A model of a worker: its entry in the catalogue, the folder with its files, and what computes it.
+
+    `backend` counts for embeddings; None: torch in the entry's precision.
+    """
+
+    entry: Entry
+    folder: Path
+    backend: Backend | None = None
+
+
 class ModelPool:
     """All model processes of a worker, each for all its models; as a context manager, open when all are ready.
 
     Args:
-        models: the catalogue's entry and the folder with the files of each; their place is the number `run` takes.
-        backend: what computes an embedding model; None: torch in the entry's precision.
+        models: at least one; a model's place here is the number that `run` takes.
         device: as WorkerSettings.device; `auto` and `cuda` spread the processes over all GPUs.
         processes: how many; 0: one per GPU, or one per core on a CPU (at most 4).
         threads: of each process on a CPU.
@@ -49,9 +59,8 @@ class ModelPool:
 
     def __init__(
         self,
-        models: Sequence[tuple[Entry, Path]],
+        models: Sequence[Hosted],
         *,
-        backend: Backend | None = None,
         device: str = "auto",
         processes: int = 0,
         threads: int = 1,
@@ -63,9 +72,8 @@ class ModelPool:
         environment = child_environment(threads)
         given = [f"--threads={threads}", f"--memory-fraction={memory_fraction}"]
         given.append(f"--memory-budget-bytes={memory_budget_bytes}")
-        for entry, folder in models:
+        for entry, folder, backend in models:
             given += [f"--model={entry.model_dump_json()}", f"--folder={folder.resolve()}"]
-        if backend is not None:
             given.append(f"--backend={msgspec.json.encode(backend).decode()}")
         self.processes = [
             ModelProcess(Launch((*command, *given, f"--device={place}"), environment, start_timeout_s))

@@ -44,7 +44,7 @@ def main() -> int:
     parser.add_argument("--model", action="append", required=True, help="a catalogue entry as JSON; may be repeated")
     parser.add_argument("--folder", action="append", type=Path, required=True, help="its files; one for each --model")
     parser.add_argument("--memory-budget-bytes", type=int, default=0, help="of all models together; 0: no bound")
-    parser.add_argument("--backend", help="what computes an embedding model, as JSON; without it: torch")
+    parser.add_argument("--backend", action="append", help="what computes it, as JSON; null or left out: torch")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--memory-fraction", type=float, default=1.0)
@@ -81,18 +81,14 @@ def _leave_on_hangup(fd: int) -> None:
 
 
 def _residency(given: argparse.Namespace) -> Residency:
-    makers = [
-        partial(
-            model_for,
-            Entry.model_validate_json(entry),
-            folder,
-            given.device,
-            threads=given.threads,
-            memory_fraction=given.memory_fraction,
-        )
-        for entry, folder in zip(given.model, given.folder, strict=True)
-    ]
-    return Residency(makers, given.folder, given.memory_budget_bytes)
+    makers, weights = [], []
+    backends = given.backend or ["null"] * len(given.model)
+    for entry, folder, encoded in zip(given.model, given.folder, backends, strict=True):
+        backend = msgspec.json.decode(encoded, type=Backend | None)
+        make = partial(model_for, Entry.model_validate_json(entry), folder, given.device, backend=backend)
+        makers.append(partial(make, threads=given.threads, memory_fraction=given.memory_fraction))
+        weights.append(Path(backend.graph) if backend is not None and backend.graph else folder)
+    return Residency(makers, weights, given.memory_budget_bytes)
 
 
 def _ready(residency: Residency) -> Ready:

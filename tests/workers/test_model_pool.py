@@ -15,7 +15,7 @@ from shared.catalogue import Model, read_catalogue
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
 from shared.messages import EmbeddingResult, Input, TextInput
 from workers.frames import HEADER, Ready, decode_answer, encode_run
-from workers.model_pool import ModelPool, ModelProcess, ModelProcessDied, child_environment
+from workers.model_pool import Hosted, ModelPool, ModelProcess, ModelProcessDied, child_environment
 from workers.models import preparer_for
 from workers.models.base import Prepared, PreparedText
 from workers.sources import resolve
@@ -40,7 +40,7 @@ def folder(entry: Model) -> Path:
 @pytest.fixture(scope="module")
 async def pool(anyio_backend: str, entry: Model, folder: Path) -> AsyncIterator[ModelPool]:
     """One pool for all tests: what a test kills is there again for the next."""
-    async with ModelPool(entry, folder, device="cpu", processes=1) as pool:
+    async with ModelPool([Hosted(entry, folder)], device="cpu", processes=1) as pool:
         yield pool
 
 
@@ -141,7 +141,7 @@ async def test_a_limit_holds_though_the_caller_is_gone(process: ModelProcess, te
 
 async def test_a_wrong_folder_is_a_configuration_error(entry: Model, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"tokenizer\.json"):
-        async with ModelPool(entry, tmp_path, device="cpu", processes=1):
+        async with ModelPool([Hosted(entry, tmp_path)], device="cpu", processes=1):
             pass
 
 
@@ -154,7 +154,9 @@ async def test_a_wrong_folder_is_a_configuration_error(entry: Model, tmp_path: P
     ids=["dies", "hangs"],
 )
 async def test_a_failed_start_tells_what_was_printed(entry: Model, folder: Path, code: str, reason: str) -> None:
-    pool = ModelPool(entry, folder, device="cpu", processes=1, start_timeout_s=2, command=(sys.executable, "-c", code))
+    pool = ModelPool(
+        [Hosted(entry, folder)], device="cpu", processes=1, start_timeout_s=2, command=(sys.executable, "-c", code)
+    )
     with pytest.raises(ModelFailed, match=reason):
         async with pool:
             pass
@@ -162,7 +164,7 @@ async def test_a_failed_start_tells_what_was_printed(entry: Model, folder: Path,
 
 async def test_a_command_that_is_not_there(entry: Model, folder: Path) -> None:
     with pytest.raises(ModelFailed, match="could not be started"):
-        async with ModelPool(entry, folder, device="cpu", processes=1, command=("/no/such/program",)):
+        async with ModelPool([Hosted(entry, folder)], device="cpu", processes=1, command=("/no/such/program",)):
             pass
 
 
@@ -191,14 +193,14 @@ async def test_an_answer_that_does_not_fit_ends_the_process(
     entry: Model, folder: Path, texts: list[PreparedText], kind: str, reason: str
 ) -> None:
     command = (sys.executable, "-c", ANSWERS_ODDLY, kind)
-    async with ModelPool(entry, folder, device="cpu", processes=1, command=command) as pool:
+    async with ModelPool([Hosted(entry, folder)], device="cpu", processes=1, command=command) as pool:
         with pytest.raises(ModelProcessDied, match=reason):
             await pool.processes[0].run(texts, timeout_s=TIMEOUT_S)
 
 
 async def test_after_the_pool_nothing_runs(entry: Model, folder: Path, texts: list[PreparedText]) -> None:
     async with ModelPool(
-        entry, folder, device="cpu", processes=2, command=(sys.executable, "-c", ANSWERS_ODDLY)
+        [Hosted(entry, folder)], device="cpu", processes=2, command=(sys.executable, "-c", ANSWERS_ODDLY)
     ) as pool:
         pids = [process.pid for process in pool.processes]
     for process, pid in zip(pool.processes, pids, strict=True):
