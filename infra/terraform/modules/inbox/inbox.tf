@@ -1,0 +1,38 @@
+# One reply inbox: a topic, and a filtered subscription per slot. An API
+# instance leases it through Redis, so serving takes no admin call.
+
+locals {
+  slots = toset([for slot in range(var.slots) : tostring(slot)])
+}
+
+resource "google_pubsub_topic" "default" {
+  project = var.project_id
+  name    = "inbox.${var.number}"
+  labels  = var.labels
+
+  dynamic "message_storage_policy" {
+    for_each = length(var.storage_regions) == 0 ? [] : [""]
+
+    content {
+      allowed_persistence_regions = var.storage_regions
+    }
+  }
+}
+
+resource "google_pubsub_subscription" "slots" {
+  for_each = local.slots
+
+  project                    = var.project_id
+  name                       = "${google_pubsub_topic.default.name}.slot.${each.key}"
+  topic                      = google_pubsub_topic.default.id
+  labels                     = var.labels
+  ack_deadline_seconds       = 10
+  message_retention_duration = "600s"
+
+  # A filter costs a delivery for every other slot: one slot needs none.
+  filter = var.slots == 1 ? null : "attributes.slot = \"${each.key}\""
+
+  expiration_policy {
+    ttl = ""
+  }
+}

@@ -1,0 +1,16 @@
+output "dead_letter_topic_id" {
+  description = "Where jobs go that no worker could finish."
+  value       = google_pubsub_topic.dead.name
+}
+
+output "topic_id" {
+  description = "The topic that carries the jobs."
+  value       = google_pubsub_topic.jobs.name
+  depends_on  = [google_pubsub_topic_iam_member.api_publishes]
+}
+
+output "workers_subscription_id" {
+  description = "The subscription that all workers of the model pull."
+  value       = google_pubsub_subscription.workers.name
+  depends_on  = [google_pubsub_subscription_iam_member.workers_pull]
+}

@@ -1,0 +1,92 @@
+variable "api_member" {
+  description = "IAM member that publishes jobs."
+  type        = string
+  nullable    = false
+}
+
+variable "dead_letter_push" {
+  description = "Function that dead letters are pushed to: its URL, and the account that calls it. Null: they are only kept."
+  type = object({
+    invoker_email = string
+    url           = string
+  })
+  default = null
+}
+
+variable "dead_letter_retention_s" {
+  description = "Seconds for which a dead letter is kept."
+  type        = number
+  default     = 604800
+  nullable    = false
+
+  validation {
+    condition     = var.dead_letter_retention_s >= 600 && var.dead_letter_retention_s <= 2678400
+    error_message = "Pub/Sub keeps messages from 10 minutes to 31 days."
+  }
+}
+
+variable "labels" {
+  description = "Labels of every resource."
+  type        = map(string)
+  default     = {}
+  nullable    = false
+}
+
+variable "name" {
+  description = "The model's name in models.yaml."
+  type        = string
+  nullable    = false
+
+  validation {
+    condition     = can(regex("^[A-Za-z][A-Za-z0-9._-]{2,199}$", var.name)) && !endswith(var.name, ".dead")
+    error_message = "A name has 3 to 200 letters, digits, dots, underscores or dashes, starts with a letter and does not end in .dead."
+  }
+}
+
+variable "project_id" {
+  description = "Project of every resource."
+  type        = string
+  nullable    = false
+}
+
+variable "pubsub_agent" {
+  description = "IAM member of Pub/Sub's own service agent."
+  type        = string
+  nullable    = false
+}
+
+variable "storage_regions" {
+  description = "Regions in which Pub/Sub may store jobs; empty: anywhere."
+  type        = list(string)
+  default     = []
+  nullable    = false
+}
+
+variable "worker_member" {
+  description = "IAM member that pulls the jobs of this model."
+  type        = string
+  nullable    = false
+}
+
+variable "workers" {
+  description = "The workers' subscription: lease, retention and redelivery. Retention is longer than any deadline of the catalogue."
+  type = object({
+    ack_deadline_s        = optional(number, 10)
+    max_delivery_attempts = optional(number, 5)
+    retention_s           = optional(number, 3600)
+    retry_max_s           = optional(number, 10)
+    retry_min_s           = optional(number, 0.1)
+  })
+  default  = {}
+  nullable = false
+
+  validation {
+    condition     = var.workers.max_delivery_attempts >= 5 && var.workers.max_delivery_attempts <= 100
+    error_message = "Pub/Sub allows 5 to 100 delivery attempts."
+  }
+
+  validation {
+    condition     = var.workers.retry_min_s >= 0 && var.workers.retry_min_s <= var.workers.retry_max_s && var.workers.retry_max_s <= 600
+    error_message = "Backoffs are 0 to 600 s, the shortest first."
+  }
+}

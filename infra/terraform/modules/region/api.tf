@@ -1,0 +1,200 @@
+# The API: stateless, so any number of instances in any number of regions.
+
+locals {
+  environment = {
+    PENSTOCK_DATASET       = var.dataset
+    PENSTOCK_HOST          = "0.0.0.0"
+    PENSTOCK_INBOX_POOL    = tostring(var.inboxes.count)
+    PENSTOCK_MAX_IN_FLIGHT = tostring(var.api.max_in_flight)
+    PENSTOCK_MODELS_FILE   = "/etc/penstock/models.yaml"
+    PENSTOCK_OBJECTS_URL   = var.objects_url
+    PENSTOCK_PORT          = tostring(local.port)
+    PENSTOCK_PROJECT       = var.project_id
+    PENSTOCK_REDIS_URL     = local.redis_url
+    PENSTOCK_REGION        = var.region
+    PENSTOCK_REPLY_SLOTS   = tostring(var.inboxes.slots)
+    PENSTOCK_SPOOL_DIR     = "/var/spool/penstock"
+  }
+  # Each region leases its inboxes from a Redis of its own: their numbers
+  # must not meet.
+  first_inbox = var.inboxes.first == 0 ? {} : { PENSTOCK_INBOX_FIRST = tostring(var.inboxes.first) }
+  public_url  = var.api.public_url == "" ? {} : { PENSTOCK_PUBLIC_URL = var.api.public_url }
+  port        = 8080
+  secrets     = { PENSTOCK_API_KEYS = var.secrets.api_keys, PENSTOCK_SECRET = var.secrets.links }
+}
+
+resource "google_cloud_run_v2_service" "api" {
+  for_each = var.api.image == null ? {} : { api = var.api.image }
+
+  project              = var.project_id
+  location             = var.region
+  name                 = "${var.prefix}-api"
+  labels               = var.labels
+  deletion_protection  = var.deletion_protection
+  ingress              = var.api.behind_balancer ? "INGRESS_TRAFFIC_INTERNAL_LOAD_BALANCER" : "INGRESS_TRAFFIC_ALL"
+  default_uri_disabled = var.api.behind_balancer
+
+  # Callers are known by API keys, not by Google accounts.
+  invoker_iam_disabled = true
+
+  template {
+    service_account                  = var.api.service_account
+    max_instance_request_concurrency = var.api.concurrency
+    timeout                          = "${var.api.timeout_s}s"
+
+    scaling {
+      max_instance_count = var.api.max_instances
+      min_instance_count = var.api.min_instances
+    }
+
+    containers {
+      name  = "api"
+      image = each.value
+
+      dynamic "env" {
+        for_each = merge(local.environment, local.first_inbox, local.public_url)
+
+        content {
+          name  = env.key
+          value = env.value
+        }
+      }
+
+      dynamic "env" {
+        for_each = local.secrets
+
+        content {
+          name = env.key
+
+          value_source {
+            secret_key_ref {
+              secret  = env.value.secret
+              version = env.value.version
+            }
+          }
+        }
+      }
+
+      # Replies come in outside of requests: the CPU must not be taken away.
+      resources {
+        cpu_idle          = false
+        startup_cpu_boost = true
+        limits            = { cpu = tostring(var.api.cpu), memory = var.api.memory }
+      }
+
+      ports {
+        container_port = local.port
+      }
+
+      # Goes through Pub/Sub and back: direct VPC egress may need a minute.
+      startup_probe {
+        failure_threshold = 24
+        period_seconds    = 5
+        timeout_seconds   = 4
+
+        http_get {
+          path = "/readyz"
+          port = local.port
+        }
+      }
+
+      liveness_probe {
+        period_seconds  = 10
+        timeout_seconds = 5
+
+        http_get {
+          path = "/healthz"
+          port = local.port
+        }
+      }
+
+      volume_mounts {
+        name       = "models"
+        mount_path = "/etc/penstock"
+      }
+
+      volume_mounts {
+        name       = "spool"
+        mount_path = "/var/spool/penstock"
+      }
+    }
+
+    # Scrapes the API on localhost and writes to Managed Prometheus, which
+    # the autoscaler of the workers asks.
+    containers {
+      name       = "metrics"
+      image      = var.api.metrics_image
+      depends_on = ["api"]
+
+      resources {
+        limits = { cpu = "0.5", memory = "256Mi" }
+      }
+
+      volume_mounts {
+        name       = "scraping"
+        mount_path = "/etc/rungmp"
+      }
+    }
+
+    volumes {
+      name = "models"
+
+      secret {
+        secret = var.secrets.models.secret
+
+        items {
+          path    = "models.yaml"
+          version = var.secrets.models.version
+        }
+      }
+    }
+
+    volumes {
+      name = "scraping"
+
+      secret {
+        secret = var.secrets.scraping.secret
+
+        items {
+          path    = "config.yaml"
+          version = var.secrets.scraping.version
+        }
+      }
+    }
+
+    volumes {
+      name = "spool"
+
+      empty_dir {
+        medium     = "MEMORY"
+        size_limit = "256Mi"
+      }
+    }
+
+    vpc_access {
+      egress = "PRIVATE_RANGES_ONLY"
+
+      network_interfaces {
+        network    = var.network
+        subnetwork = google_compute_subnetwork.api.id
+      }
+    }
+  }
+
+  lifecycle {
+    ignore_changes = [client, client_version]
+  }
+}
+
+resource "google_compute_region_network_endpoint_group" "api" {
+  for_each = var.api.behind_balancer ? google_cloud_run_v2_service.api : {}
+
+  project               = var.project_id
+  region                = var.region
+  name                  = "${var.prefix}-api-${var.region}"
+  network_endpoint_type = "SERVERLESS"
+
+  cloud_run {
+    service = each.value.name
+  }
+}

@@ -1,0 +1,29 @@
+output "api" {
+  description = "The API's service and environment; uri is null until an image is given."
+  value = {
+    endpoint_group = one([for group in google_compute_region_network_endpoint_group.api : group.id])
+    service        = one([for service in google_cloud_run_v2_service.api : service.name])
+    uri            = one([for service in google_cloud_run_v2_service.api : service.uri])
+  }
+}
+
+output "environment" {
+  description = "Settings of the API in this region, secrets left out."
+  value       = merge(local.environment, local.first_inbox, local.public_url)
+}
+
+output "network" {
+  description = "What a cluster in this region stands in."
+  value = {
+    api_subnetwork = google_compute_subnetwork.api.id
+    cache_cidr     = local.ranges.cache
+    nodes          = google_compute_subnetwork.nodes.id
+    pods_range     = "pods"
+    services_range = "services"
+  }
+}
+
+output "redis_url" {
+  description = "Where API and workers of this region find Redis."
+  value       = local.redis_url
+}

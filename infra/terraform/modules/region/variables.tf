@@ -1,0 +1,133 @@
+variable "api" {
+  description = "The API service. Without an image there is none yet: the first apply makes the registry that it is pushed to."
+  type = object({
+    behind_balancer = optional(bool, false)
+    concurrency     = optional(number, 80)
+    cpu             = optional(number, 2)
+    image           = optional(string)
+    max_in_flight   = optional(number, 1024)
+    max_instances   = optional(number, 4)
+    memory          = optional(string, "1Gi")
+    metrics_image   = optional(string, "us-docker.pkg.dev/cloud-ops-agents-artifacts/cloud-run-gmp-sidecar/cloud-run-gmp-sidecar:1.2.0")
+    min_instances   = optional(number, 1)
+    public_url      = optional(string, "")
+    service_account = string
+    timeout_s       = optional(number, 360)
+  })
+  nullable = false
+
+  validation {
+    condition     = var.api.min_instances >= 1 && var.api.min_instances <= var.api.max_instances
+    error_message = "At least one instance, and no more than max_instances: replies come in outside of requests."
+  }
+
+  validation {
+    condition     = var.api.concurrency >= 1 && var.api.concurrency <= 1000
+    error_message = "Cloud Run allows 1 to 1000 requests per instance."
+  }
+
+  validation {
+    condition     = var.api.timeout_s <= 3600
+    error_message = "Cloud Run allows an hour at most."
+  }
+}
+
+variable "cache" {
+  description = "Memorystore for Valkey: size, version and copies."
+  type = object({
+    engine_version = optional(string, "VALKEY_8_0")
+    node_type      = optional(string, "STANDARD_SMALL")
+    replicas       = optional(number, 1)
+  })
+  default  = {}
+  nullable = false
+
+  validation {
+    condition = contains(
+      ["SHARED_CORE_NANO", "STANDARD_SMALL", "HIGHMEM_MEDIUM", "HIGHMEM_XLARGE"], var.cache.node_type
+    )
+    error_message = "Node types are SHARED_CORE_NANO, STANDARD_SMALL, HIGHMEM_MEDIUM and HIGHMEM_XLARGE."
+  }
+}
+
+variable "cidr" {
+  description = "The region's block of addresses, at least a /14."
+  type        = string
+  nullable    = false
+
+  validation {
+    condition     = can(cidrhost(var.cidr, 0)) && tonumber(split("/", var.cidr)[1]) <= 14
+    error_message = "Give a block of at least a /14, as 10.64.0.0/14."
+  }
+}
+
+variable "dataset" {
+  description = "BigQuery dataset of the rows."
+  type        = string
+  nullable    = false
+}
+
+variable "deletion_protection" {
+  description = "Whether service and cache refuse to be deleted."
+  type        = bool
+  default     = true
+  nullable    = false
+}
+
+variable "inboxes" {
+  description = "The region's part of the pool of inboxes: its first number, how many, and slots of each."
+  type = object({
+    count = number
+    first = number
+    slots = number
+  })
+  nullable = false
+}
+
+variable "labels" {
+  description = "Labels of every resource."
+  type        = map(string)
+  default     = {}
+  nullable    = false
+}
+
+variable "network" {
+  description = "Id of the network."
+  type        = string
+  nullable    = false
+}
+
+variable "objects_url" {
+  description = "Bucket for large inputs and results, as gs://BUCKET."
+  type        = string
+  nullable    = false
+}
+
+variable "prefix" {
+  description = "First part of every name."
+  type        = string
+  nullable    = false
+}
+
+variable "project_id" {
+  description = "Project of every resource."
+  type        = string
+  nullable    = false
+}
+
+variable "region" {
+  description = "Name of the region."
+  type        = string
+  nullable    = false
+}
+
+variable "secrets" {
+  description = "Secrets that the API reads, each at a fixed version."
+  type = object({
+    api_keys = object({ secret = string, version = string })
+    links    = object({ secret = string, version = string })
+    models   = object({ secret = string, version = string })
+    scraping = object({ secret = string, version = string })
+  })
+  nullable = false
+}

@@ -1,0 +1,77 @@
+# The rows: table, options and views are the files in infra/bigquery, which
+# the embedded BigQuery of a laptop reads too.
+
+locals {
+  _bigquery     = "${path.module}/../../bigquery"
+  table_options = jsondecode(file("${local._bigquery}/rows.table.json"))
+}
+
+resource "google_bigquery_dataset" "default" {
+  project                    = var.project_id
+  dataset_id                 = var.dataset
+  location                   = var.dataset_location
+  labels                     = var.labels
+  delete_contents_on_destroy = !var.deletion_protection
+
+  # checkov:skip=CKV_GCP_81: rows hold no inputs and no results, so Google's own keys are enough
+  depends_on = [google_project_service.default]
+}
+
+resource "google_bigquery_table" "rows" {
+  project                  = var.project_id
+  dataset_id               = google_bigquery_dataset.default.dataset_id
+  table_id                 = "rows"
+  description              = local.table_options.description
+  labels                   = var.labels
+  schema                   = file("${local._bigquery}/rows.schema.json")
+  clustering               = local.table_options.clustering.fields
+  require_partition_filter = local.table_options.requirePartitionFilter
+  deletion_protection      = var.deletion_protection
+
+  time_partitioning {
+    type          = local.table_options.timePartitioning.type
+    field         = local.table_options.timePartitioning.field
+    expiration_ms = tonumber(local.table_options.timePartitioning.expirationMs)
+  }
+  # checkov:skip=CKV_GCP_80: rows hold no inputs and no results, so Google's own keys are enough
+  # checkov:skip=CKV_GCP_121: variable, on by default
+}
+
+resource "google_bigquery_table" "views" {
+  for_each = fileset("${local._bigquery}/views", "*.sql")
+
+  project             = var.project_id
+  dataset_id          = google_bigquery_dataset.default.dataset_id
+  table_id            = trimsuffix(each.key, ".sql")
+  labels              = var.labels
+  deletion_protection = false
+
+  view {
+    use_legacy_sql = false
+    query = templatefile("${local._bigquery}/views/${each.key}", {
+      dataset = google_bigquery_table.rows.dataset_id
+      project = var.project_id
+    })
+  }
+  # checkov:skip=CKV_GCP_80: a view holds no data
+  # checkov:skip=CKV_GCP_121: a view can be made again
+}
+
+# dataEditor could also delete the table.
+resource "google_project_iam_custom_role" "row_writer" {
+  project     = var.project_id
+  role_id     = "${replace(var.prefix, "-", "_")}_row_writer"
+  title       = "Penstock row writer"
+  description = "Adds rows to a table and looks at its schema."
+  permissions = ["bigquery.tables.get", "bigquery.tables.updateData"]
+}
+
+resource "google_bigquery_table_iam_member" "writers" {
+  for_each = local.repliers
+
+  project    = var.project_id
+  dataset_id = google_bigquery_table.rows.dataset_id
+  table_id   = google_bigquery_table.rows.table_id
+  role       = google_project_iam_custom_role.row_writer.id
+  member     = each.value
+}

@@ -1,0 +1,96 @@
+# Functions behind Pub/Sub push, each as soon as its image is given: one
+# answers the callers of dead letters, one delivers webhooks.
+
+locals {
+  _functions = { for name, function in {
+    dead-letters = var.functions.dead_letters
+    webhooks     = var.functions.webhooks
+  } : name => function if function != null }
+  # Who ends a job tells the one that waits for it.
+  repliers = merge(
+    { api = google_service_account.api.member, workers = local.workers_member },
+    { for name, account in google_service_account.functions : name => account.member if name == "dead-letters" },
+  )
+}
+
+module "function" {
+  source   = "../modules/function"
+  for_each = local._functions
+
+  project_id   = var.project_id
+  name         = "${var.prefix}-${each.key}"
+  region       = local.home
+  image        = each.value.image
+  labels       = var.labels
+  network      = google_compute_network.default.id
+  subnetwork   = module.region[local.home].network.api_subnetwork
+  pubsub_agent = local.pubsub_agent
+
+  service_account = google_service_account.functions[each.key].email
+
+  environment = {
+    PENSTOCK_DATASET     = google_bigquery_dataset.default.dataset_id
+    PENSTOCK_OBJECTS_URL = "gs://${google_storage_bucket.objects.name}"
+    PENSTOCK_PROJECT     = var.project_id
+    PENSTOCK_REDIS_URL   = module.region[local.home].redis_url
+    PENSTOCK_REGION      = local.home
+  }
+}
+
+resource "google_service_account" "functions" {
+  for_each = local._functions
+
+  project      = var.project_id
+  account_id   = "${var.prefix}-${each.key}"
+  display_name = "Runs the function ${each.key}"
+
+  depends_on = [google_project_service.default]
+}
+
+resource "google_pubsub_topic" "webhooks" {
+  for_each = var.functions.webhooks == null ? {} : { webhooks = var.functions.webhooks }
+
+  project = var.project_id
+  name    = each.key
+  labels  = var.labels
+
+  depends_on = [google_project_service.default]
+}
+
+resource "google_pubsub_subscription" "webhooks" {
+  for_each = google_pubsub_topic.webhooks
+
+  project                    = var.project_id
+  name                       = "${each.value.name}.push"
+  topic                      = each.value.id
+  labels                     = var.labels
+  ack_deadline_seconds       = 60
+  message_retention_duration = "86400s"
+
+  expiration_policy {
+    ttl = ""
+  }
+
+  push_config {
+    push_endpoint = module.function[each.key].url
+
+    oidc_token {
+      service_account_email = module.function[each.key].invoker_email
+      audience              = module.function[each.key].url
+    }
+  }
+
+  retry_policy {
+    minimum_backoff = "5s"
+    maximum_backoff = "600s"
+  }
+}
+
+resource "google_pubsub_topic_iam_member" "webhooks" {
+  for_each = var.functions.webhooks == null ? {} : local.repliers
+
+  project = var.project_id
+  topic   = google_pubsub_topic.webhooks["webhooks"].name
+  role    = "roles/pubsub.publisher"
+  member  = each.value
+}

@@ -1,0 +1,61 @@
+output "address" {
+  description = "Address of the load balancer, for the domain's A record; null without a domain."
+  value       = one([for address in google_compute_global_address.api : address.address])
+}
+
+output "api_keys_secret" {
+  description = "Secret with the API keys: gcloud secrets versions access latest --secret NAME."
+  value       = google_secret_manager_secret.default["api-keys"].secret_id
+}
+
+output "api_urls" {
+  description = "Where the API answers, by region; all the same with a domain."
+  value = {
+    for name, region in module.region :
+    name => var.domain == null ? region.api.uri : "https://${var.domain}"
+  }
+}
+
+output "clusters" {
+  description = "The clusters by region."
+  value       = { for name, cluster in module.cluster : name => cluster.name }
+}
+
+output "deployments" {
+  description = "What the manifests of each region's workers are made from: infra/kubernetes/overlay.py reads it."
+  value = {
+    for name, region in module.region : name => {
+      cache_cidr      = region.network.cache_cidr
+      compute_classes = var.nodes.compute_classes
+      dataset         = google_bigquery_dataset.default.dataset_id
+      namespace       = var.namespace
+      objects_url     = "gs://${google_storage_bucket.objects.name}"
+      overflow        = var.nodes.overflow
+      project         = var.project_id
+      redis_url       = region.redis_url
+      region          = name
+      spot            = var.nodes.spot
+    }
+  }
+}
+
+output "registry" {
+  description = "Where images are pushed to."
+  value       = "${google_artifact_registry_repository.default.location}-docker.pkg.dev/${var.project_id}/${google_artifact_registry_repository.default.repository_id}"
+}
+
+output "topics" {
+  description = "Topic, subscription and dead-letter topic of each model."
+  value = {
+    for name, model in module.model : name => {
+      dead_letter_topic_id    = model.dead_letter_topic_id
+      topic_id                = model.topic_id
+      workers_subscription_id = model.workers_subscription_id
+    }
+  }
+}
+
+output "weights_bucket" {
+  description = "Bucket for weights; a source in models.yaml names it as gs://BUCKET/PREFIX."
+  value       = google_storage_bucket.weights.name
+}

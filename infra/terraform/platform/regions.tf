@@ -1,0 +1,75 @@
+# Everything that stands once per region: subnets, Redis, API, cluster.
+
+locals {
+  gpu_types = yamldecode(file("${path.module}/../../kubernetes/gpus.yaml"))
+  gpus = {
+    for gpu in distinct([for model in local.models : model.gpu if model.gpu.type != "none"]) :
+    "${gpu.type}-x${gpu.share}" => gpu
+  }
+  # Things that stand once and have a place: the region of the lowest index.
+  home = one([for name, region in var.regions : name if region.index == min(values(var.regions)[*].index...)])
+}
+
+module "region" {
+  source   = "../modules/region"
+  for_each = var.regions
+
+  project_id          = var.project_id
+  prefix              = var.prefix
+  region              = each.key
+  labels              = var.labels
+  network             = google_compute_network.default.id
+  cidr                = cidrsubnet(var.network_cidr, 4, each.value.index)
+  cache               = var.cache
+  dataset             = google_bigquery_dataset.default.dataset_id
+  deletion_protection = var.deletion_protection
+  objects_url         = "gs://${google_storage_bucket.objects.name}"
+  secrets             = local.secrets
+
+  api = merge(var.api, {
+    behind_balancer = var.domain != null
+    public_url      = var.domain == null ? "" : "https://${var.domain}"
+    service_account = google_service_account.api.email
+  })
+
+  inboxes = {
+    count = var.inboxes.per_region
+    first = each.value.index * var.inboxes.per_region
+    slots = var.inboxes.slots
+  }
+
+  depends_on = [
+    google_project_service.default, google_secret_manager_secret_iam_member.api, module.inbox
+  ]
+}
+
+module "cluster" {
+  source   = "../modules/cluster"
+  for_each = var.regions
+
+  project_id           = var.project_id
+  prefix               = var.prefix
+  region               = each.key
+  zones                = each.value.zones
+  labels               = var.labels
+  network              = google_compute_network.default.id
+  subnetwork           = module.region[each.key].network.nodes
+  pods_range           = module.region[each.key].network.pods_range
+  services_range       = module.region[each.key].network.services_range
+  binary_authorization = var.nodes.binary_authorization
+  compute_classes      = var.nodes.compute_classes
+  deletion_protection  = var.deletion_protection
+  general_nodes        = var.nodes.general
+  gpu_types            = local.gpu_types
+  gpus                 = local.gpus
+  max_gpus             = coalesce(each.value.max_gpus, var.nodes.max_gpus)
+  overflow             = var.nodes.overflow
+  preloaded_images     = var.nodes.preloaded_images
+  release_channel      = var.nodes.release_channel
+  spot                 = var.nodes.spot
+
+  registry = {
+    id       = google_artifact_registry_repository.default.repository_id
+    location = google_artifact_registry_repository.default.location
+  }
+}

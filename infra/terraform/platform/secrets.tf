@@ -1,0 +1,81 @@
+# What Terraform makes up never lands in its state: raise secrets_version to
+# have new ones, and apply.
+
+ephemeral "random_password" "links" {
+  length  = 48
+  special = false
+}
+
+ephemeral "random_password" "first_key" {
+  length  = 40
+  special = false
+}
+
+locals {
+  # The catalogue and the scraping are no secrets, but Cloud Run mounts
+  # files from nowhere else.
+  _files = {
+    models = file(local.models_file)
+    scraping = yamlencode({
+      apiVersion = "monitoring.googleapis.com/v1beta"
+      kind       = "RunMonitoring"
+      metadata   = { name = "penstock-api" }
+      spec       = { endpoints = [{ interval = "10s", path = "/metrics", port = 8080 }] }
+    })
+  }
+  secrets = {
+    api_keys = { secret = google_secret_manager_secret.default["api-keys"].secret_id, version = google_secret_manager_secret_version.api_keys.version }
+    links    = { secret = google_secret_manager_secret.default["links"].secret_id, version = google_secret_manager_secret_version.links.version }
+    models   = { secret = google_secret_manager_secret.default["models"].secret_id, version = google_secret_manager_secret_version.files["models"].version }
+    scraping = { secret = google_secret_manager_secret.default["scraping"].secret_id, version = google_secret_manager_secret_version.files["scraping"].version }
+  }
+}
+
+resource "google_secret_manager_secret" "default" {
+  for_each = toset(["api-keys", "links", "models", "scraping"])
+
+  project   = var.project_id
+  secret_id = "${var.prefix}-${each.key}"
+  labels    = var.labels
+
+  replication {
+    auto {}
+  }
+
+  depends_on = [google_project_service.default]
+}
+
+resource "google_secret_manager_secret_iam_member" "api" {
+  for_each = google_secret_manager_secret.default
+
+  project   = var.project_id
+  secret_id = each.value.secret_id
+  role      = "roles/secretmanager.secretAccessor"
+  member    = google_service_account.api.member
+}
+
+# The first key, of the tenant `default`; more are added as a new version by
+# hand, which a later apply leaves alone.
+resource "google_secret_manager_secret_version" "api_keys" {
+  secret                 = google_secret_manager_secret.default["api-keys"].id
+  secret_data_wo         = "${ephemeral.random_password.first_key.result}=default"
+  secret_data_wo_version = var.secrets_version
+}
+
+resource "google_secret_manager_secret_version" "links" {
+  secret                 = google_secret_manager_secret.default["links"].id
+  secret_data_wo         = ephemeral.random_password.links.result
+  secret_data_wo_version = var.secrets_version
+}
+
+resource "google_secret_manager_secret_version" "files" {
+  for_each = local._files
+
+  secret      = google_secret_manager_secret.default[each.key].id
+  secret_data = each.value
+
+  # The running revision reads the old version until the new one is ready.
+  lifecycle {
+    create_before_destroy = true
+  }
+}

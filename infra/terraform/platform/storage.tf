@@ -1,0 +1,62 @@
+# Large inputs and results, and weights. No bucket can be made public.
+
+resource "google_storage_bucket" "objects" {
+  project                     = var.project_id
+  name                        = "${var.project_id}-${var.prefix}-objects"
+  location                    = var.storage_location
+  labels                      = var.labels
+  force_destroy               = !var.deletion_protection
+  public_access_prevention    = "enforced"
+  uniform_bucket_level_access = true
+
+  # Longer than any cache keeps a pointer to an object.
+  lifecycle_rule {
+    action {
+      type = "Delete"
+    }
+
+    condition {
+      age = var.objects_days
+    }
+  }
+
+  soft_delete_policy {
+    retention_duration_seconds = 0
+  }
+
+  # checkov:skip=CKV_GCP_62: results are written and read a hundred times a second; access logs would cost more than they
+  # checkov:skip=CKV_GCP_78: an object's name is its content: it never changes, so there is no earlier version
+  depends_on = [google_project_service.default]
+}
+
+resource "google_storage_bucket" "weights" {
+  project                     = var.project_id
+  name                        = "${var.project_id}-${var.prefix}-weights"
+  location                    = var.storage_location
+  labels                      = var.labels
+  force_destroy               = !var.deletion_protection
+  public_access_prevention    = "enforced"
+  uniform_bucket_level_access = true
+
+  versioning {
+    enabled = true
+  }
+
+  # checkov:skip=CKV_GCP_62: read by workers at their start only; Cloud Audit Logs say who wrote
+  depends_on = [google_project_service.default]
+}
+
+# A put of the same content writes over it, which takes the right to delete.
+resource "google_storage_bucket_iam_member" "objects" {
+  for_each = local.repliers
+
+  bucket = google_storage_bucket.objects.name
+  role   = "roles/storage.objectUser"
+  member = each.value
+}
+
+resource "google_storage_bucket_iam_member" "weights" {
+  bucket = google_storage_bucket.weights.name
+  role   = "roles/storage.objectViewer"
+  member = local.workers_member
+}
