@@ -26,7 +26,7 @@ from shared.settings import WorkerSettings, read_settings
 from workers.finisher import Finisher
 from workers.health import health_server
 from workers.job import WorkerFacts
-from workers.model_pool import ModelPool
+from workers.model_pool import Hosted, ModelPool
 from workers.models import preparer_for
 from workers.sources import resolve
 from workers.worker import Worker
@@ -74,8 +74,7 @@ async def _open(stack: AsyncExitStack, settings: WorkerSettings, model: Model, f
     """Opens every part; the model last to be closed, so that what is in hand can finish."""
     pool = await stack.enter_async_context(
         ModelPool(
-            model,
-            folder,
+            [Hosted(model, folder)],
             device=settings.device,
             processes=settings.processes,
             threads=settings.threads or 1,

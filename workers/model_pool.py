@@ -10,17 +10,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
 
 from shared.catalogue import Model as Entry
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
+from workers.frames import Residence
 from workers.model_child import BatchDone, Launch, ModelChild, ModelProcessDied
 from workers.models.backend import Backend
 from workers.models.base import OnStep, Prepared
 
-__all__ = ["BatchDone", "ModelPool", "ModelProcess", "ModelProcessDied"]
+__all__ = ["BatchDone", "Hosted", "ModelPool", "ModelProcess", "ModelProcessDied"]
 
 CPU_PROCESSES_MAX = 4
 START_TIMEOUT_S = 180.0
@@ -31,38 +32,48 @@ FIRST_PAUSE_S = 0.5
 log = logging.getLogger(__name__)
 
 
+class Hosted(NamedTuple):
+    """A model of a worker: its entry in the catalogue, the folder with its files, and what computes it.
+
+    `backend` counts for embeddings; None: torch in the entry's precision.
+    """
+
+    entry: Entry
+    folder: Path
+    backend: Backend | None = None
+
+
 class ModelPool:
-    """All model processes of one model; as a context manager, open when every one of them is ready.
+    """All model processes of a worker, each for all its models; as a context manager, open when all are ready.
 
     Args:
-        entry: the catalogue's entry.
-        folder: the model's files.
-        backend: what computes an embedding model; None: torch in the entry's precision.
+        models: at least one; a model's place here is the number that `run` takes.
         device: as WorkerSettings.device; `auto` and `cuda` spread the processes over all GPUs.
         processes: how many; 0: one per GPU, or one per core on a CPU (at most 4).
         threads: of each process on a CPU.
         memory_fraction: the part of a GPU's memory each process may take.
+        memory_budget_bytes: what the models of each process may take together; 0: no bound.
         start_timeout_s: from start to ready.
         command: what starts a model process.
     """
 
     def __init__(
         self,
-        entry: Entry,
-        folder: Path,
+        models: Sequence[Hosted],
         *,
-        backend: Backend | None = None,
         device: str = "auto",
         processes: int = 0,
         threads: int = 1,
         memory_fraction: float = 1.0,
+        memory_budget_bytes: int = 0,
         start_timeout_s: float = START_TIMEOUT_S,
         command: Sequence[str] = (sys.executable, "-m", "workers.model_process"),
     ) -> None:
         environment = child_environment(threads)
-        given = [f"--model={entry.model_dump_json()}", f"--folder={folder.resolve()}", f"--threads={threads}"]
-        given.append(f"--memory-fraction={memory_fraction}")
-        if backend is not None:
+        given = [f"--threads={threads}", f"--memory-fraction={memory_fraction}"]
+        given.append(f"--memory-budget-bytes={memory_budget_bytes}")
+        for entry, folder, backend in models:
+            given += [f"--model={entry.model_dump_json()}", f"--folder={folder.resolve()}"]
             given.append(f"--backend={msgspec.json.encode(backend).decode()}")
         self.processes = [
             ModelProcess(Launch((*command, *given, f"--device={place}"), environment, start_timeout_s))
@@ -126,11 +137,14 @@ class ModelProcess:
         if self._failure is not None:
             raise self._failure
 
-    async def run(self, batch: Sequence[Prepared], *, timeout_s: float, on_step: OnStep | None = None) -> BatchDone:
+    async def run(
+        self, batch: Sequence[Prepared], *, timeout_s: float, model: int = 0, on_step: OnStep | None = None
+    ) -> BatchDone:
         """Runs one batch of items with equal keys, one batch at a time.
 
         Args:
             batch: at least one item.
+            model: the number of the model it is for, brought in first where it is not resident.
             timeout_s: from when the process has the batch; beyond it the process is killed.
             on_step: told of steps done, about ten times a second, by models that have steps.
 
@@ -139,7 +153,7 @@ class ModelProcess:
         """
         if self._child is None or not self._settled.is_set():
             raise ModelProcessDied("the model process is not up")
-        return await self._child.run(batch, timeout_s, on_step)
+        return await self._child.run(batch, timeout_s, on_step, model)
 
     async def keep_alive(self) -> None:
         """Starts the process, and again when it ends, until cancelled or until it can't be started any more."""
@@ -178,6 +192,8 @@ class ModelProcess:
                 "load_s": round(facts.load_s, 3),
                 "warmup_s": round(facts.warmup_s, 3),
                 "memory_bytes": facts.memory_bytes,
+                "resident": child.residence.resident,
+                "size_bytes": child.residence.size_bytes,
             },
         )
 
@@ -185,6 +201,11 @@ class ModelProcess:
     def pid(self) -> int | None:
         """The process id of the present process."""
         return self._child.pid if self._child else None
+
+    @property
+    def residence(self) -> Residence:
+        """Which models it holds, as it last told."""
+        return self._child.residence if self._child else Residence([])
 
     @property
     def device_name(self) -> str:

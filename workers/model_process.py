@@ -1,4 +1,4 @@
-"""`python -m workers.model_process`: loads one model and runs the batches that its I/O process hands it over a socket.
+"""`python -m workers.model_process`: loads models and runs the batches that its I/O process hands it over a socket.
 
 Started by workers/model_pool.py with one end of a socket pair. It answers Ready (or Refused), then each batch in turn,
 and is gone as soon as the other end is closed, even in the middle of a batch.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import resource
 import select
 import signal
 import socket
@@ -17,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -25,24 +25,26 @@ from shared.catalogue import Model as Entry
 from shared.errors import ModelFailed, PenstockError
 from shared.logs import configure_logs
 from shared.messages import Result
+from workers import memory
 from workers.frames import Answer, Done, Failure, Progress, Ready, Refused, RunBatch, encode_answer, read_run
 from workers.models import model_for
 from workers.models.backend import Backend
 from workers.models.base import Model, OnStep, OutOfMemory, PreparedItem
+from workers.residency import Residency
 
 PROGRESS_EVERY_S = 0.1
-_PAGE_BYTES = resource.getpagesize()
 
 log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Serves one model until the socket closes; returns the exit status."""
+    """Serves the given models until the socket closes; returns the exit status."""
     parser = argparse.ArgumentParser(prog="workers.model_process", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="the inherited end of the socket pair")
-    parser.add_argument("--model", required=True, help="the catalogue entry as JSON")
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--backend", help="what computes an embedding model, as JSON; without it: torch")
+    parser.add_argument("--model", action="append", required=True, help="a catalogue entry as JSON; may be repeated")
+    parser.add_argument("--folder", action="append", type=Path, required=True, help="its files; one for each --model")
+    parser.add_argument("--memory-budget-bytes", type=int, default=0, help="of all models together; 0: no bound")
+    parser.add_argument("--backend", action="append", help="what computes it, as JSON; null or left out: torch")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--memory-fraction", type=float, default=1.0)
@@ -57,24 +59,16 @@ def main() -> int:
     def answer(frame: Answer) -> None:
         connection.sendall(encode_answer(frame))
 
-    entry = Entry.model_validate_json(given.model)
-    backend = msgspec.json.decode(given.backend, type=Backend) if given.backend else None
+    residency = _residency(given)
     try:
-        model = model_for(
-            entry,
-            given.folder,
-            given.device,
-            backend=backend,
-            threads=given.threads,
-            memory_fraction=given.memory_fraction,
-        )
-        answer(_start(model))
+        residency.open()
     except PenstockError as error:
         answer(Refused(error.code, error.message, error.field))
         return 2
+    answer(_ready(residency))
     with connection.makefile("rb") as stream:
         while (batch := read_run(stream)) is not None:
-            answer(_run(model, batch, answer))
+            answer(_run(residency, batch, answer))
     return 0
 
 
@@ -86,33 +80,67 @@ def _leave_on_hangup(fd: int) -> None:
     os._exit(0)
 
 
-def _start(model: Model) -> Ready:
-    began = time.monotonic()
-    model.setup()
-    loaded = time.monotonic()
-    model.warmup()
-    warm = time.monotonic()
-    return Ready(model.device_name, loaded - began, warm - loaded, _memory_bytes())
+def _residency(given: argparse.Namespace) -> Residency:
+    makers, weights = [], []
+    backends = given.backend or ["null"] * len(given.model)
+    for entry, folder, encoded in zip(given.model, given.folder, backends, strict=True):
+        backend = msgspec.json.decode(encoded, type=Backend | None)
+        make = partial(model_for, Entry.model_validate_json(entry), folder, given.device, backend=backend)
+        makers.append(partial(make, threads=given.threads, memory_fraction=given.memory_fraction))
+        weights.append(Path(backend.graph) if backend is not None and backend.graph else folder)
+    return Residency(makers, weights, given.memory_budget_bytes)
 
 
-def _run(model: Model, batch: RunBatch, answer: Callable[[Answer], None]) -> Done:
+def _ready(residency: Residency) -> Ready:
+    return Ready(
+        residency.device_name,
+        residency.setup_s,
+        residency.warmup_s,
+        memory.resident_bytes(),
+        residency.changes(),
+    )
+
+
+def _run(residency: Residency, batch: RunBatch, answer: Callable[[Answer], None]) -> Done:
+    try:
+        model = residency.use(batch.model)
+    except Exception as error:
+        # The boundary to the model libraries, as below: a model that can't be loaded any more fails its own items.
+        log.warning("model could not be loaded", exc_info=True, extra={"model": batch.model})
+        return _done(residency, batch, time.time(), 0.0, [_as_failure(error)] * len(batch.items))
     started_at_s, began = time.time(), time.perf_counter()
     run = _Run(model, _progress(batch.number, answer))
     run.compute(batch.items)
     inference_ms = (time.perf_counter() - began) * 1000
+    if run.out_of_memory:
+        residency.drop_others(keep=batch.model)  # for the next batch; this one was run in parts
+    outcomes = [outcome for _, outcome in sorted(run.outcomes.items())]
+    done = _done(residency, batch, started_at_s, inference_ms, outcomes)
+    done.padded_work, done.out_of_memory = run.padded_work, run.out_of_memory
+    return done
+
+
+def _done(
+    residency: Residency,
+    batch: RunBatch,
+    started_at_s: float,
+    inference_ms: float,
+    outcomes: Sequence[Result | PenstockError],
+) -> Done:
     return Done(
         number=batch.number,
         results=[
             Failure(outcome.code, outcome.message, outcome.field) if isinstance(outcome, PenstockError) else outcome
-            for _, outcome in sorted(run.outcomes.items())
+            for outcome in outcomes
         ],
         started_at_s=started_at_s,
         finished_at_s=time.time(),
         inference_ms=inference_ms,
         real_work=sum(item.length for item in batch.items),
-        padded_work=run.padded_work,
-        out_of_memory=run.out_of_memory,
-        memory_bytes=_memory_bytes(),
+        padded_work=0,
+        out_of_memory=False,
+        memory_bytes=memory.resident_bytes(),
+        residence=residency.changes(),
     )
 
 
@@ -168,15 +196,6 @@ class _Run:
 
 def _as_failure(error: Exception) -> PenstockError:
     return error if isinstance(error, PenstockError) else ModelFailed(f"{type(error).__name__}: {error}")
-
-
-def _memory_bytes() -> int:
-    """Resident memory of this process."""
-    try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
-    except FileNotFoundError:  # not Linux; the peak is the nearest that is told
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
 
 
 if __name__ == "__main__":
