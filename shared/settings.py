@@ -59,7 +59,7 @@ class ApiSettings(Settings):
 
 
 class WorkerSettings(Settings):
-    """A worker process; `model` names the entry of the catalogue that it serves."""
+    """A worker process; `model` names the entry of the catalogue that it serves, or several, comma-separated."""
 
     model: str
     health_host: str = "127.0.0.1"
@@ -76,10 +76,18 @@ class WorkerSettings(Settings):
     """Threads of each model process on a CPU; 0: as measured (embeddings), else 1."""
     memory_fraction: float = Field(1.0, gt=0, le=1)
     """The part of the GPU's memory each model process may take."""
+    memory_budget_bytes: int = Field(0, ge=0)
+    """What the models of each model process may take together: beyond it, the one not used for longest is dropped.
+    0: no bound but the device's own."""
     max_outstanding_bytes: int = Field(64 * 1024 * 1024, ge=1)
     ack_deadline_s: int = Field(20, ge=10, le=600)
     memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     drain_s: float = Field(20.0, gt=0)
+
+    @property
+    def model_names(self) -> list[str]:
+        """The names in `model`, each once."""
+        return list(dict.fromkeys(name.strip() for name in self.model.split(",")))
 
 
 Kind = TypeVar("Kind", bound=Settings)

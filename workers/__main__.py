@@ -1,4 +1,4 @@
-"""`python -m workers`: one worker of one model. Builds the parts, opens them in order, runs until SIGTERM."""
+"""`python -m workers`: a worker of one or several models. Builds the parts, opens them in order, runs until SIGTERM."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import secrets
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import uvloop
 
@@ -25,6 +25,7 @@ from shared.rows import RowWriter
 from shared.settings import WorkerSettings, read_settings
 from workers.finisher import Finisher
 from workers.health import health_server
+from workers.intake import Intake
 from workers.job import WorkerFacts
 from workers.model_pool import Hosted, ModelPool
 from workers.models import preparer_for
@@ -39,8 +40,9 @@ def main() -> int:
     try:
         settings = read_settings(WorkerSettings)
         configure_logs(settings.log_level)
-        model = read_catalogue(settings.models_file).find(settings.model)
-        uvloop.run(serve(settings, model))
+        catalogue = read_catalogue(settings.models_file)
+        found = [catalogue.find(name) for name in settings.model_names]
+        uvloop.run(serve(settings, list({model.name: model for model in found}.values())))  # an alias may repeat one
     except ConfigurationError as error:
         print(f"penstock worker: {error.message}", file=sys.stderr)
         return 2
@@ -50,8 +52,8 @@ def main() -> int:
     return 0
 
 
-async def serve(settings: WorkerSettings, model: Model) -> None:
-    """Warms the model up, then pulls; readiness says when. Returns after SIGTERM and a drain."""
+async def serve(settings: WorkerSettings, models: Sequence[Model]) -> None:
+    """Warms the models up, then pulls; readiness says when. Returns after SIGTERM and a drain."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -62,23 +64,28 @@ async def serve(settings: WorkerSettings, model: Model) -> None:
         stack.enter_context(
             health_server(settings.health_host, settings.health_port, loop, lambda: any(w.is_ready for w in running))
         )
-        folder = await asyncio.to_thread(resolve, model.source, model.revision, settings.models_dir)
-        worker = await _open(stack, settings, model, folder, name)
+        hosted = [await asyncio.to_thread(_hosted, settings, model) for model in models]
+        worker = await _open(stack, settings, hosted, name)
         running.append(worker)
         settle_heap()
-        log.info("worker ready", extra={"model": model.name, "worker": name})
+        log.info("worker ready", extra={"models": [model.name for model in models], "worker": name})
         await worker.run(stop)
 
 
-async def _open(stack: AsyncExitStack, settings: WorkerSettings, model: Model, folder: Path, name: str) -> Worker:
-    """Opens every part; the model last to be closed, so that what is in hand can finish."""
+def _hosted(settings: WorkerSettings, model: Model) -> Hosted:
+    return Hosted(model, resolve(model.source, model.revision, settings.models_dir))
+
+
+async def _open(stack: AsyncExitStack, settings: WorkerSettings, hosted: Sequence[Hosted], name: str) -> Worker:
+    """Opens every part; the models last to be closed, so that what is in hand can finish."""
     pool = await stack.enter_async_context(
         ModelPool(
-            [Hosted(model, folder)],
+            hosted,
             device=settings.device,
             processes=settings.processes,
             threads=settings.threads or 1,
             memory_fraction=settings.memory_fraction,
+            memory_budget_bytes=settings.memory_budget_bytes,
         )
     )
     cache = await stack.enter_async_context(ResultCache(settings.redis_url, settings.memory_cache_bytes))
@@ -87,20 +94,26 @@ async def _open(stack: AsyncExitStack, settings: WorkerSettings, model: Model, f
             project=settings.project,
             dataset=settings.dataset,
             endpoint=settings.bigquery_endpoint,
-            spool_dir=settings.spool_dir / f"worker-{model.name}",
+            spool_dir=settings.spool_dir / "-".join(["worker", *(one.entry.name for one in hosted)]),
         )
     )
     transport = await stack.enter_async_context(PubSubTransport(settings.project, settings.pubsub_endpoint))
     objects = ObjectStore(settings.objects_url)
     facts = WorkerFacts(name, settings.region, pool.device_name)
+    intakes = [
+        Intake(
+            model,
+            preparer_for(model, folder),
+            cache,
+            objects,
+            Finisher(model, transport, cache, objects, rows, facts),
+        )
+        for model, folder, _ in hosted
+    ]
     return Worker(
-        model,
+        intakes,
         transport,
         pool,
-        preparer_for(model, folder),
-        cache,
-        objects,
-        Finisher(model, transport, cache, objects, rows, facts),
         ack_deadline_s=settings.ack_deadline_s,
         max_outstanding_bytes=settings.max_outstanding_bytes,
         drain_s=settings.drain_s,

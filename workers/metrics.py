@@ -8,6 +8,16 @@ from workers.model_pool import BatchDone
 
 ITEMS = Counter("penstock_worker_items_total", "Items ended, by status and cache level", ["status", "cache"])
 WAITING = Gauge("penstock_worker_items_waiting", "Items that wait for a model process")
+WAIT_SECONDS = Histogram(
+    "penstock_worker_wait_seconds",
+    "Seconds an item waits for its batch, by model",
+    ["model"],
+    buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
+)
+RESIDENT = Gauge("penstock_worker_resident_model", "Model processes that hold the model in memory", ["model"])
+LOADS = Counter("penstock_worker_model_loads_total", "Models brought in for a batch")
+EVICTIONS = Counter("penstock_worker_model_evictions_total", "Models dropped to make room")
+SWITCH_SECONDS = Counter("penstock_worker_switch_seconds_total", "Seconds of model processes spent on switching")
 BATCH_ITEMS = Histogram("penstock_worker_batch_items", "Items in a batch", buckets=(1, 2, 4, 8, 16, 32, 64, 128))
 INFERENCE_SECONDS = Histogram(
     "penstock_worker_inference_seconds",
@@ -28,3 +38,7 @@ def observe_batch(done: BatchDone) -> None:
     INFERENCE_SECONDS.observe(done.inference_ms / 1000)
     REAL_WORK.inc(done.real_work)
     PADDED_WORK.inc(done.padded_work)
+    if done.switched is not None:
+        LOADS.inc(done.switched.loads)
+        EVICTIONS.inc(done.switched.evictions)
+        SWITCH_SECONDS.inc(done.switched.switch_s)

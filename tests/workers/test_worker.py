@@ -39,6 +39,8 @@ from shared.transport import Message, SubscriptionSettings
 from shared.usage import Row
 from tests.fakes import InMemoryTransport
 from workers.finisher import Finisher
+from workers.frames import Residence
+from workers.intake import Intake
 from workers.job import WorkerFacts
 from workers.model_pool import BatchDone, ModelProcessDied
 from workers.models.base import PreparedText
@@ -80,11 +82,12 @@ class LetterProcess:
         self.gate.set()
         self.deaths = 0
         self.started = asyncio.Event()
+        self.residence = Residence([0])
 
     async def ready(self) -> None:
         return None
 
-    async def run(self, batch: Sequence[PreparedText], *, timeout_s: float) -> BatchDone:
+    async def run(self, batch: Sequence[PreparedText], *, timeout_s: float, model: int) -> BatchDone:
         texts = [prepared.ids.decode() for prepared in batch]
         self.batches.append(texts)
         self.started.set()
@@ -178,7 +181,8 @@ async def working(
         assert await cache.wait_redis(LIMIT_S)
         objects = ObjectStore(f"file://{folder}")
         finisher = Finisher(MODEL, broker, cache, objects, rows, WorkerFacts("w", "here", "letters"))
-        worker = Worker(MODEL, broker, pool, LetterPreparer(), cache, objects, finisher, drain_s=drain_s)  # type: ignore[arg-type]
+        intake = Intake(MODEL, LetterPreparer(), cache, objects, finisher)
+        worker = Worker([intake], broker, pool, drain_s=drain_s)  # type: ignore[arg-type]
         running = asyncio.create_task(worker.run(stop))
         receiving = asyncio.create_task(_receive(desk))
         try:

@@ -1,0 +1,244 @@
+"""One model's part of a worker: from its subscription to the entries that wait, and from a batch to its outcomes.
+
+In call order: `start` → `_pull` → `_admit` decodes, drops the expired, asks the cache, prepares and queues → `take`
+gives the next batch → `settle` what came of it, or `hand_back`. Every outcome goes to workers/finisher.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from shared.cache import Level, ResultCache
+from shared.catalogue import Model
+from shared.errors import PenstockError, UndecodableMessage
+from shared.messages import Blob, ImageInput, Item, Result, decode_job, failure
+from shared.objects import ObjectStore
+from shared.transport import Message, Subscription
+from workers import metrics
+from workers.batching import BatchQueue
+from workers.finisher import Finisher
+from workers.job import Entry, JobInHand
+from workers.model_pool import BatchDone
+from workers.models.base import Prepared, Preparer
+
+INTAKE_MESSAGES = 256
+"""Messages admitted in one go: one cache look-up and one tokenizer call for all of them."""
+LINGER_S = 1.0
+"""How long a computed item may still be joined: until its result has surely reached the cache."""
+SOURCE_LIMIT_BYTES = 32 * 1024 * 1024
+"""The largest source image that is fetched from the object store."""
+
+
+class Intake:
+    """What a worker has in hand for one model. Its parts are opened and closed by the caller."""
+
+    def __init__(
+        self, model: Model, preparer: Preparer, cache: ResultCache, objects: ObjectStore, finisher: Finisher
+    ) -> None:
+        self.model = model
+        self._preparer = preparer
+        self._cache = cache
+        self._objects = objects
+        self._finisher = finisher
+        self._queue: BatchQueue[Entry] = BatchQueue(model.budget, model.batch.max_items)
+        self._arrived: asyncio.Queue[Message] = asyncio.Queue(INTAKE_MESSAGES)
+        self._by_cache_key: dict[str, Entry] = {}
+        self._tightest_s = float("inf")
+        self._waits = metrics.WAIT_SECONDS.labels(model.name)
+        self._subscription: Subscription | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether jobs that are published now would arrive here."""
+        return self._subscription is not None and self._subscription.is_connected
+
+    def start(self, subscription: Subscription, on_queued: Callable[[], None]) -> list[asyncio.Task[None]]:
+        """Begins to pull and to admit; the tasks are the caller's, and end by themselves by an error only."""
+        self._subscription = subscription
+        self._on_queued = on_queued
+        self._pulling = asyncio.create_task(self._pull(subscription))
+        return [self._pulling, asyncio.create_task(self._admit_all(subscription))]
+
+    async def finish(self) -> None:
+        """Takes no more, and returns when nothing is in hand."""
+        if self._subscription is not None:
+            await self._subscription.stop()
+            await self._pulling
+        await self._arrived.join()
+        await self._finisher.wait_idle()
+
+    def hand_back_all(self) -> None:
+        """Gives back what is in hand; for the end, when nothing will finish it any more."""
+        self._subscription = None
+        self._finisher.hand_back_all()
+
+    async def _pull(self, subscription: Subscription) -> None:
+        async for message in subscription:
+            await self._arrived.put(message)
+
+    async def _admit_all(self, subscription: Subscription) -> None:
+        """Admits together what arrived while the last ones were admitted."""
+        while True:
+            messages = [await self._arrived.get()]
+            while not self._arrived.empty():
+                messages.append(self._arrived.get_nowait())
+            await self._admit(messages, subscription)
+            for _ in messages:
+                self._arrived.task_done()
+
+    async def _admit(self, messages: Sequence[Message], subscription: Subscription) -> None:
+        """Decodes, drops what came too late, answers from the cache, and queues the rest."""
+        taken = [self._take_in_hand(message, subscription) for message in messages]
+        hands = [hand for hand in taken if hand is not None]
+        found = await self._look_up(hands)
+        missing = []
+        for hand in hands:
+            for item in hand.items:
+                if hand.reads_cache and item.cache_key in found:
+                    result, level = found[item.cache_key]
+                    self._finisher.settle(hand, hand.hit(item, result, level))
+                elif not self._join(hand, item):
+                    missing.append((hand, item))
+        if missing:
+            await self._enqueue(missing)
+
+    async def _look_up(self, hands: Sequence[JobInHand]) -> dict[str, tuple[Result, Level]]:
+        """What the cache has. Redis is not asked again for what the API asked it for just before."""
+        keys, doubtful = list[str](), list[str]()
+        for hand in hands:
+            if hand.reads_cache:
+                wanted = [item.cache_key for item in hand.items if item.cache_key is not None]
+                (keys if hand.is_fresh else doubtful).extend(wanted)
+        found = self._cache.in_memory(keys)
+        return found | await self._cache.get_many(doubtful) if doubtful else found
+
+    def _take_in_hand(self, message: Message, subscription: Subscription) -> JobInHand | None:
+        """The job of `message`, or None when its end is clear already: it is none of ours, or too late."""
+        now_s = time.time()
+        try:
+            job = decode_job(message.data, message.attributes)
+            if job.envelope.model != self.model.name:
+                raise UndecodableMessage(f"the job is for model {job.envelope.model!r}", field="model")
+        except UndecodableMessage as error:
+            self._finisher.refuse(message, error, subscription)
+            return None
+        job.envelope.attempt = max(job.envelope.attempt, message.delivery_attempt)
+        hand = JobInHand(job, message, subscription, now_s)
+        self._finisher.take(hand)
+        if job.envelope.deadline_s > now_s:
+            return hand
+        for item in hand.items:
+            self._finisher.settle(hand, hand.expired(item))
+        return None
+
+    def _join(self, hand: JobInHand, item: Item) -> bool:
+        """Lets `item` share the result of an identical one that is queued, runs, or ran just now."""
+        entry = self._by_cache_key.get(item.cache_key) if item.cache_key and hand.reads_cache else None
+        if entry is None:
+            return False
+        if entry.computed is None:
+            entry.askers.append((hand, item))
+        else:
+            self._finisher.settle(hand, entry.joined(hand, item))
+        return True
+
+    async def _enqueue(self, missing: list[tuple[JobInHand, Item]]) -> None:
+        """Prepares inputs, all in one call, and queues them; what the model can't take fails alone."""
+        items: Sequence[Item | PenstockError] = [item for _, item in missing]
+        if any(isinstance(item.input, ImageInput) for _, item in missing):
+            items = await asyncio.gather(*(self._with_source(item) for _, item in missing))
+        if self.model.task == "image":  # decoding takes milliseconds, so off the loop that keeps the leases
+            prepared = await asyncio.to_thread(self._prepare, items)
+        else:
+            prepared = self._prepare(items)
+        for (hand, item), ready in zip(missing, prepared, strict=True):
+            if isinstance(ready, PenstockError):
+                self._finisher.settle(hand, failure(item.index, ready, hand.receipt()))
+            elif not self._join(hand, item):
+                entry = Entry(ready, item.cache_key, time.time(), [(hand, item)])
+                if item.cache_key:
+                    self._by_cache_key.setdefault(item.cache_key, entry)
+                self._queue.add(entry)
+        self._tightest_s = min(self._tightest_s, *(hand.envelope.deadline_s for hand, _ in missing))
+        self._on_queued()
+
+    async def _with_source(self, item: Item) -> Item | PenstockError:
+        """`item` with its source image inline."""
+        given = item.input
+        if not isinstance(given, ImageInput) or given.image is None or given.image.object_key is None:
+            return item
+        try:
+            data = await self._objects.get(given.image.object_key, SOURCE_LIMIT_BYTES)
+        except PenstockError as error:
+            return error
+        image = Blob(given.image.media_type, data=data)
+        return msgspec.structs.replace(item, input=msgspec.structs.replace(given, image=image))
+
+    def _prepare(self, items: Sequence[Item | PenstockError]) -> list[Prepared | PenstockError]:
+        prepared = iter(self._preparer.prepare([item.input for item in items if isinstance(item, Item)]))
+        return [next(prepared) if isinstance(item, Item) else item for item in items]
+
+    @property
+    def waiting(self) -> int:
+        """How many entries wait."""
+        return len(self._queue)
+
+    @property
+    def oldest_s(self) -> float:
+        """When the oldest of them was queued, unix seconds."""
+        return min(entry.queued_at_s for entry in self._queue.firsts())
+
+    def tightest_deadline_s(self, after_s: float) -> float:
+        """The earliest deadline that is not before `after_s`, unix seconds; infinite where there is none."""
+        if self._tightest_s < after_s:
+            found = (hand.envelope.deadline_s for entry in self._queue for hand, _ in entry.waiting())
+            self._tightest_s = min((one for one in found if one >= after_s), default=float("inf"))
+        return self._tightest_s
+
+    def drop_unwanted(self) -> None:
+        """Takes out of the queue what nobody waits for any more."""
+        self._queue.sift(self._is_wanted)
+
+    def take(self) -> list[Entry]:
+        """The next batch; empty where nothing waits, or nobody waits for what did."""
+        self._tightest_s = float("-inf")  # may be in the batch: looked for when it is asked for
+        return [entry for entry in self._queue.take() if self._is_wanted(entry)]
+
+    def _is_wanted(self, entry: Entry) -> bool:
+        """Whether somebody still waits for `entry`; those whose deadline passed are told so."""
+        now_s = time.time()
+        for hand, item in entry.waiting():
+            if hand.envelope.deadline_s <= now_s:
+                self._finisher.settle(hand, hand.expired(item))
+        entry.askers = [(h, i) for h, i in entry.waiting() if h.envelope.deadline_s > now_s]
+        if not entry.askers:
+            self._forget(entry)
+        return bool(entry.askers)
+
+    def settle(self, batch: Sequence[Entry], done: BatchDone) -> None:
+        """Puts what came of a batch on the items that asked for it."""
+        for entry, result in zip(batch, done.results, strict=True):
+            self._waits.observe(max(0.0, done.started_at_s - entry.queued_at_s))
+            entry.computed = (result, done, len(batch))
+            for hand, outcome in list(entry.outcomes(self.model)):
+                self._finisher.settle(hand, outcome)
+            if entry.is_kept:
+                asyncio.get_running_loop().call_later(LINGER_S, self._forget, entry)
+            else:
+                self._forget(entry)
+
+    def hand_back(self, batch: Sequence[Entry]) -> None:
+        """Gives the jobs of a batch that was not run back to the broker."""
+        for entry in batch:
+            self._forget(entry)
+            for hand, _ in entry.waiting():
+                self._finisher.hand_back(hand)
+
+    def _forget(self, entry: Entry) -> None:
+        """Identical items are computed anew from now on, or found in the cache."""
+        if entry.cache_key and self._by_cache_key.get(entry.cache_key) is entry:
+            del self._by_cache_key[entry.cache_key]
