@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from api import openapi
 from api.admission import Admission
-from api.context import ContextMiddleware
+from api.direct import DirectApp
 from api.dispatcher import Dispatcher, RowSink
 from api.errors import add_handlers
 from api.inbox import ReplyInbox
@@ -81,15 +81,11 @@ def create_app(
             settle_heap()
             yield
 
-    return _routed(FastAPI(title="Penstock", description=_ABOUT, version="1", lifespan=lifespan), settings)
-
-
-def _routed(app: FastAPI, settings: ApiSettings) -> FastAPI:
+    app = DirectApp(settings.request_max_bytes, title="Penstock", description=_ABOUT, version="1", lifespan=lifespan)
     for routes in (embeddings, images, models, objects, health):
-        app.include_router(routes.router)
+        app.add(routes.router)
     add_handlers(app)
     openapi.describe(app)
-    app.add_middleware(ContextMiddleware, body_max_bytes=settings.request_max_bytes)
     return app
 
 

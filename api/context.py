@@ -14,7 +14,6 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import anyio
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -64,19 +63,30 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     Raises:
         ClientGone: the caller hung up.
     """
-    with anyio.CancelScope() as scope:
-        watcher = asyncio.create_task(_cancel_when_gone(request, scope))
-        try:
-            return await work
-        finally:
-            watcher.cancel()
-    raise ClientGone
+    task, is_working = asyncio.current_task(), True
+    assert task is not None, "routes run in tasks; this is a bug"
+
+    def give_up(watcher: asyncio.Task[None]) -> None:
+        if is_working and not watcher.cancelled():
+            task.cancel()
+
+    watcher = asyncio.create_task(_until_gone(request))
+    watcher.add_done_callback(give_up)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        # Only our own is taken back: the server's, as it stops, goes on.
+        if watcher.done() and task.uncancel() == 0:
+            raise ClientGone from None
+        raise
+    finally:
+        is_working = False
+        watcher.cancel()
 
 
-async def _cancel_when_gone(request: Request, scope: anyio.CancelScope) -> None:
+async def _until_gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    scope.cancel()
 
 
 class ContextMiddleware:

@@ -93,13 +93,28 @@ ANSWERS = {
 UNAVAILABLE_RETRY_S = 1.0
 
 
+EXPECTED = (PenstockError, ValidationError, RequestValidationError, HTTPException, ClientDisconnect)
+"""What a route may raise; anything else is the middleware's business."""
+
+
 def add_handlers(app: FastAPI) -> None:
-    """Makes every error that a route raises answer in the one shape; unexpected ones are the middleware's business."""
-    app.add_exception_handler(PenstockError, _answer_penstock)
-    app.add_exception_handler(ValidationError, _answer_validation)
-    app.add_exception_handler(RequestValidationError, _answer_validation)
-    app.add_exception_handler(HTTPException, _answer_http)
-    app.add_exception_handler(ClientDisconnect, _answer_disconnect)
+    """Makes every expected error that a route raises answer in the one shape."""
+    for kind in EXPECTED:
+        app.add_exception_handler(kind, answer)
+
+
+async def answer(request: Request, error: Exception) -> Response:
+    """The answer to one of the EXPECTED errors."""
+    match error:
+        case PenstockError():
+            return error_response(error)
+        case ValidationError() | RequestValidationError():
+            return error_response(invalid(error))
+        case HTTPException():
+            return _without_route(request, error)
+        case ClientDisconnect():
+            return error_response(ClientGone())
+    raise TypeError(f"no answer to {error!r}; this is a bug")
 
 
 def error_response(error: PenstockError) -> Response:
@@ -136,18 +151,7 @@ def invalid(error: ValidationError | RequestValidationError) -> BadInput:
     return BadInput(f"{where}: {reason}", field=field)
 
 
-async def _answer_penstock(request: Request, error: Exception) -> Response:
-    assert isinstance(error, PenstockError), "registered for PenstockError only; this is a bug"
-    return error_response(error)
-
-
-async def _answer_validation(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ValidationError | RequestValidationError), "registered for these only; this is a bug"
-    return error_response(invalid(error))
-
-
-async def _answer_http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "registered for HTTPException only; this is a bug"
+def _without_route(request: Request, error: HTTPException) -> Response:
     if error.status_code == 404:
         return error_response(NotFound(f"there is no {request.url.path} here"))
     if error.status_code == 405:
@@ -155,7 +159,3 @@ async def _answer_http(request: Request, error: Exception) -> Response:
         response.headers.update(error.headers or {})
         return response
     return error_response(BadInput(str(error.detail)))
-
-
-async def _answer_disconnect(request: Request, error: Exception) -> Response:
-    return error_response(ClientGone())

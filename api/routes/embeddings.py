@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.direct import DirectRoute
 from api.inbound import infer, read_json, tenant_of
-from api.openapi import DirectRoute, body_of, replies_with
+from api.openapi import body_of, replies_with
 from api.parts import parts_of
 from api.schemas import EmbeddingItem, EmbeddingsBody, EmbeddingsReply, Usage
 from shared.catalogue import Model

@@ -10,9 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.context import context_of
+from api.direct import DirectRoute
 from api.edit_form import read_edit
 from api.inbound import infer, read_json, tenant_of
-from api.openapi import DirectRoute, body_of, replies_with
+from api.openapi import body_of, replies_with
 from api.parts import Parts, parts_of
 from api.pictures import MEDIA_TYPES
 from api.schemas import EditBody, EditForm, GenerationBody, ImageItem, ImagesReply
