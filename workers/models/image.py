@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-import io
+import logging
+import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import numpy as np
 import torch
-import transformers
-from PIL import Image
 
 from shared.catalogue import Model as Entry
-from shared.errors import BadInput, ConfigurationError, ModelFailed, PenstockError
+from shared.errors import BadInput, ModelFailed, PenstockError
 from shared.messages import Blob, ImageResult, Result
 from shared.schedulers import OWN_SCHEDULER, SCHEDULERS
-from workers.models.base import OnStep, PreparedImage, PreparedItem
-from workers.models.device import DTYPES, Device, memory_errors
+from workers.models.base import OnStep, OutOfMemory, PreparedImage, PreparedItem
+from workers.models.batch_sizes import cheapest_cover
+from workers.models.compiled import only_what_is_compiled
+from workers.models.device import Device, memory_errors
+from workers.models.image_pipeline import load_pipelines
+from workers.models.image_plan import capability_of, plan_for
+from workers.models.picture import encode_all, sources_on, to_host
+from workers.models.prompt_encoder import PromptEncoder
 
-PNG_LEVEL = 1
-"""zlib's level: 512 x 512 like a photograph takes 23 ms, against 44 ms at the default 6 for 12 % less."""
+WARMUP_LIMIT_S = 100.0
+"""No further size is begun after this; compiling one may take a minute, but only where no earlier start kept it."""
+_WARMUP_STEPS = 4
+
+log = logging.getLogger(__name__)
 
 
 class ImageModel:
@@ -34,37 +44,41 @@ class ImageModel:
         self._entry = entry
         self._folder = folder
         self._place = device
+        self._call_s: dict[int, float] = {}
 
     def setup(self) -> None:
         """Loads the pipeline, whatever its class, without its safety checker.
 
         Raises:
-            ConfigurationError: the folder is no text-to-image pipeline.
+            ConfigurationError: the folder is no text-to-image pipeline, or the entry asks for what is not installed.
         """
-        for library in (diffusers.utils.logging, transformers.utils.logging):
-            # At their default level both tell at length of parts that no pipeline here needs.
-            library.set_verbosity_error()
-            library.disable_progress_bar()
-        device, self.device_name = self._place.open()
-        try:
-            config = diffusers.DiffusionPipeline.load_config(self._folder, local_files_only=True)
-            without = {"safety_checker": None, "requires_safety_checker": False} if "safety_checker" in config else {}
-            pipeline = diffusers.AutoPipelineForText2Image.from_pretrained(
-                self._folder, dtype=DTYPES[self._entry.precision], local_files_only=True, **without
-            ).to(device)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigurationError(f"{self._folder}: {error}", field="source") from error
-        self._own_scheduler = pipeline.scheduler
-        self._text_to_image = _quiet(pipeline)
-        self._image_to_image: Any = None
-        if type(pipeline) in _with_image_to_image():
-            self._image_to_image = _quiet(diffusers.AutoPipelineForImage2Image.from_pipe(pipeline))
+        self._device, self.device_name = self._place.open()
+        self._plan = plan_for(self._entry, capability_of(self._device))
+        self._text_to_image, self._image_to_image = load_pipelines(self._folder, self._device, self._plan)
+        self._own_scheduler = self._text_to_image.scheduler
+        self._prompts = PromptEncoder(self._text_to_image)
 
     def warmup(self) -> None:
-        """Draws once at the default size, from text and from an image."""
+        """Draws at the usual size, from text and from an image; compiled, in every batch size that time allows."""
+        began_s = time.monotonic()
+        for size in self._plan.batch_sizes if self._plan.is_compiled else (1,):
+            if time.monotonic() - began_s > WARMUP_LIMIT_S:
+                log.warning("warm-up cut short; the next start finds more compiled", extra={"batch_size": size})
+                break
+            items = [self._usual_item()] * size
+            self._warm(items)
+            if self._plan.is_compiled:
+                call_began_s = time.monotonic()
+                self._warm(items)
+                self._call_s[size] = time.monotonic() - call_began_s
+        if self._image_to_image is not None:
+            item = self._usual_item()
+            item.source, item.strength = bytes(3 * item.width * item.height), 1.0
+            self._warm([item])
+
+    def _usual_item(self) -> PreparedImage:
         usual = self._entry.image
-        pixels = usual.width * usual.height
-        first = PreparedImage(
+        return PreparedImage(
             key="",
             length=0,
             work=0,
@@ -72,19 +86,30 @@ class ImageModel:
             negative_prompt="",
             width=usual.width,
             height=usual.height,
-            steps=2,
+            steps=_WARMUP_STEPS,
             guidance_scale=usual.guidance_scale,
             seed=0,
             scheduler=usual.scheduler,
         )
-        self.predict([first], _ignore_step)
-        if self._image_to_image is not None:
-            first.source, first.strength = bytes(3 * pixels), 1.0
-            self.predict([first], _ignore_step)
+
+    def _warm(self, items: Sequence[PreparedImage]) -> None:
+        """Draws `items` and drops them; only here may anything be compiled."""
+        with torch.inference_mode(), memory_errors():
+            to_host(self._draw(items, _ignore_step))
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
-        """Images of one key have one shape, so a batch is drawn as it is."""
-        return [list(range(len(batch)))]
+        """Images of one key have one shape, so a batch is drawn as it is, or in the sizes that are compiled."""
+        if not self._is_compiled_for(batch[0]):
+            return [list(range(len(batch)))]
+        ends = [0]
+        for size in cheapest_cover(len(batch), self._call_s):
+            ends.append(ends[-1] + size)
+        return [list(range(start, end)) for start, end in pairwise(ends)]
+
+    def _is_compiled_for(self, item: PreparedItem) -> bool:
+        usual = self._entry.image
+        is_usual = isinstance(item, PreparedImage) and (item.width, item.height) == (usual.width, usual.height)
+        return is_usual and bool(self._call_s)
 
     def predict(self, batch: Sequence[PreparedItem], on_step: OnStep) -> list[Result | PenstockError]:
         """One ImageResult per item, in order; each has its own generator, so its noise depends on its seed alone."""
@@ -94,11 +119,40 @@ class ImageModel:
             return [BadInput("this model draws from text only", field="image") for _ in items]
         if first.scheduler != OWN_SCHEDULER and "beta_start" not in self._own_scheduler.config:
             return [BadInput(f"this model takes only scheduler {OWN_SCHEDULER!r}", field="scheduler") for _ in items]
-        pipeline = self._text_to_image if first.source is None else self._image_to_image
-        pipeline.scheduler = self._scheduler(first.scheduler)
-        with torch.inference_mode(), memory_errors():
-            drawn = pipeline(**_arguments(pipeline, items, on_step)).images
-        return [_result(item, pixels) for item, pixels in zip(items, drawn, strict=True)]
+        settled = only_what_is_compiled() if self._plan.is_compiled else contextlib.nullcontext()
+        with torch.inference_mode(), settled:
+            pictures = self._pictures(items, on_step)
+        return self._results(items, pictures)
+
+    def _pictures(self, items: Sequence[PreparedImage], on_step: OnStep) -> list[np.ndarray | None]:
+        """As to_host. Where memory is short, the VAE saves some from then on, and the batch is tried once more."""
+        padded = self._padded(items)
+        try:
+            with memory_errors():
+                return to_host(self._draw(padded, on_step)[: len(items)])
+        except OutOfMemory:
+            if not _spare_memory(getattr(self._text_to_image, "vae", None), len(padded)):
+                raise
+            log.warning("memory is short: the VAE decodes in parts from now on", extra={"items": len(padded)})
+        with memory_errors():
+            return to_host(self._draw(padded, on_step)[: len(items)])
+
+    def _padded(self, items: Sequence[PreparedImage]) -> list[PreparedImage]:
+        """`items`, the last one repeated up to a size that is compiled."""
+        larger = [size for size in self._call_s if size >= len(items)] if self._is_compiled_for(items[0]) else []
+        return [*items, *[items[-1]] * (min(larger, default=len(items)) - len(items))]
+
+    def _draw(self, items: Sequence[PreparedImage], on_step: OnStep) -> torch.Tensor:
+        """[items, 3, height, width] from 0 to 1, on the device."""
+        pipeline: Any = self._text_to_image if items[0].source is None else self._image_to_image
+        pipeline.scheduler = self._scheduler(items[0].scheduler)
+        given = _arguments(items, on_step) | self._prompts.arguments(items)
+        if items[0].source is not None:
+            given |= {"image": sources_on(self._device, items), "strength": items[0].strength}
+        # What this class of pipeline does not know is left out.
+        known = inspect.signature(pipeline.__call__).parameters
+        drawn: torch.Tensor = pipeline(**{name: value for name, value in given.items() if name in known}).images
+        return drawn
 
     def _scheduler(self, name: str) -> Any:
         """A fresh scheduler, for its state must not pass from batch to batch, with the settings of the folder's own."""
@@ -108,41 +162,37 @@ class ImageModel:
         choice = SCHEDULERS[name]
         return getattr(diffusers, choice.class_name).from_config(config, **choice.options)
 
+    def _results(
+        self, items: Sequence[PreparedImage], pictures: Sequence[np.ndarray | None]
+    ) -> list[Result | PenstockError]:
+        drawn = [picture for picture in pictures if picture is not None]
+        files = iter(encode_all(drawn, at_once=self._device.type == "cuda"))
+        return [
+            ModelFailed("the image is not a number; this precision may be too low for the model")
+            if picture is None
+            else ImageResult(
+                image=Blob("image/png", next(files)),
+                width=item.width,
+                height=item.height,
+                seed=item.seed,
+                pixel_steps=item.work,
+            )
+            for item, picture in zip(items, pictures, strict=True)
+        ]
 
-def _quiet(pipeline: Any) -> Any:
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
 
-
-def _with_image_to_image() -> set[type]:
-    """The text-to-image pipelines that have an image-to-image one over the same components."""
-    from diffusers.pipelines import auto_pipeline
-
-    names = auto_pipeline.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING.keys()
-    return {kind for name, kind in auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING.items() if name in names}
-
-
-def _arguments(pipeline: Any, items: Sequence[PreparedImage], on_step: OnStep) -> dict[str, Any]:
-    """The pipeline's arguments for items of one key; what this class of pipeline does not know is left out."""
+def _arguments(items: Sequence[PreparedImage], on_step: OnStep) -> dict[str, Any]:
+    """The pipeline's arguments for items of one key, without prompts and sources."""
     first = items[0]
-    arguments: dict[str, Any] = {
-        "prompt": [item.prompt for item in items],
+    return {
         "num_inference_steps": first.steps,
         "guidance_scale": first.guidance_scale,
         "generator": [torch.Generator("cpu").manual_seed(item.seed) for item in items],
-        "output_type": "np",
+        "output_type": "pt",
         "callback_on_step_end": _callback(on_step),
         "width": first.width,
         "height": first.height,
     }
-    if first.negative_prompt:
-        arguments["negative_prompt"] = [item.negative_prompt for item in items]
-    if first.source is not None:
-        size = (first.width, first.height)
-        arguments["image"] = [Image.frombytes("RGB", size, item.source or b"") for item in items]
-        arguments["strength"] = first.strength
-    known = inspect.signature(pipeline.__call__).parameters
-    return {name: value for name, value in arguments.items() if name in known}
 
 
 def _callback(on_step: OnStep) -> Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]:
@@ -153,19 +203,15 @@ def _callback(on_step: OnStep) -> Callable[[Any, int, Any, dict[str, Any]], dict
     return after_step
 
 
-def _result(item: PreparedImage, pixels: np.ndarray) -> Result | PenstockError:
-    """`pixels`: [height, width, 3] from 0 to 1."""
-    if not np.isfinite(pixels).all():
-        return ModelFailed("the image is not a number; this precision may be too low for the model")
-    encoded = io.BytesIO()
-    Image.fromarray((pixels * 255).round().astype(np.uint8)).save(encoded, "PNG", compress_level=PNG_LEVEL)
-    return ImageResult(
-        image=Blob("image/png", encoded.getvalue()),
-        width=pixels.shape[1],
-        height=pixels.shape[0],
-        seed=item.seed,
-        pixel_steps=item.work,
-    )
+def _spare_memory(vae: Any, count: int) -> bool:
+    """Makes the VAE take `count` images one by one, or a single one in tiles; False where that is done already."""
+    if not isinstance(vae, diffusers.AutoencoderKL) or (vae.use_slicing if count > 1 else vae.use_tiling):
+        return False
+    if count > 1:
+        vae.enable_slicing()
+    else:
+        vae.enable_tiling()
+    return True
 
 
 def _ignore_step(step: int, steps: int) -> None:
