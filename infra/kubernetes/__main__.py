@@ -1,0 +1,51 @@
+"""`python -m infra.kubernetes`: the overlay of one region from models.yaml and Terraform's output `deployments`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from infra.kubernetes.deployment import read_deployment
+from infra.kubernetes.overlay import write_overlay
+from shared.catalogue import read_catalogue
+from shared.errors import ConfigurationError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the overlay; 0, or 2 where something given is wrong."""
+    options = _parser().parse_args(argv)
+    try:
+        deployment = read_deployment(
+            options.deployments,
+            options.region,
+            image=options.image,
+            autoscaler=options.autoscaler,
+            buffer=options.buffer,
+            capacity_buffers=options.capacity_buffers,
+        )
+        catalogue = read_catalogue(options.models_file)
+        write_overlay(options.out, catalogue, options.models_file, deployment)
+    except ConfigurationError as error:
+        print(f"infra.kubernetes: {error.message}", file=sys.stderr)
+        return 2
+    print(f"{options.out}: {len(catalogue.models)} models; render with: kubectl kustomize {options.out}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m infra.kubernetes", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the overlay")
+    parser.add_argument("--deployments", type=Path, required=True, help="terraform output -json deployments, as a file")
+    parser.add_argument("--region", required=True, help="which of them")
+    parser.add_argument("--image", required=True, help="the worker image, by digest or tag")
+    parser.add_argument("--models-file", type=Path, default=Path("models.yaml"), help="(default: %(default)s)")
+    parser.add_argument("--autoscaler", choices=("keda", "hpa"), default="keda", help="(default: %(default)s)")
+    parser.add_argument("--buffer", type=int, default=1, help="places kept warm per GPU class (default: %(default)s)")
+    parser.add_argument("--capacity-buffers", action="store_true", help="the cluster has CapacityBuffer")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

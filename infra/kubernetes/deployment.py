@@ -1,0 +1,92 @@
+"""What an overlay is made from besides the catalogue: where the workers run and what they reach, and the GPU types."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from shared.catalogue import Gpu
+from shared.errors import ConfigurationError
+
+GPU_TYPES_FILE = Path(__file__).parent / "gpus.yaml"
+
+
+class GpuType(BaseModel):
+    """A GPU type: its node label, its machine, and what a node has left for workers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    accelerator: str
+    machine_type: str
+    cpu: int = Field(gt=0)
+    memory_gib: int = Field(gt=0)
+
+
+class Deployment(BaseModel):
+    """One region's workers: Terraform's output `deployments` says most, whoever deploys the rest.
+
+    Everything up to `redis_url` is what API and workers have to agree on, so it comes from one place.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    project: str
+    region: str
+    namespace: str
+    dataset: str
+    objects_url: str
+    redis_url: str
+    cache_cidr: str
+    """Addresses of Redis, for the network policy."""
+    spot: bool
+    overflow: Literal["l4", "a100"] | None
+    """GPU type that takes over where another is out of stock."""
+    compute_classes: bool
+    """Nodes come from ComputeClasses instead of the pools that Terraform makes."""
+    image: str = Field(pattern=r"^[^@\s]+(@sha256:[0-9a-f]{64}|:[A-Za-z0-9._-]+)$")
+    """The worker image, by digest or tag."""
+    autoscaler: Literal["keda", "hpa"] = "keda"
+    buffer: int = Field(1, ge=0)
+    """Places kept warm for each class of GPU nodes."""
+    capacity_buffers: bool = False
+    """Keep them with CapacityBuffer (the cluster must have it) instead of balloons."""
+
+    @property
+    def metrics_url(self) -> str:
+        """Where Managed Prometheus answers queries (platform-facts G16)."""
+        return f"https://monitoring.googleapis.com/v1/projects/{self.project}/location/global/prometheus"
+
+
+def read_deployment(path: Path, region: str, **given: object) -> Deployment:
+    """The deployment of `region` from `terraform output -json deployments`, with what `given` adds.
+
+    Raises:
+        ConfigurationError: the file can't be read, has no such region, or something is missing or wrong.
+    """
+    try:
+        regions = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path}: {error}") from error
+    if not isinstance(regions, dict) or region not in regions:
+        known = ", ".join(regions) if isinstance(regions, dict) else "none"
+        raise ConfigurationError(f"{path}: no region {region!r}; it has: {known}", field="region")
+    try:
+        return Deployment.model_validate(regions[region] | given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigurationError(f"{path}: {where}: {first['msg']}", field=where) from error
+
+
+def read_gpu_types() -> dict[str, GpuType]:
+    """The GPU types by the names that models.yaml uses."""
+    return TypeAdapter(dict[str, GpuType]).validate_python(yaml.safe_load(GPU_TYPES_FILE.read_text(encoding="utf-8")))
+
+
+def gpu_class(gpu: Gpu) -> str:
+    """The class of nodes that offers this type and share; Terraform labels its pools so."""
+    return f"{gpu.type}-x{gpu.share}"

@@ -1,0 +1,220 @@
+"""Writes the Kustomize overlay of a region: one folder per model of the catalogue, over the tree beside this file.
+
+Kustomize does the rest: `kubectl kustomize OUT` renders it, `kubectl apply -k OUT` puts it into a cluster, and the
+Terraform stage `workloads` takes the rendered file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from infra.kubernetes.autoscaling import hpa_patch, keda_patch
+from infra.kubernetes.deployment import Deployment, GpuType, gpu_class, read_gpu_types
+from infra.kubernetes.placement import Placement, compute_class, place, share_of
+from shared.catalogue import Catalogue, Gpu, Model
+from shared.errors import ConfigurationError
+
+TREE = Path(__file__).parent
+SLUG_LIMIT = 40
+"""Kubernetes allows 63 in a label, of which the names of our objects need some."""
+MODELS_FILE = "/etc/penstock/models.yaml"
+CACHE_DIR, SPOOL_DIR = "/var/cache/penstock", "/var/spool/penstock"
+HEALTH_PORT = 8081
+
+
+def slug(model: str) -> str:
+    """The name of a model as Kubernetes takes it; infra/terraform/platform/models.tf makes the same."""
+    plain = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")
+    if len(plain) <= SLUG_LIMIT:
+        return plain
+    return f"{plain[:31].strip('-')}-{hashlib.sha256(model.encode()).hexdigest()[:8]}"
+
+
+def write_overlay(out: Path, catalogue: Catalogue, models_file: Path, deployment: Deployment) -> None:
+    """Writes the overlay, in place of what is there.
+
+    Args:
+        out: the folder; what an earlier run left in it goes.
+        catalogue: the models to run workers of.
+        models_file: where it was read; each worker gets its own entry, so that a change restarts no other.
+        deployment: where and with what.
+
+    Raises:
+        ConfigurationError: two models would get the same name, or `out` is a folder that is no overlay.
+    """
+    slugs: dict[str, str] = {}
+    for model in catalogue.models:
+        other = slugs.setdefault(slug(model.name), model.name)
+        if other != model.name:
+            raise ConfigurationError(f"models {other!r} and {model.name!r} are both {slug(model.name)!r} to Kubernetes")
+    _clear(out)
+    gpu_types = read_gpu_types()
+    entries = {entry["name"]: entry for entry in yaml.safe_load(models_file.read_text(encoding="utf-8"))["models"]}
+    folders = []
+    for name, model in zip(slugs, catalogue.models, strict=True):
+        _write_worker(out / f"worker-{name}", model, entries[model.name], deployment, gpu_types)
+        folders.append(f"worker-{name}")
+    for gpu in dict.fromkeys(model.gpu for model in catalogue.models if model.gpu.type != "none"):
+        folders += _write_gpu_class(out, gpu, deployment, gpu_types)
+    _write_cluster(out / "cluster", deployment)
+    _write(out, ["cluster", *folders], patches=[])
+
+
+def _write_cluster(folder: Path, deployment: Deployment) -> None:
+    """Namespace, priorities and network policies; Redis' addresses stand last in the workers' policy."""
+    folder.mkdir()
+    cidr = [{"op": "replace", "path": "/spec/egress/3/to/0/ipBlock/cidr", "value": deployment.cache_cidr}]
+    patch = {"target": {"kind": "NetworkPolicy", "name": "workers"}, "patch": yaml.safe_dump(cidr)}
+    _write(folder, [_up_to(folder, "cluster")], namespace=deployment.namespace, patches=[patch])
+
+
+def _clear(out: Path) -> None:
+    if out.exists() and any(out.iterdir()):
+        if not (out / "kustomization.yaml").is_file():
+            raise ConfigurationError(f"{out} holds something else than an overlay")
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+
+
+def _write_worker(
+    folder: Path, model: Model, entry: dict[str, Any], deployment: Deployment, gpu_types: dict[str, GpuType]
+) -> None:
+    placement, name = place(model, deployment, gpu_types), slug(model.name)
+    components = (*placement.components, deployment.autoscaler)
+    scaling = keda_patch(model, name, deployment) if deployment.autoscaler == "keda" else hpa_patch(model, deployment)
+    folder.mkdir()
+    (folder / "models.yaml").write_text(yaml.safe_dump({"models": [entry]}, sort_keys=False), encoding="utf-8")
+    settings = worker_settings(model, deployment) | placement.settings
+    image, _, digest = deployment.image.partition("@")
+    image, _, tag = image.rpartition(":") if not digest else (image, "", "")
+    _write(
+        folder,
+        [_up_to(folder, "worker")],
+        components=[_up_to(folder, f"components/{component}") for component in components],
+        namespace=deployment.namespace,
+        nameSuffix=f"-{name}",
+        labels=[{"pairs": {"penstock.dev/model": name}, "includeSelectors": True, "includeTemplates": True}],
+        images=[{"name": "penstock-worker", "newName": image} | ({"digest": digest} if digest else {"newTag": tag})],
+        configMapGenerator=[
+            {"name": "models", "files": ["models.yaml"]},
+            {"name": "settings", "literals": [f"{key}={value}" for key, value in sorted(settings.items())]},
+        ],
+        patches=[_worker_patch(placement), scaling],
+    )
+
+
+def worker_settings(model: Model, deployment: Deployment) -> dict[str, str]:
+    """The environment of a worker, besides what depends on its place."""
+    return {
+        "HF_HOME": f"{CACHE_DIR}/hub",
+        "HOME": "/tmp",
+        "PENSTOCK_DATASET": deployment.dataset,
+        "PENSTOCK_HEALTH_HOST": "0.0.0.0",
+        "PENSTOCK_HEALTH_PORT": str(HEALTH_PORT),
+        "PENSTOCK_MODEL": model.name,
+        "PENSTOCK_MODELS_DIR": f"{CACHE_DIR}/models",
+        "PENSTOCK_MODELS_FILE": MODELS_FILE,
+        "PENSTOCK_OBJECTS_URL": deployment.objects_url,
+        "PENSTOCK_PROJECT": deployment.project,
+        "PENSTOCK_REDIS_URL": deployment.redis_url,
+        "PENSTOCK_REGION": deployment.region,
+        "PENSTOCK_SPOOL_DIR": SPOOL_DIR,
+    }
+
+
+def _worker_patch(placement: Placement) -> dict[str, Any]:
+    pod: dict[str, Any] = {
+        "terminationGracePeriodSeconds": placement.grace_s,
+        "containers": [{"name": "worker", "resources": placement.resources}],
+    }
+    if placement.node_selector:
+        pod["nodeSelector"] = placement.node_selector
+    if placement.accelerators:
+        pod["affinity"] = {"nodeAffinity": _required(placement.accelerators)}
+    return _of_deployment("worker", pod)
+
+
+def _required(accelerators: tuple[str, ...]) -> dict[str, Any]:
+    terms = [{"key": "cloud.google.com/gke-accelerator", "operator": "In", "values": list(accelerators)}]
+    return {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": terms}]}}
+
+
+def _write_gpu_class(out: Path, gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]) -> list[str]:
+    """What a class of GPU nodes has: its ComputeClass, and the places that are kept warm on it."""
+    name, folders = gpu_class(gpu), []
+    if deployment.compute_classes:
+        folders.append(f"compute-class-{name}")
+        folder = out / folders[-1]
+        folder.mkdir()
+        patch = compute_class(gpu, deployment, gpu_types)
+        # No namespace: a ComputeClass has none, which Kustomize can't know.
+        _write(folder, [_up_to(folder, "compute-class")], nameSuffix=f"-{name}", patches=[patch])
+    if deployment.buffer:
+        kind = "capacity-buffer" if deployment.capacity_buffers else "balloon"
+        folders.append(f"{kind}-{name}")
+        folder = out / folders[-1]
+        folder.mkdir()
+        patches = _buffer_patches(gpu, deployment, gpu_types)
+        _write(
+            folder,
+            [_up_to(folder, f"buffers/{kind}")],
+            namespace=deployment.namespace,
+            nameSuffix=f"-{name}",
+            labels=[{"pairs": {"penstock.dev/gpu": name}, "includeSelectors": True, "includeTemplates": True}],
+            patches=patches,
+        )
+    return folders
+
+
+def _buffer_patches(gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]) -> list[dict[str, Any]]:
+    """A place is as large as a worker and on the same nodes, but not on those that only take overflow."""
+    share = share_of(gpu, gpu_types) | {"nvidia.com/gpu": "1"}
+    pod: dict[str, Any] = {"tolerations": [{"operator": "Exists", "effect": "NoSchedule"}]}
+    if deployment.compute_classes:
+        pod["nodeSelector"] = {"cloud.google.com/compute-class": f"workers-{gpu_class(gpu)}"}
+    else:
+        pod["nodeSelector"] = {"penstock.dev/gpu": gpu_class(gpu)}
+        pod["affinity"] = {"nodeAffinity": _required((gpu_types[gpu.type].accelerator,))}
+    limits = {"nvidia.com/gpu": "1", "memory": share["memory"]}
+    if not deployment.capacity_buffers:
+        pod["containers"] = [{"name": "balloon", "resources": {"requests": share, "limits": limits}}]
+        return [_of_deployment("balloon", pod, replicas=deployment.buffer)]
+    pod["containers"] = [{"name": "place", "resources": {"requests": share, "limits": limits}}]
+    return [
+        {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "buffer"}, "template": {"spec": pod}},
+        {
+            "apiVersion": "autoscaling.x-k8s.io/v1beta1",
+            "kind": "CapacityBuffer",
+            "metadata": {"name": "buffer"},
+            "spec": {"replicas": deployment.buffer},
+        },
+    ]
+
+
+def _of_deployment(name: str, pod: dict[str, Any], **spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": name},
+        "spec": {**spec, "template": {"spec": pod}},
+    }
+
+
+def _write(folder: Path, resources: list[str], *, patches: list[dict[str, Any]], **fields: Any) -> None:
+    """One kustomization.yaml; a patch that does not say its target is a strategic merge."""
+    written = [patch if "target" in patch else {"patch": yaml.safe_dump(patch, sort_keys=False)} for patch in patches]
+    head = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+    content = head | {"resources": resources} | fields | {"patches": written}
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+
+
+def _up_to(folder: Path, part: str) -> str:
+    """The way from `folder` to a part of the tree; Kustomize takes only relative ones."""
+    return os.path.relpath(TREE / part, folder.resolve())

@@ -1,0 +1,94 @@
+"""Where a worker runs and what it may take there: a GPU of its own, its share of one, or none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from infra.kubernetes.deployment import Deployment, GpuType, gpu_class
+from shared.catalogue import Gpu, Model
+
+SHARED_MEMORY = 0.92
+"""Of a shared GPU's memory is handed out to torch: each process also has a CUDA context outside of torch's books."""
+PAUSE_S = 2
+"""preStop of the base."""
+DRAIN_S = 60
+SPOT_DRAIN_S = 15
+"""A spot node is gone 30 s after its notice (platform-facts G14), and the kubelet keeps some of them."""
+KILL_MARGIN_S = 10
+"""From the end of the drain to the kill: rows go to disk, connections close."""
+CPU_ONLY = {"cpu": "2", "memory": "4Gi"}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How one worker is placed; `components` are folders below infra/kubernetes/components."""
+
+    components: tuple[str, ...]
+    node_selector: dict[str, str]
+    accelerators: tuple[str, ...]
+    resources: dict[str, dict[str, str]]
+    settings: dict[str, str]
+    grace_s: int
+
+
+def place(model: Model, deployment: Deployment, gpu_types: dict[str, GpuType]) -> Placement:
+    """The placement of one model's workers."""
+    drain_s = SPOT_DRAIN_S if deployment.spot and model.gpu.type != "none" else DRAIN_S
+    settings = {"PENSTOCK_DRAIN_S": str(drain_s), "PENSTOCK_MEMORY_FRACTION": f"{memory_fraction(model.gpu):g}"}
+    grace_s = PAUSE_S + drain_s + KILL_MARGIN_S
+    if model.gpu.type == "none":
+        # A container sees the cores of the whole node: what it may use is said.
+        settings |= {"PENSTOCK_DEVICE": "cpu", "PENSTOCK_PROCESSES": CPU_ONLY["cpu"], "PENSTOCK_THREADS": "1"}
+        return Placement((), {}, (), _resources(CPU_ONLY), settings, grace_s)
+    settings |= {"PENSTOCK_DEVICE": "cuda", "PENSTOCK_PROCESSES": "1"}
+    resources = _resources(share_of(model.gpu, gpu_types), gpu=True)
+    if deployment.compute_classes:
+        chosen = {"cloud.google.com/compute-class": f"workers-{gpu_class(model.gpu)}"}
+        return Placement(("compute-class",), chosen, (), resources, settings, grace_s)
+    components: tuple[str, ...] = ("gpu",)
+    chosen = {"penstock.dev/gpu": gpu_class(model.gpu)}
+    if model.gpu.share > 1:
+        components += ("time-shared",)
+        chosen["cloud.google.com/gke-max-shared-clients-per-gpu"] = str(model.gpu.share)
+    types = dict.fromkeys(type_ for type_ in (model.gpu.type, deployment.overflow) if type_)
+    accelerators = tuple(gpu_types[type_].accelerator for type_ in types)
+    return Placement(components, chosen, accelerators, resources, settings, grace_s)
+
+
+def memory_fraction(gpu: Gpu) -> float:
+    """The part of a GPU's memory that torch may take in one worker; sharing in time divides no memory."""
+    return 1.0 if gpu.share == 1 else int(SHARED_MEMORY / gpu.share * 1000) / 1000
+
+
+def share_of(gpu: Gpu, gpu_types: dict[str, GpuType]) -> dict[str, str]:
+    """CPU and memory of one of those that share a node."""
+    node = gpu_types[gpu.type]
+    return {"cpu": f"{node.cpu * 1000 // gpu.share}m", "memory": f"{node.memory_gib * 1024 // gpu.share}Mi"}
+
+
+def _resources(share: dict[str, str], *, gpu: bool = False) -> dict[str, dict[str, str]]:
+    # No limit on CPU: what the neighbours leave is there for the taking. On a shared node a GPU is asked for once.
+    one = {"nvidia.com/gpu": "1"} if gpu else {}
+    return {"requests": share | one, "limits": {"memory": share["memory"]} | one}
+
+
+def compute_class(gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]) -> dict[str, Any]:
+    """The ComputeClass of one type and share: spot, on demand, then the larger GPU (platform-facts G11, G12)."""
+    sharing = {"gpuSharing": {"sharingStrategy": "time-sharing", "maxSharedClientsPerGPU": gpu.share}}
+
+    def rule(type_: str, spot: bool) -> dict[str, Any]:
+        node = gpu_types[type_]
+        wanted = {"type": node.accelerator, "count": 1} | (sharing if gpu.share > 1 else {})
+        return {"machineType": node.machine_type, "spot": spot, "gpu": wanted}
+
+    rules = [rule(gpu.type, True)] if deployment.spot else []
+    rules.append(rule(gpu.type, False))
+    if deployment.overflow not in (None, gpu.type):
+        rules.append(rule(str(deployment.overflow), False))
+    return {
+        "apiVersion": "cloud.google.com/v1",
+        "kind": "ComputeClass",
+        "metadata": {"name": "workers"},
+        "spec": {"priorities": rules},
+    }

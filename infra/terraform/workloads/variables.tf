@@ -1,0 +1,67 @@
+variable "cluster" {
+  description = "Name of the region's cluster: output `clusters` of the stage platform."
+  type        = string
+  nullable    = false
+}
+
+variable "keda" {
+  description = "Version of KEDA's chart, and how many of its operator run (one works, the others stand by)."
+  type = object({
+    replicas = optional(number, 2)
+    version  = optional(string, "2.18.0")
+  })
+  default  = {}
+  nullable = false
+
+  # The Prometheus trigger takes Google's identity since 2.12; gcp-pubsub, deprecated in 2.18, is not used.
+  validation {
+    condition     = can(regex("^2[.](1[2-9]|[2-9][0-9])[.][0-9]+$", var.keda.version))
+    error_message = "KEDA 2.12 or later, as 2.18.0."
+  }
+
+  validation {
+    condition     = var.keda.replicas >= 1
+    error_message = "At least one operator."
+  }
+}
+
+variable "models_file" {
+  description = "The catalogue that the objects were rendered from; null: models.yaml at the top of the repository."
+  type        = string
+  default     = null
+
+  validation {
+    condition     = var.models_file == null ? true : fileexists(var.models_file)
+    error_message = "There is no such file."
+  }
+}
+
+variable "objects_file" {
+  description = "What `kubectl kustomize` rendered from the region's overlay."
+  type        = string
+  nullable    = false
+
+  validation {
+    condition     = fileexists(var.objects_file)
+    error_message = "There is no such file: write the overlay (python -m infra.kubernetes) and render it (kubectl kustomize)."
+  }
+}
+
+variable "project_id" {
+  description = "Project of the cluster."
+  type        = string
+  nullable    = false
+}
+
+variable "region" {
+  description = "Region of the cluster."
+  type        = string
+  nullable    = false
+}
+
+variable "wait_for_workers" {
+  description = "Whether an apply waits until every worker is warm."
+  type        = bool
+  default     = false
+  nullable    = false
+}
