@@ -96,3 +96,15 @@ def test_keys_take_turns(lengths_and_keys: Arrivals, max_items: int) -> None:
 def test_equal_lengths_fill_the_budget() -> None:
     queue, _ = queue_of([(10, "")] * 50, budget=100, max_items=64)
     assert [len(batch) for batch in drain(queue)] == [10, 10, 10, 10, 10]
+
+
+@given(arrivals, st.integers(1, 20))
+def test_sift_leaves_what_is_wanted(lengths_and_keys: Arrivals, max_items: int) -> None:
+    queue, entries = queue_of(lengths_and_keys, 10**9, max_items)
+    queue.sift(lambda entry: entry.number % 3 == 0)
+    wanted = [entry for entry in entries if entry.number % 3 == 0]
+    assert sorted(entry.number for entry in queue) == [entry.number for entry in wanted]
+    assert {entry.number for entry in queue.firsts()} == {
+        min(entry.number for entry in wanted if entry.key == key) for key in {entry.key for entry in wanted}
+    }
+    assert sorted(entry.number for batch in drain(queue) for entry in batch) == [entry.number for entry in wanted]

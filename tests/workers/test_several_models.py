@@ -1,0 +1,240 @@
+"""One worker with two models and room for one: real model processes, a broker in memory, a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from shared.cache import ResultCache
+from shared.catalogue import Cache, Model, read_catalogue
+from shared.messages import EmbeddingResult, Envelope, Item, Job, JobBody, TextInput, decode_reply, encode_job
+from shared.names import inbox_topic_id, jobs_topic_id, slot_subscription_id, workers_subscription_id
+from shared.objects import ObjectStore
+from shared.transport import SubscriptionSettings
+from shared.usage import Row
+from tests.fakes import InMemoryTransport
+from workers.finisher import Finisher
+from workers.intake import Intake
+from workers.job import WorkerFacts
+from workers.memory import weights_bytes
+from workers.model_pool import Hosted, ModelPool, ModelProcess, ModelProcessDied
+from workers.models import preparer_for
+from workers.models.base import Prepared
+from workers.sources import resolve
+from workers.worker import Worker
+
+pytestmark = pytest.mark.anyio
+
+LIMIT_S = 30.0
+LARGE, SMALL = 0, 1
+LONG_TEXT = "the mill wheel turns " * 60
+"""Some ten milliseconds of MiniLM."""
+FREED_BYTES = 20_000_000
+"""Less than MiniLM's layers: those of its weights that every batch reads."""
+
+
+def make_tiny(folder: Path, minilm: Path) -> None:
+    """A BERT of one layer and 32 dimensions with seeded weights, and MiniLM's tokenizer."""
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(minilm / name, folder / name)
+    config = json.loads((minilm / "config.json").read_text())
+    config |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    random, narrow = np.random.default_rng(1), {384: 32, 1536: 64}
+    tensors = {}
+    for name, given in load_file(minilm / "model.safetensors").items():
+        if ".layer." not in name or ".layer.0." in name:
+            shape: list[int] = [narrow.get(size, int(size)) for size in given.shape]
+            is_scale = name.endswith("LayerNorm.weight")
+            tensors[name] = np.ones(shape, "f4") if is_scale else random.normal(0, 0.1, shape).astype("f4")
+            tensors[name] = given if given.dtype.kind == "i" else tensors[name]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def hosted(tmp_path_factory: pytest.TempPathFactory) -> list[Hosted]:
+    minilm = read_catalogue(Path("models.yaml")).find("all-MiniLM-L6-v2")
+    minilm = minilm.model_copy(update={"cache": Cache(ttl_s=0)})
+    folder = resolve(minilm.source, minilm.revision, Path("unused"))
+    tiny_folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_tiny(tiny_folder, folder)
+    tiny = minilm.model_copy(update={"name": "tiny", "aliases": (), "dimensions": 32})
+    return [Hosted(minilm, folder), Hosted(tiny, tiny_folder)]
+
+
+@pytest.fixture(scope="module")
+async def pool(anyio_backend: str, hosted: list[Hosted]) -> AsyncIterator[ModelPool]:
+    budget_bytes = weights_bytes(hosted[LARGE].folder)
+    async with ModelPool(hosted, device="cpu", processes=1, memory_budget_bytes=budget_bytes) as pool:
+        yield pool
+
+
+@pytest.fixture
+async def process(pool: ModelPool) -> ModelProcess:
+    await pool.processes[0].ready()
+    return pool.processes[0]
+
+
+def prepared(hosted: Hosted, *texts: str) -> list[Prepared]:
+    found = preparer_for(hosted.entry, hosted.folder).prepare([TextInput(text) for text in texts])
+    return [item for item in found if isinstance(item, Prepared)]
+
+
+async def embed(process: ModelProcess, hosted: list[Hosted], number: int, *texts: str) -> np.ndarray:
+    done = await process.run(prepared(hosted[number], *texts), timeout_s=LIMIT_S, model=number)
+    vectors = [result.vector for result in done.results if isinstance(result, EmbeddingResult)]
+    return np.array([np.frombuffer(vector, "<f4") for vector in vectors])
+
+
+async def test_both_answer_rightly_in_turn_and_the_memory_of_one_is_freed(
+    process: ModelProcess, hosted: list[Hosted]
+) -> None:
+    large = await embed(process, hosted, LARGE, "a cat", "a mill wheel")
+    assert process.residence.resident == [LARGE]
+    with_large = process.memory_bytes
+    small = await embed(process, hosted, SMALL, "a cat", "a mill wheel")
+    assert process.residence.resident == [SMALL]
+    assert process.memory_bytes < with_large - FREED_BYTES
+    assert (large.shape, small.shape) == ((2, 384), (2, 32))
+    assert np.allclose(await embed(process, hosted, LARGE, "a cat", "a mill wheel"), large, atol=1e-6)
+    assert np.allclose(await embed(process, hosted, SMALL, "a cat", "a mill wheel"), small, atol=1e-6)
+
+
+async def test_a_batch_tells_what_was_switched_for_it(process: ModelProcess, hosted: list[Hosted]) -> None:
+    await embed(process, hosted, LARGE, "a cat")
+    stayed = await process.run(prepared(hosted[LARGE], "a dog"), timeout_s=LIMIT_S, model=LARGE)
+    assert stayed.switched is None
+    went = await process.run(prepared(hosted[SMALL], "a dog"), timeout_s=LIMIT_S, model=SMALL)
+    assert went.switched is not None
+    assert (went.switched.resident, went.switched.loads, went.switched.evictions) == ([SMALL], 1, 1)
+    assert went.switched.switch_s > 0
+    assert went.finished_at_s - went.started_at_s < LIMIT_S
+
+
+async def test_both_models_recover_from_a_killed_process(process: ModelProcess, hosted: list[Hosted]) -> None:
+    before = [await embed(process, hosted, number, "a cat") for number in (LARGE, SMALL)]
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(ModelProcessDied):
+        await embed(process, hosted, LARGE, *[LONG_TEXT] * 40)
+    await process.ready()
+    assert process.residence.resident == [LARGE]
+    for number in (SMALL, LARGE):
+        assert np.allclose(await embed(process, hosted, number, "a cat"), before[number], atol=1e-6)
+
+
+@asynccontextmanager
+async def working(redis_url: str, folder: Path, hosted: list[Hosted], pool: ModelPool) -> AsyncIterator[Desk]:
+    broker = InMemoryTransport()
+    topics = {jobs_topic_id(one.entry.name): workers_subscription_id(one.entry.name) for one in hosted}
+    for topic_id, subscription_id in (topics | {inbox_topic_id("1"): slot_subscription_id("1", 0)}).items():
+        await broker.ensure_topic(topic_id)
+        await broker.ensure_subscription(subscription_id, SubscriptionSettings(topic_id))
+    objects, facts, stop = ObjectStore(f"file://{folder}"), WorkerFacts("w", "here", "cpu"), asyncio.Event()
+    async with AsyncExitStack() as stack:
+        cache = await stack.enter_async_context(ResultCache(redis_url, 1_000_000))
+        intakes = []
+        for model, model_folder, _ in hosted:
+            finisher = Finisher(model, broker, cache, objects, RowList(), facts)
+            intakes.append(Intake(model, preparer_for(model, model_folder), cache, objects, finisher))
+        worker = Worker(intakes, broker, pool)
+        running = asyncio.create_task(worker.run(stop))
+        desk = Desk(broker, worker)
+        receiving = asyncio.create_task(desk.receive())
+        try:
+            yield desk
+        finally:
+            stop.set()
+            await asyncio.wait_for(running, LIMIT_S)
+            receiving.cancel()
+    assert not worker.is_ready
+    assert [broker.backlog(subscription_id) for subscription_id in topics.values()] == [0, 0]
+
+
+class RowList(list[Row]):
+    def write(self, row: Row) -> None:
+        self.append(row)
+
+
+class Desk:
+    """The caller's side: sends jobs to either model and collects what comes back, by request."""
+
+    def __init__(self, broker: InMemoryTransport, worker: Worker) -> None:
+        self.broker, self.worker = broker, worker
+        self.vectors: dict[str, np.ndarray] = {}
+        self.statuses: dict[str, str] = {}
+        self._came = asyncio.Event()
+
+    async def send(self, model: Model, request_id: str, text: str, left_s: float = 60.0) -> None:
+        now_s = time.time()
+        envelope = Envelope(
+            request_id=request_id,
+            part=0,
+            model=model.name,
+            tenant="t",
+            inbox=inbox_topic_id("1"),
+            slot="0",
+            deadline_s=now_s + left_s,
+            received_at_s=now_s,
+            published_at_s=now_s,
+        )
+        data, attributes = encode_job(Job(envelope, JobBody([Item(0, TextInput(text), cache_key=request_id)])))
+        await self.broker.publish(jobs_topic_id(model.name), data, attributes)
+
+    async def receive(self) -> None:
+        async with self.broker.subscribe(slot_subscription_id("1", 0), max_messages=100) as replies:
+            async for message in replies:
+                replies.ack(message)
+                reply = decode_reply(message.data, message.attributes)
+                outcome = reply.body.outcomes[0]
+                self.statuses[reply.request_id] = outcome.status
+                if isinstance(outcome.result, EmbeddingResult):
+                    self.vectors[reply.request_id] = np.frombuffer(outcome.result.vector, "<f4")
+                self._came.set()
+
+    async def answers(self, count: int) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while len(self.statuses) < count:
+                self._came.clear()
+                await self._came.wait()
+
+
+async def test_interleaved_jobs_of_both_are_answered_by_their_own_model(
+    redis_url: str, tmp_path: Path, hosted: list[Hosted], pool: ModelPool, process: ModelProcess
+) -> None:
+    texts = [f"text number {number}" for number in range(20)]
+    expected = [await embed(process, hosted, number, *texts) for number in (LARGE, SMALL)]
+    async with working(redis_url, tmp_path, hosted, pool) as desk:
+        for place, text in enumerate(texts):
+            for number in (LARGE, SMALL):
+                await desk.send(hosted[number].entry, f"{number}-{place}", text)
+        await desk.answers(2 * len(texts))
+        assert desk.worker.is_ready
+    for number in (LARGE, SMALL):
+        given = np.array([desk.vectors[f"{number}-{place}"] for place in range(len(texts))])
+        assert np.allclose(given, expected[number], atol=1e-5)
+
+
+async def test_no_switch_for_those_who_do_not_wait_any_more(
+    redis_url: str, tmp_path: Path, hosted: list[Hosted], pool: ModelPool, process: ModelProcess
+) -> None:
+    await embed(process, hosted, LARGE, "a cat")
+    async with working(redis_url, tmp_path, hosted, pool) as desk:
+        for number in range(12):
+            await desk.send(hosted[LARGE].entry, f"long-{number}", f"{number} {LONG_TEXT}")
+        await desk.send(hosted[SMALL].entry, "late", "nobody waits", left_s=0.05)
+        await desk.answers(13)
+    assert desk.statuses["late"] == "expired"
+    assert process.residence.resident == [LARGE]
