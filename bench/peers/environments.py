@@ -1,0 +1,43 @@
+"""A virtual environment per peer in var/peers/, made at the first use from the pinned list beside its server."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from shared.errors import Unavailable
+
+FOLDER = Path("var/peers")
+INSTALL_LIMIT_S = 1800.0
+
+
+def programs_of(requirements: Path) -> Path:
+    """The folder with the programs of an environment that has exactly `requirements`, made first where it is missing.
+
+    Raises:
+        Unavailable: it can't be made; the message has pip's last words.
+    """
+    environment = (FOLDER / requirements.parent.name).resolve()
+    wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
+    stamp = environment / "installed-requirements.sha256"
+    if not (stamp.is_file() and stamp.read_text(encoding="ascii") == wanted):
+        _make(environment, requirements)
+        stamp.write_text(wanted, encoding="ascii")
+    return environment / "bin"
+
+
+def _make(environment: Path, requirements: Path) -> None:
+    shutil.rmtree(environment, ignore_errors=True)
+    # The list is complete, so pip need not resolve it: some peers ask for more than an index may have.
+    install = [str(environment / "bin" / "pip"), "install", "--quiet", "--no-deps", "-r", str(requirements)]
+    for command in ([sys.executable, "-m", "venv", str(environment)], install):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_LIMIT_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise Unavailable(f"{environment.name}: no environment: {error}") from error
+        if done.returncode:
+            words = (done.stderr or done.stdout).strip().splitlines()[-1:]
+            raise Unavailable(f"{environment.name}: no environment: {' '.join(words)}")

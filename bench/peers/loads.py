@@ -1,0 +1,79 @@
+"""The loads that every contender gets: how many in flight or at what rate, on which texts, for how long, how often."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from bench.texts import Texts
+
+SEND_S = {1: 2.0, 8: 2.0, 32: 3.0, 128: 5.0, 512: 2.0}
+"""For how long new requests are sent, by requests in flight; then what is open is waited for. 512 are all sent at
+once, and answering them takes the slower peers 20 s more."""
+OTHER_SEND_S = 3.0
+ONCE = (8, 512)
+"""Measured in the first round only, as is the open loop: they show a trend and cost much time."""
+REPEATS_AT = 32
+OPEN_SEND_S = 4.0
+OPEN_CONNECTIONS = 1024
+MOST_PER_S = 1200
+"""No contender answers more; so many texts are drawn per second of sending."""
+BLOCK = 20
+"""So many texts in a row hold bench.texts.MIX exactly: the slow see the same mix as the fast, who see more texts."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """One load. `repeats` is the share of requests whose text was sent before; `rate_per_s` above 0: open loop."""
+
+    in_flight: int
+    repeats: float = 0.0
+    rate_per_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """As the tables call it."""
+        if self.rate_per_s:
+            return f"{self.rate_per_s:g}/s, open loop"
+        return f"{self.in_flight} in flight" + (f", {self.repeats:.0%} repeats".replace("%", " %") * bool(self.repeats))
+
+    @property
+    def send_s(self) -> float:
+        """For how long new requests are sent."""
+        return OPEN_SEND_S if self.rate_per_s else SEND_S.get(self.in_flight, OTHER_SEND_S)
+
+    def is_in(self, round_number: int) -> bool:
+        """Whether it is measured in this round, counted from 0."""
+        return round_number == 0 or not (self.rate_per_s or self.in_flight in ONCE)
+
+    def texts(self, source: Texts, seed: int) -> list[str]:
+        """Its texts, new ones at each call; at least as many as the fastest contender can use up."""
+        count = self.in_flight + int(self.send_s * (self.rate_per_s * 2 or MOST_PER_S))
+        fresh = (text for _ in range(count) for text in source.mixed(BLOCK))
+        return list(_with_repeats(fresh, count, self.repeats, random.Random(seed)))
+
+
+def plan(in_flight: Sequence[int], repeats: Sequence[float], rate_per_s: float) -> list[Load]:
+    """The loads in the order they are measured.
+
+    Args:
+        in_flight: closed loops.
+        repeats: shares of repeated texts; 0 at every number in flight, others at the one nearest to 32.
+        rate_per_s: of the open loop; 0: none.
+    """
+    loads = [Load(number) for number in in_flight if 0 in repeats]
+    nearest = min(in_flight, key=lambda number: abs(number - REPEATS_AT))
+    loads += [Load(nearest, share) for share in repeats if share]
+    return loads + [Load(OPEN_CONNECTIONS, rate_per_s=rate_per_s)] * bool(rate_per_s)
+
+
+def _with_repeats(fresh: Iterator[str], count: int, share: float, draw: random.Random) -> Iterator[str]:
+    """`count` texts, of which `share` were there before; all earlier ones are as likely."""
+    seen: list[str] = []
+    for _ in range(count):
+        if seen and draw.random() < share:
+            yield draw.choice(seen)
+        else:
+            seen.append(next(fresh))
+            yield seen[-1]

@@ -1,0 +1,32 @@
+"""What the model's own files say the vector of a text is: torch fp32, one text at a time, no padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+LONGEST = 256
+"""Tokens that MiniLM's sentence_bert_config.json lets through."""
+
+
+def vectors_of(texts: Iterable[str], model_folder: Path) -> dict[str, np.ndarray]:
+    """The unit vector (float32 [384]) of each text: mean over its tokens, normalised."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModel.from_pretrained(model_folder, dtype=torch.float32).eval()
+    found: dict[str, np.ndarray] = {}
+    with torch.inference_mode():
+        for text in texts:
+            given = tokenizer(text, truncation=True, max_length=LONGEST, return_tensors="pt")
+            mean = model(**given).last_hidden_state[0].mean(0)
+            found[text] = torch.nn.functional.normalize(mean, dim=0).numpy()
+    return found
+
+
+def cosine(vector: list[float], reference: np.ndarray) -> float:
+    """Cosine of the angle between a vector of any length and a unit vector."""
+    given = np.asarray(vector, np.float64)
+    return float(given @ reference / np.linalg.norm(given))

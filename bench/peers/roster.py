@@ -1,0 +1,218 @@
+"""Who is measured: each peer as its own documentation sets it up, two tuned by hand, and Penstock in three ways."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from bench.peers.connection import PLACE
+from bench.pipeline import MODEL
+
+Group = Literal["peer", "tuned", "ours"]
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "DO_NOT_TRACK": "1",
+    "BENTOML_DO_NOT_TRACK": "True",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+"""For all peers: nothing is fetched or sent while they are measured."""
+TEXT = {"text": PLACE}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to serve the model.
+
+    Args:
+        key: names it on the command line and in the results.
+        name: names it in the tables.
+        group: `peer` as documented, `tuned` by hand, or `ours`.
+        note: how it is set up, in a few words.
+        path: where it takes requests.
+        body: the JSON of one, with PLACE where the text goes.
+        answer: keys and places that lead to the vector in its answer.
+        folder: the peer's folder beside this file: its server and its requirements.
+        commands: what is started, in this order; `{port}` is where it must listen, `{spare}` another free port (as
+            `{spare2}`), `{bin}` the environment's programs, `{home}` its folder, `{model}` the model's.
+        environment: variables beside those of this process; the same places are filled in.
+        entry: what Penstock's catalogue entry of the model has different from the shipped one.
+    """
+
+    key: str
+    name: str
+    group: Group
+    note: str
+    path: str
+    body: Mapping[str, Any] = field(default_factory=lambda: TEXT)
+    answer: tuple[str | int, ...] = ()
+    folder: str = ""
+    commands: tuple[tuple[str, ...], ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    entry: Mapping[str, Any] = field(default_factory=dict)
+
+
+HOST_AND_PORT = ("--host", "127.0.0.1", "--port", "{port}")
+UVICORN = (
+    *("{bin}/uvicorn", "--app-dir", "{home}", *HOST_AND_PORT),
+    *("--log-level", "warning", "--no-access-log"),
+)
+MOSEC_OPTIONS = ("--address", "127.0.0.1", "--port", "{port}", "--timeout", "300000", "--log-level", "warning")
+"""Mosec gives up after 3 s as shipped; with that it would answer 408 from 128 in flight on."""
+TUNED = ("{bin}/python", "{home}/tuned.py", *MOSEC_OPTIONS)
+TUNED_NOTE = "two workers of one thread, batches of 32 sorted by length and run by 4, torch"
+
+PEERS = (
+    Contender(
+        "fastapi",
+        "FastAPI, `def`",
+        "peer",
+        "sentence-transformers in a `def` endpoint (threads), uvicorn, no batching",
+        "/embed",
+        folder="fastapi",
+        commands=((*UVICORN, "server:app"),),
+    ),
+    Contender(
+        "fastapi-async",
+        "FastAPI, `async`",
+        "peer",
+        "the same in an `async` endpoint",
+        "/embed-async",
+        folder="fastapi",
+        commands=((*UVICORN, "server:app"),),
+    ),
+    Contender(
+        "litserve",
+        "LitServe",
+        "peer",
+        "dynamic batching, 32 or 10 ms",
+        "/predict",
+        answer=("embedding",),
+        folder="litserve",
+        commands=(("{bin}/python", "{home}/server.py", "{port}"),),
+    ),
+    Contender(
+        "mosec",
+        "Mosec",
+        "peer",
+        "dynamic batching, 32 or 10 ms, one worker",
+        "/inference",
+        folder="mosec",
+        commands=(("{bin}/python", "{home}/server.py", *MOSEC_OPTIONS),),
+    ),
+    Contender(
+        "infinity",
+        "Infinity",
+        "peer",
+        "its own server and batching, torch engine, batch 32",
+        "/embeddings",
+        body={"model": "minilm", "input": PLACE},
+        answer=("data", 0, "embedding"),
+        folder="infinity",
+        commands=(
+            (
+                *("{bin}/infinity_emb", "v2", "--model-id", "{model}", "--served-model-name", "minilm"),
+                *("--engine", "torch", "--device", "cpu", "--dtype", "float32", "--batch-size", "32"),
+                *(*HOST_AND_PORT, "--log-level", "warning", "--no-bettertransformer"),
+            ),
+        ),
+    ),
+    Contender(
+        "bentoml",
+        "BentoML",
+        "peer",
+        "adaptive batching, at most 32",
+        "/encode",
+        body={"sentences": [PLACE]},
+        answer=(0,),
+        folder="bentoml",
+        commands=(("{bin}/bentoml", "serve", "--working-dir", "{home}", "service:Embedding", *HOST_AND_PORT),),
+    ),
+    Contender(
+        "ray",
+        "Ray Serve",
+        "peer",
+        "`@serve.batch`, 32 or 10 ms, one replica",
+        "/",
+        folder="ray",
+        commands=(("{bin}/python", "{home}/server.py", "{port}"),),
+    ),
+    Contender(
+        "celery",
+        "Celery + Redis",
+        "peer",
+        "FastAPI in front, prefork worker with a process per core, no batching",
+        "/embed",
+        folder="celery",
+        commands=(
+            ("{bin}/redis-server", "--port", "{spare}", "--bind", "127.0.0.1", "--save", ""),
+            ("{bin}/celery", "--workdir", "{home}", "-A", "tasks", "worker", "--loglevel", "WARNING"),
+            (*UVICORN, "front:app"),
+        ),
+        environment={"PEER_REDIS_URL": "redis://127.0.0.1:{spare}/0"},
+    ),
+    Contender(
+        "mlserver",
+        "MLServer",
+        "peer",
+        "custom runtime, adaptive batching, 32 or 10 ms, one worker",
+        "/v2/models/minilm/infer",
+        body={"inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": [PLACE]}]},
+        answer=("outputs", 0, "data"),
+        folder="mlserver",
+        commands=(("{bin}/mlserver", "start", "{home}"),),
+        environment={
+            "MLSERVER_HOST": "127.0.0.1",
+            "MLSERVER_HTTP_PORT": "{port}",
+            "MLSERVER_GRPC_PORT": "{spare}",
+            "MLSERVER_METRICS_PORT": "{spare2}",
+            "MLSERVER_METRICS_DIR": "/tmp",
+            "MLSERVER_PARALLEL_WORKERS": "1",
+            "MLSERVER_MODEL_NAME": "minilm",
+            "MLSERVER_MODEL_IMPLEMENTATION": "runtime.Embedding",
+            "MLSERVER_MODEL_MAX_BATCH_SIZE": "32",
+            "MLSERVER_MODEL_MAX_BATCH_TIME": "0.01",
+        },
+    ),
+    Contender(
+        "mosec-fp32",
+        "Mosec tuned, fp32",
+        "tuned",
+        f"{TUNED_NOTE} fp32",
+        "/inference",
+        folder="mosec",
+        commands=(TUNED,),
+        environment={"MINILM_DTYPE": "float32"},
+    ),
+    Contender(
+        "mosec-bf16",
+        "Mosec tuned, bf16",
+        "tuned",
+        f"{TUNED_NOTE} bf16",
+        "/inference",
+        folder="mosec",
+        commands=(TUNED,),
+        environment={"MINILM_DTYPE": "bfloat16"},
+    ),
+)
+
+
+def penstock(key: str, name: str, note: str, **entry: Any) -> Contender:
+    """Penstock with `entry` changed in the catalogue; it answers JSON lists of floats, as the peers do."""
+    body = {"model": MODEL, "input": PLACE, "encoding_format": "float"}
+    return Contender(key, name, "ours", note, "/v1/embeddings", body, ("data", 0, "embedding"), entry=entry)
+
+
+OURS = (
+    penstock("penstock", "Penstock", "as `make up` serves it: API, Pub/Sub, worker, Redis, BigQuery rows"),
+    penstock("penstock-fp32", "Penstock, torch fp32", "the same, torch fp32 only", backend="torch", precision="fp32"),
+    penstock(
+        "penstock-int8",
+        "Penstock, int8",
+        "the same, ONNX Runtime int8, cosine at least 0.99",
+        backend="onnx",
+        precision="int8",
+        tolerance={"cosine": 0.98},
+    ),
+)
+CONTENDERS = (*PEERS, *OURS)

@@ -1,0 +1,154 @@
+"""The measurement: all contenders up, one awake at a time, the same texts for each, one after the other in rounds."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from bench.load import percentiles
+from bench.peers.loads import Load
+from bench.peers.reference import cosine, vectors_of
+from bench.peers.roster import Contender
+from bench.peers.serving import Serving, serving
+from bench.texts import Texts
+from shared.errors import PenstockError
+
+WARM_UP_TEXTS = 200
+WARM_UP_S = 3.0
+WARM_UP_IN_FLIGHT = 16
+
+Say = Callable[[str], None]
+
+
+class Measured(msgspec.Struct):
+    """One contender under one load in one round. CPU is of all its processes, per request answered, by program."""
+
+    contender: str
+    load: str
+    round: int
+    sent: int
+    rate: float
+    round_trip_ms: dict[str, float]
+    failures: dict[str, int]
+    cpu_ms: dict[str, float]
+    generator_cpu_ms: float
+    cosines: list[float] = []
+
+
+class Started(msgspec.Struct):
+    """How a contender came up: seconds from start to its first vector, memory at the end, or why it is missing."""
+
+    contender: str
+    ready_s: float = 0.0
+    memory_bytes: int = 0
+    missing: str = ""
+
+
+@dataclass
+class Findings:
+    """All that was measured."""
+
+    started: dict[str, Started] = field(default_factory=dict)
+    measured: list[Measured] = field(default_factory=list)
+
+
+def measure(
+    contenders: Sequence[Contender], loads: Sequence[Load], rounds: int, model_folder: Path, say: Say
+) -> Findings:
+    """Starts every contender, measures the loads in `rounds` rounds, stops them, compares the sampled vectors.
+
+    A contender that can't be started, or dies, is left out from then on, with its reason in `started`.
+    """
+    findings = Findings()
+    texts = Texts(model_folder, seed=2)
+    sampled: list[tuple[Measured, list[tuple[str, list[float]]]]] = []
+    with ExitStack() as stack:
+        awake = _start(contenders, texts, model_folder, stack, findings, say)
+        for number in range(rounds):
+            for load in (load for load in loads if load.is_in(number)):
+                load_texts = load.texts(texts, seed=number)
+                for one in _turned(awake, number):
+                    if not findings.started[one.contender.key].missing:
+                        sampled += _one(one, load, number, load_texts, findings, say)
+        for one in awake:
+            one.tree.thaw()
+            findings.started[one.contender.key].memory_bytes = one.tree.memory_bytes()
+            one.tree.freeze()
+    _compare(sampled, model_folder)
+    return findings
+
+
+def _start(
+    contenders: Iterable[Contender], texts: Texts, model_folder: Path, stack: ExitStack, findings: Findings, say: Say
+) -> list[Serving]:
+    """Starts each while the others are frozen, warms it up and freezes it."""
+    awake = []
+    for contender in contenders:
+        started = findings.started[contender.key] = Started(contender.key)
+        say(f"{contender.name}: starting")
+        try:
+            one = stack.enter_context(serving(contender, model_folder))
+            one.drive(texts.mixed(WARM_UP_TEXTS), WARM_UP_IN_FLIGHT, WARM_UP_S)
+        except (PenstockError, subprocess.SubprocessError) as error:
+            started.missing = str(error)
+            say(f"{contender.name}: left out: {error}")
+            continue
+        started.ready_s = one.ready_s
+        one.tree.freeze()
+        awake.append(one)
+    return awake
+
+
+def _turned(awake: list[Serving], number: int) -> list[Serving]:
+    """The order of a round: each begins with another contender."""
+    at = number % len(awake) if awake else 0
+    return awake[at:] + awake[:at]
+
+
+def _one(
+    one: Serving, load: Load, number: int, texts: list[str], findings: Findings, say: Say
+) -> list[tuple[Measured, list[tuple[str, list[float]]]]]:
+    """Measures one contender under one load; returns what was measured with its sampled texts and vectors."""
+    one.tree.thaw()
+    before_s, began_s = one.tree.cpu_s(), time.monotonic()
+    try:
+        report = one.drive(texts, load.in_flight, load.send_s, load.rate_per_s)
+    except subprocess.SubprocessError as error:
+        findings.started[one.contender.key].missing = f"died at {load.name}: {error}"
+        return []
+    spent_s = {name: spent - before_s.get(name, 0.0) for name, spent in one.tree.cpu_s().items()}
+    one.tree.freeze()
+    answered = len(report.round_trip_ms)
+    measured = Measured(
+        contender=one.contender.key,
+        load=load.name,
+        round=number,
+        sent=report.sent,
+        rate=report.rate,
+        round_trip_ms=percentiles(report.round_trip_ms) if answered else {},
+        failures=report.failures,
+        cpu_ms=_per_request(spent_s, answered),
+        generator_cpu_ms=1000 * report.cpu_s / max(report.sent, 1),
+    )
+    findings.measured.append(measured)
+    took_s = time.monotonic() - began_s
+    say(f"{load.name}, round {number + 1}, {one.contender.name}: {report.rate:.0f}/s, {took_s:.1f} s {report.failures}")
+    return [(measured, [(texts[place], vector) for place, vector in report.samples])]
+
+
+def _per_request(spent_s: dict[str, float], answered: int) -> dict[str, float]:
+    return {name: round(1000 * spent / max(answered, 1), 3) for name, spent in spent_s.items() if spent > 0}
+
+
+def _compare(sampled: list[tuple[Measured, list[tuple[str, list[float]]]]], model_folder: Path) -> None:
+    """Adds the cosines to the reference, once nothing else needs the cores."""
+    wanted = {text for _, samples in sampled for text, _ in samples}
+    reference = vectors_of(wanted, model_folder)
+    for measured, samples in sampled:
+        measured.cosines = [cosine(vector, reference[text]) for text, vector in samples]

@@ -1,0 +1,129 @@
+"""Starts a contender and stops it: a peer's processes in its own environment, or Penstock's local stack."""
+
+from __future__ import annotations
+
+import http.client
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import yaml
+
+from bench.peers.connection import PLACE, vector_of
+from bench.peers.environments import programs_of
+from bench.peers.generator import Order, Report, drive
+from bench.peers.roster import OFFLINE, Contender
+from bench.peers.tree import Tree
+from bench.pipeline import MODEL, MODELS_FILE
+from infra.local.ports import Ports
+from infra.local.process import Process, free_port
+from infra.local.stack import Stack
+from shared.settings import environment_with
+
+HERE = Path(__file__).parent
+READY_LIMIT_S = 180.0
+FIRST_ANSWER_LIMIT_S = 30.0
+STOP_LIMIT_S = 15.0
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A contender that answers: where it listens, seconds from start to its first vector, its processes."""
+
+    contender: Contender
+    port: int
+    ready_s: float
+    tree: Tree
+
+    def drive(self, texts: list[str], in_flight: int, send_s: float, rate_per_s: float = 0.0) -> Report:
+        """Sends `texts` as a generator.Order says."""
+        to = self.contender
+        return drive(
+            Order(self.port, to.path, to.body, list(to.answer), texts, in_flight, send_s, rate_per_s=rate_per_s)
+        )
+
+
+@contextmanager
+def serving(contender: Contender, model_folder: Path) -> Iterator[Serving]:
+    """The contender while it serves.
+
+    Raises:
+        PenstockError: it can't be installed or started, with the reason.
+    """
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        before = set(psutil.Process().children())
+        start = _stack if contender.group == "ours" else _peer
+        began_s = time.monotonic()
+        port = start(contender, Path(folder), model_folder, stack)
+        tree = Tree([child for child in psutil.Process().children() if child not in before])
+        serves = Serving(contender, port, time.monotonic() - began_s, tree)
+        try:
+            yield serves
+        finally:
+            tree.thaw()
+            tree.remember()
+            stack.close()
+            tree.end()
+
+
+def _peer(contender: Contender, log_dir: Path, model_folder: Path, stack: ExitStack) -> int:
+    """Starts a peer's programs and returns its port once it answers with a vector."""
+    home = HERE / contender.folder
+    port = free_port()
+    places = {
+        "port": port,
+        "spare": free_port(),
+        "spare2": free_port(),
+        "home": home,
+        "bin": programs_of(home / "requirements.txt"),
+        "model": model_folder,
+    }
+    own = {name: value.format_map(places) for name, value in contender.environment.items()}
+    environment = environment_with(OFFLINE | own)
+    for number, command in enumerate(contender.commands):
+        words = [word.format_map(places) for word in command]
+        name = f"{contender.key}-{number}"
+        process = Process(name, words, log_dir, environment=environment, stop_limit_s=STOP_LIMIT_S)
+        stack.enter_context(process)
+    process.wait_ready(partial(_gives_vector, contender, port), READY_LIMIT_S)
+    return port
+
+
+def _gives_vector(contender: Contender, port: int) -> bool:
+    """Some listen before their model is loaded, and refuse meanwhile."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=FIRST_ANSWER_LIMIT_S)
+    body = msgspec.json.encode(contender.body).replace(PLACE.encode(), b"ready")
+    try:
+        connection.request("POST", contender.path, body, {"content-type": "application/json"})
+        return bool(vector_of(connection.getresponse().read(), contender.answer))
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+        return False
+    finally:
+        connection.close()
+
+
+def _stack(contender: Contender, state_dir: Path, model_folder: Path, stack: ExitStack) -> int:
+    """Starts the local stack with the one model, as `penstock up` does, and returns the API's port."""
+    catalogue = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))
+    catalogue["models"] = [_changed(entry, contender.entry) for entry in catalogue["models"] if entry["name"] == MODEL]
+    models_file = state_dir / "models.yaml"
+    models_file.write_text(yaml.safe_dump(catalogue), encoding="utf-8")
+    ports = Ports.free(1)
+    settings = {"PENSTOCK_MODELS_FILE": str(models_file)}
+    stack.enter_context(Stack(state_dir, ports=ports, settings=settings, say=_say_nothing))
+    return ports.api
+
+
+def _changed(entry: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    return entry | dict(changes)
+
+
+def _say_nothing(line: str) -> None:
+    """What counts is measured; a failure carries the end of its log."""

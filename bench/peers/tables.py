@@ -1,0 +1,224 @@
+"""Turns what was measured into medians, ratios and tables: for the terminal, for the results and for the docs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.peers.loads import Load
+from bench.peers.roster import Contender, Group
+from bench.peers.rounds import Findings, Measured
+from bench.report import Figure
+
+BEGIN = "<!-- peers: begin, written by `make bench-peers` -->"
+END = "<!-- peers: end -->"
+ENOUGH = 0.99
+"""A rate counts for comparing only where so many of the requests were answered."""
+Rows = list[list[str]]
+
+
+class Medians:
+    """The median over rounds of every figure of every contender under every load."""
+
+    def __init__(self, contenders: Sequence[Contender], loads: Sequence[Load], findings: Findings) -> None:
+        self.contenders = contenders
+        self.loads = [load.name for load in loads]
+        self.started = findings.started
+        self._measured: dict[tuple[str, str], list[Measured]] = {}
+        for one in findings.measured:
+            self._measured.setdefault((one.contender, one.load), []).append(one)
+
+    def rounds(self, key: str, load: str) -> list[Measured]:
+        """The rounds of one contender under one load; empty where it was not measured."""
+        return self._measured.get((key, load), [])
+
+    def of(self, key: str, load: str, figure: Callable[[Measured], float]) -> float | None:
+        """The median of one figure, None where there is none."""
+        rounds = [one for one in self.rounds(key, load) if one.round_trip_ms]
+        return statistics.median(figure(one) for one in rounds) if rounds else None
+
+    def rate(self, key: str, load: str) -> float | None:
+        """Requests answered per second."""
+        return self.of(key, load, lambda one: one.rate)
+
+    def percentile(self, key: str, load: str, name: str) -> float | None:
+        """A percentile (`p50`, `p95`, `p99`) of the round trip, in ms."""
+        return self.of(key, load, lambda one: one.round_trip_ms[name])
+
+    def cpu_ms(self, key: str, load: str) -> float | None:
+        """CPU milliseconds of all its processes per request answered."""
+        return self.of(key, load, lambda one: sum(one.cpu_ms.values()))
+
+    def busiest_cpu_ms(self, key: str, load: str) -> float | None:
+        """The same of the program that takes most: the one that runs the model."""
+        return self.of(key, load, lambda one: max(one.cpu_ms.values(), default=0.0))
+
+    def failed(self, key: str, load: str) -> int:
+        """Requests without a vector, over all rounds."""
+        return sum(sum(one.failures.values()) for one in self.rounds(key, load))
+
+    def cosines(self, key: str) -> list[float]:
+        """Of all sampled vectors to the reference."""
+        return [value for load in self.loads for one in self.rounds(key, load) for value in one.cosines]
+
+    def best(self, load: str, among: Iterable[str]) -> str | None:
+        """Who of `among` answers most per second, of those who answer nearly all; None where nobody does."""
+        rates = {}
+        for key in among:
+            sent = sum(one.sent for one in self.rounds(key, load))
+            rate = self.rate(key, load)
+            if rate is not None and self.failed(key, load) <= (1 - ENOUGH) * sent:
+                rates[key] = rate
+        return max(rates, key=rates.__getitem__, default=None)
+
+    def keys(self, group: Group) -> list[str]:
+        """The contenders of a group."""
+        return [one.key for one in self.contenders if one.group == group]
+
+
+def figures(medians: Medians) -> list[Figure]:
+    """Every median, every ratio of ours to the best peer, and the bounds that the ratios must keep."""
+    found = [Figure(f"{key}, {load}, {name}", value, unit) for key, load, name, value, unit in _values(medians)]
+    for load in medians.loads:
+        best = medians.best(load, medians.keys("peer"))
+        for key in medians.keys("ours"):
+            for other, limit in ((best, _must(key, load)), ("mosec-fp32", 0.0), ("mosec-bf16", 0.0)):
+                value = _ratio(medians, key, other, load)
+                if value is not None:
+                    bound = (">=", limit) if limit else ()
+                    found.append(Figure(f"{key} over {other}, {load}", value, "x", *bound))
+    return found
+
+
+def _must(key: str, load: str) -> float:
+    """What the project asks of itself at 32 and 128 in flight, distinct texts, against peers as documented."""
+    if load not in ("32 in flight", "128 in flight"):
+        return 0.0
+    return {"penstock": 3.0, "penstock-int8": 4.0}.get(key, 0.0)
+
+
+def _values(medians: Medians) -> Iterable[tuple[str, str, str, float, str]]:
+    for one in medians.contenders:
+        for load in medians.loads:
+            rate = medians.rate(one.key, load)
+            if rate is None:
+                continue
+            yield one.key, load, "rate", rate, "/s"
+            for name in ("p50", "p95", "p99"):
+                yield one.key, load, name, medians.percentile(one.key, load, name) or 0.0, "ms"
+            yield one.key, load, "CPU per request", medians.cpu_ms(one.key, load) or 0.0, "ms"
+            yield one.key, load, "CPU per request, model", medians.busiest_cpu_ms(one.key, load) or 0.0, "ms"
+            yield one.key, load, "without a vector", medians.failed(one.key, load), ""
+
+
+def rate_rows(medians: Medians) -> Rows:
+    """Requests per second, p50 and p99: a row per contender, a column per load."""
+    rows = [["requests/s (p50, p99 ms)", *medians.loads]]
+    for one in medians.contenders:
+        started = medians.started[one.key]
+        if started.missing and not any(medians.rounds(one.key, load) for load in medians.loads):
+            rows.append([one.name, *["-"] * len(medians.loads)])
+        else:
+            rows.append([one.name, *(_cell(medians, one.key, load) for load in medians.loads)])
+    return rows
+
+
+def _cell(medians: Medians, key: str, load: str) -> str:
+    rate = medians.rate(key, load)
+    if rate is None:
+        return "no answer" if medians.rounds(key, load) else "-"
+    p50, p99 = (medians.percentile(key, load, name) or 0.0 for name in ("p50", "p99"))
+    failed = medians.failed(key, load)
+    sent = sum(one.sent for one in medians.rounds(key, load))
+    return f"{rate:,.0f} ({p50:,.0f}, {p99:,.0f})" + f" {failed / sent:.0%} failed" * bool(failed)
+
+
+def ratio_rows(medians: Medians) -> Rows:
+    """A row per load: the best peer as documented, and ours over it and over the two tuned by hand."""
+    ours = [one for one in medians.contenders if one.group == "ours"]
+    others = [("best peer", None), ("Mosec tuned, fp32", "mosec-fp32"), ("Mosec tuned, bf16", "mosec-bf16")]
+    others = [(name, key) for name, key in others if key is None or key in medians.keys("tuned")]
+    names = {one.key: one.name for one in medians.contenders}
+    rows = [["load", "best peer, /s", *(f"{one.name} / {name}" for one in ours for name, _ in others)]]
+    for load in medians.loads:
+        best = medians.best(load, medians.keys("peer"))
+        told = f"{names[best]}, {medians.rate(best, load):,.0f}" if best else "-"
+        values = [_ratio(medians, one.key, key or best, load) for one in ours for _, key in others]
+        rows.append([load, told, *("-" if value is None else f"{value:.2f}" for value in values)])
+    return rows
+
+
+def _ratio(medians: Medians, key: str, other: str | None, load: str) -> float | None:
+    """The median over rounds of the quotients: what disturbs a round weighs on both."""
+    if other is None:
+        return None
+    theirs = {one.round: one.rate for one in medians.rounds(other, load) if one.round_trip_ms}
+    ours = {one.round: one.rate for one in medians.rounds(key, load) if one.round_trip_ms}
+    quotients = [ours[number] / theirs[number] for number in ours if number in theirs]
+    return statistics.median(quotients) if quotients else None
+
+
+def cost_rows(medians: Medians) -> Rows:
+    """A row per contender: start, memory, CPU at the load nearest to 32 in flight, closeness to the reference."""
+    load = "32 in flight" if "32 in flight" in medians.loads else medians.loads[0]
+    rows = [
+        [
+            "",
+            "ready after s",
+            "memory MB",
+            f"CPU ms per request, {load}",
+            "of these the model's program",
+            "cosine min",
+            "failed",
+            "set up",
+        ]
+    ]
+    for one in medians.contenders:
+        started = medians.started[one.key]
+        if started.missing and not started.ready_s:
+            rows.append([one.name, *["-"] * 6, f"left out: {_one_line(started.missing)}"])
+            continue
+        cosines = medians.cosines(one.key)
+        rows.append(
+            [
+                one.name,
+                f"{started.ready_s:.1f}",
+                f"{started.memory_bytes / 1e6:,.0f}",
+                _number(medians.cpu_ms(one.key, load)),
+                _number(medians.busiest_cpu_ms(one.key, load)),
+                f"{min(cosines):.5f}" if cosines else "-",
+                str(sum(medians.failed(one.key, name) for name in medians.loads)),
+                f"{one.note}; {_one_line(started.missing)}" if started.missing else one.note,
+            ]
+        )
+    return rows
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _one_line(reason: str) -> str:
+    return reason.splitlines()[0].split("; the end of")[0][:160].replace("|", "/")
+
+
+def markdown(medians: Medians, where: dict[str, Any], rounds: int) -> str:
+    """The section between the markers of docs/performance.md."""
+    machine = f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, {where['date'][:10]}"
+    lines = [f"{machine}; medians of {rounds} round{'s' * (rounds != 1)}, interleaved.", ""]
+    for rows in (ratio_rows(medians), rate_rows(medians), cost_rows(medians)):
+        lines += [*(f"| {' | '.join(row)} |" for row in rows), ""]
+        lines.insert(len(lines) - len(rows), "|" + "---|" * len(rows[0]))
+    return "\n".join(lines)
+
+
+def write_between_markers(path: Path, section: str) -> None:
+    """Puts `section` between the markers of a page, and the markers at its end where it has none."""
+    page = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if BEGIN not in page or END not in page:
+        page = f"{page.rstrip()}\n\n{BEGIN}\n{END}\n".lstrip()
+    before, rest = page.split(BEGIN, 1)
+    after = rest.split(END, 1)[1]
+    path.write_text(f"{before}{BEGIN}\n{section.strip()}\n{END}{after}", encoding="utf-8")

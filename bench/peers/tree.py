@@ -1,0 +1,93 @@
+"""The processes of one contender: what they cost, and their rest while others are measured."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+_VERSIONED = re.compile(r"python[\d.]*$")
+_END_LIMIT_S = 5.0
+
+
+class Tree:
+    """The processes in `roots` and all that descend from them, whatever starts or ends meanwhile."""
+
+    def __init__(self, roots: list[psutil.Process]) -> None:
+        self._roots = roots
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds so far, by program; of processes that ended, those that their parent waited for."""
+        found: defaultdict[str, float] = defaultdict(float)
+
+        def add(process: psutil.Process) -> None:
+            times = process.cpu_times()
+            found[label(process.cmdline())] += sum(times[:4])
+
+        self._each(add)
+        return found
+
+    def memory_bytes(self) -> int:
+        """Resident memory of all, pages that several share counted once (Linux: proportional set size)."""
+        sizes: list[int] = []
+        self._each(lambda process: sizes.append(process.memory_full_info().pss))
+        return sum(sizes)
+
+    def freeze(self) -> None:
+        """Stops all where they are; they take no CPU until `thaw`."""
+        self._each(lambda process: process.suspend())
+
+    def thaw(self) -> None:
+        """Lets all go on."""
+        self._each(lambda process: process.resume())
+
+    def end(self) -> None:
+        """Kills what is left of it."""
+        living = list(self._living())
+        for process in living:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(living, _END_LIMIT_S)
+
+    def remember(self) -> None:
+        """Takes all that lives now for roots, so that those whose parent ends first are not forgotten."""
+        self._roots = list(self._living())
+
+    def _each(self, do: Callable[[psutil.Process], object]) -> None:
+        for process in self._living():
+            try:
+                do(process)
+            except psutil.NoSuchProcess:
+                continue
+
+    def _living(self) -> Iterator[psutil.Process]:
+        seen = set()
+        for root in self._roots:
+            try:
+                family = [root, *root.children(recursive=True)]
+            except psutil.NoSuchProcess:
+                continue
+            for process in family:
+                if process not in seen and process.is_running():
+                    seen.add(process)
+                    yield process
+
+
+def label(command: list[str]) -> str:
+    """A short name for a program: its own, or the module or script that Python runs, `python -c` for code."""
+    if not command:
+        return "ended"
+    program = Path(command[0]).name
+    if not _VERSIONED.search(program):
+        return program.split(":")[0].split(" ")[0]
+    words = [word for word in command[1:] if word in ("-m", "-c") or not word.startswith("-")]
+    if words[:1] == ["-m"]:
+        return words[1]
+    if words[:1] == ["-c"]:
+        return "spawned" if "multiprocessing" in command[command.index("-c") + 1] else "python -c"
+    return Path(words[0]).name if words else "python"
