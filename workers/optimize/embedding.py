@@ -1,0 +1,213 @@
+"""Makes and judges the variants of an embedding model: one graph each, from the same export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from shared.catalogue import Model as Entry
+from shared.errors import PenstockError
+from workers.models import preparer_for
+from workers.models.artifact import Calibration, Variant, write_calibration
+from workers.models.base import PreparedText
+from workers.models.encoder_onnx import OnnxEncoder
+from workers.models.sentence_folder import SentenceFolder, read_sentence_folder
+from workers.optimize.export import export_graph, fuse_graph, load_transformer, takes_types
+from workers.optimize.pruning import prune
+from workers.optimize.quality import VectorQuality
+from workers.optimize.quantization import quantize_calibrated, quantize_per_call
+from workers.optimize.smoothing import Feed, smooth_graph
+from workers.optimize.texts import INPUTS, calibration_texts, equal_feeds, feed_of, held_out_texts, prepare_texts
+from workers.optimize.verdict import Made, Verdict
+from workers.optimize.wishes import Wishes, tolerance_of, wanted_variants
+from workers.optimize.yardstick import Yardstick
+
+_Precision = Literal["fp32", "fp16", "int8"]
+_EQUAL_TOKENS = 32
+"""Length of the inputs where calibration wants one shape."""
+
+
+def make_embedding_variants(
+    entry: Entry, folder: Path, target: Path, wishes: Wishes, say: Callable[[str], None]
+) -> Made:
+    """Writes the graphs of the accepted variants and calibration.npz.
+
+    Args:
+        entry: of the catalogue.
+        folder: the model's files.
+        target: an empty folder.
+        wishes: what to try.
+        say: gets a line of progress before each step.
+
+    Raises:
+        ConfigurationError: the model can't be loaded or exported, or a wish is wrong.
+    """
+    names = wanted_variants(entry, wishes)
+    settings = read_sentence_folder(folder)
+    preparer = preparer_for(entry, folder)
+    say("computing the reference vectors with torch fp32")
+    yardstick = Yardstick(entry, settings, prepare_texts(preparer, held_out_texts()), wishes.threads)
+    workshop = _Workshop(settings, prepare_texts(preparer, calibration_texts()), target, wishes)
+    verdicts, original_rate = [], 0.0
+    for name in names:
+        say(f"making and judging {name}")
+        verdict, rate = _judge(entry, workshop, yardstick, name, wishes)
+        verdicts.append(verdict)
+        original_rate = max(original_rate, rate)
+    workshop.clear()
+    # The texts that variants were judged by, not those they were fitted to: a worker checks against them again.
+    write_calibration(target, Calibration(yardstick.texts, yardstick.vectors))
+    size_mb = sum(path.stat().st_size for path in settings.transformer.glob("*.safetensors")) / 1e6
+    original = {
+        "variant": "torch-fp32",
+        "MB": f"{size_mb:.1f}",
+        "texts/s": f"{original_rate:.1f}",
+        "speed": "1.00",
+        "cosine mean": "1.00000",
+        "min": "1.00000",
+        "top 10": "1.000",
+        "rank corr.": "1.00000",
+    }
+    return Made(verdicts, original)
+
+
+class _Workshop:
+    """Makes one graph at a time in `target`; what several are made from is made once."""
+
+    def __init__(self, settings: SentenceFolder, texts: Sequence[PreparedText], target: Path, wishes: Wishes) -> None:
+        self._settings = settings
+        self._texts = texts
+        self._target = target
+        self._wishes = wishes
+
+    def clear(self) -> None:
+        """Removes what is no variant."""
+        for path in self._target.glob(".*.onnx"):
+            path.unlink()
+
+    def discard(self, variant: Variant) -> None:
+        """Removes the graph of a refused variant."""
+        (self._target / variant.file).unlink()
+
+    def encoder(self, variant: Variant) -> OnnxEncoder:
+        """What a worker would run the variant with."""
+        return OnnxEncoder(self._settings, self._target / variant.file, device="cpu", threads=self._wishes.threads)
+
+    def make(self, name: str) -> Variant:
+        """Writes the graph of the variant called `name`, not yet measured."""
+        makers: dict[str, tuple[_Precision, Callable[[Path], tuple[str, dict[str, Any]]]]] = {
+            "fp32": ("fp32", self._fp32),
+            "int8": ("int8", self._int8),
+            "int8-static": ("int8", self._int8_static),
+            "fp16": ("fp16", self._fp16),
+            "pruned": ("fp32", self._pruned),
+        }
+        precision, maker = makers[name]
+        path = self._target / f"{name}.onnx"
+        note, recipe = maker(path)
+        return Variant(
+            name=f"onnx-{name}",
+            backend="onnx",
+            precision=precision,
+            file=path.name,
+            size_bytes=path.stat().st_size,
+            note=note,
+            recipe=recipe,
+        )
+
+    def _fp32(self, path: Path) -> tuple[str, dict[str, Any]]:
+        return fuse_graph(self._exported, path, self._model.config), {}
+
+    def _fp16(self, path: Path) -> tuple[str, dict[str, Any]]:
+        note = fuse_graph(self._exported, path, self._model.config, to_fp16=True)
+        return f"for GPUs; timed here on a CPU, which converts at each operator; {note}", {}
+
+    def _int8(self, path: Path) -> tuple[str, dict[str, Any]]:
+        quantize_per_call(self._smoothed, path)
+        return "activations scaled per call: a vector depends a little on its batch", {"smoothed": True}
+
+    def _int8_static(self, path: Path) -> tuple[str, dict[str, Any]]:
+        method = self._wishes.calibration
+        feeds = self._feeds[::2] if method == "minmax" else equal_feeds(self._texts, self._inputs, _EQUAL_TOKENS)
+        quantize_calibrated(self._smoothed, path, feeds, method)
+        return "activations scaled once: a vector does not depend on its batch", {"smoothed": True, "ranges": method}
+
+    def _pruned(self, path: Path) -> tuple[str, dict[str, Any]]:
+        model = load_transformer(self._settings.transformer)
+        parts = {"neurons": self._wishes.prune_neurons, "heads": self._wishes.prune_heads}
+        cut = prune(model, self._texts, **parts)
+        exported = self._target / ".pruned.onnx"
+        export_graph(model, exported, has_types=self._has_types)
+        note = fuse_graph(exported, path, model.config, has_all_heads=not parts["heads"])
+        words = f"cut {cut.neurons} of {cut.of_neurons} inner neurons and {cut.heads} of {cut.of_heads} heads"
+        return f"{words}; {note}", {"pruned": parts}
+
+    @cached_property
+    def _model(self) -> Any:
+        return load_transformer(self._settings.transformer)
+
+    @cached_property
+    def _has_types(self) -> bool:
+        """Only where the tokenizer gives some: an input that is always 0 costs its part of every call."""
+        return any(text.type_ids for text in self._texts) and takes_types(self._model)
+
+    @property
+    def _inputs(self) -> tuple[str, ...]:
+        return (*INPUTS, "token_type_ids") if self._has_types else INPUTS
+
+    @cached_property
+    def _feeds(self) -> list[Feed]:
+        return [feed_of(text, self._inputs) for text in self._texts]
+
+    @cached_property
+    def _exported(self) -> Path:
+        path = self._target / ".exported.onnx"
+        export_graph(self._model, path, has_types=self._has_types)
+        return path
+
+    @cached_property
+    def _smoothed(self) -> Path:
+        path = self._target / ".smoothed.onnx"
+        smooth_graph(self._exported, path, self._feeds[::2])
+        return path
+
+
+def _judge(entry: Entry, workshop: _Workshop, yardstick: Yardstick, name: str, wishes: Wishes) -> tuple[Verdict, float]:
+    """The verdict, and the original's texts/s beside it; the graph of a refused variant is gone."""
+    try:
+        variant = workshop.make(name)
+        quality, rate, original_rate = yardstick.measure(workshop.encoder(variant))
+    except PenstockError as error:
+        missing = Variant(name=f"onnx-{name}", backend="onnx", precision="fp32")
+        return Verdict(missing, refusal=f"could not be made: {error.message}"), 0.0
+    tolerance = tolerance_of(entry, wishes)
+    refusal = ""
+    if not quality.cosine_min >= tolerance:
+        refusal = f"least cosine {quality.cosine_min:.5f} is below {tolerance:g}"
+        workshop.discard(variant)
+    recipe = variant.recipe | {"rank_correlation": quality.rank_correlation, "tolerance": tolerance}
+    measured = msgspec.structs.replace(
+        variant,
+        cosine_mean=quality.cosine_mean,
+        cosine_min=quality.cosine_min,
+        ranking_agreement=quality.neighbours,
+        relative_speed=rate / original_rate,
+        recipe=recipe,
+    )
+    return Verdict(measured, _figures(measured, quality, rate), refusal), original_rate
+
+
+def _figures(variant: Variant, quality: VectorQuality, rate: float) -> dict[str, str]:
+    return {
+        "MB": f"{variant.size_bytes / 1e6:.1f}",
+        "texts/s": f"{rate:.1f}",
+        "speed": f"{variant.relative_speed:.2f}",
+        "cosine mean": f"{quality.cosine_mean:.5f}",
+        "min": f"{quality.cosine_min:.5f}",
+        "top 10": f"{quality.neighbours:.3f}",
+        "rank corr.": f"{quality.rank_correlation:.5f}",
+    }

@@ -1,0 +1,140 @@
+"""Structured pruning: cuts the inner neurons and the attention heads that matter least, so that matrices get smaller.
+
+What is cut is the input of a linear layer (the consumer) together with the outputs of those that fill it (the
+producers). torch.nn.utils.prune only sets weights to zero: such a matrix costs what it did before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shared.errors import ConfigurationError
+from workers.models.base import PreparedText
+from workers.optimize.texts import INPUTS, feed_of
+
+_RIDGE = 1e-3
+"""Of the mean variance, added to the fit so that neurons which never fire don't make it singular."""
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What was cut: inner neurons and heads, of how many."""
+
+    neurons: int
+    of_neurons: int
+    heads: int
+    of_heads: int
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A linear layer to cut the inputs of, in groups of `width` (a head, or 1), and the layers that fill them."""
+
+    consumer: torch.nn.Linear
+    producers: Sequence[torch.nn.Linear]
+    width: int
+
+
+def prune(model: Any, texts: Sequence[PreparedText], *, neurons: float, heads: float) -> Pruned:
+    """Cuts a part of each layer of `model`, in place, and refits the layer behind each cut to what it gave before.
+
+    Args:
+        model: a transformer of BERT's build, in fp32.
+        texts: what importance is measured on, and the refit made for.
+        neurons: the part of each layer's inner neurons to cut, 0 to 1.
+        heads: the part of each layer's attention heads to cut, 0 to 1; at least one head stays.
+
+    Raises:
+        ConfigurationError: the model has no such layers.
+    """
+    mlps, attentions = _mlp_cuts(model), _head_cuts(model)
+    cut_neurons = _cut_all(model, mlps, texts, neurons) if neurons else 0
+    cut_heads = _cut_all(model, attentions, texts, heads) if heads else 0
+    return Pruned(cut_neurons, _groups(mlps), cut_heads, _groups(attentions))
+
+
+def _layers(model: Any) -> Any:
+    layers = getattr(getattr(model, "encoder", None), "layer", None)
+    if not layers or not hasattr(layers[0], "intermediate") or not hasattr(layers[0].attention, "self"):
+        raise ConfigurationError(f"pruning knows no layers of the family {model.config.model_type}", field="prune")
+    return layers
+
+
+def _mlp_cuts(model: Any) -> list[_Cut]:
+    return [_Cut(layer.output.dense, [layer.intermediate.dense], 1) for layer in _layers(model)]
+
+
+def _head_cuts(model: Any) -> list[_Cut]:
+    width = model.config.hidden_size // model.config.num_attention_heads
+    return [
+        _Cut(
+            layer.attention.output.dense,
+            [getattr(layer.attention.self, name) for name in ("query", "key", "value")],
+            width,
+        )
+        for layer in _layers(model)
+    ]
+
+
+def _groups(cuts: Sequence[_Cut]) -> int:
+    return sum(cut.consumer.in_features // cut.width for cut in cuts)
+
+
+def _cut_all(model: Any, cuts: Sequence[_Cut], texts: Sequence[PreparedText], part: float) -> int:
+    """Cuts `part` of the groups of each; returns how many."""
+    before = _groups(cuts)
+    # All are measured before any is cut: layers cut in turn would be fitted to each other's errors.
+    for cut, inputs in zip(cuts, _inputs_of(model, cuts, texts), strict=True):
+        _cut(cut, inputs, part)
+    return before - _groups(cuts)
+
+
+def _inputs_of(model: Any, cuts: Sequence[_Cut], texts: Sequence[PreparedText]) -> list[torch.Tensor]:
+    """What comes into each consumer over all texts, [tokens, features]."""
+    seen: list[list[torch.Tensor]] = [[] for _ in cuts]
+
+    def record(inputs: list[torch.Tensor]) -> Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], None]:
+        return lambda module, given: inputs.append(given[0].flatten(0, -2))
+
+    hooks = [cut.consumer.register_forward_pre_hook(record(inputs)) for cut, inputs in zip(cuts, seen, strict=True)]
+    try:
+        with torch.inference_mode():
+            for text in texts:
+                model(**{name: torch.from_numpy(array) for name, array in feed_of(text, INPUTS).items()})
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [torch.cat(inputs).clone() for inputs in seen]
+
+
+def _cut(cut: _Cut, inputs: torch.Tensor, part: float) -> None:
+    """Drops the groups of `inputs` [tokens, features] that contribute least, and refits the consumer to the rest.
+
+    A feature contributes its deviation from its mean times the length of its column of weights. The mean of what is
+    dropped goes into the bias, and as much of the rest as a ridge regression on the kept features explains.
+    """
+    weight, mean = cut.consumer.weight, inputs.mean(0)
+    around = inputs - mean
+    contribution = (around.pow(2).mean(0) * weight.pow(2).sum(0)).reshape(-1, cut.width).sum(1)
+    dropped = contribution.argsort()[: min(round(part * len(contribution)), len(contribution) - 1)]
+    keeps = torch.ones(len(contribution), dtype=torch.bool)
+    keeps[dropped] = False
+    kept = keeps.repeat_interleave(cut.width)
+    known = around[:, kept]
+    gram = known.T @ known
+    gram += _RIDGE * gram.diagonal().mean() * torch.eye(len(gram))
+    correction = torch.linalg.solve(gram, known.T @ (around[:, ~kept] @ weight[:, ~kept].T)).T
+    offset = weight[:, ~kept] @ mean[~kept] - correction @ mean[kept]
+    _resize(cut.consumer, weight[:, kept] + correction, cut.consumer.bias + offset)
+    for producer in cut.producers:
+        _resize(producer, producer.weight[kept], producer.bias[kept])
+
+
+def _resize(linear: torch.nn.Linear, weight: torch.Tensor, bias: torch.Tensor) -> None:
+    linear.out_features, linear.in_features = weight.shape
+    linear.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+    linear.bias = torch.nn.Parameter(bias.clone(), requires_grad=False)

@@ -1,0 +1,109 @@
+"""How far a variant's results lie from the reference's: vectors by cosine and ranking, images by three measures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.ndimage import uniform_filter  # type: ignore[import-untyped]
+from scipy.stats import spearmanr  # type: ignore[import-untyped]
+
+NEIGHBOURS = 10
+_SSIM_WINDOW = 7
+_NO_DIFFERENCE_DB = 100.0
+"""What PSNR is given as where two images are equal to the last bit and the formula has no value."""
+
+
+@dataclass(frozen=True)
+class VectorQuality:
+    """Vectors against the reference's, all from -1 or 0 to 1.
+
+    `neighbours`: the part of each text's ten nearest that it keeps, on average; `rank_correlation`: Spearman's, over
+    the similarities of all pairs of texts.
+    """
+
+    cosine_mean: float
+    cosine_min: float
+    neighbours: float
+    rank_correlation: float
+
+
+def compare_vectors(vectors: np.ndarray, reference: np.ndarray) -> VectorQuality:
+    """The quality of `vectors` [texts, dimensions] against `reference`, in the same order."""
+    ours, theirs = _unit(vectors), _unit(reference)
+    cosines = np.einsum("td,td->t", ours, theirs)
+    our_pairs, their_pairs = ours @ ours.T, theirs @ theirs.T
+    upper = np.triu_indices(len(ours), k=1)
+    return VectorQuality(
+        cosine_mean=float(cosines.mean()),
+        cosine_min=float(cosines.min()),
+        neighbours=_kept_neighbours(our_pairs, their_pairs),
+        rank_correlation=float(spearmanr(our_pairs[upper], their_pairs[upper]).statistic),
+    )
+
+
+def _unit(vectors: np.ndarray) -> np.ndarray:
+    exact = vectors.astype(np.float64)
+    return np.asarray(exact / np.linalg.norm(exact, axis=1, keepdims=True))
+
+
+def _kept_neighbours(ours: np.ndarray, theirs: np.ndarray) -> float:
+    count = min(NEIGHBOURS, len(ours) - 1)
+    kept = [
+        len(set(one) & set(other)) for one, other in zip(_nearest(ours, count), _nearest(theirs, count), strict=True)
+    ]
+    return float(np.mean(kept)) / count
+
+
+def _nearest(similarities: np.ndarray, count: int) -> np.ndarray:
+    """The `count` most similar others of each text, [texts, count]."""
+    others = similarities.copy()
+    np.fill_diagonal(others, -np.inf)
+    return np.argsort(-others, axis=1, kind="stable")[:, :count]
+
+
+def psnr_db(image: np.ndarray, reference: np.ndarray) -> float:
+    """Peak signal-to-noise ratio, in dB, of images of values from 0 to 1 and any equal shape.
+
+    10 log10(1 / MSE), as in ITU-T J.340; two equal images give 100, one that is not finite minus infinity.
+    """
+    error = float(np.mean((image.astype(np.float64) - reference) ** 2))
+    if not np.isfinite(error):
+        return -np.inf
+    return _NO_DIFFERENCE_DB if error == 0 else min(_NO_DIFFERENCE_DB, float(-10 * np.log10(error)))
+
+
+def ssim(image: np.ndarray, reference: np.ndarray) -> float:
+    """Structural similarity of two images [height, width, channels] of values from 0 to 1: 1 where they are equal.
+
+    The formula of Wang, Bovik, Sheikh and Simoncelli, "Image Quality Assessment: From Error Visibility to Structural
+    Similarity" (2004), with a uniform window of 7 pixels, K1 = 0.01 and K2 = 0.03, averaged over pixels and channels.
+    """
+    ours, theirs = image.astype(np.float64), reference.astype(np.float64)
+    size = (_SSIM_WINDOW, _SSIM_WINDOW, 1)
+    mean_ours, mean_theirs = uniform_filter(ours, size), uniform_filter(theirs, size)
+    variance_ours = uniform_filter(ours * ours, size) - mean_ours**2
+    variance_theirs = uniform_filter(theirs * theirs, size) - mean_theirs**2
+    covariance = uniform_filter(ours * theirs, size) - mean_ours * mean_theirs
+    light, contrast = 0.01**2, 0.03**2
+    similarity = (2 * mean_ours * mean_theirs + light) * (2 * covariance + contrast)
+    similarity /= (mean_ours**2 + mean_theirs**2 + light) * (variance_ours + variance_theirs + contrast)
+    edge = _SSIM_WINDOW // 2
+    return float(similarity[edge:-edge, edge:-edge].mean())
+
+
+def feature_distance(features: list[np.ndarray], reference: list[np.ndarray]) -> float:
+    """Distance of two images by their features, one array [channels, height, width] per layer: 0 where they are equal.
+
+    Made like LPIPS (Zhang et al., "The Unreasonable Effectiveness of Deep Features as a Perceptual Metric", 2018): at
+    each place the channels are scaled to unit length, and squared differences are averaged over places and summed over
+    layers. The features are not LPIPS's and have no learned weights, so figures compare only with each other.
+    """
+    return float(
+        sum(np.mean(np.sum((_direction(a) - _direction(b)) ** 2, 0)) for a, b in zip(features, reference, strict=True))
+    )
+
+
+def _direction(features: np.ndarray) -> np.ndarray:
+    exact = features.astype(np.float64)
+    return np.asarray(exact / (np.linalg.norm(exact, axis=0, keepdims=True) + 1e-10))

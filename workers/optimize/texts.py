@@ -1,0 +1,70 @@
+"""The texts that embedding variants are calibrated and judged on: real English of mixed length, two sets apart.
+
+english.txt has one subject a line. The subjects of the two sets are disjoint, so nothing a variant is calibrated on
+comes back when it is judged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib.resources import files
+
+import numpy as np
+
+from shared.messages import TextInput
+from workers.models.base import PreparedText, Preparer
+
+INPUTS = ("input_ids", "attention_mask")
+"""What every transformer takes; some take token_type_ids too."""
+_PARAGRAPH = 4
+"""Sentences of a text of medium length: about 60 tokens; a whole line has about 170, one and a half about 250."""
+
+
+def calibration_texts() -> list[str]:
+    """160 texts to calibrate on: short, medium and long as 12 to 3 to 1."""
+    return _texts(_subjects()[0::2])
+
+
+def held_out_texts() -> list[str]:
+    """160 texts to judge by, of other subjects in the same proportions."""
+    return _texts(_subjects()[1::2])
+
+
+def prepare_texts(preparer: Preparer, texts: list[str]) -> list[PreparedText]:
+    """The texts as the worker's own preparer cuts and numbers them, in order."""
+    prepared = preparer.prepare([TextInput(text) for text in texts])
+    return [item for item in prepared if isinstance(item, PreparedText)]
+
+
+def feed_of(text: PreparedText, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """One text as a model's inputs of these names, each int64 [1, tokens]."""
+    ids = np.frombuffer(text.ids, "<u4").astype(np.int64)[None]
+    types = np.frombuffer(text.type_ids, "<u4").astype(np.int64)[None] if text.type_ids else np.zeros_like(ids)
+    arrays = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": types}
+    return {name: arrays[name] for name in names}
+
+
+def equal_feeds(texts: Sequence[PreparedText], names: Sequence[str], tokens: int) -> list[dict[str, np.ndarray]]:
+    """All the texts on end, cut into inputs of `tokens` tokens each, for what wants one shape."""
+    ids = b"".join(text.ids for text in texts)
+    width = 4 * tokens
+    pieces = [ids[at : at + width] for at in range(0, len(ids) - width + 1, width)]
+    return [feed_of(PreparedText(key="", length=tokens, work=tokens, ids=piece), names) for piece in pieces]
+
+
+def _subjects() -> list[list[str]]:
+    lines = files("workers.optimize").joinpath("english.txt").read_text(encoding="utf-8").splitlines()
+    return [re.split(r"(?<=[.?!]) (?=[A-Zg])", line) for line in lines]
+
+
+def _texts(subjects: list[list[str]]) -> list[str]:
+    short = [sentence for subject in subjects for sentence in subject]
+    medium = [
+        " ".join(subject[at : at + _PARAGRAPH])
+        for subject in subjects
+        for at in range(0, len(subject) - _PARAGRAPH + 1, _PARAGRAPH)
+    ]
+    following = [*subjects[1:], subjects[0]]
+    long = [" ".join(one + other[: len(other) // 2]) for one, other in zip(subjects, following, strict=True)]
+    return short + medium + long

@@ -1,0 +1,63 @@
+"""What `python -m workers.optimize` is asked to make of a model, and which variants there are by which name."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+
+from shared.catalogue import Model as Entry
+from shared.errors import ConfigurationError
+
+EMBEDDING_VARIANTS = ("fp32", "int8", "int8-static", "fp16", "pruned")
+IMAGE_VARIANTS = ("tuned", "bf16", "int8", "compiled")
+CALIBRATIONS = ("minmax", "entropy", "percentile")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """The options of the command line.
+
+    `variants`: names from EMBEDDING_VARIANTS or IMAGE_VARIANTS; empty: the usual ones. `tolerance`: the least cosine
+    (images: PSNR in dB) in the place of the catalogue's. `prune_neurons`, `prune_heads`: the part to cut, 0 to 1.
+    `calibration`: how int8-static takes ranges. `threads`: of the reference and of every variant alike.
+    """
+
+    variants: tuple[str, ...] = ()
+    tolerance: float | None = None
+    prune_neurons: float = 0.0
+    prune_heads: float = 0.0
+    calibration: str = "minmax"
+    threads: int = 1
+
+
+def wanted_variants(entry: Entry, wishes: Wishes) -> tuple[str, ...]:
+    """The variants to try, in the order of the tables above.
+
+    Raises:
+        ConfigurationError: one is unknown for this task, or pruning is asked for without a part to cut.
+    """
+    known = EMBEDDING_VARIANTS if entry.task == "embedding" else IMAGE_VARIANTS
+    unknown = [name for name in wishes.variants if name not in known]
+    if unknown:
+        raise ConfigurationError(
+            f"no variant {', '.join(unknown)} of {entry.task} models; there are: {', '.join(known)}", field="variants"
+        )
+    cuts = wishes.prune_neurons > 0 or wishes.prune_heads > 0
+    if "pruned" in wishes.variants and not cuts:
+        raise ConfigurationError("the variant pruned needs --prune or --prune-heads", field="prune")
+    wanted = wishes.variants or _usual(entry, cuts)
+    return tuple(name for name in known if name in wanted)
+
+
+def _usual(entry: Entry, cuts: bool) -> tuple[str, ...]:
+    has_gpu = shutil.which("nvidia-smi") is not None
+    if entry.task == "image":
+        return ("tuned", "bf16", "int8") + (("compiled",) if has_gpu else ())
+    return ("fp32", "int8", "int8-static") + (("fp16",) if has_gpu else ()) + (("pruned",) if cuts else ())
+
+
+def tolerance_of(entry: Entry, wishes: Wishes) -> float:
+    """The least cosine, or PSNR in dB, that a variant must reach."""
+    if wishes.tolerance is not None:
+        return wishes.tolerance
+    return entry.tolerance.cosine if entry.task == "embedding" else entry.tolerance.psnr_db
