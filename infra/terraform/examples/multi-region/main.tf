@@ -1,0 +1,20 @@
+# Two regions behind one address: each has its own subnets, Redis, API,
+# inboxes and cluster; topics, rows and buckets are shared.
+
+module "platform" {
+  source = "../../platform"
+
+  project_id       = var.project_id
+  domain           = var.domain
+  dataset_location = "EU"
+  storage_location = "EU"
+  api              = { image = var.api_image, max_instances = 10 }
+  inboxes          = { per_region = 20, slots = 8 }
+  nodes            = { max_gpus = 32, overflow = "a100" }
+
+  # A new region gets the next index; those that are there keep theirs.
+  regions = {
+    "europe-west1" = { index = 1, max_gpus = 8 }
+    "europe-west4" = { index = 0 }
+  }
+}

@@ -1,0 +1,17 @@
+variable "api_image" {
+  description = "Image of the API, by digest; null at the first apply, which makes the registry."
+  type        = string
+  default     = null
+}
+
+variable "domain" {
+  description = "Domain of the API."
+  type        = string
+  nullable    = false
+}
+
+variable "project_id" {
+  description = "Project of everything."
+  type        = string
+  nullable    = false
+}

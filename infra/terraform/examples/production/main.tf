@@ -1,0 +1,24 @@
+# One region with a domain, alerts, a budget, functions and a larger cache;
+# workers overflow from L4 to A100.
+
+module "platform" {
+  source = "../../platform"
+
+  project_id               = var.project_id
+  domain                   = var.domain
+  keep_messages_in_regions = true
+  labels                   = { environment = "production" }
+
+  alerts = { emails = var.alert_emails }
+  api    = { image = lookup(var.images, "api", null), max_instances = 20, min_instances = 2 }
+  budget = { billing_account = var.billing_account, units_per_month = 20000 }
+  cache  = { node_type = "HIGHMEM_MEDIUM", replicas = 1 }
+  functions = {
+    dead_letters = contains(keys(var.images), "dead_letters") ? { image = var.images["dead_letters"] } : null
+    webhooks     = contains(keys(var.images), "webhooks") ? { image = var.images["webhooks"] } : null
+  }
+  # Requests beyond 8 at a time share the slots of their instance.
+  inboxes = { per_region = 40, slots = 8 }
+  nodes   = { max_gpus = 160, overflow = "a100", preloaded_images = var.preloaded_images }
+  regions = { "europe-west4" = { zones = ["europe-west4-a", "europe-west4-b"] } }
+}

@@ -1,0 +1,42 @@
+variable "alert_emails" {
+  description = "Who is told of alerts."
+  type        = list(string)
+  nullable    = false
+}
+
+variable "billing_account" {
+  description = "Billing account of the budget."
+  type        = string
+  nullable    = false
+}
+
+variable "domain" {
+  description = "Domain of the API."
+  type        = string
+  nullable    = false
+}
+
+variable "images" {
+  description = "Images by digest: of the API and of the functions; those left out are not made yet."
+  type        = map(string)
+  default     = {}
+  nullable    = false
+
+  validation {
+    condition     = length(setsubtract(keys(var.images), ["api", "dead_letters", "webhooks"])) == 0
+    error_message = "Images are those of api, dead_letters and webhooks."
+  }
+}
+
+variable "preloaded_images" {
+  description = "Disk images with the worker image (`containers`) and weights."
+  type        = map(string)
+  default     = {}
+  nullable    = false
+}
+
+variable "project_id" {
+  description = "Project of everything."
+  type        = string
+  nullable    = false
+}

@@ -1,0 +1,124 @@
+# Against a stand-in of the provider: make terraform-check.
+
+variables {
+  project_id  = "example-project"
+  prefix      = "penstock"
+  region      = "europe-west4"
+  cidr        = "10.64.0.0/14"
+  network     = "projects/example-project/global/networks/penstock"
+  dataset     = "penstock"
+  objects_url = "gs://example-project-penstock-objects"
+  inboxes     = { count = 8, first = 0, slots = 80 }
+
+  api = { image = "europe-west4-docker.pkg.dev/p/penstock/api@sha256:0", service_account = "api@example-project.iam.gserviceaccount.com" }
+
+  secrets = {
+    api_keys = { secret = "penstock-api-keys", version = "1" }
+    links    = { secret = "penstock-links", version = "1" }
+    models   = { secret = "penstock-models", version = "1" }
+    scraping = { secret = "penstock-scraping", version = "1" }
+  }
+}
+
+run "api" {
+  command = plan
+
+  assert {
+    condition = google_cloud_run_v2_service.api["api"].template[0].containers[0].startup_probe[0].http_get[0].path == "/readyz" && (
+      google_cloud_run_v2_service.api["api"].template[0].containers[0].liveness_probe[0].http_get[0].path == "/healthz"
+    )
+    error_message = "An instance serves when a message came back through Pub/Sub, and lives while it answers."
+  }
+
+  assert {
+    condition = google_cloud_run_v2_service.api["api"].template[0].containers[0].resources[0].cpu_idle == false && (
+      google_cloud_run_v2_service.api["api"].template[0].scaling[0].min_instance_count >= 1
+    )
+    error_message = "Replies come in outside of requests: the CPU stays, and one instance too."
+  }
+
+  assert {
+    condition     = google_cloud_run_v2_service.api["api"].ingress == "INGRESS_TRAFFIC_ALL" && length(google_compute_region_network_endpoint_group.api) == 0
+    error_message = "Without a balancer the API answers on its own address."
+  }
+
+  assert {
+    condition = alltrue([
+      for env in google_cloud_run_v2_service.api["api"].template[0].containers[0].env :
+      contains(["PENSTOCK_API_KEYS", "PENSTOCK_SECRET"], env.name) == (length(env.value_source) == 1)
+    ])
+    error_message = "Secrets come from Secret Manager and nothing else does."
+  }
+}
+
+run "behind_the_balancer" {
+  command = plan
+
+  variables {
+    api = {
+      behind_balancer = true
+      image           = "europe-west4-docker.pkg.dev/p/penstock/api@sha256:0"
+      service_account = "api@example-project.iam.gserviceaccount.com"
+    }
+  }
+
+  assert {
+    condition = google_cloud_run_v2_service.api["api"].ingress == "INGRESS_TRAFFIC_INTERNAL_LOAD_BALANCER" && (
+      google_cloud_run_v2_service.api["api"].default_uri_disabled
+    )
+    error_message = "Nobody gets past Cloud Armor."
+  }
+
+  assert {
+    condition     = google_compute_region_network_endpoint_group.api["api"].network_endpoint_type == "SERVERLESS"
+    error_message = "The balancer finds the region's API."
+  }
+}
+
+run "before_the_first_image" {
+  command = plan
+
+  variables {
+    api = { service_account = "api@example-project.iam.gserviceaccount.com" }
+  }
+
+  assert {
+    condition     = length(google_cloud_run_v2_service.api) == 0
+    error_message = "The first apply makes the registry that the image is pushed to."
+  }
+}
+
+run "cache" {
+  command = plan
+
+  assert {
+    condition     = google_memorystore_instance.default.mode == "CLUSTER_DISABLED" && google_memorystore_instance.default.shard_count == 1
+    error_message = "Cluster mode is off: our Redis client speaks to one node."
+  }
+
+  assert {
+    condition     = google_memorystore_instance.default.persistence_config[0].mode == "AOF"
+    error_message = "Leases and records outlive a restart of Redis."
+  }
+}
+
+run "ranges_do_not_meet" {
+  command = plan
+
+  assert {
+    condition = google_compute_subnetwork.nodes.ip_cidr_range == "10.64.0.0/20" && (
+      google_compute_subnetwork.nodes.secondary_ip_range[0].ip_cidr_range == "10.66.0.0/15"
+    ) && output.network.cache_cidr == "10.64.32.0/20"
+    error_message = "Nodes, pods and cache have blocks of their own."
+  }
+}
+
+run "no_instance" {
+  command = plan
+
+  variables {
+    api = { min_instances = 0, service_account = "api@example-project.iam.gserviceaccount.com" }
+  }
+
+  expect_failures = [var.api]
+}

@@ -1,0 +1,203 @@
+# Against a stand-in of the provider: make terraform-check. What a module
+# makes is asserted in its own tests.
+
+variables {
+  project_id = "example-project"
+  api        = { image = "europe-west4-docker.pkg.dev/p/penstock/api@sha256:0", max_instances = 1 }
+  inboxes    = { per_region = 2, slots = 2 }
+}
+
+run "every_model_of_the_catalogue" {
+  command = plan
+
+  assert {
+    condition     = toset(keys(output.topics)) == toset(yamldecode(file("../../../models.yaml")).models[*].name)
+    error_message = "models.yaml alone says which models there are."
+  }
+
+  assert {
+    condition = alltrue([
+      for model, topics in output.topics :
+      topics.topic_id == "jobs.${model}" && topics.workers_subscription_id == "jobs.${model}.workers" &&
+      topics.dead_letter_topic_id == "jobs.${model}.dead"
+    ])
+    error_message = "Each has topic, subscription and dead-letter topic."
+  }
+
+  assert {
+    condition = alltrue([
+      for model in keys(output.topics) : length([
+        for alert in google_monitoring_alert_policy.default : alert if startswith(alert.display_name, "penstock: ${model}:")
+      ]) == 2
+    ])
+    error_message = "Each has an alert on dead letters and one on jobs that wait."
+  }
+}
+
+run "least_rights" {
+  command = plan
+
+  assert {
+    condition = {
+      (google_project_iam_member.api_metrics.role) = google_project_iam_member.api_metrics.member
+      (google_project_iam_member.keda.role)        = split("/subject/", google_project_iam_member.keda.member)[1]
+      } == {
+      "roles/monitoring.metricWriter" = "serviceAccount:penstock-api@example-project.iam.gserviceaccount.com"
+      "roles/monitoring.viewer"       = "ns/keda/sa/keda-operator"
+    }
+    error_message = "On the project as a whole: metrics, written by the API and read by the autoscaler."
+  }
+
+  assert {
+    condition     = toset(google_project_iam_custom_role.row_writer.permissions) == toset(["bigquery.tables.get", "bigquery.tables.updateData"])
+    error_message = "Who writes rows can neither read them nor delete the table."
+  }
+
+  assert {
+    condition     = toset(values(google_storage_bucket_iam_member.objects)[*].role) == toset(["roles/storage.objectUser"])
+    error_message = "Objects are written and read; the bucket is nobody's to change."
+  }
+}
+
+run "no_public_bucket" {
+  command = plan
+
+  assert {
+    condition = alltrue([
+      for bucket in [google_storage_bucket.objects, google_storage_bucket.weights] :
+      bucket.public_access_prevention == "enforced" && bucket.uniform_bucket_level_access
+    ])
+    error_message = "No bucket can be made public."
+  }
+}
+
+run "table" {
+  command = plan
+
+  assert {
+    condition     = jsondecode(google_bigquery_table.rows.schema) == jsondecode(file("../../bigquery/rows.schema.json"))
+    error_message = "The table is that of infra/bigquery."
+  }
+
+  assert {
+    condition     = google_bigquery_table.rows.require_partition_filter && google_bigquery_table.rows.time_partitioning[0].field == "received_at"
+    error_message = "Rows are partitioned by the time they were received, and nobody reads all of them by mistake."
+  }
+
+  assert {
+    condition     = strcontains(google_bigquery_table.views["rows_deduplicated.sql"].view[0].query, "`example-project.penstock.rows`")
+    error_message = "The view reads this project's table."
+  }
+}
+
+run "without_a_domain" {
+  command = plan
+
+  assert {
+    condition     = length(google_compute_global_forwarding_rule.api) == 0 && length(google_compute_security_policy.api) == 0
+    error_message = "Without a domain there is no balancer."
+  }
+}
+
+run "behind_a_domain" {
+  command = plan
+
+  variables {
+    domain = "api.example.com"
+  }
+
+  assert {
+    condition = google_compute_backend_service.api["api"].load_balancing_scheme == "EXTERNAL_MANAGED" && (
+      length(google_compute_backend_service.api["api"].backend) == 1
+    ) && google_compute_global_forwarding_rule.api["api"].port_range == "443"
+    error_message = "One address, HTTPS only, all regions behind it."
+  }
+
+  assert {
+    condition = toset(google_compute_security_policy.api["api"].rule[*].action) == toset([
+      "allow", "deny(403)", "deny(404)", "rate_based_ban"
+    ])
+    error_message = "Cloud Armor stands in front."
+  }
+
+  assert {
+    condition     = output.api_urls == { "europe-west4" = "https://api.example.com" }
+    error_message = "The domain is the API's address."
+  }
+}
+
+run "functions_with_their_images" {
+  command = plan
+
+  variables {
+    functions = { dead_letters = { image = "europe-west4-docker.pkg.dev/p/penstock/functions@sha256:0" } }
+  }
+
+  assert {
+    condition     = toset(keys(google_service_account.functions)) == toset(["dead-letters"]) && length(google_pubsub_topic.webhooks) == 0
+    error_message = "A function is there as soon as its image is, and no other."
+  }
+
+  assert {
+    condition     = toset(keys(google_storage_bucket_iam_member.objects)) == toset(["api", "dead-letters", "workers"])
+    error_message = "The function that answers for dead letters may write what a worker may."
+  }
+}
+
+run "a_region_more" {
+  command = plan
+
+  variables {
+    regions = { "europe-west1" = { index = 1 }, "europe-west4" = { index = 0 } }
+  }
+
+  assert {
+    condition     = toset(keys(output.clusters)) == toset(["europe-west1", "europe-west4"]) && length(output.deployments) == 2
+    error_message = "Two regions have two of everything that is regional."
+  }
+
+  assert {
+    condition     = length(module.inbox) == 4 && length(distinct([for inbox in module.inbox : inbox.topic_id])) == 4
+    error_message = "Each region has inboxes of its own."
+  }
+
+  assert {
+    condition     = length(distinct([for deployment in output.deployments : deployment.cache_cidr])) == 2
+    error_message = "Their addresses do not meet."
+  }
+
+  assert {
+    condition     = startswith(output.registry, "europe-west4-docker.pkg.dev/")
+    error_message = "What stands once stays in the region of the lowest index."
+  }
+}
+
+run "two_regions_with_one_index" {
+  command = plan
+
+  variables {
+    regions = { "europe-west1" = {}, "europe-west4" = {} }
+  }
+
+  expect_failures = [var.regions]
+}
+
+run "fewer_inboxes_than_instances" {
+  command = plan
+
+  variables {
+    api = { max_instances = 2 }
+  }
+
+  expect_failures = [var.inboxes]
+}
+
+run "more_subscriptions_than_a_project_has" {
+  command = plan
+
+  variables {
+    inboxes = { per_region = 100, slots = 100 }
+  }
+
+  expect_failures = [var.inboxes]
+}
