@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from bench.report import Outcome, keep, machine, table
 
-NAMES = ("overhead", "throughput", "hits", "slots", "broker", "soak", "footprint")
+NAMES = ("overhead", "throughput", "hits", "multi_model", "slots", "broker", "soak", "footprint")
 """Each is a module here whose `run()` returns an Outcome."""
 
 

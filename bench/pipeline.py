@@ -114,10 +114,11 @@ class Pipeline:
             yield part
 
     @contextmanager
-    def another_worker(self) -> Iterator[Part]:
-        """One more worker of the same model."""
+    def another_worker(self, **settings: object) -> Iterator[Part]:
+        """One more worker of the same model, but for `settings` of its own (fields of WorkerSettings)."""
         port = free_port()
         given = {"PENSTOCK_MODEL": MODEL, "PENSTOCK_HEALTH_PORT": str(port)}
+        given |= {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
         with self._another("another-worker", "workers", port, given) as part:
             yield part
 

@@ -21,6 +21,7 @@ from shared.catalogue import Cache, Model, read_catalogue
 from shared.messages import EmbeddingResult, Envelope, Item, Job, JobBody, TextInput, decode_reply, encode_job
 from shared.names import inbox_topic_id, jobs_topic_id, slot_subscription_id, workers_subscription_id
 from shared.objects import ObjectStore
+from shared.settings import WorkerSettings, read_settings
 from shared.transport import SubscriptionSettings
 from shared.usage import Row
 from tests.fakes import InMemoryTransport
@@ -96,6 +97,11 @@ async def embed(process: ModelProcess, hosted: list[Hosted], number: int, *texts
     done = await process.run(prepared(hosted[number], *texts), timeout_s=LIMIT_S, model=number)
     vectors = [result.vector for result in done.results if isinstance(result, EmbeddingResult)]
     return np.array([np.frombuffer(vector, "<f4") for vector in vectors])
+
+
+async def test_several_names_are_given_in_one_setting() -> None:
+    assert read_settings(WorkerSettings, model="large, tiny,large").model_names == ["large", "tiny"]
+    assert read_settings(WorkerSettings, model="large").memory_budget_bytes == 0
 
 
 async def test_both_answer_rightly_in_turn_and_the_memory_of_one_is_freed(

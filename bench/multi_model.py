@@ -1,0 +1,222 @@
+"""One worker with two models and room for one, 90 % of the requests for the first, against a worker of one model.
+
+The models are MiniLM under three names: alone in its worker, or common and rare in another. Both workers run all the
+time, one with load and the other idle, in turns, so that what the machine does meanwhile weighs on both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import statistics
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import uvloop
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.pipeline import MODEL, MODELS_FILE, SCRAPE_LIMIT_S, Pipeline, running
+from bench.report import Figure, Outcome
+from bench.texts import Texts
+from infra.local.provision import provision
+from shared.catalogue import read_catalogue
+from shared.pubsub_admin import PubSubAdmin
+from workers.memory import weights_bytes
+from workers.turns import Turns
+
+COMMON, RARE = "common", "rare"
+RARE_SHARE = 0.1
+IN_FLIGHT = 128
+"""Requests for the rare model wait for its turn, and with much fewer in flight than that they would be all there is."""
+LEAD_S, LEAD_ANSWERS = 5.0, 2 * IN_FLIGHT
+"""Of each part, not counted: until as many requests wait for the rare model as always will."""
+ALONE_S = 15.0
+BOTH_S = 40.0
+LENGTHS = 3
+"""Texts of so many kinds of length are in the mix, and a batch has one of them."""
+ROUNDS = 3
+LAYOUTS = (1, 2)
+"""Model processes: the budget is that of each, so with two of them either model may have one."""
+LIMIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answered request: for which model, and milliseconds."""
+
+    model: str
+    round_trip_ms: float
+    batch_wait_ms: float
+    inference_ms: float
+
+
+@dataclass(frozen=True)
+class Switching:
+    """What the worker's metrics say of switching since its start."""
+
+    loads: float
+    seconds: float
+
+
+def run() -> Outcome:
+    """Measures each layout, one after the other."""
+    figures, details = list[Figure](), {}
+    for processes in LAYOUTS:
+        rounds = _measure(processes)
+        figures += _figures(f"{processes} process{'es' if processes > 1 else ''}", rounds)
+        details[f"{processes} processes"] = rounds
+    return Outcome(figures, {"rounds": details, "load_after": os.getloadavg()[0]})
+
+
+def _measure(processes: int) -> list[dict[str, float]]:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        pipeline = stack.enter_context(running(processes=processes))
+        models_file = _three_names(folder)
+        uvloop.run(_provision(pipeline, models_file))
+        api = stack.enter_context(pipeline.another_api(models_file=models_file))
+        worker = stack.enter_context(
+            pipeline.another_worker(
+                models_file=models_file,
+                model=f"{COMMON},{RARE}",
+                memory_budget_bytes=weights_bytes(pipeline.model_folder),
+            )
+        )
+        return [_round(pipeline, api.port, worker.port, processes) for _ in range(ROUNDS)]
+
+
+def _three_names(folder: Path) -> Path:
+    """The shipped model alone, and twice more under other names."""
+    catalogue = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))
+    alone = next(entry for entry in catalogue["models"] if entry["name"] == MODEL)
+    others = [alone | {"name": name, "aliases": []} for name in (COMMON, RARE)]
+    path = folder / "models.yaml"
+    path.write_text(yaml.safe_dump({"models": [alone, *others]}), encoding="utf-8")
+    return path
+
+
+async def _provision(pipeline: Pipeline, models_file: Path) -> None:
+    settings = pipeline.stack.settings
+    async with PubSubAdmin(settings.project, settings.pubsub_endpoint) as admin:
+        await provision(admin, read_catalogue(models_file), settings.inbox_pool, settings.reply_slots)
+
+
+def _round(pipeline: Pipeline, api_port: int, worker_port: int, processes: int) -> dict[str, float]:
+    alone = uvloop.run(_drive(api_port, pipeline.texts, 0.0, MODEL, ALONE_S))
+    before = _switching(worker_port)
+    began_s = time.perf_counter()
+    both = uvloop.run(_drive(api_port, pipeline.texts, RARE_SHARE, COMMON, BOTH_S))
+    took_s = time.perf_counter() - began_s
+    after = _switching(worker_port)
+    alone += uvloop.run(_drive(api_port, pipeline.texts, 0.0, MODEL, ALONE_S))
+    load_s = (after.seconds - before.seconds) / max(1.0, after.loads - before.loads)
+    alone_rate, both_rate = len(alone) / (2 * ALONE_S), len(both) / BOTH_S
+    rare = [answer for answer in both if answer.model == RARE]
+    common = [answer for answer in both if answer.model != RARE]
+    batch_s = float(np.percentile([answer.inference_ms for answer in both], 99)) / 1000
+    return {
+        "ratio_percent": 100 * both_rate / alone_rate,
+        "alone_rate": alone_rate,
+        "both_rate": both_rate,
+        "rare_percent": 100 * len(rare) / len(both),
+        "rare_wait_p50_s": float(np.percentile([answer.batch_wait_ms for answer in rare], 50)) / 1000,
+        "rare_wait_p99_s": float(np.percentile([answer.batch_wait_ms for answer in rare], 99)) / 1000,
+        "common_p99_s": float(np.percentile([answer.round_trip_ms for answer in common], 99)) / 1000,
+        "load_s": load_s,
+        "loads": after.loads - before.loads,
+        "switching_percent": 100 * (after.seconds - before.seconds) / (took_s * processes),
+        "bound_s": _bound_s(load_s, batch_s, processes),
+    }
+
+
+def _bound_s(load_s: float, batch_s: float, processes: int) -> float:
+    """The wait that workers.turns promises the oldest job, and the time to run what queued up behind it meanwhile.
+
+    That is the rare model's share of the traffic in this time, and a batch that is not full for each kind of length.
+    """
+    turns = Turns(2, processes)
+    turns.learn({0: load_s, 1: load_s})
+    return (1 + RARE_SHARE) * (turns.switch_wait_s + batch_s + load_s) + LENGTHS * batch_s
+
+
+def _switching(port: int) -> Switching:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=SCRAPE_LIMIT_S) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    values = {sample.name: sample.value for family in families for sample in family.samples}
+    return Switching(values["penstock_worker_model_loads_total"], values["penstock_worker_switch_seconds_total"])
+
+
+class _Window:
+    """The part of a drive that counts: `seconds` from the end of the lead-in."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._began_s = time.perf_counter()
+        self._counted_from_s: float | None = None
+        self._led_in = 0
+        self.answers: list[Answer] = []
+
+    def is_open(self) -> bool:
+        """Whether more is to be sent."""
+        return self._counted_from_s is None or time.perf_counter() < self._counted_from_s + self._seconds
+
+    def add(self, answer: Answer) -> None:
+        """Counts an answer, if it came in the window."""
+        now_s = time.perf_counter()
+        if self._counted_from_s is None:
+            self._led_in += 1
+            if self._led_in >= LEAD_ANSWERS and now_s >= self._began_s + LEAD_S:
+                self._counted_from_s = now_s
+        elif self.is_open():
+            self.answers.append(answer)
+
+
+async def _drive(port: int, texts: Texts, rare_share: float, model: str, seconds: float) -> list[Answer]:
+    """Keeps IN_FLIGHT requests open; the answers that came within `seconds` after the lead-in."""
+    mix, drawn, window = random.Random(1), _endless(texts), _Window(seconds)
+    url = f"http://127.0.0.1:{port}/v1/embeddings"
+
+    async def one_after_another(session: aiohttp.ClientSession) -> None:
+        while window.is_open():
+            chosen, sent_s = RARE if mix.random() < rare_share else model, time.perf_counter()
+            body = {"model": chosen, "input": next(drawn), "encoding_format": "base64"}
+            async with session.post(url, json=body) as response:
+                text = await response.text()
+                if response.status != 200:
+                    raise RuntimeError(f"an answer was expected, not {response.status}: {text}")
+                took = [float(response.headers[f"x-penstock-{name}-ms"]) for name in ("batch", "inference")]
+                window.add(Answer(chosen, 1000 * (time.perf_counter() - sent_s), *took))
+
+    limits = aiohttp.ClientTimeout(total=LIMIT_S)
+    connector = aiohttp.TCPConnector(limit=IN_FLIGHT)
+    async with aiohttp.ClientSession(connector=connector, timeout=limits) as session, asyncio.TaskGroup() as group:
+        for _ in range(IN_FLIGHT):
+            group.create_task(one_after_another(session))
+    return window.answers
+
+
+def _endless(texts: Texts) -> Iterator[str]:
+    while True:
+        yield from texts.mixed(500)
+
+
+def _figures(layout: str, rounds: list[dict[str, float]]) -> Iterator[Figure]:
+    middle = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    yield Figure(f"{layout}: two models over one", middle["ratio_percent"], "%", ">=", 90.0)
+    yield Figure(f"{layout}: one model", middle["alone_rate"], "texts/s")
+    yield Figure(f"{layout}: two models", middle["both_rate"], "texts/s")
+    yield Figure(f"{layout}: requests for the rare model", middle["rare_percent"], "%")
+    yield Figure(f"{layout}: rare model's wait, p50", middle["rare_wait_p50_s"], "s")
+    yield Figure(f"{layout}: rare model's wait, p99", middle["rare_wait_p99_s"], "s", "<=", middle["bound_s"])
+    yield Figure(f"{layout}: common model's round trip, p99", middle["common_p99_s"], "s")
+    yield Figure(f"{layout}: one switch", 1000 * middle["load_s"], "ms")
+    yield Figure(f"{layout}: time in switching", middle["switching_percent"], "%")
