@@ -1,0 +1,25 @@
+"""What a stage of the training keeps on disk, so that a stopped run goes on where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def save_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Writes the state as a whole: it is there complete or as it was before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    torch.save(dict(state), partial)
+    partial.replace(path)
+
+
+def load_state(path: Path) -> dict[str, Any] | None:
+    """What save_state wrote; None where nothing was."""
+    if not path.exists():
+        return None
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return state

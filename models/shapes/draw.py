@@ -1,0 +1,70 @@
+"""Draws a scene as a picture of 64 x 64 pixels with smooth edges, and many as one array."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageDraw
+
+from models.shapes.world import BACKGROUNDS, COLOURS, SIDE, Figure, Scene
+
+FINER = 4
+"""Drawn so many times larger and averaged down: the edges' shades."""
+RING_HOLE = 0.55
+STAR_INNER = 0.42
+CROSS_ARM = 0.34
+"""Parts of the radius: the ring's hole, the star's inner corners, half the width of the cross's arms."""
+
+
+def draw_many(scenes: Iterable[Scene]) -> npt.NDArray[np.uint8]:
+    """RGB pixels, [scenes, 64, 64, 3]."""
+    return np.stack([np.asarray(draw(scene)) for scene in scenes])
+
+
+def draw(scene: Scene) -> Image.Image:
+    """The scene in RGB, 64 x 64."""
+    picture = Image.new("RGB", (SIDE * FINER, SIDE * FINER), BACKGROUNDS[scene.background])
+    pen = ImageDraw.Draw(picture)
+    for figure in scene.figures:
+        _draw_figure(pen, figure, BACKGROUNDS[scene.background])
+    return picture.reduce(FINER)
+
+
+def _draw_figure(pen: ImageDraw.ImageDraw, figure: Figure, background: tuple[int, int, int]) -> None:
+    x, y, radius = figure.x * FINER, figure.y * FINER, figure.radius * FINER
+    colour = COLOURS[figure.colour]
+    if figure.shape in ("circle", "ring"):
+        pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=colour)
+        if figure.shape == "ring":
+            hole = radius * RING_HOLE
+            pen.ellipse((x - hole, y - hole, x + hole, y + hole), fill=background)
+        return
+    pen.polygon([(x + radius * right, y + radius * down) for right, down in _OUTLINES[figure.shape]], fill=colour)
+
+
+def _star() -> list[tuple[float, float]]:
+    turns = [(n * math.pi / 5, 1.0 if n % 2 == 0 else STAR_INNER) for n in range(10)]
+    return [(far * math.sin(turn), -far * math.cos(turn)) for turn, far in turns]
+
+
+def _cross() -> list[tuple[float, float]]:
+    arm = CROSS_ARM
+    corner = [(-arm, -1.0), (arm, -1.0), (arm, -arm)]
+    # Each quarter turn takes (right, down) to (-down, right).
+    outline = []
+    for _ in range(4):
+        outline += corner[:]
+        corner = [(-down, right) for right, down in corner]
+    return outline
+
+
+_OUTLINES: dict[str, list[tuple[float, float]]] = {
+    "square": [(-0.9, -0.9), (0.9, -0.9), (0.9, 0.9), (-0.9, 0.9)],
+    "triangle": [(0.0, -1.0), (1.0, 0.8), (-1.0, 0.8)],
+    "star": _star(),
+    "cross": _cross(),
+}
+"""Corners in radii from the middle, to the right and down."""

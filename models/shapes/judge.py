@@ -1,0 +1,139 @@
+"""Reads background, figures, their colours, shapes and places off a picture by plain image processing.
+
+It knows no model and none of the drawing code: colours by their nearest name, shapes by how well they cover outlines
+that are written here as inequalities. After training, score.py asks it what the pipeline has drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy import ndimage  # type: ignore[import-untyped]
+
+from models.shapes.world import BACKGROUNDS, COLOURS
+
+Pixels = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
+CONTRAST = 45.0
+"""A pixel this far from the background, in RGB steps, may belong to a figure."""
+AREA_MIN = 25
+"""Pixels; less is a speck. The smallest figure, a star, has about 50."""
+COVER_MIN = 0.65
+"""A shape that covers no outline better than this (intersection over union) has no name."""
+GRID = 48
+"""Figures are compared with the outlines at this many points a side."""
+UNNAMED = "unnamed"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One figure as read: x, y is its middle in pixels from the top left, radius half its longer side."""
+
+    shape: str
+    colour: str
+    x: float
+    y: float
+    radius: float
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a picture shows; the figures from left to right."""
+
+    background: str
+    figures: tuple[Seen, ...]
+
+
+def read(picture: Pixels) -> Reading:
+    """Reads a picture of [height, width, 3]."""
+    pixels = picture.astype(np.float64)
+    edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+    ground = np.median(edge, axis=0)
+    far = np.linalg.norm(pixels - ground, axis=2)
+    labels, number = ndimage.label(far > CONTRAST)
+    figures = [_figure(pixels, ground, labels == label) for label in range(1, number + 1)]
+    return Reading(_nearest(ground, BACKGROUNDS), tuple(sorted((f for f in figures if f), key=lambda f: f.x)))
+
+
+def _figure(pixels: Floats, ground: Floats, part: Mask) -> Seen | None:
+    """The figure in this connected part of the picture; None for a speck."""
+    if part.sum() < AREA_MIN:
+        return None
+    inner = ndimage.binary_erosion(part)
+    colour = np.median(pixels[inner if inner.sum() >= AREA_MIN // 3 else part], axis=0)
+    # Edges are shades between the two colours: the figure ends half way.
+    along = (pixels - ground) @ (colour - ground) / max(float(np.sum((colour - ground) ** 2)), 1.0)
+    solid = (along > 0.5) & ndimage.binary_dilation(part)
+    if solid.sum() < AREA_MIN:
+        return None
+    rows, columns = np.nonzero(solid)
+    top, left, bottom, right = rows.min(), columns.min(), rows.max() + 1, columns.max() + 1
+    shape = _shape(
+        np.clip(along[top:bottom, left:right], 0.0, 1.0) * ndimage.binary_dilation(solid)[top:bottom, left:right]
+    )
+    return Seen(
+        shape,
+        _nearest(colour, COLOURS),
+        x=float(left + right) / 2,
+        y=float(top + bottom) / 2,
+        radius=float(max(bottom - top, right - left)) / 2,
+    )
+
+
+def _nearest(colour: Floats, names: dict[str, tuple[int, int, int]]) -> str:
+    return min(names, key=lambda name: math.dist(colour.tolist(), names[name]))
+
+
+def _shape(cover: Floats) -> str:
+    """The outline that the figure in this box covers best; the box must be about as wide as high."""
+    height, width = cover.shape
+    if not 0.7 < width / height < 1.43:
+        return UNNAMED
+    grid = ndimage.zoom(cover, (GRID / height, GRID / width), order=1, grid_mode=True, mode="nearest") > 0.5
+    name, best = max(((name, _overlap(grid, outline)) for name, outline in _OUTLINES.items()), key=lambda pair: pair[1])
+    return name if best >= COVER_MIN else UNNAMED
+
+
+def _overlap(first: Mask, second: Mask) -> float:
+    """Intersection over union."""
+    return float((first & second).sum() / max((first | second).sum(), 1))
+
+
+def _outlines() -> dict[str, Mask]:
+    """Each shape in its box, by inequalities on x to the right and y down, both from -1 to 1."""
+    steps = (np.arange(GRID) + 0.5) / GRID * 2 - 1
+    x, y = np.meshgrid(steps, steps)
+    far = np.hypot(x, y)
+    inequalities: dict[str, Callable[[], Mask]] = {
+        "circle": lambda: far <= 1,
+        "square": lambda: far < 9,
+        "triangle": lambda: np.abs(x) <= (y + 1) / 2,
+        "ring": lambda: (far <= 1) & (far >= 0.55),
+        "cross": lambda: (np.abs(x) <= 0.34) | (np.abs(y) <= 0.34),
+        "star": lambda: _star(x, y),
+    }
+    return {name: inside() for name, inside in inequalities.items()}
+
+
+def _star(x: Floats, y: Floats) -> Mask:
+    """Five points, one up, stretched to the box; by angle, a straight edge from each point to the next inner corner."""
+    across, up, down = math.sin(2 * math.pi / 5), 1.0, math.cos(math.pi / 5)
+    right, lower = x * across, (y + 1) / 2 * (up + down) - up
+    turn = np.abs((np.arctan2(right, -lower) + math.pi / 5) % (2 * math.pi / 5) - math.pi / 5)
+    inner = 0.42
+    # The line through the point (1 at angle 0) and the inner corner (0.42 at pi / 5), in polar form.
+    edge = (
+        inner
+        * math.sin(math.pi / 5)
+        / (np.sin(turn) * (1 - inner * math.cos(math.pi / 5)) + np.cos(turn) * inner * math.sin(math.pi / 5))
+    )
+    return np.hypot(right, lower) <= edge
+
+
+_OUTLINES = _outlines()

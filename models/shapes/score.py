@@ -1,0 +1,235 @@
+"""`python -m models.shapes.score FOLDER`: what part of the pictures a pipeline draws as told, by the judge.
+
+The captions are of scenes that training never saw. A figure counts as right only where the judge reads it off the
+picture; more figures than asked count against the picture as a whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from models.shapes.captions import tell
+from models.shapes.draw import draw
+from models.shapes.judge import Pixels, Reading, Seen, read
+from models.shapes.world import COLOURS, Figure, Scene, sample_scene
+
+STEPS = 20
+GUIDANCE = 4.0
+STRENGTH = 0.6
+SEED = 2024
+PLACE_MAX = 6.0
+"""Pixels that a figure may have moved in image-to-image to have kept its place."""
+_AT_ONCE = 25
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A held-out scene, its caption and the seed of its noise."""
+
+    scene: Scene
+    caption: str
+    seed: int
+
+
+@dataclass
+class Tally:
+    """How many were right of how many."""
+
+    right: int = 0
+    of: int = 0
+
+    def add(self, right: int, of: int = 1) -> None:
+        """Counts some more."""
+        self.right += right
+        self.of += of
+
+    @property
+    def part(self) -> float:
+        """From 0 to 1; 0 where nothing was counted."""
+        return self.right / self.of if self.of else 0.0
+
+
+TARGETS = {
+    "colour right": 0.95,
+    "shape right": 0.90,
+    "two objects both right": 0.75,
+    "relation right": 0.70,
+    "recoloured, place kept": 0.80,
+}
+"""What the model must reach, by the names in the table."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the table; fails where a target is missed."""
+    parser = argparse.ArgumentParser(prog="models.shapes.score", description=__doc__)
+    parser.add_argument("folder", type=Path, help="of a diffusers pipeline")
+    parser.add_argument("--captions", type=int, default=500)
+    parser.add_argument("--edits", type=int, default=100, help="images to image")
+    parser.add_argument("--guidance", type=float, default=GUIDANCE)
+    given = parser.parse_args(arguments)
+    pipeline = load(given.folder)
+    table = score_text(pipeline, held_out(given.captions), given.guidance)
+    table |= score_edits(pipeline, given.edits, given.guidance)
+    print(as_text(table))
+    return int(any(table[name].part < target for name, target in TARGETS.items()))
+
+
+def load(folder: Path) -> Any:
+    """The text-to-image pipeline of a folder, with nothing of ours in it."""
+    from diffusers import StableDiffusionPipeline
+
+    pipeline = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def held_out(number: int, seed: int = SEED) -> list[Asked]:
+    """Captions that training never saw, one and two figures in turn; the same for the same seed."""
+    rng = random.Random(seed)
+    scenes = [sample_scene(rng, held_out=True, figures=1 + index % 2) for index in range(number)]
+    return [Asked(scene, tell(scene, rng), seed=index) for index, scene in enumerate(scenes)]
+
+
+def score_text(pipeline: Any, asked: Sequence[Asked], guidance: float = GUIDANCE) -> dict[str, Tally]:
+    """The table's part for text-to-image."""
+    table = {name: Tally() for name in ("colour right", "shape right", "two objects both right", "relation right")}
+    table |= {name: Tally() for name in ("one object right", "place right", "background right", "number right")}
+    for at in range(0, len(asked), _AT_ONCE):
+        some = asked[at : at + _AT_ONCE]
+        for one, picture in zip(some, draw_asked(pipeline, some, guidance), strict=True):
+            _count(table, one.scene, read(picture))
+    return table
+
+
+def draw_asked(pipeline: Any, asked: Sequence[Asked], guidance: float = GUIDANCE) -> list[Pixels]:
+    """Each caption's picture, [64, 64, 3]."""
+    drawn = pipeline(
+        [one.caption for one in asked],
+        num_inference_steps=STEPS,
+        guidance_scale=guidance,
+        generator=[torch.Generator("cpu").manual_seed(one.seed) for one in asked],
+    )
+    return [np.asarray(picture.convert("RGB")) for picture in drawn.images]
+
+
+def _count(table: dict[str, Tally], scene: Scene, reading: Reading) -> None:
+    pairs = matched(scene.figures, reading.figures)
+    colours = [seen is not None and seen.colour == figure.colour for figure, seen in pairs]
+    shapes = [seen is not None and seen.shape == figure.shape for figure, seen in pairs]
+    as_many = len(reading.figures) == len(scene.figures)
+    whole = as_many and all(colours) and all(shapes)
+    table["colour right"].add(sum(colours), len(colours))
+    table["shape right"].add(sum(shapes), len(shapes))
+    table["number right"].add(as_many)
+    table["background right"].add(reading.background == scene.background)
+    if len(scene.figures) == 1:
+        table["one object right"].add(whole)
+        seen = pairs[0][1]
+        table["place right"].add(seen is not None and _is_near(scene.figures[0], seen))
+        return
+    table["two objects both right"].add(whole)
+    if scene.relation != "beside":
+        table["relation right"].add(_is_related(scene, pairs[0][1], pairs[1][1]))
+
+
+def matched(asked: Sequence[Figure], seen: Sequence[Seen]) -> list[tuple[Figure, Seen | None]]:
+    """Each asked figure with what was seen of it: the pairing with the most colours and shapes right."""
+    padded: list[Seen | None] = [*seen, *[None] * len(asked)]
+    ways = itertools.permutations(padded[: len(seen) + len(asked)], len(asked))
+    best = max(ways, key=lambda way: sum(_likeness(figure, other) for figure, other in zip(asked, way, strict=True)))
+    return list(zip(asked, best, strict=True))
+
+
+def _likeness(asked: Figure, seen: Seen | None) -> float:
+    if seen is None:
+        return 0.0
+    return 1.0 + 2 * (asked.colour == seen.colour) + 2 * (asked.shape == seen.shape)
+
+
+def _is_near(figure: Figure, seen: Seen) -> bool:
+    """Within the same ninth of the picture, about: 9 pixels each way."""
+    return max(abs(figure.x - seen.x), abs(figure.y - seen.y)) <= 9.0
+
+
+def _is_related(scene: Scene, first: Seen | None, second: Seen | None) -> bool:
+    """Whether both figures are there, each with its colour or its shape, and stand to each other as told."""
+    if first is None or second is None:
+        return False
+    for figure, seen in zip(scene.figures, (first, second), strict=True):
+        if figure.colour != seen.colour and figure.shape != seen.shape:
+            return False
+    across, down = second.x - first.x, second.y - first.y
+    one, other = scene.figures
+    if (one.shape, one.colour) == (other.shape, other.colour):
+        # Either may be the first.
+        across, down = abs(across), abs(down)
+    return across > abs(down) if scene.relation == "left of" else down > abs(across)
+
+
+def score_edits(pipeline: Any, number: int, guidance: float = GUIDANCE) -> dict[str, Tally]:
+    """Image-to-image with a new colour: the colour changed, the figure's place kept."""
+    from diffusers import StableDiffusionImg2ImgPipeline
+
+    image_to_image = StableDiffusionImg2ImgPipeline(**pipeline.components, requires_safety_checker=False)
+    image_to_image.set_progress_bar_config(disable=True)
+    rng = random.Random(SEED + 1)
+    tally = Tally()
+    for seed in range(number):
+        scene = sample_scene(rng, held_out=True, figures=1)
+        before = scene.figures[0]
+        colour = rng.choice([name for name in COLOURS if name not in (before.colour, scene.background)])
+        after = Scene(scene.background, (recoloured(before, colour),), place=scene.place)
+        drawn = image_to_image(
+            tell(after, rng),
+            image=draw(scene),
+            strength=STRENGTH,
+            num_inference_steps=STEPS,
+            guidance_scale=guidance,
+            generator=torch.Generator("cpu").manual_seed(seed),
+        ).images[0]
+        seen = matched(after.figures, read(np.asarray(drawn)).figures)[0][1]
+        tally.add(seen is not None and seen.colour == colour and _has_stayed(before, seen))
+    return {"recoloured, place kept": tally}
+
+
+def recoloured(figure: Figure, colour: str) -> Figure:
+    """The same figure in another colour."""
+    return Figure(figure.shape, colour, figure.size, figure.x, figure.y, figure.radius)
+
+
+def _has_stayed(before: Figure, seen: Seen) -> bool:
+    return max(abs(before.x - seen.x), abs(before.y - seen.y)) <= PLACE_MAX
+
+
+def as_text(table: dict[str, Tally]) -> str:
+    """The table in Markdown."""
+    lines = ["| what | right | of | part | target |", "|---|---|---|---|---|"]
+    for name, tally in table.items():
+        target = f"{TARGETS[name]:.0%}" if name in TARGETS else ""
+        lines.append(f"| {name} | {tally.right} | {tally.of} | {tally.part:.1%} | {target} |")
+    return "\n".join(lines)
+
+
+def sheet(pictures: Sequence[Pixels], columns: int) -> Image.Image:
+    """Pictures side by side, row by row."""
+    side = pictures[0].shape[0]
+    rows = -(-len(pictures) // columns)
+    whole = Image.new("RGB", (columns * side, rows * side), (255, 255, 255))
+    for index, picture in enumerate(pictures):
+        whole.paste(Image.fromarray(picture), (index % columns * side, index // columns * side))
+    return whole
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""The world of the pictures: which shapes, colours, sizes, places and relations there are, and scenes drawn at random.
+
+First on the path of training: a scene is sampled here, drawn in draw.py and told in captions.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+
+SIDE = 64
+"""Pixels of a picture's side."""
+
+COLOURS: dict[str, tuple[int, int, int]] = {
+    "red": (220, 30, 40),
+    "orange": (250, 140, 20),
+    "yellow": (250, 225, 40),
+    "green": (40, 150, 60),
+    "cyan": (30, 200, 215),
+    "blue": (35, 70, 215),
+    "purple": (130, 45, 170),
+    "pink": (250, 130, 190),
+    "brown": (125, 75, 35),
+    "black": (15, 15, 15),
+    "white": (250, 250, 250),
+}
+"""sRGB of each figure's colour."""
+
+BACKGROUNDS: dict[str, tuple[int, int, int]] = {
+    "white": COLOURS["white"],
+    "black": COLOURS["black"],
+    "gray": (150, 150, 150),
+    "light blue": (185, 215, 245),
+}
+USUAL_BACKGROUND = "white"
+"""The one that a caption may leave out."""
+
+SHAPES = ("circle", "square", "triangle", "star", "ring", "cross")
+SIZES = ("small", "medium", "large")
+"""A caption leaves "medium" out."""
+RADII_ALONE = {"small": (8.0, 9.5), "medium": (12.5, 14.5), "large": (18.0, 20.5)}
+RADII_OF_TWO = {"small": (6.5, 7.5), "medium": (9.5, 10.5), "large": (12.5, 13.5)}
+"""Pixels from least to most, half the side of the square that a figure fills."""
+
+PLACES: dict[str, tuple[int, int]] = {
+    "centre": (0, 0),
+    "top": (0, -1),
+    "bottom": (0, 1),
+    "left": (-1, 0),
+    "right": (1, 0),
+    "top left": (-1, -1),
+    "top right": (1, -1),
+    "bottom left": (-1, 1),
+    "bottom right": (1, 1),
+}
+"""Where a single figure is: a step to the right and a step down, each of PLACE_STEP pixels from the middle."""
+PLACE_STEP = 14.0
+EDGE = 2.0
+"""Pixels that every figure keeps from the edge."""
+
+RELATIONS = ("left of", "above", "beside")
+"""Of the first figure to the second; "beside" is left or right."""
+RELATION_STEP = 15.0
+"""Pixels of each of two figures from the middle."""
+
+HELD_OUT_IN = 10
+"""One kind of scene in so many is never trained on."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One shape in a picture; x, y (its middle, from the top left) and radius in pixels."""
+
+    shape: str
+    colour: str
+    size: str
+    x: float
+    y: float
+    radius: float
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a picture shows: one figure at a place, or two in a relation."""
+
+    background: str
+    figures: tuple[Figure, ...]
+    place: str | None = None
+    relation: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The scene without its jitter: what a caption can tell."""
+        figures = [f"{figure.size} {figure.colour} {figure.shape}" for figure in self.figures]
+        if self.relation == "beside":
+            figures.sort()
+        return f"{self.background}: {self.place or self.relation}: {', '.join(figures)}"
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether this kind of scene is kept for scoring: a tenth of all, by a hash of the kind."""
+        return hashlib.sha256(self.kind.encode()).digest()[0] % HELD_OUT_IN == 0
+
+
+def sample_scene(rng: random.Random, *, held_out: bool = False, figures: int | None = None) -> Scene:
+    """One scene at random, of the kinds to train on or of the held-out ones.
+
+    Args:
+        rng: decides everything; the same state gives the same scene.
+        held_out: which of the two halves of the world.
+        figures: 1 or 2; None is either.
+    """
+    while True:
+        number = figures or rng.choice((1, 2, 2))
+        scene = _one(rng) if number == 1 else _two(rng)
+        if scene.is_held_out == held_out:
+            return scene
+
+
+def _one(rng: random.Random) -> Scene:
+    background = _background(rng)
+    place = rng.choice(tuple(PLACES)) if rng.random() < 0.6 else "centre"
+    right, down = PLACES[place]
+    figure = _figure(rng, background, RADII_ALONE, (right * PLACE_STEP, down * PLACE_STEP), jitter=2.5)
+    return Scene(background, (figure,), place=place)
+
+
+def _two(rng: random.Random) -> Scene:
+    background = _background(rng)
+    relation = rng.choice(RELATIONS)
+    first = (0.0, -RELATION_STEP) if relation == "above" else (-RELATION_STEP, 0.0)
+    if relation == "beside" and rng.random() < 0.5:
+        first = (RELATION_STEP, 0.0)
+    second = (-first[0], -first[1])
+    figures = tuple(_figure(rng, background, RADII_OF_TWO, offset, jitter=1.0) for offset in (first, second))
+    return Scene(background, figures, relation=relation)
+
+
+def _background(rng: random.Random) -> str:
+    return USUAL_BACKGROUND if rng.random() < 0.5 else rng.choice(tuple(BACKGROUNDS))
+
+
+def _figure(
+    rng: random.Random,
+    background: str,
+    radii: dict[str, tuple[float, float]],
+    offset: tuple[float, float],
+    jitter: float,
+) -> Figure:
+    size = rng.choice(("medium", *SIZES))
+    radius = rng.uniform(*radii[size])
+    least, most = EDGE + radius, SIDE - EDGE - radius
+    x, y = (min(max(SIDE / 2 + step + rng.uniform(-jitter, jitter), least), most) for step in offset)
+    colour = rng.choice([name for name in COLOURS if name != background])
+    return Figure(rng.choice(SHAPES), colour, size, x, y, radius)

@@ -1,0 +1,111 @@
+"""Training at tiny widths and few steps: what comes out loads, and a stopped run goes on as if it had not been."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+
+from models.shapes import train_unet
+from models.shapes.parts import Widths, make_text_encoder, make_vae
+from models.shapes.tokenizer import make_tokenizer
+from models.shapes.train import train
+from models.shapes.train_text import TextPlan, train_text
+from models.shapes.train_unet import UnetPlan, UnetTraining, encode_scenes
+from models.shapes.train_vae import VaePlan, train_vae
+
+TINY = Widths(vae=(8, 8, 8, 8), latents=4, text=32, text_layers=1, unet=(16, 32))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Parts this small only wait for each other on two."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def silent(line: str) -> None:
+    pass
+
+
+def test_training_writes_a_pipeline_that_diffusers_loads(tmp_path: Path) -> None:
+    lines: list[str] = []
+    train(
+        tmp_path / "pipeline",
+        tmp_path / "state",
+        widths=TINY,
+        vae_plan=VaePlan(steps=3, batch=4, pictures=8, full_from=0.5),
+        text_plan=TextPlan(steps=2, batch=4),
+        unet_plan=UnetPlan(steps=2, batch=4, pictures=8),
+        seed=1,
+        look_captions=2,
+        say=lines.append,
+    )
+    pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "pipeline", local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    (picture,) = pipeline("a red circle", num_inference_steps=2, output_type="np").images
+    assert picture.shape == (64, 64, 3)
+    assert np.isfinite(picture).all()
+    assert pipeline.vae.config.scaling_factor != 0.18215
+    assert (tmp_path / "state" / "sheet-000002.png").exists()
+    assert any("two objects both right" in line for line in lines)
+
+
+def test_autoencoder_learns_from_few_steps(tmp_path: Path) -> None:
+    train_vae(tmp_path / "one", VaePlan(steps=1, batch=4, pictures=16), TINY, 1, say=silent)
+    train_vae(tmp_path / "more", VaePlan(steps=25, batch=4, pictures=16, lr=1e-2), TINY, 1, say=silent)
+    assert difference(tmp_path / "more") < 0.9 * difference(tmp_path / "one")
+
+
+def difference(state_dir: Path) -> float:
+    """Mean absolute difference of a trained autoencoder on eight pictures."""
+    from models.shapes.train_vae import as_input, make_pictures
+
+    vae = make_vae(TINY).eval()
+    vae.load_state_dict(torch.load(state_dir / "vae.pt", weights_only=True)["vae"])
+    pixels = as_input(make_pictures(8, seed=77))
+    with torch.no_grad():
+        drawn = vae.decode(vae.encode(pixels).latent_dist.mean).sample
+    return float((drawn - pixels).abs().mean())
+
+
+def test_text_encoder_learns_from_few_steps(tmp_path: Path) -> None:
+    lines: list[str] = []
+    train_text(tmp_path, TextPlan(steps=41, batch=16, lr=5e-3), TINY, 1, make_tokenizer(), say=lines.append)
+    first, last = (float(lines[index].split()[-1]) for index in (0, -1))
+    assert last < 0.8 * first
+
+
+def test_stopped_training_goes_on_as_if_it_had_not_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_unet, "SAVE_EVERY_S", 0.0)
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    encoder, vae = make_text_encoder(TINY, tokenizer).eval(), make_vae(TINY).eval()
+    plan = UnetPlan(steps=4, batch=4, pictures=8)
+    latents = encode_scenes(tmp_path, vae, plan.pictures, seed=1, say=silent)
+
+    def training(name: str) -> UnetTraining:
+        return UnetTraining(tmp_path / name, plan, TINY, 1, encoder, tokenizer)
+
+    def run(one: UnetTraining, look: Callable[[], None]) -> None:
+        one.run(latents, look_every_s=0.0, look=look, say=silent)
+
+    whole = training("whole")
+    run(whole, lambda: None)
+    stopped = training("stopped")
+
+    def stop_at_two() -> None:
+        if stopped.step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(stopped, stop_at_two)
+    resumed = training("stopped")
+    assert resumed.step == 2
+    run(resumed, lambda: None)
+    for left, right in zip(whole.average.parameters(), resumed.average.parameters(), strict=True):
+        assert torch.equal(left, right)
