@@ -13,19 +13,20 @@ from shared.errors import ConfigurationError
 class Backend(msgspec.Struct, frozen=True, kw_only=True):
     """A backend with nothing left open.
 
-    `graph`: the file of an ONNX variant, empty for torch. `call_tokens`: what one call costs besides its tokens, in
-    tokens, as measured on this machine; 0: not measured, a usual figure of the device is taken.
+    `variant`: its name in the artifact, `graph`: its file; both empty for torch. `call_tokens`: what one call costs
+    besides its tokens, in tokens, as measured on this machine; 0: not measured, a usual figure of the device is taken.
     """
 
     backend: Literal["torch", "onnx"] = "torch"
     precision: Literal["fp32", "bf16", "fp16", "int8"] = "fp32"
+    variant: str = ""
     graph: str = ""
     call_tokens: int = 0
 
     @property
     def name(self) -> str:
         """As logs and metrics call it."""
-        return f"{self.backend}-{self.precision}"
+        return self.variant or f"{self.backend}-{self.precision}"
 
 
 def unmeasured_backend(entry: Entry) -> Backend:

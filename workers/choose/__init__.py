@@ -1,0 +1,6 @@
+"""Chooses what computes an embedding model on this machine, before its model processes start.
+
+asking.py, in the I/O process, takes the choice that was kept, or starts `python -m workers.choose` (__main__.py), once
+per worker. That lists candidates (candidates.py), opens and times them in probe processes (probe.py), and picks
+(choosing.py).
+"""
