@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ OPEN_LOOP_PER_S = 50.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures what is asked for; returns 1 where nobody could be measured."""
+    # A killed measurement must wake and stop what it froze, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = _options(argv)
     contenders = [one for one in CONTENDERS if not options.only or one.key in options.only]
     loads = plan(options.in_flight, options.repeats, options.open_loop)

@@ -168,6 +168,7 @@ PEERS = (
             "MLSERVER_METRICS_PORT": "{spare2}",
             "MLSERVER_METRICS_DIR": "/tmp",
             "MLSERVER_PARALLEL_WORKERS": "1",
+            "MLSERVER_DEBUG": "false",
             "MLSERVER_MODEL_NAME": "minilm",
             "MLSERVER_MODEL_IMPLEMENTATION": "runtime.Embedding",
             "MLSERVER_MODEL_MAX_BATCH_SIZE": "32",
