@@ -133,10 +133,11 @@ class Pipeline:
 
 
 @contextmanager
-def running(**settings: object) -> Iterator[Pipeline]:
+def running(changes: Mapping[str, object] | None = None, **settings: object) -> Iterator[Pipeline]:
     """A warm pipeline of its own in a folder that is removed afterwards.
 
     Args:
+        changes: fields of the model's entry in the catalogue that differ from the shipped one.
         settings: fields of ApiSettings that differ from the defaults.
 
     Raises:
@@ -144,7 +145,7 @@ def running(**settings: object) -> Iterator[Pipeline]:
     """
     with tempfile.TemporaryDirectory() as folder:
         state_dir = Path(folder)
-        models_file = _only_embedding(state_dir)
+        models_file = _only_embedding(state_dir, changes or {})
         given = {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
         given["PENSTOCK_MODELS_FILE"] = str(models_file)
         model = read_catalogue(models_file).find(MODEL)
@@ -156,10 +157,10 @@ def running(**settings: object) -> Iterator[Pipeline]:
             yield pipeline
 
 
-def _only_embedding(state_dir: Path) -> Path:
+def _only_embedding(state_dir: Path, changes: Mapping[str, object]) -> Path:
     """The shipped catalogue without the other models: their workers would share the cores that are measured."""
     catalogue = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))
-    catalogue["models"] = [entry for entry in catalogue["models"] if entry["name"] == MODEL]
+    catalogue["models"] = [entry | changes for entry in catalogue["models"] if entry["name"] == MODEL]
     path = state_dir / "models.yaml"
     path.write_text(yaml.safe_dump(catalogue), encoding="utf-8")
     return path

@@ -180,3 +180,28 @@ def test_full_queues_leave_no_more_than_the_share_to_switching(load_s: float, mo
         resident = {choice}
         now_s += made.switch_wait_s / 50
     assert loading_s <= 1.1 * SWITCH_SHARE * now_s
+
+
+@pytest.mark.parametrize("load_s", [0.05, 0.5, 3.0])
+def test_nine_to_one_leaves_nine_tenths_to_computing_and_the_rare_within_the_bound(load_s: float) -> None:
+    """Room for one of two models; the common one's queue is never empty, the rare one gets a tenth of the traffic."""
+    batch_s, item_s = 0.1, 0.1 / 16
+    made, lines = turns(load_s, load_s), [line(*[0.0] * 10**6), Line(size=16)]
+    resident, now_s, loading_s, next_s, waits = {0}, 0.0, 0.0, 0.0, list[float]()
+    while now_s < 40 * made.switch_wait_s:
+        while next_s <= now_s:
+            lines[1].arrivals.append(next_s)
+            next_s += 10 * item_s
+        choice = made.choose(resident, now_s, lines, now_s)
+        assert isinstance(choice, int)
+        made.took(choice, now_s)
+        if choice not in resident:
+            loading_s, now_s, resident = loading_s + load_s, now_s + load_s, {choice}
+        if choice == 1:
+            waits += [now_s - arrived_s for arrived_s in list(lines[1].arrivals)[:16]]
+            lines[1].take()
+        now_s += batch_s
+        made.ran(batch_s)
+    assert loading_s <= 1.1 * SWITCH_SHARE * now_s
+    first_s = made.switch_wait_s + batch_s + (load_s + batch_s) + load_s
+    assert max(waits) <= 1.2 * first_s, "what queued up behind the first job is a tenth of the traffic in that time"
