@@ -23,6 +23,8 @@ from shared.objects import ObjectStore
 from shared.pubsub import PubSubTransport
 from shared.rows import RowWriter
 from shared.settings import WorkerSettings, read_settings
+from workers.choose.asking import chosen
+from workers.choose.choice import Layout
 from workers.finisher import Finisher
 from workers.health import health_server
 from workers.intake import Intake
@@ -64,26 +66,36 @@ async def serve(settings: WorkerSettings, models: Sequence[Model]) -> None:
         stack.enter_context(
             health_server(settings.health_host, settings.health_port, loop, lambda: any(w.is_ready for w in running))
         )
-        hosted = [await asyncio.to_thread(_hosted, settings, model) for model in models]
-        worker = await _open(stack, settings, hosted, name)
+        placed = [await _place(settings, model) for model in models]
+        hosted = [one for one, _ in placed]
+        # Several models share the processes, so the layout that the first one was measured in is that of all.
+        layout = placed[0][1]
+        worker = await _open(stack, settings, hosted, layout, name)
         running.append(worker)
         settle_heap()
         log.info("worker ready", extra={"models": [model.name for model in models], "worker": name})
         await worker.run(stop)
 
 
-def _hosted(settings: WorkerSettings, model: Model) -> Hosted:
-    return Hosted(model, resolve(model.source, model.revision, settings.models_dir))
+async def _place(settings: WorkerSettings, model: Model) -> tuple[Hosted, Layout]:
+    """The model with its files and what computes it, and the processes and threads to run it with (0: as usual)."""
+    folder = await asyncio.to_thread(resolve, model.source, model.revision, settings.models_dir)
+    if model.task == "image":
+        return Hosted(model, folder), Layout(settings.processes, settings.threads or 1)
+    choice = await chosen(model, folder, settings)
+    return Hosted(model, folder, choice.backend), choice.layout
 
 
-async def _open(stack: AsyncExitStack, settings: WorkerSettings, hosted: Sequence[Hosted], name: str) -> Worker:
+async def _open(
+    stack: AsyncExitStack, settings: WorkerSettings, hosted: Sequence[Hosted], layout: Layout, name: str
+) -> Worker:
     """Opens every part; the models last to be closed, so that what is in hand can finish."""
     pool = await stack.enter_async_context(
         ModelPool(
             hosted,
             device=settings.device,
-            processes=settings.processes,
-            threads=settings.threads or 1,
+            processes=layout.processes,
+            threads=layout.threads,
             memory_fraction=settings.memory_fraction,
             memory_budget_bytes=settings.memory_budget_bytes,
         )
