@@ -115,6 +115,7 @@ def worker_settings(model: Model, deployment: Deployment) -> dict[str, str]:
     return {
         "HF_HOME": f"{CACHE_DIR}/hub",
         "HOME": "/tmp",
+        "PENSTOCK_ARTIFACTS_DIR": f"{CACHE_DIR}/artifacts",
         "PENSTOCK_DATASET": deployment.dataset,
         "PENSTOCK_HEALTH_HOST": "0.0.0.0",
         "PENSTOCK_HEALTH_PORT": str(HEALTH_PORT),

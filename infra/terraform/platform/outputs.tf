@@ -59,3 +59,8 @@ output "weights_bucket" {
   description = "Bucket for weights; a source in models.yaml names it as gs://BUCKET/PREFIX."
   value       = google_storage_bucket.weights.name
 }
+
+output "worker_accounts" {
+  description = "Kubernetes service account of each model's workers, in the namespace `namespace`."
+  value       = { for name, model in local.models : name => "worker-${model.slug}" }
+}

@@ -58,6 +58,7 @@ resource "google_pubsub_subscription" "keep" {
   name                       = "${google_pubsub_topic.dead.name}.keep"
   topic                      = google_pubsub_topic.dead.id
   labels                     = var.labels
+  ack_deadline_seconds       = 10
   message_retention_duration = "${var.dead_letter_retention_s}s"
 
   expiration_policy {

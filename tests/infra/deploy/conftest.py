@@ -1,0 +1,19 @@
+"""One plan of two regions and one rendering, which most tests only look at."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.infra.deploy.manifests import Objects, render
+from tests.infra.deploy.terraform import REGIONS, Plan, plan_platform
+
+
+@pytest.fixture(scope="session")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    functions = {name: {"image": "registry.example.com/functions@sha256:0"} for name in ("dead_letters", "webhooks")}
+    return plan_platform(tmp_path_factory.mktemp("plan"), regions=REGIONS, functions=functions)
+
+
+@pytest.fixture(scope="session")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> Objects:
+    return render(tmp_path_factory.mktemp("objects"))

@@ -1,0 +1,63 @@
+"""Plans of the Terraform stages, through the checker that stands in for the providers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STAGES = Path("infra/terraform")
+CHECKER = os.environ.get("TFOFFLINE", "../shared/tools/tfoffline/tfoffline")
+PLAN_LIMIT_S = 120
+
+REGIONS = {"europe-west4": {"index": 0}, "europe-west1": {"index": 1}}
+PROJECT = "example-project"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an apply would make: resources by type, and the outputs that are known beforehand."""
+
+    resources: list[dict[str, Any]]
+    outputs: dict[str, Any]
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """The values of every resource of a type."""
+        return [resource["values"] for resource in self.resources if resource["type"] == kind]
+
+
+def plan_platform(folder: Path, **variables: object) -> Plan:
+    """Plans the stage `platform`; skips the test where there is nothing to plan with."""
+    if shutil.which("terraform") is None:
+        pytest.skip("terraform is not installed")
+    if shutil.which(CHECKER) is None:
+        pytest.skip("tfoffline, which stands in for Terraform's providers, is not there; TFOFFLINE says where it is")
+    given = {
+        "project_id": PROJECT,
+        "api": {"image": "registry.example.com/api@sha256:0", "max_instances": 1},
+        "inboxes": {"per_region": 2, "slots": 2},
+    }
+    file, saved = folder / "given.tfvars.json", folder / "saved.plan"
+    file.write_text(json.dumps(given | variables))
+    _run("plan", f"-var-file={file}", f"-out={saved}")
+    shown = json.loads(_run("show", "-json", str(saved)))["planned_values"]
+    outputs = {name: output.get("value") for name, output in shown["outputs"].items()}
+    return Plan(_resources(shown["root_module"]), outputs)
+
+
+def _run(verb: str, *words: str) -> str:
+    command = [CHECKER, "-q", verb, str(STAGES / "platform"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PLAN_LIMIT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _resources(module: dict[str, Any]) -> list[dict[str, Any]]:
+    own = [resource for resource in module.get("resources", []) if resource["mode"] == "managed"]
+    return own + [found for child in module.get("child_modules", []) for found in _resources(child)]

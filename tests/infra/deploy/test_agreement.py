@@ -1,0 +1,302 @@
+"""Terraform, Kubernetes, the embedded stack and the code say the same: names, settings, ports, probes, the table."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.routing import APIRoute
+from prometheus_client import REGISTRY
+
+import api.inbox
+import api.metrics
+import shared.cache
+import shared.rows
+import workers.metrics
+from api.routes import health
+from infra import bigquery
+from infra.local.ports import Ports
+from infra.local.provision import provision
+from infra.local.stack import REPLACED_BY, Stack
+from shared.catalogue import read_catalogue
+from shared.messages import Reply, ReplyBody, encode_reply
+from shared.settings import ApiSettings, Settings, WorkerSettings
+from shared.transport import SubscriptionSettings
+from tests.infra.deploy.manifests import Objects, of_kind, pod, settings_of
+from tests.infra.deploy.manifests import workers as deployments
+from tests.infra.deploy.terraform import PROJECT, REGIONS, Plan
+from workers.health import health_server
+
+CATALOGUE = read_catalogue(Path("models.yaml"))
+EXPORTERS = (api.inbox, api.metrics, shared.cache, shared.rows, workers.metrics)
+"""Imported, because that registers their metrics."""
+ONLY_IN_THE_CLOUD = re.compile(r"webhooks|.*\.push")
+"""What the functions bring, which the embedded stack has not."""
+
+
+class RecordingAdmin:
+    """Keeps what is asked to be made."""
+
+    def __init__(self) -> None:
+        self.topics: set[str] = set()
+        self.subscriptions: dict[str, SubscriptionSettings] = {}
+
+    async def ensure_topic(self, topic_id: str) -> bool:
+        self.topics.add(topic_id)
+        return True
+
+    async def ensure_subscription(self, subscription_id: str, settings: SubscriptionSettings) -> bool:
+        self.subscriptions[subscription_id] = settings
+        return True
+
+    async def delete_topic(self, topic_id: str) -> bool:
+        raise AssertionError("provisioning deletes nothing")
+
+    async def delete_subscription(self, subscription_id: str) -> bool:
+        raise AssertionError("provisioning deletes nothing")
+
+    async def subscription_exists(self, subscription_id: str) -> bool:
+        return subscription_id in self.subscriptions
+
+
+@pytest.fixture(scope="module")
+def provisioned() -> RecordingAdmin:
+    admin = RecordingAdmin()
+    asyncio.run(provision(admin, CATALOGUE, inbox_pool=2 * len(REGIONS), slots=2))
+    return admin
+
+
+def test_same_topics(plan: Plan, provisioned: RecordingAdmin) -> None:
+    planned = {topic["name"] for topic in plan.of("google_pubsub_topic")}
+    assert {name for name in planned if not ONLY_IN_THE_CLOUD.fullmatch(name)} == provisioned.topics
+
+
+def test_same_subscriptions(plan: Plan, provisioned: RecordingAdmin) -> None:
+    planned = {
+        found["name"]: (
+            found["filter"] or "",
+            found["ack_deadline_seconds"],
+            float(found["message_retention_duration"].removesuffix("s")),
+            found["expiration_policy"][0]["ttl"],
+            bool(found["enable_message_ordering"]),
+            *_backoff(found["retry_policy"]),
+            *(policy["max_delivery_attempts"] for policy in found["dead_letter_policy"]),
+        )
+        for found in plan.of("google_pubsub_subscription")
+        if not ONLY_IN_THE_CLOUD.fullmatch(found["name"])
+    }
+    assert planned == {name: _as_planned(settings) for name, settings in provisioned.subscriptions.items()}
+
+
+def _backoff(policy: list[dict[str, str]]) -> tuple[float, ...]:
+    return tuple(float(p[f"{end}_backoff"].removesuffix("s")) for p in policy for end in ("minimum", "maximum"))
+
+
+def _as_planned(settings: SubscriptionSettings) -> tuple[Any, ...]:
+    backoff = () if settings.retry_min_s is None else (settings.retry_min_s, settings.retry_max_s)
+    attempts = (settings.max_delivery_attempts,) if settings.dead_letter_topic_id else ()
+    assert settings.expires_after_s == 0
+    facts = (settings.filter, settings.ack_deadline_s, settings.retention_s, "", settings.is_ordered)
+    return (*facts, *backoff, *attempts)
+
+
+def test_filtered_attribute_is_on_every_reply(plan: Plan) -> None:
+    _, attributes = encode_reply(Reply("req_1", 0, "1", ReplyBody([])))
+    filters = {found["filter"] for found in plan.of("google_pubsub_subscription") if found["filter"]}
+    assert f'attributes.slot = "{attributes["slot"]}"' in filters
+
+
+def api_container(plan: Plan, region: str) -> dict[str, Any]:
+    container: dict[str, Any]
+    (container,) = [
+        container
+        for service in plan.of("google_cloud_run_v2_service")
+        for container in service["template"][0]["containers"]
+        if service["location"] == region and container.get("name") == "api"
+    ]
+    return container
+
+
+def api_settings(plan: Plan, region: str) -> dict[str, str | None]:
+    """The environment of the API; None where it is known only after an apply."""
+    return {env["name"]: env.get("value") for env in api_container(plan, region)["env"]}
+
+
+def variables(kind: type[Settings]) -> set[str]:
+    return {f"PENSTOCK_{name.upper()}" for name in kind.model_fields}
+
+
+def test_api_knows_what_terraform_sets(plan: Plan) -> None:
+    assert set(api_settings(plan, "europe-west4")) <= variables(ApiSettings)
+
+
+@pytest.mark.xfail(reason="the API leases inboxes numbered from 0 only: PENSTOCK_INBOX_FIRST is not read yet")
+def test_api_of_a_second_region_knows_what_terraform_sets(plan: Plan) -> None:
+    assert set(api_settings(plan, "europe-west1")) <= variables(ApiSettings)
+
+
+def test_regions_lease_inboxes_of_their_own(plan: Plan) -> None:
+    leased = []
+    for region in REGIONS:
+        settings = api_settings(plan, region)
+        first = int(settings.get("PENSTOCK_INBOX_FIRST") or 0)
+        leased += [f"inbox.{first + number}" for number in range(int(settings["PENSTOCK_INBOX_POOL"] or 0))]
+    assert sorted(leased) == sorted(
+        found["name"] for found in plan.of("google_pubsub_topic") if found["name"].startswith("inbox.")
+    )
+
+
+def test_api_accepts_what_terraform_sets(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in api_settings(plan, "europe-west4").items():
+        monkeypatch.setenv(name, value or "redis://10.64.32.2:6379/0")
+    settings = ApiSettings()
+    assert (settings.project, settings.region, settings.reply_slots) == (PROJECT, "europe-west4", 2)
+
+
+def test_workers_know_and_accept_what_kubernetes_sets(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = set()
+    for deployment in deployments(objects).values():
+        given = {name: v for name, v in settings_of(objects, deployment).items() if name.startswith("PENSTOCK_")}
+        assert set(given) <= variables(WorkerSettings)
+        with monkeypatch.context() as environment:
+            for name, value in given.items():
+                environment.setenv(name, value)
+            served.update(WorkerSettings().model_names)
+    assert served == {model.name for model in CATALOGUE.models}
+
+
+def test_cloud_sets_what_the_stack_sets(plan: Plan, objects: Objects, tmp_path: Path) -> None:
+    ports = Ports(8080, 8085, 9050, 6379, range(8091, 8093))
+    local = set(Stack(tmp_path, ports=ports).environment) - {REPLACED_BY["pubsub"], REPLACED_BY["bigquery"]}
+    assert local <= set(api_settings(plan, "europe-west4"))
+    for deployment in deployments(objects).values():
+        assert local - {"PENSTOCK_PORT"} <= set(settings_of(objects, deployment))
+
+
+def test_shared_settings_are_the_same_on_both_sides(plan: Plan, objects: Objects) -> None:
+    of_api = api_settings(plan, "europe-west4")
+    for deployment in deployments(objects).values():
+        of_worker = settings_of(objects, deployment)
+        for name in ("PENSTOCK_PROJECT", "PENSTOCK_REGION", "PENSTOCK_DATASET", "PENSTOCK_OBJECTS_URL"):
+            assert of_worker[name] == of_api[name]
+
+
+def test_api_answers_probes_on_its_port(plan: Plan) -> None:
+    container = api_container(plan, "europe-west4")
+    port = int(api_settings(plan, "europe-west4")["PENSTOCK_PORT"] or 0)
+    paths = {route.path for route in health.router.routes if isinstance(route, APIRoute)}
+    assert container["ports"][0]["container_port"] == port
+    for probe in ("startup_probe", "liveness_probe"):
+        asked = container[probe][0]["http_get"][0]
+        assert (asked["port"], asked["path"] in paths) == (port, True)
+
+
+def test_worker_answers_probes_and_scrapes(objects: Objects) -> None:
+    (monitoring,) = of_kind(objects, "PodMonitoring").values()
+    with running_loop() as loop, health_server("127.0.0.1", 0, loop, lambda: True) as bound:
+        for deployment in deployments(objects).values():
+            container = pod(deployment)["containers"][0]
+            (port,) = container["ports"]
+            assert str(port["containerPort"]) == settings_of(objects, deployment)["PENSTOCK_HEALTH_PORT"]
+            probes = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
+            for asked in [*probes, *monitoring["spec"]["endpoints"]]:
+                assert asked["port"] == port["name"]
+                with urllib.request.urlopen(f"http://127.0.0.1:{bound}{asked['path']}", timeout=5) as answer:
+                    assert answer.status == 200
+
+
+@contextmanager
+def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(5)
+        loop.close()
+
+
+def test_same_table(plan: Plan) -> None:
+    (rows,) = [table for table in plan.of("google_bigquery_table") if table["table_id"] == bigquery.TABLE]
+    options = bigquery.table_options()
+    assert json.loads(rows["schema"]) == bigquery.schema()
+    assert rows["clustering"] == options["clustering"]["fields"]
+    assert rows["require_partition_filter"] is options["requirePartitionFilter"]
+    (partitioning,) = rows["time_partitioning"]
+    wanted = options["timePartitioning"]
+    assert (partitioning["type"], partitioning["field"]) == (wanted["type"], wanted["field"])
+    assert partitioning["expiration_ms"] == int(wanted["expirationMs"])
+
+
+def test_same_views(plan: Plan) -> None:
+    planned = {
+        table["table_id"]: table["view"][0]["query"] for table in plan.of("google_bigquery_table") if table["view"]
+    }
+    assert planned == bigquery.views(PROJECT, "penstock")
+
+
+def test_rights_are_given_to_the_accounts_of_the_pods(plan: Plan, objects: Objects) -> None:
+    accounts = {
+        f"ns/{found['metadata']['namespace']}/sa/{name}" for name, found in of_kind(objects, "ServiceAccount").items()
+    }
+    pulling = {
+        found["member"].partition("/subject/")[2]
+        for found in plan.of("google_pubsub_subscription_iam_member")
+        if found["member"].startswith("principal://")
+    }
+    assert pulling == accounts
+    assert {pod(found)["serviceAccountName"] for found in deployments(objects).values()} == set(
+        of_kind(objects, "ServiceAccount")
+    )
+
+
+def test_pods_find_the_pools(plan: Plan, objects: Objects) -> None:
+    pools = [
+        (pool["node_config"][0]["labels"]["penstock.dev/gpu"], _sharing(pool))
+        for pool in plan.of("google_container_node_pool")
+        if pool["name"] != "general"
+    ]
+    for deployment in deployments(objects).values():
+        chosen = pod(deployment)["nodeSelector"]
+        share = int(chosen.get("cloud.google.com/gke-max-shared-clients-per-gpu", 1))
+        assert (chosen["penstock.dev/gpu"], share) in pools
+
+
+def _sharing(pool: Mapping[str, Any]) -> int:
+    sharing = pool["node_config"][0]["guest_accelerator"][0]["gpu_sharing_config"]
+    return sharing[0]["max_shared_clients_per_gpu"] if sharing else 1
+
+
+def test_queries_ask_for_metrics_that_are_exported(plan: Plan, objects: Objects) -> None:
+    names = {sample for metric in REGISTRY.collect() for sample in _samples(metric.name, metric.type)}
+    queries = [
+        *(
+            trigger["metadata"]["query"]
+            for o in of_kind(objects, "ScaledObject").values()
+            for trigger in o["spec"]["triggers"]
+        ),
+        *(
+            policy["conditions"][0]["condition_prometheus_query_language"][0]["query"]
+            for policy in plan.of("google_monitoring_alert_policy")
+        ),
+        plan.of("google_monitoring_dashboard")[0]["dashboard_json"],
+    ]
+    asked = {name for query in queries for name in re.findall(r"\bpenstock_[a-z_]+", query)}
+    assert asked - names == set()
+    assert {"penstock_api_items_in_flight", "penstock_worker_inference_seconds_sum"} <= asked
+
+
+def _samples(name: str, kind: str) -> list[str]:
+    return [name] + [
+        f"{name}_{suffix}" for suffix in {"counter": ["total"], "histogram": ["sum", "count", "bucket"]}.get(kind, [])
+    ]

@@ -1,0 +1,191 @@
+"""What the overlay makes of models.yaml, as Kustomize renders it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from infra.kubernetes.__main__ import main
+from infra.kubernetes.overlay import slug, write_overlay
+from shared.catalogue import read_catalogue
+from shared.errors import ConfigurationError
+from tests.infra.deploy.manifests import DEPLOYMENT, Objects, of_kind, pod, render, settings_of, workers
+
+CATALOGUE = read_catalogue(Path("models.yaml"))
+GOLDEN = Path("infra/terraform/workloads/tests")
+COMPLETE = json.dumps({"europe-west4": DEPLOYMENT.model_dump(exclude={"image"})})
+
+
+def test_a_deployment_a_budget_and_an_autoscaler_per_model(objects: Objects) -> None:
+    wanted = {f"worker-{slug(model.name)}" for model in CATALOGUE.models}
+    assert set(workers(objects)) == wanted
+    assert set(of_kind(objects, "PodDisruptionBudget")) == wanted
+    assert {found["spec"]["scaleTargetRef"]["name"] for found in of_kind(objects, "ScaledObject").values()} == wanted
+
+
+def test_replicas_are_the_autoscalers(objects: Objects) -> None:
+    for model in CATALOGUE.models:
+        name = f"worker-{slug(model.name)}"
+        spec = of_kind(objects, "ScaledObject")[name]["spec"]
+        assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (model.replicas.min, model.replicas.max)
+        assert "replicas" not in workers(objects)[name]["spec"]
+
+
+def test_scaling_asks_prometheus_and_never_pubsub_itself(objects: Objects) -> None:
+    for scaled in of_kind(objects, "ScaledObject").values():
+        assert {trigger["type"] for trigger in scaled["spec"]["triggers"]} == {"prometheus"}
+
+
+def test_shares_of_a_gpu_fit_together(objects: Objects) -> None:
+    for model in CATALOGUE.models:
+        deployment = workers(objects)[f"worker-{slug(model.name)}"]
+        fraction = float(settings_of(objects, deployment)["PENSTOCK_MEMORY_FRACTION"])
+        assert fraction * model.gpu.share <= 1
+        assert (model.gpu.share > 1) == (
+            pod(deployment)["nodeSelector"].get("cloud.google.com/gke-gpu-sharing-strategy") == "time-sharing"
+        )
+        assert pod(deployment)["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
+
+
+def test_kill_comes_after_the_drain(objects: Objects) -> None:
+    for deployment in workers(objects).values():
+        pause_s = pod(deployment)["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+        drain_s = float(settings_of(objects, deployment)["PENSTOCK_DRAIN_S"])
+        assert pause_s + drain_s < pod(deployment)["terminationGracePeriodSeconds"]
+
+
+def test_worker_on_a_spot_node_is_done_before_the_node_goes(objects: Objects) -> None:
+    for deployment in workers(objects).values():
+        assert pod(deployment)["terminationGracePeriodSeconds"] <= 30
+
+
+def test_places_are_held_by_what_gives_way(objects: Objects) -> None:
+    priorities = {name: found["value"] for name, found in of_kind(objects, "PriorityClass").items()}
+    assert priorities == {"penstock-high": 1000000, "penstock-default": 0, "penstock-low": -10}
+    assert of_kind(objects, "PriorityClass")["penstock-low"]["preemptionPolicy"] == "Never"
+    held = {name: pod(found) for name, found in of_kind(objects, "Deployment").items() if name.startswith("balloon-")}
+    assert set(held) == {"balloon-l4-x1", "balloon-l4-x4"}
+    assert {spec["priorityClassName"] for spec in held.values()} == {"penstock-low"}
+    assert {pod(found)["priorityClassName"] for found in workers(objects).values()} == {"penstock-high"}
+
+
+def test_containers_run_as_nobody_on_a_file_system_they_cannot_write(objects: Objects) -> None:
+    for deployment in of_kind(objects, "Deployment").values():
+        spec = pod(deployment)
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["automountServiceAccountToken"] is False
+        for container in spec["containers"]:
+            security = container["securityContext"]
+            assert (security["readOnlyRootFilesystem"], security["capabilities"]) == (True, {"drop": ["ALL"]})
+
+
+def test_folders_a_worker_writes_to_are_mounted(objects: Objects) -> None:
+    for deployment in workers(objects).values():
+        mounted = [m["mountPath"] for m in pod(deployment)["containers"][0]["volumeMounts"] if not m.get("readOnly")]
+        settings = settings_of(objects, deployment)
+        folders = [settings[f"PENSTOCK_{name}_DIR"] for name in ("ARTIFACTS", "MODELS", "SPOOL")]
+        for folder in [*folders, settings["HF_HOME"], settings["HOME"]]:
+            assert any(Path(folder).is_relative_to(mount) for mount in mounted), folder
+
+
+def test_workers_reach_redis_and_nothing_else_that_is_private(tmp_path: Path) -> None:
+    objects = render(tmp_path, cache_cidr="10.96.32.0/20")
+    egress = of_kind(objects, "NetworkPolicy")["workers"]["spec"]["egress"]
+    blocks = [
+        (to["ipBlock"]["cidr"], rule["ports"][0]["port"]) for rule in egress for to in rule["to"] if "ipBlock" in to
+    ]
+    assert [port for cidr, port in blocks if cidr.startswith("10.")] == [6379]
+    assert ("10.96.32.0/20", 6379) in blocks
+
+
+def test_each_worker_reads_its_own_entry(objects: Objects) -> None:
+    read = {
+        name.rpartition("-")[0]: [entry["name"] for entry in yaml.safe_load(found["data"]["models.yaml"])["models"]]
+        for name, found in of_kind(objects, "ConfigMap").items()
+        if "models.yaml" in found["data"]
+    }
+    assert read == {f"models-{slug(model.name)}": [model.name] for model in CATALOGUE.models}
+
+
+def test_compute_classes_and_capacity_buffers(tmp_path: Path) -> None:
+    objects = render(tmp_path, compute_classes=True, capacity_buffers=True, buffer=2)
+    classes = of_kind(objects, "ComputeClass")
+    assert set(classes) == {"workers-l4-x1", "workers-l4-x4"}
+    assert all("namespace" not in found["metadata"] for found in classes.values())
+    order = [(rule["machineType"], rule["spot"]) for rule in classes["workers-l4-x4"]["spec"]["priorities"]]
+    assert order == [("g2-standard-8", True), ("g2-standard-8", False), ("a2-highgpu-1g", False)]
+    sharing = {"sharingStrategy": "time-sharing", "maxSharedClientsPerGPU": 4}
+    assert classes["workers-l4-x4"]["spec"]["priorities"][0]["gpu"]["gpuSharing"] == sharing
+    for deployment in workers(objects).values():
+        (selector,) = pod(deployment)["nodeSelector"]
+        assert selector == "cloud.google.com/compute-class"
+    buffers = of_kind(objects, "CapacityBuffer")
+    assert {found["spec"]["podTemplateRef"]["name"] for found in buffers.values()} == set(
+        of_kind(objects, "PodTemplate")
+    )
+    assert {found["spec"]["replicas"] for found in buffers.values()} == {2}
+    assert set(of_kind(objects, "Deployment")) == set(workers(objects))
+
+
+def test_clusters_own_autoscaler_keeps_one(tmp_path: Path) -> None:
+    objects = render(tmp_path, autoscaler="hpa", buffer=0)
+    scalers = of_kind(objects, "HorizontalPodAutoscaler")
+    assert {found["spec"]["scaleTargetRef"]["name"] for found in scalers.values()} == set(workers(objects))
+    assert {found["spec"]["minReplicas"] for found in scalers.values()} == {1}
+    assert of_kind(objects, "ScaledObject") == {}
+
+
+def test_model_without_a_gpu_runs_anywhere(tmp_path: Path) -> None:
+    models = tmp_path / "models.yaml"
+    models.write_text(
+        "models: [{name: tiny, task: embedding, source: 'hf:a/b', dimensions: 4, batch: {max_tokens: 8}}]"
+    )
+    (deployment,) = workers(render(tmp_path / "out", models)).values()
+    assert "nodeSelector" not in pod(deployment)
+    assert "nvidia.com/gpu" not in pod(deployment)["containers"][0]["resources"]["limits"]
+
+
+def test_terraform_names_workers_alike() -> None:
+    # Terraform's own test of the same file is in platform/tests/names.tftest.hcl.
+    accounts = json.loads(Path("infra/terraform/platform/tests/names.json").read_text())
+    assert accounts == {name: f"worker-{slug(name)}" for name in accounts}
+
+
+def test_objects_of_the_terraform_tests_are_rendered_from_this_tree(tmp_path: Path) -> None:
+    # To mend: python -m infra.kubernetes with the values of DEPLOYMENT, then kubectl kustomize OUT > objects.yaml.
+    rendered = render(tmp_path, GOLDEN / "models.yaml")
+    assert rendered == list(yaml.safe_load_all((GOLDEN / "objects.yaml").read_text()))
+
+
+def test_names_that_meet_are_refused(tmp_path: Path) -> None:
+    models = tmp_path / "models.yaml"
+    entry = {"task": "embedding", "source": "hf:a/b", "dimensions": 4, "batch": {"max_tokens": 8}}
+    models.write_text(yaml.safe_dump({"models": [entry | {"name": name} for name in ("bge.small", "bge-small")]}))
+    with pytest.raises(ConfigurationError, match="are both 'bge-small'"):
+        write_overlay(tmp_path / "out", read_catalogue(models), models, DEPLOYMENT)
+
+
+def test_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "letters.txt").write_text("mine")
+    with pytest.raises(ConfigurationError, match="something else"):
+        write_overlay(tmp_path, CATALOGUE, Path("models.yaml"), DEPLOYMENT)
+    assert (tmp_path / "letters.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "Expecting property name"),
+        ("{}", "no region 'europe-west4'"),
+        ('{"europe-west4": {}}', "project: Field required"),
+        (COMPLETE, "image: String should match"),
+    ],
+)
+def test_wrong_input_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, reason: str) -> None:
+    (tmp_path / "deployments.json").write_text(content)
+    words = ["--out", str(tmp_path / "out"), "--deployments", str(tmp_path / "deployments.json")]
+    assert main([*words, "--region", "europe-west4", "--image", "no tag, no digest"]) == 2
+    assert reason in capsys.readouterr().err

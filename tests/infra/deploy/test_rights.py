@@ -1,0 +1,73 @@
+"""Who may do what in the cloud: every binding of the plan is one that is known here."""
+
+from __future__ import annotations
+
+from tests.infra.deploy.terraform import Plan
+
+API = "serviceAccount:penstock-api@example-project.iam.gserviceaccount.com"
+ON_THE_PROJECT = {
+    "roles/monitoring.metricWriter",
+    "roles/monitoring.viewer",
+    "roles/container.defaultNodeServiceAccount",
+}
+ALLOWED = {
+    "google_project_iam_member": ON_THE_PROJECT,
+    "google_pubsub_topic_iam_member": {"roles/pubsub.publisher"},
+    "google_pubsub_subscription_iam_member": {"roles/pubsub.subscriber"},
+    "google_storage_bucket_iam_member": {"roles/storage.objectUser", "roles/storage.objectViewer"},
+    "google_secret_manager_secret_iam_member": {"roles/secretmanager.secretAccessor"},
+    "google_artifact_registry_repository_iam_member": {"roles/artifactregistry.reader"},
+    "google_cloud_run_v2_service_iam_member": {"roles/run.invoker"},
+    "google_service_account_iam_member": {"roles/iam.serviceAccountTokenCreator"},
+}
+
+
+def bindings(plan: Plan) -> dict[str, list[dict[str, str]]]:
+    found: dict[str, list[dict[str, str]]] = {}
+    for resource in plan.resources:
+        if "_iam_" in resource["type"] and not resource["type"].endswith("custom_role"):
+            found.setdefault(resource["type"], []).append(resource["values"])
+    return found
+
+
+def test_no_role_but_the_least(plan: Plan) -> None:
+    for kind, members in bindings(plan).items():
+        # The table's role is our own, so its id is known only after an apply.
+        roles = {member["role"] for member in members if "role" in member}
+        assert roles <= ALLOWED.get(kind, set()), kind
+
+
+def test_nobody_is_everybody(plan: Plan) -> None:
+    members = [found["member"] for values in bindings(plan).values() for found in values if "member" in found]
+    assert [member for member in members if member in ("allUsers", "allAuthenticatedUsers")] == []
+
+
+def test_api_cannot_make_subscriptions(plan: Plan) -> None:
+    roles = {
+        (kind, found["role"])
+        for kind, values in bindings(plan).items()
+        for found in values
+        if found.get("member") == API and "pubsub" in kind
+    }
+    assert roles == {
+        ("google_pubsub_topic_iam_member", "roles/pubsub.publisher"),
+        ("google_pubsub_subscription_iam_member", "roles/pubsub.subscriber"),
+    }
+
+
+def test_worker_pulls_only_the_jobs_of_its_model(plan: Plan) -> None:
+    pulls: dict[str, set[str]] = {}
+    for found in plan.of("google_pubsub_subscription_iam_member"):
+        if found["member"].startswith("principal://"):
+            pulls.setdefault(found["member"], set()).add(found["subscription"])
+    assert {len(subscriptions) for subscriptions in pulls.values()} == {1}
+
+
+def test_two_regions_have_two_of_everything_regional(plan: Plan) -> None:
+    for kind in ("google_memorystore_instance", "google_container_cluster", "google_compute_router_nat"):
+        assert len(plan.of(kind)) == 2, kind
+    assert len([s for s in plan.of("google_cloud_run_v2_service") if s["name"] == "penstock-api"]) == 2
+
+
+def test_buckets_cannot_be_public(plan: Plan) -> None:
+    assert {bucket["public_access_prevention"] for bucket in plan.of("google_storage_bucket")} == {"enforced"}
