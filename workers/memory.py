@@ -24,9 +24,9 @@ def resident_bytes() -> int:
 
 
 def gpu_bytes() -> int:
-    """What torch has taken of its GPU for tensors."""
+    """What torch has taken of all GPUs for tensors; of its process's own, that is, for it uses one."""
     torch = _torch_with_gpu()
-    return int(torch.cuda.memory_allocated()) if torch is not None else 0
+    return sum(torch.cuda.memory_allocated(gpu) for gpu in range(torch.cuda.device_count())) if torch else 0
 
 
 def weights_bytes(place: Path) -> int:

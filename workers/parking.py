@@ -54,6 +54,8 @@ def park(model: Model, room_bytes: int) -> Parked | None:
 
     Returns None, and changes nothing, where they can't be moved or the host has less than `room_bytes` left for them.
     """
+    if "torch" not in sys.modules:  # another library computes; its weights are its own affair
+        return None
     networks = list(_networks(vars(model), _DEPTH))
     tensors = list({id(one): one for network in networks for one in _weights(network)}.values())
     # The allocator of pinned memory rounds up to powers of two.

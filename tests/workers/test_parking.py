@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -49,6 +50,12 @@ def test_without_room_nothing_moves() -> None:
     addresses = [weight.data_ptr() for weight in model.network.parameters()]
     assert park(model, 100) is None
     assert [weight.data_ptr() for weight in model.network.parameters()] == addresses
+
+
+def test_a_model_of_another_library_is_not_parked(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = holder()
+    monkeypatch.delitem(sys.modules, "torch")
+    assert park(model, ROOM) is None
 
 
 def test_a_model_without_networks_is_not_parked() -> None:
