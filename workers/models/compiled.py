@@ -35,21 +35,28 @@ def only_what_is_compiled() -> contextlib.AbstractContextManager[None]:
     return stance
 
 
-def compile_parts(unet: Any, vae: Any, shapes: int) -> None:
-    """Replaces the forwards of UNet, VAE encoder and VAE decoder; `shapes` is how many each will meet at warm-up."""
+def compile_parts(unet: Any, vae: Any, *, shapes: int, backend: str = "inductor") -> None:
+    """Replaces the forwards of UNet, VAE encoder and VAE decoder by compiled ones.
+
+    Args:
+        unet: of diffusers, as `vae`.
+        vae: decodes and encodes image by image from now on.
+        shapes: how many each of them will meet at warm-up.
+        backend: of torch.compile.
+    """
     # A shape is a recompilation to Dynamo, which gives up (and runs eagerly) after this many.
-    limit = max(torch._dynamo.config.recompile_limit, shapes)
-    torch._dynamo.config.recompile_limit = limit
-    unet.forward = _unet_forward(_compiled(unet.forward, unet.device))
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, shapes)
+    unet.forward = _unet_forward(_compiled(unet.forward, unet.device, backend))
     # Image by image: one shape for every batch, and one image fills a GPU at this point.
     vae.enable_slicing()
     for part in (vae.encoder, vae.decoder):
-        part.forward = _single_input_forward(_compiled(part.forward, vae.device))
+        part.forward = _single_input_forward(_compiled(part.forward, vae.device, backend))
 
 
-def _compiled(forward: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+def _compiled(forward: Callable[..., Any], device: torch.device, backend: str) -> Callable[..., Any]:
+    # "reduce-overhead" is what torch calls CUDA graphs.
     mode = "reduce-overhead" if device.type == "cuda" else "default"
-    return torch.compile(forward, mode=mode, dynamic=False)
+    return torch.compile(forward, backend=backend, mode=mode, dynamic=False)
 
 
 def _unet_forward(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,159 @@
+"""How images are drawn (sizes, memory, prompts, sources) against plain diffusers on the same weights."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import msgspec
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from PIL import Image
+
+from shared.catalogue import Catalogue
+from shared.messages import Blob, ImageInput, ImageResult, Input
+from workers.models import model_for
+from workers.models.base import Model, OutOfMemory, PreparedImage, Preparer
+from workers.models.device import Device
+from workers.models.image import ImageModel
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+
+TEXT = ImageInput(
+    prompt="a mill by the river", width=64, height=64, steps=6, guidance_scale=7.5, seed=1, scheduler="ddim"
+)
+
+
+def png(width: int, height: int) -> Blob:
+    shades = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+    encoded = io.BytesIO()
+    Image.fromarray(shades).save(encoded, "PNG")
+    return Blob("image/png", encoded.getvalue())
+
+
+FROM_IMAGE = msgspec.structs.replace(TEXT, image=png(64, 64), strength=0.6)
+
+
+def drawn(model: Model, preparer: Preparer, inputs: Sequence[Input]) -> list[ImageResult]:
+    batch = [item for item in preparer.prepare(inputs) if isinstance(item, PreparedImage)]
+    results = [result for result in model.predict(batch, lambda step, steps: None) if isinstance(result, ImageResult)]
+    assert len(results) == len(inputs)
+    return results
+
+
+def pixels(result: ImageResult) -> np.ndarray:
+    with Image.open(io.BytesIO(result.image.data or b""), formats=["PNG"]) as image:
+        return np.asarray(image).astype(int)
+
+
+def reference(folder: Path, inputs: Sequence[ImageInput]) -> list[np.ndarray]:
+    """What plain diffusers draws, each alone."""
+    kind = diffusers.AutoPipelineForText2Image if inputs[0].image is None else diffusers.AutoPipelineForImage2Image
+    pipeline = kind.from_pretrained(folder, safety_checker=None)
+    pipeline.set_progress_bar_config(disable=True)
+    images = []
+    for value in inputs:
+        source = {}
+        if value.image is not None:
+            with Image.open(io.BytesIO(value.image.data or b"")) as opened:
+                source = {"image": opened.convert("RGB"), "strength": value.strength}
+        drawn = pipeline(
+            value.prompt,
+            negative_prompt=value.negative_prompt or None,
+            num_inference_steps=value.steps,
+            guidance_scale=value.guidance_scale,
+            generator=torch.Generator().manual_seed(value.seed),
+            **source,
+        ).images[0]
+        images.append(np.asarray(drawn).astype(int))
+    return images
+
+
+@pytest.mark.parametrize("request_", [TEXT, FROM_IMAGE], ids=["text", "image"])
+@pytest.mark.parametrize("change", [{}, {"negative_prompt": "fog"}, {"guidance_scale": 1.0}], ids=str)
+def test_the_pixels_are_those_of_plain_diffusers(
+    tiny: Model, tiny_folder: Path, tiny_preparer: Preparer, request_: ImageInput, change: dict[str, Any]
+) -> None:
+    inputs = [msgspec.structs.replace(request_, seed=seed, **change) for seed in (1, 2)]
+    ours = [pixels(result) for result in drawn(tiny, tiny_preparer, inputs)]
+    for mine, other in zip(ours, reference(tiny_folder, inputs), strict=True):
+        assert np.abs(mine - other).max() <= 1
+
+
+@pytest.fixture(scope="module")
+def in_sizes(catalogue: Catalogue, tiny_folder: Path) -> ImageModel:
+    """A model planned for batches of 1, 2 and 4, with the compiler itself left out (test_compiled.py runs it)."""
+    entry = catalogue.default("image")
+    image = entry.image.model_copy(update={"compile": "always"})
+    batch = entry.batch.model_copy(update={"max_items": 4})
+    place = Device("cpu", threads=1, memory_fraction=1.0)
+    model = ImageModel(entry.model_copy(update={"image": image, "batch": batch}), tiny_folder, place)
+    model.setup()
+    with torch.compiler.set_stance("force_eager"):
+        model.warmup()
+    return model
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("request_", [TEXT, FROM_IMAGE], ids=["text", "image"])
+def test_batches_in_fixed_sizes_draw_the_same(
+    tiny: Model, in_sizes: ImageModel, tiny_preparer: Preparer, request_: ImageInput, count: int
+) -> None:
+    inputs = [msgspec.structs.replace(request_, seed=seed) for seed in range(count)]
+    batch = [item for item in tiny_preparer.prepare(inputs) if isinstance(item, PreparedImage)]
+    groups = in_sizes.groups(batch)
+    assert [place for group in groups for place in group] == list(range(count))
+    assert all(len(group) <= 4 for group in groups)
+    results = [
+        result
+        for group in groups
+        for result in in_sizes.predict([batch[place] for place in group], lambda step, steps: None)
+    ]
+    for result, expected in zip(results, drawn(tiny, tiny_preparer, inputs), strict=True):
+        assert isinstance(result, ImageResult)
+        assert np.abs(pixels(result) - pixels(expected)).max() <= 1
+
+
+def test_a_size_that_is_not_compiled_is_drawn_as_it_is(in_sizes: ImageModel, tiny_preparer: Preparer) -> None:
+    inputs = [msgspec.structs.replace(TEXT, width=72, seed=seed) for seed in range(5)]
+    assert [pixels(result).shape for result in drawn(in_sizes, tiny_preparer, inputs)] == [(64, 72, 3)] * 5
+
+
+def test_the_vae_takes_parts_where_memory_is_short(
+    tiny: Model, catalogue: Catalogue, tiny_folder: Path, tiny_preparer: Preparer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that decodes 64 x 64 pixels at once and no more: batches one by one, larger pictures in tiles."""
+    decode = AutoencoderKL._decode
+
+    def decode_small(vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
+        if z.shape[0] > 1 or (not vae.use_tiling and z.shape[2] * z.shape[3] > 8 * 8):
+            raise torch.OutOfMemoryError("out of memory")
+        return decode(vae, z, return_dict=return_dict)
+
+    inputs = [msgspec.structs.replace(TEXT, seed=seed) for seed in (1, 2)]
+    expected = [pixels(result) for result in drawn(tiny, tiny_preparer, inputs)]
+    model = model_for(catalogue.default("image"), tiny_folder, "cpu")
+    model.setup()
+    monkeypatch.setattr(AutoencoderKL, "_decode", decode_small)
+    for mine, other in zip(drawn(model, tiny_preparer, inputs), expected, strict=True):
+        assert np.abs(pixels(mine) - other).max() <= 1
+    large = msgspec.structs.replace(TEXT, width=96, height=96)
+    assert pixels(drawn(model, tiny_preparer, [large])[0]).shape == (96, 96, 3)
+
+
+def test_memory_that_no_parts_can_save_is_told(
+    catalogue: Catalogue, tiny_folder: Path, tiny_preparer: Preparer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_for(catalogue.default("image"), tiny_folder, "cpu")
+    model.setup()
+
+    def refuse(vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(AutoencoderKL, "_decode", refuse)
+    batch = [item for item in tiny_preparer.prepare([TEXT, TEXT]) if isinstance(item, PreparedImage)]
+    with pytest.raises(OutOfMemory):
+        model.predict(batch, lambda step, steps: None)

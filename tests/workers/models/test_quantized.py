@@ -1,0 +1,52 @@
+"""INT8 images, where torchao is: `pip install penstock[gpu]`. It is in no other extra, see pyproject.toml."""
+
+import importlib.util
+import io
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from PIL import Image
+
+from shared.catalogue import Catalogue
+from shared.messages import ImageInput, ImageResult
+from workers.models import model_for
+from workers.models.base import Model, Preparer
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed"),
+    # torchao loads kernels for GPUs that may not be here, and says so.
+    pytest.mark.filterwarnings("default"),
+]
+
+TEXT = ImageInput(
+    prompt="a mill by the river", width=64, height=64, steps=6, guidance_scale=7.5, seed=1, scheduler="ddim"
+)
+TOLERANCE_PSNR_DB = 40.0
+
+
+@pytest.fixture
+def int8(catalogue: Catalogue, tiny_folder: Path) -> Model:
+    model = model_for(catalogue.default("image").model_copy(update={"precision": "int8"}), tiny_folder, "cpu")
+    model.setup()
+    return model
+
+
+def drawn(model: Model, preparer: Preparer, seeds: list[int]) -> np.ndarray:
+    """[seeds, height, width, 3] levels from 0 to 255."""
+    batch = preparer.prepare([msgspec.structs.replace(TEXT, seed=seed) for seed in seeds])
+    pictures = []
+    for result in model.predict(batch, lambda step, steps: None):  # type: ignore[arg-type]
+        assert isinstance(result, ImageResult)
+        with Image.open(io.BytesIO(result.image.data or b"")) as image:
+            pictures.append(np.asarray(image).astype(float))
+    return np.stack(pictures)
+
+
+def test_int8_draws_nearly_the_same(tiny: Model, int8: Model, tiny_preparer: Preparer) -> None:
+    ours = drawn(int8, tiny_preparer, [1, 2])
+    error = np.square(ours - drawn(tiny, tiny_preparer, [1, 2])).mean()
+    assert error > 0, "nothing was quantised"
+    assert 10 * np.log10(255**2 / error) >= TOLERANCE_PSNR_DB
+    assert np.abs(ours[:1] - drawn(int8, tiny_preparer, [1])).max() <= 1
