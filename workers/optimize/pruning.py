@@ -7,7 +7,7 @@ producers). torch.nn.utils.prune only sets weights to zero: such a matrix costs 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,9 +52,10 @@ def prune(model: Any, texts: Sequence[PreparedText], *, neurons: float, heads: f
         ConfigurationError: the model has no such layers.
     """
     mlps, attentions = _mlp_cuts(model), _head_cuts(model)
+    whole = Pruned(0, _groups(mlps), 0, _groups(attentions))
     cut_neurons = _cut_all(model, mlps, texts, neurons) if neurons else 0
     cut_heads = _cut_all(model, attentions, texts, heads) if heads else 0
-    return Pruned(cut_neurons, _groups(mlps), cut_heads, _groups(attentions))
+    return replace(whole, neurons=cut_neurons, heads=cut_heads)
 
 
 def _layers(model: Any) -> Any:

@@ -27,8 +27,8 @@ def calibration_texts() -> list[str]:
 
 
 def held_out_texts() -> list[str]:
-    """160 texts to judge by, of other subjects in the same proportions."""
-    return _texts(_subjects()[1::2])
+    """80 texts to judge by, of other subjects in the same proportions."""
+    return _texts(_subjects()[1::2])[::2]
 
 
 def prepare_texts(preparer: Preparer, texts: list[str]) -> list[PreparedText]:

@@ -19,7 +19,7 @@ from workers.optimize.quality import VectorQuality, compare_vectors
 _JUDGED_TOGETHER = 8
 _TIMED_TOGETHER = 4
 _TIMED_EVERY = 4
-"""Texts of a batch when judged and when timed, and every how many-th text is timed: a third of a second a round."""
+"""Texts of a batch when judged and when timed, and every how many-th text is timed: a tenth of a second a round."""
 _ROUNDS = 3
 
 

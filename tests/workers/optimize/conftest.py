@@ -1,0 +1,41 @@
+"""The command on a small model, and what it has made."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.workers.optimize.tiny_bert import ENTRY, Optimize, make_tiny_bert
+from workers.models.artifact import Artifact, read_artifact
+from workers.optimize.__main__ import main
+
+
+@pytest.fixture(scope="session")
+def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny-bert")
+    make_tiny_bert(folder)
+    return folder
+
+
+@pytest.fixture
+def optimize(tiny_bert: Path, tmp_path: Path) -> Optimize:
+    """Runs the command on the model `tiny`; artifacts go below tmp_path/artifacts."""
+
+    def run(*words: str, tolerance: float = 0.9999) -> int:
+        catalogue = tmp_path / "models.yaml"
+        catalogue.write_text(ENTRY.format(folder=tiny_bert, tolerance=tolerance))
+        places = ["--models-file", str(catalogue), "--artifacts-dir", str(tmp_path / "artifacts")]
+        return main(["tiny", *places, *words])
+
+    return run
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Callable[[], Artifact]:
+    """The artifact that the command has made."""
+
+    def read() -> Artifact:
+        (folder,) = (tmp_path / "artifacts" / "tiny").iterdir()
+        return read_artifact(folder)
+
+    return read

@@ -1,0 +1,147 @@
+"""From the folder of an embedding model to an artifact, by the command, and back by what workers read it with."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from tests.workers.optimize.tiny_bert import ENTRY, Optimize
+from workers.models.artifact import Artifact, Variant, read_calibration
+from workers.models.encoder_onnx import OnnxEncoder
+from workers.models.sentence_folder import read_sentence_folder
+
+ROOT = Path(__file__).parents[3]
+LIMIT_S = 60.0
+Made = Callable[[], Artifact]
+
+
+def cosines(artifact: Artifact, variant: Variant, folder: Path) -> np.ndarray:
+    """Of each calibration text, computed alone as a worker would, to the reference's vector."""
+    encoder = OnnxEncoder(read_sentence_folder(folder), artifact.graph(variant), device="cpu", threads=1)
+    encoder.open()
+    calibration = read_calibration(artifact)
+    vectors = [
+        encoder.encode(np.frombuffer(text.ids, "<u4").astype(np.int64)[None], None, np.array([text.length]))[0]
+        for text in calibration.texts
+    ]
+    return np.asarray(np.einsum("td,td->t", np.array(vectors), calibration.vectors))
+
+
+def test_artifact_is_what_its_manifest_says(optimize: Optimize, made: Made, tiny_bert: Path) -> None:
+    assert optimize("--variants", "fp32,int8,int8-static", tolerance=0.9) == 0
+    artifact = made()
+    variants = {variant.name: variant for variant in artifact.manifest.variants}
+    assert list(variants) == ["onnx-fp32", "onnx-int8", "onnx-int8-static"]
+    for variant in variants.values():
+        found = cosines(artifact, variant, tiny_bert)
+        assert found.min() >= variant.cosine_min - 1e-6
+        assert found.mean() == pytest.approx(variant.cosine_mean, abs=2e-3)
+    assert variants["onnx-fp32"].cosine_min > 0.999999
+    assert variants["onnx-int8"].size_bytes < 0.5 * variants["onnx-fp32"].size_bytes
+    assert "Attention" in variants["onnx-fp32"].note
+    assert sorted(path.name for path in artifact.folder.iterdir()) == [
+        "calibration.npz",
+        "fp32.onnx",
+        "int8-static.onnx",
+        "int8.onnx",
+        "manifest.json",
+    ]
+
+
+def test_variant_below_the_tolerance_is_refused(
+    optimize: Optimize, made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert optimize("--variants", "fp32,int8") == 0
+    assert [variant.name for variant in made().manifest.variants] == ["onnx-fp32"]
+    assert not (made().folder / "int8.onnx").exists()
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("onnx-int8 "))
+    assert "refused: least cosine 0.9" in line
+    assert line.endswith("is below 0.9999")
+
+
+def test_nothing_accepted_fails_and_writes_nothing(
+    optimize: Optimize, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert optimize("--variants", "int8") == 1
+    told = capsys.readouterr().err
+    assert "no variant was accepted" in told
+    assert "onnx-int8: least cosine 0.9" in told
+    assert list((tmp_path / "artifacts" / "tiny").iterdir()) == []
+
+
+def test_own_tolerance_is_kept_with_the_variant(optimize: Optimize, made: Made) -> None:
+    assert optimize("--variants", "int8", "--tolerance", "0.9") == 0
+    (variant,) = made().manifest.variants
+    assert variant.recipe["tolerance"] == 0.9
+    assert 0.9 <= variant.cosine_min < 0.9999
+
+
+def test_second_run_does_nothing_unless_forced(
+    optimize: Optimize, made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert optimize("--variants", "fp32") == 0
+    before = made().folder.joinpath("manifest.json").stat().st_ino
+    capsys.readouterr()
+    assert optimize("--variants", "fp32") == 0
+    assert made().folder.joinpath("manifest.json").stat().st_ino == before
+    assert "is there: onnx-fp32" in capsys.readouterr().out
+    assert optimize("--variants", "fp32", "--force") == 0
+    assert made().folder.joinpath("manifest.json").stat().st_ino != before
+
+
+@pytest.mark.parametrize(
+    ("words", "cut"), [(("--prune", "0.25"), "128 of 512 inner"), (("--prune-heads", "0.25"), "2 of 8 heads")], ids=str
+)
+def test_pruned_model_is_smaller_and_shows_its_loss(
+    optimize: Optimize, made: Made, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], cut: str
+) -> None:
+    assert optimize("--variants", "fp32,pruned", "--tolerance", "0.1", *words) == 0
+    whole, pruned = made().manifest.variants
+    assert cut in pruned.note
+    assert weights(made().graph(pruned)) < weights(made().graph(whole))
+    assert pruned.cosine_min < 0.9999
+    assert f"{pruned.cosine_min:.5f}" in capsys.readouterr().out
+
+
+def weights(graph: Path) -> int:
+    """Parameters of all matrices but the embedding tables."""
+    model = onnx.load(graph)
+    return sum(int(np.prod(weight.dims)) for weight in model.graph.initializer if weight.dims and weight.dims[0] <= 256)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--variants", "fp8"), "no variant fp8 of embedding models; there are: fp32, int8"),
+        (("--variants", "pruned"), "the variant pruned needs --prune or --prune-heads"),
+    ],
+    ids=str,
+)
+def test_wrong_wish_is_refused(
+    optimize: Optimize, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], reason: str
+) -> None:
+    assert optimize(*words) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_interrupted_making_leaves_nothing(tiny_bert: Path, tmp_path: Path) -> None:
+    catalogue = tmp_path / "models.yaml"
+    catalogue.write_text(ENTRY.format(folder=tiny_bert, tolerance=0.9))
+    words = ["tiny", "--models-file", str(catalogue), "--artifacts-dir", str(tmp_path / "artifacts")]
+    with subprocess.Popen(
+        [sys.executable, "-m", "workers.optimize", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "making and judging" in line:
+                process.send_signal(signal.SIGTERM)
+                break
+        process.stdout.read()
+        assert process.wait(LIMIT_S) == 130
+    assert list((tmp_path / "artifacts" / "tiny").iterdir()) == []

@@ -1,0 +1,50 @@
+"""Ways to run an image pipeline, judged by the pictures of the small one."""
+
+from pathlib import Path
+
+import pytest
+
+from workers.models.artifact import read_artifact
+from workers.models.make_tiny_diffusion import make_tiny_diffusion
+from workers.optimize.__main__ import main
+
+ENTRY = """\
+models:
+  - name: small
+    task: image
+    source: local:{folder}
+    batch: {{max_pixel_steps: 2000000}}
+    image: {{width: 32, height: 32, steps: 2}}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "small"
+    make_tiny_diffusion(folder)
+    return folder
+
+
+def run(tmp_path: Path, folder: Path, *words: str) -> int:
+    catalogue = tmp_path / "models.yaml"
+    catalogue.write_text(ENTRY.format(folder=folder))
+    return main(["small", "--models-file", str(catalogue), "--artifacts-dir", str(tmp_path / "artifacts"), *words])
+
+
+def test_accepted_ways_are_in_the_manifest(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, folder, "--variants", "tuned,bf16", "--tolerance", "15") == 0
+    (made,) = (tmp_path / "artifacts" / "small").iterdir()
+    tuned, bf16 = read_artifact(made).manifest.variants
+    assert (tuned.name, tuned.precision, tuned.recipe["is_tuned"]) == ("torch-tuned", "fp32", True)
+    assert tuned.recipe["psnr_db"] > 60 > bf16.recipe["psnr_db"] > 15
+    assert bf16.recipe["ssim"] < 1
+    assert bf16.size_bytes < 0.6 * tuned.size_bytes
+    assert "PSNR dB" in capsys.readouterr().out
+
+
+def test_picture_below_the_tolerance_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, folder, "--variants", "bf16", "--tolerance", "90") == 1
+    assert "torch-bf16: least PSNR" in capsys.readouterr().err
+    assert list((tmp_path / "artifacts" / "small").iterdir()) == []
