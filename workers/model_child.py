@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -15,6 +14,7 @@ import msgspec
 
 from shared.errors import ConfigurationError, ModelFailed, PenstockError, error_for_code
 from shared.messages import Result
+from workers.child_output import ChildOutput
 from workers.frames import (
     FRAME_MAX_BYTES,
     HEADER,
@@ -31,7 +31,6 @@ from workers.frames import (
 from workers.models.base import OnStep, Prepared
 
 EXIT_LIMIT_S = 5.0
-_TAIL_BYTES = 4000
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +89,7 @@ class ModelChild:
         self._process = process
         self._reader = reader
         self._writer = writer
-        self._output = _Output(process)
+        self._output = ChildOutput(process)
         self._turn = asyncio.Semaphore(1)
         self._pending: _Pending | None = None
         self._batches = 0
@@ -284,29 +283,3 @@ async def _connect(
         process.kill()
         await process.wait()
         raise
-
-
-class _Output:
-    """What a model process prints: passed on to stderr, and the end of it kept for the error message."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None, "started with a pipe; this is a bug"
-        self._stream = process.stdout
-        self._kept = b""
-        self._task = asyncio.create_task(self._pass_on())
-
-    async def _pass_on(self) -> None:
-        while chunk := await self._stream.read(_TAIL_BYTES):
-            self._kept = (self._kept + chunk)[-_TAIL_BYTES:]
-            sys.stderr.write(chunk.decode(errors="replace"))
-
-    async def finish(self) -> None:
-        """Waits for the rest, now that the process is gone; a grandchild may hold the pipe, so not for long."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(EXIT_LIMIT_S):
-                await self._task
-
-    def tail(self) -> str:
-        """The last lines, set off for a message; empty where there are none."""
-        text = self._kept.decode(errors="replace").strip()
-        return f"; it printed last:\n{text}" if text else ""
