@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from bench.report import Outcome, keep, machine, table
 
-NAMES = ("overhead", "throughput", "hits", "multi_model", "slots", "broker", "soak", "footprint")
+NAMES = ("overhead", "throughput", "hits", "multi_model", "slots", "broker", "soak", "footprint", "profile")
 """Each is a module here whose `run()` returns an Outcome."""
 
 
@@ -18,13 +18,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs what is asked for; returns 1 where `--check` was given and a figure that must be met is not."""
     parser = argparse.ArgumentParser(prog="python -m bench", description="Measures the pipeline on this machine.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which (default: all): {', '.join(NAMES)}")
+    parser.add_argument("--profile", action="store_true", help="the same as the name profile")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a figure misses its limit")
     options = parser.parse_args(argv)
     if unknown := set(options.names) - set(NAMES):
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}")
+    names = [*options.names, *(["profile"] if options.profile else [])] or NAMES
     where, outcomes = machine(), dict[str, Outcome]()
     print(f"{where['cpu']}, {where['cores']} cores, load {where['load_before']}", flush=True)
-    for name in options.names or NAMES:
+    for name in names:
         began_s = time.time()
         print(f"{name} …", flush=True)
         outcomes[name] = importlib.import_module(f"bench.{name}").run()

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from infra.local.ports import Ports
-from shared.errors import PenstockError
+from shared.errors import ConfigurationError, PenstockError
 
 STATE_DIR = Path("var")
 """Where `penstock up` keeps logs, rows and objects."""
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     options, rest = parser.parse_known_args(argv)
-    if rest and options.run not in (_pubsub, _bigquery):
+    if rest and options.run not in (_pubsub, _bigquery, _bench):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     options.rest = rest
     signal.signal(signal.SIGTERM, _interrupt)
@@ -71,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     worker = commands.add_parser("worker", help="one worker alone, as the PENSTOCK_* settings say")
     worker.add_argument("--model", required=True, help="the entry of the catalogue that it serves")
     worker.set_defaults(run=_worker)
+
+    bench = commands.add_parser("bench", add_help=False, help="measure the pipeline here, in a checkout (--profile)")
+    bench.set_defaults(run=_bench)
 
     report = commands.add_parser("report", help="run a usage report on the configured BigQuery")
     report.add_argument("name", nargs="?", default="", help="which; without it, the shipped ones are listed")
@@ -120,6 +123,12 @@ def _worker(options: argparse.Namespace) -> int:
     return _become("workers", {"PENSTOCK_MODEL": options.model})
 
 
+def _bench(options: argparse.Namespace) -> int:
+    if not Path("bench/__main__.py").is_file():
+        raise ConfigurationError("there are no benchmarks in this folder: run it at the top of a checkout")
+    return _become("bench", {}, options.rest)
+
+
 def _report(options: argparse.Namespace) -> int:
     from infra.reports import list_reports, show_report
     from shared.settings import Settings, read_settings
@@ -129,12 +138,12 @@ def _report(options: argparse.Namespace) -> int:
     return show_report(read_settings(Settings), options.name, days=options.days)
 
 
-def _become(module: str, settings: dict[str, str]) -> int:
+def _become(module: str, settings: dict[str, str], words: Sequence[str] = ()) -> int:
     """Replaces this process, so that signals and the exit status are the other's; infra never imports it."""
     from shared.settings import environment_with, given_settings
 
     sys.stdout.flush()
-    command = [sys.executable, "-m", module]
+    command = [sys.executable, "-m", module, *words]
     os.execve(command[0], command, environment_with(given_settings() | settings))
 
 
