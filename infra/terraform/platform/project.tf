@@ -57,6 +57,8 @@ resource "google_artifact_registry_repository" "default" {
 }
 
 resource "google_compute_network" "default" {
+  # checkov:skip=CKV2_GCP_18: the implied rules deny all ingress, GKE adds what its nodes need
+
   project                 = var.project_id
   name                    = var.prefix
   auto_create_subnetworks = false

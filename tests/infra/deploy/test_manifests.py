@@ -130,6 +130,30 @@ def test_compute_classes_and_capacity_buffers(tmp_path: Path) -> None:
     assert set(of_kind(objects, "Deployment")) == set(workers(objects))
 
 
+def test_kinds_of_gke_have_only_documented_fields(objects: Objects, tmp_path: Path) -> None:
+    # No schema of these is to be had offline; the fields are those of GKE's reference pages.
+    documented = {
+        "CapacityBuffer": {"provisioningStrategy", "podTemplateRef", "scalableRef", "replicas", "percentage", "limits"},
+        "ComputeClass": {
+            "priorities",
+            "nodePoolAutoCreation",
+            "nodePoolConfig",
+            "whenUnsatisfiable",
+            "activeMigration",
+            "autoscalingPolicy",
+        },
+        "PodMonitoring": {"selector", "endpoints", "targetLabels", "limits"},
+    }
+    rendered = [*objects, *render(tmp_path, compute_classes=True, capacity_buffers=True)]
+    for kind, fields in documented.items():
+        found = of_kind(rendered, kind)
+        assert found, kind
+        assert {field for one in found.values() for field in one["spec"]} <= fields, kind
+    rules = [rule for one in of_kind(rendered, "ComputeClass").values() for rule in one["spec"]["priorities"]]
+    assert {field for rule in rules for field in rule} == {"machineType", "spot", "gpu"}
+    assert {field for rule in rules for field in rule["gpu"]} == {"type", "count", "gpuSharing"}
+
+
 def test_clusters_own_autoscaler_keeps_one(tmp_path: Path) -> None:
     objects = render(tmp_path, autoscaler="hpa", buffer=0)
     scalers = of_kind(objects, "HorizontalPodAutoscaler")

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Schemas and policies of what Kustomize renders and of the Terraform code: kubernetes-validate, KEDA's models, checkov.
+# They live in an environment of their own below var/ (some 400 MB), made at the first run; nothing goes into .venv.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+work=var/deploy-check
+objects=$work/objects
+tools=$work/venv/bin
+
+if [ ! -f "$work/installed" ]; then
+  echo "Installing the checkers into $work/venv, once"
+  "${PYTHON:-python3}" -m venv "$work/venv"
+  "$tools/pip" install --quiet --disable-pip-version-check \
+    kubernetes-validate==1.37.0 cloudcoil.models.keda==2.16.1.0 checkov==3.3.30
+  touch "$work/installed"
+fi
+
+cat > "$work/deployments.json" <<'JSON'
+{"europe-west4": {"cache_cidr": "10.64.32.0/20", "compute_classes": false, "dataset": "penstock",
+  "namespace": "penstock", "objects_url": "gs://example-project-penstock-objects", "overflow": "a100",
+  "project": "example-project", "redis_url": "redis://10.64.32.2:6379/0", "region": "europe-west4", "spot": true}}
+JSON
+sed 's/"compute_classes": false/"compute_classes": true/' "$work/deployments.json" > "$work/classes.json"
+
+render() { # NAME DEPLOYMENTS [OPTION...]
+  local name=$1 deployments=$2
+  shift 2
+  .venv/bin/python -m infra.kubernetes --out "$work/$name" --deployments "$deployments" --region europe-west4 \
+    --image "europe-west4-docker.pkg.dev/example-project/penstock/worker@sha256:$(printf '0%.0s' {1..64})" "$@"
+  kubectl kustomize "$work/$name" > "$objects/$name.yaml"
+}
+mkdir -p "$objects"
+render pools "$work/deployments.json"
+render classes "$work/classes.json" --autoscaler hpa --capacity-buffers
+
+for file in "$objects"/*.yaml; do
+  # What it warns of are kinds without a schema: KEDA's are checked next, GKE's own by tests/infra/deploy.
+  "$tools/kubernetes-validate" --strict --quiet -k 1.35 "$file" 2>&1 | { grep -v "Couldn't find schema" || true; }
+done
+"$tools/python" infra/kubernetes/check_keda.py "$objects/pools.yaml"
+nice "$tools/checkov" -d infra/terraform --framework terraform --quiet --compact --skip-download
+nice "$tools/checkov" -d "$objects" --framework kubernetes --quiet --compact --skip-download
+echo "manifests and Terraform code: no finding that has no reason beside it"

@@ -1,0 +1,42 @@
+"""Checks KEDA's objects in a rendered file against KEDA's own models; run by check.sh in the checkers' environment."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+# Installed in the checkers' environment only.
+from cloudcoil.models.keda.v1alpha1 import ScaledObject, TriggerAuthentication  # type: ignore[import-not-found]
+
+KINDS = {"ScaledObject": ScaledObject, "TriggerAuthentication": TriggerAuthentication}
+
+
+def main() -> int:
+    """Says how many objects were checked; a wrong one raises with the field and the reason."""
+    checked = 0
+    for found in yaml.safe_load_all(Path(sys.argv[1]).read_text(encoding="utf-8")):
+        if found["kind"] in KINDS:
+            _refuse_unknown(found, KINDS[found["kind"]].model_validate(found).model_dump(by_alias=True), found["kind"])
+            checked += 1
+    print(f"{checked} objects of KEDA are as its models have them")
+    return 0
+
+
+def _refuse_unknown(given: object, known: Any, where: str) -> None:
+    # The models let unknown fields pass; what they did not keep is unknown.
+    if isinstance(given, dict):
+        unknown = given.keys() - known.keys() if isinstance(known, dict) else given.keys()
+        if unknown:
+            raise SystemExit(f"{where}: unknown fields {sorted(unknown)}")
+        for name, value in given.items():
+            _refuse_unknown(value, known[name], f"{where}.{name}")
+    elif isinstance(given, list) and isinstance(known, list):
+        for number, (one, other) in enumerate(zip(given, known, strict=True)):
+            _refuse_unknown(one, other, f"{where}[{number}]")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
