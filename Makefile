@@ -8,10 +8,10 @@ EXTRAS := api,worker,optimize,local,dev
 SOURCES := api workers shared infra bench tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up doctor bench bench-peers test check lint format types imports unit constraints clean
+.PHONY: help setup demo up doctor bench bench-peers test check lint format types imports terraform-check deploy-check unit constraints clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make .venv with everything pinned; again only when pyproject.toml or constraints.txt change
 
@@ -30,7 +30,7 @@ bench: $(STAMP) ## measure the pipeline on this machine
 bench-peers: $(STAMP) ## measure it beside other servers of the same model; QUICK=1: 5 minutes, else 15
 	@$(BIN)/python -m bench.peers $(if $(QUICK),--quick)
 
-test: check unit ## everything that a change must pass
+test: check terraform-check unit ## everything that a change must pass
 
 check: lint types imports ## the checks that run nothing
 
@@ -47,6 +47,12 @@ types: $(STAMP) ## mypy --strict
 
 imports: $(STAMP) ## who may import whom
 	$(call timed,lint-imports,$(BIN)/lint-imports)
+
+terraform-check: ## fmt, validate and test of infra/terraform, where terraform and its checker are there
+	$(call timed,terraform-check,infra/terraform/check.sh)
+
+deploy-check: $(STAMP) ## schemas and policies of manifests and Terraform; installs its checkers into var/
+	$(call timed,deploy-check,infra/kubernetes/check.sh)
 
 unit: $(STAMP) ## pytest
 	$(call timed,pytest,$(BIN)/pytest -q --durations=5)
