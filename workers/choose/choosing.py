@@ -85,7 +85,8 @@ def choose(question: Question, *, meter: Meter = measure, clock: Callable[[], fl
         for backend in listed:
             finding = Finding(name=backend.name)
             findings.append(finding)
-            if spent_s > MEASURE_LIMIT_S:
+            # Never before something is found that may serve.
+            if rates and spent_s > MEASURE_LIMIT_S:
                 finding.reason = f"not measured: {MEASURE_LIMIT_S:g} s were over"
                 continue
             try:

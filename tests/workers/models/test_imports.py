@@ -12,12 +12,12 @@ IO_PROCESS = """
 from pathlib import Path
 from shared.catalogue import read_catalogue
 from shared.messages import ImageInput, TextInput
-from workers.model_pool import ModelPool
+from workers.model_pool import Hosted, ModelPool
 from workers.models import preparer_for
 from workers.sources import resolve
 texts, images = read_catalogue(Path("models.yaml")).models
 folder = resolve(texts.source, texts.revision, Path("unused"))
-ModelPool(texts, folder)
+ModelPool([Hosted(texts, folder)])
 preparer_for(texts, folder).prepare([TextInput("a cat")])
 preparer_for(images, folder).prepare([ImageInput("a", 64, 64, 1, 1.0, 1, "ddim")])
 """
@@ -31,10 +31,61 @@ model_for(texts, resolve(texts.source, texts.revision, Path("unused")), "cpu")
 """
 
 
+CHOOSING = """
+import asyncio, tempfile
+from pathlib import Path
+from shared.catalogue import read_catalogue
+from shared.errors import ConfigurationError
+from shared.settings import WorkerSettings
+from workers.choose.asking import chosen
+from workers.sources import resolve
+texts = read_catalogue(Path("models.yaml")).models[0].model_copy(update={"backend": "onnx"})
+folder = resolve(texts.source, texts.revision, Path("unused"))
+try:
+    asyncio.run(chosen(texts, folder, WorkerSettings(model=texts.name, artifacts_dir=Path(tempfile.mkdtemp()))))
+except ConfigurationError:
+    pass
+"""
+ONNX_PROCESS = """
+import json, tempfile
+from pathlib import Path
+import numpy as np
+from onnx import TensorProto, helper, save
+from shared.catalogue import read_catalogue
+from workers.models import model_for
+from workers.models.backend import Backend
+from workers.models.base import PreparedText
+import workers.model_process
+texts = read_catalogue(Path("models.yaml")).models[0].model_copy(update={"dimensions": 2})
+folder = Path(tempfile.mkdtemp())
+(folder / "tokenizer.json").write_text("{}")
+given = [helper.make_tensor_value_info(name, TensorProto.INT64, ["items", "tokens"])
+         for name in ("input_ids", "attention_mask")]
+states = helper.make_tensor_value_info("states", TensorProto.FLOAT, ["items", "tokens", 2])
+table = helper.make_tensor("table", TensorProto.FLOAT, [9, 2], list(map(float, range(18))))
+nodes = [helper.make_node("Gather", ["table", "input_ids"], ["states"])]
+graph = helper.make_graph(nodes, "tiny", given, [states], [table])
+save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), folder / "tiny.onnx")
+backend = Backend(backend="onnx", graph=str(folder / "tiny.onnx"))
+model = model_for(texts, folder, "cpu", backend=backend)
+model.setup()
+model.warmup()
+ids = np.array([1, 3], "<u4").tobytes()
+(result,) = model.predict([PreparedText(key="", length=2, work=2, ids=ids)], lambda step, steps: None)
+assert np.frombuffer(result.vector, "<f4").tolist() == [4.0, 5.0], result
+"""
+
+
 @pytest.mark.parametrize(
     ("code", "loaded"),
-    [(IO_PROCESS, []), (EMBEDDING_PROCESS, ["torch", "transformers"]), ("import workers.model_process", [])],
-    ids=["io-process", "embedding-model", "model-process"],
+    [
+        (IO_PROCESS, []),
+        (CHOOSING, []),
+        (EMBEDDING_PROCESS, ["torch", "transformers"]),
+        (ONNX_PROCESS, []),
+        ("import workers.model_process", []),
+    ],
+    ids=["io-process", "choosing", "embedding-in-torch", "embedding-in-onnx", "model-process"],
 )
 def test_a_process_loads_only_what_it_needs(code: str, loaded: list[str]) -> None:
     report = f"import json, sys; print(json.dumps([name for name in {HEAVY} if name in sys.modules]))"

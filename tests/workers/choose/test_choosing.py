@@ -1,0 +1,224 @@
+"""What is chosen, with real encoders in real probe processes; only the speeds are given, so that no timing decides."""
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.numpy_helper
+import pytest
+import torch
+from transformers import BertConfig, BertModel
+
+from shared.catalogue import Model
+from shared.errors import ConfigurationError
+from workers.choose.choice import Layout
+from workers.choose.choosing import MEASURE_LIMIT_S, Meter, Question, choose
+from workers.choose.machine import Machine
+from workers.choose.probes import Probes
+from workers.models.artifact import (
+    CALIBRATION,
+    Calibration,
+    Manifest,
+    Variant,
+    find_artifact,
+    new_artifact,
+    write_calibration,
+    write_manifest,
+)
+from workers.models.backend import Backend
+from workers.models.base import PreparedText
+from workers.models.encoder_onnx import OnnxEncoder
+from workers.models.sentence_folder import read_sentence_folder
+from workers.optimize.export import export_graph, load_transformer
+
+WIDTH, VOCABULARY = 32, 50
+ENTRY = Model.model_validate(
+    {"name": "tiny", "task": "embedding", "source": "local:tiny", "dimensions": WIDTH, "batch": {"max_tokens": 512}}
+)
+PLAIN_CPU = Machine("a CPU", (), 2, (), ())
+DIGEST = "d1"
+
+
+def text_of(seed: int, length: int) -> PreparedText:
+    ids = np.random.default_rng(seed).integers(0, VOCABULARY, length).astype("<u4")
+    return PreparedText(key="", length=length, work=length, ids=ids.tobytes())
+
+
+TEXTS = [text_of(seed, length) for seed, length in enumerate([3, 9, 9, 20, 40, 5])]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("tiny")
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        BertModel(config, add_pooling_layer=False).save_pretrained(made)
+    (made / "tokenizer.json").write_text("{}")
+    return made
+
+
+@pytest.fixture(scope="module")
+def artifacts_dir(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four variants that all claim to be exact: two are, one has other weights, one is no graph at all."""
+    artifacts = tmp_path_factory.mktemp("artifacts")
+    with new_artifact(artifacts, "tiny", DIGEST) as made:
+        export_graph(load_transformer(folder), made / "exact.onnx", has_types=False)
+        (made / "again.onnx").write_bytes((made / "exact.onnx").read_bytes())
+        spoil(made / "exact.onnx", made / "spoiled.onnx")
+        (made / "noise.onnx").write_bytes(b"noise")
+        encoder = OnnxEncoder(read_sentence_folder(folder), made / "exact.onnx", device="cpu", threads=1)
+        encoder.open()
+        alone = [encoder.encode(ids, None, np.array([ids.shape[1]])) for ids in map(ids_of, TEXTS)]
+        write_calibration(made, Calibration(TEXTS, np.concatenate(alone)))
+        variants = [variant_of(made, name) for name in ("noise", "spoiled", "exact", "again")]
+        variants.append(Variant(name="coarse", backend="torch", precision="int8", cosine_min=0.98))
+        variants[-1].backend, variants[-1].file = "onnx", "exact.onnx"
+        variants[-1].size_bytes = (made / "exact.onnx").stat().st_size
+        write_manifest(
+            made,
+            Manifest(
+                model="tiny", revision="main", source_digest=DIGEST, made_by={}, task="embedding", variants=variants
+            ),
+        )
+    return artifacts
+
+
+def ids_of(text: PreparedText) -> np.ndarray:
+    return np.frombuffer(text.ids, "<u4").astype(np.int64)[None]
+
+
+def variant_of(folder: Path, name: str) -> Variant:
+    size = (folder / f"{name}.onnx").stat().st_size
+    return Variant(name=name, backend="onnx", precision="fp32", file=f"{name}.onnx", size_bytes=size, cosine_min=1.0)
+
+
+def spoil(source: Path, target: Path) -> None:
+    """The same graph with a little noise on every matrix."""
+    graph = onnx.load(source)
+    draw = np.random.default_rng(1)
+    for weights in graph.graph.initializer:
+        matrix = onnx.numpy_helper.to_array(weights)
+        if matrix.ndim == 2:
+            noisy = matrix + 0.1 * draw.standard_normal(matrix.shape).astype(matrix.dtype)
+            weights.CopyFrom(onnx.numpy_helper.from_array(noisy, weights.name))
+    onnx.save(graph, target)
+
+
+@pytest.fixture
+def question(folder: Path, artifacts_dir: Path) -> Question:
+    artifact = find_artifact(artifacts_dir, "tiny", DIGEST)
+    assert artifact is not None
+    entry = ENTRY.model_copy(update={"backend": "onnx"})  # torch takes seconds to import, so only where it matters
+    return Question(entry, folder, artifact, PLAIN_CPU, "cpu", 0, 0, TEXTS)
+
+
+def speeds(**texts_per_s: float) -> Meter:
+    """A meter that knows the answer by the variant's name, with 2 x 1 ahead of 1 x 2."""
+
+    def meter(probes: Probes, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> float:
+        return texts_per_s[backend.name.replace("-", "_")] * (1.2 if layout.processes == 2 else 1.0)
+
+    return meter
+
+
+@pytest.mark.parametrize(("exact", "again", "best"), [(50, 100, "again"), (100, 50, "exact"), (100, 103, "exact")])
+def test_the_faster_of_two_within_the_tolerance_is_chosen(
+    question: Question, exact: float, again: float, best: str
+) -> None:
+    choice = choose(question, meter=speeds(exact=exact, again=again, spoiled=1000, noise=1000))
+    assert choice.backend.name == best
+    assert Path(choice.backend.graph).name == f"{best}.onnx"
+    assert choice.backend.call_tokens > 0
+    assert choice.layout == Layout(2, 1)
+    findings = {finding.name: finding for finding in choice.findings}
+    assert findings["exact"].texts_per_s == {"2 x 1": pytest.approx(exact * 1.2), "1 x 2": exact}
+    assert findings["exact"].cosine_min == pytest.approx(1.0, abs=1e-6)
+    assert findings["spoiled"].texts_per_s == {}
+    assert findings["spoiled"].cosine_min < 0.9999
+    assert "tolerated is 0.9999" in findings["spoiled"].reason
+    assert "noise.onnx" in findings["noise"].reason
+    assert "its maker found cosine 0.98000" in findings["coarse"].reason
+
+
+def test_a_wider_tolerance_lets_more_in(question: Question) -> None:
+    entry = question.entry.model_copy(update={"tolerance": question.entry.tolerance.model_copy(update={"cosine": 0.5})})
+    meter = speeds(exact=50, again=50, spoiled=1000, coarse=60)
+    assert choose(replace(question, entry=entry), meter=meter).backend.name == "spoiled"
+
+
+def test_given_processes_and_threads_stand(question: Question) -> None:
+    one = replace(question, processes=1, threads=1)
+    choice = choose(one, meter=speeds(exact=50, again=40))
+    assert choice.layout == Layout(1, 1)
+    assert {finding.name: list(finding.texts_per_s) for finding in choice.findings}["exact"] == ["1 x 1"]
+
+
+def test_a_candidate_whose_process_dies_is_left_out(question: Question) -> None:
+    def meter(probes: Probes, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> float:
+        if backend.name == "exact":
+            for process in multiprocessing.active_children():
+                process.kill()
+        return probes.texts_per_s(texts, backend.call_tokens, layout, 0.0)
+
+    choice = choose(question, meter=meter)
+    assert choice.backend.name == "again"
+    assert [finding.reason for finding in choice.findings if finding.name == "exact"] == ["its process died"]
+    assert all(rate > 0 for finding in choice.findings for rate in finding.texts_per_s.values())
+
+
+def test_measuring_ends_at_its_limit(question: Question) -> None:
+    now_s: Iterator[float] = iter(np.arange(100) * 2 * MEASURE_LIMIT_S)
+    clock: Callable[[], float] = lambda: next(now_s)  # noqa: E731
+    choice = choose(question, meter=speeds(exact=50, again=1000), clock=clock)
+    assert choice.backend.name == "exact"
+    assert {finding.name: finding.reason for finding in choice.findings}["again"] == "not measured: 10 s were over"
+
+
+def test_nothing_within_the_tolerance_is_refused(question: Question) -> None:
+    entry = question.entry.model_copy(update={"precision": "int8"})
+    with pytest.raises(ConfigurationError, match=r"no onnx backend in int8 .*coarse: its maker found cosine 0\.98"):
+        choose(replace(question, entry=entry))
+
+
+def test_without_an_artifact_torch_is_compared_with_itself(question: Question) -> None:
+    machine = replace(PLAIN_CPU, flags=("avx512_bf16",))
+    entry = ENTRY.model_copy(update={"tolerance": ENTRY.tolerance.model_copy(update={"cosine": 0.99})})
+    bare = replace(question, entry=entry, artifact=None, machine=machine, processes=1, threads=1)
+    choice = choose(bare, meter=speeds(torch_bf16=100, torch_fp32=50))
+    assert choice.backend.name == "torch-bf16"
+    cosines = {finding.name: finding.cosine_min for finding in choice.findings}
+    assert cosines["torch-fp32"] == pytest.approx(1.0, abs=1e-6)
+    assert 0.99 < cosines["torch-bf16"] < cosines["torch-fp32"]
+
+
+def test_a_broken_calibration_set_is_computed_anew(question: Question, tmp_path: Path) -> None:
+    assert question.artifact is not None
+    copy = tmp_path / "tiny" / DIGEST
+    copy.mkdir(parents=True)
+    for file in question.artifact.folder.iterdir():
+        (copy / file.name).write_bytes(b"cut" if file.name == CALIBRATION else file.read_bytes())
+    artifact = find_artifact(tmp_path, "tiny", DIGEST)
+    choice = choose(
+        replace(question, artifact=artifact, processes=1, threads=1), meter=speeds(exact=50, again=40, spoiled=90)
+    )
+    assert choice.backend.name == "exact"
+
+
+def test_torch_as_it_is_where_nothing_can_be_measured(question: Question) -> None:
+    wrong = ENTRY.model_copy(update={"dimensions": WIDTH + 1, "backend": "auto"})
+    choice = choose(replace(question, entry=wrong, processes=1, threads=1))
+    assert choice.backend == Backend()
+    assert choice.layout == Layout(1, 1)
+    assert f"vectors have {WIDTH} dimensions, not {WIDTH + 1}" in choice.reason
