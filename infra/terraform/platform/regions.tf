@@ -39,7 +39,8 @@ module "region" {
   }
 
   depends_on = [
-    google_project_service.default, google_secret_manager_secret_iam_member.api, module.inbox
+    google_project_service.default, google_secret_manager_secret_iam_member.api,
+    google_secret_manager_secret_version.api_keys, module.inbox
   ]
 }
 

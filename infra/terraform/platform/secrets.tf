@@ -24,7 +24,7 @@ locals {
     })
   }
   secrets = {
-    api_keys = { secret = google_secret_manager_secret.default["api-keys"].secret_id, version = google_secret_manager_secret_version.api_keys.version }
+    api_keys = { secret = google_secret_manager_secret.default["api-keys"].secret_id, version = "latest" }
     links    = { secret = google_secret_manager_secret.default["links"].secret_id, version = google_secret_manager_secret_version.links.version }
     models   = { secret = google_secret_manager_secret.default["models"].secret_id, version = google_secret_manager_secret_version.files["models"].version }
     scraping = { secret = google_secret_manager_secret.default["scraping"].secret_id, version = google_secret_manager_secret_version.files["scraping"].version }
@@ -55,7 +55,7 @@ resource "google_secret_manager_secret_iam_member" "api" {
 }
 
 # The first key, of the tenant `default`; more are added as a new version by
-# hand, which a later apply leaves alone.
+# hand. So the API reads the latest, as Terraform knows only of this one.
 resource "google_secret_manager_secret_version" "api_keys" {
   secret                 = google_secret_manager_secret.default["api-keys"].id
   secret_data_wo         = "${ephemeral.random_password.first_key.result}=default"

@@ -122,7 +122,7 @@ variable "region" {
 }
 
 variable "secrets" {
-  description = "Secrets that the API reads, each at a fixed version."
+  description = "Secrets that the API reads, and which version of each."
   type = object({
     api_keys = object({ secret = string, version = string })
     links    = object({ secret = string, version = string })
