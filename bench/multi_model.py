@@ -24,7 +24,7 @@ import uvloop
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.pipeline import MODEL, MODELS_FILE, SCRAPE_LIMIT_S, Pipeline, running
+from bench.pipeline import MODEL, MODELS_FILE, SCRAPE_LIMIT_S, Part, Pipeline, running
 from bench.report import Figure, Outcome
 from bench.texts import Texts
 from infra.local.provision import provision
@@ -93,7 +93,7 @@ def _measure(processes: int) -> list[dict[str, float]]:
                 memory_budget_bytes=weights_bytes(pipeline.model_folder),
             )
         )
-        return [_round(pipeline, api.port, worker.port, processes) for _ in range(ROUNDS)]
+        return [_round(pipeline, api.port, worker, processes) for _ in range(ROUNDS)]
 
 
 def _three_names(folder: Path) -> Path:
@@ -112,14 +112,13 @@ async def _provision(pipeline: Pipeline, models_file: Path) -> None:
         await provision(admin, read_catalogue(models_file), settings.inbox_pool, settings.reply_slots)
 
 
-def _round(pipeline: Pipeline, api_port: int, worker_port: int, processes: int) -> dict[str, float]:
-    alone = uvloop.run(_drive(api_port, pipeline.texts, 0.0, MODEL, ALONE_S))
-    before = _switching(worker_port)
-    began_s = time.perf_counter()
-    both = uvloop.run(_drive(api_port, pipeline.texts, RARE_SHARE, COMMON, BOTH_S))
-    took_s = time.perf_counter() - began_s
-    after = _switching(worker_port)
-    alone += uvloop.run(_drive(api_port, pipeline.texts, 0.0, MODEL, ALONE_S))
+def _round(pipeline: Pipeline, api_port: int, worker: Part, processes: int) -> dict[str, float]:
+    first, first_cpu_ms = _drive(api_port, pipeline.worker, pipeline.texts, 0.0, MODEL, ALONE_S)
+    before, began_s = _switching(worker.port), time.perf_counter()
+    both, both_cpu_ms = _drive(api_port, worker, pipeline.texts, RARE_SHARE, COMMON, BOTH_S)
+    after, took_s = _switching(worker.port), time.perf_counter() - began_s
+    second, second_cpu_ms = _drive(api_port, pipeline.worker, pipeline.texts, 0.0, MODEL, ALONE_S)
+    alone = first + second
     load_s = (after.seconds - before.seconds) / max(1.0, after.loads - before.loads)
     alone_rate, both_rate = len(alone) / (2 * ALONE_S), len(both) / BOTH_S
     rare = [answer for answer in both if answer.model == RARE]
@@ -127,6 +126,7 @@ def _round(pipeline: Pipeline, api_port: int, worker_port: int, processes: int) 
     batch_s = float(np.percentile([answer.inference_ms for answer in both], 99)) / 1000
     return {
         "ratio_percent": 100 * both_rate / alone_rate,
+        "cpu_ratio_percent": 100 * statistics.mean([first_cpu_ms, second_cpu_ms]) / both_cpu_ms,
         "alone_rate": alone_rate,
         "both_rate": both_rate,
         "rare_percent": 100 * len(rare) / len(both),
@@ -164,7 +164,7 @@ class _Window:
         self._seconds = seconds
         self._began_s = time.perf_counter()
         self._counted_from_s: float | None = None
-        self._led_in = 0
+        self.count = 0
         self.answers: list[Answer] = []
 
     def is_open(self) -> bool:
@@ -174,17 +174,29 @@ class _Window:
     def add(self, answer: Answer) -> None:
         """Counts an answer, if it came in the window."""
         now_s = time.perf_counter()
+        self.count += 1
         if self._counted_from_s is None:
-            self._led_in += 1
-            if self._led_in >= LEAD_ANSWERS and now_s >= self._began_s + LEAD_S:
+            if self.count >= LEAD_ANSWERS and now_s >= self._began_s + LEAD_S:
                 self._counted_from_s = now_s
         elif self.is_open():
             self.answers.append(answer)
 
 
-async def _drive(port: int, texts: Texts, rare_share: float, model: str, seconds: float) -> list[Answer]:
-    """Keeps IN_FLIGHT requests open; the answers that came within `seconds` after the lead-in."""
-    mix, drawn, window = random.Random(1), _endless(texts), _Window(seconds)
+def _drive(
+    port: int, worker: Part, texts: Texts, rare_share: float, model: str, seconds: float
+) -> tuple[list[Answer], float]:
+    """Keeps IN_FLIGHT requests open.
+
+    Returns the answers that came within `seconds` after the lead-in, and the CPU milliseconds that each request cost
+    the model processes of `worker`: on a busy machine that tells more than rates do.
+    """
+    window, before_s = _Window(seconds), worker.children_cpu_s()
+    uvloop.run(_send(window, port, texts, rare_share, model))
+    return window.answers, 1000 * (worker.children_cpu_s() - before_s) / window.count
+
+
+async def _send(window: _Window, port: int, texts: Texts, rare_share: float, model: str) -> None:
+    mix, drawn = random.Random(1), _endless(texts)
     url = f"http://127.0.0.1:{port}/v1/embeddings"
 
     async def one_after_another(session: aiohttp.ClientSession) -> None:
@@ -203,17 +215,17 @@ async def _drive(port: int, texts: Texts, rare_share: float, model: str, seconds
     async with aiohttp.ClientSession(connector=connector, timeout=limits) as session, asyncio.TaskGroup() as group:
         for _ in range(IN_FLIGHT):
             group.create_task(one_after_another(session))
-    return window.answers
 
 
 def _endless(texts: Texts) -> Iterator[str]:
     while True:
-        yield from texts.mixed(500)
+        yield from texts.mixed(50)  # few, so that every stretch of a drive has the mix
 
 
 def _figures(layout: str, rounds: list[dict[str, float]]) -> Iterator[Figure]:
     middle = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
     yield Figure(f"{layout}: two models over one", middle["ratio_percent"], "%", ">=", 90.0)
+    yield Figure(f"{layout}: the same per CPU second of the models", middle["cpu_ratio_percent"], "%")
     yield Figure(f"{layout}: one model", middle["alone_rate"], "texts/s")
     yield Figure(f"{layout}: two models", middle["both_rate"], "texts/s")
     yield Figure(f"{layout}: requests for the rare model", middle["rare_percent"], "%")
