@@ -49,7 +49,7 @@ class PubSubTransport:
 
     Args:
         project: the project of all topics and subscriptions.
-        endpoint: empty for Google's, `HOST:PORT` for an embedded server or emulator; see parse_endpoint.
+        endpoint: empty for Google's, `HOST:PORT` or `unix:///PATH` for an embedded one or emulator; see parse_endpoint.
     """
 
     def __init__(self, project: str, endpoint: str = "") -> None:

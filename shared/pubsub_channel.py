@@ -70,11 +70,14 @@ def parse_endpoint(endpoint: str) -> Endpoint:
     """Reads an endpoint setting.
 
     Empty means Google's global endpoint. `*.googleapis.com` (regional ones too) and `https://HOST:PORT` are spoken to
-    over TLS with the machine's credentials, any other `HOST:PORT` in the clear, as emulators want it.
+    over TLS with the machine's credentials, any other `HOST:PORT` in the clear, as emulators want it. `unix:///PATH` is
+    the socket of a server on this machine.
 
     Raises:
-        ConfigurationError: there is no host in it.
+        ConfigurationError: there is no host or path in it.
     """
+    if endpoint.startswith("unix:///"):
+        return Endpoint(f"unix:{endpoint.removeprefix('unix://')}", False)
     scheme, _, rest = endpoint.rpartition("://")
     target = rest.rstrip("/") if endpoint else GOOGLE_ENDPOINT
     host, _, port = target.rpartition(":") if target.rpartition(":")[2].isdigit() else (target, "", "")

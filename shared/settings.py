@@ -24,7 +24,7 @@ class Settings(BaseSettings):
     pubsub_endpoint: str = Field(
         "", validation_alias=AliasChoices("PENSTOCK_PUBSUB_ENDPOINT", "PUBSUB_EMULATOR_HOST", "pubsub_endpoint")
     )
-    """HOST:PORT of an embedded Pub/Sub or Google's emulator."""
+    """HOST:PORT or unix:///PATH of an embedded Pub/Sub, or HOST:PORT of Google's emulator."""
     bigquery_endpoint: str = ""
     """URL of an embedded BigQuery."""
     dataset: str = "penstock"

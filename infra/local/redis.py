@@ -38,10 +38,19 @@ class RedisServer(Process):
         data_dir: where it may keep files; made if missing.
         log_dir: gets redis.log.
         port: 0 picks a free one.
+        socket_path: a Unix socket to listen on as well.
         persist: append every write to a file; without it, what Redis held is gone when it stops.
     """
 
-    def __init__(self, data_dir: Path, log_dir: Path, port: int = 0, *, persist: bool = False) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        log_dir: Path,
+        port: int = 0,
+        *,
+        socket_path: Path | None = None,
+        persist: bool = False,
+    ) -> None:
         self._data_dir = data_dir
         self.port = port or free_port()
         options = {
@@ -54,6 +63,8 @@ class RedisServer(Process):
             "--maxmemory-policy": "allkeys-lru",
             "--loglevel": "warning",
         }
+        if socket_path is not None:
+            options["--unixsocket"] = str(socket_path)
         words = [word for option in options.items() for word in option]
         super().__init__("redis", [str(find_redis_server()), *words], log_dir)
 

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +36,7 @@ WORKER_LIMIT_S = 180.0
 """A worker loads its model from disk and warms it up; the shipped ones take about ten seconds."""
 API_LIMIT_S = 30.0
 MAKE_MODEL_LIMIT_S = 180.0
+TEMP_DIR_LONGEST = 60
 API_STOP_LIMIT_S = 12.0
 WORKER_STOP_LIMIT_S = 30.0
 TINY_DIFFUSION = "var/models/stable-diffusion-tiny"
@@ -80,6 +82,7 @@ class Stack:
         self._say = say
         self._began_s = 0.0
         self._undo = ExitStack()
+        self._sockets: dict[str, str] = {}
 
     @property
     def api_url(self) -> str:
@@ -156,16 +159,22 @@ class Stack:
 
     def _start_servers(self, undo: ExitStack) -> None:
         bigquery_dir = str(self.state_dir / "bigquery")
+        # The path of a socket has at most 107 bytes, so the state's own folder may be too deep.
+        place = tempfile.gettempdir() if len(tempfile.gettempdir()) < TEMP_DIR_LONGEST else "/tmp"
+        socket_dir = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="penstock-", dir=place)))
+        pubsub_socket, redis_socket = socket_dir / "pubsub", socket_dir / "redis"
         modules = {
-            "pubsub": ["infra.local.pubsub", "--port", str(self.ports.pubsub)],
+            "pubsub": ["infra.local.pubsub", "--port", str(self.ports.pubsub), "--socket", str(pubsub_socket)],
             "bigquery": ["infra.local.bigquery", "--port", str(self.ports.bigquery), "--data-dir", bigquery_dir],
         }
         own = self._own_servers()
         for name in own:
             if name == "redis":
-                self._start(undo, RedisServer(self.state_dir / "redis", self.log_dir, self.ports.redis))
+                self._start(undo, self._redis(redis_socket))
             else:
                 self._start(undo, self._module(name, modules[name]))
+        sockets = {"pubsub": f"unix://{pubsub_socket}", "redis": f"unix://{redis_socket}?db=0"}
+        self._sockets = {REPLACED_BY[name]: where for name, where in sockets.items() if name in own}
         for name in own:
             port = getattr(self.ports, name)
             self._await(name, partial(listens, port), SERVER_LIMIT_S, f"127.0.0.1:{port}")
@@ -179,18 +188,22 @@ class Stack:
             with self._module("make-tiny-diffusion", module) as maker:
                 maker.wait_done(MAKE_MODEL_LIMIT_S)
 
+    def _redis(self, socket_path: Path) -> RedisServer:
+        return RedisServer(self.state_dir / "redis", self.log_dir, self.ports.redis, socket_path=socket_path)
+
     def _start_pipeline(self, undo: ExitStack, catalogue: Catalogue) -> None:
         workers: dict[str, int] = {}
         processes = str(_model_processes(len(catalogue.models)))
         for model, port in zip(catalogue.models, self.ports.health, strict=False):
             name, settings = f"worker-{model.name}", {"PENSTOCK_MODEL": model.name, "PENSTOCK_HEALTH_PORT": str(port)}
+            settings |= self._sockets
             settings |= {"PENSTOCK_PROCESSES": self._given.get("PENSTOCK_PROCESSES", processes)}
             self._start(undo, self._module(name, ["workers"], settings, stop_limit_s=WORKER_STOP_LIMIT_S))
             workers[name] = port
         # Undone after the API has stopped and before the first worker is waited for: they wind down side by side.
         for name in workers:
             undo.callback(self.processes[name].ask_to_stop)
-        self._start(undo, self._module("api", ["api"], stop_limit_s=API_STOP_LIMIT_S))
+        self._start(undo, self._module("api", ["api"], self._sockets, stop_limit_s=API_STOP_LIMIT_S))
         self._await("api", partial(answers, self.ports.api, "/readyz"), API_LIMIT_S, self.api_url)
         for name, port in workers.items():
             self._await(name, partial(answers, port, "/readyz"), WORKER_LIMIT_S, "warm")

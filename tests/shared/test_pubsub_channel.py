@@ -40,13 +40,14 @@ asyncio.run(main())
         ("http://localhost:8085/", Endpoint("localhost:8085", False)),
         ("https://pubsub.internal", Endpoint("pubsub.internal:443", True)),
         ("[::1]:8085", Endpoint("[::1]:8085", False)),
+        ("unix:///tmp/p/pubsub", Endpoint("unix:/tmp/p/pubsub", False)),
     ],
 )
 def test_endpoint_says_how_to_connect(endpoint: str, parsed: Endpoint) -> None:
     assert parse_endpoint(endpoint) == parsed
 
 
-@pytest.mark.parametrize("endpoint", [":8085", "ftp://localhost:8085", "http://"])
+@pytest.mark.parametrize("endpoint", [":8085", "ftp://localhost:8085", "http://", "unix://pubsub"])
 def test_endpoint_without_host_is_refused(endpoint: str) -> None:
     with pytest.raises(ConfigurationError):
         parse_endpoint(endpoint)

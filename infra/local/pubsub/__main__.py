@@ -5,6 +5,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import uvloop
 
@@ -22,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="penstock pubsub", description="Serve google.pubsub.v1 from memory.")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8085, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument("--socket", type=Path, metavar="PATH", help="a Unix socket to listen on as well")
     parser.add_argument(
         "--storage-mib",
         type=int,
@@ -30,19 +32,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     try:
-        uvloop.run(_serve_until_signal(options.host, options.port, options.storage_mib * 1024**2))
+        uvloop.run(_serve_until_signal(options.host, options.port, options.socket, options.storage_mib * 1024**2))
     except OSError as error:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0
 
 
-async def _serve_until_signal(host: str, port: int, storage_bytes: int) -> None:
+async def _serve_until_signal(host: str, port: int, socket_path: Path | None, storage_bytes: int) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with serve(host, port, storage_bytes=storage_bytes) as server:
+    async with serve(host, port, socket_path=socket_path, storage_bytes=storage_bytes) as server:
         sys.stdout.write(f"Pub/Sub listening on {server.endpoint}\n")
         sys.stdout.flush()
         settle_heap()

@@ -4,8 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -63,6 +65,32 @@ async def test_port_is_free_again_after_the_block() -> None:
         port = server.port
     async with serve(port=port) as server:
         assert server.endpoint == f"127.0.0.1:{port}"
+
+
+@pytest.mark.anyio
+async def test_socket_and_port_lead_to_the_same_broker() -> None:
+    # Not tmp_path, which may be longer than the path of a socket.
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "pubsub"
+        async with (
+            serve(socket_path=path) as server,
+            connect(server.endpoint) as wire,
+            connect(f"unix:{path}") as local,
+        ):
+            await wire.topic("projects/p/topics/jobs")
+            await wire.subscription("projects/p/subscriptions/workers", "projects/p/topics/jobs")
+            stream = wire.stream()
+            await stream.open("projects/p/subscriptions/workers")
+            await local.publish("projects/p/topics/jobs", "a")
+            (received,) = (await stream.receive()).received_messages
+            assert received.message.data == b"a"
+
+
+@pytest.mark.anyio
+async def test_socket_in_no_folder_is_an_error_with_the_address(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="can't listen on unix:"):
+        async with serve(socket_path=tmp_path / "none" / "pubsub"):
+            pass
 
 
 @pytest.mark.anyio
