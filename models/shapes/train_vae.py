@@ -1,6 +1,7 @@
 """First stage of the training: the autoencoder learns to keep a picture in 8 x 8 latents and to draw it sharply again.
 
-It has convolutions only, so its first steps see crops of a quarter of a picture, which cost a quarter.
+It has convolutions only, so its first steps see crops of a quarter of a picture around a figure, which cost a quarter
+and show little of the flat background.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ SAVE_EVERY_S = 60.0
 class VaePlan:
     """How long and on what the autoencoder is trained; `batch` is of crops, a quarter as many of whole pictures."""
 
-    steps: int = 6000
-    full_from: float = 0.3
+    steps: int = 8000
+    full_from: float = 0.55
     """From this part of the steps on, whole pictures instead of crops."""
     batch: int = 24
     crop: int = 32
@@ -49,10 +50,10 @@ def train_vae(
     device: str = "cpu",
     say: Callable[[str], None] = print,
 ) -> Any:
-    """Trains the autoencoder, or goes on from what `state_dir` has; returns it with its scaling_factor set.
+    """Trains the autoencoder, or goes on from what `state_dir` has; returns it.
 
-    The loss is the pixels' mean absolute and squared difference, plus KL_WEIGHT times the latents' mean divergence from
-    the normal distribution (Kingma and Welling 2014).
+    The loss is the pixels' mean absolute and squared difference and that of their hues, plus KL_WEIGHT times the
+    latents' mean divergence from the normal distribution (Kingma and Welling 2014).
     """
     torch.manual_seed(seed)
     vae = make_vae(widths).to(device, memory_format=torch.channels_last).train()
@@ -100,14 +101,21 @@ def _batch(
     number = plan.batch // 4 if whole else plan.batch
     chosen, weights = [], []
     for _ in range(number):
-        # Steps of 8 keep the crops on the grid of the latents.
-        top, left = (rng.randrange(0, SIDE - size + 1, 8) for _ in range(2))
         picture = pictures[rng.randrange(len(pictures))]
         # The corner is always background.
-        figure = (picture != picture[:, :1, :1]).any(dim=0, keepdim=True)
+        figure = (picture != picture[:, :1, :1]).any(dim=0)
+        top, left = (0, 0) if whole else _corner(figure, size, rng)
         chosen.append(picture[:, top : top + size, left : left + size])
-        weights.append(1.0 + (FIGURE_WEIGHT - 1.0) * figure[:, top : top + size, left : left + size])
+        weights.append(1.0 + (FIGURE_WEIGHT - 1.0) * figure[None, top : top + size, left : left + size])
     return as_input(torch.stack(chosen)).to(device), torch.stack(weights).to(device)
+
+
+def _corner(figure: torch.Tensor, size: int, rng: random.Random) -> tuple[int, int]:
+    """Where a crop begins that has some pixel of a figure near its middle, on the latents' grid of 8 pixels."""
+    inside = figure.nonzero()
+    row, column = inside[rng.randrange(len(inside))].tolist()
+    top, left = (round((at - size / 2 + rng.uniform(-8, 8)) / 8) * 8 for at in (row, column))
+    return min(max(top, 0), SIDE - size), min(max(left, 0), SIDE - size)
 
 
 def _rate(plan: VaePlan, step: int) -> float:
@@ -120,8 +128,11 @@ def _step(vae: Any, optimizer: torch.optim.Optimizer, pixels: torch.Tensor, weig
         group["lr"] = lr
     posterior = vae.encode(pixels).latent_dist
     drawn = vae.decode(posterior.sample()).sample
-    off = (drawn - pixels).abs()
-    difference = (weights * (off + off**2)).mean()
+    error = drawn - pixels
+    off = error.abs()
+    # Light alone is most of the error, so hues, the channels' differences, count once more.
+    hue = (error - error.roll(1, dims=1)).abs()
+    difference = (weights * (off + off**2 + hue)).mean()
     divergence = 0.5 * (posterior.mean**2 + posterior.var - 1.0 - posterior.logvar).mean()
     optimizer.zero_grad(set_to_none=True)
     (difference + KL_WEIGHT * divergence).backward()
