@@ -44,8 +44,8 @@ def compile_parts(unet: Any, vae: Any, *, shapes: int, backend: str = "inductor"
         shapes: how many each of them will meet at warm-up.
         backend: of torch.compile.
     """
-    # A shape is a recompilation to Dynamo, which gives up (and runs eagerly) after this many.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, shapes)
+    # A shape is a recompilation to Dynamo, which gives up after so many, counted over all models of the process.
+    torch._dynamo.config.recompile_limit += shapes
     unet.forward = _unet_forward(_compiled(unet.forward, unet.device, backend))
     # Image by image: one shape for every batch, and one image fills a GPU at this point.
     vae.enable_slicing()

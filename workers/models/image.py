@@ -29,7 +29,7 @@ from workers.models.picture import encode_all, sources_on, to_host
 from workers.models.prompt_encoder import PromptEncoder
 
 WARMUP_LIMIT_S = 100.0
-"""No further size is begun after this; compiling one may take a minute, but only where no earlier start kept it."""
+"""No further size is begun after this: compiling one may take a minute where no earlier start kept it."""
 _WARMUP_STEPS = 4
 
 log = logging.getLogger(__name__)
@@ -40,10 +40,11 @@ class ImageModel:
 
     device_name = ""
 
-    def __init__(self, entry: Entry, folder: Path, device: Device) -> None:
+    def __init__(self, entry: Entry, folder: Path, device: Device, *, warmup_limit_s: float = WARMUP_LIMIT_S) -> None:
         self._entry = entry
         self._folder = folder
         self._place = device
+        self._warmup_limit_s = warmup_limit_s
         self._call_s: dict[int, float] = {}
 
     def setup(self) -> None:
@@ -62,7 +63,7 @@ class ImageModel:
         """Draws at the usual size, from text and from an image; compiled, in every batch size that time allows."""
         began_s = time.monotonic()
         for size in self._plan.batch_sizes if self._plan.is_compiled else (1,):
-            if time.monotonic() - began_s > WARMUP_LIMIT_S:
+            if time.monotonic() - began_s > self._warmup_limit_s:
                 log.warning("warm-up cut short; the next start finds more compiled", extra={"batch_size": size})
                 break
             items = [self._usual_item()] * size

@@ -1,0 +1,43 @@
+"""The yardsticks of the GPU benchmark: a matrix product's rate on this card, and seconds of a call that ends there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_PRODUCTS = 20
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def matrix_tflops(device: str, precision: str, size: int) -> float:
+    """TFLOP/s of square matrix products of `size`, 2 size^3 operations each: what no model can exceed."""
+    left, right = (torch.randn(size, size, device=device, dtype=DTYPES[precision]) for _ in range(2))
+
+    def multiply() -> None:
+        for _ in range(_PRODUCTS):
+            torch.mm(left, right)
+
+    seconds(device, multiply)
+    return _PRODUCTS * 2 * size**3 / seconds(device, multiply) / 1e12
+
+
+def seconds(device: str, work: Callable[[], Any]) -> float:
+    """Wall seconds until what `work` started on the device is done."""
+    _finish(device)
+    began_s = time.perf_counter()
+    work()
+    _finish(device)
+    return time.perf_counter() - began_s
+
+
+def _finish(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def card_name(device: str) -> str:
+    """The GPU's name, or `cpu`."""
+    return device if device == "cpu" else torch.cuda.get_device_name()

@@ -1,0 +1,37 @@
+import pytest
+import torch
+
+from bench import gpu
+from bench.gpu_images import full_width_parts
+from bench.gpu_scale import TINY
+
+# Schedulers of diffusers go between torch and numpy 2 in an old way, and the FLOP counter loads deprecated parts.
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.mark.timeout(180)  # two model processes load torch and diffusers
+def test_the_whole_benchmark_runs_small(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--tiny"]) == 0
+    told = capsys.readouterr().out
+    for count in TINY.batches:
+        for task in ("text-to-image", "image-to-image"):
+            for who in ("plain", "ours", "ours against plain"):
+                assert f"{task}, batch {count}, {who} " in told
+    for what in ("matrix product", "BERT-large, 16 tokens, ours fp32", "MiniLM, 16", "images kept while sharing"):
+        assert what in told
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main([]) == 1
+    told = capsys.readouterr().out
+    assert "no CUDA device" in told
+    assert told.count("\n") == 1
+
+
+def test_the_full_width_is_that_of_stable_diffusion() -> None:
+    """Parameters in millions, as counted in the published checkpoints (runwayml/stable-diffusion-v1-5)."""
+    with torch.device("meta"):
+        parts = full_width_parts(0, 1)
+    millions = {name: sum(one.numel() for one in part.parameters()) / 1e6 for name, part in parts.items()}
+    assert millions == pytest.approx({"unet": 859.52, "vae": 83.65, "text_encoder": 123.06}, rel=1e-4)
