@@ -16,7 +16,7 @@ from bench.peers.environments import programs_of
 from bench.peers.loads import plan
 from bench.peers.roster import CONTENDERS, Contender
 from bench.peers.rounds import measure
-from bench.peers.serving import HERE
+from bench.peers.serving import HERE, serving
 from bench.peers.tables import Medians, cost_rows, figures, markdown, rate_rows, ratio_rows, write_between_markers
 from bench.report import Outcome, aligned, keep, machine
 from shared.errors import PenstockError
@@ -87,12 +87,19 @@ def _shares(given: str) -> list[float]:
 
 
 def _install(contenders: Sequence[Contender]) -> None:
-    """Before anything is measured; who can't be installed says so again when it is started."""
+    """Before anything is measured; who can't be installed or started says so again when it is started."""
     for folder in dict.fromkeys(one.folder for one in contenders if one.folder):
         try:
             programs_of(HERE / folder / "requirements.txt")
         except PenstockError as error:
             _say(str(error))
+    for one in (one for one in contenders if one.group == "ours"):
+        _say(f"{one.name}: first start, makes what later ones find")
+        try:
+            with serving(one, _model_folder()):
+                pass
+        except PenstockError as error:
+            _say(f"{one.name}: {error}")
 
 
 def _model_folder() -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import AutoModel, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 LONGEST = 256
 """Tokens that MiniLM's sentence_bert_config.json lets through."""
@@ -15,6 +16,7 @@ LONGEST = 256
 
 def vectors_of(texts: Iterable[str], model_folder: Path) -> dict[str, np.ndarray]:
     """The unit vector (float32 [384]) of each text: mean over its tokens, normalised."""
+    transformers_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModel.from_pretrained(model_folder, dtype=torch.float32).eval()
     found: dict[str, np.ndarray] = {}

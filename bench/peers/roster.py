@@ -213,7 +213,7 @@ OURS = (
         "the same, ONNX Runtime int8, cosine at least 0.99",
         backend="onnx",
         precision="int8",
-        tolerance={"cosine": 0.98},
+        tolerance={"cosine": 0.99},
     ),
 )
 CONTENDERS = (*PEERS, *OURS)

@@ -17,7 +17,7 @@ import psutil
 import yaml
 
 from bench.peers.connection import PLACE, vector_of
-from bench.peers.environments import programs_of
+from bench.peers.environments import FOLDER, programs_of
 from bench.peers.generator import Order, Report, drive
 from bench.peers.roster import OFFLINE, Contender
 from bench.peers.tree import Tree
@@ -116,7 +116,9 @@ def _stack(contender: Contender, state_dir: Path, model_folder: Path, stack: Exi
     models_file = state_dir / "models.yaml"
     models_file.write_text(yaml.safe_dump(catalogue), encoding="utf-8")
     ports = Ports.free(1)
-    settings = {"PENSTOCK_MODELS_FILE": str(models_file)}
+    # Of its own: an artifact made for one way of serving lacks what another may choose from.
+    artifacts_dir = (FOLDER / "artifacts" / contender.key).resolve()
+    settings = {"PENSTOCK_MODELS_FILE": str(models_file), "PENSTOCK_ARTIFACTS_DIR": str(artifacts_dir)}
     stack.enter_context(Stack(state_dir, ports=ports, settings=settings, say=_say_nothing))
     return ports.api
 
