@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     options, rest = parser.parse_known_args(argv)
-    if rest and options.run not in (_pubsub, _bigquery, _bench):
+    if rest and options.run not in (_pubsub, _bigquery, _bench, _optimize):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     options.rest = rest
     signal.signal(signal.SIGTERM, _interrupt)
@@ -71,6 +71,11 @@ def _parser() -> argparse.ArgumentParser:
     worker = commands.add_parser("worker", help="one worker alone, as the PENSTOCK_* settings say")
     worker.add_argument("--model", required=True, help="the entry of the catalogue that it serves")
     worker.set_defaults(run=_worker)
+
+    optimize = commands.add_parser(
+        "optimize", add_help=False, help="make an optimised artifact of a model, judged first"
+    )
+    optimize.set_defaults(run=_optimize)
 
     bench = commands.add_parser("bench", add_help=False, help="measure the pipeline here, in a checkout (--profile)")
     bench.set_defaults(run=_bench)
@@ -121,6 +126,10 @@ def _api(_: argparse.Namespace) -> int:
 
 def _worker(options: argparse.Namespace) -> int:
     return _become("workers", {"PENSTOCK_MODEL": options.model})
+
+
+def _optimize(options: argparse.Namespace) -> int:
+    return _become("workers.optimize", {}, options.rest)
 
 
 def _bench(options: argparse.Namespace) -> int:

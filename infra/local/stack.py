@@ -26,8 +26,8 @@ from infra.local.process import Process, answers, listens
 from infra.local.provision import provision
 from infra.local.redis import RedisServer
 from infra.reports import create_tables
-from shared.catalogue import Catalogue, read_catalogue
-from shared.errors import ConfigurationError
+from shared.catalogue import Catalogue, Model, read_catalogue
+from shared.errors import ConfigurationError, Unavailable
 from shared.pubsub_admin import PubSubAdmin
 from shared.settings import ApiSettings, environment_with, read_settings
 
@@ -39,8 +39,11 @@ MAKE_MODEL_LIMIT_S = 180.0
 TEMP_DIR_LONGEST = 60
 API_STOP_LIMIT_S = 12.0
 WORKER_STOP_LIMIT_S = 30.0
+LOOSE_COSINE = 0.999
+"""INT8 graphs stay below this, so they are made only for models that tolerate it."""
 TINY_DIFFUSION = "var/models/stable-diffusion-tiny"
 """The one local model that a program of ours can make; others must be there."""
+DIFFUSION_MAKER = "make-tiny-diffusion"
 
 REPLACED_BY = {
     "redis": "PENSTOCK_REDIS_URL",
@@ -119,12 +122,13 @@ class Stack:
             settings = self.settings
             catalogue = read_catalogue(settings.models_file)
             self._check_ports(len(catalogue.models))
+            makers = self._start_makers(undo, catalogue)
             self._start_servers(undo)
-            self._make_models(catalogue)
             asyncio.run(_provision(settings, catalogue))
             self._tell("made", "topics and subscriptions")
             create_tables(settings)
             self._tell("made", f"dataset {settings.dataset}")
+            self._await_makers(makers)
             self._start_pipeline(undo, catalogue)
             self._undo = undo.pop_all()
         return self
@@ -179,14 +183,37 @@ class Stack:
             port = getattr(self.ports, name)
             self._await(name, partial(listens, port), SERVER_LIMIT_S, f"127.0.0.1:{port}")
 
-    def _make_models(self, catalogue: Catalogue) -> None:
-        """Makes the small diffusion model at the first start."""
+    def _start_makers(self, undo: ExitStack, catalogue: Catalogue) -> dict[str, Process]:
+        """Has everything made that the first start lacks, by name; beside the servers, which are idle for now."""
+        makers: dict[str, Process] = {}
         wanted = any(model.source == f"local:{TINY_DIFFUSION}" for model in catalogue.models)
         if wanted and not Path(TINY_DIFFUSION).is_dir():
             self._tell("making", f"the small diffusion model in {TINY_DIFFUSION}, once")
             module = ["workers.models.make_tiny_diffusion", TINY_DIFFUSION]
-            with self._module("make-tiny-diffusion", module) as maker:
+            makers[DIFFUSION_MAKER] = self._module(DIFFUSION_MAKER, module)
+        for model in catalogue.models:
+            graphs = _wanted_graphs(model)
+            if graphs:
+                words = [model.name, "--variants", graphs]
+                makers[f"optimize-{model.name}"] = self._module(f"optimize-{model.name}", ["workers.optimize", *words])
+        for maker in makers.values():
+            undo.enter_context(maker)
+        return makers
+
+    def _await_makers(self, makers: Mapping[str, Process]) -> None:
+        """A model without an artifact is served by torch, so only the small diffusion model must have been made."""
+        for name, maker in makers.items():
+            if name == DIFFUSION_MAKER:
                 maker.wait_done(MAKE_MODEL_LIMIT_S)
+                continue
+            # Silent where the artifact is there from an earlier start, which takes half a second to see.
+            if maker.is_running:
+                self._tell("making", f"{name.removeprefix('optimize-')}'s optimised graphs, once")
+            try:
+                maker.wait_done(MAKE_MODEL_LIMIT_S)
+            except Unavailable as error:
+                maker.stop()
+                self._tell("without", f"optimised graphs: {error.message}")
 
     def _redis(self, socket_path: Path) -> RedisServer:
         return RedisServer(self.state_dir / "redis", self.log_dir, self.ports.redis, socket_path=socket_path)
@@ -228,6 +255,18 @@ class Stack:
 
     def _tell(self, word: str, facts: str) -> None:
         self._say(f"{time.monotonic() - self._began_s:6.1f} s  {word:<8}{facts}".rstrip())
+
+
+def _wanted_graphs(model: Model) -> str:
+    """The optimised graphs that a worker here may choose from, as `workers.optimize` names them; empty: none."""
+    if model.task != "embedding" or model.backend == "torch":
+        return ""
+    graphs = ["fp32"]
+    if model.precision == "int8" or (model.precision == "auto" and model.tolerance.cosine < LOOSE_COSINE):
+        graphs += ["int8", "int8-static"]
+    if model.precision in ("auto", "fp16") and shutil.which("nvidia-smi"):
+        graphs.append("fp16")
+    return ",".join(graphs)
 
 
 def _model_processes(workers: int) -> int:

@@ -22,7 +22,7 @@ def penstock(*words: str, cwd: Path = ROOT, **settings: str) -> subprocess.Compl
 def test_help_names_every_command() -> None:
     told = penstock("--help")
     assert told.returncode == 0
-    for command in ("up", "demo", "doctor", "pubsub", "bigquery", "api", "worker", "report"):
+    for command in ("up", "demo", "doctor", "pubsub", "bigquery", "api", "worker", "optimize", "report"):
         assert f"\n    {command} " in told.stdout
 
 
@@ -57,6 +57,16 @@ def test_worker_of_an_unknown_model_says_so() -> None:
     told = penstock("worker", "--model", "none")
     assert told.returncode > 0
     assert "'none' is not served here" in told.stderr
+
+
+def test_optimize_has_help_of_its_own() -> None:
+    assert "--prune-heads" in penstock("optimize", "--help").stdout
+
+
+def test_optimize_of_an_unknown_model_says_so() -> None:
+    told = penstock("optimize", "none", "--variants", "fp32")
+    assert told.returncode == 1
+    assert "penstock optimize: model 'none' is not served here" in told.stderr
 
 
 def test_api_with_a_wrong_setting_says_so() -> None:

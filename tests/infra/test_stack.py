@@ -18,6 +18,7 @@ from infra.local.ports import Ports
 from infra.local.process import listens
 from infra.local.stack import Stack
 from shared.errors import ConfigurationError, Unavailable
+from tests.workers.optimize.tiny_bert import ENTRY, make_tiny_bert
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 90.0
@@ -27,6 +28,7 @@ models:
   - name: mini
     task: embedding
     source: {source}
+    backend: torch
     dimensions: 384
     batch: {{max_tokens: 2048}}
 """
@@ -87,6 +89,19 @@ def test_part_that_fails_is_told_and_nothing_stays(tmp_path: Path, servers: dict
     assert str(stack.log_dir / "worker-mini.log") in caught.value.message
     assert list(stack.processes) == ["worker-mini", "api"]
     assert not [port for port in all_ports(ports) if listens(port)]
+
+
+@pytest.mark.timeout(150)
+def test_graphs_that_a_model_lacks_are_made_at_the_first_start(tmp_path: Path, servers: dict[str, str]) -> None:
+    folder, artifacts_dir, models_file = tmp_path / "model", tmp_path / "artifacts", tmp_path / "models.yaml"
+    folder.mkdir()
+    make_tiny_bert(folder)
+    models_file.write_text(ENTRY.format(folder=folder, tolerance=0.9999))
+    own = {"PENSTOCK_MODELS_FILE": str(models_file), "PENSTOCK_ARTIFACTS_DIR": str(artifacts_dir)}
+    said: list[str] = []
+    with Stack(tmp_path / "state", ports=Ports.free(workers=1), settings=servers | own, say=said.append):
+        assert list(artifacts_dir.glob("tiny/*/fp32.onnx"))
+    assert [line for line in said if "tiny's optimised graphs, once" in line]
 
 
 @dataclass
