@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import shutil
 import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -53,7 +54,11 @@ class Variant(msgspec.Struct, kw_only=True):
 
 
 class Manifest(msgspec.Struct, kw_only=True):
-    """What manifest.json says; `made_by` has the versions of torch, transformers, onnx and onnxruntime."""
+    """What manifest.json says.
+
+    `made_by` has the versions of torch, transformers, onnx and onnxruntime. `refused` has the names of variants that
+    were measured and not kept, with the tolerance that they missed.
+    """
 
     format_version: int = FORMAT_VERSION
     model: str
@@ -62,6 +67,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     made_by: dict[str, str]
     task: Literal["embedding", "image"]
     variants: list[Variant]
+    refused: dict[str, float] = {}
 
 
 @dataclass(frozen=True)
@@ -205,6 +211,14 @@ def new_artifact(artifacts_dir: Path, model: str, digest: str) -> Iterator[Path]
         if target.exists():
             target.rename(Path(scratch) / "former")
         draft.rename(target)
+
+
+def take_over(former: Artifact, draft: Path) -> list[Variant]:
+    """Puts the graphs of `former` into `draft` too; returns their variants, for its manifest."""
+    for variant in former.manifest.variants:
+        if variant.file:
+            shutil.copyfile(former.graph(variant), draft / variant.file)
+    return former.manifest.variants
 
 
 def source_digest(folder: Path, revision: str) -> str:

@@ -7,9 +7,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
+
+import msgspec
 
 from shared.catalogue import Model as Entry
 from shared.catalogue import read_catalogue
@@ -22,10 +25,19 @@ from workers.models.artifact import (
     find_artifact,
     new_artifact,
     source_digest,
+    take_over,
     write_manifest,
 )
 from workers.optimize.verdict import Made, verdict_table
-from workers.optimize.wishes import CALIBRATIONS, EMBEDDING_VARIANTS, IMAGE_VARIANTS, Wishes, wanted_variants
+from workers.optimize.wishes import (
+    CALIBRATIONS,
+    EMBEDDING_VARIANTS,
+    IMAGE_VARIANTS,
+    Wishes,
+    missing_variants,
+    tolerance_of,
+    wanted_variants,
+)
 from workers.sources import resolve
 
 _MADE_BY = ("torch", "transformers", "diffusers", "onnx", "onnxruntime", "torchao")
@@ -95,14 +107,16 @@ def _optimize(options: argparse.Namespace) -> int:
         calibration=options.calibration,
         threads=options.threads,
     )
-    wanted_variants(entry, wishes)
+    wanted = wanted_variants(entry, wishes)
     folder = resolve(entry.source, entry.revision, settings.models_dir)
     digest = source_digest(folder, entry.revision)
     there = None if options.force else find_artifact(settings.artifacts_dir, entry.name, digest)
     if there is not None:
+        wanted = missing_variants(there.manifest, wanted, tolerance_of(entry, wishes))
+    if there is not None and not wanted:
         print(_described(there))
         return 0
-    _make(entry, folder, settings.artifacts_dir, digest, wishes)
+    _make(entry, folder, settings.artifacts_dir, digest, replace(wishes, variants=wanted), there)
     return 0
 
 
@@ -112,11 +126,11 @@ def _described(artifact: Artifact) -> str:
     return f"{artifact.folder} is there: {names}; --force makes it anew"
 
 
-def _make(entry: Entry, folder: Path, artifacts_dir: Path, digest: str, wishes: Wishes) -> None:
-    """Makes the artifact and shows the table.
+def _make(entry: Entry, folder: Path, artifacts_dir: Path, digest: str, wishes: Wishes, there: Artifact | None) -> None:
+    """Makes the artifact, or adds to the one that is there, and shows the table.
 
     Raises:
-        ModelFailed: no variant was accepted, so nothing was written.
+        ModelFailed: no variant was accepted and none was there, so nothing was written.
     """
     began_s = time.monotonic()
 
@@ -126,11 +140,18 @@ def _make(entry: Entry, folder: Path, artifacts_dir: Path, digest: str, wishes: 
     with new_artifact(artifacts_dir, entry.name, digest) as draft:
         made = _maker(entry)(entry, folder, draft, wishes, say)
         print(verdict_table(made), flush=True)
+        kept = [] if there is None else take_over(there, draft)
         accepted = [verdict.variant for verdict in made.verdicts if verdict.is_accepted]
-        if not accepted:
-            refusals = "; ".join(f"{verdict.variant.name}: {verdict.refusal}" for verdict in made.verdicts)
+        refused = [verdict for verdict in made.verdicts if not verdict.is_accepted]
+        if not kept and not accepted:
+            refusals = "; ".join(f"{verdict.variant.name}: {verdict.refusal}" for verdict in refused)
             raise ModelFailed(f"{entry.name}: no variant was accepted, nothing was written ({refusals})")
-        write_manifest(draft, _manifest(entry, digest, accepted))
+        missed = {} if there is None else dict(there.manifest.refused)
+        # What could not be made at all has no figures, and may be possible next time.
+        missed |= {verdict.variant.name: tolerance_of(entry, wishes) for verdict in refused if verdict.figures}
+        for variant in accepted:
+            missed.pop(variant.name, None)
+        write_manifest(draft, msgspec.structs.replace(_manifest(entry, digest, kept + accepted), refused=missed))
     say(f"wrote {artifacts_dir / entry.name / digest}")
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import onnx
 import torch
-from onnxruntime.transformers.onnx_model import OnnxModel  # type: ignore[import-untyped]
-from onnxruntime.transformers.optimizer import optimize_model  # type: ignore[import-untyped]
+from onnxruntime.transformers.onnx_model import OnnxModel
+from onnxruntime.transformers.optimizer import optimize_model
 from transformers import AutoModel
 from transformers.utils import logging as transformers_logging
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.ndimage import uniform_filter  # type: ignore[import-untyped]
-from scipy.stats import spearmanr  # type: ignore[import-untyped]
+from scipy.ndimage import uniform_filter
+from scipy.stats import spearmanr
 
 NEIGHBOURS = 10
 _SSIM_WINDOW = 7

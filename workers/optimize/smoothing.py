@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime  # type: ignore[import-untyped]
+import onnxruntime
 from onnx import helper, numpy_helper
 
 Feed = dict[str, np.ndarray]

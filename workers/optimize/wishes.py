@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import dataclass
 
 from shared.catalogue import Model as Entry
 from shared.errors import ConfigurationError
+from workers.models.artifact import Manifest
 
 EMBEDDING_VARIANTS = ("fp32", "int8", "int8-static", "fp16", "pruned")
 IMAGE_VARIANTS = ("tuned", "bf16", "int8", "compiled")
@@ -47,6 +49,17 @@ def wanted_variants(entry: Entry, wishes: Wishes) -> tuple[str, ...]:
         raise ConfigurationError("the variant pruned needs --prune or --prune-heads", field="prune")
     wanted = wishes.variants or _usual(entry, cuts)
     return tuple(name for name in known if name in wanted)
+
+
+def missing_variants(manifest: Manifest, wanted: tuple[str, ...], tolerance: float) -> tuple[str, ...]:
+    """Those of `wanted` that an artifact has not, leaving out what missed this tolerance, or a looser one, before."""
+    kept = {variant.name for variant in manifest.variants}
+    prefix = "onnx" if manifest.task == "embedding" else "torch"
+
+    def is_missing(name: str) -> bool:
+        return f"{prefix}-{name}" not in kept and tolerance < manifest.refused.get(f"{prefix}-{name}", math.inf)
+
+    return tuple(name for name in wanted if is_missing(name))
 
 
 def _usual(entry: Entry, cuts: bool) -> tuple[str, ...]:

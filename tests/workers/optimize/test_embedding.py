@@ -95,6 +95,21 @@ def test_second_run_does_nothing_unless_forced(
     assert made().folder.joinpath("manifest.json").stat().st_ino != before
 
 
+def test_artifact_gains_what_it_lacks_and_keeps_what_it_has(
+    optimize: Optimize, made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert optimize("--variants", "fp32") == 0
+    before = made().graph(made().manifest.variants[0]).read_bytes()
+    assert optimize("--variants", "fp32,int8") == 0, "the refused one is no failure where others are kept"
+    assert list(made().manifest.refused) == ["onnx-int8"]
+    capsys.readouterr()
+    assert optimize("--variants", "fp32,int8") == 0
+    assert "is there: onnx-fp32" in capsys.readouterr().out, "what missed this tolerance is not tried again"
+    assert optimize("--variants", "int8", "--tolerance", "0.9") == 0
+    assert [variant.name for variant in made().manifest.variants] == ["onnx-fp32", "onnx-int8"]
+    assert made().graph(made().manifest.variants[0]).read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("words", "cut"), [(("--prune", "0.25"), "128 of 512 inner"), (("--prune-heads", "0.25"), "2 of 8 heads")], ids=str
 )
