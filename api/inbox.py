@@ -51,7 +51,9 @@ class Waiter:
     def __init__(self, inbox: str, slot: str) -> None:
         self.inbox = inbox
         self.slot = slot
-        self._outcome: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._outcome: asyncio.Future[Reply] = self._loop.create_future()
+        self._woken: asyncio.Future[None] | None = None
 
     async def reply(self, timeout_s: float) -> Reply:
         """Waits for the reply; may be asked again after DeadlineExceeded.
@@ -60,7 +62,14 @@ class Waiter:
             DeadlineExceeded: it did not come within `timeout_s`.
             InboxLost: it can't come here any more; the stored result may be there in time.
         """
-        await asyncio.wait((self._outcome,), timeout=timeout_s)
+        if not self._outcome.done():
+            self._woken = self._loop.create_future()
+            # Cheaper by a turn of the loop than asyncio.wait.
+            timer = self._loop.call_later(timeout_s, self._wake)
+            try:
+                await self._woken
+            finally:
+                timer.cancel()
         if not self._outcome.done():
             raise DeadlineExceeded(f"no reply within {timeout_s:.3f} s")
         return self._outcome.result()
@@ -70,6 +79,7 @@ class Waiter:
         if self._outcome.done():
             return False
         self._outcome.set_result(reply)
+        self._wake()
         return True
 
     def lose(self, error: InboxLost) -> None:
@@ -77,6 +87,11 @@ class Waiter:
         if not self._outcome.done():
             self._outcome.set_exception(error)
             self._outcome.exception()  # it may be that nobody is waiting any more
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._woken is not None and not self._woken.done():
+            self._woken.set_result(None)
 
 
 class _Slot:
@@ -162,7 +177,7 @@ class ReplyInbox:
     """This instance's inbox: one leased from the pool, or its own; replaced whenever it is lost.
 
     Args:
-        settings: inbox_pool, inbox_lease_s, reply_slots, redis_url.
+        settings: inbox_pool, inbox_first, inbox_lease_s, reply_slots, redis_url.
         subscriber: opens the slots.
         admin: makes an inbox where there is no pool or it is empty.
         instance: id of this instance; letters, digits and dashes.
@@ -241,7 +256,9 @@ class ReplyInbox:
         settings = self._settings
         if settings.inbox_pool == 0:
             return await stack.enter_async_context(own_inbox(self._admin, settings.reply_slots, self._instance))
-        pool = InboxPool(settings.redis_url, settings.inbox_pool, settings.inbox_lease_s, self._instance)
+        pool = InboxPool(
+            settings.redis_url, settings.inbox_first, settings.inbox_pool, settings.inbox_lease_s, self._instance
+        )
         try:
             return await stack.enter_async_context(pool.lease())
         except Unavailable as error:

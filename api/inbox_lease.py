@@ -51,7 +51,7 @@ class Tenancy:
 
 
 class InboxPool:
-    """The pool's inboxes, numbered from 0; each is held by the instance whose id stands under its key in Redis.
+    """The pool's inboxes, numbered from `first`; each is held by the instance whose id stands under its key in Redis.
 
     While Redis is out of reach an inbox is kept: nobody else can lease one through a Redis that is down. If only we
     are cut off and another instance takes our inbox, replies may end at the wrong one until Redis answers again, and
@@ -59,13 +59,15 @@ class InboxPool:
 
     Args:
         redis_url: where leases are kept.
+        first: number of the first inbox of the pool; regions with a Redis of their own have ranges of their own.
         size: inboxes in the pool.
         lease_s: a lease that is not renewed for so long is free again.
         instance: id of the holder.
     """
 
-    def __init__(self, redis_url: str, size: int, lease_s: float, instance: str) -> None:
+    def __init__(self, redis_url: str, first: int, size: int, lease_s: float, instance: str) -> None:
         self._redis_url = redis_url
+        self._first = first
         self._size = size
         self._lease_s = lease_s
         self._instance = instance
@@ -94,10 +96,10 @@ class InboxPool:
         )
 
     async def _take(self, client: redis.asyncio.Redis) -> int:
-        numbers = list(range(self._size))
+        numbers = range(self._first, self._first + self._size)
         try:
             held = await client.mget([_key(number) for number in numbers])
-            free = [number for number in numbers if held[number] is None]
+            free = [number for number, holder in zip(numbers, held, strict=True) if holder is None]
             # At random, so that instances started together don't run for the same one.
             for number in random.sample(free, len(free)):
                 if await client.set(_key(number), self._instance, nx=True, px=self._lease_ms()):

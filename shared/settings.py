@@ -52,7 +52,9 @@ class ApiSettings(Settings):
     reply_slots: int = Field(80, ge=1, le=200)
     """Slots of an inbox that this instance makes itself; a pool's inboxes have the same number."""
     inbox_pool: int = Field(0, ge=0)
-    """Inboxes of the pool (numbered from 0), leased through Redis; 0: this instance makes its own."""
+    """Inboxes of the pool, leased through Redis; 0: this instance makes its own."""
+    inbox_first: int = Field(0, ge=0)
+    """Number of the pool's first inbox: regions that lease through a Redis of their own share no number."""
     inbox_lease_s: float = Field(30.0, gt=0)
     memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     request_max_bytes: int = Field(32 * 1024 * 1024, ge=1)

@@ -156,6 +156,14 @@ async def test_pool_gives_each_instance_another_inbox(broker: Broker, redis_url:
         assert client.keys("penstock:inbox:*") == [], "released at close"
 
 
+async def test_pool_of_another_region_starts_where_it_is_told(broker: Broker, redis_url: str) -> None:
+    pool = settings(inbox_pool=1, inbox_first=7, redis_url=redis_url)
+    await make_inbox(broker.admin, "7", 3)
+    async with ReplyInbox(pool, broker.transport, broker.admin, "api-1") as inbox:
+        with inbox.waiter("r1", 0) as waiter:
+            assert waiter.inbox == "inbox.7"
+
+
 async def test_lost_lease_moves_to_another_inbox(broker: Broker, redis_url: str) -> None:
     pool = settings(inbox_pool=1, redis_url=redis_url, inbox_lease_s=0.3)
     await make_inbox(broker.admin, "0", 3)

@@ -138,7 +138,6 @@ def test_api_knows_what_terraform_sets(plan: Plan) -> None:
     assert set(api_settings(plan, "europe-west4")) <= variables(ApiSettings)
 
 
-@pytest.mark.xfail(reason="the API leases inboxes numbered from 0 only: PENSTOCK_INBOX_FIRST is not read yet")
 def test_api_of_a_second_region_knows_what_terraform_sets(plan: Plan) -> None:
     assert set(api_settings(plan, "europe-west1")) <= variables(ApiSettings)
 
