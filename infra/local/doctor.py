@@ -33,9 +33,11 @@ FREE_MEMORY_BYTES = 2 * 1024**3
 """The stack with the shipped models takes about 1.5 GB."""
 REACH_LIMIT_S = 5.0
 _PLACES = {"project", "pubsub_endpoint", "bigquery_endpoint", "redis_url", "objects_url"}
-INSTALL = "pip install -c constraints.txt -e '.[api,worker,local,dev]' (or: make setup)"
+EXTRAS = ("api", "worker", "optimize", "local", "dev")
+"""What `make setup` installs; the extra `gpu` is for machines that have one."""
+INSTALL = f"pip install -c constraints.txt -e '.[{','.join(EXTRAS)}]' (or: make setup)"
 
-_PIN = re.compile(r"(?P<name>[\w.-]+)(\[[\w,]+\])?==(?P<version>[^;\s]+)")
+_PIN = re.compile(r"(?P<name>[\w.-]+)(\[[\w,]+\])?==(?P<version>[^;\s]+)(.*extra == ['\"](?P<extra>\w+))?")
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,10 @@ def _python() -> Finding:
 
 def _packages() -> Finding:
     try:
-        pins = [match for match in map(_PIN.match, importlib.metadata.requires("penstock") or []) if match]
+        required = filter(None, map(_PIN.match, importlib.metadata.requires("penstock") or []))
     except importlib.metadata.PackageNotFoundError:
         return Finding("packages", "penstock is not installed", INSTALL)
+    pins = [pin for pin in required if pin["extra"] in (None, *EXTRAS)]
     wrong = sorted({pin["name"] for pin in pins if _installed(pin["name"]) != pin["version"]})
     if wrong:
         return Finding("packages", f"missing or of another version: {', '.join(wrong)}", INSTALL)
