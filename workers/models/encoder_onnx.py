@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
-import onnxruntime  # type: ignore[import-untyped]
+import onnxruntime
 
 from shared.errors import ConfigurationError, ModelFailed
 from workers.models.base import OutOfMemory

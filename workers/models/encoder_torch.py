@@ -9,6 +9,7 @@ from transformers.utils import logging as transformers_logging
 
 from shared.errors import ConfigurationError
 from workers.models.device import DTYPES, Device, memory_errors
+from workers.models.packed_linear import pack_linear_layers, packs_bf16
 from workers.models.sentence_folder import SentenceFolder
 
 
@@ -46,7 +47,9 @@ class TorchEncoder:
         except (OSError, ValueError, KeyError) as error:
             raise ConfigurationError(f"{self._settings.transformer}: {error}", field="source") from error
         model.eval().requires_grad_(False)
-        if self._precision != "fp32":
+        if (self._precision, self._device.type) == ("bf16", "cpu") and packs_bf16():
+            pack_linear_layers(model)
+        elif self._precision != "fp32":
             _narrow_linear_layers(model, DTYPES[self._precision])
         self._model = model.to(self._device)
         return int(model.config.hidden_size) * len(self._settings.pooling)

@@ -1,0 +1,34 @@
+"""Linear layers in bf16 on a CPU, with weights that oneDNN lays out once: F.linear does it anew at each call."""
+
+from __future__ import annotations
+
+import torch
+
+
+def packs_bf16() -> bool:
+    """Whether torch's oneDNN computes bf16 on this CPU."""
+    return hasattr(torch.ops.mkldnn, "_linear_pointwise") and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def pack_linear_layers(model: torch.nn.Module) -> None:
+    """Replaces every Linear of `model` by one that takes any precision, computes in bf16 and gives bf16."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, torch.nn.Linear):
+                setattr(parent, name, _PackedLinear(child))
+
+
+class _PackedLinear(torch.nn.Module):
+    """The operators are those that torch.compile puts in the place of a frozen Linear."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self._out_features = linear.out_features
+        self._bias = None if linear.bias is None else linear.bias.detach().to(torch.bfloat16)
+        # No number of rows is named: it is good for any.
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().to(torch.bfloat16), None)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        rows = given.to(torch.bfloat16).reshape(-1, given.shape[-1])
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
+        return out.view(*given.shape[:-1], self._out_features)
