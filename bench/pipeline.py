@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import psutil
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from bench.load import Order, drive
 from bench.texts import Texts
@@ -22,7 +24,10 @@ from infra.local.ports import Ports
 from infra.local.process import Process, answers, free_port
 from infra.local.stack import Stack
 from shared.catalogue import read_catalogue
-from shared.settings import environment_with
+from shared.errors import ConfigurationError
+from shared.settings import WorkerSettings, environment_with, read_settings
+from workers.models.artifact import find_artifact, source_digest
+from workers.models.backend import Backend
 from workers.sources import resolve
 
 MODEL = "all-MiniLM-L6-v2"
@@ -100,10 +105,28 @@ class Pipeline:
 
     def work(self) -> Work:
         """What the worker's own metrics say it computed."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.worker.port}/metrics", timeout=SCRAPE_LIMIT_S) as answer:
-            families = text_string_to_metric_families(answer.read().decode())
-        values = {sample.name: sample.value for family in families for sample in family.samples}
+        values = {sample.name: sample.value for sample in self._samples()}
         return Work(values["penstock_worker_real_work_total"], values["penstock_worker_padded_work_total"])
+
+    def backend(self) -> Backend:
+        """What the worker computes with, as its metrics say; an ONNX graph is looked up where the worker found it."""
+        labels = next(one.labels for one in self._samples() if one.name == "penstock_worker_backend_info")
+        named = msgspec.convert({name: labels[name] for name in ("backend", "precision")}, Backend)
+        if named.backend == "torch":
+            return named
+        settings = read_settings(WorkerSettings, model=MODEL)
+        model = read_catalogue(MODELS_FILE).find(MODEL)
+        artifact = find_artifact(settings.artifacts_dir, MODEL, source_digest(self.model_folder, model.revision))
+        if artifact is None:
+            raise ConfigurationError(f"no artifact of {MODEL} in {settings.artifacts_dir}", field="artifacts_dir")
+        variant = next(one for one in artifact.manifest.variants if one.precision == named.precision)
+        graph = str(artifact.graph(variant).resolve())
+        return msgspec.structs.replace(named, variant=variant.name, graph=graph)
+
+    def _samples(self) -> Iterator[Sample]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.worker.port}/metrics", timeout=SCRAPE_LIMIT_S) as answer:
+            for family in text_string_to_metric_families(answer.read().decode()):
+                yield from family.samples
 
     @contextmanager
     def another_api(self, **settings: object) -> Iterator[Part]:

@@ -1,7 +1,7 @@
 """The yardstick of `throughput`: the model alone, no server, on texts that are tokenised and sorted beforehand.
 
 The parent half starts child processes and sends them ways to batch; the child half (`python -m bench.raw_model THREADS
-FOLDER`) loads MiniLM in torch fp32 and answers each way with nothing but the seconds it took.
+FOLDER BACKEND`) loads the model with the library alone, none of our code, and says when it has run what it holds.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
+import numpy as np
 import psutil
 
+from workers.models.backend import Backend
 from workers.models.grouping import cut_by_length
 
 WAYS = ("by 4", "by 16", "512 tokens", "1024 tokens", "2048 tokens", "least padding")
@@ -26,18 +30,29 @@ CALL_TOKENS = 20
 """What a call costs besides its tokens, in tokens, for `least padding`."""
 
 
-class RawModel:
-    """The model in child processes, `threads` each, while the context is open; they idle when not asked."""
+Batch = list[list[int]]
+"""Token ids of several texts, of lengths as near as the way to batch brings them."""
 
-    def __init__(self, folder: Path, processes: int, threads: int) -> None:
-        self._folder = folder
+
+class RawModel:
+    """The model in child processes, `threads` each, while the context is open; they idle when not asked.
+
+    Args:
+        folder: of the model.
+        processes: how many children.
+        threads: of each.
+        backend: what computes: torch in a precision, or ONNX Runtime with a graph.
+    """
+
+    def __init__(self, folder: Path, processes: int, threads: int, backend: Backend) -> None:
+        self._words = [str(threads), str(folder), msgspec.json.encode(backend).decode()]
         self._count = processes
         self._threads = threads
         self._children: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Self:
         environment = {**os.environ, "OMP_NUM_THREADS": str(self._threads)}
-        words = [sys.executable, "-m", "bench.raw_model", str(self._threads), str(self._folder)]
+        words = [sys.executable, "-m", "bench.raw_model", *self._words]
         for _ in range(self._count):
             child = subprocess.Popen(words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             self._children.append(child)
@@ -106,24 +121,17 @@ def _answer(child: subprocess.Popen[str]) -> None:
         raise RuntimeError("the raw model's process died; its reason is on stderr")
 
 
-def _serve(threads: int, folder: str) -> None:
+def _serve(threads: int, folder: str, backend: Backend) -> None:
     """The child: holds batches, embeds them when told to."""
-    import torch
-    from transformers import AutoModel
-
-    torch.set_num_threads(threads)
-    model = AutoModel.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
-    held: list[Any] = []
+    prepare = _onnx(threads, backend.graph) if backend.backend == "onnx" else _torch(threads, folder, backend.precision)
+    held: list[Callable[[], object]] = []
     print("ready", flush=True)
     for question in _questions():
         if "batches" in question:
-            held = [_tensors(batch) for batch in question["batches"]]
+            held = [prepare(batch) for batch in question["batches"]]
         else:
-            with torch.inference_mode():
-                for ids, mask in held:
-                    states = model(input_ids=ids, attention_mask=mask).last_hidden_state
-                    pooled = states.mean(1) if mask is None else (states * mask[:, :, None]).sum(1) / mask.sum(1, True)
-                    torch.nn.functional.normalize(pooled, dim=1)
+            for embed in held:
+                embed()
         print("done", flush=True)
 
 
@@ -132,16 +140,51 @@ def _questions() -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
-def _tensors(batch: list[list[int]]) -> tuple[Any, Any]:
-    """Token ids [texts, longest], and the mask of the same shape or None where nothing is padded."""
-    import torch
+def _padded(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and mask, both int64 [texts, longest]."""
+    lengths = np.array([len(ids) for ids in batch])
+    longest = int(lengths.max())
+    ids = np.array([ids + [0] * (longest - len(ids)) for ids in batch], np.int64)
+    return ids, (np.arange(longest) < lengths[:, None]).astype(np.int64)
 
-    longest = max(len(ids) for ids in batch)
-    padded = torch.tensor([ids + [0] * (longest - len(ids)) for ids in batch])
-    lengths = torch.tensor([len(ids) for ids in batch])
-    mask = (torch.arange(longest) < lengths[:, None]).long()
-    return padded, None if bool(mask.all()) else mask
+
+def _torch(threads: int, folder: str, precision: str) -> Callable[[Batch], Callable[[], object]]:
+    import torch
+    from transformers import AutoModel
+
+    torch.set_num_threads(threads)
+    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    model = AutoModel.from_pretrained(folder, dtype=kinds[precision], local_files_only=True).eval()
+
+    def prepare(batch: Batch) -> Callable[[], object]:
+        ids, mask = (torch.from_numpy(array) for array in _padded(batch))
+        # Without a mask attention takes a shorter way.
+        given = None if bool(mask.all()) else mask
+        return partial(embed, ids, given)
+
+    @torch.inference_mode()
+    def embed(ids: Any, mask: Any) -> object:
+        states = model(input_ids=ids, attention_mask=mask).last_hidden_state
+        pooled = states.mean(1) if mask is None else (states * mask[:, :, None]).sum(1) / mask.sum(1, True)
+        return torch.nn.functional.normalize(pooled, dim=1)
+
+    return prepare
+
+
+def _onnx(threads: int, graph: str) -> Callable[[Batch], Callable[[], object]]:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+
+    def embed(ids: np.ndarray, mask: np.ndarray) -> object:
+        states = session.run(None, {"input_ids": ids, "attention_mask": mask})[0]
+        pooled = (states * mask[:, :, None]).sum(1) / mask.sum(1, keepdims=True)
+        return pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
+
+    return lambda batch: partial(embed, *_padded(batch))
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), sys.argv[2])
+    _serve(int(sys.argv[1]), sys.argv[2], msgspec.json.decode(sys.argv[3], type=Backend))
