@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := api,worker,optimize,local,dev
-SOURCES := api workers shared infra bench tests
+SOURCES := api workers shared infra models bench tests
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo up doctor bench bench-peers test check lint format types imports terraform-check deploy-check unit constraints clean

@@ -203,18 +203,19 @@ class Dispatcher:
 
     def _record(self, asking: Asking) -> None:
         """Writes the rows that are ours, and counts all items."""
-        request, counts = asking.request, Counter[tuple[str, str]]()
+        request = asking.request
+        landings = [landing for landing in asking.landings if landing is not None]
+        counts = Counter((landing.outcome.receipt.cache, landing.outcome.status) for landing in landings)
+        for (cache, status), count in counts.items():
+            metrics.of_items(request.model.name, cache, status).inc(count)
+        ours = [landing.outcome for landing in landings if not landing.by_worker]
+        if not ours:
+            return
         envelope = envelope_of(request, self._api_instance)
         facts: dict[str, Any] = {
             "revision": request.model.revision,
             "task": request.model.task,
             "region": self._region,
         }
-        for landing in asking.landings:
-            if landing is None:
-                continue
-            counts[landing.outcome.receipt.cache, landing.outcome.status] += 1
-            if not landing.by_worker:
-                self._rows.write(row_of(envelope, landing.outcome, **facts))
-        for (cache, status), count in counts.items():
-            metrics.of_items(request.model.name, cache, status).inc(count)
+        for outcome in ours:
+            self._rows.write(row_of(envelope, outcome, **facts))

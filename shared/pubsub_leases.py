@@ -130,9 +130,9 @@ class Leases:
         return len(self._held)
 
     def hold(self, message: Message) -> None:
-        """Keeps the lease of `message` from now on."""
-        now_s = asyncio.get_running_loop().time()
-        self._held[message.ack_id] = _Lease(message, now_s, now_s + self._ack_deadline_s)
+        """Keeps the lease of `message`, which was received just now."""
+        since_s = message.received_at_s
+        self._held[message.ack_id] = _Lease(message, since_s, since_s + self._ack_deadline_s)
 
     def release(self, message: Message) -> bool:
         """Stops keeping the lease; False where it was not held (any more)."""

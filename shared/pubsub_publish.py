@@ -56,15 +56,15 @@ class PublishQueue:
         self._check_room(size_bytes)
         loop = asyncio.get_running_loop()
         pending = _Pending(message, size_bytes, loop.time() + timeout_s, loop.create_future())
+        late = Unavailable(f"publish to {topic_path}: no answer within {timeout_s} s")
+        timer = loop.call_at(pending.end_s, _settle, pending, late)
         self._messages += 1
         self._bytes += size_bytes
         try:
             self._lane(topic_path, message.ordering_key).put(pending)
-            async with asyncio.timeout(timeout_s):
-                return await pending.message_id
-        except TimeoutError as error:
-            raise Unavailable(f"publish to {topic_path}: no answer within {timeout_s} s") from error
+            return await pending.message_id
         finally:
+            timer.cancel()
             self._messages -= 1
             self._bytes -= size_bytes
 

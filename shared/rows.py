@@ -34,7 +34,7 @@ BATCH_ROWS = 500
 """What Google recommends for one insertAll (platform-facts B4)."""
 MEMORY_ROWS = 20_000
 """More than this waiting goes to disk at once."""
-LINGER_S = 0.5
+LINGER_S = 1.0
 """How long rows wait for company: one insertAll costs as much CPU as a whole request, and nobody waits for a row."""
 SEND_TIMEOUT_S = 10.0
 REFUSED = frozenset({400, 413})

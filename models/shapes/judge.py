@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy import ndimage  # type: ignore[import-untyped]
+from scipy import ndimage
 
 from models.shapes.world import BACKGROUNDS, COLOURS
 

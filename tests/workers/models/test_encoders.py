@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import numpy as np
-import onnxruntime.quantization  # type: ignore[import-untyped]
+import onnxruntime.quantization
 import pytest
 import torch
 from transformers import AutoModel, BertConfig, BertModel
