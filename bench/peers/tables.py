@@ -170,7 +170,7 @@ def cost_rows(medians: Medians) -> Rows:
             "memory MB",
             f"CPU ms per request, {load}",
             "of these the model's program",
-            "cosine min",
+            "cosine mean, min",
             "failed",
             "set up",
         ]
@@ -188,7 +188,7 @@ def cost_rows(medians: Medians) -> Rows:
                 f"{started.memory_bytes / 1e6:,.0f}",
                 _number(medians.cpu_ms(one.key, load)),
                 _number(medians.busiest_cpu_ms(one.key, load)),
-                f"{min(cosines):.5f}" if cosines else "-",
+                f"{statistics.fmean(cosines):.5f}, {min(cosines):.5f}" if cosines else "-",
                 str(sum(medians.failed(one.key, name) for name in medians.loads)),
                 f"{one.note}; {_one_line(started.missing)}" if started.missing else one.note,
             ]

@@ -8,8 +8,8 @@ from transformers import AutoModel
 from transformers.utils import logging as transformers_logging
 
 from shared.errors import ConfigurationError
+from workers.models.cpu_bf16 import computes_bf16, narrow_to_bf16
 from workers.models.device import DTYPES, Device, memory_errors
-from workers.models.packed_linear import pack_linear_layers, packs_bf16
 from workers.models.sentence_folder import SentenceFolder
 
 
@@ -47,8 +47,8 @@ class TorchEncoder:
         except (OSError, ValueError, KeyError) as error:
             raise ConfigurationError(f"{self._settings.transformer}: {error}", field="source") from error
         model.eval().requires_grad_(False)
-        if (self._precision, self._device.type) == ("bf16", "cpu") and packs_bf16():
-            pack_linear_layers(model)
+        if (self._precision, self._device.type) == ("bf16", "cpu") and computes_bf16():
+            narrow_to_bf16(model)
         elif self._precision != "fp32":
             _narrow_linear_layers(model, DTYPES[self._precision])
         self._model = model.to(self._device)

@@ -21,7 +21,16 @@ from workers.optimize.pruning import prune
 from workers.optimize.quality import VectorQuality
 from workers.optimize.quantization import quantize_calibrated, quantize_per_call
 from workers.optimize.smoothing import Feed, smooth_graph
-from workers.optimize.texts import INPUTS, calibration_texts, equal_feeds, feed_of, held_out_texts, prepare_texts
+from workers.optimize.texts import (
+    INPUTS,
+    calibration_texts,
+    equal_feeds,
+    feed_of,
+    held_out_texts,
+    prepare_texts,
+    vocabulary,
+    word_lists,
+)
 from workers.optimize.verdict import Made, Verdict
 from workers.optimize.wishes import Wishes, tolerance_of, wanted_variants
 from workers.optimize.yardstick import Yardstick
@@ -51,7 +60,8 @@ def make_embedding_variants(
     preparer = preparer_for(entry, folder)
     say("computing the reference vectors with torch fp32")
     yardstick = Yardstick(entry, settings, prepare_texts(preparer, held_out_texts()), wishes.threads)
-    workshop = _Workshop(settings, prepare_texts(preparer, calibration_texts()), target, wishes)
+    lists = prepare_texts(preparer, word_lists(vocabulary(settings.transformer)))
+    workshop = _Workshop(settings, prepare_texts(preparer, calibration_texts()), lists, target, wishes)
     verdicts, original_rate = [], 0.0
     for name in names:
         say(f"making and judging {name}")
@@ -78,9 +88,17 @@ def make_embedding_variants(
 class _Workshop:
     """Makes one graph at a time in `target`; what several are made from is made once."""
 
-    def __init__(self, settings: SentenceFolder, texts: Sequence[PreparedText], target: Path, wishes: Wishes) -> None:
+    def __init__(
+        self,
+        settings: SentenceFolder,
+        texts: Sequence[PreparedText],
+        lists: Sequence[PreparedText],
+        target: Path,
+        wishes: Wishes,
+    ) -> None:
         self._settings = settings
         self._texts = texts
+        self._lists = lists
         self._target = target
         self._wishes = wishes
 
@@ -132,7 +150,7 @@ class _Workshop:
 
     def _int8_static(self, path: Path) -> tuple[str, dict[str, Any]]:
         method = self._wishes.calibration
-        feeds = self._feeds[::2] if method == "minmax" else equal_feeds(self._texts, self._inputs, _EQUAL_TOKENS)
+        feeds = self._feeds if method == "minmax" else equal_feeds(self._texts, self._inputs, _EQUAL_TOKENS)
         quantize_calibrated(self._smoothed, path, feeds, method)
         return "activations scaled once: a vector does not depend on its batch", {"smoothed": True, "ranges": method}
 
@@ -161,7 +179,8 @@ class _Workshop:
 
     @cached_property
     def _feeds(self) -> list[Feed]:
-        return [feed_of(text, self._inputs) for text in self._texts]
+        # Every other text says as much as all of them.
+        return [feed_of(text, self._inputs) for text in (*self._texts[::2], *self._lists)]
 
     @cached_property
     def _exported(self) -> Path:
@@ -172,7 +191,7 @@ class _Workshop:
     @cached_property
     def _smoothed(self) -> Path:
         path = self._target / ".smoothed.onnx"
-        smooth_graph(self._exported, path, self._feeds[::2])
+        smooth_graph(self._exported, path, self._feeds)
         return path
 
 

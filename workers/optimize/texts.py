@@ -1,16 +1,20 @@
 """The texts that embedding variants are calibrated and judged on: real English of mixed length, two sets apart.
 
 english.txt has one subject a line. The subjects of the two sets are disjoint, so nothing a variant is calibrated on
-comes back when it is judged.
+comes back when it is judged. To calibrate there are lists of words too, which stretch activations further than
+sentences do.
 """
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Sequence
 from importlib.resources import files
+from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from shared.messages import TextInput
 from workers.models.base import PreparedText, Preparer
@@ -20,10 +24,29 @@ INPUTS = ("input_ids", "attention_mask")
 _PARAGRAPH = 4
 """Sentences of a text of medium length: about 60 tokens; a whole line has about 170, one and a half about 250."""
 
+_LIST_WORDS = (8, 12, 20, 40, 60, 90, 120, 150, 180, 180, 180, 200, 200, 200, 200, 200)
+_WORD_MARKS = "▁Ġ"
+"""What SentencePiece and byte-level BPE put before a token that begins a word."""
+
 
 def calibration_texts() -> list[str]:
     """160 texts to calibrate on: short, medium and long as 12 to 3 to 1."""
     return _texts(_subjects()[0::2])
+
+
+def vocabulary(transformer: Path) -> list[str]:
+    """The tokens that the tokenizer of a model's folder knows."""
+    return list(Tokenizer.from_file(str(transformer / "tokenizer.json")).get_vocab())
+
+
+def word_lists(tokens: Sequence[str]) -> list[str]:
+    """16 texts of words drawn from a tokenizer's vocabulary, short and (most of them) long; always the same.
+
+    Without them MiniLM in static INT8 has a least cosine of 0.9845 on such lists; with them 0.9876, and on English more.
+    """
+    words = sorted({word for token in tokens if (word := token.strip(_WORD_MARKS)).isalpha() and len(word) > 1})
+    draw = random.Random(1)
+    return [" ".join(draw.choices(words, k=length)) for length in _LIST_WORDS]
 
 
 def held_out_texts() -> list[str]:
