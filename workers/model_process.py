@@ -174,7 +174,8 @@ class _Run:
 
     def _compute_group(self, items: Sequence[PreparedItem], places: Sequence[int]) -> None:
         group = [items[place] for place in places]
-        self.padded_work += max(item.length for item in group) * len(group)
+        lengths = [item.length for item in group]
+        self.padded_work += max(lengths) * len(group) if self._model.pads else sum(lengths)
         try:
             results = self._model.predict(group, self._on_step)
             if len(results) != len(group):

@@ -20,7 +20,7 @@ BYTES = 100_000_000
 class CountingModel:
     def __init__(self, number: int, log: list[str], failures: list[Exception]) -> None:
         self._number, self._log, self._failures = number, log, failures
-        self.device_name = ""
+        self.device_name, self.pads = "", True
 
     def setup(self) -> None:
         if self._failures:

@@ -96,7 +96,10 @@ def _time_s(batch: Sequence[PreparedText]) -> float:
 
 def texts_per_s(texts: Sequence[PreparedText], call_cost: int, seconds: float) -> float:
     """The rate at `texts`, cut as a model process cuts a batch, in whole rounds of at least `seconds` together."""
-    groups = [[texts[place] for place in places] for places in cut_by_length([t.length for t in texts], call_cost)]
+    cut = [list(range(len(texts)))]
+    if _opened[0].model.pads:
+        cut = cut_by_length([text.length for text in texts], call_cost)
+    groups = [[texts[place] for place in places] for places in cut]
     end_s = time.monotonic() + seconds
     rounds, spent_s = 0, 0.0
     while rounds == 0 or time.monotonic() < end_s:

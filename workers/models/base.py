@@ -69,6 +69,8 @@ class Model(Protocol):
 
     device_name: str
     """What computes: the GPU's name, or `cpu`. Known after setup."""
+    pads: bool
+    """Whether an item costs as much as the longest that it is computed with. Known after setup."""
 
     def setup(self) -> None:
         """Loads the model.

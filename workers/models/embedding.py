@@ -27,6 +27,8 @@ class Encoder(Protocol):
 
     device_name: str
     """What computes: the GPU's name, or `cpu`. Known after `open`."""
+    pads: bool
+    """Whether a text costs as much as the longest of its batch. Known after `open`."""
 
     def open(self) -> int:
         """Loads the model; returns how many dimensions its vectors have.
@@ -52,6 +54,7 @@ class EmbeddingModel:
     """Runs batches of texts on an Encoder; the other half is TextPreparer. `call_tokens`: as in Backend."""
 
     device_name = ""
+    pads = True
 
     def __init__(self, entry: Entry, encoder: Encoder, call_tokens: int = 0) -> None:
         self._entry = entry
@@ -65,7 +68,7 @@ class EmbeddingModel:
             ConfigurationError: the folder can't be loaded, or its vectors have not the catalogue's dimensions.
         """
         dimensions = self._encoder.open()
-        self.device_name = self._encoder.device_name
+        self.device_name, self.pads = self._encoder.device_name, self._encoder.pads
         if dimensions != self._entry.dimensions:
             raise ConfigurationError(
                 f"{self._entry.name}: vectors have {dimensions} dimensions, not {self._entry.dimensions}",
@@ -82,7 +85,9 @@ class EmbeddingModel:
             self.predict(batch, _ignore_step)
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
-        """Texts of like length together, so that little padding is computed."""
+        """Texts of like length together, so that little padding is computed; all of them where there is none."""
+        if not self.pads:
+            return [list(range(len(batch)))]
         usual = USUAL_CALL_TOKENS["cpu" if self.device_name == "cpu" else "gpu"]
         return cut_by_length([item.length for item in batch], self._call_tokens or usual)
 

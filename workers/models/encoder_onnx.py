@@ -33,6 +33,7 @@ class OnnxEncoder:
     """
 
     device_name = ""
+    pads = True
 
     def __init__(
         self, settings: SentenceFolder, graph: Path, *, device: str, threads: int, memory_fraction: float = 1.0

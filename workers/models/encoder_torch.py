@@ -8,9 +8,10 @@ from transformers import AutoModel
 from transformers.utils import logging as transformers_logging
 
 from shared.errors import ConfigurationError
-from workers.models.cpu_bf16 import computes_bf16, narrow_to_bf16
+from workers.models.cpu_bf16 import computes_bf16, pack_linear_layers
 from workers.models.device import DTYPES, Device, memory_errors
 from workers.models.sentence_folder import SentenceFolder
+from workers.models.unpadded import run_unpadded, runs_unpadded
 
 
 class TorchEncoder:
@@ -27,6 +28,7 @@ class TorchEncoder:
     """
 
     device_name = ""
+    pads = True
 
     def __init__(self, settings: SentenceFolder, device: Device, precision: str) -> None:
         self._settings = settings
@@ -48,10 +50,13 @@ class TorchEncoder:
             raise ConfigurationError(f"{self._settings.transformer}: {error}", field="source") from error
         model.eval().requires_grad_(False)
         if (self._precision, self._device.type) == ("bf16", "cpu") and computes_bf16():
-            narrow_to_bf16(model)
+            pack_linear_layers(model)
         elif self._precision != "fp32":
             _narrow_linear_layers(model, DTYPES[self._precision])
         self._model = model.to(self._device)
+        # On a GPU a padded batch is one kernel where texts one by one are many.
+        self._first_position = runs_unpadded(self._model) if self._device.type == "cpu" else None
+        self.pads = self._first_position is None
         return int(model.config.hidden_size) * len(self._settings.pooling)
 
     def _check_precision(self) -> None:
@@ -67,9 +72,15 @@ class TorchEncoder:
     def encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
         """[items, longest] token ids to float32 [items, dimensions]; as workers.models.embedding.Encoder."""
         with torch.inference_mode(), memory_errors():
-            return self._encode(ids, types, lengths).cpu().numpy()
+            if self._first_position is None:
+                vectors = self._padded(ids, types, lengths)
+            else:
+                vectors = self._unpadded(ids, types, lengths, self._first_position)
+            if self._settings.normalize:
+                vectors = torch.nn.functional.normalize(vectors, p=2.0, dim=1)
+            return vectors.cpu().numpy()
 
-    def _encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> torch.Tensor:
+    def _padded(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> torch.Tensor:
         mask = None
         if (lengths < ids.shape[1]).any():
             mask = torch.from_numpy(np.arange(ids.shape[1]) < lengths[:, None]).to(self._device)
@@ -77,8 +88,19 @@ class TorchEncoder:
         if types is not None:
             given["token_type_ids"] = torch.from_numpy(types).to(self._device)
         states = self._model(**given, attention_mask=None if mask is None else mask.long()).last_hidden_state
-        vectors = torch.cat([_pool(mode, states.float(), mask) for mode in self._settings.pooling], dim=1)
-        return torch.nn.functional.normalize(vectors, p=2.0, dim=1) if self._settings.normalize else vectors
+        return self._pooled(states.float(), mask)
+
+    def _unpadded(
+        self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray, first_position: int
+    ) -> torch.Tensor:
+        is_real = np.arange(ids.shape[1]) < lengths[:, None]
+        real_types = None if types is None else torch.from_numpy(types[is_real])
+        counts = lengths.tolist()
+        states = run_unpadded(self._model, torch.from_numpy(ids[is_real]), real_types, counts, first_position)
+        return torch.cat([self._pooled(text[None], None) for text in torch.split(states.float(), counts)])
+
+    def _pooled(self, states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        return torch.cat([_pool(mode, states, mask) for mode in self._settings.pooling], dim=1)
 
 
 def _narrow_linear_layers(model: torch.nn.Module, dtype: torch.dtype) -> None:

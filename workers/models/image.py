@@ -39,6 +39,7 @@ class ImageModel:
     """A diffusers pipeline; the other half is ImagePreparer."""
 
     device_name = ""
+    pads = True
 
     def __init__(self, entry: Entry, folder: Path, device: Device, *, warmup_limit_s: float = WARMUP_LIMIT_S) -> None:
         self._entry = entry
