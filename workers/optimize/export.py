@@ -13,6 +13,7 @@ from typing import Any
 
 import onnx
 import torch
+from onnxruntime.transformers.fusion_options import FusionOptions
 from onnxruntime.transformers.onnx_model import OnnxModel
 from onnxruntime.transformers.optimizer import optimize_model
 from transformers import AutoModel
@@ -112,8 +113,18 @@ def fuse_graph(source: Path, target: Path, config: Any, *, has_all_heads: bool =
     with _quiet():
         # Its own passes only (level 0): those of ONNX Runtime itself suit one machine, and run when a graph is loaded.
         heads, width = (config.num_attention_heads, config.hidden_size) if has_all_heads else (0, 0)
+        options = FusionOptions("bert")
+        # On a CPU it takes eight times as long as an addition and a layer norm (encoder_onnx.py keeps it out too).
+        options.enable_skip_layer_norm = options.enable_bias_skip_layer_norm = to_fp16
         fused = (
-            optimize_model(str(source), model_type="bert", num_heads=heads, hidden_size=width, opt_level=0)
+            optimize_model(
+                str(source),
+                model_type="bert",
+                num_heads=heads,
+                hidden_size=width,
+                optimization_options=options,
+                opt_level=0,
+            )
             if is_known
             else OnnxModel(onnx.load(source))
         )

@@ -17,9 +17,8 @@ from workers.models.sentence_folder import SentenceFolder
 from workers.optimize.quality import VectorQuality, compare_vectors
 
 _JUDGED_TOGETHER = 8
-_TIMED_TOGETHER = 4
 _TIMED_EVERY = 4
-"""Texts of a batch when judged and when timed, and every how many-th text is timed: a tenth of a second a round."""
+"""Every how many-th text is timed, in the batches that a worker would make of them: a tenth of a second a round."""
 _ROUNDS = 3
 
 
@@ -68,10 +67,11 @@ class Yardstick:
         return vectors
 
     def _time_s(self, model: EmbeddingModel) -> float:
-        texts = sorted(self.texts[::_TIMED_EVERY], key=lambda text: text.length)
+        texts = self.texts[::_TIMED_EVERY]
+        groups = [[texts[place] for place in places] for places in model.groups(texts)]
         began_s = time.perf_counter()
-        for at in range(0, len(texts), _TIMED_TOGETHER):
-            _vectors(model, texts[at : at + _TIMED_TOGETHER])
+        for group in groups:
+            _vectors(model, group)
         return time.perf_counter() - began_s
 
 

@@ -9,6 +9,7 @@ import pytest
 from shared.errors import ConfigurationError
 from workers.models.artifact import (
     CALIBRATION,
+    FORMAT_VERSION,
     MANIFEST,
     Calibration,
     Manifest,
@@ -100,7 +101,7 @@ def test_other_source_files_have_no_artifact(artifacts_dir: Path) -> None:
         (lambda folder: (folder / MANIFEST).write_text("{"), MANIFEST),
         (lambda folder: (folder / MANIFEST).unlink(), MANIFEST),
         (lambda folder: write_manifest(folder, manifest_of(digest="d0")), "is of mini/d0"),
-        (lambda folder: write_manifest(folder, manifest_with(format_version=0)), "format 0, not 1"),
+        (lambda folder: write_manifest(folder, manifest_with(format_version=0)), "format 0, not 2"),
         (lambda folder: write_manifest(folder, manifest_with(file="../out.onnx")), "no file in the folder"),
     ],
     ids=["graph-missing", "graph-cut", "manifest-cut", "manifest-missing", "of-others", "older", "outside"],
@@ -114,7 +115,7 @@ def test_a_broken_artifact_is_ignored_with_a_line(
     assert reason in vars(caplog.records[0])["reason"]
 
 
-def manifest_with(*, format_version: int = 1, file: str = "fp32.onnx") -> Manifest:
+def manifest_with(*, format_version: int = FORMAT_VERSION, file: str = "fp32.onnx") -> Manifest:
     manifest = manifest_of()
     manifest.format_version = format_version
     manifest.variants[0].file = file
