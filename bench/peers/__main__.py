@@ -17,11 +17,21 @@ from bench.peers.loads import plan
 from bench.peers.roster import CONTENDERS, Contender
 from bench.peers.rounds import measure
 from bench.peers.serving import HERE, serving
-from bench.peers.tables import Medians, cost_rows, figures, markdown, rate_rows, ratio_rows, write_between_markers
+from bench.peers.tables import (
+    Medians,
+    cost_rows,
+    figures,
+    headline,
+    markdown,
+    rate_rows,
+    ratio_rows,
+    write_between_markers,
+)
 from bench.report import Outcome, aligned, keep, machine
 from shared.errors import PenstockError
 
 PAGE = Path("docs/performance.md")
+README = Path("README.md")
 IN_FLIGHT = (1, 8, 32, 128, 512)
 QUICK_IN_FLIGHT = (1, 32, 128)
 REPEATS = (0.0, 0.4)
@@ -112,8 +122,10 @@ def _model_folder() -> Path:
 
 def _keep(medians: Medians, outcome: Outcome, where: dict[str, Any], began_s: float, rounds: int) -> None:
     kept = keep("peers", outcome, where, began_s)
-    write_between_markers(PAGE, markdown(medians, where, rounds))
-    print(f"\n{time.time() - began_s:.0f} s, kept in {kept.relative_to(kept.parents[2])} and {PAGE}")
+    told, tables = headline(where, rounds), (ratio_rows(medians), rate_rows(medians), cost_rows(medians))
+    write_between_markers(PAGE, markdown(told, tables))
+    write_between_markers(README, markdown(told, (rate_rows(medians),)))
+    print(f"\n{time.time() - began_s:.0f} s, kept in {kept.relative_to(kept.parents[2])}, {PAGE} and {README}")
 
 
 def _say(line: str) -> None:

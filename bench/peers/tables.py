@@ -204,11 +204,16 @@ def _one_line(reason: str) -> str:
     return reason.splitlines()[0].split("; the end of")[0][:160].replace("|", "/")
 
 
-def markdown(medians: Medians, where: dict[str, Any], rounds: int) -> str:
-    """The section between the markers of docs/performance.md."""
+def headline(where: dict[str, Any], rounds: int) -> str:
+    """The machine and the date, for above the tables."""
     machine = f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, {where['date'][:10]}"
-    lines = [f"{machine}; medians of {rounds} round{'s' * (rounds != 1)}, interleaved.", ""]
-    for rows in (ratio_rows(medians), rate_rows(medians), cost_rows(medians)):
+    return f"{machine}; medians of {rounds} round{'s' * (rounds != 1)}, interleaved."
+
+
+def markdown(told: str, tables: Sequence[Rows]) -> str:
+    """The section between the markers of a page."""
+    lines = [told, ""]
+    for rows in tables:
         lines += [*(f"| {' | '.join(row)} |" for row in rows), ""]
         lines.insert(len(lines) - len(rows), "|" + "---|" * len(rows[0]))
     return "\n".join(lines)

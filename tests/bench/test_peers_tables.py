@@ -7,7 +7,7 @@ import pytest
 from bench.peers.loads import BLOCK, Load, plan
 from bench.peers.roster import CONTENDERS, Contender
 from bench.peers.rounds import Findings, Measured, Started
-from bench.peers.tables import BEGIN, END, Medians, cost_rows, figures, markdown, rate_rows, ratio_rows
+from bench.peers.tables import BEGIN, END, Medians, cost_rows, figures, headline, markdown, rate_rows, ratio_rows
 from bench.peers.tables import write_between_markers as write
 from bench.peers.tree import label
 from bench.texts import MIX
@@ -82,7 +82,8 @@ def test_bound_is_on_the_shipped_pipeline_only() -> None:
 
 def test_every_table_is_whole_markdown() -> None:
     where = {"cpu": "a cpu", "cores": 2, "torch": "2", "date": "2026-01-01T00:00:00"}
-    lines = markdown(medians(measured("fastapi", 60.0)), where, 1).splitlines()
+    found = medians(measured("fastapi", 60.0))
+    lines = markdown(headline(where, 1), (ratio_rows(found), rate_rows(found), cost_rows(found))).splitlines()
     assert lines[0] == "a cpu, 2 cores, torch 2, 2026-01-01; medians of 1 round, interleaved."
     for number, line in enumerate(lines):
         if line.startswith("|---"):
