@@ -1,12 +1,13 @@
 """Between admission and the model: what waits, and which of it makes the next batch. Pure: no clock, no I/O.
 
-A batch is what waits when a model process falls idle; nothing ever waits for company. Three rules:
+A batch is what waits when a model process falls idle; nothing ever waits for company. Four rules:
 
 - Only equal compatibility keys share a batch, and keys take turns, so one shape cannot starve another.
 - The oldest of its key is always in the batch.
-- Company is chosen among the `max_items` that arrived next after the oldest (some may be gone already), nearest in
-  length first, as long as at least PADDING_EFFICIENCY of the padded batch is real. So nobody is ever overtaken by what
-  arrived more than a batch later; counting only those who still wait would not promise that.
+- Company is chosen among the `max_items` that arrived next after the oldest (some may be gone already). So nobody is
+  ever overtaken by what arrived more than a batch later; counting only those who still wait would not promise that.
+- Where a batch is padded, company is taken nearest in length first, as long as at least PADDING_EFFICIENCY of it is
+  real; where it is not, in order of arrival.
 """
 
 from __future__ import annotations
@@ -52,11 +53,15 @@ class _Lane(Generic[Entry]):
 
 
 class BatchQueue(Generic[Entry]):
-    """Entries that wait for a model process; `budget` bounds the padded work of a batch, `max_items` its entries."""
+    """Entries that wait for a model process; `budget` bounds the padded work of a batch, `max_items` its entries.
+
+    `pads`: whether every entry of a batch is computed at the length of its longest.
+    """
 
     def __init__(self, budget: int, max_items: int) -> None:
         self._budget = budget
         self._max_items = max_items
+        self.pads = True
         # Insertion order of keys is their turn.
         self._lanes: OrderedDict[str, _Lane[Entry]] = OrderedDict()
 
@@ -76,13 +81,18 @@ class BatchQueue(Generic[Entry]):
         """Puts `entry` last in its lane; a new lane gets the last turn."""
         self._lanes.setdefault(entry.key, _Lane()).add(entry)
 
-    def take(self) -> list[Entry]:
-        """Removes and returns the next batch, in order of arrival; empty when nothing waits."""
+    def take(self, at_most: int | None = None) -> list[Entry]:
+        """Removes and returns the next batch, in order of arrival; empty when nothing waits.
+
+        `at_most` entries, at least one: for one of several that take from here.
+        """
         if not self._lanes:
             return []
         key, lane = self._lanes.popitem(last=False)
         window = lane.window(self._max_items)
-        batch = [lane.waiting.pop(window[place][0]) for place in self._choose([entry.length for _, entry in window])]
+        lengths = [entry.length for _, entry in window]
+        places = (self._choose if self.pads else self._fill)(lengths)[:at_most]
+        batch = [lane.waiting.pop(window[place][0]) for place in places]
         if lane.waiting:
             self._lanes[key] = lane  # back in line, behind the other keys
         return batch
@@ -107,3 +117,12 @@ class BatchQueue(Generic[Entry]):
             chosen.append(place)
             longest, total = length, total + lengths[place]
         return sorted(chosen)
+
+    def _fill(self, lengths: list[int]) -> list[int]:
+        """The places of the batch, in order: the oldest, and whatever else is within budget."""
+        chosen, total = [0], lengths[0]
+        for place, length in enumerate(lengths[1:], 1):
+            if total + length <= self._budget:
+                chosen.append(place)
+                total += length
+        return chosen

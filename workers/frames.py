@@ -30,7 +30,8 @@ class Residence(msgspec.Struct):
     """Which models a process holds, by number, and what came and went since it last told.
 
     `load_s`: seconds that bringing in each model took the last time. `size_bytes`: what each takes, as estimated and
-    then measured. `switch_s`: seconds spent on bringing in and dropping.
+    then measured. `switch_s`: seconds spent on bringing in and dropping. `unpadded`: of all models, those whose items
+    cost what they are long, whatever they are computed with (workers.models.base.Model.pads).
     """
 
     resident: list[int]
@@ -39,6 +40,7 @@ class Residence(msgspec.Struct):
     loads: int = 0
     evictions: int = 0
     switch_s: float = 0.0
+    unpadded: list[int] = []
 
 
 class Ready(msgspec.Struct, tag="ready"):

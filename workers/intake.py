@@ -45,6 +45,7 @@ class Intake:
         self._objects = objects
         self._finisher = finisher
         self._queue: BatchQueue[Entry] = BatchQueue(model.budget, model.batch.max_items)
+        self._running = 0
         self._arrived: asyncio.Queue[Message] = asyncio.Queue(INTAKE_MESSAGES)
         self._by_cache_key: dict[str, Entry] = {}
         self._tightest_s = float("inf")
@@ -203,10 +204,21 @@ class Intake:
         """Takes out of the queue what nobody waits for any more."""
         self._queue.sift(self._is_wanted)
 
-    def take(self) -> list[Entry]:
-        """The next batch; empty where nothing waits, or nobody waits for what did."""
+    def learn(self, *, pads: bool) -> None:
+        """Takes over whether the model pads, which is known once it is loaded."""
+        self._queue.pads = pads
+
+    def take(self, processes: int) -> list[Entry]:
+        """The next batch for one of `processes`; empty where nothing waits, or nobody waits for what did.
+
+        Not more than its share of what waits and runs: texts that could run elsewhere at the same time would only
+        wait in it, and the others would be left with scraps.
+        """
         self._tightest_s = float("-inf")  # may be in the batch: looked for when it is asked for
-        return [entry for entry in self._queue.take() if self._is_wanted(entry)]
+        share = -(-(len(self._queue) + self._running) // processes)
+        batch = [entry for entry in self._queue.take(None if self._queue.pads else share) if self._is_wanted(entry)]
+        self._running += len(batch)
+        return batch
 
     def _is_wanted(self, entry: Entry) -> bool:
         """Whether somebody still waits for `entry`; those whose deadline passed are told so."""
@@ -221,6 +233,7 @@ class Intake:
 
     def settle(self, batch: Sequence[Entry], done: BatchDone) -> None:
         """Puts what came of a batch on the items that asked for it."""
+        self._running -= len(batch)
         for entry, result in zip(batch, done.results, strict=True):
             self._waits.observe(max(0.0, done.started_at_s - entry.queued_at_s))
             entry.computed = (result, done, len(batch))
@@ -233,6 +246,7 @@ class Intake:
 
     def hand_back(self, batch: Sequence[Entry]) -> None:
         """Gives the jobs of a batch that was not run back to the broker."""
+        self._running -= len(batch)
         for entry in batch:
             self._forget(entry)
             for hand, _ in entry.waiting():

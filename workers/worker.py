@@ -129,7 +129,7 @@ class Worker:
             choice = self._choose(process, free_since_s)
             if isinstance(choice, Pause):
                 await self._rest(choice)
-            elif batch := self._intakes[choice].take():
+            elif batch := self._intakes[choice].take(len(self._pool.processes)):
                 self._turns.took(choice, time.time())
                 self._count_waiting()
                 await self._run_batch(process, choice, batch)
@@ -140,6 +140,7 @@ class Worker:
         for number, intake in enumerate(self._intakes):
             holders = sum(number in process.residence.resident for process in self._pool.processes)
             metrics.RESIDENT.labels(intake.model.name).set(holders)
+            intake.learn(pads=number not in residence.unpadded)
 
     def _choose(self, process: ModelProcess, free_since_s: float) -> int | Pause:
         """Whose turn it is, after seeing to it that a switch is not for nobody."""

@@ -140,6 +140,8 @@ class _Load:
                 pass
         else:
             await self._arrive(began_s)
+            # The next one would come too late: nothing is sent any more, also where all are answered already.
+            self._until_s = time.perf_counter()
         self._settle()
         try:
             async with asyncio.timeout(self._until_s - time.perf_counter() + self._order.limit_s):

@@ -56,6 +56,25 @@ def test_batch_keeps_budget_padding_and_key(lengths_and_keys: Arrivals, budget: 
         assert sum(entry.length for entry in batch) >= PADDING_EFFICIENCY * padded
 
 
+@given(arrivals, st.integers(1, 2000), st.integers(1, 20), st.integers(1, 20))
+def test_unpadded_batch_is_filled_in_order_of_arrival(
+    lengths_and_keys: Arrivals, budget: int, max_items: int, at_most: int
+) -> None:
+    queue, entries = queue_of(lengths_and_keys, budget, max_items)
+    queue.pads = False
+    taken = list[int]()
+    while batch := queue.take(at_most):
+        total = sum(entry.length for entry in batch)
+        assert len(batch) <= min(at_most, max_items)
+        assert len(batch) == 1 or total <= budget
+        same_key = [entry for entry in entries if entry.key == batch[0].key and entry.number not in taken]
+        assert batch[0] is same_key[0], "the oldest is always in the batch"
+        left_out = [one for one in same_key[:max_items] if one.number < batch[-1].number and one not in batch]
+        assert all(one.length + total > budget for one in left_out)
+        taken += [entry.number for entry in batch]
+    assert sorted(taken) == [entry.number for entry in entries]
+
+
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=80), st.integers(1, 2000), st.integers(1, 20))
 def test_order_of_arrival_is_kept_within_one_batch(lengths: list[int], budget: int, max_items: int) -> None:
     queue, entries = queue_of([(length, "") for length in lengths], budget, max_items)
