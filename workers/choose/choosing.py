@@ -23,7 +23,7 @@ from workers.models.backend import Backend, unmeasured_backend
 from workers.models.base import PreparedText
 from workers.models.sentence_folder import read_sentence_folder
 
-MEASURE_LIMIT_S = 10.0
+MEASURE_LIMIT_S = 7.0
 """After this no further candidate is begun; loading the libraries comes on top."""
 RATE_S = 0.6
 MARGIN = 1.05
