@@ -89,6 +89,9 @@ def choose(question: Question, *, meter: Meter = measure, clock: Callable[[], fl
             if rates and spent_s > MEASURE_LIMIT_S:
                 finding.reason = f"not measured: {MEASURE_LIMIT_S:g} s were over"
                 continue
+            if _is_outdone(backend, rates):
+                finding.reason = "not measured: torch computes it faster in fewer bits"
+                continue
             try:
                 comparison.prepare(forms[0])
                 probes.open(backend, forms[0])
@@ -107,6 +110,12 @@ def choose(question: Question, *, meter: Meter = measure, clock: Callable[[], fl
         reason=f"fastest within cosine {entry.tolerance.cosine:g} of torch fp32: {rate:.0f} texts/s",
         findings=findings,
     )
+
+
+def _is_outdone(backend: Backend, rates: Sequence[_Rate]) -> bool:
+    """Whether it is torch in fp32 where torch in fewer bits will do, which is listed only where that is faster."""
+    narrower = any(one.backend == "torch" and one.precision != "fp32" for _, one, _ in rates)
+    return (backend.backend, backend.precision) == ("torch", "fp32") and narrower
 
 
 class _Comparison:

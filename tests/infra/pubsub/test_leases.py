@@ -79,6 +79,8 @@ def test_acking_twice_is_no_error(world: World) -> None:
     pulled = world.pull()
     world.ack(pulled)
     world.ack(pulled)
+    world.advance(3600)
+    assert world.pull() == []
 
 
 @pytest.mark.parametrize("ack_id", ["", "nonsense", "a.b", "a.b.c", "a.1.2.3"])

@@ -193,15 +193,27 @@ def test_nothing_within_the_tolerance_is_refused(question: Question) -> None:
         choose(replace(question, entry=entry))
 
 
-def test_without_an_artifact_torch_is_compared_with_itself(question: Question) -> None:
+def with_bf16(question: Question, cosine: float) -> Question:
+    """A machine that computes bf16 and has no artifact, at this tolerance."""
     machine = replace(PLAIN_CPU, flags=("avx512_bf16",))
-    entry = ENTRY.model_copy(update={"tolerance": ENTRY.tolerance.model_copy(update={"cosine": 0.99})})
-    bare = replace(question, entry=entry, artifact=None, machine=machine, processes=1, threads=1)
-    choice = choose(bare, meter=speeds(torch_bf16=100, torch_fp32=50))
+    entry = ENTRY.model_copy(update={"tolerance": ENTRY.tolerance.model_copy(update={"cosine": cosine})})
+    return replace(question, entry=entry, artifact=None, machine=machine, processes=1, threads=1)
+
+
+def test_torch_in_bf16_spares_measuring_it_in_fp32(question: Question) -> None:
+    choice = choose(with_bf16(question, 0.99), meter=speeds(torch_bf16=100, torch_fp32=500))
     assert choice.backend.name == "torch-bf16"
-    cosines = {finding.name: finding.cosine_min for finding in choice.findings}
-    assert cosines["torch-fp32"] == pytest.approx(1.0, abs=1e-6)
-    assert 0.99 < cosines["torch-bf16"] < cosines["torch-fp32"]
+    narrow, wide = choice.findings
+    assert 0.99 < narrow.cosine_min < 1 - 1e-6
+    assert (wide.name, wide.reason) == ("torch-fp32", "not measured: torch computes it faster in fewer bits")
+
+
+def test_without_an_artifact_torch_is_compared_with_itself(question: Question) -> None:
+    choice = choose(with_bf16(question, 0.999999), meter=speeds(torch_bf16=100, torch_fp32=50))
+    assert choice.backend.name == "torch-fp32"
+    narrow, wide = choice.findings
+    assert "cosine" in narrow.reason
+    assert wide.cosine_min == pytest.approx(1.0, abs=1e-6)
 
 
 def test_a_broken_calibration_set_is_computed_anew(question: Question, tmp_path: Path) -> None:
