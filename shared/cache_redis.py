@@ -1,48 +1,20 @@
-"""The Redis level of the cache (shared/cache.py): raw values under a hard limit of time, behind a breaker.
-
-One read and one write are on the wire at a time; what is asked meanwhile goes with the next round trip, so 128 callers
-cost one connection and a few commands, not 128. After FAILURES round trips in a row that failed or ran out of time the
-breaker opens: calls return at once, and one task retries in the background until Redis answers in time again.
-"""
+"""The Redis level of the cache (shared/cache.py): raw values, read and written many at a time."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, Self, TypeVar, cast
+from typing import NamedTuple, Self, cast
 
-import redis.asyncio
 from prometheus_client import Counter, Gauge
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
 
-from shared.errors import ConfigurationError
+from shared.redis_link import RedisLink
 
-FAILURES = 3
-"""Round trips in a row that must fail before the breaker opens; one alone may be a hiccup of this machine."""
-CONNECT_LIMIT_S = 1.0
-"""Limit of the background retry, which may have to resolve a name and shake hands (TLS)."""
-LONGEST_RETRY_S = 2.0
-ROUND_TRIP_ENTRIES = 512
-"""A round trip takes on waiting calls until it carries this many entries."""
 WRITE_ENTRIES = 128
 """Entries of one call that are written in one round trip."""
-WAITING_ENTRIES = 16384
-"""Entries that may wait for the next round trip; above it a call is a miss."""
 
 ERRORS = Counter("penstock_cache_errors", "Round trips to Redis that failed, by operation.", ["operation"])
 UP = Gauge("penstock_cache_redis_up", "1 while Redis is being asked, 0 while the breaker is open.")
-
-# uvloop says RuntimeError for a write to a connection that closed under it.
-_FOREIGN_ERRORS = (RedisError, OSError, EOFError, RuntimeError)
-
-Sent = TypeVar("Sent")
-Got = TypeVar("Got")
-log = logging.getLogger(__name__)
 
 
 class _Write(NamedTuple):
@@ -55,46 +27,27 @@ class RedisLevel:
     """Gets and puts many values at once; never raises and never waits long. Opening it contacts nobody."""
 
     def __init__(self, url: str, *, timeout_s: float, retry_s: float) -> None:
-        self._url = url
-        self._timeout_s = timeout_s
-        self._retry_s = retry_s
-        self._failures = 0
-        self._up = asyncio.Event()
-        self._tripped = asyncio.Event()
-        self._reads: _Lane[str, bytes | None] = _Lane("get", self._send_reads, timeout_s, self._judge)
-        self._writes: _Lane[_Write, bool] = _Lane("put", self._send_writes, timeout_s, self._judge)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._link = RedisLink("cache", url, timeout_s=timeout_s, retry_s=retry_s, up=UP, errors=ERRORS)
+        self._reads = self._link.lane("get", self._send_reads)
+        self._writes = self._link.lane("put", self._send_writes)
 
     async def __aenter__(self) -> Self:
-        self._client = _connect(self._url)
-        self._up.set()
-        UP.set(1)
-        runs = (self._reads.run(), self._writes.run(), self._recover())
-        self._tasks = [asyncio.create_task(run) for run in runs]
+        await self._link.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._up.clear()
-        await self._client.aclose()
+        await self._link.__aexit__(kind, error, trace)
 
     @property
     def is_up(self) -> bool:
         """Whether the breaker is closed."""
-        return self._up.is_set()
+        return self._link.is_up
 
     async def wait_up(self, limit_s: float) -> bool:
         """Waits until the breaker is closed, at most `limit_s`."""
-        try:
-            async with asyncio.timeout(limit_s):
-                await self._up.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await self._link.wait_up(limit_s)
 
     async def get(self, keys: Sequence[str]) -> list[bytes | None]:
         """The values of `keys` in their order; None where there is none, or where Redis did not answer."""
@@ -110,157 +63,10 @@ class RedisLevel:
                 await self._writes.call(writes[start : start + WRITE_ENTRIES])
 
     async def _send_reads(self, keys: list[str]) -> list[bytes | None]:
-        return cast("list[bytes | None]", await self._client.mget(keys))
+        return cast("list[bytes | None]", await self._link.client.mget(keys))
 
     async def _send_writes(self, writes: list[_Write]) -> list[bool]:
-        pipeline = self._client.pipeline(transaction=False)
+        pipeline = self._link.client.pipeline(transaction=False)
         for write in writes:
             pipeline.set(write.key, write.value, ex=write.ttl_s)
         return list(await pipeline.execute())
-
-    def _judge(self, error: Exception | None) -> bool:
-        """Counts one round trip; says whether the breaker is (still) closed."""
-        if error is None:
-            self._failures = 0
-        elif not isinstance(error, ResponseError):
-            # A refusal (out of memory, read-only replica) is an answer in time: asking on costs nothing.
-            self._failures += 1
-            if self._failures >= FAILURES and self.is_up:
-                log.warning("cache goes on without redis", extra={"reason": repr(error)})
-                self._up.clear()
-                self._tripped.set()
-                UP.set(0)
-        return self.is_up
-
-    async def _recover(self) -> None:
-        """Waits for the breaker to open, then tries Redis until it answers within the limit of a round trip."""
-        while True:
-            await self._tripped.wait()
-            pause_s = self._retry_s
-            while not await self._answers_in_time():
-                await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 2, LONGEST_RETRY_S)
-            log.info("cache asks redis again")
-            self._failures = 0
-            self._tripped.clear()
-            self._up.set()
-            UP.set(1)
-
-    async def _answers_in_time(self) -> bool:
-        try:
-            # The first may connect; only the second, on the open connection, tells how fast Redis is.
-            await _within(CONNECT_LIMIT_S, self._ping())
-            await _within(self._timeout_s, self._ping())
-        except _FOREIGN_ERRORS:
-            return False
-        return True
-
-    async def _ping(self) -> None:
-        await self._client.ping()
-
-
-def _connect(url: str) -> redis.asyncio.Redis:
-    try:
-        # No retries of redis-py's own: they would double every limit here.
-        return redis.asyncio.Redis.from_url(
-            url,
-            socket_timeout=CONNECT_LIMIT_S,
-            socket_connect_timeout=CONNECT_LIMIT_S,
-            retry=Retry(NoBackoff(), 0),
-            max_connections=4,
-        )
-    except ValueError as error:
-        raise ConfigurationError(f"PENSTOCK_REDIS_URL: {error}", field="redis_url") from error
-
-
-class _Lane(Generic[Sent, Got]):
-    """Calls of one operation, one round trip at a time; a call that comes while one is under way joins the next."""
-
-    def __init__(
-        self,
-        operation: str,
-        send: Callable[[list[Sent]], Coroutine[Any, Any, list[Got]]],
-        timeout_s: float,
-        judge: Callable[[Exception | None], bool],
-    ) -> None:
-        self._operation = operation
-        self._send = send
-        self._timeout_s = timeout_s
-        self._judge = judge
-        self._waiting: deque[tuple[Sequence[Sent], asyncio.Future[list[Got] | None]]] = deque()
-        self._waiting_entries = 0
-        self._arrived = asyncio.Event()
-
-    async def call(self, entries: Sequence[Sent]) -> list[Got] | None:
-        """One answer per entry, or None where Redis failed, was too slow or has too much waiting already."""
-        if self._waiting_entries + len(entries) > WAITING_ENTRIES:
-            ERRORS.labels(self._operation).inc()
-            return None
-        answers: asyncio.Future[list[Got] | None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((entries, answers))
-        self._waiting_entries += len(entries)
-        self._arrived.set()
-        # The round trip under way, this one's own, and as many again for calls that stand before it.
-        await asyncio.wait([answers], timeout=4 * self._timeout_s)
-        return answers.result() if answers.done() else None
-
-    async def run(self) -> None:
-        while True:
-            await self._arrived.wait()
-            self._arrived.clear()
-            while self._waiting:
-                await self._round_trip()
-
-    async def _round_trip(self) -> None:
-        calls, entries = [], list[Sent]()
-        while self._waiting and len(entries) < ROUND_TRIP_ENTRIES:
-            calls.append(self._waiting.popleft())
-            entries.extend(calls[-1][0])
-        self._waiting_entries -= len(entries)
-        answers = await self._ask(entries)
-        start = 0
-        for sent, future in calls:
-            if not future.done():
-                future.set_result(None if answers is None else answers[start : start + len(sent)])
-            start += len(sent)
-
-    async def _ask(self, entries: list[Sent]) -> list[Got] | None:
-        error: Exception | None = None
-        answers: list[Got] | None = None
-        try:
-            answers = await _within(self._timeout_s, self._send(entries))
-        except _FOREIGN_ERRORS as caught:
-            error = caught
-            ERRORS.labels(self._operation).inc()
-        if not self._judge(error):
-            self._give_up()
-        return answers
-
-    def _give_up(self) -> None:
-        """The breaker opened: whoever waits in line goes on without Redis, now."""
-        while self._waiting:
-            _, future = self._waiting.popleft()
-            if not future.done():
-                future.set_result(None)
-        self._waiting_entries = 0
-
-
-async def _within(limit_s: float, call: Coroutine[Any, Any, Got]) -> Got:
-    """What `call` returns within `limit_s`.
-
-    Not asyncio.timeout: when this process itself was held up, the answer and the timer are due in the same turn of the
-    loop, and there the timer would win; waiting on a task sees the answer.
-
-    Raises:
-        TimeoutError: it did not; it was cancelled.
-    """
-    task = asyncio.ensure_future(call)
-    try:
-        await asyncio.wait([task], timeout=limit_s)
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait([task], timeout=limit_s)
-    if task.cancelled() or not task.done():
-        raise TimeoutError(f"no answer in {limit_s} s")
-    return task.result()

@@ -60,7 +60,7 @@ class RedisServer(Process):
             "--appendonly": "yes" if persist else "no",
             "--save": "",
             "--maxmemory": "256mb",
-            "--maxmemory-policy": "allkeys-lru",
+            "--maxmemory-policy": "volatile-lru",
             "--loglevel": "warning",
         }
         if socket_path is not None:

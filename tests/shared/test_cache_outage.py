@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 
 from infra.local.process import free_port
 from infra.local.redis import RedisServer
-from shared import cache_redis
+from shared import redis_link
 from shared.cache import ResultCache
 from shared.errors import ConfigurationError
 from shared.messages import EmbeddingResult
@@ -122,9 +122,9 @@ async def test_refused_write_is_an_error_but_no_reason_to_stop_asking(own_redis:
         await client.config_set("maxmemory-policy", "noeviction")
         await client.config_set("maxmemory", 1)
         errors = metric("penstock_cache_errors_total", operation="put")
-        for _ in range(cache_redis.FAILURES + 1):
+        for _ in range(redis_link.FAILURES + 1):
             await cache.put_many({"b": vector()}, ttl_s=60)
-        assert metric("penstock_cache_errors_total", operation="put") - errors == cache_redis.FAILURES + 1
+        assert metric("penstock_cache_errors_total", operation="put") - errors == redis_link.FAILURES + 1
         assert cache.redis_is_up
         assert "a" in await cache.get_many(["a"])
 

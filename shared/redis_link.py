@@ -1,0 +1,253 @@
+"""A connection to Redis that many callers share: round trips under a hard limit of time, behind a breaker.
+
+One call of each operation (a lane) is on the wire at a time; what is asked meanwhile goes with the next round trip, so
+128 callers cost one connection and a few commands, not 128. After FAILURES round trips in a row that failed or ran out
+of time the breaker opens: calls return at once, and one task retries in the background until Redis answers in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import redis.asyncio
+from prometheus_client import Counter, Gauge
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError, ResponseError
+
+from shared.errors import ConfigurationError
+
+FAILURES = 3
+"""Round trips in a row that must fail before the breaker opens; one alone may be a hiccup of this machine."""
+CONNECT_LIMIT_S = 1.0
+"""Limit of the background retry, which may have to resolve a name and shake hands (TLS)."""
+LONGEST_RETRY_S = 2.0
+ROUND_TRIP_ENTRIES = 512
+"""A round trip takes on waiting calls until it carries this many entries."""
+WAITING_ENTRIES = 16384
+"""Entries that may wait for the next round trip; above it a call fails."""
+
+# uvloop says RuntimeError for a write to a connection that closed under it.
+_FOREIGN_ERRORS = (RedisError, OSError, EOFError, RuntimeError)
+
+Sent = TypeVar("Sent")
+Got = TypeVar("Got")
+log = logging.getLogger(__name__)
+
+
+class RedisLink:
+    """One use of Redis by this process; opening it contacts nobody.
+
+    Args:
+        use: what for, in logs.
+        url: `redis://`, `rediss://` or `unix://` URL.
+        timeout_s: the longest that one round trip may take.
+        retry_s: first pause before a Redis that failed is tried again, in the background.
+        up: set to 1 while Redis is being asked, 0 while the breaker is open.
+        errors: counts round trips that failed, by operation.
+    """
+
+    def __init__(self, use: str, url: str, *, timeout_s: float, retry_s: float, up: Gauge, errors: Counter) -> None:
+        self._use = use
+        self._url = url
+        self._timeout_s = timeout_s
+        self._retry_s = retry_s
+        self._gauge = up
+        self._errors = errors
+        self._failures = 0
+        self._up = asyncio.Event()
+        self._tripped = asyncio.Event()
+        self._lanes: list[Lane[Any, Any]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def lane(self, operation: str, send: Callable[[list[Sent]], Coroutine[Any, Any, list[Got]]]) -> Lane[Sent, Got]:
+        """A lane of this link, to be asked for before it is opened; `send` does one round trip with `client`."""
+        made = Lane(operation, send, self._timeout_s, self._judge, self._errors)
+        self._lanes.append(made)
+        return made
+
+    async def __aenter__(self) -> Self:
+        # One for each lane, and one for whoever listens or retries.
+        self.client = _connect(self._url, len(self._lanes) + 2)
+        self._up.set()
+        self._gauge.set(1)
+        self._tasks = [asyncio.create_task(run) for run in (*(lane.run() for lane in self._lanes), self._recover())]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._up.clear()
+        await self.client.aclose()
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the breaker is closed."""
+        return self._up.is_set()
+
+    async def wait_up(self, limit_s: float) -> bool:
+        """Waits until the breaker is closed, at most `limit_s`."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._up.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _judge(self, error: Exception | None) -> bool:
+        """Counts one round trip; says whether the breaker is (still) closed."""
+        if error is None:
+            self._failures = 0
+        elif not isinstance(error, ResponseError):
+            # A refusal (out of memory, read-only replica) is an answer in time: asking on costs nothing.
+            self._failures += 1
+            if self._failures >= FAILURES and self.is_up:
+                log.warning("redis is out of reach", extra={"use": self._use, "reason": repr(error)})
+                self._up.clear()
+                self._tripped.set()
+                self._gauge.set(0)
+        return self.is_up
+
+    async def _recover(self) -> None:
+        """Waits for the breaker to open, then tries Redis until it answers within the limit of a round trip."""
+        while True:
+            await self._tripped.wait()
+            pause_s = self._retry_s
+            while not await self._answers_in_time():
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, LONGEST_RETRY_S)
+            log.info("redis answers again", extra={"use": self._use})
+            self._failures = 0
+            self._tripped.clear()
+            self._up.set()
+            self._gauge.set(1)
+
+    async def _answers_in_time(self) -> bool:
+        try:
+            # The first may connect; only the second, on the open connection, tells how fast Redis is.
+            await _within(CONNECT_LIMIT_S, self._ping())
+            await _within(self._timeout_s, self._ping())
+        except _FOREIGN_ERRORS:
+            return False
+        return True
+
+    async def _ping(self) -> None:
+        await self.client.ping()
+
+
+def _connect(url: str, connections: int) -> redis.asyncio.Redis:
+    try:
+        # No retries of redis-py's own: they would double every limit here.
+        return redis.asyncio.Redis.from_url(
+            url,
+            socket_timeout=CONNECT_LIMIT_S,
+            socket_connect_timeout=CONNECT_LIMIT_S,
+            retry=Retry(NoBackoff(), 0),
+            max_connections=connections,
+        )
+    except ValueError as error:
+        raise ConfigurationError(f"PENSTOCK_REDIS_URL: {error}", field="redis_url") from error
+
+
+class Lane(Generic[Sent, Got]):
+    """Calls of one operation, one round trip at a time; a call that comes while one is under way joins the next."""
+
+    def __init__(
+        self,
+        operation: str,
+        send: Callable[[list[Sent]], Coroutine[Any, Any, list[Got]]],
+        timeout_s: float,
+        judge: Callable[[Exception | None], bool],
+        errors: Counter,
+    ) -> None:
+        self._operation = operation
+        self._send = send
+        self._timeout_s = timeout_s
+        self._judge = judge
+        self._errors = errors
+        self._waiting: deque[tuple[Sequence[Sent], asyncio.Future[list[Got] | None]]] = deque()
+        self._waiting_entries = 0
+        self._arrived = asyncio.Event()
+
+    async def call(self, entries: Sequence[Sent]) -> list[Got] | None:
+        """One answer per entry, or None where Redis failed, was too slow or has too much waiting already."""
+        if self._waiting_entries + len(entries) > WAITING_ENTRIES:
+            self._errors.labels(self._operation).inc()
+            return None
+        answers: asyncio.Future[list[Got] | None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((entries, answers))
+        self._waiting_entries += len(entries)
+        self._arrived.set()
+        # The round trip under way, this one's own, and as many again for calls that stand before it.
+        await asyncio.wait([answers], timeout=4 * self._timeout_s)
+        return answers.result() if answers.done() else None
+
+    async def run(self) -> None:
+        """Does the round trips, until cancelled; the link runs it."""
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            while self._waiting:
+                await self._round_trip()
+
+    async def _round_trip(self) -> None:
+        calls, entries = [], list[Sent]()
+        while self._waiting and len(entries) < ROUND_TRIP_ENTRIES:
+            calls.append(self._waiting.popleft())
+            entries.extend(calls[-1][0])
+        self._waiting_entries -= len(entries)
+        answers = await self._ask(entries)
+        start = 0
+        for sent, future in calls:
+            if not future.done():
+                future.set_result(None if answers is None else answers[start : start + len(sent)])
+            start += len(sent)
+
+    async def _ask(self, entries: list[Sent]) -> list[Got] | None:
+        error: Exception | None = None
+        answers: list[Got] | None = None
+        try:
+            answers = await _within(self._timeout_s, self._send(entries))
+        except _FOREIGN_ERRORS as caught:
+            error = caught
+            self._errors.labels(self._operation).inc()
+        if not self._judge(error):
+            self._give_up()
+        return answers
+
+    def _give_up(self) -> None:
+        """The breaker opened: whoever waits in line goes on without Redis, now."""
+        while self._waiting:
+            _, future = self._waiting.popleft()
+            if not future.done():
+                future.set_result(None)
+        self._waiting_entries = 0
+
+
+async def _within(limit_s: float, call: Coroutine[Any, Any, Got]) -> Got:
+    """What `call` returns within `limit_s`.
+
+    Not asyncio.timeout: when this process itself was held up, the answer and the timer are due in the same turn of the
+    loop, and there the timer would win; waiting on a task sees the answer.
+
+    Raises:
+        TimeoutError: it did not; it was cancelled.
+    """
+    task = asyncio.ensure_future(call)
+    try:
+        await asyncio.wait([task], timeout=limit_s)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task], timeout=limit_s)
+    if task.cancelled() or not task.done():
+        raise TimeoutError(f"no answer in {limit_s} s")
+    return task.result()

@@ -1,0 +1,223 @@
+"""Records over a real Redis: every sequence of calls does what a model of a few lines says; and Redis may be away."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+import pytest
+import redis
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from infra.local.redis import RedisServer
+from shared.errors import Unavailable
+from shared.messages import ReplyBody
+from shared.records import OVER, Claim, Finish, Records, record_id
+
+RECORDS = ["req_a", "req_b:1", "req_c"]
+NAMES = st.sampled_from(RECORDS)
+
+
+def encoded(worker: str) -> bytes:
+    return b'{"outcomes":[],"worker":"%s"}' % worker.encode()
+
+
+@dataclass
+class Expected:
+    """What a record should be; `state` None: there is none."""
+
+    state: str | None = None
+    attempts: int = 0
+    open: int = 0
+    reply: bytes | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in OVER
+
+
+class Transitions(RuleBasedStateMachine):
+    """Calls in any order, by any number of workers and callers, against `Expected`."""
+
+    url = ""
+    number = itertools.count()
+
+    @initialize()
+    def open(self) -> None:
+        self.runner = asyncio.Runner()
+        self.records = Records(self.url, prefix=f"machine{next(self.number)}:")
+        self.runner.run(self.records.__aenter__())
+        self.expected = {name: Expected() for name in RECORDS}
+        self.answers = itertools.count()
+
+    def teardown(self) -> None:
+        if hasattr(self, "runner"):
+            self.runner.run(self.records.__aexit__(None, None, None))
+            self.runner.close()
+
+    @rule(name=NAMES)
+    def create(self, name: str) -> None:
+        deadline_s = time.time() + 60
+        made = self.runner.run(self.records.create(name, "t", b"{}", deadline_s=deadline_s, keep_s=60))
+        one = self.expected[name]
+        assert made == (one.state is None)
+        one.state = one.state or "starting"
+
+    @rule(names=st.lists(NAMES, min_size=1, unique=True))
+    def claim(self, names: list[str]) -> None:
+        claims = self.runner.run(self.records.claim(names))
+        for name, claim in zip(names, claims, strict=True):
+            one = self.expected[name]
+            if one.is_over:
+                assert claim == Claim(one.state, one.attempts, one.open, one.reply)
+                continue
+            assert claim == Claim("processing", one.attempts + 1, one.open, None)
+            one.state, one.attempts, one.open = "processing", one.attempts + 1, one.open + 1
+
+    @rule(name=NAMES, state=st.sampled_from(["succeeded", "failed", "canceled"]))
+    def finish(self, name: str, state: str) -> None:
+        reply = encoded(f"worker-{next(self.answers)}")
+        done = self.runner.run(self.records.finish(name, state, reply))
+        one = self.expected[name]
+        if one.reply is not None:
+            assert done == Finish(False, one.state, one.reply)
+            return
+        state = "canceled" if one.state == "canceled" else state
+        assert done == Finish(True, state, None)
+        one.state, one.reply, one.open = state, reply, 0
+
+    @rule(name=NAMES)
+    def release(self, name: str) -> None:
+        self.runner.run(self.records.release(name))
+        one = self.expected[name]
+        if one.state is not None and not one.is_over:
+            one.open = max(0, one.open - 1)
+            one.state = one.state if one.open else "starting"
+
+    @rule(name=NAMES)
+    def cancel(self, name: str) -> None:
+        one = self.expected[name]
+        one.state = one.state if one.is_over else "canceled"
+        assert self.runner.run(self.records.cancel(name)) == one.state
+
+    @rule(name=NAMES, step=st.integers(0, 50))
+    def progress(self, name: str, step: int) -> None:
+        self.runner.run(self.records.progress(name, step, 50))
+
+    @invariant()
+    def record_is_as_expected(self) -> None:
+        for name, one in getattr(self, "expected", {}).items():
+            found = self.runner.run(self.records.read(name))
+            assert (found.state if found else None) == one.state
+            if found is not None:
+                assert found.attempts == one.attempts
+                assert (found.reply.worker if found.reply else None) == (
+                    one.reply.decode().split('"')[-2] if one.reply else None
+                )
+
+
+def test_any_sequence_of_calls_does_what_the_model_says(redis_url: str) -> None:
+    Transitions.url = redis_url
+    quick = settings(max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+    run_state_machine_as_test(Transitions, settings=quick)
+
+
+@pytest.fixture
+async def records(redis_url: str) -> AsyncIterator[Records]:
+    async with Records(redis_url, retry_s=0.01) as opened:
+        yield opened
+
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_record_tells_what_happened_to_a_prediction(records: Records) -> None:
+    began_s = time.time()
+    await records.create("req_1", "acme", b'{"model":"m"}', deadline_s=began_s + 30, keep_s=60)
+    await records.mark_published("req_1")
+    await records.claim(["req_1"])
+    await records.progress("req_1", 3, 20)
+    found = await records.read("req_1")
+    assert found is not None
+    assert (found.state, found.document, found.published, found.step, found.steps) == (
+        "processing",
+        b'{"model":"m"}',
+        True,
+        3,
+        20,
+    )
+    await records.finish("req_1", "succeeded", encoded("w"))
+    found = await records.read("req_1")
+    assert found is not None
+    assert found.is_over
+    assert found.reply == ReplyBody([], worker="w")
+    assert began_s <= found.created_at_s <= found.started_at_s <= found.ended_at_s <= time.time()
+
+
+async def test_prediction_is_kept_without_a_ttl_and_goes_after_its_time(records: Records, redis_url: str) -> None:
+    await records.create("old", "acme", b"{}", deadline_s=time.time() - 20, keep_s=10)
+    await records.create("young", "acme", b"{}", deadline_s=time.time() + 20, keep_s=10)
+    await records.finish("young", "succeeded", encoded("w"))
+    with redis.Redis.from_url(redis_url) as client:
+        assert client.ttl("penstock:record:young") == -1
+    assert await records.read("old") is None
+    assert await records.read("young") is not None
+
+
+async def test_job_that_is_no_prediction_goes_by_itself(records: Records, redis_url: str) -> None:
+    for step in (records.claim(["a"]), records.finish("b", "succeeded", encoded("w")), records.cancel("c")):
+        await step
+    with redis.Redis.from_url(redis_url) as client:
+        assert all(0 < client.ttl(f"penstock:record:{name}") <= 120 for name in "abc")
+
+
+async def test_predictions_of_a_tenant_are_listed_newest_first(records: Records) -> None:
+    for number in range(3):
+        await records.create(f"req_{number}", "acme", b"{}", deadline_s=time.time(), keep_s=60)
+    await records.create("req_other", "other", b"{}", deadline_s=time.time(), keep_s=60)
+    assert await records.latest("acme", 2) == ["req_2", "req_1"]
+    oldest = await records.read("req_1")
+    assert oldest is not None
+    assert await records.latest("acme", 5, before_s=oldest.created_at_s) == ["req_0"]
+
+
+async def test_workers_are_told_of_cancellations(records: Records) -> None:
+    with anyio.fail_after(5):
+        told = records.canceled()
+        assert await anext(told) is None
+        await records.cancel("req_1")
+        assert await anext(told) == "req_1"
+        await told.aclose()
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path, tmp_path, persist=True) as server:
+        yield server
+
+
+async def test_redis_away_fails_promises_and_never_work(own_redis: RedisServer) -> None:
+    async with Records(own_redis.url, retry_s=0.01) as records:
+        await records.create("req_1", "acme", b"{}", deadline_s=time.time() + 60, keep_s=60)
+        own_redis.kill()
+        assert await records.claim(["req_1"]) == [None]
+        assert await records.finish("req_1", "succeeded", encoded("w")) is None
+        await records.release("req_1")
+        with pytest.raises(Unavailable, match="store of predictions"):
+            await records.read("req_1")
+        with pytest.raises(Unavailable, match="store of predictions"):
+            await records.create("req_2", "acme", b"{}", deadline_s=time.time(), keep_s=60)
+        own_redis.start()
+        assert await records.wait_up(8)
+        found = await records.read("req_1")
+        assert found is not None, "what Redis had answered is there after it was killed"
+        assert found.state == "starting"
+
+
+def test_first_job_of_a_request_has_its_id() -> None:
+    assert (record_id("req_1", 0), record_id("req_1", 2)) == ("req_1", "req_1:2")
