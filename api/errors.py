@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from api.schemas import ErrorDetail, ErrorReply
-from shared.errors import BadInput, InputTooLarge, Overloaded, PenstockError
+from shared.errors import BadInput, Canceled, InputTooLarge, Overloaded, PenstockError
 
 
 class BodyTooLarge(InputTooLarge):
@@ -57,10 +57,8 @@ class MethodNotAllowed(PenstockError):
     code = "method_not_allowed"
 
 
-class ClientGone(PenstockError):
+class ClientGone(Canceled):
     """The caller closed the connection before the answer was there."""
-
-    code = "cancelled"
 
 
 class Answered(NamedTuple):
@@ -84,7 +82,7 @@ ANSWERS = {
     "request_timeout": Answered(408, "invalid_request_error", retry=False),
     "request_too_large": Answered(413, "invalid_request_error"),
     "overloaded": Answered(429, "rate_limit_error"),
-    "cancelled": Answered(499, "invalid_request_error"),
+    "canceled": Answered(499, "invalid_request_error"),
     "model_failed": Answered(500, "server_error", retry=False),
     "internal": Answered(500, "server_error"),
     "unavailable": Answered(503, "server_error"),

@@ -6,6 +6,7 @@ PenstockError
 │   └── InputTooLarge
 ├── Overloaded               full now; carries seconds to wait
 ├── DeadlineExceeded         the answer would come, or came, too late
+├── Canceled                 nobody wants the answer any more
 ├── ModelFailed              the model could not compute this item
 ├── Unavailable              a part we need (broker, store) is out of reach
 ├── UndecodableMessage       a message on a topic that is no job or reply
@@ -62,6 +63,12 @@ class DeadlineExceeded(PenstockError):
     code = "deadline_exceeded"
 
 
+class Canceled(PenstockError):
+    """The caller canceled the request, or hung up."""
+
+    code = "canceled"
+
+
 class ModelFailed(PenstockError):
     """The model could not compute this item."""
 
@@ -86,9 +93,21 @@ class ConfigurationError(PenstockError):
     code = "configuration"
 
 
+_ON_THE_WIRE = (
+    BadInput,
+    UnknownModel,
+    InputTooLarge,
+    DeadlineExceeded,
+    Canceled,
+    ModelFailed,
+    Unavailable,
+    UndecodableMessage,
+)
+
+
 def error_for_code(code: str, message: str, field: str | None = None) -> PenstockError:
     """The error that `code` names on the wire; an unknown code gives a plain PenstockError."""
-    for kind in (BadInput, UnknownModel, InputTooLarge, DeadlineExceeded, ModelFailed, Unavailable, UndecodableMessage):
+    for kind in _ON_THE_WIRE:
         if kind.code == code:
             return kind(message, field=field)
     if code == Overloaded.code:

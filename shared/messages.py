@@ -117,6 +117,12 @@ class Envelope(msgspec.Struct, kw_only=True):
     traceparent: str = ""
     cache_key: str = ""
     """The first item's key, for people and tools that look at the topic."""
+    prediction: str = ""
+    """`1` where the job is a prediction: its record stands, and is to be ended before the job is acked."""
+    webhook: str = ""
+    """The events, comma-separated, that the prediction's webhook is told of; the record has its URL."""
+    lane: str = ""
+    """`batch` for work that may wait behind interactive requests, which have none; subscriptions filter on it."""
 
     def to_attributes(self) -> dict[str, str]:
         """The attributes of the job's message; fields that say nothing are left out."""
@@ -164,7 +170,8 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     """What one item cost, measured where it happened; rides in the reply and becomes the row.
 
     Times are unix seconds, durations milliseconds. `cache` says where the result came from: `miss` (computed),
-    `memory`, `redis`, `joined` (an identical item was being computed) or `none` (cache not asked).
+    `memory`, `redis`, `joined` (an identical item was being computed) or `none` (cache not asked). `steps_saved`: of a canceled image, the
+    steps that were not computed.
     """
 
     cache: str = "none"
@@ -176,11 +183,12 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     batch_size: int | None = None
     tokens: int | None = None
     pixel_steps: int | None = None
+    steps_saved: int | None = None
     cost_usd: float | None = None
 
 
 class ItemOutcome(msgspec.Struct, omit_defaults=True):
-    """The end of one item: a result or an error, and its receipt. `status`: succeeded, failed or expired."""
+    """The end of one item: a result or an error, and its receipt. `status`: succeeded, failed, expired or canceled."""
 
     index: int
     status: str
@@ -261,9 +269,12 @@ def decode_reply(data: bytes, attributes: Mapping[str, str]) -> Reply:
         raise UndecodableMessage(f"reply: {error}", field="data") from error
 
 
+_STATUSES = {"deadline_exceeded": "expired", "canceled": "canceled"}
+
+
 def failure(index: int, error: PenstockError, receipt: Receipt | None = None) -> ItemOutcome:
     """The outcome of an item that ends with `error`."""
-    status = "expired" if error.code == "deadline_exceeded" else "failed"
+    status = _STATUSES.get(error.code, "failed")
     return ItemOutcome(index, status, receipt or Receipt(), error=ItemError(error.code, error.message, error.field))
 
 

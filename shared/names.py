@@ -23,6 +23,26 @@ def dead_letter_subscription_id(model: str) -> str:
     return f"jobs.{model}.dead.keep"
 
 
+def dead_letter_push_subscription_id(model: str) -> str:
+    """Pushes the dead letters of `model` to the function that answers their callers."""
+    return f"jobs.{model}.dead.push"
+
+
+WEBHOOKS_TOPIC_ID = "webhooks"
+"""What is to be told to somebody's webhook."""
+WEBHOOKS_SUBSCRIPTION_ID = "webhooks.push"
+"""Pushes it to the function that does."""
+
+
+def batch_subscription_id(model: str) -> str:
+    """What workers of `model` pull beside their subscription: jobs of the lane `batch`."""
+    return f"jobs.{model}.batch"
+
+
+INTERACTIVE_FILTER, BATCH_FILTER = 'NOT attributes.lane = "batch"', 'attributes.lane = "batch"'
+"""Of the two subscriptions of a model's workers."""
+
+
 def inbox_topic_id(inbox: str) -> str:
     """The reply topic of an inbox; `inbox` is a pool number or an instance's own id."""
     return f"inbox.{inbox}"

@@ -41,6 +41,7 @@ class Row(msgspec.Struct, omit_defaults=True):
     cache: str | None = None
     tokens: int | None = None
     pixel_steps: int | None = None
+    steps_saved: int | None = None
     device: str | None = None
     device_share: float | None = None
     error_code: str | None = None

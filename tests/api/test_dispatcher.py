@@ -79,7 +79,7 @@ async def test_leader_who_hangs_up_before_its_job_exists_hands_over(bench: Bench
     assert texts_right(answer, "a")
     assert origins(answer) == ["miss"]
     # The leader's item was never published, so its row is the API's.
-    assert [(row.status, row.error_code) for row in bench.rows] == [("failed", "cancelled")]
+    assert [(row.status, row.error_code) for row in bench.rows] == [("canceled", "canceled")]
 
 
 async def test_last_who_hangs_up_frees_everything_at_once(bench: Bench) -> None:
@@ -97,7 +97,7 @@ async def test_last_who_hangs_up_frees_everything_at_once(bench: Bench) -> None:
     # The worker answers all the same: nobody waits, and the replies are dropped.
     bench.worker.go.set()
     await _until(lambda: unknown._value.get() == before + 2)
-    assert sorted((row.cache, row.error_code) for row in bench.rows) == [("none", "cancelled")]
+    assert sorted((row.cache, row.error_code) for row in bench.rows) == [("none", "canceled")]
 
 
 async def test_deadline_of_the_leader_is_not_that_of_those_who_joined(bench: Bench) -> None:
