@@ -15,10 +15,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 from prometheus_client import Counter
@@ -54,6 +55,14 @@ def fields_of(row: Row) -> Fields:
     }
 
 
+class Waiting(NamedTuple):
+    """A row on its way, and whom to tell when it can't be lost any more."""
+
+    fields: Fields
+    on_safe: Callable[[], None] | None
+    loop: asyncio.AbstractEventLoop | None
+
+
 class RowWriter:
     """Writes rows to `project.dataset.rows`.
 
@@ -69,9 +78,9 @@ class RowWriter:
         self._project = project
         self._endpoint = endpoint
         self._spool = Spool(spool_dir)
-        self._waiting: deque[Fields] = deque()
+        self._waiting: deque[Waiting] = deque()
         self._wake = threading.Condition()
-        self._in_flight: list[Fields] = []
+        self._in_flight: list[Waiting] = []
         self._flushes = 0
         self._give_up_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="rows", daemon=True)
@@ -89,7 +98,7 @@ class RowWriter:
             self._wake.notify_all()
         await asyncio.to_thread(self._thread.join, CLOSE_S)
         if self._thread.is_alive():  # BigQuery hangs; should it have taken the rows after all, row_id tells them apart
-            self._spool.add(list(self._in_flight))
+            self._keep(list(self._in_flight))
             self._spill(0)
 
     @property
@@ -97,10 +106,17 @@ class RowWriter:
         """Rows that BigQuery does not have yet: in memory, in the request in flight, and on disk."""
         return len(self._waiting) + len(self._in_flight) + self._spool.rows
 
-    def write(self, row: Row) -> None:
-        """Queues a row; never waits for BigQuery and never raises."""
+    def write(self, row: Row, on_safe: Callable[[], None] | None = None) -> None:
+        """Queues a row; never waits for BigQuery and never raises.
+
+        Args:
+            row: what is to be written.
+            on_safe: called once, on this event loop, when the row is on disk or in BigQuery: from then on the death
+                of this process loses nothing.
+        """
+        loop = None if on_safe is None else asyncio.get_running_loop()
         with self._wake:
-            self._waiting.append(fields_of(row))
+            self._waiting.append(Waiting(fields_of(row), on_safe, loop))
             self._wake.notify()
         if len(self._waiting) >= 2 * MEMORY_ROWS:  # the thread is held up in a request
             self._spill(MEMORY_ROWS)
@@ -152,9 +168,10 @@ class RowWriter:
             self._in_flight = batch
         try:
             if batch:
-                self._spool.reject(sender.send(batch))
+                self._spool.reject(sender.send([row.fields for row in batch]))
+                _tell_safe(batch)
         except Unavailable:
-            self._spool.add(batch)
+            self._keep(batch)
             raise
         finally:
             with self._wake:
@@ -189,9 +206,28 @@ class RowWriter:
     def _spill(self, keep: int) -> None:
         with self._wake:
             rows = [self._waiting.popleft() for _ in range(max(0, len(self._waiting) - keep))]
-        self._spool.add(rows)
+        self._keep(rows)
         with self._wake:
             self._wake.notify_all()
+
+    def _keep(self, rows: Sequence[Waiting]) -> None:
+        self._spool.add([row.fields for row in rows])
+        _tell_safe(rows)
+
+
+def _tell_safe(rows: Sequence[Waiting]) -> None:
+    by_loop: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+    for row in rows:
+        if row.on_safe is not None and row.loop is not None:
+            by_loop.setdefault(row.loop, []).append(row.on_safe)
+    for loop, calls in by_loop.items():
+        with suppress(RuntimeError):  # the loop has closed: nobody is left to be told
+            loop.call_soon_threadsafe(_call_all, calls)
+
+
+def _call_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 class Sender:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,15 @@ async def test_what_exceeds_memory_waits_on_disk(
         async with writer(server, tmp_path / "spool") as rows:
             assert await rows.flush(LIMIT_S)
         assert server.row_ids("rows_deduplicated") == [f"req:{number:05}" for number in range(200)]
+
+
+async def test_on_safe_is_called_once_bigquery_or_the_disk_has_the_row(server: Server, tmp_path: Path) -> None:
+    for is_up in (False, True):
+        with server.running() if is_up else nullcontext():
+            async with writer(server, tmp_path / "spool") as rows:
+                safe = asyncio.Event()
+                rows.write(row(1), safe.set)
+                await asyncio.wait_for(safe.wait(), LIMIT_S)
 
 
 async def test_repeated_row_counts_once(server: Server, tmp_path: Path) -> None:
