@@ -16,7 +16,6 @@ from api.dispatcher import Dispatcher, RowSink
 from api.errors import add_handlers
 from api.inbox import ReplyInbox
 from api.jobs import JobSender
-from api.links import Links
 from api.parts import Parts
 from api.pictures import Studio
 from api.readiness import Readiness
@@ -25,6 +24,7 @@ from api.tenants import Tenants
 from shared.cache import ResultCache
 from shared.catalogue import Catalogue
 from shared.heap import settle_heap
+from shared.links import Links
 from shared.objects import ObjectStore
 from shared.settings import ApiSettings
 from shared.transport import Admin, Transport

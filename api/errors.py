@@ -39,12 +39,6 @@ class Unauthorized(PenstockError):
     code = "invalid_api_key"
 
 
-class LinkInvalid(PenstockError):
-    """The link is not signed by this API, or has expired."""
-
-    code = "link_invalid"
-
-
 class NotFound(PenstockError):
     """There is no such thing here."""
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from api.dispatcher import Dispatcher
-from api.links import Links
 from api.pictures import Studio
 from api.readiness import Readiness
 from api.tenants import Tenants
 from shared.catalogue import Catalogue
+from shared.links import Links
 from shared.objects import ObjectStore
 from shared.settings import ApiSettings
 

@@ -7,9 +7,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import NotFound
-from api.links import VALID_S
 from api.parts import parts_of
 from shared.errors import BadInput
+from shared.links import VALID_S
 
 router = APIRouter()
 OBJECT_LIMIT_BYTES = 64 * 1024 * 1024

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from api.links import VALID_S, Links
 from shared.errors import PenstockError
+from shared.links import VALID_S, Links
 from shared.messages import INLINE_LIMIT_BYTES, ImageInput
 from tests.api.fake_worker import png_of
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest

@@ -1,4 +1,6 @@
-"""Signed links to objects, so that an answer can name an image instead of carrying it; served by api/routes/objects.py.
+"""Signed links to objects, so that answers and webhooks name an image instead of carrying it.
+
+api/routes/objects.py serves them, in another format where `media_type` is not the object's own.
 
 The signature is HMAC-SHA256 (RFC 2104) over key, media type and expiry, so none of them can be changed.
 """
@@ -12,10 +14,16 @@ import time
 from collections.abc import Callable
 from urllib.parse import quote, urlencode
 
-from api.errors import LinkInvalid
+from shared.errors import PenstockError
 
 VALID_S = 3600
 """How long a link can be used; what OpenAI's API promises for image URLs."""
+
+
+class LinkInvalid(PenstockError):
+    """The link is not signed by this API, or has expired."""
+
+    code = "link_invalid"
 
 
 class Links:

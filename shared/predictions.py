@@ -1,0 +1,182 @@
+"""Predictions as they are kept and as callers see them: the document of a record, and the body in Replicate's shape.
+
+The API answers with that body, the webhook function posts it; both make it from (document, record), so they agree.
+Field names and states are those of Replicate's HTTP API (https://replicate.com/docs/reference/http).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from shared.links import Links
+from shared.messages import EmbeddingResult, ImageResult, Result
+from shared.records import Record
+
+MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp"}
+"""Of the output formats that may be asked for; workers give PNG."""
+BAR_WIDTH = 10
+
+
+class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The document of a prediction's record: what it was created with; nothing of it changes afterwards.
+
+    `record` is the id of the record, of the job's request and of the rows. It is `id` itself where the API chose the
+    id; an id that the caller chose has one of its own, since two tenants may choose the same.
+    """
+
+    id: str
+    record: str
+    tenant: str
+    model: str
+    """The name in the catalogue."""
+    owner: str
+    version: str
+    input: dict[str, Any]
+    """As the caller gave it; a picture inside it became the URL of a file."""
+    is_list: bool = True
+    """Whether the output is a list, or its only element."""
+    output_format: str = "png"
+    webhook: str = ""
+    webhook_events: tuple[str, ...] = ()
+    deployment: str = ""
+    source: str = "api"
+    base_url: str
+    """The URL that the caller reached the API by, without a slash at its end."""
+    created_at_s: float
+    deadline_s: float
+    """Unix time after which it is not worked on."""
+    digest: str = ""
+    """Of all that was asked for: a repeated request has the same."""
+
+
+_decoder = msgspec.json.Decoder(Prediction)
+
+
+def encode_document(prediction: Prediction) -> bytes:
+    """The document as its record keeps it."""
+    return msgspec.json.encode(prediction)
+
+
+def decode_document(document: bytes) -> Prediction:
+    """Reads a document back.
+
+    Raises:
+        msgspec.MsgspecError: it is none.
+    """
+    return _decoder.decode(document)
+
+
+def record_of(tenant: str, own_id: str) -> str:
+    """The record of a prediction whose id its caller chose: 128 bits of BLAKE2b (RFC 7693) over tenant and id."""
+    digest = hashlib.blake2b(f"{tenant}\n{own_id}".encode(), digest_size=16)
+    return f"own_{digest.hexdigest()}"
+
+
+def inline_key(record: str, index: int) -> str:
+    """The key in links to an image that lies in the record itself."""
+    return f"predictions/{record}/{index}.png"
+
+
+def body_of(prediction: Prediction, record: Record, links: Links) -> dict[str, Any]:
+    """The prediction as callers see it, ready for JSON.
+
+    Args:
+        prediction: the document.
+        record: its record.
+        links: sign the URLs of large images, which are valid for an hour from now.
+    """
+    url = f"{prediction.base_url}/v1/predictions/{prediction.id}"
+    return {
+        "id": prediction.id,
+        "model": f"{prediction.owner}/{prediction.model}",
+        "version": prediction.version,
+        "deployment": prediction.deployment or None,
+        "source": prediction.source,
+        "status": record.state,
+        "input": prediction.input,
+        "output": output_of(prediction, record, links),
+        "logs": logs_of(record),
+        "error": error_of(record),
+        "metrics": _metrics(record),
+        "data_removed": False,
+        "created_at": iso(prediction.created_at_s),
+        "started_at": iso(record.started_at_s) if record.started_at_s else None,
+        "completed_at": iso(_ended_at_s(record)) if record.is_over else None,
+        "deadline": iso(prediction.deadline_s),
+        "urls": {"get": url, "cancel": f"{url}/cancel", "stream": f"{url}/stream", "web": url},
+    }
+
+
+def output_of(prediction: Prediction, record: Record, links: Links) -> list[Any] | Any | None:
+    """Vectors as lists of floats, images as URLs: signed ones of large images, `data:` of small ones."""
+    if record.state != "succeeded" or record.reply is None:
+        return None
+    results = [outcome.result for outcome in record.reply.outcomes]
+    shown = [_shown(prediction, index, result, links) for index, result in enumerate(results) if result is not None]
+    return shown if prediction.is_list else shown[0] if shown else None
+
+
+def _shown(prediction: Prediction, index: int, result: Result, links: Links) -> list[float] | str:
+    match result:
+        case EmbeddingResult(vector=vector):
+            floats: list[float] = np.frombuffer(vector, dtype="<f4").tolist()
+            return floats
+        case ImageResult(image=image):
+            media_type = MEDIA_TYPES[prediction.output_format]
+            if image.data is not None and media_type == image.media_type:
+                return f"data:{media_type};base64,{base64.b64encode(image.data).decode()}"
+            key = image.object_key or inline_key(prediction.record, index)
+            return prediction.base_url + links.path(key, media_type)
+
+
+def error_of(record: Record) -> str | None:
+    """Why it failed, in words; None where it did not."""
+    if record.state != "failed":
+        return None
+    if record.reply is None:
+        return "failed"
+    errors = [outcome.error for outcome in record.reply.outcomes if outcome.error is not None]
+    first = record.reply.error or (errors[0] if errors else None)
+    return first.message if first is not None else "failed"
+
+
+def logs_of(record: Record) -> str:
+    """How far it is, as tqdm writes it, which Replicate's clients read as progress; empty where nobody counted."""
+    if not record.steps:
+        return ""
+    step = record.steps if record.state == "succeeded" else min(record.step, record.steps)
+    share = step / record.steps
+    bar = ("█" * int(share * BAR_WIDTH)).ljust(BAR_WIDTH)
+    return f"{int(share * 100):3d}%|{bar}| {step}/{record.steps}\n"
+
+
+def _metrics(record: Record) -> dict[str, float]:
+    """Seconds under Replicate's names, milliseconds (integers) under RunPod's."""
+    found: dict[str, float] = {}
+    if record.started_at_s:
+        found["delayTime"] = max(0, round((record.started_at_s - record.created_at_s) * 1000))
+    if not record.is_over:
+        return found
+    found["total_time"] = round(_ended_at_s(record) - record.created_at_s, 6)
+    receipts = [outcome.receipt for outcome in record.reply.outcomes] if record.reply else []
+    times_ms = [receipt.inference_ms for receipt in receipts if receipt.inference_ms is not None]
+    if times_ms:
+        found["predict_time"] = round(max(times_ms) / 1000, 6)
+        found["executionTime"] = round(max(times_ms))
+    return found
+
+
+def _ended_at_s(record: Record) -> float:
+    """When it ended; a canceled one did when it was canceled, whenever its worker says so."""
+    return record.canceled_at_s or record.ended_at_s
+
+
+def iso(at_s: float) -> str:
+    """A unix time in the form of ISO 8601, in UTC."""
+    return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
