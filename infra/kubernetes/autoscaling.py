@@ -12,7 +12,7 @@ from typing import Any
 
 from infra.kubernetes.deployment import Deployment
 from shared.catalogue import Model
-from shared.names import workers_subscription_id
+from shared.names import batch_subscription_id, workers_subscription_id
 
 WAIT_SHARE = 0.1
 """Of the default deadline: the wait at which one more worker is wanted."""
@@ -46,9 +46,11 @@ def waiting_seconds(model: Model, worker: str, region: str) -> str:
 
 
 def waiting_messages(model: Model) -> str:
-    """PromQL: jobs that Pub/Sub has not had acked."""
-    chosen = f'monitored_resource="pubsub_subscription",subscription_id="{workers_subscription_id(model.name)}"'
-    return f"sum(pubsub_googleapis_com:subscription_num_undelivered_messages{{{chosen}}}) or vector(0)"
+    """PromQL: jobs of both lanes that Pub/Sub has not had acked."""
+    lanes = (workers_subscription_id(model.name), batch_subscription_id(model.name))
+    chosen = [f'monitored_resource="pubsub_subscription",subscription_id="{lane}"' for lane in lanes]
+    counts = [f"sum(pubsub_googleapis_com:subscription_num_undelivered_messages{{{one}}})" for one in chosen]
+    return " + ".join(f"({count} or vector(0))" for count in counts)
 
 
 def keda_patch(model: Model, worker: str, deployment: Deployment) -> dict[str, Any]:

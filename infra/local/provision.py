@@ -6,6 +6,9 @@ import asyncio
 
 from shared.catalogue import Catalogue, Model
 from shared.names import (
+    BATCH_FILTER,
+    INTERACTIVE_FILTER,
+    batch_subscription_id,
     dead_letter_subscription_id,
     dead_letter_topic_id,
     jobs_topic_id,
@@ -27,7 +30,8 @@ async def provision(admin: Admin, catalogue: Catalogue, inbox_pool: int, slots: 
 
     Args:
         admin: an open connection with the right to create; bounds how many calls are under way.
-        catalogue: its models get a jobs topic, a subscription for their workers, and a place for dead letters.
+        catalogue: its models get a jobs topic, a subscription of each lane for their workers, and a place for dead
+            letters.
         inbox_pool: how many reply inboxes to make, numbered from 0.
         slots: filtered subscriptions of each inbox.
 
@@ -42,17 +46,25 @@ async def provision(admin: Admin, catalogue: Catalogue, inbox_pool: int, slots: 
 async def _provision_model(admin: Admin, model: Model) -> None:
     jobs, dead = jobs_topic_id(model.name), dead_letter_topic_id(model.name)
     await asyncio.gather(admin.ensure_topic(jobs), admin.ensure_topic(dead))
-    for_workers = SubscriptionSettings(
+    lanes = {
+        workers_subscription_id(model.name): INTERACTIVE_FILTER,
+        batch_subscription_id(model.name): BATCH_FILTER,
+    }
+    keep = SubscriptionSettings(dead, retention_s=DEAD_LETTER_RETENTION_S)
+    await asyncio.gather(
+        *(admin.ensure_subscription(lane, _for_workers(jobs, dead, which)) for lane, which in lanes.items()),
+        admin.ensure_subscription(dead_letter_subscription_id(model.name), keep),
+    )
+
+
+def _for_workers(jobs: str, dead: str, which: str) -> SubscriptionSettings:
+    """Of one lane; both lanes hand over to workers in the same way."""
+    return SubscriptionSettings(
         jobs,
+        filter=which,
         retention_s=JOB_RETENTION_S,
         retry_min_s=RETRY_MIN_S,
         retry_max_s=RETRY_MAX_S,
         dead_letter_topic_id=dead,
         max_delivery_attempts=MAX_DELIVERY_ATTEMPTS,
-    )
-    await asyncio.gather(
-        admin.ensure_subscription(workers_subscription_id(model.name), for_workers),
-        admin.ensure_subscription(
-            dead_letter_subscription_id(model.name), SubscriptionSettings(dead, retention_s=DEAD_LETTER_RETENTION_S)
-        ),
     )

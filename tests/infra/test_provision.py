@@ -9,6 +9,7 @@ import pytest
 from infra.local.provision import provision
 from shared.catalogue import read_catalogue
 from shared.names import (
+    batch_subscription_id,
     dead_letter_subscription_id,
     inbox_topic_id,
     jobs_topic_id,
@@ -28,7 +29,8 @@ async def test_everything_in_use_is_created(pubsub_endpoint: str) -> None:
             await provision(admin, CATALOGUE, inbox_pool=2, slots=3)
         wanted = [slot_subscription_id(inbox, slot) for inbox in "01" for slot in range(3)]
         for model in CATALOGUE.models:
-            wanted += [workers_subscription_id(model.name), dead_letter_subscription_id(model.name)]
+            wanted += [workers_subscription_id(model.name), batch_subscription_id(model.name)]
+            wanted += [dead_letter_subscription_id(model.name)]
         assert [await admin.subscription_exists(subscription_id) for subscription_id in wanted] == [True] * len(wanted)
         assert not await admin.subscription_exists(slot_subscription_id("2", 0))
 
@@ -45,6 +47,21 @@ async def test_reply_reaches_its_slot_only(pubsub_endpoint: str) -> None:
             await broker.publish(inbox_topic_id("0"), b"for 0", {"slot": "0"})
             got = [(await anext(aiter(each))).data for each in (first, second)]
         assert got == [b"for 0", b"for 1"]
+
+
+@pytest.mark.anyio
+async def test_job_has_one_lane(pubsub_endpoint: str) -> None:
+    name = CATALOGUE.models[0].name
+    async with PubSubAdmin("lanes", pubsub_endpoint) as admin, PubSubTransport("lanes", pubsub_endpoint) as broker:
+        await provision(admin, CATALOGUE, inbox_pool=0, slots=1)
+        async with (
+            broker.subscribe(workers_subscription_id(name), max_messages=5) as interactive,
+            broker.subscribe(batch_subscription_id(name), max_messages=5) as batch,
+        ):
+            for lane in ("batch", "", "batch", "interactive"):
+                await broker.publish(jobs_topic_id(name), lane.encode() or b"none", {"lane": lane} if lane else {})
+            got = [[(await anext(aiter(each))).data for _ in range(2)] for each in (interactive, batch)]
+        assert got == [[b"none", b"interactive"], [b"batch", b"batch"]]
 
 
 @pytest.mark.anyio

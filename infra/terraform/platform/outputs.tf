@@ -45,9 +45,10 @@ output "registry" {
 }
 
 output "topics" {
-  description = "Topic, subscription and dead-letter topic of each model."
+  description = "Topic, subscriptions and dead-letter topic of each model."
   value = {
     for name, model in module.model : name => {
+      batch_subscription_id   = model.batch_subscription_id
       dead_letter_topic_id    = model.dead_letter_topic_id
       topic_id                = model.topic_id
       workers_subscription_id = model.workers_subscription_id

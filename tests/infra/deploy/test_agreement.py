@@ -28,6 +28,7 @@ from infra.local.provision import provision
 from infra.local.stack import REPLACED_BY, Stack
 from shared.catalogue import read_catalogue
 from shared.messages import Reply, ReplyBody, encode_reply
+from shared.names import BATCH_FILTER, INTERACTIVE_FILTER, batch_subscription_id, workers_subscription_id
 from shared.settings import ApiSettings, Settings, WorkerSettings
 from shared.transport import SubscriptionSettings
 from tests.infra.deploy.manifests import Objects, of_kind, pod, settings_of
@@ -106,6 +107,13 @@ def _as_planned(settings: SubscriptionSettings) -> tuple[Any, ...]:
     assert settings.expires_after_s == 0
     facts = (settings.filter, settings.ack_deadline_s, settings.retention_s, "", settings.is_ordered)
     return (*facts, *backoff, *attempts)
+
+
+def test_each_job_has_one_lane(plan: Plan) -> None:
+    filters = {found["name"]: found["filter"] for found in plan.of("google_pubsub_subscription")}
+    for model in CATALOGUE.models:
+        assert filters[workers_subscription_id(model.name)] == INTERACTIVE_FILTER
+        assert filters[batch_subscription_id(model.name)] == BATCH_FILTER
 
 
 def test_filtered_attribute_is_on_every_reply(plan: Plan) -> None:

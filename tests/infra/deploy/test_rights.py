@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from shared.catalogue import read_catalogue
+from shared.names import batch_subscription_id, workers_subscription_id
 from tests.infra.deploy.terraform import Plan
 
+MODELS = [model.name for model in read_catalogue(Path("models.yaml")).models]
 API = "serviceAccount:penstock-api@example-project.iam.gserviceaccount.com"
 ON_THE_PROJECT = {
     "roles/monitoring.metricWriter",
@@ -60,7 +65,8 @@ def test_worker_pulls_only_the_jobs_of_its_model(plan: Plan) -> None:
     for found in plan.of("google_pubsub_subscription_iam_member"):
         if found["member"].startswith("principal://"):
             pulls.setdefault(found["member"], set()).add(found["subscription"])
-    assert {len(subscriptions) for subscriptions in pulls.values()} == {1}
+    jobs = {frozenset({workers_subscription_id(name), batch_subscription_id(name)}) for name in MODELS}
+    assert {frozenset(subscriptions) for subscriptions in pulls.values()} == jobs
 
 
 def test_two_regions_have_two_of_everything_regional(plan: Plan) -> None:

@@ -12,6 +12,13 @@ resource "google_pubsub_subscription_iam_member" "workers_pull" {
   member       = var.worker_member
 }
 
+resource "google_pubsub_subscription_iam_member" "workers_pull_batch" {
+  project      = var.project_id
+  subscription = google_pubsub_subscription.batch.name
+  role         = "roles/pubsub.subscriber"
+  member       = var.worker_member
+}
+
 # Pub/Sub itself moves a dead letter: it takes it off the one and puts it on
 # the other.
 resource "google_pubsub_topic_iam_member" "service_publishes" {
@@ -24,6 +31,13 @@ resource "google_pubsub_topic_iam_member" "service_publishes" {
 resource "google_pubsub_subscription_iam_member" "service_takes" {
   project      = var.project_id
   subscription = google_pubsub_subscription.workers.name
+  role         = "roles/pubsub.subscriber"
+  member       = var.pubsub_agent
+}
+
+resource "google_pubsub_subscription_iam_member" "service_takes_batch" {
+  project      = var.project_id
+  subscription = google_pubsub_subscription.batch.name
   role         = "roles/pubsub.subscriber"
   member       = var.pubsub_agent
 }

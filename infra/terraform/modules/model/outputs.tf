@@ -1,3 +1,9 @@
+output "batch_subscription_id" {
+  description = "What workers of the model pull beside their subscription: jobs that may wait."
+  value       = google_pubsub_subscription.batch.name
+  depends_on  = [google_pubsub_subscription_iam_member.workers_pull_batch]
+}
+
 output "dead_letter_topic_id" {
   description = "Where jobs go that no worker could finish."
   value       = google_pubsub_topic.dead.name

@@ -1,5 +1,6 @@
-# A job travels jobs.<model> -> jobs.<model>.workers; what no worker could
-# finish goes to jobs.<model>.dead. The names are those of shared/names.py.
+# A job travels jobs.<model> -> jobs.<model>.workers, or jobs.<model>.batch
+# where its caller may wait; what no worker could finish goes to
+# jobs.<model>.dead. Names and filters are those of shared/names.py.
 
 resource "google_pubsub_topic" "jobs" {
   # checkov:skip=CKV_GCP_83: messages live for an hour (dead letters a week), under Google's own keys
@@ -38,6 +39,7 @@ resource "google_pubsub_subscription" "workers" {
   name                       = "${google_pubsub_topic.jobs.name}.workers"
   topic                      = google_pubsub_topic.jobs.id
   labels                     = var.labels
+  filter                     = "NOT attributes.lane = \"batch\""
   ack_deadline_seconds       = var.workers.ack_deadline_s
   message_retention_duration = "${var.workers.retention_s}s"
 
@@ -51,6 +53,30 @@ resource "google_pubsub_subscription" "workers" {
   }
 
   # Without it the service waits 10 s before a job of a dead worker runs on.
+  retry_policy {
+    minimum_backoff = "${var.workers.retry_min_s}s"
+    maximum_backoff = "${var.workers.retry_max_s}s"
+  }
+}
+
+resource "google_pubsub_subscription" "batch" {
+  project                    = var.project_id
+  name                       = "${google_pubsub_topic.jobs.name}.batch"
+  topic                      = google_pubsub_topic.jobs.id
+  labels                     = var.labels
+  filter                     = "attributes.lane = \"batch\""
+  ack_deadline_seconds       = var.workers.ack_deadline_s
+  message_retention_duration = "${var.workers.retention_s}s"
+
+  dead_letter_policy {
+    dead_letter_topic     = google_pubsub_topic.dead.id
+    max_delivery_attempts = var.workers.max_delivery_attempts
+  }
+
+  expiration_policy {
+    ttl = ""
+  }
+
   retry_policy {
     minimum_backoff = "${var.workers.retry_min_s}s"
     maximum_backoff = "${var.workers.retry_max_s}s"

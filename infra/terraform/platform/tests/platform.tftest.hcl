@@ -19,9 +19,9 @@ run "every_model_of_the_catalogue" {
     condition = alltrue([
       for model, topics in output.topics :
       topics.topic_id == "jobs.${model}" && topics.workers_subscription_id == "jobs.${model}.workers" &&
-      topics.dead_letter_topic_id == "jobs.${model}.dead"
+      topics.batch_subscription_id == "jobs.${model}.batch" && topics.dead_letter_topic_id == "jobs.${model}.dead"
     ])
-    error_message = "Each has topic, subscription and dead-letter topic."
+    error_message = "Each has topic, subscriptions and dead-letter topic."
   }
 
   assert {

@@ -13,13 +13,17 @@ run "names" {
 
   assert {
     condition = output.topic_id == "jobs.all-MiniLM-L6-v2" && (
-      output.workers_subscription_id == "jobs.all-MiniLM-L6-v2.workers"
+      output.workers_subscription_id == "jobs.all-MiniLM-L6-v2.workers" &&
+      output.batch_subscription_id == "jobs.all-MiniLM-L6-v2.batch"
     ) && output.dead_letter_topic_id == "jobs.all-MiniLM-L6-v2.dead"
-    error_message = "Topic, subscription and dead-letter topic are named as in shared/names.py."
+    error_message = "Topic, subscriptions and dead-letter topic are named as in shared/names.py."
   }
 
   assert {
-    condition     = google_pubsub_subscription.workers.dead_letter_policy[0].dead_letter_topic == google_pubsub_topic.dead.id
+    condition = alltrue([
+      for subscription in [google_pubsub_subscription.workers, google_pubsub_subscription.batch] :
+      subscription.dead_letter_policy[0].dead_letter_topic == google_pubsub_topic.dead.id
+    ])
     error_message = "What no worker could finish goes to the dead-letter topic."
   }
 
@@ -33,23 +37,32 @@ run "delivery" {
   command = plan
 
   assert {
-    condition = google_pubsub_subscription.workers.retry_policy[0].minimum_backoff == "0.1s" && (
-      google_pubsub_subscription.workers.retry_policy[0].maximum_backoff == "10s"
-    )
+    condition = alltrue([
+      for subscription in [google_pubsub_subscription.workers, google_pubsub_subscription.batch] :
+      subscription.retry_policy[0].minimum_backoff == "0.1s" && subscription.retry_policy[0].maximum_backoff == "10s"
+    ])
     error_message = "A job of a dead worker comes again at once, not after the service's own 10 s."
   }
 
   assert {
     condition = alltrue([
-      for subscription in [google_pubsub_subscription.workers, google_pubsub_subscription.keep] :
+      for subscription in [google_pubsub_subscription.workers, google_pubsub_subscription.batch, google_pubsub_subscription.keep] :
       subscription.expiration_policy[0].ttl == ""
     ])
     error_message = "A model that nobody asks for a month keeps its subscriptions."
   }
 
   assert {
-    condition     = google_pubsub_subscription.workers.filter == null && google_pubsub_subscription.workers.enable_message_ordering != true
-    error_message = "All workers pull everything, in order of arrival."
+    condition     = google_pubsub_subscription.workers.filter == "NOT ${google_pubsub_subscription.batch.filter}"
+    error_message = "A job has one lane: each goes to one of the two subscriptions."
+  }
+
+  assert {
+    condition = alltrue([
+      for subscription in [google_pubsub_subscription.workers, google_pubsub_subscription.batch] :
+      subscription.enable_message_ordering != true
+    ])
+    error_message = "All workers pull everything of a lane, in order of arrival."
   }
 
   assert {
@@ -73,6 +86,20 @@ run "least_rights" {
       google_pubsub_subscription_iam_member.workers_pull.member == var.worker_member
     )
     error_message = "This model's workers pull this model's jobs."
+  }
+
+  assert {
+    condition = google_pubsub_subscription_iam_member.workers_pull_batch.subscription == "jobs.all-MiniLM-L6-v2.batch" && (
+      google_pubsub_subscription_iam_member.workers_pull_batch.member == var.worker_member
+    )
+    error_message = "This model's workers pull this model's jobs that may wait."
+  }
+
+  assert {
+    condition = google_pubsub_subscription_iam_member.service_takes_batch.subscription == "jobs.all-MiniLM-L6-v2.batch" && (
+      google_pubsub_subscription_iam_member.service_takes_batch.member == var.pubsub_agent
+    )
+    error_message = "Pub/Sub can take a dead letter off the batch subscription too."
   }
 }
 
