@@ -16,13 +16,12 @@ from api.inbound import infer, read_json, tenant_of
 from api.openapi import body_of, replies_with
 from api.parts import parts_of
 from api.schemas import EmbeddingItem, EmbeddingsBody, EmbeddingsReply, Usage
+from api.texts import text_inputs
 from shared.catalogue import Model
-from shared.errors import BadInput, InputTooLarge, PenstockError
-from shared.messages import EmbeddingResult, ItemOutcome, TextInput, TokensInput
+from shared.errors import BadInput, PenstockError
+from shared.messages import EmbeddingResult, ItemOutcome
 
 router = APIRouter(route_class=DirectRoute)
-TOKEN_BYTES = 4
-"""What a token id counts against the limit on an input; a token stands for about four bytes of text."""
 _encoder = msgspec.json.Encoder()
 
 
@@ -38,7 +37,7 @@ async def create_embeddings(request: Request) -> Response:
     body = await read_json(request, EmbeddingsBody)
     model = parts_of(request).catalogue.find(body.model, "embedding")
     dimensions = _dimensions(body, model)
-    answer = await infer(request, model, tenant, _inputs(body, model))
+    answer = await infer(request, model, tenant, text_inputs(body.input, model))
     reply = _reply(answer.outcomes, model, dimensions, as_floats=body.encoding_format == "float")
     return Response(_encoder.encode(reply), media_type="application/json")
 
@@ -48,24 +47,6 @@ def _dimensions(body: EmbeddingsBody, model: Model) -> int:
     if body.dimensions is not None and body.dimensions > model.dimensions:
         raise BadInput(f"dimensions: {model.name} has {model.dimensions}, not {body.dimensions}", field="dimensions")
     return body.dimensions or model.dimensions
-
-
-def _inputs(body: EmbeddingsBody, model: Model) -> Sequence[TextInput | TokensInput]:
-    """The inputs as items, within the model's limits."""
-    given = body.input
-    listed = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-    if len(listed) > model.text.max_items:
-        raise BadInput(f"input: {len(listed)} items, and {model.text.max_items} is the most", field="input")
-    inputs: list[TextInput | TokensInput] = []
-    for index, one in enumerate(listed):
-        is_text = isinstance(one, str)
-        size_bytes = len(one.encode()) if isinstance(one, str) else TOKEN_BYTES * len(one)
-        if size_bytes > model.text.max_input_bytes:
-            limit = model.text.max_input_bytes if is_text else model.text.max_input_bytes // TOKEN_BYTES
-            unit = "bytes" if is_text else "tokens"
-            raise InputTooLarge(f"input[{index}]: longer than {limit} {unit}", field="input")
-        inputs.append(TextInput(one) if isinstance(one, str) else TokensInput(one))
-    return inputs
 
 
 def _reply(outcomes: Sequence[ItemOutcome], model: Model, dimensions: int, *, as_floats: bool) -> EmbeddingsReply:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -11,6 +9,7 @@ from starlette.responses import Response
 
 from api.context import context_of
 from api.direct import DirectRoute
+from api.drawing import check_strength, first_image, size_of
 from api.edit_form import read_edit
 from api.inbound import infer, read_json, tenant_of
 from api.openapi import body_of, replies_with
@@ -18,7 +17,7 @@ from api.parts import Parts, parts_of
 from api.pictures import MEDIA_TYPES
 from api.schemas import EditBody, EditForm, GenerationBody, ImageItem, ImagesReply
 from shared.catalogue import Model
-from shared.errors import BadInput, PenstockError
+from shared.errors import PenstockError
 from shared.messages import Blob, ImageInput, ImageResult
 from shared.objects import object_key
 
@@ -37,7 +36,7 @@ async def create_images(request: Request) -> Response:
     tenant = tenant_of(request)
     body = await read_json(request, GenerationBody)
     model = _model(request, body)
-    first = _input(body, model, _size(body, model) or (model.image.width, model.image.height))
+    first = first_image(body, model, _size(body, model) or (model.image.width, model.image.height))
     return await _draw(request, body, model, tenant, first)
 
 
@@ -53,10 +52,8 @@ async def edit_image(request: Request) -> Response:
     body, data = await read_edit(request)
     model = _model(request, body)
     source, size = await parts_of(request).studio.prepare_source(data, _size(body, model), model.image)
-    first = _input(body, model, size)
-    if int(first.steps * body.strength) < 1:
-        reason = f"{body.strength:g} of {first.steps} steps is less than one step"
-        raise BadInput(f"strength: {reason}", field="strength")
+    first = first_image(body, model, size)
+    check_strength(first.steps, body.strength)
     return await _draw(
         request, body, model, tenant, msgspec.structs.replace(first, image=source, strength=body.strength)
     )
@@ -69,36 +66,7 @@ def _model(request: Request, body: GenerationBody | EditForm) -> Model:
 
 def _size(body: GenerationBody | EditForm, model: Model) -> tuple[int, int] | None:
     """The width and height asked for, checked; None for `auto`."""
-    if body.size == "auto":
-        return None
-    width, height = (int(length) for length in body.size.split("x"))
-    limits = model.image
-    if width % limits.multiple or height % limits.multiple:
-        raise BadInput(f"size: width and height of {model.name} are multiples of {limits.multiple}", field="size")
-    if width * height > limits.largest_pixels:
-        raise BadInput(
-            f"size: {body.size} is above {limits.largest_pixels} pixels, the most of {model.name}", field="size"
-        )
-    return width, height
-
-
-def _input(body: GenerationBody | EditForm, model: Model, size: tuple[int, int]) -> ImageInput:
-    """The first image to draw, with the model's defaults for what was not said."""
-    defaults = model.image
-    steps = defaults.steps if body.num_inference_steps is None else body.num_inference_steps
-    if steps > defaults.longest_steps:
-        reason = f"{steps}, and {defaults.longest_steps} is the most of {model.name}"
-        raise BadInput(f"num_inference_steps: {reason}", field="num_inference_steps")
-    return ImageInput(
-        prompt=body.prompt,
-        width=size[0],
-        height=size[1],
-        steps=steps,
-        guidance_scale=defaults.guidance_scale if body.guidance_scale is None else body.guidance_scale,
-        seed=secrets.randbelow(2**32) if body.seed is None else body.seed,
-        scheduler=body.scheduler or defaults.scheduler,
-        negative_prompt=body.negative_prompt or "",
-    )
+    return None if body.size == "auto" else size_of(body.size, model)
 
 
 async def _draw(
