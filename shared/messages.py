@@ -170,8 +170,8 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     """What one item cost, measured where it happened; rides in the reply and becomes the row.
 
     Times are unix seconds, durations milliseconds. `cache` says where the result came from: `miss` (computed),
-    `memory`, `redis`, `joined` (an identical item was being computed) or `none` (cache not asked). `steps_saved`: of a canceled image, the
-    steps that were not computed.
+    `memory`, `redis`, `joined` (an identical item was being computed) or `none` (cache not asked). `steps_saved` are
+    the steps of a canceled image that were not computed.
     """
 
     cache: str = "none"
@@ -253,6 +253,23 @@ def encode_reply(reply: Reply) -> tuple[bytes, dict[str, str]]:
     if reply.slot:
         attributes["slot"] = reply.slot
     return _encoder.encode(reply.body), attributes
+
+
+def encode_reply_body(body: ReplyBody) -> bytes:
+    """The data of a reply's message, as a record keeps it."""
+    return _encoder.encode(body)
+
+
+def decode_reply_body(data: bytes) -> ReplyBody:
+    """Reads what `encode_reply_body` wrote.
+
+    Raises:
+        UndecodableMessage: it is none.
+    """
+    try:
+        return _reply_decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise UndecodableMessage(f"reply: {error}", field="data") from error
 
 
 def decode_reply(data: bytes, attributes: Mapping[str, str]) -> Reply:

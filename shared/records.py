@@ -25,7 +25,7 @@ from redis.exceptions import RedisError
 
 from shared import record_scripts
 from shared.errors import Unavailable
-from shared.messages import ReplyBody
+from shared.messages import ReplyBody, decode_reply_body
 from shared.redis_link import RedisLink
 
 State = Literal["starting", "processing", "succeeded", "failed", "canceled"]
@@ -248,9 +248,11 @@ class Records:
                     yield None
                     while True:
                         message = await listening.get_message(timeout=LISTEN_POLL_S)
+                        _check_canceled()
                         if message is not None:
                             yield message["data"].decode()
             except (RedisError, OSError, RuntimeError) as error:
+                _check_canceled()
                 log.debug("not told of cancellations", extra={"reason": repr(error)})
                 await asyncio.sleep(LISTEN_PAUSE_S)
 
@@ -276,7 +278,11 @@ class Records:
         return list(await pipeline.execute(raise_on_error=False))
 
 
-_reply_decoder = msgspec.json.Decoder(ReplyBody)
+def _check_canceled() -> None:
+    """Cancels the task where redis-py has swallowed its cancellation, as it does while it connects or reads."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _record(fields: Mapping[bytes, bytes]) -> Record:
@@ -285,5 +291,5 @@ def _record(fields: Mapping[bytes, bytes]) -> Record:
     texts = {name: value.decode() for name, value in known.items()}
     record = msgspec.convert(texts, Record, strict=False)
     record.document = document
-    record.reply = None if reply is None else _reply_decoder.decode(reply)
+    record.reply = None if reply is None else decode_reply_body(reply)
     return record

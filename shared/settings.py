@@ -82,7 +82,8 @@ class WorkerSettings(Settings):
     """What the models of each model process may take together: beyond it, the one not used for longest is dropped.
     0: no bound but the device's own."""
     max_outstanding_bytes: int = Field(64 * 1024 * 1024, ge=1)
-    ack_deadline_s: int = Field(20, ge=10, le=600)
+    ack_deadline_s: int = Field(10, ge=10, le=600)
+    """What a worker holds comes to another so long after its death; 10 is the least the service has."""
     memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     drain_s: float = Field(20.0, gt=0)
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import re
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from infra.local.pubsub.filter import Filter, parse_filter
 from shared.errors import BadInput, PenstockError, Unavailable
 from shared.transport import Message, SubscriptionSettings
-
-_FILTER = re.compile(r'attributes\.([\w-]+) = "([^"]*)"')
 
 
 @dataclass(eq=False)
@@ -32,16 +30,12 @@ class _Queue:
     """One subscription: what waits, and who pulls."""
 
     settings: SubscriptionSettings
+    matching: Filter | None
     waiting: deque[_Stored] = field(default_factory=deque)
     pullers: deque[InMemorySubscription] = field(default_factory=deque)
 
     def takes(self, attributes: Mapping[str, str]) -> bool:
-        if not self.settings.filter:
-            return True
-        match = _FILTER.fullmatch(self.settings.filter)
-        if match is None:
-            raise BadInput(f"the broker in memory knows equality filters only, not {self.settings.filter!r}")
-        return attributes.get(match[1]) == match[2]
+        return self.matching is None or self.matching.matches(attributes)
 
     def deliver(self) -> None:
         """Hands out what waits to pullers with room, in turn."""
@@ -185,7 +179,9 @@ class InMemoryTransport:
         ack_linger_s: float = 0.0,
     ) -> AsyncIterator[InMemorySubscription]:
         queue = self._queues.get(subscription_id)
-        subscription = InMemorySubscription(self, queue or _Queue(SubscriptionSettings("")), max_messages, max_bytes)
+        subscription = InMemorySubscription(
+            self, queue or _Queue(SubscriptionSettings(""), None), max_messages, max_bytes
+        )
         if queue is None:
             subscription.fail(Unavailable(f"{subscription_id}: NOT_FOUND"))
         else:
@@ -206,7 +202,9 @@ class InMemoryTransport:
             raise BadInput(f"create {subscription_id}: NOT_FOUND: {settings.topic_id}")
         if subscription_id in self._queues:
             return False
-        self._queues[subscription_id] = self._topics[settings.topic_id][subscription_id] = _Queue(settings)
+        self._queues[subscription_id] = self._topics[settings.topic_id][subscription_id] = _Queue(
+            settings, parse_filter(settings.filter)
+        )
         return True
 
     async def delete_topic(self, topic_id: str) -> bool:

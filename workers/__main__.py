@@ -21,6 +21,7 @@ from shared.heap import settle_heap
 from shared.logs import configure_logs
 from shared.objects import ObjectStore
 from shared.pubsub import PubSubTransport
+from shared.records import Records
 from shared.rows import RowWriter
 from shared.settings import WorkerSettings, read_settings
 from workers.choose.asking import chosen
@@ -101,6 +102,7 @@ async def _open(
         )
     )
     cache = await stack.enter_async_context(ResultCache(settings.redis_url, settings.memory_cache_bytes))
+    records = await stack.enter_async_context(Records(settings.redis_url))
     rows = await stack.enter_async_context(
         RowWriter(
             project=settings.project,
@@ -117,14 +119,16 @@ async def _open(
             model,
             preparer_for(model, folder),
             cache,
+            records,
             objects,
-            Finisher(model, transport, cache, objects, rows, facts),
+            Finisher(model, transport, cache, records, objects, rows, facts),
         )
         for model, folder, _ in hosted
     ]
     return Worker(
         intakes,
         transport,
+        records,
         pool,
         ack_deadline_s=settings.ack_deadline_s,
         max_outstanding_bytes=settings.max_outstanding_bytes,

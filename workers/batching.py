@@ -59,7 +59,7 @@ class BatchQueue(Generic[Entry]):
     """
 
     def __init__(self, budget: int, max_items: int) -> None:
-        self._budget = budget
+        self.budget = budget
         self._max_items = max_items
         self.pads = True
         # Insertion order of keys is their turn.
@@ -112,7 +112,7 @@ class BatchQueue(Generic[Entry]):
         for place in sorted(range(1, len(lengths)), key=lambda place: abs(lengths[place] - lengths[0])):
             length = max(longest, lengths[place])
             padded = length * (len(chosen) + 1)
-            if padded > self._budget or total + lengths[place] < PADDING_EFFICIENCY * padded:
+            if padded > self.budget or total + lengths[place] < PADDING_EFFICIENCY * padded:
                 continue
             chosen.append(place)
             longest, total = length, total + lengths[place]
@@ -122,7 +122,7 @@ class BatchQueue(Generic[Entry]):
         """The places of the batch, in order: the oldest, and whatever else is within budget."""
         chosen, total = [0], lengths[0]
         for place, length in enumerate(lengths[1:], 1):
-            if total + length <= self._budget:
+            if total + length <= self.budget:
                 chosen.append(place)
                 total += length
         return chosen

@@ -1,35 +1,44 @@
-"""Where every job ends: result stored, reply published and awaited, cache filled, then ack, then the rows.
+"""Where every job ends: result stored, record ended, reply published and awaited, cache filled, rows safe, then ack.
 
-One function decides (`_finish`), and only this file acks or nacks. A job is nacked only if its reply could not be
-handed to the broker, or if it is handed back unfinished; so whatever dies before the ack, the job comes again.
+One function decides (`_finish`), and only this file acks or nacks. A job is nacked only if its record (of a prediction)
+could not be ended, if its reply could not be handed to the broker, or if it is handed back unfinished; so whatever dies
+before the ack, the job comes again. Whoever ended its record first has answered it: every later attempt repeats that
+answer, and writes the same rows.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Coroutine
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from shared.cache import ResultCache
 from shared.catalogue import Model
-from shared.errors import BadInput, PenstockError, UndecodableMessage
+from shared.errors import BadInput, Canceled, PenstockError, Unavailable, UndecodableMessage, error_for_code
 from shared.messages import (
     INLINE_LIMIT_BYTES,
+    SCHEMA_VERSION,
     Blob,
     Envelope,
     ImageResult,
+    Item,
     ItemError,
     ItemOutcome,
     Reply,
     ReplyBody,
+    decode_reply_body,
     encode_reply,
+    encode_reply_body,
+    failure,
 )
-from shared.names import dead_letter_topic_id
+from shared.names import WEBHOOKS_TOPIC_ID, dead_letter_topic_id
 from shared.objects import ObjectStore
+from shared.records import Claim, Finish, Records
 from shared.transport import Message, Publisher, Subscription
 from shared.usage import Row
 from workers import metrics
@@ -37,12 +46,18 @@ from workers.job import JobInHand, WorkerFacts, row_for
 
 log = logging.getLogger(__name__)
 
+RECORD_LIMIT_S = 60.0
+"""How long the result of a prediction is kept in hand while Redis is out of reach."""
+RELEASE_LIMIT_S = 1.0
+REASON_LIMIT = 1000
+"""Characters; an attribute has at most 1,024 bytes."""
+
 
 class RowSink(Protocol):
     """Takes rows; never blocks and never raises."""
 
-    def write(self, row: Row) -> None:
-        """Queues one row."""
+    def write(self, row: Row, on_safe: Callable[[], None] | None = None) -> None:
+        """Queues one row; `on_safe` is called once it can't be lost any more by the death of this process."""
 
 
 class Finisher:
@@ -53,6 +68,7 @@ class Finisher:
         model: Model,
         publisher: Publisher,
         cache: ResultCache,
+        records: Records,
         objects: ObjectStore,
         rows: RowSink,
         facts: WorkerFacts,
@@ -60,6 +76,7 @@ class Finisher:
         self._model = model
         self._publisher = publisher
         self._cache = cache
+        self._records = records
         self._objects = objects
         self._rows = rows
         self._facts = facts
@@ -80,27 +97,105 @@ class Finisher:
         hand.outcomes[outcome.index] = outcome
         if len(hand.outcomes) == len(hand.items):
             hand.is_over = True
-            self._spawn(self._finish(hand))
+            self.spawn(self._finish(hand))
+
+    def conclude(self, hand: JobInHand, claim: Claim) -> None:
+        """Ends a job that is over already: what was answered is answered again, in case it got lost."""
+        if claim.reply is None:
+            for item in hand.items:
+                self.settle(hand, hand.canceled(item))
+        elif not hand.is_over:
+            hand.is_over = True
+            self.spawn(self._conclude(hand, claim.reply))
+
+    async def _conclude(self, hand: JobInHand, reply: bytes) -> None:
+        try:
+            answered = decode_reply_body(reply)
+            await self._reply(hand.envelope, answered)
+            await self._publish_event(hand, "completed")
+        except PenstockError as error:
+            self._give_up(hand, error)
+            return
+        self._record(hand, answered)
 
     async def _finish(self, hand: JobInHand) -> None:
-        envelope = hand.envelope
         outcomes = [hand.outcomes[item.index] for item in hand.items]
         try:
-            outcomes = [await self._store_large(envelope, outcome) for outcome in outcomes]
-            replied_at_s = time.time()
-            body = ReplyBody(outcomes, None, self._facts.worker, self._facts.device, replied_at_s)
-            await self._reply(envelope, body)
-            # Only now: a caller waits for the reply, nobody for the cache; until then a repeat joins the entry.
-            await self._fill_cache(hand, outcomes)
+            outcomes = [await self._store_large(hand.envelope, outcome) for outcome in outcomes]
+            ours = ReplyBody(outcomes, None, self._facts.worker, self._facts.device, time.time())
+            answered = await (self._end_prediction if hand.envelope.prediction else self._end)(hand, ours)
+            if hand.dead_reason:
+                attributes = {**hand.message.attributes, "penstock_reason": hand.dead_reason[:REASON_LIMIT]}
+                await self._publisher.publish(dead_letter_topic_id(self._model.name), hand.message.data, attributes)
         except PenstockError as error:
-            log.warning("reply not sent", extra={"request_id": envelope.request_id, "reason": error.message})
-            self._give_up(hand)
+            self._give_up(hand, error)
             return
-        hand.subscription.ack(hand.message)
-        self._let_go(hand)
+        self._record(hand, answered)
+
+    async def _end(self, hand: JobInHand, ours: ReplyBody) -> ReplyBody:
+        """Ends the record and replies side by side; returns what was answered, by us or by another attempt.
+
+        A caller takes one reply, whoever sent it, and Redis is not needed for that.
+        """
+        ending = asyncio.ensure_future(self._records.finish(hand.record, _state_of(ours), encode_reply_body(ours)))
+        try:
+            await self._reply(hand.envelope, ours)
+            # Only now: a caller waits for the reply, nobody for the cache; until then a repeat joins the entry.
+            await self._fill_cache(hand, ours)
+        finally:
+            finish = await ending
+        return _answered(ours, finish)
+
+    async def _end_prediction(self, hand: JobInHand, ours: ReplyBody) -> ReplyBody:
+        """Ends the record, which was promised, and then tells who waits.
+
+        Raises:
+            Unavailable: Redis did not take it in time.
+        """
+        data, until_s = encode_reply_body(ours), time.monotonic() + RECORD_LIMIT_S
+        while (finish := await self._records.finish(hand.record, _state_of(ours), data)) is None:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0 or not await self._records.wait_up(left_s):
+                raise Unavailable("the record could not be ended")
+        answered = _answered(ours, finish)
+        await self._reply(hand.envelope, answered)
+        await self._fill_cache(hand, ours)
+        await self._publish_event(hand, "output")
+        await self._publish_event(hand, "completed")
+        return answered
+
+    def _record(self, hand: JobInHand, answered: ReplyBody) -> None:
+        """Writes the rows, and acks once all of them are safe."""
+        outcomes = _one_for_each(hand.items, answered)
+        left = len(outcomes)
+
+        def on_safe() -> None:
+            nonlocal left
+            left -= 1
+            if not left and hand in self._in_hand:  # else it was handed back meanwhile
+                hand.subscription.ack(hand.message)
+                self._let_go(hand)
+
         for outcome in outcomes:
             metrics.ITEMS.labels(outcome.status, outcome.receipt.cache).inc()
-            self._rows.write(row_for(self._model, self._facts, envelope, outcome, replied_at_s))
+            row = row_for(self._model, self._facts, hand.envelope, outcome, answered.replied_at_s or time.time())
+            self._rows.write(row, on_safe)
+
+    def tell_webhook(self, hand: JobInHand, event: str) -> None:
+        """Has the prediction's webhook told of `event`, if it wants to know; lost where the broker is out of reach."""
+        if event in hand.envelope.webhook.split(","):
+            self.spawn(self._tell_webhook(hand, event))
+
+    async def _tell_webhook(self, hand: JobInHand, event: str) -> None:
+        with contextlib.suppress(PenstockError):
+            await self._publish_event(hand, event)
+
+    async def _publish_event(self, hand: JobInHand, event: str) -> None:
+        if event not in hand.envelope.webhook.split(","):
+            return
+        attributes = {"schema": SCHEMA_VERSION, "record": hand.record, "event": event}
+        data = msgspec.json.encode({"id": hand.record, "event": event})
+        await self._publisher.publish(WEBHOOKS_TOPIC_ID, data, attributes)
 
     async def _store_large(self, envelope: Envelope, outcome: ItemOutcome) -> ItemOutcome:
         """Images above the inline limit go to the object store; the reply and the cache carry their key."""
@@ -114,9 +209,9 @@ class Finisher:
         image = Blob(result.image.media_type, object_key=key)
         return msgspec.structs.replace(outcome, result=msgspec.structs.replace(result, image=image))
 
-    async def _fill_cache(self, hand: JobInHand, outcomes: list[ItemOutcome]) -> None:
-        results = {outcome.index: outcome.result for outcome in outcomes}
-        found = {key: results[index] for key, index in hand.to_cache.items()}
+    async def _fill_cache(self, hand: JobInHand, ours: ReplyBody) -> None:
+        results = {outcome.index: outcome.result for outcome in ours.outcomes}
+        found = {key: results.get(index) for key, index in hand.to_cache.items()}
         kept = {key: result for key, result in found.items() if result is not None}
         if kept and self._model.cache.ttl_s:
             await self._cache.put_many(kept, self._model.cache.ttl_s)
@@ -137,7 +232,7 @@ class Finisher:
         """Ends a message that is no job of ours: answered if it says whom, dead-lettered with the reason otherwise."""
         log.warning("message is no job", extra={"message_id": message.message_id, "reason": error.message})
         metrics.UNDECODABLE.inc()
-        self._spawn(self._refuse(message, error, subscription))
+        self.spawn(self._refuse(message, error, subscription))
 
     async def _refuse(self, message: Message, error: UndecodableMessage, subscription: Subscription) -> None:
         try:
@@ -149,7 +244,7 @@ class Finisher:
                 reason = ItemError(error.code, error.message, error.field)
                 await self._reply(envelope, ReplyBody([], reason, self._facts.worker, replied_at_s=time.time()))
             else:
-                attributes = {**message.attributes, "penstock_reason": error.message[:1000]}
+                attributes = {**message.attributes, "penstock_reason": error.message[:REASON_LIMIT]}
                 await self._publisher.publish(dead_letter_topic_id(self._model.name), message.data, attributes)
         except PenstockError as failed:
             log.warning("refusal not sent", extra={"message_id": message.message_id, "reason": failed.message})
@@ -157,25 +252,31 @@ class Finisher:
             return
         subscription.ack(message)
 
-    def hand_back(self, hand: JobInHand) -> None:
-        """Gives an unfinished job back to the broker, for this or another worker to try again."""
-        if not hand.is_over:
-            hand.is_over = True
-            self._give_up(hand)
+    def in_hand(self, record: str | None = None) -> list[JobInHand]:
+        """The jobs in hand; those of one record where it is given, and more than one if a delivery was repeated."""
+        return [hand for hand in self._in_hand if record in (None, hand.record)]
 
     async def wait_idle(self) -> None:
         """Returns when nothing is in hand."""
         await self._idle.wait()
 
-    def hand_back_all(self) -> None:
+    async def hand_back_all(self) -> None:
         """Gives back what is still in hand; for the end, when nothing will finish it any more."""
-        for hand in list(self._in_hand):
-            self.hand_back(hand)
         for task in list(self._tasks):
             task.cancel()
+        for hand in list(self._in_hand):
+            hand.is_over = True
+            self._hand_back(hand)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=RELEASE_LIMIT_S)
 
-    def _give_up(self, hand: JobInHand) -> None:
+    def _give_up(self, hand: JobInHand, error: PenstockError) -> None:
+        log.warning("job not ended", extra={"request_id": hand.envelope.request_id, "reason": error.message})
+        self._hand_back(hand)
+
+    def _hand_back(self, hand: JobInHand) -> None:
         metrics.HANDED_BACK.inc()
+        self.spawn(self._records.release(hand.record))
         hand.subscription.nack(hand.message)
         self._let_go(hand)
 
@@ -183,7 +284,8 @@ class Finisher:
         self._in_hand.discard(hand)
         self._check_idle()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs `work`, which has to do with a job in hand, as a task of this finisher."""
         task = asyncio.create_task(work)
         self._idle.clear()
         self._tasks.add(task)
@@ -198,3 +300,28 @@ class Finisher:
     def _check_idle(self) -> None:
         if not self._in_hand and not self._tasks:
             self._idle.set()
+
+
+def _state_of(body: ReplyBody) -> Literal["succeeded", "failed", "canceled"]:
+    statuses = {outcome.status for outcome in body.outcomes}
+    if statuses == {"succeeded"}:
+        return "succeeded"
+    return "canceled" if "canceled" in statuses else "failed"
+
+
+def _answered(ours: ReplyBody, finish: Finish | None) -> ReplyBody:
+    """What became of the record: our answer, another attempt's, or a cancellation."""
+    if finish is not None and not finish.is_ours and finish.reply is not None:
+        return decode_reply_body(finish.reply)
+    if finish is None or finish.state != "canceled":
+        return ours
+    outcomes = [failure(outcome.index, Canceled(), outcome.receipt) for outcome in ours.outcomes]
+    return msgspec.structs.replace(ours, outcomes=outcomes)
+
+
+def _one_for_each(items: Sequence[Item], answered: ReplyBody) -> list[ItemOutcome]:
+    """The outcomes; where the job was ended as a whole, its error is that of every item."""
+    if answered.outcomes:
+        return answered.outcomes
+    error = answered.error or ItemError(PenstockError.code, "it ended without a reason; this is a bug")
+    return [failure(item.index, error_for_code(error.code, error.message, error.field)) for item in items]

@@ -1,13 +1,13 @@
 """What the I/O process and a model process say to each other over their socket: frames of msgpack, length first.
 
 A frame is its length in bytes (unsigned 32-bit, little-endian) and then one of the structs below in MessagePack. To the
-model process goes RunBatch; from it come Ready or Refused once, and then Progress and Done.
+model process go RunBatch and Cancel; from it come Ready or Refused once, and then Progress and Done.
 """
 
 from __future__ import annotations
 
+import socket
 import struct
-from typing import BinaryIO
 
 import msgspec
 
@@ -18,12 +18,18 @@ HEADER = struct.Struct("<I")
 FRAME_MAX_BYTES = 512 * 1024 * 1024
 
 
-class RunBatch(msgspec.Struct):
+class RunBatch(msgspec.Struct, tag="run"):
     """Run these items on model number `model` of the process; `number` counts the batches of this process."""
 
     number: int
     items: list[PreparedItem]
     model: int = 0
+
+
+class Cancel(msgspec.Struct, tag="cancel"):
+    """Nobody wants batch `number` any more; it may be over already."""
+
+    number: int
 
 
 class Residence(msgspec.Struct):
@@ -90,18 +96,25 @@ class Done(msgspec.Struct, tag="done", kw_only=True):
     out_of_memory: bool
     memory_bytes: int
     residence: Residence | None = None
+    steps_saved: int | None = None
 
 
 Answer = Ready | Refused | Progress | Done
+Order = RunBatch | Cancel
 
 _encoder = msgspec.msgpack.Encoder()
-_run_decoder = msgspec.msgpack.Decoder(RunBatch)
+_order_decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 _answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def encode_run(number: int, items: list[Prepared], model: int = 0) -> bytes:
     """The frame that asks for a batch of the process's model number `model`."""
-    return _frame(_encoder.encode({"number": number, "items": items, "model": model}))
+    return _frame(_encoder.encode({"type": "run", "number": number, "items": items, "model": model}))
+
+
+def encode_cancel(number: int) -> bytes:
+    """The frame that says that nobody wants a batch any more."""
+    return _frame(_encoder.encode(Cancel(number)))
 
 
 def encode_answer(answer: Answer) -> bytes:
@@ -122,11 +135,21 @@ def decode_answer(body: bytes) -> Answer:
     return _answer_decoder.decode(body)
 
 
-def read_run(stream: BinaryIO) -> RunBatch | None:
-    """The next batch to run, or None where the stream ends."""
-    header = stream.read(HEADER.size)
-    if len(header) < HEADER.size:
+def read_order(connection: socket.socket) -> Order | None:
+    """The next order, or None where the connection ends. Nothing beyond it is taken out of the socket."""
+    header = _read(connection, HEADER.size)
+    if header is None:
         return None
-    (length,) = HEADER.unpack(header)
-    body = stream.read(length)
-    return _run_decoder.decode(body) if len(body) == length else None
+    body = _read(connection, HEADER.unpack(header)[0])
+    return None if body is None else _order_decoder.decode(body)
+
+
+def _read(connection: socket.socket, size_bytes: int) -> bytearray | None:
+    body = bytearray(size_bytes)
+    view, place = memoryview(body), 0
+    while place < size_bytes:
+        got = connection.recv_into(view[place:])
+        if not got:
+            return None
+        place += got
+    return body

@@ -1,12 +1,14 @@
 """One model's part of a worker: from its subscription to the entries that wait, and from a batch to its outcomes.
 
-In call order: `start` → `_pull` → `_admit` decodes, drops the expired, asks the cache, prepares and queues → `take`
-gives the next batch → `settle` what came of it, or `hand_back`. Every outcome goes to workers/finisher.py.
+In call order: `start` → `_pull` → `_admit` decodes, drops the expired, claims the record, asks the cache, prepares and
+queues → `take` gives the next batch → `settle` what came of it, or `survive` it. Every outcome goes to
+workers/finisher.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,19 +16,25 @@ import msgspec
 
 from shared.cache import Level, ResultCache
 from shared.catalogue import Model
-from shared.errors import PenstockError, UndecodableMessage
+from shared.errors import Canceled, ModelFailed, PenstockError, Unavailable, UndecodableMessage
 from shared.messages import Blob, ImageInput, Item, Result, decode_job, failure
 from shared.objects import ObjectStore
+from shared.records import Claim, Records
 from shared.transport import Message, Subscription
 from workers import metrics
-from workers.batching import BatchQueue
 from workers.finisher import Finisher
 from workers.job import Entry, JobInHand
 from workers.model_pool import BatchDone
 from workers.models.base import Prepared, Preparer
+from workers.waiting import Waiting
 
 INTAKE_MESSAGES = 256
 """Messages admitted in one go: one cache look-up and one tokenizer call for all of them."""
+UNFINISHED_MAX = 3
+"""Workers that may die with a job in hand before it is given up."""
+DEATHS_MAX = 3
+"""Model processes that may die over an item before it is given up: with others, and then twice alone."""
+PROGRESS_EVERY_S = 0.5
 LINGER_S = 1.0
 """How long a computed item may still be joined: until its result has surely reached the cache."""
 SOURCE_LIMIT_BYTES = 32 * 1024 * 1024
@@ -37,68 +45,81 @@ class Intake:
     """What a worker has in hand for one model. Its parts are opened and closed by the caller."""
 
     def __init__(
-        self, model: Model, preparer: Preparer, cache: ResultCache, objects: ObjectStore, finisher: Finisher
+        self,
+        model: Model,
+        preparer: Preparer,
+        cache: ResultCache,
+        records: Records,
+        objects: ObjectStore,
+        finisher: Finisher,
     ) -> None:
         self.model = model
         self._preparer = preparer
         self._cache = cache
+        self._records = records
         self._objects = objects
         self._finisher = finisher
-        self._queue: BatchQueue[Entry] = BatchQueue(model.budget, model.batch.max_items)
-        self._running = 0
-        self._arrived: asyncio.Queue[Message] = asyncio.Queue(INTAKE_MESSAGES)
+        self._queue = Waiting(model.budget, model.batch.max_items)
+        self._arrived: asyncio.Queue[tuple[Message, Subscription]] = asyncio.Queue(INTAKE_MESSAGES)
         self._by_cache_key: dict[str, Entry] = {}
         self._tightest_s = float("inf")
+        self._progress_told_s = float("-inf")
         self._waits = metrics.WAIT_SECONDS.labels(model.name)
-        self._subscription: Subscription | None = None
+        self._subscriptions: Sequence[Subscription] = ()
+        self._pulling: list[asyncio.Task[None]] = []
 
     @property
     def is_connected(self) -> bool:
         """Whether jobs that are published now would arrive here."""
-        return self._subscription is not None and self._subscription.is_connected
+        return bool(self._subscriptions) and all(one.is_connected for one in self._subscriptions)
 
-    def start(self, subscription: Subscription, on_queued: Callable[[], None]) -> list[asyncio.Task[None]]:
+    def start(self, subscriptions: Sequence[Subscription], on_queued: Callable[[], None]) -> list[asyncio.Task[None]]:
         """Begins to pull and to admit; the tasks are the caller's, and end by themselves by an error only."""
-        self._subscription = subscription
+        self._subscriptions = subscriptions
         self._on_queued = on_queued
-        self._pulling = asyncio.create_task(self._pull(subscription))
-        return [self._pulling, asyncio.create_task(self._admit_all(subscription))]
+        self._pulling = [asyncio.create_task(self._pull(one)) for one in subscriptions]
+        return [*self._pulling, asyncio.create_task(self._admit_all())]
 
     async def finish(self) -> None:
         """Takes no more, and returns when nothing is in hand."""
-        if self._subscription is not None:
-            await self._subscription.stop()
-            await self._pulling
+        for subscription in self._subscriptions:
+            await subscription.stop()
+        await asyncio.gather(*self._pulling)
         await self._arrived.join()
         await self._finisher.wait_idle()
 
-    def hand_back_all(self) -> None:
+    async def hand_back_all(self) -> None:
         """Gives back what is in hand; for the end, when nothing will finish it any more."""
-        self._subscription = None
-        self._finisher.hand_back_all()
+        self._subscriptions = ()
+        await self._finisher.hand_back_all()
 
     async def _pull(self, subscription: Subscription) -> None:
         async for message in subscription:
-            await self._arrived.put(message)
+            await self._arrived.put((message, subscription))
 
-    async def _admit_all(self, subscription: Subscription) -> None:
+    async def _admit_all(self) -> None:
         """Admits together what arrived while the last ones were admitted."""
         while True:
-            messages = [await self._arrived.get()]
+            arrived = [await self._arrived.get()]
             while not self._arrived.empty():
-                messages.append(self._arrived.get_nowait())
-            await self._admit(messages, subscription)
-            for _ in messages:
+                arrived.append(self._arrived.get_nowait())
+            await self._admit(arrived)
+            for _ in arrived:
                 self._arrived.task_done()
 
-    async def _admit(self, messages: Sequence[Message], subscription: Subscription) -> None:
-        """Decodes, drops what came too late, answers from the cache, and queues the rest."""
-        taken = [self._take_in_hand(message, subscription) for message in messages]
+    async def _admit(self, arrived: Sequence[tuple[Message, Subscription]]) -> None:
+        """Decodes, drops what came too late or is over, answers from the cache, and queues the rest."""
+        taken = [self._take_in_hand(message, subscription) for message, subscription in arrived]
         hands = [hand for hand in taken if hand is not None]
+        if first := [hand for hand in hands if hand.is_fresh]:
+            # Nobody waits for the claim of a job that comes for the first time, as nearly all do.
+            self._finisher.spawn(self._claim(first))
+        if len(first) < len(hands):
+            await self._claim([hand for hand in hands if not hand.is_fresh])
         found = await self._look_up(hands)
         missing = []
         for hand in hands:
-            for item in hand.items:
+            for item in () if hand.is_over else hand.items:
                 if hand.reads_cache and item.cache_key in found:
                     result, level = found[item.cache_key]
                     self._finisher.settle(hand, hand.hit(item, result, level))
@@ -106,6 +127,27 @@ class Intake:
                     missing.append((hand, item))
         if missing:
             await self._enqueue(missing)
+
+    async def _claim(self, hands: Sequence[JobInHand]) -> None:
+        """Claims the records, and ends what is over already or was given up."""
+        claims = await self._records.claim([hand.record for hand in hands])
+        for hand, claim in zip(hands, claims, strict=True):
+            if claim is None:  # the broker knows less: it counts what was handed back, too
+                hand.unfinished = max(0, hand.message.delivery_attempt - 1)
+            elif not hand.is_over:
+                self._learn_claim(hand, claim)
+
+    def _learn_claim(self, hand: JobInHand, claim: Claim) -> None:
+        hand.envelope.attempt = max(hand.envelope.attempt, claim.attempt)
+        if claim.state != "processing":
+            self._finisher.conclude(hand, claim)
+        elif claim.unfinished >= UNFINISHED_MAX:
+            hand.dead_reason = f"{claim.unfinished} workers died with this job in hand"
+            for item in hand.items:
+                self._finisher.settle(hand, failure(item.index, ModelFailed(hand.dead_reason), hand.receipt()))
+        else:
+            hand.unfinished = claim.unfinished
+            self._finisher.tell_webhook(hand, "start")
 
     async def _look_up(self, hands: Sequence[JobInHand]) -> dict[str, tuple[Result, Level]]:
         """What the cache has. Redis is not asked again for what the API asked it for just before."""
@@ -191,7 +233,7 @@ class Intake:
     @property
     def oldest_s(self) -> float:
         """When the oldest of them was queued, unix seconds."""
-        return min(entry.queued_at_s for entry in self._queue.firsts())
+        return self._queue.oldest_s
 
     def tightest_deadline_s(self, after_s: float) -> float:
         """The earliest deadline that is not before `after_s`, unix seconds; infinite where there is none."""
@@ -209,16 +251,9 @@ class Intake:
         self._queue.pads = pads
 
     def take(self, processes: int) -> list[Entry]:
-        """The next batch for one of `processes`; empty where nothing waits, or nobody waits for what did.
-
-        Not more than its share of what waits and runs: texts that could run elsewhere at the same time would only
-        wait in it, and the others would be left with scraps.
-        """
+        """The next batch for one of `processes`; empty where nothing waits, or nobody waits for what did."""
         self._tightest_s = float("-inf")  # may be in the batch: looked for when it is asked for
-        share = -(-(len(self._queue) + self._running) // processes)
-        batch = [entry for entry in self._queue.take(None if self._queue.pads else share) if self._is_wanted(entry)]
-        self._running += len(batch)
-        return batch
+        return self._queue.take(processes, self._is_wanted)
 
     def _is_wanted(self, entry: Entry) -> bool:
         """Whether somebody still waits for `entry`; those whose deadline passed are told so."""
@@ -231,11 +266,55 @@ class Intake:
             self._forget(entry)
         return bool(entry.askers)
 
-    def settle(self, batch: Sequence[Entry], done: BatchDone) -> None:
+    def cancel(self, record: str) -> None:
+        """Drops the job of `record`, wherever it is; items that run now end with their batch."""
+        for hand in self._finisher.in_hand(record):
+            hand.is_canceled = True
+            running = {
+                item.index
+                for batch in self._queue.running
+                if self.is_unwanted(batch)
+                for entry in batch
+                for asker, item in entry.askers
+                if asker is hand
+            }
+            for item in hand.items:
+                if item.index not in running:
+                    self._finisher.settle(hand, hand.canceled(item))
+
+    def is_unwanted(self, batch: Sequence[Entry]) -> bool:
+        """Whether nobody waits for anything of a batch."""
+        return all(hand.is_canceled or hand.is_over for entry in batch for hand, _ in entry.askers)
+
+    async def recheck(self) -> None:
+        """Looks which of the jobs in hand were canceled while nobody could tell."""
+        for hand in self._finisher.in_hand():
+            with contextlib.suppress(Unavailable):
+                found = await self._records.read(hand.record)
+                if found is not None and found.state == "canceled":
+                    self.cancel(hand.record)
+
+    def tell_progress(self, batch: Sequence[Entry], step: int, steps: int) -> None:
+        """Notes in the records of predictions how far their batch is, not more often than anyone looks."""
+        now_s = time.monotonic()
+        if now_s - self._progress_told_s < PROGRESS_EVERY_S:
+            return
+        self._progress_told_s = now_s
+        for hand in {hand for entry in batch for hand, _ in entry.askers if hand.envelope.prediction}:
+            self._finisher.spawn(self._records.progress(hand.record, step, steps))
+            self._finisher.tell_webhook(hand, "logs")
+
+    def settle(self, batch: list[Entry], done: BatchDone) -> None:
         """Puts what came of a batch on the items that asked for it."""
-        self._running -= len(batch)
+        self._queue.ended(batch)
+        self._queue.learn_memory(was_short=done.out_of_memory)
         for entry, result in zip(batch, done.results, strict=True):
             self._waits.observe(max(0.0, done.started_at_s - entry.queued_at_s))
+            if isinstance(result, Canceled) and (late := [one for one in entry.waiting() if not one[0].is_canceled]):
+                # They joined it when it was on its way out.
+                entry.askers = [one for one in entry.askers if one[0].is_canceled]
+                self._queue.add(Entry(entry.prepared, None, time.time(), late))
+                self._on_queued()
             entry.computed = (result, done, len(batch))
             for hand, outcome in list(entry.outcomes(self.model)):
                 self._finisher.settle(hand, outcome)
@@ -244,13 +323,20 @@ class Intake:
             else:
                 self._forget(entry)
 
-    def hand_back(self, batch: Sequence[Entry]) -> None:
-        """Gives the jobs of a batch that was not run back to the broker."""
-        self._running -= len(batch)
+    def survive(self, batch: list[Entry], reason: str) -> None:
+        """Takes back a batch over which its model process died: each runs alone from now on, but not for ever."""
+        self._queue.ended(batch)
         for entry in batch:
+            entry.deaths += 1
+            if entry.deaths < DEATHS_MAX:
+                self._queue.add(entry)
+                continue
             self._forget(entry)
-            for hand, _ in entry.waiting():
-                self._finisher.hand_back(hand)
+            error = ModelFailed(f"{entry.deaths} model processes died over this item; the last: {reason}")
+            for hand, item in entry.waiting():
+                hand.dead_reason = error.message
+                self._finisher.settle(hand, failure(item.index, error, hand.receipt()))
+        self._on_queued()
 
     def _forget(self, entry: Entry) -> None:
         """Identical items are computed anew from now on, or found in the cache."""

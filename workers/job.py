@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared.catalogue import Model
-from shared.errors import DeadlineExceeded, PenstockError
+from shared.errors import Canceled, DeadlineExceeded, PenstockError
 from shared.messages import Envelope, Item, ItemOutcome, Job, Receipt, Result, failure
+from shared.records import record_id
 from shared.transport import Message, Subscription
 from shared.usage import Row, row_of
 from workers.model_pool import BatchDone
@@ -30,6 +31,17 @@ class JobInHand:
     """Cache keys this job pays for, and the index of the item whose result goes there."""
     is_over: bool = False
     """Finishing, finished or handed back: entries of it that still wait are dropped."""
+    is_canceled: bool = False
+    """Nobody wants it any more; what runs of it ends with the step it is at."""
+    unfinished: int = 0
+    """Earlier claims that came to no end: it was in the hands of so many workers that died."""
+    dead_reason: str = ""
+    """Why it is given up for good; a copy of its message goes to the dead letters."""
+
+    @property
+    def record(self) -> str:
+        """The id of its record."""
+        return record_id(self.envelope.request_id, self.envelope.part)
 
     @property
     def envelope(self) -> Envelope:
@@ -59,6 +71,10 @@ class JobInHand:
         """The outcome of an item that nobody waits for any more."""
         return failure(item.index, DeadlineExceeded("the deadline passed before the model could start"), self.receipt())
 
+    def canceled(self, item: Item, receipt: Receipt | None = None) -> ItemOutcome:
+        """The outcome of an item that nobody wants any more."""
+        return failure(item.index, Canceled(), receipt or self.receipt())
+
     def hit(self, item: Item, result: Result, level: str) -> ItemOutcome:
         """The outcome of an item that the cache level `level` answers; it costs nothing."""
         receipt = self.receipt(cache=level, tokens=getattr(result, "tokens", None))
@@ -77,6 +93,8 @@ class Entry:
     """What the model gave, in which batch, of how many items."""
     is_kept: bool = False
     """The result is on its way to the cache."""
+    deaths: int = 0
+    """Model processes that died over it."""
 
     @property
     def key(self) -> str:
@@ -87,6 +105,16 @@ class Entry:
     def length(self) -> int:
         """What padding counts."""
         return self.prepared.length
+
+    @property
+    def lane(self) -> str:
+        """`batch` where every asker may wait behind interactive requests."""
+        return "batch" if all(hand.envelope.lane == "batch" for hand, _ in self.askers) else ""
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it was in the hands of somebody who died."""
+        return self.deaths > 0 or any(hand.unfinished for hand, _ in self.askers)
 
     def waiting(self) -> list[tuple[JobInHand, Item]]:
         """The askers whose job is still open."""
@@ -115,6 +143,9 @@ class Entry:
             inference_ms=done.inference_ms,
             batch_size=batch_size,
         )
+        if isinstance(result, Canceled) or hand.is_canceled:
+            receipt.steps_saved = done.steps_saved
+            return hand.canceled(item, receipt)
         if isinstance(result, PenstockError):
             return failure(item.index, result, receipt)
         receipt.tokens = getattr(result, "tokens", None)

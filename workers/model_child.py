@@ -26,6 +26,7 @@ from workers.frames import (
     Refused,
     Residence,
     decode_answer,
+    encode_cancel,
     encode_run,
 )
 from workers.models.base import OnStep, Prepared
@@ -46,6 +47,7 @@ class BatchDone:
     Times are unix seconds. `real_work` and `padded_work` are tokens or pixel-steps without and with padding.
     `out_of_memory`: the device had too little memory for the batch as it was, and it was run in parts. `switched`: the
     models that the process holds now, and what was brought in and dropped for this batch; None where nothing was.
+    `steps_saved`: the steps that were left out, where the batch was canceled.
     """
 
     results: list[Result | PenstockError]
@@ -56,6 +58,7 @@ class BatchDone:
     padded_work: int
     out_of_memory: bool = False
     switched: Residence | None = None
+    steps_saved: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +175,11 @@ class ModelChild:
         self._writer.write(encode_run(self._batches, list(batch), model))
         return await done
 
+    def cancel(self) -> None:
+        """Ends the batch in hand after the step it is at, where it has steps: its items fail as canceled."""
+        if self._pending is not None:
+            self._writer.write(encode_cancel(self._pending.number))
+
     def kill(self, fault: str) -> None:
         """Ends the process at once, for the reason given."""
         self._fault = self._fault or fault
@@ -254,6 +262,7 @@ def _batch_done(answer: Done) -> BatchDone:
         padded_work=answer.padded_work,
         out_of_memory=answer.out_of_memory,
         switched=answer.residence,
+        steps_saved=answer.steps_saved,
     )
 
 

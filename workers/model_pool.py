@@ -155,6 +155,11 @@ class ModelProcess:
             raise ModelProcessDied("the model process is not up")
         return await self._child.run(batch, timeout_s, on_step, model)
 
+    def cancel(self) -> None:
+        """Ends the batch that runs, if one does, after the step it is at: items without a result fail as Canceled."""
+        if self._child is not None:
+            self._child.cancel()
+
     async def keep_alive(self) -> None:
         """Starts the process, and again when it ends, until cancelled or until it can't be started any more."""
         try:

@@ -15,18 +15,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from shared.catalogue import Model as Entry
-from shared.errors import ModelFailed, PenstockError
+from shared.errors import Canceled, ModelFailed, PenstockError
 from shared.logs import configure_logs
 from shared.messages import Result
 from workers import memory
-from workers.frames import Answer, Done, Failure, Progress, Ready, Refused, RunBatch, encode_answer, read_run
+from workers.frames import Answer, Cancel, Done, Failure, Progress, Ready, Refused, RunBatch, encode_answer, read_order
 from workers.models import model_for
 from workers.models.backend import Backend
 from workers.models.base import Model, OnStep, OutOfMemory, PreparedItem
@@ -66,9 +66,9 @@ def main() -> int:
         answer(Refused(error.code, error.message, error.field))
         return 2
     answer(_ready(residency))
-    with connection.makefile("rb") as stream:
-        while (batch := read_run(stream)) is not None:
-            answer(_run(residency, batch, answer))
+    while (order := read_order(connection)) is not None:
+        if isinstance(order, RunBatch):  # else it cancels what is done already
+            answer(_run(residency, order, _Steps(connection, order.number)))
     return 0
 
 
@@ -101,7 +101,7 @@ def _ready(residency: Residency) -> Ready:
     )
 
 
-def _run(residency: Residency, batch: RunBatch, answer: Callable[[Answer], None]) -> Done:
+def _run(residency: Residency, batch: RunBatch, steps: _Steps) -> Done:
     try:
         model = residency.use(batch.model)
     except Exception as error:
@@ -109,14 +109,14 @@ def _run(residency: Residency, batch: RunBatch, answer: Callable[[Answer], None]
         log.warning("model could not be loaded", exc_info=True, extra={"model": batch.model})
         return _done(residency, batch, time.time(), 0.0, [_as_failure(error)] * len(batch.items))
     started_at_s, began = time.time(), time.perf_counter()
-    run = _Run(model, _progress(batch.number, answer))
+    run = _Run(model, steps)
     run.compute(batch.items)
     inference_ms = (time.perf_counter() - began) * 1000
     if run.out_of_memory:
         residency.drop_others(keep=batch.model)  # for the next batch; this one was run in parts
     outcomes = [outcome for _, outcome in sorted(run.outcomes.items())]
     done = _done(residency, batch, started_at_s, inference_ms, outcomes)
-    done.padded_work, done.out_of_memory = run.padded_work, run.out_of_memory
+    done.padded_work, done.out_of_memory, done.steps_saved = run.padded_work, run.out_of_memory, steps.saved
     return done
 
 
@@ -144,17 +144,33 @@ def _done(
     )
 
 
-def _progress(number: int, answer: Callable[[Answer], None]) -> OnStep:
-    """Reports steps, but not more often than anyone wants to see."""
-    last_s = time.monotonic()
+class _Steps:
+    """What a model calls after each step of batch `number`: tells how far it is, and ends it where it is canceled.
 
-    def on_step(step: int, steps: int) -> None:
-        nonlocal last_s
-        if (now_s := time.monotonic()) - last_s >= PROGRESS_EVERY_S:
-            last_s = now_s
-            answer(Progress(number, step, steps))
+    The socket is looked at here, between two steps, and not by a thread of its own, for which every batch would wait.
+    """
 
-    return on_step
+    def __init__(self, connection: socket.socket, number: int) -> None:
+        self._connection = connection
+        self._number = number
+        self._told_s = time.monotonic()
+        self.saved: int | None = None
+
+    def __call__(self, step: int, steps: int) -> None:
+        if step < steps and self._is_canceled():
+            self.saved = steps - step
+            raise Canceled
+        if (now_s := time.monotonic()) - self._told_s >= PROGRESS_EVERY_S:  # not more often than anyone wants to see
+            self._told_s = now_s
+            self._connection.sendall(encode_answer(Progress(self._number, step, steps)))
+
+    def _is_canceled(self) -> bool:
+        while select.select([self._connection], [], [], 0)[0]:
+            order = read_order(self._connection)
+            # While a batch runs nothing comes but its Cancel, late ones of others, and the end of the connection.
+            if not isinstance(order, Cancel) or order.number == self._number:
+                return True
+        return False
 
 
 class _Run:
@@ -169,8 +185,12 @@ class _Run:
 
     def compute(self, items: Sequence[PreparedItem]) -> None:
         """Fills `outcomes` for every place in `items`."""
-        for places in self._model.groups(items):
-            self._compute_group(items, places)
+        try:
+            for places in self._model.groups(items):
+                self._compute_group(items, places)
+        except Canceled as error:
+            for place in range(len(items)):
+                self.outcomes.setdefault(place, error)
 
     def _compute_group(self, items: Sequence[PreparedItem], places: Sequence[int]) -> None:
         group = [items[place] for place in places]
@@ -180,6 +200,8 @@ class _Run:
             results = self._model.predict(group, self._on_step)
             if len(results) != len(group):
                 raise ModelFailed(f"the model gave {len(results)} results for {len(group)} items; this is a bug")
+        except Canceled:
+            raise
         except Exception as error:
             # The boundary to the model libraries: whatever they raise fails items, never the process.
             self.out_of_memory |= isinstance(error, OutOfMemory)

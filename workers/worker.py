@@ -4,8 +4,9 @@ Guarantees used: Pub/Sub delivers a job at least once and keeps it until its ack
 message in hand, and flow control bounds how many those are. The models run in processes of their own
 (workers/model_pool.py), so what they do to their interpreter takes no lease and no reply with it.
 
-In call order: `run` opens a subscription for each model and starts its workers/intake.py → `_serve`, one for each model
-process, asks workers/turns.py whose turn it is, takes that model's next batch and runs it.
+In call order: `run` opens the subscriptions of each model and starts its workers/intake.py → `_serve`, one for each
+model process, asks workers/turns.py whose turn it is, takes that model's next batch and runs it → `_listen` hears of
+jobs that are canceled meanwhile.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
-from shared.errors import PenstockError
-from shared.names import workers_subscription_id
+from shared.errors import ModelFailed, PenstockError
+from shared.names import batch_subscription_id, workers_subscription_id
+from shared.records import Records
 from shared.transport import Subscriber
 from workers import metrics
 from workers.frames import Residence
@@ -33,7 +36,9 @@ log = logging.getLogger(__name__)
 ACK_LINGER_S = 0.02
 """Acks wait so long for company: they are on nobody's path, and alone each costs as much as a publish."""
 BATCH_TIMEOUT_S = 300.0
-"""A batch that takes longer than this hangs; its process is killed and its jobs go back."""
+"""A batch that takes longer than this hangs; its process is killed and its jobs are tried again."""
+FAILED_BATCHES_MAX = 20
+"""After so many batches in a row that failed or killed their process, it is the worker that is broken: it leaves."""
 
 
 class Worker:
@@ -42,9 +47,10 @@ class Worker:
     Args:
         intakes: one for each model, in the order of the pool's.
         subscriber: where jobs are pulled from.
+        records: tell of jobs that are canceled.
         pool: the model processes.
         ack_deadline_s: leases are asked for, and extended, by so much.
-        max_outstanding_bytes: of all messages in hand, shared evenly by the models.
+        max_outstanding_bytes: of the messages in hand, of each lane, shared evenly by the models.
         drain_s: how long what is in hand may take to finish at the end.
     """
 
@@ -52,20 +58,24 @@ class Worker:
         self,
         intakes: Sequence[Intake],
         subscriber: Subscriber,
+        records: Records,
         pool: ModelPool,
         *,
-        ack_deadline_s: int = 20,
+        ack_deadline_s: int = 10,
         max_outstanding_bytes: int = 64 * 1024 * 1024,
         drain_s: float = 20.0,
     ) -> None:
         self._intakes = intakes
         self._subscriber = subscriber
+        self._records = records
         self._pool = pool
         self._ack_deadline_s = ack_deadline_s
         self._max_outstanding_bytes = max_outstanding_bytes
         self._drain_s = drain_s
         self._turns = Turns(len(intakes), len(pool.processes))
         self._queued = asyncio.Event()
+        self._running: dict[ModelProcess, tuple[Intake, list[Entry]]] = {}
+        self._failed_batches = 0
 
     @property
     def is_ready(self) -> bool:
@@ -76,7 +86,7 @@ class Worker:
         """Pulls and serves until `stop` is set, then finishes what is in hand within the drain limit.
 
         Raises:
-            PenstockError: a subscription is lost for good.
+            PenstockError: a subscription is lost for good, or batch after batch fails.
         """
         async with AsyncExitStack() as stack:
             tasks: list[asyncio.Task[Any]] = []
@@ -84,6 +94,7 @@ class Worker:
                 for intake in self._intakes:
                     tasks += await self._start(stack, intake)
                 tasks += [asyncio.create_task(self._serve(process)) for process in self._pool.processes]
+                tasks.append(asyncio.create_task(self._listen()))
                 stopping = asyncio.create_task(stop.wait())
                 tasks.append(stopping)
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -93,18 +104,21 @@ class Worker:
             finally:
                 await _cancel(tasks)
                 for intake in self._intakes:
-                    intake.hand_back_all()
+                    await intake.hand_back_all()
 
     async def _start(self, stack: AsyncExitStack, intake: Intake) -> list[asyncio.Task[None]]:
-        subscribing = self._subscriber.subscribe(
-            workers_subscription_id(intake.model.name),
-            # Two batches for each process: one that runs, and one to choose the next from.
-            max_messages=2 * intake.model.batch.max_items * len(self._pool.processes),
-            max_bytes=max(1, self._max_outstanding_bytes // len(self._intakes)),
-            ack_deadline_s=self._ack_deadline_s,
-            ack_linger_s=ACK_LINGER_S,
-        )
-        return intake.start(await stack.enter_async_context(subscribing), self._has_queued)
+        subscriptions = []
+        for subscription_id in (workers_subscription_id(intake.model.name), batch_subscription_id(intake.model.name)):
+            subscribing = self._subscriber.subscribe(
+                subscription_id,
+                # Two batches for each process: one that runs, and one to choose the next from.
+                max_messages=2 * intake.model.batch.max_items * len(self._pool.processes),
+                max_bytes=max(1, self._max_outstanding_bytes // len(self._intakes)),
+                ack_deadline_s=self._ack_deadline_s,
+                ack_linger_s=ACK_LINGER_S,
+            )
+            subscriptions.append(await stack.enter_async_context(subscribing))
+        return intake.start(subscriptions, self._has_queued)
 
     def _has_queued(self) -> None:
         self._queued.set()
@@ -166,18 +180,41 @@ class Worker:
 
     async def _run_batch(self, process: ModelProcess, number: int, batch: list[Entry]) -> None:
         intake = self._intakes[number]
+        self._running[process] = (intake, batch)
         try:
             prepared = [entry.prepared for entry in batch]
-            done = await process.run(prepared, timeout_s=BATCH_TIMEOUT_S, model=number)
+            on_step = partial(intake.tell_progress, batch)
+            done = await process.run(prepared, timeout_s=BATCH_TIMEOUT_S, model=number, on_step=on_step)
         except ModelProcessDied as error:
             facts = {"reason": error.message, "model": intake.model.name, "batch_size": len(batch)}
             log.error("model process died", extra=facts)
             metrics.MODEL_PROCESS_DEATHS.inc()
-            intake.hand_back(batch)
+            intake.survive(batch, error.message)
+            self._count_failed(has_failed=True)
             return
+        finally:
+            del self._running[process]
         self._turns.ran(done.finished_at_s - done.started_at_s)
         metrics.observe_batch(done)
         intake.settle(batch, done)
+        self._count_failed(has_failed=all(isinstance(result, ModelFailed) for result in done.results))
+
+    def _count_failed(self, *, has_failed: bool) -> None:
+        self._failed_batches = self._failed_batches + 1 if has_failed else 0
+        if self._failed_batches >= FAILED_BATCHES_MAX:
+            raise ModelFailed(f"{self._failed_batches} batches in a row failed; another worker may do better")
+
+    async def _listen(self) -> None:
+        """Drops what is canceled, and ends batches of which nothing is wanted any more."""
+        async for record in self._records.canceled():
+            for intake in self._intakes:
+                if record is None:
+                    await intake.recheck()
+                else:
+                    intake.cancel(record)
+            for process, (intake, batch) in self._running.items():
+                if intake.is_unwanted(batch):
+                    process.cancel()
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -170,18 +170,17 @@ async def test_a_command_that_is_not_there(entry: Model, folder: Path) -> None:
 
 ANSWERS_ODDLY = """
 import argparse, socket, sys
-from workers.frames import Done, Progress, Ready, encode_answer, read_run
+from workers.frames import Done, Progress, Ready, encode_answer, read_order
 parser = argparse.ArgumentParser()
 parser.add_argument("--fd", type=int)
 connection = socket.socket(fileno=parser.parse_known_args()[0].fd)
 connection.sendall(encode_answer(Ready("odd", 0.0, 0.0, 1)))
-stream = connection.makefile("rb")
-number = read_run(stream).number
+number = read_order(connection).number
 done = Done(number=number, results=[], started_at_s=0.0, finished_at_s=0.0, inference_ms=0.0, real_work=0,
             padded_work=0, out_of_memory=False, memory_bytes=1)
 connection.sendall({"few": encode_answer(done), "turn": encode_answer(Progress(number + 1, 1, 2)),
                     "noise": bytes([4, 0, 0, 0]) + b"nono"}[sys.argv[1]])
-stream.read()
+connection.recv(1)
 """
 
 

@@ -19,12 +19,20 @@ from safetensors.numpy import load_file, save_file
 from shared.cache import ResultCache
 from shared.catalogue import Cache, Model, read_catalogue
 from shared.messages import EmbeddingResult, Envelope, Item, Job, JobBody, TextInput, decode_reply, encode_job
-from shared.names import inbox_topic_id, jobs_topic_id, slot_subscription_id, workers_subscription_id
+from shared.names import (
+    BATCH_FILTER,
+    batch_subscription_id,
+    inbox_topic_id,
+    jobs_topic_id,
+    slot_subscription_id,
+    workers_subscription_id,
+)
 from shared.objects import ObjectStore
+from shared.records import Records
 from shared.settings import WorkerSettings, read_settings
 from shared.transport import SubscriptionSettings
-from shared.usage import Row
 from tests.fakes import InMemoryTransport
+from tests.workers.desk import RowList
 from workers.finisher import Finisher
 from workers.intake import Intake
 from workers.job import WorkerFacts
@@ -148,14 +156,18 @@ async def working(redis_url: str, folder: Path, hosted: list[Hosted], pool: Mode
     for topic_id, subscription_id in (topics | {inbox_topic_id("1"): slot_subscription_id("1", 0)}).items():
         await broker.ensure_topic(topic_id)
         await broker.ensure_subscription(subscription_id, SubscriptionSettings(topic_id))
+    for one in hosted:
+        for_batch = SubscriptionSettings(jobs_topic_id(one.entry.name), filter=BATCH_FILTER)
+        await broker.ensure_subscription(batch_subscription_id(one.entry.name), for_batch)
     objects, facts, stop = ObjectStore(f"file://{folder}"), WorkerFacts("w", "here", "cpu"), asyncio.Event()
     async with AsyncExitStack() as stack:
         cache = await stack.enter_async_context(ResultCache(redis_url, 1_000_000))
+        records = await stack.enter_async_context(Records(redis_url))
         intakes = []
         for model, model_folder, _ in hosted:
-            finisher = Finisher(model, broker, cache, objects, RowList(), facts)
-            intakes.append(Intake(model, preparer_for(model, model_folder), cache, objects, finisher))
-        worker = Worker(intakes, broker, pool)
+            finisher = Finisher(model, broker, cache, records, objects, RowList(), facts)
+            intakes.append(Intake(model, preparer_for(model, model_folder), cache, records, objects, finisher))
+        worker = Worker(intakes, broker, records, pool)
         running = asyncio.create_task(worker.run(stop))
         desk = Desk(broker, worker)
         receiving = asyncio.create_task(desk.receive())
@@ -167,11 +179,6 @@ async def working(redis_url: str, folder: Path, hosted: list[Hosted], pool: Mode
             receiving.cancel()
     assert not worker.is_ready
     assert [broker.backlog(subscription_id) for subscription_id in topics.values()] == [0, 0]
-
-
-class RowList(list[Row]):
-    def write(self, row: Row) -> None:
-        self.append(row)
 
 
 class Desk:

@@ -1,204 +1,24 @@
-"""The life of a job in a worker, over the broker in memory, a real Redis, and a model that can be held and killed."""
+"""The life of a job in a worker, over the broker in memory, a real Redis, and a model that can be held."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from shared.cache import ResultCache
-from shared.catalogue import Batch, Cache, Model, Price
-from shared.errors import BadInput, ModelFailed, PenstockError, Unavailable
-from shared.messages import (
-    EmbeddingResult,
-    Envelope,
-    Input,
-    Item,
-    Job,
-    JobBody,
-    Reply,
-    Result,
-    TextInput,
-    decode_reply,
-    encode_job,
-)
+from shared.errors import Unavailable
 from shared.names import (
     dead_letter_subscription_id,
-    dead_letter_topic_id,
     inbox_topic_id,
     jobs_topic_id,
-    slot_subscription_id,
     workers_subscription_id,
 )
-from shared.objects import ObjectStore
-from shared.transport import Message, SubscriptionSettings
-from shared.usage import Row
-from tests.fakes import InMemoryTransport
-from workers.finisher import Finisher
-from workers.frames import Residence
-from workers.intake import Intake
-from workers.job import WorkerFacts
-from workers.model_pool import BatchDone, ModelProcessDied
-from workers.models.base import PreparedText
-from workers.worker import Worker
+from shared.transport import Message
+from tests.workers.desk import LIMIT_S, MODEL, HeldCache, working
 
 pytestmark = pytest.mark.anyio
-
-MODEL = Model(
-    name="letters",
-    task="embedding",
-    source="local:nowhere",
-    dimensions=1,
-    batch=Batch(max_tokens=100, max_items=4),
-    cache=Cache(ttl_s=60),
-    price=Price(per_million_tokens_usd=2.0),
-)
-LIMIT_S = 5.0
-
-
-class LetterPreparer:
-    """A token is a letter; a text with a digit is refused."""
-
-    def prepare(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
-        return [self._prepare(given) for given in inputs]
-
-    def _prepare(self, given: Input) -> PreparedText | BadInput:
-        assert isinstance(given, TextInput)
-        if any(letter.isdigit() for letter in given.text):
-            return BadInput("no digits", field="input")
-        return PreparedText(key="", length=len(given.text), work=len(given.text), ids=given.text.encode())
-
-
-class LetterProcess:
-    """Answers with the text itself; `gate` holds it, `deaths` counts how often it dies first, "!" fails alone."""
-
-    def __init__(self) -> None:
-        self.batches: list[list[str]] = []
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.deaths = 0
-        self.started = asyncio.Event()
-        self.residence = Residence([0])
-
-    async def ready(self) -> None:
-        return None
-
-    async def run(self, batch: Sequence[PreparedText], *, timeout_s: float, model: int) -> BatchDone:
-        texts = [prepared.ids.decode() for prepared in batch]
-        self.batches.append(texts)
-        self.started.set()
-        await asyncio.wait_for(self.gate.wait(), timeout_s)
-        if self.deaths:
-            self.deaths -= 1
-            raise ModelProcessDied("killed")
-        now_s = time.time()
-        results: list[EmbeddingResult | PenstockError] = [
-            ModelFailed("a bang") if "!" in text else EmbeddingResult(text.encode(), len(text)) for text in texts
-        ]
-        return BatchDone(results, now_s, now_s, 1.5, sum(map(len, texts)), sum(map(len, texts)))  # type: ignore[arg-type]
-
-
-class LetterPool:
-    def __init__(self) -> None:
-        self.processes = [LetterProcess()]
-        self.device_name = "letters"
-
-
-class Desk:
-    """The caller's side: sends jobs, gets replies, sees rows."""
-
-    def __init__(self, broker: InMemoryTransport, process: LetterProcess, rows: list[Row], stop: asyncio.Event) -> None:
-        self.broker, self.process, self.rows, self.stop = broker, process, rows, stop
-        self.replies: asyncio.Queue[Reply] = asyncio.Queue()
-
-    async def send(self, *texts: str, request_id: str = "req", left_s: float = 30.0, **body: bool) -> None:
-        now_s = time.time()
-        envelope = Envelope(
-            request_id=request_id,
-            part=0,
-            model=MODEL.name,
-            tenant="t",
-            inbox=inbox_topic_id("1"),
-            slot="0",
-            deadline_s=now_s + left_s,
-            received_at_s=now_s,
-            published_at_s=now_s,
-        )
-        items = [Item(index, TextInput(text), cache_key=f"key-{text}") for index, text in enumerate(texts)]
-        data, attributes = encode_job(Job(envelope, JobBody(items, **body)))
-        await self.broker.publish(jobs_topic_id(MODEL.name), data, attributes)
-
-    async def reply(self) -> Reply:
-        return await asyncio.wait_for(self.replies.get(), LIMIT_S)
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(LIMIT_S):
-            while not holds():  # noqa: ASYNC110  (conditions of the fakes have no event)
-                await asyncio.sleep(0)
-
-    async def ask(self, *texts: str, **given: object) -> list[tuple[str, bytes | None]]:
-        await self.send(*texts, **given)  # type: ignore[arg-type]
-        outcomes = (await self.reply()).body.outcomes
-        return [(o.status, o.result.vector if isinstance(o.result, EmbeddingResult) else None) for o in outcomes]
-
-
-class RowList(list[Row]):
-    def write(self, row: Row) -> None:
-        self.append(row)
-
-
-class HeldCache(ResultCache):
-    """Does not get to Redis until `gate` opens."""
-
-    gate = asyncio.Event()
-
-    async def put_many(self, results: Mapping[str, Result], ttl_s: int) -> None:
-        await asyncio.wait_for(self.gate.wait(), LIMIT_S)
-        await super().put_many(results, ttl_s)
-
-
-@asynccontextmanager
-async def working(
-    redis_url: str, folder: Path, *, drain_s: float = LIMIT_S, cache_kind: type[ResultCache] = ResultCache
-) -> AsyncIterator[Desk]:
-    broker = InMemoryTransport()
-    await broker.ensure_topic(jobs_topic_id(MODEL.name))
-    await broker.ensure_topic(dead_letter_topic_id(MODEL.name))
-    await broker.ensure_topic(inbox_topic_id("1"))
-    for subscription_id, topic_id in (
-        (workers_subscription_id(MODEL.name), jobs_topic_id(MODEL.name)),
-        (dead_letter_subscription_id(MODEL.name), dead_letter_topic_id(MODEL.name)),
-        (slot_subscription_id("1", 0), inbox_topic_id("1")),
-    ):
-        await broker.ensure_subscription(subscription_id, SubscriptionSettings(topic_id))
-    rows, pool, stop = RowList(), LetterPool(), asyncio.Event()
-    desk = Desk(broker, pool.processes[0], rows, stop)
-    async with cache_kind(redis_url, 1_000_000) as cache:
-        assert await cache.wait_redis(LIMIT_S)
-        objects = ObjectStore(f"file://{folder}")
-        finisher = Finisher(MODEL, broker, cache, objects, rows, WorkerFacts("w", "here", "letters"))
-        intake = Intake(MODEL, LetterPreparer(), cache, objects, finisher)
-        worker = Worker([intake], broker, pool, drain_s=drain_s)  # type: ignore[arg-type]
-        running = asyncio.create_task(worker.run(stop))
-        receiving = asyncio.create_task(_receive(desk))
-        try:
-            yield desk
-        finally:
-            stop.set()
-            await asyncio.wait_for(running, LIMIT_S + drain_s)
-            receiving.cancel()
-    assert broker.backlog(workers_subscription_id(MODEL.name)) == 0 or drain_s == 0
-
-
-async def _receive(desk: Desk) -> None:
-    async with desk.broker.subscribe(slot_subscription_id("1", 0), max_messages=100) as replies:
-        async for message in replies:
-            replies.ack(message)
-            desk.replies.put_nowait(decode_reply(message.data, message.attributes))
 
 
 async def test_job_is_answered_in_order_with_one_row_an_item(redis_url: str, tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""The functions behind Pub/Sub push: one answers the callers of dead letters, one delivers webhooks."""

@@ -1,0 +1,157 @@
+"""A job that no worker could finish: its record ends, its caller hears why, its webhook is told, its rows are written.
+
+All of it is repeated when the message comes again, since any step may have been the last one of a process that died:
+the caller takes one reply, a webhook's event and a row are known by their ids. A job that somebody else has answered is
+left alone; workers send such jobs here for people to look at.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Protocol
+
+import msgspec
+from prometheus_client import Counter
+
+from shared.catalogue import Catalogue
+from shared.errors import BadInput, Canceled, ModelFailed, PenstockError, Unavailable, UndecodableMessage, UnknownModel
+from shared.messages import Envelope, Reply, ReplyBody, decode_job, encode_reply, failure
+from shared.names import WEBHOOKS_TOPIC_ID
+from shared.records import Finish, Records, record_id
+from shared.transport import Message, Publisher
+from shared.usage import Row, row_of
+from shared.webhooks import Event, encode_event
+
+ANSWERED_BY = "dead-letter"
+"""The worker in replies and rows that come from here."""
+_ATTEMPTS = "cloudpubsubdeadlettersourcedeliverycount"
+
+DEAD_LETTERS = Counter(
+    "penstock_functions_dead_letters_total", "Dead letters, by what was left to do: answered, repeated, none", ["end"]
+)
+
+log = logging.getLogger(__name__)
+
+
+class Table(Protocol):
+    """Where rows go."""
+
+    async def write(self, rows: list[Row]) -> None:
+        """Returns once the table has `rows`.
+
+        Raises:
+            Unavailable: it can't be said that it has.
+        """
+
+
+class DeadLetters:
+    """Answers dead letters.
+
+    Args:
+        records: ends the records.
+        publisher: for replies and events.
+        table: for rows.
+        catalogue: says what the rows say of a model.
+        region: where this runs, for the rows.
+    """
+
+    def __init__(
+        self, records: Records, publisher: Publisher, table: Table, catalogue: Catalogue, region: str
+    ) -> None:
+        self._records = records
+        self._publisher = publisher
+        self._table = table
+        self._catalogue = catalogue
+        self._region = region
+
+    async def answer(self, message: Message) -> None:
+        """Does for one dead letter what its worker could not.
+
+        Raises:
+            UndecodableMessage: nothing in it says whose it is.
+            PenstockError: something could not be done now; to be repeated.
+        """
+        envelope = Envelope.from_attributes(message.attributes)
+        items, error = _reading(message)
+        body = ReplyBody([failure(item, error) for item in items], worker=ANSWERED_BY, replied_at_s=time.time())
+        found = await self._end(envelope, body)
+        if found is None:
+            DEAD_LETTERS.labels("none").inc()
+            return
+        answered, end = found
+        facts = {"request_id": envelope.request_id, "model": envelope.model, "reason": error.message, "end": end}
+        log.warning("dead letter", extra=facts)
+        await self._reply(envelope, answered)
+        await self._tell_webhook(envelope)
+        await self._table.write([self._row(envelope, answered, item) for item in range(len(items))])
+        DEAD_LETTERS.labels(end).inc()
+
+    async def _end(self, envelope: Envelope, ours: ReplyBody) -> tuple[ReplyBody, str] | None:
+        """Ends the record: what its caller is to hear, by now or by an earlier attempt; None where others answered."""
+        record = record_id(envelope.request_id, envelope.part)
+        finish = await self._records.finish(record, "failed", encode_reply(_reply_of(envelope, ours))[0])
+        if finish is None and envelope.prediction:
+            raise Unavailable("the record could not be ended")
+        if finish is None or finish.is_ours:
+            return _canceled(ours) if finish and finish.state == "canceled" else ours, "answered"
+        earlier = _answer_of(finish)
+        if earlier is None or earlier.worker != ANSWERED_BY:
+            return None
+        return _canceled(earlier) if finish.state == "canceled" else earlier, "repeated"
+
+    async def _reply(self, envelope: Envelope, body: ReplyBody) -> None:
+        if envelope.inbox:
+            await self._publish(envelope.inbox, *encode_reply(_reply_of(envelope, body)))
+
+    async def _tell_webhook(self, envelope: Envelope) -> None:
+        if "completed" in envelope.webhook.split(","):
+            record = record_id(envelope.request_id, envelope.part)
+            await self._publish(WEBHOOKS_TOPIC_ID, *encode_event(Event(record, "completed")))
+
+    async def _publish(self, topic_id: str, data: bytes, attributes: dict[str, str]) -> None:
+        try:
+            await self._publisher.publish(topic_id, data, attributes)
+        except BadInput as error:
+            # The inbox went with its instance, or there are no webhooks here: nobody waits, now or later.
+            log.warning("topic refused a message", extra={"topic": topic_id, "reason": error.message})
+
+    def _row(self, envelope: Envelope, answered: ReplyBody, item: int) -> Row:
+        try:
+            model = self._catalogue.find(envelope.model)
+        except UnknownModel:
+            facts: dict[str, str | None] = {}
+        else:
+            facts = {"revision": model.revision, "task": model.task}
+        return row_of(
+            envelope,
+            answered.outcomes[item],
+            replied_at_s=answered.replied_at_s,
+            region=self._region,
+            worker=ANSWERED_BY,
+            **facts,
+        )
+
+
+def _reading(message: Message) -> tuple[list[int], PenstockError]:
+    """The items of a dead letter (the first one where its body can't be read), and what is wrong with them."""
+    attributes = {name.lower(): value for name, value in message.attributes.items()}
+    reason = attributes.get("penstock_reason") or f"no worker could finish it in {attributes.get(_ATTEMPTS, 'its')} attempts"
+    try:
+        return [item.index for item in decode_job(message.data, message.attributes).body.items], ModelFailed(reason)
+    except UndecodableMessage as error:
+        return [0], error
+
+
+def _reply_of(envelope: Envelope, body: ReplyBody) -> Reply:
+    return Reply(envelope.request_id, envelope.part, envelope.slot, body)
+
+
+def _canceled(body: ReplyBody) -> ReplyBody:
+    """The same for somebody who did not want an answer any more."""
+    outcomes = [failure(outcome.index, Canceled(), outcome.receipt) for outcome in body.outcomes]
+    return msgspec.structs.replace(body, outcomes=outcomes)
+
+
+def _answer_of(finish: Finish) -> ReplyBody | None:
+    return None if finish.reply is None else msgspec.json.decode(finish.reply, type=ReplyBody)

@@ -1,0 +1,136 @@
+"""Who calls a function: the OpenID Connect token that Pub/Sub sends with a push, checked before the body is read.
+
+https://cloud.google.com/pubsub/docs/authenticate-push-subscriptions: the signature and the audience say that Google made
+the token for us, only the account says that it was our subscription that asked for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import json
+import time
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from google.auth.exceptions import GoogleAuthError, TransportError
+from google.auth.transport.requests import Request
+from google.oauth2.id_token import verify_token
+
+from shared.errors import ConfigurationError, PenstockError, Unavailable
+
+GOOGLE_CERTS_URL = "https://www.googleapis.com/oauth2/v1/certs"
+ISSUERS = frozenset({"accounts.google.com", "https://accounts.google.com"})
+CERTS_KEPT_S = 600.0
+"""Google shows a new key days before it signs with it."""
+CLOCK_SKEW_S = 10
+# What Cloud Run puts in the place of a signature that it has checked itself.
+REMOVED_SIGNATURE = "SIGNATURE_REMOVED_BY_GOOGLE"
+
+
+class Refused(PenstockError):
+    """The caller is not the one that may call."""
+
+    code = "push_refused"
+
+
+class Caller:
+    """The one account that may call.
+
+    Args:
+        audience: what its tokens must be made for; empty: anybody may call, as on one machine.
+        account: its email.
+        certs_url: where the signers' certificates are.
+        checked_by: `us`, or `cloud-run` where the service lets nobody in without roles/run.invoker: it checks signatures
+            itself and passes tokens on without them.
+
+    Raises:
+        ConfigurationError: there is an audience, but no account.
+    """
+
+    def __init__(
+        self,
+        audience: str,
+        account: str,
+        *,
+        certs_url: str = GOOGLE_CERTS_URL,
+        checked_by: Literal["us", "cloud-run"] = "us",
+    ) -> None:
+        if audience and not account:
+            raise ConfigurationError("PENSTOCK_PUSH_ACCOUNT: an audience needs an account", field="push_account")
+        self._audience = audience
+        self._account = account
+        self._certs_url = certs_url
+        self._checked_by = checked_by
+        self._certs = _KeptCerts()
+
+    async def check(self, authorization: str) -> None:
+        """Lets a call with this header pass.
+
+        Raises:
+            Refused: it has no token, or not the right one.
+            Unavailable: the signers' certificates are out of reach.
+        """
+        if not self._audience:
+            return
+        scheme, _, token = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not token:
+            raise Refused("there is no token")
+        try:
+            if self._checked_by == "cloud-run" and token.endswith(f".{REMOVED_SIGNATURE}"):
+                claims = _unsigned_claims(token)
+            else:
+                claims = await asyncio.to_thread(self._signed_claims, token)
+        except TransportError as error:
+            raise Unavailable(f"certificates: {error}") from error
+        except (GoogleAuthError, ValueError) as error:
+            raise Refused(f"the token is not valid: {error}") from error
+        self._check_claims(claims)
+
+    def _signed_claims(self, token: str) -> Mapping[str, Any]:
+        claims: Mapping[str, Any] = verify_token(
+            token,
+            self._certs,
+            audience=self._audience,
+            certs_url=self._certs_url,
+            clock_skew_in_seconds=CLOCK_SKEW_S,
+        )
+        return claims
+
+    def _check_claims(self, claims: Mapping[str, Any]) -> None:
+        wanted = {"aud": self._audience, "email": self._account, "email_verified": True}
+        wrong = [name for name, value in wanted.items() if claims.get(name) != value]
+        wrong += [] if claims.get("iss") in ISSUERS else ["iss"]
+        expires_s = claims.get("exp")
+        if not isinstance(expires_s, int | float) or expires_s + CLOCK_SKEW_S < time.time():
+            wrong.append("exp")
+        if wrong:
+            raise Refused(f"the token is not for us: {', '.join(wrong)}")
+
+
+def _unsigned_claims(token: str) -> Mapping[str, Any]:
+    try:
+        claims = json.loads(base64.urlsafe_b64decode(token.split(".")[1] + "=="))
+    except (IndexError, binascii.Error) as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(claims, dict):
+        raise ValueError("its claims are no object")
+    return claims
+
+
+class _KeptCerts:
+    """Fetches certificates for google-auth, which would do so for every token, and keeps what it got for a while."""
+
+    def __init__(self) -> None:
+        self._request: Any = None
+        self._kept: tuple[float, Any] | None = None
+
+    def __call__(self, url: str, method: str = "GET", **options: Any) -> Any:
+        if self._kept is None or time.monotonic() - self._kept[0] > CERTS_KEPT_S:
+            self._request = self._request or Request()
+            answer = self._request(url, method=method, **options)
+            if answer.status != 200:
+                return answer
+            self._kept = time.monotonic(), answer
+        return self._kept[1]
