@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 
 from api.inbound import read_json
+from api.pictures import data_of_uri
 from api.schemas import EditBody, EditForm
 from shared.errors import BadInput
 
@@ -30,7 +28,7 @@ async def read_edit(request: Request) -> tuple[EditForm, bytes]:
         return await _read_form(request)
     if kind in ("application/json", ""):
         body = await read_json(request, EditBody)
-        return body, _decoded(body.images[0].image_url)
+        return body, data_of_uri(body.images[0].image_url, "images[0].image_url", field="images")
     raise BadInput(f"content-type: {kind!r} is neither multipart/form-data nor application/json", field="content-type")
 
 
@@ -54,14 +52,3 @@ async def _only_image(form: FormData) -> bytes:
     if not isinstance(images[0], UploadFile):
         raise BadInput("image: a file is needed, not text", field="image")
     return await images[0].read()
-
-
-def _decoded(url: str) -> bytes:
-    """The bytes of a data: URI (RFC 2397) in base64."""
-    header, comma, text = url.partition(",")
-    if not comma or not header.endswith(";base64"):
-        raise BadInput("images[0].image_url: only data: URIs with ;base64 are taken", field="images")
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise BadInput(f"images[0].image_url: not base64: {error}", field="images") from error

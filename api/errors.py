@@ -7,7 +7,9 @@ The body is OpenAI's: `{"error": {"message", "type", "param", "code"}}`, with al
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import FastAPI
@@ -51,6 +53,24 @@ class MethodNotAllowed(PenstockError):
     code = "method_not_allowed"
 
 
+class KeyReused(PenstockError):
+    """This Idempotency-Key came with another request before; a key stands for one request."""
+
+    code = "idempotency_key_reused"
+
+    def __init__(self) -> None:
+        super().__init__(field="idempotency-key")
+
+
+class KeyInUse(PenstockError):
+    """The first request with this Idempotency-Key is still being answered; ask again."""
+
+    code = "idempotency_key_in_use"
+
+    def __init__(self) -> None:
+        super().__init__(field="idempotency-key")
+
+
 class ClientGone(Canceled):
     """The caller closed the connection before the answer was there."""
 
@@ -74,7 +94,9 @@ ANSWERS = {
     "not_found": Answered(404, "invalid_request_error"),
     "method_not_allowed": Answered(405, "invalid_request_error"),
     "request_timeout": Answered(408, "invalid_request_error", retry=False),
+    "idempotency_key_in_use": Answered(409, "invalid_request_error"),
     "request_too_large": Answered(413, "invalid_request_error"),
+    "idempotency_key_reused": Answered(422, "invalid_request_error"),
     "overloaded": Answered(429, "rate_limit_error"),
     "canceled": Answered(499, "invalid_request_error"),
     "model_failed": Answered(500, "server_error", retry=False),
@@ -82,7 +104,7 @@ ANSWERS = {
     "unavailable": Answered(503, "server_error"),
     "deadline_exceeded": Answered(504, "timeout_error", retry=False),
 }
-UNAVAILABLE_RETRY_S = 1.0
+SHORT_RETRY_S = 1.0
 
 
 EXPECTED = (PenstockError, ValidationError, RequestValidationError, HTTPException, ClientDisconnect)
@@ -113,34 +135,43 @@ def error_response(error: PenstockError) -> Response:
     """The answer that tells a caller about `error`."""
     answered = ANSWERS.get(error.code, ANSWERS["internal"])
     body = ErrorReply(ErrorDetail(error.message, answered.type, error.field, error.code))
+    return Response(msgspec.json.encode(body), answered.status, headers_for(error), "application/json")
+
+
+def headers_for(error: PenstockError) -> dict[str, str]:
+    """The headers that tell clients whether and when to try again, and how to say who they are."""
+    answered = ANSWERS.get(error.code, ANSWERS["internal"])
     headers = {}
     if answered.retry is not None:
         headers["x-should-retry"] = str(answered.retry).lower()
     if isinstance(error, Overloaded):
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
         headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
-    elif answered.status == 503:
-        headers["retry-after"] = str(math.ceil(UNAVAILABLE_RETRY_S))
+    elif answered.status in (409, 503):
+        headers["retry-after"] = str(math.ceil(SHORT_RETRY_S))
     elif answered.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(msgspec.json.encode(body), answered.status, headers, "application/json")
+    return headers
 
 
 def invalid(error: ValidationError | RequestValidationError) -> BadInput:
     """The first thing wrong with a body, by field and reason."""
     first = error.errors()[0]
-    kind, reason = first["type"], first["msg"].removeprefix("Value error, ")
-    # Tags of unions stand in the location as 'name:'; they are ours, not the caller's.
-    places = [place for place in first["loc"] if not (isinstance(place, str) and place.endswith(":"))]
-    if kind == "json_invalid":
+    if first["type"] == "json_invalid":
         return BadInput(f"the body is not valid JSON: {first['ctx']['error']}")
-    if not places:
-        return BadInput(f"the body: {reason}")
-    field = str(places[0])
-    where = field + "".join(f"[{place}]" if isinstance(place, int) else f".{place}" for place in places[1:])
-    if kind == "extra_forbidden":
-        return BadInput(f"{where}: this parameter is not known here", field=field)
-    return BadInput(f"{where}: {reason}", field=field)
+    where, reason = explained(first)
+    field = re.split(r"[.\[]", where)[0]
+    return BadInput(f"{where or 'the body'}: {reason}", field=field or None)
+
+
+def explained(wrong: Mapping[str, Any]) -> tuple[str, str]:
+    """One of pydantic's errors as place (`images[0].image_url`, empty: the whole body) and reason."""
+    # Tags of unions stand in the location as 'name:'; they are ours, not the caller's.
+    places = [place for place in wrong["loc"] if not (isinstance(place, str) and place.endswith(":"))]
+    where = "".join(f"[{place}]" if isinstance(place, int) else f".{place}" for place in places).removeprefix(".")
+    if wrong["type"] == "extra_forbidden":
+        return where, "this parameter is not known here"
+    return where, wrong["msg"].removeprefix("Value error, ")
 
 
 def _without_route(request: Request, error: HTTPException) -> Response:

@@ -5,6 +5,8 @@ Both happen in threads (decoding takes milliseconds to a second), few at a time,
 
 from __future__ import annotations
 
+import base64
+import binascii
 import io
 import math
 import struct
@@ -19,6 +21,7 @@ from shared.catalogue import ImageDefaults
 from shared.errors import BadInput, InputTooLarge
 from shared.messages import Blob
 
+SOURCE_LIMIT_BYTES = 64 * 1024 * 1024
 SOURCE_LIMIT_PIXELS = 25_000_000
 """Decoded, such a picture takes 75 to 100 MB."""
 SOURCE_FORMATS = ("PNG", "JPEG", "WEBP")
@@ -65,6 +68,21 @@ class Studio:
 
     async def _work(self, work: Callable[[], T]) -> T:
         return await to_thread.run_sync(work, limiter=self._limiter)
+
+
+def data_of_uri(uri: str, where: str, *, field: str) -> bytes:
+    """The bytes of a data: URI (RFC 2397) in base64; `where` and `field` name it in errors.
+
+    Raises:
+        BadInput: it is none.
+    """
+    header, comma, text = uri.partition(",")
+    if not comma or not header.startswith("data:") or not header.endswith(";base64"):
+        raise BadInput(f"{where}: only data: URIs with ;base64 are taken", field=field)
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadInput(f"{where}: not base64: {error}", field=field) from error
 
 
 def _prepare_source(data: bytes, size: tuple[int, int] | None, defaults: ImageDefaults) -> tuple[Blob, tuple[int, int]]:

@@ -10,7 +10,17 @@ import time
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from shared.schedulers import SCHEDULER_NAMES
 
@@ -22,7 +32,18 @@ Text = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[list[Token], Field(min_length=1)]
 
 
-class _Body(BaseModel):
+def _known(name: str) -> str:
+    if name not in SCHEDULER_NAMES:
+        raise ValueError(f"{name!r} is no scheduler; known: {', '.join(SCHEDULER_NAMES)}")
+    return name
+
+
+SchedulerName = Annotated[str, AfterValidator(_known)]
+
+
+class Body(BaseModel):
+    """What callers send: fields we don't know are refused."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -34,7 +55,7 @@ def _shape(value: Any) -> str:
     return "text:"
 
 
-class EmbeddingsBody(_Body):
+class EmbeddingsBody(Body):
     """Texts, or token ids of the model's own tokenizer, to turn into vectors."""
 
     model_config = ConfigDict(
@@ -54,7 +75,7 @@ class EmbeddingsBody(_Body):
     user: str | None = None
 
 
-class _ImageBody(_Body):
+class _ImageBody(Body):
     prompt: str = Field(min_length=1, max_length=LONGEST_PROMPT)
     model: str | None = Field(None, description="The first image model of the catalogue, when not given.")
     n: int = Field(1, ge=1, le=10)
@@ -66,7 +87,7 @@ class _ImageBody(_Body):
     num_inference_steps: int | None = Field(None, ge=1, description="Ours.")
     guidance_scale: float | None = Field(None, ge=0, le=100, description="Ours.")
     negative_prompt: str | None = Field(None, max_length=LONGEST_PROMPT, description="Ours.")
-    scheduler: str | None = Field(None, description=f"Ours: one of {', '.join(SCHEDULER_NAMES)}.")
+    scheduler: SchedulerName | None = Field(None, description=f"Ours: one of {', '.join(SCHEDULER_NAMES)}.")
     quality: str | None = Field(None, description="Taken, without effect.")
     style: str | None = Field(None, description="Taken, without effect.")
     background: str | None = Field(None, description="Taken, without effect.")
@@ -75,13 +96,6 @@ class _ImageBody(_Body):
     safety_identifier: str | None = None
     stream: bool | None = Field(None, description="Only false: images are not streamed.")
     partial_images: int | None = Field(None, description="Only 0.")
-
-    @field_validator("scheduler")
-    @classmethod
-    def _scheduler_is_known(cls, value: str | None) -> str | None:
-        if value is not None and value not in SCHEDULER_NAMES:
-            raise ValueError(f"{value!r} is no scheduler; known: {', '.join(SCHEDULER_NAMES)}")
-        return value
 
     @field_validator("stream", "partial_images")
     @classmethod
@@ -105,7 +119,7 @@ class GenerationBody(_ImageBody):
     )
 
 
-class SourceImage(_Body):
+class SourceImage(Body):
     """A source image inside a JSON body."""
 
     image_url: str = Field(pattern=r"^data:", description="A data: URI with base64; other URLs are not fetched.")

@@ -1,0 +1,127 @@
+"""The public bodies of the Predictions API: what creates a prediction, and what the input of each task holds.
+
+Field names are those of Replicate's API (https://replicate.com/docs/reference/http) and, inside `input`, those that
+its Stable Diffusion models have.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from api.schemas import LARGEST_SEED, LONGEST_PROMPT, Body, SchedulerName, Text
+from shared.catalogue import Model
+from shared.schedulers import SCHEDULER_NAMES
+
+LONGEST_URL = 2048
+WebhookEvent = Literal["start", "output", "logs", "completed"]
+WEBHOOK_EVENTS: tuple[WebhookEvent, ...] = ("start", "output", "logs", "completed")
+Url = Annotated[str, Field(pattern=r"^https?://[^\s/]", max_length=LONGEST_URL)]
+
+
+class PredictionBody(Body):
+    """A prediction to make of the model that the path names."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"input": {"prompt": "a lighthouse at dusk", "seed": 7}}})
+
+    input: dict[str, Any] = Field(description="As the model's `openapi_schema` says.")
+    webhook: Url | None = Field(None, description="Told of the events below, signed.")
+    webhook_events_filter: list[WebhookEvent] | None = Field(None, description="All of them, when not given.")
+    webhook_completed: Url | None = Field(None, description="Older form: told of `completed` only.")
+    stream: bool | None = Field(None, description="Taken; every prediction can be streamed.")
+
+    @model_validator(mode="after")
+    def _one_webhook(self) -> PredictionBody:
+        if self.webhook and self.webhook_completed:
+            raise ValueError("webhook_completed is for those who give no webhook")
+        return self
+
+    @property
+    def told(self) -> tuple[str, tuple[str, ...]]:
+        """The webhook's URL and its events; empty where there is none."""
+        if self.webhook_completed:
+            return self.webhook_completed, ("completed",)
+        if not self.webhook:
+            return "", ()
+        chosen = WEBHOOK_EVENTS if self.webhook_events_filter is None else self.webhook_events_filter
+        return self.webhook, tuple(event for event in WEBHOOK_EVENTS if event in chosen)
+
+
+class VersionedBody(PredictionBody):
+    """A prediction to make of the model that `version` names."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"version": "all-MiniLM-L6-v2", "input": {"text": "a cat on a mat"}}}
+    )
+
+    version: str = Field(min_length=1, description="A model's name, `owner/name`, or the id of its version.")
+
+
+class TextsInput(Body):
+    """The input of embedding models: one text, or several; exactly one of the three is given."""
+
+    text: Text | None = Field(None, description="One text; the output is its vector.")
+    texts: Annotated[list[Text], Field(min_length=1)] | None = Field(None, description="The output is their vectors.")
+    input: Text | Annotated[list[Text], Field(min_length=1)] | None = Field(None, description="Either of the two.")
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> TextsInput:
+        if sum(one is not None for one in (self.text, self.texts, self.input)) != 1:
+            raise ValueError("exactly one of text, texts and input is needed")
+        return self
+
+    @property
+    def given(self) -> str | list[str]:
+        """The text, or the texts."""
+        given = self.text or self.texts or self.input
+        assert given is not None, "checked when the body was read; this is a bug"
+        return given
+
+
+class PictureInput(Body):
+    """The input of image models; with `image`, image-to-image at `strength`."""
+
+    prompt: str = Field(min_length=1, max_length=LONGEST_PROMPT)
+    negative_prompt: str | None = Field(None, max_length=LONGEST_PROMPT)
+    image: str | None = Field(None, description="A data: URI in base64, or the URL of a file or result of this API.")
+    strength: float | None = Field(None, gt=0, le=1, description="1 leaves nothing of the source image.")
+    prompt_strength: float | None = Field(None, gt=0, le=1, description="The same under Replicate's name.")
+    width: int | None = Field(None, ge=1)
+    height: int | None = Field(None, ge=1)
+    size: str | None = Field(None, pattern=r"^[1-9]\d{0,4}x[1-9]\d{0,4}$", description="WIDTHxHEIGHT, instead of both.")
+    num_outputs: int = Field(1, ge=1, le=4, description="Image i is drawn from seed + i.")
+    num_inference_steps: int | None = Field(None, ge=1)
+    guidance_scale: float | None = Field(None, ge=0, le=100)
+    seed: int | None = Field(None, ge=0, le=LARGEST_SEED)
+    scheduler: SchedulerName | None = Field(None, description=f"One of {', '.join(SCHEDULER_NAMES)}.")
+    output_format: Literal["png", "jpg", "jpeg", "webp"] = "png"
+
+    @model_validator(mode="after")
+    def _said_once(self) -> PictureInput:
+        if self.size and (self.width or self.height):
+            raise ValueError("size stands for width and height; give either")
+        if self.strength and self.prompt_strength:
+            raise ValueError("prompt_strength is another name of strength; give either")
+        return self
+
+
+def input_schema_of(model: Model) -> type[TextsInput] | type[PictureInput]:
+    """What the input of `model` is checked against."""
+    return TextsInput if model.task == "embedding" else PictureInput
+
+
+def openapi_schema_of(model: Model) -> dict[str, Any]:
+    """The model's input and output in the form that cog publishes, from which clients make their forms."""
+    given = input_schema_of(model).model_json_schema(ref_template="#/components/schemas/{model}")
+    vector = {"type": "array", "items": {"type": "number"}}
+    output: dict[str, Any] = {"title": "Output", "type": "array", "items": {"type": "string", "format": "uri"}}
+    if model.task == "embedding":
+        output = {"title": "Output", "anyOf": [vector, {"type": "array", "items": vector}]}
+    schemas = {"Input": given | {"title": "Input"}, "Output": output}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": model.name, "version": model.revision},
+        "paths": {},
+        "components": {"schemas": schemas},
+    }

@@ -1,0 +1,121 @@
+"""Errors in the shape of Replicate's API, for the routes that speak it: RFC 9457 with `invalid_fields` beside.
+
+422 {"title": "Input validation failed", "detail": "- input.prompt: Field required", "status": 422,
+     "invalid_fields": [{"type": "missing", "field": "input.prompt", "description": "Field required"}]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from api.errors import ANSWERS, EXPECTED, ClientGone, explained, headers_for
+from shared.errors import BadInput, PenstockError
+
+UNPROCESSABLE = frozenset({"invalid_input", "input_too_large"})
+
+
+class InvalidField(msgspec.Struct):
+    """One field that is wrong, and why."""
+
+    type: str
+    field: str
+    description: str
+
+
+class Problem(msgspec.Struct, omit_defaults=True):
+    """The body of every answer that is no 2xx."""
+
+    title: str
+    detail: str
+    status: int
+    invalid_fields: list[InvalidField] = []
+
+
+class InvalidFields(BadInput):
+    """Fields of the request are not valid."""
+
+    def __init__(self, fields: list[InvalidField]) -> None:
+        super().__init__("\n".join(f"- {one.field}: {one.description}" for one in fields))
+        self.fields = fields
+
+
+class ProblemRoute(APIRoute):
+    """A route whose errors are problems."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler, with errors turned into answers."""
+        handle = super().get_route_handler()
+
+        async def handled(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except EXPECTED as error:
+                return problem_response(error)
+
+        return handled
+
+
+@contextmanager
+def inside_input() -> Iterator[None]:
+    """Says of what is wrong in the block that it is a field of `input`."""
+    try:
+        yield
+    except ValidationError as error:
+        raise InvalidFields(_fields(error, "input.")) from error
+    except BadInput as error:
+        if error.code not in UNPROCESSABLE or isinstance(error, InvalidFields) or error.field is None:
+            raise
+        description = error.message.removeprefix(f"{error.field}: ")
+        raise InvalidFields([InvalidField(error.code, f"input.{error.field}", description)]) from error
+
+
+def problem_response(error: Exception) -> Response:
+    """The answer that tells a caller of this API about one of the EXPECTED errors."""
+    match error:
+        case PenstockError():
+            return _answer(error)
+        case ValidationError() | RequestValidationError():
+            return _answer(InvalidFields(_fields(error)))
+        case HTTPException():
+            problem = Problem(HTTPStatus(error.status_code).phrase, str(error.detail), error.status_code)
+            return _json(problem, dict(error.headers or {}))
+        case ClientDisconnect():
+            return _answer(ClientGone())
+    raise TypeError(f"no answer to {error!r}; this is a bug")
+
+
+def _answer(error: PenstockError) -> Response:
+    answered = ANSWERS.get(error.code, ANSWERS["internal"])
+    status = 422 if error.code in UNPROCESSABLE else answered.status
+    title = "Input validation failed" if status == 422 else _title(status)
+    fields = error.fields if isinstance(error, InvalidFields) else []
+    if not fields and status == 422 and error.field:
+        fields = [InvalidField(error.code, error.field, error.message.removeprefix(f"{error.field}: "))]
+    return _json(Problem(title, error.message, status, fields), headers_for(error))
+
+
+def _title(status: int) -> str:
+    return {401: "Unauthenticated", 499: "Client Closed Request"}.get(status) or HTTPStatus(status).phrase
+
+
+def _json(problem: Problem, headers: dict[str, str]) -> Response:
+    return Response(msgspec.json.encode(problem), problem.status, headers, "application/problem+json")
+
+
+def _fields(error: ValidationError | RequestValidationError, prefix: str = "") -> list[InvalidField]:
+    found = []
+    for one in error.errors():
+        where, reason = explained(one)
+        found.append(InvalidField(one["type"], f"{prefix}{where}".rstrip(".") or "body", reason))
+    return found
