@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 RECORD_LIMIT_S = 60.0
 """How long the result of a prediction is kept in hand while Redis is out of reach."""
-RELEASE_LIMIT_S = 1.0
+FINISH_LIMIT_S = 1.0
 REASON_LIMIT = 1000
 """Characters; an attribute has at most 1,024 bytes."""
 
@@ -262,13 +262,15 @@ class Finisher:
 
     async def hand_back_all(self) -> None:
         """Gives back what is still in hand; for the end, when nothing will finish it any more."""
+        if self._tasks:  # what is being answered
+            await asyncio.wait(self._tasks, timeout=FINISH_LIMIT_S)
         for task in list(self._tasks):
             task.cancel()
         for hand in list(self._in_hand):
             hand.is_over = True
             self._hand_back(hand)
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=RELEASE_LIMIT_S)
+            await asyncio.wait(self._tasks, timeout=FINISH_LIMIT_S)
 
     def _give_up(self, hand: JobInHand, error: PenstockError) -> None:
         log.warning("job not ended", extra={"request_id": hand.envelope.request_id, "reason": error.message})

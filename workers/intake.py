@@ -111,11 +111,11 @@ class Intake:
         """Decodes, drops what came too late or is over, answers from the cache, and queues the rest."""
         taken = [self._take_in_hand(message, subscription) for message, subscription in arrived]
         hands = [hand for hand in taken if hand is not None]
-        if first := [hand for hand in hands if hand.is_fresh]:
+        if first := [hand for hand in hands if hand.is_fresh and not hand.envelope.prediction]:
             # Nobody waits for the claim of a job that comes for the first time, as nearly all do.
             self._finisher.spawn(self._claim(first))
-        if len(first) < len(hands):
-            await self._claim([hand for hand in hands if not hand.is_fresh])
+        if known := [hand for hand in hands if hand not in first]:
+            await self._claim(known)
         found = await self._look_up(hands)
         missing = []
         for hand in hands:
