@@ -1,66 +1,54 @@
-"""Rows on their way to BigQuery: written in the background, kept on disk while BigQuery is out of reach.
+"""Rows on their way to BigQuery: on disk as soon as they are written, sent in the background, removed when sent.
 
-`write` only appends to a queue. A thread of its own sends what waits, at most BATCH_ROWS at a time, with row_id as
-insertId, so that a repeat is dropped by BigQuery (best effort) or by the view `rows_deduplicated` (always). A batch
-that can't be sent becomes a segment in the spool directory; segments are sent again when BigQuery answers, also by the
-next process that starts there. A thread and not the event loop, because Google's client is synchronous; and the import
-stands in the thread, because it takes longer than the rest of an API's start.
+`write` puts a row into the journal (shared/rows_journal.py), which survives the death of this process. A thread of its
+own sends what waits, a segment at a time, with row_id as insertId, so that a repeat is dropped by BigQuery (best
+effort) or by the view `rows_deduplicated` (always). What can't be sent stays; so does what another process left behind
+in the same folder, and the thread sends that too. A thread and not the event loop, because Google's client is
+synchronous.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Self
 
 import msgspec
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 
 from shared.errors import Unavailable
-from shared.rows_spool import Fields, Spool
+from shared.rows_journal import BATCH_ROWS, FIRST_PAUSE_S, LONGEST_PAUSE_S, Journal
+from shared.rows_sender import Sender
+from shared.rows_spool import SPOOL_MAX_BYTES, Fields, Spool
 from shared.usage import Row
 
 log = logging.getLogger(__name__)
 
 TABLE = "rows"
-BATCH_ROWS = 500
-"""What Google recommends for one insertAll (platform-facts B4)."""
-MEMORY_ROWS = 20_000
-"""More than this waiting goes to disk at once."""
 LINGER_S = 1.0
 """How long rows wait for company: one insertAll costs as much CPU as a whole request, and nobody waits for a row."""
-SEND_TIMEOUT_S = 10.0
-REFUSED = frozenset({400, 413})
-"""Statuses that say the rows are wrong; all others (a missing table, a right, a quota) may be mended by somebody."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
+HURRY_S = 0.05
+"""The same where jobs wait for BigQuery, because the disk does not take their rows."""
 CLOSE_S = 2.0
 """How long a close may take to send what is left; a container has ten seconds for all of its end."""
+COLUMNS = [name.removesuffix("_s") if name.endswith("_at_s") else name for name in Row.__struct_fields__]
 
-WRITTEN = Counter("penstock_rows_written_total", "Rows that BigQuery has")
+FAILURES = Counter("penstock_rows_send_failures_total", "Requests to BigQuery that failed; their rows are kept")
+PENDING = Gauge("penstock_rows_pending", "Rows that BigQuery does not have yet")
+PENDING_BYTES = Gauge("penstock_rows_pending_bytes", "What they take on disk")
+OLDEST = Gauge("penstock_rows_oldest_seconds", "Age of the oldest of them; 0 if there is none")
 
 
 def fields_of(row: Row) -> Fields:
     """The row as BigQuery's columns: `*_at_s` loses its unit, what is None is left out."""
-    fields = msgspec.structs.asdict(row)
     return {
-        name.removesuffix("_s") if name.endswith("_at_s") else name: v for name, v in fields.items() if v is not None
+        column: value for column, value in zip(COLUMNS, msgspec.structs.astuple(row), strict=True) if value is not None
     }
-
-
-class Waiting(NamedTuple):
-    """A row on its way, and whom to tell when it can't be lost any more."""
-
-    fields: Fields
-    on_safe: Callable[[], None] | None
-    loop: asyncio.AbstractEventLoop | None
 
 
 class RowWriter:
@@ -71,66 +59,61 @@ class RowWriter:
         dataset: the dataset id.
         endpoint: URL of an embedded BigQuery; empty for Google's.
         spool_dir: where rows wait on disk; may be shared by processes.
+        spool_max_bytes: what rows of no living process may take there before new ones are kept in memory.
     """
 
-    def __init__(self, *, project: str, dataset: str, endpoint: str, spool_dir: Path) -> None:
-        self._table = f"{project}.{dataset}.{TABLE}"
-        self._project = project
-        self._endpoint = endpoint
-        self._spool = Spool(spool_dir)
-        self._waiting: deque[Waiting] = deque()
-        self._wake = threading.Condition()
-        self._in_flight: list[Waiting] = []
+    def __init__(
+        self, *, project: str, dataset: str, endpoint: str, spool_dir: Path, spool_max_bytes: int = SPOOL_MAX_BYTES
+    ) -> None:
+        self._sender = Sender(project, f"{project}.{dataset}.{TABLE}", endpoint)
+        self._spool = Spool(spool_dir, spool_max_bytes)
+        self._journal = Journal(self._spool)
         self._flushes = 0
         self._give_up_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="rows", daemon=True)
 
     async def __aenter__(self) -> Self:
-        self._spool.open()
+        await asyncio.to_thread(self._journal.open)
+        PENDING.set_function(lambda: self._journal.rows)
+        PENDING_BYTES.set_function(lambda: self._journal.size_bytes)
+        OLDEST.set_function(lambda: time.time() - self._journal.oldest_s if self._journal.rows else 0.0)
         self._thread.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._wake:
+        with self._journal.changed:
             self._give_up_s = time.monotonic() + CLOSE_S
-            self._wake.notify_all()
+            self._journal.changed.notify_all()
         await asyncio.to_thread(self._thread.join, CLOSE_S)
-        if self._thread.is_alive():  # BigQuery hangs; should it have taken the rows after all, row_id tells them apart
-            self._keep(list(self._in_flight))
-            self._spill(0)
+        await asyncio.to_thread(self._journal.close)
 
     @property
     def pending(self) -> int:
         """Rows that BigQuery does not have yet: in memory, in the request in flight, and on disk."""
-        return len(self._waiting) + len(self._in_flight) + self._spool.rows
+        return self._journal.rows
 
     def write(self, row: Row, on_safe: Callable[[], None] | None = None) -> None:
-        """Queues a row; never waits for BigQuery and never raises.
+        """Takes a row; never waits for BigQuery and never raises. To be called on the event loop.
 
         Args:
             row: what is to be written.
-            on_safe: called once, on this event loop, when the row is on disk or in BigQuery: from then on the death
-                of this process loses nothing.
+            on_safe: called once, on this event loop and after this returned, when the row is on disk or in BigQuery:
+                from then on the death of this process loses nothing. Never called where the writer is closed before.
         """
-        loop = None if on_safe is None else asyncio.get_running_loop()
-        with self._wake:
-            self._waiting.append(Waiting(fields_of(row), on_safe, loop))
-            self._wake.notify()
-        if len(self._waiting) >= 2 * MEMORY_ROWS:  # the thread is held up in a request
-            self._spill(MEMORY_ROWS)
+        self._journal.append(fields_of(row), on_safe)
 
     async def flush(self, timeout_s: float) -> bool:
         """Waits until BigQuery has every row, at most `timeout_s`; says whether it has."""
         return await asyncio.to_thread(self._flush, timeout_s)
 
     def _flush(self, timeout_s: float) -> bool:
-        with self._wake:
+        with self._journal.changed:
             self._flushes += 1
-            self._wake.notify_all()
+            self._journal.changed.notify_all()
             try:
-                return self._wake.wait_for(lambda: self.pending == 0, timeout_s)
+                return self._journal.changed.wait_for(lambda: self.pending == 0, timeout_s)
             finally:
                 self._flushes -= 1
 
@@ -140,144 +123,61 @@ class RowWriter:
         return self._flushes > 0 or self._give_up_s is not None
 
     def _run(self) -> None:
-        """The thread: sends until closed; then what is left goes to disk."""
-        sender = Sender(self._project, self._table, self._endpoint)
-        pause_s = FIRST_PAUSE_S
+        """The thread: sends until closed, whole segments at once and the open one when it has lingered."""
+        pause_s, takes_open = FIRST_PAUSE_S, True
         while not self._is_over():
             try:
-                is_sent = self._send_waiting(sender) or self._send_spooled(sender)
+                is_sent = self._send(takes_open or self._is_hurried)
             except Unavailable as error:
+                FAILURES.inc()
                 log.warning("rows not sent", extra={"reason": error.message, "pending": self.pending})
-                if self._give_up_s is not None:
-                    break
-                self._pause(pause_s)
-                pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+            except Exception as error:  # a bug must cost a pause, not all rows that follow
+                log.error("sending rows failed; this is a bug", exc_info=error)
+            else:
+                pause_s, takes_open = FIRST_PAUSE_S, not is_sent
+                if not is_sent and self._give_up_s is not None:
+                    return
+                if not is_sent:
+                    self._wait_for_rows()
                 continue
-            pause_s = FIRST_PAUSE_S
-            if not is_sent:
-                self._wait_for_rows()
-        self._spill(0)
+            self._pause(pause_s)
+            pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+            if self._give_up_s is not None:
+                return
 
     def _is_over(self) -> bool:
         closing_s = self._give_up_s
         return closing_s is not None and (self.pending == 0 or time.monotonic() >= closing_s)
 
-    def _send_waiting(self, sender: Sender) -> bool:
-        with self._wake:
-            batch = [self._waiting.popleft() for _ in range(min(BATCH_ROWS, len(self._waiting)))]
-            self._in_flight = batch
+    def _send(self, takes_open: bool) -> bool:
+        """Sends one batch; False where there is none."""
+        self._journal.save()
+        batch = self._journal.take(takes_open)
+        if batch is None:
+            return False
         try:
-            if batch:
-                self._spool.reject(sender.send([row.fields for row in batch]))
-                _tell_safe(batch)
-        except Unavailable:
-            self._keep(batch)
+            for start in range(0, len(batch.rows), BATCH_ROWS):
+                self._spool.reject(self._sender.send(batch.rows[start : start + BATCH_ROWS]))
+        except BaseException:
+            self._journal.give_back(batch)
             raise
-        finally:
-            with self._wake:
-                self._in_flight = []
-                self._wake.notify_all()
-        return bool(batch)
-
-    def _send_spooled(self, sender: Sender) -> bool:
-        is_sent = False
-        for rows in self._spool.segments():
-            for start in range(0, len(rows), BATCH_ROWS):
-                self._spool.reject(sender.send(rows[start : start + BATCH_ROWS]))
-            is_sent = True
-        return is_sent
+        self._journal.done(batch)
+        return True
 
     def _wait_for_rows(self) -> None:
-        with self._wake:
-            self._wake.notify_all()  # whoever flushes
+        journal, changed = self._journal, self._journal.changed
+        with changed:
+            changed.notify_all()  # whoever flushes
             # Bounded, so that segments another process left behind are found in time too.
-            self._wake.wait_for(lambda: self._waiting or self._is_hurried, LONGEST_PAUSE_S)
-            self._wake.wait_for(lambda: len(self._waiting) >= BATCH_ROWS or self._is_hurried, LINGER_S)
+            changed.wait_for(lambda: journal.waiting or self._is_hurried, LONGEST_PAUSE_S)
+            changed.wait_for(lambda: journal.is_full or self._is_hurried, LINGER_S)
+            if journal.is_short_of_disk:
+                changed.wait_for(lambda: self._is_hurried, HURRY_S)
 
     def _pause(self, pause_s: float) -> None:
-        """Waits before the next try; what arrives meanwhile beyond the bound goes to disk."""
+        """Waits before the next try, and meanwhile looks after rows that the disk did not take."""
         until_s = time.monotonic() + pause_s
         while (left_s := until_s - time.monotonic()) > 0 and self._give_up_s is None:
-            with self._wake:
-                self._wake.wait(left_s)
-            if len(self._waiting) > MEMORY_ROWS:
-                self._spill(MEMORY_ROWS // 2)
-
-    def _spill(self, keep: int) -> None:
-        with self._wake:
-            rows = [self._waiting.popleft() for _ in range(max(0, len(self._waiting) - keep))]
-        self._keep(rows)
-        with self._wake:
-            self._wake.notify_all()
-
-    def _keep(self, rows: Sequence[Waiting]) -> None:
-        self._spool.add([row.fields for row in rows])
-        _tell_safe(rows)
-
-
-def _tell_safe(rows: Sequence[Waiting]) -> None:
-    by_loop: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
-    for row in rows:
-        if row.on_safe is not None and row.loop is not None:
-            by_loop.setdefault(row.loop, []).append(row.on_safe)
-    for loop, calls in by_loop.items():
-        with suppress(RuntimeError):  # the loop has closed: nobody is left to be told
-            loop.call_soon_threadsafe(_call_all, calls)
-
-
-def _call_all(calls: Sequence[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
-
-
-class Sender:
-    """insertAll by Google's client, its errors translated."""
-
-    def __init__(self, project: str, table: str, endpoint: str) -> None:
-        self._project = project
-        self._table = table
-        self._endpoint = endpoint
-        self._client: Any = None
-
-    def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
-        """Inserts `rows` and returns those that BigQuery refused for good, with its reason.
-
-        Raises:
-            Unavailable: nothing was inserted as far as we know; try again.
-        """
-        from google.api_core.exceptions import GoogleAPICallError, GoogleAPIError
-        from google.auth.exceptions import GoogleAuthError
-        from requests.exceptions import RequestException
-
-        try:
-            errors = self._open().insert_rows_json(
-                self._table,
-                list(rows),
-                row_ids=[row["row_id"] for row in rows],
-                skip_invalid_rows=True,
-                retry=None,
-                timeout=SEND_TIMEOUT_S,
-            )
-        except GoogleAPICallError as error:
-            if error.code not in REFUSED:
-                raise Unavailable(f"BigQuery: {error}") from error
-            if len(rows) == 1:
-                return [(rows[0], str(error))]
-            half = len(rows) // 2  # one row spoils the request: the others must not go with it
-            return self.send(rows[:half]) + self.send(rows[half:])
-        except (GoogleAPIError, GoogleAuthError, RequestException) as error:
-            raise Unavailable(f"BigQuery: {error}") from error
-        refused = [(rows[error["index"]], json.dumps(error["errors"])) for error in errors]
-        WRITTEN.inc(len(rows) - len(refused))
-        return refused
-
-    def _open(self) -> Any:
-        if self._client is None:
-            from google.auth.credentials import AnonymousCredentials
-            from google.cloud import bigquery
-
-            given: dict[str, Any] = {"project": self._project}
-            if self._endpoint:
-                given |= {"credentials": AnonymousCredentials(), "client_options": {"api_endpoint": self._endpoint}}
-            self._client = bigquery.Client(**given)
-        return self._client
+            self._journal.save()
+            with self._journal.changed:
+                self._journal.changed.wait(min(left_s, FIRST_PAUSE_S))

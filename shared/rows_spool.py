@@ -1,74 +1,208 @@
-"""Rows on disk while BigQuery is out of reach: segments of JSON lines, in a directory that processes may share."""
+"""Rows on disk: segments of JSON lines in a folder that processes may share, each under the lock of its owner.
+
+A lock (flock) ends with the process that holds it, however that ends; so a segment that can be locked has no living
+owner, and whoever locks it sends its rows. Nothing is synced: what write(2) took outlives the process, not the machine.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
-import json
+import itertools
 import logging
 import os
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 from prometheus_client import Counter
 
 log = logging.getLogger(__name__)
 
-SPOOLED = Counter("penstock_rows_spooled_total", "Rows that went to disk because BigQuery was out of reach")
+SPOOL_MAX_BYTES = 768 * 1024 * 1024
+"""About a million rows. A worker's folder may hold 1 GiB in Kubernetes; above that its pod is evicted, rows and all."""
+CREATE_TRIES = 3
+
 REJECTED = Counter("penstock_rows_rejected_total", "Rows that BigQuery refused for good; kept in rejected.jsonl")
 
 Fields = dict[str, Any]
 """One row by column."""
+_ENCODER = msgspec.json.Encoder()
+
+
+class Segment:
+    """A file of rows whose lock we hold."""
+
+    def __init__(self, path: Path, fd: int, size_bytes: int = 0) -> None:
+        self.path = path
+        self.size_bytes = size_bytes
+        self._fd = fd
+
+    def append(self, rows: Sequence[Fields]) -> None:
+        """Adds lines at the end; after an error nothing more may be added, since the last line may be torn.
+
+        Raises:
+            OSError: the disk did not take all of it.
+        """
+        lines = b"".join(_ENCODER.encode(row) + b"\n" for row in rows)
+        taken_bytes = os.write(self._fd, lines)
+        self.size_bytes += taken_bytes
+        if taken_bytes < len(lines):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    @property
+    def since_s(self) -> float:
+        """When it was made, unix seconds."""
+        return _since_s(self.path)
+
+    def release(self) -> None:
+        """Gives the lock up: whoever comes by may send the rows; harmless when repeated."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class Left(NamedTuple):
+    """What lies in a segment that nobody holds."""
+
+    rows: int
+    size_bytes: int
 
 
 class Spool:
-    """Segments of rows (JSON lines) in a directory; a lock on a segment keeps two processes from sending it twice."""
+    """The folder. `create` and `release` may be called by two threads at once; the rest belongs to one.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: made when it is first needed.
+        max_bytes: segments that nobody holds may take so much; above it no new one is made.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int = SPOOL_MAX_BYTES) -> None:
         self._folder = folder
-        self._lock = threading.Lock()
-        self._written = 0
-        self.rows = 0
+        self._max_bytes = max_bytes
+        self._numbers = itertools.count()
+        self._unseen: list[Path] = []
+        self._stuck: set[Path] = set()
+        self.left: dict[Path, Left] = {}
+        """Segments that nobody held when we last looked, oldest first."""
 
-    def open(self) -> None:
-        """Makes the directory and counts what an earlier process left."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._count()
+    @property
+    def left_rows(self) -> int:
+        """Rows in segments that nobody holds."""
+        return sum(left.rows for left in list(self.left.values()))
 
-    def add(self, rows: Sequence[Fields]) -> None:
-        """Writes `rows` as one segment, on disk before it returns."""
-        if not rows:
-            return
-        with self._lock:
-            self._written += 1
-            self.rows += len(rows)
-            path = self._folder / f"{time.time_ns()}-{os.getpid()}-{self._written}.segment"
-        part = path.with_suffix(".part")
-        with part.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-            file.flush()
-            os.fsync(file.fileno())
-        part.rename(path)
-        SPOOLED.inc(len(rows))
+    @property
+    def left_bytes(self) -> int:
+        """What segments that nobody holds take on disk."""
+        return sum(left.size_bytes for left in list(self.left.values()))
 
-    def segments(self) -> Iterator[list[Fields]]:
-        """Yields the rows of each segment that nobody else holds, oldest first; each is removed once dealt with."""
-        for path in sorted(self._folder.glob("*.segment")):
+    @property
+    def oldest_s(self) -> float:
+        """When the oldest segment that nobody holds was made, unix seconds; now if there is none."""
+        return min(map(_since_s, list(self.left)), default=time.time())
+
+    def create(self) -> Segment:
+        """A new, empty segment.
+
+        Raises:
+            OSError: the disk or the bound of this folder does not allow it.
+        """
+        if self.left_bytes >= self._max_bytes:
+            raise OSError(errno.EDQUOT, f"rows on disk take {self._max_bytes} bytes, the most they may")
+        for _ in range(CREATE_TRIES):
+            path = self._folder / f"{time.time_ns()}-{os.getpid()}-{next(self._numbers)}.segment"
+            fd = self._open_new(path)
+            # Another process may have come by before the lock was ours, and cleared the empty file away.
+            if _lock(fd) and os.fstat(fd).st_nlink:
+                return Segment(path, fd)
+            os.close(fd)
+        raise OSError(errno.EAGAIN, "new segments were taken by another process")
+
+    def _open_new(self, path: Path) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        try:
+            return os.open(path, flags, 0o600)
+        except FileNotFoundError:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            return os.open(path, flags, 0o600)
+
+    def adopt(self) -> tuple[Segment, list[Fields]] | None:
+        """The oldest segment that nobody holds, locked, and its rows; None when there is none.
+
+        It still counts in `left` until the caller takes it out there.
+        """
+        for is_new in (False, True):
+            if is_new:
+                self.look()
+            while self._unseen:
+                path = self._unseen.pop(0)
+                adopted = self._adopt(path)
+                if adopted is not None:
+                    return adopted
+                self.left.pop(path, None)
+        return None
+
+    def _adopt(self, path: Path) -> tuple[Segment, list[Fields]] | None:
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        if not _lock(fd) or not os.fstat(fd).st_nlink:
+            os.close(fd)
+            return None
+        with open(fd, "rb", closefd=False) as file:
+            data = file.read()
+        segment, rows = Segment(path, fd, len(data)), self._decode(data)
+        if rows:
+            return segment, rows
+        self.remove(segment)
+        return None
+
+    def _decode(self, data: bytes) -> list[Fields]:
+        """Whole lines only: a writer that died in the middle of one never said that it was safe."""
+        rows, unreadable = [], []
+        for line in data.split(b"\n")[:-1]:
             try:
-                file = path.open("r", encoding="utf-8")
-            except FileNotFoundError:
+                row = msgspec.json.decode(line, type=Fields)
+                row["row_id"]
+            except (msgspec.DecodeError, KeyError) as error:
+                unreadable.append(({"line": line.decode(errors="replace")}, f"unreadable on disk: {error}"))
+            else:
+                rows.append(row)
+        self.reject(unreadable)
+        return rows
+
+    def look(self) -> None:
+        """Finds the segments that nobody holds and counts their rows."""
+        before, self.left = self.left, {}
+        for path in sorted(self._folder.glob("*.segment")):
+            if path in self._stuck:
                 continue
-            with file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    continue
-                if path.exists():
-                    yield [json.loads(line) for line in file]
-                    path.unlink()
-        self._count()
+            if path in before:
+                self.left[path] = before[path]
+                continue
+            with suppress(OSError), path.open("rb") as file:
+                if _lock(file.fileno()):
+                    data = file.read()
+                    self.left[path] = Left(data.count(b"\n"), len(data))
+        self._unseen = list(self.left)
+
+    def release(self, segment: Segment, rows: int) -> None:
+        """Leaves a segment to whoever comes by, which may be us."""
+        self.left[segment.path] = Left(rows, segment.size_bytes)
+        segment.release()
+
+    def remove(self, segment: Segment) -> None:
+        """Removes a segment whose rows have all been dealt with."""
+        try:
+            segment.path.unlink(missing_ok=True)
+        except OSError as error:  # a disk that became read-only: left alone, or it would be sent for ever
+            self._stuck.add(segment.path)
+            log.warning("segment not removed", extra={"path": str(segment.path), "reason": str(error)})
+        segment.release()
 
     def reject(self, refused: Sequence[tuple[Fields, str]]) -> None:
         """Keeps what BigQuery refused for good, with the reason, for a person to look at."""
@@ -76,14 +210,23 @@ class Spool:
             return
         REJECTED.inc(len(refused))
         log.error("rows rejected", extra={"rows": len(refused), "reason": refused[0][1]})
-        with (self._folder / "rejected.jsonl").open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({"reason": reason, "row": row}) + "\n" for row, reason in refused)
+        lines = b"".join(_ENCODER.encode({"reason": reason, "row": row}) + b"\n" for row, reason in refused)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with (self._folder / "rejected.jsonl").open("ab", buffering=0) as file:
+                file.write(lines)
+        except OSError as error:
+            log.error("rejected rows not kept", extra={"reason": str(error), "lines": lines.decode()[:65536]})
 
-    def _count(self) -> None:
-        self.rows = 0
-        for path in self._folder.glob("*.segment"):
-            try:
-                with path.open("rb") as file:
-                    self.rows += sum(1 for _ in file)
-            except FileNotFoundError:  # sent by another process meanwhile
-                continue
+
+def _since_s(path: Path) -> float:
+    nanoseconds = path.name.partition("-")[0]
+    return int(nanoseconds) / 1e9 if nanoseconds.isdecimal() else time.time()
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -147,7 +147,7 @@ async def test_row_that_spoils_its_request_is_alone_in_its_fate(server: Server, 
 async def test_what_exceeds_memory_waits_on_disk(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.rows.MEMORY_ROWS", 50)
+    monkeypatch.setattr("shared.rows_journal.MEMORY_ROWS", 50)
     with socket.create_server(("127.0.0.1", server.port)):
         async with writer(server, tmp_path / "spool") as rows:
             rows.write(row(0))

@@ -29,11 +29,23 @@ locals {
         severity = "CRITICAL"
         title    = "Worker: its model process keeps dying"
       }
-      rows-spooled = {
-        duration = "900s"
-        query    = "sum(rate(penstock_rows_spooled_total[10m])) > 0"
+      rows-late = {
+        duration = "300s"
+        query    = "max(penstock_rows_oldest_seconds) > 300"
         severity = "WARNING"
         title    = "Rows: BigQuery out of reach"
+      }
+      rows-lost = {
+        duration = "0s"
+        query    = "sum(increase(penstock_rows_lost_total[15m])) > 0"
+        severity = "CRITICAL"
+        title    = "Rows: lost"
+      }
+      rows-unsafe = {
+        duration = "300s"
+        query    = "min(penstock_rows_disk_up) < 1"
+        severity = "WARNING"
+        title    = "Rows: the disk takes none"
       }
       rows-rejected = {
         duration = "0s"
