@@ -51,7 +51,7 @@ async def infer(
     """
     context = context_of(request)
     context.model = model.name
-    controls = _cache_controls(request)
+    controls = cache_controls(request)
     wanted = InferenceRequest(
         request_id=context.request_id,
         model=model,
@@ -62,7 +62,7 @@ async def infer(
         is_repeatable=is_repeatable,
         cache_read=not controls & {"no-cache", "no-store"},
         cache_write="no-store" not in controls,
-        traceparent=_traceparent(request),
+        traceparent=traceparent_of(request),
     )
     answer = await while_connected(request, parts_of(request).dispatcher.dispatch(wanted))
     context.headers |= answer.headers()
@@ -72,20 +72,41 @@ async def infer(
 
 def _deadline_s(request: Request, model: Model) -> float:
     """Seconds the caller gives, at most what the model allows."""
+    given_s = given_deadline_s(request)
+    return model.deadline.default_s if given_s is None else min(given_s, model.deadline.longest_s)
+
+
+def given_deadline_s(request: Request) -> float | None:
+    """Seconds the caller gives, if it says so.
+
+    Raises:
+        BadInput: it says something else.
+    """
     given = request.headers.get(DEADLINE_HEADER)
     if given is None:
-        return model.deadline.default_s
+        return None
     if not (given.isascii() and given.isdigit() and int(given) > 0):
         raise BadInput(f"{DEADLINE_HEADER}: {given!r} is not a number of milliseconds above 0", field=DEADLINE_HEADER)
-    return min(int(given) / 1000, model.deadline.longest_s)
+    return int(given) / 1000
 
 
-def _cache_controls(request: Request) -> set[str]:
+def cache_controls(request: Request) -> set[str]:
+    """What the caller says about the cache: `no-cache`, `no-store`."""
     given = request.headers.get("cache-control")
     return {part.strip().lower() for part in given.split(",")} if given else set()
 
 
-def _traceparent(request: Request) -> str:
+def traceparent_of(request: Request) -> str:
     """The trace this request belongs to (W3C Trace Context), if it says so in the right form."""
     given = request.headers.get("traceparent", "")
     return given if _TRACEPARENT.fullmatch(given) else ""
+
+
+def base_url_of(request: Request) -> str:
+    """The URL that callers reach this API by, without a slash at its end."""
+    return (parts_of(request).settings.public_url or str(request.base_url)).rstrip("/")
+
+
+def link_to(request: Request, key: str, media_type: str) -> str:
+    """The URL under which an object can be fetched for the next 60 minutes."""
+    return base_url_of(request) + parts_of(request).links.path(key, media_type)

@@ -11,7 +11,7 @@ from api.context import context_of
 from api.direct import DirectRoute
 from api.drawing import check_strength, first_image, size_of
 from api.edit_form import read_edit
-from api.inbound import infer, read_json, tenant_of
+from api.inbound import infer, link_to, read_json, tenant_of
 from api.openapi import body_of, replies_with
 from api.parts import Parts, parts_of
 from api.pictures import MEDIA_TYPES
@@ -73,9 +73,12 @@ async def _draw(
     request: Request, body: GenerationBody | EditForm, model: Model, tenant: str, first: ImageInput
 ) -> Response:
     """Has n images drawn, from seeds that count up, and answers with them."""
-    inputs = [msgspec.structs.replace(first, seed=first.seed + number) for number in range(body.n)]
+    key_seed = context_of(request).key_seed
+    start = first.seed if body.seed is not None or key_seed is None else key_seed
+    inputs = [msgspec.structs.replace(first, seed=start + number) for number in range(body.n)]
     # A seed nobody chose never comes again, so keeping its image would only push others out.
-    answer = await infer(request, model, tenant, inputs, is_repeatable=body.seed is not None)
+    is_repeatable = body.seed is not None or key_seed is not None
+    answer = await infer(request, model, tenant, inputs, is_repeatable=is_repeatable)
     results = [outcome.result for outcome in answer.outcomes]
     drawn = [result for result in results if isinstance(result, ImageResult)]
     if len(drawn) < len(results):
@@ -91,14 +94,14 @@ async def _item(request: Request, body: GenerationBody | EditForm, result: Image
     parts = parts_of(request)
     stored_key = result.image.object_key
     if body.response_format == "url" and body.output_format == "png" and stored_key is not None:
-        return ImageItem(result.seed, url=_url(request, stored_key, result.image.media_type))
+        return ImageItem(result.seed, url=link_to(request, stored_key, result.image.media_type))
     data = await parts.studio.encode(await _bytes(parts, result.image), body.output_format, body.output_compression)
     if body.response_format == "b64_json":
         return ImageItem(result.seed, b64_json=data)
     media_type = MEDIA_TYPES[body.output_format]
     key = object_key("results", data, media_type)
     await parts.objects.put(key, data, media_type)
-    return ImageItem(result.seed, url=_url(request, key, media_type))
+    return ImageItem(result.seed, url=link_to(request, key, media_type))
 
 
 async def _bytes(parts: Parts, image: Blob) -> bytes:
@@ -107,9 +110,3 @@ async def _bytes(parts: Parts, image: Blob) -> bytes:
     if image.object_key is None:
         raise PenstockError("an image has neither bytes nor a key; this is a bug")
     return await parts.objects.get(image.object_key, RESULT_LIMIT_BYTES)
-
-
-def _url(request: Request, key: str, media_type: str) -> str:
-    parts = parts_of(request)
-    base = parts.settings.public_url or str(request.base_url)
-    return base.rstrip("/") + parts.links.path(key, media_type)

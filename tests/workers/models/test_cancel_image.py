@@ -1,0 +1,51 @@
+"""A real image model in a real model process: a batch that nobody wants any more ends at the step it is at."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from shared.catalogue import Catalogue
+from shared.errors import Canceled
+from shared.messages import ImageInput, ImageResult
+from workers.model_pool import BatchDone, Hosted, ModelPool
+from workers.models.base import Prepared, Preparer
+
+pytestmark = pytest.mark.anyio
+
+TIMEOUT_S = 60.0
+
+
+def asked(preparer: Preparer, steps: int, count: int = 1) -> list[Prepared]:
+    inputs = [ImageInput("a cat", 64, 64, steps, 7.5, seed, "default") for seed in range(count)]
+    prepared = preparer.prepare(inputs)
+    assert all(isinstance(one, Prepared) for one in prepared)
+    return list(prepared)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("images", [1, 2])
+async def test_image_canceled_at_step_3_stops_within_one_step(
+    catalogue: Catalogue, tiny_folder: Path, tiny_preparer: Preparer, images: int
+) -> None:
+    entry = catalogue.default("image")
+    told: list[tuple[int, int]] = []
+    async with ModelPool([Hosted(entry, tiny_folder)], device="cpu", processes=1) as pool:
+        process = pool.processes[0]
+
+        def on_step(step: int, steps: int) -> None:
+            told.append((step, steps))
+            if step >= 3:
+                process.cancel()
+
+        batch = asked(tiny_preparer, 100, images)
+        done: BatchDone = await process.run(batch, timeout_s=TIMEOUT_S, on_step=on_step)
+        assert all(isinstance(result, Canceled) for result in done.results)
+        assert len(done.results) == images
+        canceled_at = next(step for step, _ in told if step >= 3)
+        assert told[0][1] == 100
+        assert done.steps_saved is not None
+        # The Cancel travels while the next step may be under way; these take some milliseconds each.
+        assert 0 < done.steps_saved < 100 - canceled_at
+        process.cancel()  # nothing runs: harmless
+        after = await asyncio.wait_for(process.run(asked(tiny_preparer, 2), timeout_s=TIMEOUT_S), TIMEOUT_S)
+        assert isinstance(after.results[0], ImageResult)
