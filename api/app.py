@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from api import openapi
 from api.admission import Admission
+from api.answers import AnswerStore
 from api.direct import DirectApp
 from api.dispatcher import Dispatcher, RowSink
 from api.errors import add_handlers
@@ -19,6 +20,7 @@ from api.jobs import JobSender
 from api.parts import Parts
 from api.pictures import Studio
 from api.readiness import Readiness
+from api.repeats import Repeats
 from api.routes import embeddings, health, images, models, objects
 from api.tenants import Tenants
 from shared.cache import ResultCache
@@ -26,6 +28,7 @@ from shared.catalogue import Catalogue
 from shared.heap import settle_heap
 from shared.links import Links
 from shared.objects import ObjectStore
+from shared.records import Records
 from shared.settings import ApiSettings
 from shared.transport import Admin, Transport
 
@@ -56,6 +59,7 @@ def create_app(
         instance = f"api-{secrets.token_hex(4)}"
         async with AsyncExitStack() as opened:
             cache = await opened.enter_async_context(ResultCache(settings.redis_url, settings.memory_cache_bytes))
+            records = await opened.enter_async_context(Records(settings.redis_url))
             broker = await opened.enter_async_context(transport)
             inbox_admin = await opened.enter_async_context(admin)
             inbox = await opened.enter_async_context(ReplyInbox(settings, broker, inbox_admin, instance))
@@ -65,8 +69,13 @@ def create_app(
             sender = JobSender(inbox, broker, object_store, instance)
             admission = Admission(settings.max_in_flight)
             dispatcher = await opened.enter_async_context(
-                Dispatcher(sender, cache, admission, row_sink, api_instance=instance, region=settings.region)
+                Dispatcher(sender, cache, records, admission, row_sink, api_instance=instance, region=settings.region)
             )
+            store = AnswerStore(
+                settings.redis_url, keep_s=settings.idempotency_keep_s, lease_s=settings.idempotency_lease_s
+            )
+            answers = await opened.enter_async_context(store)
+            repeats = await opened.enter_async_context(Repeats(answers, object_store))
             app.state.parts = Parts(
                 settings=settings,
                 catalogue=catalogue,
@@ -76,6 +85,7 @@ def create_app(
                 links=Links(settings.secret),
                 studio=Studio(),
                 readiness=Readiness(inbox, broker, settings.redis_url),
+                repeats=repeats,
                 started_at_s=time.time(),
             )
             settle_heap()

@@ -43,6 +43,8 @@ class RequestContext:
     model: str = ""
     headers: dict[str, str] = field(default_factory=dict)
     """Headers of the answer, beside those that every answer has."""
+    key_seed: int | None = None
+    """With an Idempotency-Key: the seed of an image whose caller named none, the same whoever draws it."""
 
     @property
     def total_ms(self) -> float:

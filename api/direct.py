@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from api.context import ContextMiddleware
 from api.errors import EXPECTED, answer
+from api.idempotency import HEADER, once
 
 
 class DirectRoute(APIRoute):
@@ -50,9 +51,9 @@ class DirectApp(FastAPI):
         await self._in_context(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive, send)
+        request, endpoint = Request(scope, receive, send), scope["route"].endpoint
         try:
-            response = await scope["route"].endpoint(request)
+            response = await (once(request, endpoint) if HEADER in request.headers else endpoint(request))
         except EXPECTED as error:
             response = await answer(request, error)
         await response(scope, receive, send)

@@ -20,6 +20,11 @@ ITEMS = Counter(
 )
 IN_FLIGHT = Gauge("penstock_api_items_in_flight", "Items waiting for a worker.", ["model"])
 SHED = Counter("penstock_api_items_shed", "Items refused with 429.", ["model"])
+KEYED = Counter(
+    "penstock_api_keyed_requests",
+    "Requests with an Idempotency-Key: computed, joined or repeated; not_kept: answered, but only this once.",
+    ["end"],
+)
 GAVE_UP = Counter("penstock_api_jobs_cancelled", "Jobs that every caller had left before the reply came.", ["model"])
 
 

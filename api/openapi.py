@@ -17,7 +17,9 @@ _ERRORS = {
     400: "The request is not valid; `param` names the field.",
     401: "No valid API key.",
     404: "No such model here.",
+    409: "The first request with this `Idempotency-Key` is still being answered.",
     413: "The body is too large.",
+    422: "This `Idempotency-Key` came with another request before.",
     429: "Too many items are waiting; come back after `Retry-After` seconds.",
     503: "The broker is out of reach.",
     504: "The deadline passed; not retried by clients on their own (`x-should-retry: false`).",
@@ -38,14 +40,30 @@ _CACHE_CONTROL: dict[str, Any] = {
 }
 
 
+_KEY: dict[str, Any] = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "required": False,
+    "description": "The same request under the same key is computed once; its answer is given again for a day.",
+    "schema": {"type": "string", "minLength": 1, "maxLength": 255},
+}
+_LANE: dict[str, Any] = {
+    "name": "X-Penstock-Lane",
+    "in": "header",
+    "required": False,
+    "description": "`batch`: may wait behind interactive requests.",
+    "schema": {"type": "string", "enum": ["interactive", "batch"], "default": "interactive"},
+}
+
+
 def body_of(json: type[BaseModel], form: type[BaseModel] | None = None) -> dict[str, Any]:
-    """What a route that infers takes: a JSON body, a form as well where given, and the two headers."""
+    """What a route that infers takes: a JSON body, a form as well where given, and the headers."""
     content = {"application/json": {"schema": _ref(json)}}
     if form is not None:
         content = {"multipart/form-data": {"schema": _ref(form)}} | content
     return {
         "requestBody": {"required": True, "content": content},
-        "parameters": [_DEADLINE, _CACHE_CONTROL],
+        "parameters": [_DEADLINE, _CACHE_CONTROL, _KEY, _LANE],
         "security": [{"key": []}],
     }
 

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from api.dispatcher import Dispatcher
 from api.pictures import Studio
 from api.readiness import Readiness
+from api.repeats import Repeats
 from api.tenants import Tenants
 from shared.catalogue import Catalogue
 from shared.links import Links
@@ -28,6 +29,7 @@ class Parts:
     links: Links
     studio: Studio
     readiness: Readiness
+    repeats: Repeats
     started_at_s: float
 
 

@@ -187,6 +187,15 @@ class Catalogue:
             raise UnknownModel(f"model {name!r} serves {model.task}, not {task}", field="model")
         return model
 
+    @property
+    def deadline(self) -> Deadline:
+        """The most that any model allows, for what is asked before the model is known."""
+        every = [model.deadline for model in self.models]
+        return Deadline(
+            default_s=max((one.default_s for one in every), default=Deadline().default_s),
+            longest_s=max((one.longest_s for one in every), default=Deadline().longest_s),
+        )
+
     def default(self, task: str) -> Model:
         """The first model of `task` in the catalogue, for callers who name none."""
         for model in self.models:

@@ -56,6 +56,10 @@ class ApiSettings(Settings):
     inbox_first: int = Field(0, ge=0)
     """Number of the pool's first inbox: regions that lease through a Redis of their own share no number."""
     inbox_lease_s: float = Field(30.0, gt=0)
+    idempotency_keep_s: float = Field(86_400.0, gt=0)
+    """How long the answer to a request with an Idempotency-Key is given again."""
+    idempotency_lease_s: float = Field(6.0, gt=0)
+    """After so long another instance takes over what one that died was answering."""
     memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     request_max_bytes: int = Field(32 * 1024 * 1024, ge=1)
 

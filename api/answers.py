@@ -1,0 +1,195 @@
+"""Answers to requests that carry an Idempotency-Key, in Redis, so that any instance can give them again.
+
+An entry is a hash, known by tenant and key. Fields: `fingerprint` (of the request), `claim` (whose request computes, or
+computed, the answer) and `answer` (once there is one). A claim lives as long as its instance renews its lease; all the
+leases of an instance are renewed by one call. Redis's own clock counts, so instances need not agree on the time.
+
+Nothing here has a TTL: Redis evicts what has one when it is full (volatile-lru), and an answer is promised. Entries
+that are over go a few with each new one, by the index of ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self, cast
+
+from prometheus_client import Counter, Gauge
+
+from shared.errors import Unavailable
+from shared.redis_link import RedisLink
+
+ERRORS = Counter(
+    "penstock_answers_errors", "Round trips to Redis about kept answers that failed, by operation.", ["operation"]
+)
+UP = Gauge("penstock_answers_redis_up", "1 while Redis is being asked for kept answers, 0 while the breaker is open.")
+
+_NOW = "local t = redis.call('TIME'); local now = tonumber(t[1]) + tonumber(t[2]) / 1000000\n"
+
+_CLAIM = (
+    _NOW
+    + """
+for _, key in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, 10)) do
+  redis.call('DEL', key)
+  redis.call('ZREM', KEYS[2], key)
+end
+local ends = redis.call('ZSCORE', KEYS[2], KEYS[1])
+if ends and tonumber(ends) > now then
+  local f = redis.call('HMGET', KEYS[1], 'fingerprint', 'answer', 'claim')
+  if f[1] ~= ARGV[1] then return {'differs', ''} end
+  if f[2] then return {'answered', f[2]} end
+  local lease = redis.call('ZSCORE', KEYS[3], f[3])
+  if lease and tonumber(lease) > now then return {'running', ''} end
+end
+redis.call('DEL', KEYS[1])
+redis.call('HSET', KEYS[1], 'fingerprint', ARGV[1], 'claim', ARGV[2])
+redis.call('ZADD', KEYS[2], now + ARGV[3], KEYS[1])
+redis.call('ZADD', KEYS[3], now + ARGV[4], ARGV[2])
+return {'ours', ''}
+"""
+)
+"""KEYS: entry, index of ends, leases. ARGV: fingerprint, claim, keep_s, lease_s."""
+
+_SETTLE = (
+    _NOW
+    + """
+redis.call('ZREM', KEYS[3], ARGV[2])
+local f = redis.call('HMGET', KEYS[1], 'fingerprint', 'answer')
+if f[1] and f[1] ~= ARGV[1] then return '' end
+if f[2] then return f[2] end
+redis.call('HSET', KEYS[1], 'fingerprint', ARGV[1], 'claim', ARGV[2], 'answer', ARGV[3])
+redis.call('ZADD', KEYS[2], now + ARGV[4], KEYS[1])
+return ARGV[3]
+"""
+)
+"""KEYS: entry, index of ends, leases. ARGV: fingerprint, claim, answer, keep_s.
+
+The first answer stays, whoever gives it: one whose lease ran out may still be before the one that took over.
+"""
+
+_FREE = """
+redis.call('ZREM', KEYS[3], ARGV[1])
+local f = redis.call('HMGET', KEYS[1], 'claim', 'answer')
+if f[1] ~= ARGV[1] or f[2] then return 0 end
+redis.call('DEL', KEYS[1])
+redis.call('ZREM', KEYS[2], KEYS[1])
+return 1
+"""
+"""KEYS: entry, index of ends, leases. ARGV: claim."""
+
+_RENEW = (
+    _NOW
+    + """
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+for i = 2, #ARGV do redis.call('ZADD', KEYS[1], now + ARGV[1], ARGV[i]) end
+return 1
+"""
+)
+"""KEYS: leases. ARGV: lease_s, claims."""
+
+
+class Claim(NamedTuple):
+    """What a request learns of its key.
+
+    `ours`: it is to compute the answer. `running`: somebody does. `answered`: `answer` is it. `differs`: the key stands
+    for another request.
+    """
+
+    state: Literal["ours", "running", "answered", "differs"]
+    answer: bytes
+
+
+class _Call(NamedTuple):
+    script: str
+    keys: tuple[str, ...]
+    args: tuple[str | bytes | float, ...]
+
+
+class AnswerStore:
+    """The entries in one Redis; an async context manager, cheap to open with or without Redis.
+
+    Args:
+        redis_url: `redis://`, `rediss://` or `unix://` URL.
+        keep_s: how long an answer is kept.
+        lease_s: a claim that is not renewed for so long is free again.
+        prefix: put before every key, for several deployments on one Redis.
+        timeout_s: the longest that one round trip may take.
+        retry_s: first pause before a Redis that failed is tried again, in the background.
+    """
+
+    def __init__(
+        self,
+        redis_url: str,
+        *,
+        keep_s: float,
+        lease_s: float,
+        prefix: str = "penstock:",
+        timeout_s: float = 0.25,
+        retry_s: float = 0.25,
+    ) -> None:
+        self._link = RedisLink("answers", redis_url, timeout_s=timeout_s, retry_s=retry_s, up=UP, errors=ERRORS)
+        self._calls = self._link.lane("call", self._send)
+        self._prefix = prefix
+        self._keep_s = keep_s
+        self.lease_s = lease_s
+
+    async def __aenter__(self) -> Self:
+        await self._link.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._link.__aexit__(kind, error, trace)
+
+    async def claim(self, name: str, fingerprint: str, claim: str) -> Claim:
+        """Asks for the right to answer; `claim` is a name that is never used again.
+
+        Raises:
+            Unavailable: Redis did not answer; where it had taken the claim, that lapses with its lease.
+        """
+        found = await self._call(_CLAIM, self._keys(name), fingerprint, claim, self._keep_s, self.lease_s)
+        state, answer = found
+        return Claim(state.decode(), answer)
+
+    async def settle(self, name: str, fingerprint: str, claim: str, answer: bytes) -> bytes:
+        """Keeps `answer`; returns the one that counts, another's where that was first.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        return cast(bytes, await self._call(_SETTLE, self._keys(name), fingerprint, claim, answer, self._keep_s))
+
+    async def free(self, name: str, claim: str) -> None:
+        """Lets a claim go without an answer: who asks next computes.
+
+        Raises:
+            Unavailable: Redis did not answer; the claim lapses with its lease.
+        """
+        await self._call(_FREE, self._keys(name), claim)
+
+    async def renew(self, claims: Iterable[str]) -> None:
+        """Renews the leases of `claims`.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        await self._call(_RENEW, (f"{self._prefix}answers:leases",), self.lease_s, *claims)
+
+    def _keys(self, name: str) -> tuple[str, ...]:
+        index = f"{self._prefix}answers"
+        return f"{index}:of:{name}", f"{index}:ends", f"{index}:leases"
+
+    async def _call(self, script: str, keys: tuple[str, ...], *args: str | bytes | float) -> Any:
+        answers = await self._calls.call([_Call(script, keys, args)]) if self._link.is_up else None
+        if answers is None or isinstance(answers[0], Exception):
+            reason = "out of reach" if answers is None else f"refusing: {answers[0]}"
+            raise Unavailable(f"the store of answers, which an Idempotency-Key needs, is {reason}; try again")
+        return answers[0]
+
+    async def _send(self, calls: list[_Call]) -> list[Any]:
+        pipeline = self._link.client.pipeline(transaction=False)
+        for call in calls:
+            pipeline.eval(call.script, len(call.keys), *call.keys, *call.args)
+        # A refusal, as when its memory is full, is the answer to that call alone.
+        return list(await pipeline.execute(raise_on_error=False))

@@ -1,0 +1,120 @@
+"""The door for requests with an `Idempotency-Key`: the same request under the same key is computed once.
+
+After draft-ietf-httpapi-idempotency-key-header: a key that comes again with another body is 422; one whose first
+request takes longer than the second can wait is 409 (OpenAI's clients repeat a 409 and not a 422, which is right for
+both). Keys are each tenant's own. With Redis out of reach a request with a key is 503: it asked for a promise that
+can't be given. A request without a key does not come here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any
+
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message
+
+from api.context import RequestContext, context_of, while_connected
+from api.errors import EXPECTED, answer
+from api.inbound import given_deadline_s, tenant_of
+from api.parts import parts_of
+from api.repeats import Answered
+from shared.errors import BadInput
+
+HEADER = "idempotency-key"
+REPLAYED = "idempotent-replayed"
+LONGEST_KEY = 255
+_KEY = re.compile(rf"[\x21-\x7e]{{1,{LONGEST_KEY}}}")
+_BOUNDARY = re.compile(r'boundary="?([^";,]+)"?', re.IGNORECASE)
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class KeyedRoute(APIRoute):
+    """A route of FastAPI's own (one with path parameters) that honours the header; direct routes do without it."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler behind the door."""
+        handler = super().get_route_handler()
+
+        async def keyed(request: Request) -> Response:
+            return await (once(request, handler) if HEADER in request.headers else handler(request))
+
+        return keyed
+
+
+async def once(request: Request, endpoint: Endpoint) -> Response:
+    """The answer to a request that has the header: `endpoint`'s, or the one it gave before.
+
+    Raises:
+        Unauthorized: as the endpoint would.
+        BadInput: the key is empty, too long, or has other characters than visible ASCII.
+        KeyReused: the key came with another body, or to another route, before.
+        KeyInUse: its first request is still being answered, and this one's time is over.
+        Unavailable: Redis is out of reach.
+    """
+    tenant = tenant_of(request)
+    key = request.headers[HEADER]
+    if not _KEY.fullmatch(key):
+        raise BadInput(f"{HEADER}: a key is 1 to {LONGEST_KEY} visible ASCII characters", field=HEADER)
+    parts, context = parts_of(request), context_of(request)
+    body = await request.body()
+    digest = hashlib.blake2b(f"{tenant}\0{key}".encode(), digest_size=32)
+    context.key_seed = int.from_bytes(digest.digest()[:4], "big")
+
+    async def compute() -> Answered:
+        return await _computed(Request(request.scope, _receive(body)), endpoint)
+
+    given_s, bound = given_deadline_s(request), parts.catalogue.deadline
+    wait_s = bound.default_s if given_s is None else min(given_s, bound.longest_s)
+    work = parts.repeats.answer(digest.hexdigest(), _fingerprint(request, body), compute, wait_s)
+    answered, is_repeated = await while_connected(request, work)
+    return _response(answered, context, is_repeated=is_repeated)
+
+
+def _fingerprint(request: Request, body: bytes) -> str:
+    """What makes two requests the same: method, path, query and body."""
+    kind = request.headers.get("content-type", "")
+    if boundary := _BOUNDARY.search(kind):
+        # Clients draw another boundary for each try of the same form.
+        body = body.replace(b"--" + boundary[1].encode("latin-1"), b"--")
+    digest = hashlib.blake2b(digest_size=32)
+    for part in (request.method, request.url.path, request.url.query, kind.partition(";")[0].strip().lower()):
+        digest.update(f"{part}\0".encode())
+    digest.update(body)
+    return digest.hexdigest()
+
+
+def _receive(body: bytes) -> Callable[[], Coroutine[Any, Any, Message]]:
+    """Of a caller that never hangs up: what is computed under a key goes on without one."""
+    messages: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> Message:
+        for message in messages:
+            return message
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("nobody hangs up; this is a bug")
+
+    return receive
+
+
+async def _computed(request: Request, endpoint: Endpoint) -> Answered:
+    try:
+        response = await endpoint(request)
+    except EXPECTED as error:
+        response = await answer(request, error)
+    context, body = context_of(request), bytes(response.body)
+    headers = context.headers | {name: value for name, value in response.headers.items() if name != "content-length"}
+    # They come with the answer that counts, which may be another's.
+    context.headers.clear()
+    return Answered(response.status_code, headers, len(body), body, model=context.model)
+
+
+def _response(answered: Answered, context: RequestContext, *, is_repeated: bool) -> Response:
+    context.model = answered.model
+    headers = answered.headers | {REPLAYED: "true"} if is_repeated else answered.headers
+    return Response(answered.body, answered.status, headers)
