@@ -13,6 +13,7 @@ Who writes the row of an item (each leaves exactly one, `row_id` = request_id:in
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -30,12 +31,13 @@ from api.jobs import JobSender, envelope_of, split
 from shared.cache import ResultCache
 from shared.errors import DeadlineExceeded, PenstockError, Unavailable
 from shared.messages import ItemOutcome, failure
+from shared.records import Records, record_id
 from shared.usage import Row, row_of
 
 log = logging.getLogger(__name__)
 
 LATE_LOOK_S = 0.5
-"""Beyond the deadline, for the last look at the cache."""
+"""Beyond the deadline, for the last look at the record."""
 CLOSE_LIMIT_S = 2.0
 CLOSING = "this instance is shutting down"
 
@@ -54,6 +56,7 @@ class Dispatcher:
         self,
         sender: JobSender,
         cache: ResultCache,
+        records: Records,
         admission: Admission,
         rows: RowSink,
         *,
@@ -62,12 +65,14 @@ class Dispatcher:
     ) -> None:
         self._sender = sender
         self._cache = cache
+        self._records = records
         self._admission = admission
         self._rows = rows
         self._api_instance = api_instance
         self._region = region
         self._flights = Flights()
         self._tasks: set[asyncio.Task[list[ItemOutcome]]] = set()
+        self._cancelling: set[asyncio.Task[None]] = set()
         self._is_closing = False
 
     async def __aenter__(self) -> Self:
@@ -79,8 +84,8 @@ class Dispatcher:
         self._is_closing = True
         for task in self._tasks:
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=CLOSE_LIMIT_S)
+        if tasks := self._tasks | self._cancelling:
+            await asyncio.wait(tasks, timeout=CLOSE_LIMIT_S)
 
     @property
     def in_flight(self) -> int:
@@ -148,14 +153,14 @@ class Dispatcher:
             self._tasks.add(job.task)
             job.task.add_done_callback(partial(self._ended, request, job))
 
-    async def _land_hits(self, flights: Sequence[Flight], *, by_worker: bool = False) -> list[Flight]:
+    async def _land_hits(self, flights: Sequence[Flight]) -> list[Flight]:
         """Looks in the cache, lands what is there, and returns what is not."""
         keys = [flight.item.cache_key for flight in flights if flight.item.cache_key]
         found = await self._cache.get_many(keys) if keys else {}
         missing = []
         for flight in flights:
             if flight.item.cache_key in found:
-                self._flights.end(flight, Landing(hit(flight.item, *found[flight.item.cache_key]), by_worker))
+                self._flights.end(flight, Landing(hit(flight.item, *found[flight.item.cache_key]), by_worker=False))
             else:
                 missing.append(flight)
         return missing
@@ -165,10 +170,24 @@ class Dispatcher:
         try:
             return await self._sender.send(request, job)
         except PenstockError as error:
-            if job.published_at_s and request.cache_read:
-                # The worker may have finished while its reply came late or got lost.
-                await self._land_hits(job.flights, by_worker=True)
-            return [failure(flight.item.index, error) for flight in job.flights]
+            # The worker may have finished while its reply came late or got lost.
+            answered = await self._look_at_record(request, job) if job.published_at_s else None
+            return answered or [failure(flight.item.index, error) for flight in job.flights]
+
+    async def _look_at_record(self, request: InferenceRequest, job: JobInFlight) -> list[ItemOutcome] | None:
+        """What the job's record says that it was answered with."""
+        try:
+            record = await self._records.read(record_id(request.request_id, job.part))
+        except Unavailable:
+            return None
+        outcomes = record.reply.outcomes if record is not None and record.reply is not None else []
+        indexes = [flight.item.index for flight in job.flights]
+        return outcomes if [outcome.index for outcome in outcomes] == indexes else None
+
+    async def _cancel(self, record: str) -> None:
+        """Tells the workers that nobody waits for a job any more; where Redis is out they compute it for nobody."""
+        with contextlib.suppress(Unavailable):
+            await self._records.cancel(record)
 
     def _ended(self, request: InferenceRequest, job: JobInFlight, task: asyncio.Task[list[ItemOutcome]]) -> None:
         """Lands what has not landed and lets go; as a callback of the task, so that it happens however that ended."""
@@ -177,6 +196,10 @@ class Dispatcher:
         outcomes: Sequence[ItemOutcome | None] = [None] * len(flights)
         if task.cancelled():
             metrics.GAVE_UP.labels(model).inc()
+            if job.published_at_s and not self._is_closing:
+                cancelling = asyncio.create_task(self._cancel(record_id(request.request_id, job.part)))
+                self._cancelling.add(cancelling)
+                cancelling.add_done_callback(self._cancelling.discard)
             if self._is_closing:
                 outcomes = [failure(flight.item.index, Unavailable(CLOSING)) for flight in flights]
         elif error := task.exception():

@@ -19,6 +19,7 @@ from api.jobs import JobSender
 from shared.cache import Level, ResultCache
 from shared.messages import EmbeddingResult, Result, TextInput
 from shared.objects import ObjectStore
+from shared.records import Records
 from shared.usage import Row
 from tests.api.fake_worker import FakeWorker, vector_of
 from tests.api.harness import NO_REDIS, TEXT_MODEL, RowList, settings_for
@@ -46,6 +47,7 @@ class Bench:
     worker: FakeWorker
     transport: InMemoryTransport
     cache: HeldCache
+    records: Records
     admission: Admission
     rows: list[Row]
 
@@ -63,13 +65,15 @@ class Bench:
 @asynccontextmanager
 async def running_bench(tmp_path: Path, max_in_flight: int = 1000, redis_url: str = NO_REDIS) -> AsyncIterator[Bench]:
     transport, rows, settings = InMemoryTransport(), RowList(), settings_for(tmp_path)
-    async with HeldCache(redis_url) as cache:
+    async with HeldCache(redis_url) as cache, Records(redis_url, retry_s=0.01) as records:
         worker = FakeWorker(transport, (TEXT_MODEL,), cache)
         async with worker.running(transport), ReplyInbox(settings, transport, transport, "test") as inbox:
             sender = JobSender(inbox, transport, ObjectStore("memory://"), "test")
             admission = Admission(max_in_flight)
-            async with Dispatcher(sender, cache, admission, rows, api_instance="test", region="r") as dispatcher:
-                yield Bench(dispatcher, worker, transport, cache, admission, rows.rows)
+            async with Dispatcher(
+                sender, cache, records, admission, rows, api_instance="test", region="r"
+            ) as dispatcher:
+                yield Bench(dispatcher, worker, transport, cache, records, admission, rows.rows)
 
 
 def texts_right(answer: Answer, *texts: str) -> bool:

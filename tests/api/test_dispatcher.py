@@ -8,11 +8,21 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 
+import anyio
 import pytest
 
 from api.inbox import REPLIES
 from shared.errors import Overloaded, Unavailable
-from shared.messages import EmbeddingResult, Reply, ReplyBody, TextInput, encode_reply
+from shared.messages import (
+    EmbeddingResult,
+    ItemOutcome,
+    Receipt,
+    Reply,
+    ReplyBody,
+    TextInput,
+    encode_reply,
+    encode_reply_body,
+)
 from tests.api.dispatching import Bench, ends, origins, running_bench, texts_right
 from tests.api.fake_worker import vector_of
 from tests.api.harness import TEXT_MODEL
@@ -132,15 +142,32 @@ async def test_failure_is_shared_and_items_fail_alone(bench: Bench) -> None:
     assert [(row.cache, row.status, row.error_code) for row in bench.rows] == [("joined", "failed", "model_failed")]
 
 
-async def test_result_that_is_there_after_the_deadline_still_counts(bench: Bench) -> None:
-    bench.worker.is_silent = True
-    ask = bench.ask("a", deadline_in_s=0.2)
-    await bench.worker.until_taken(1)
-    key, result = bench.worker.items[0].cache_key, EmbeddingResult(vector_of(TextInput("a")).tobytes(), 3)
-    assert key is not None
-    await bench.cache.put_many({key: result}, ttl_s=60)
-    assert texts_right(await ask, "a")
-    assert bench.rows == []  # the worker has it, so its row is the worker's
+async def test_answer_whose_reply_got_lost_is_found_in_the_record(benches: Benches, redis_url: str) -> None:
+    async with benches(redis_url=redis_url) as bench:
+        bench.worker.is_silent = True
+        ask = bench.ask("a", deadline_in_s=0.3)
+        await bench.worker.until_taken(1)
+        result = EmbeddingResult(vector_of(TextInput("a")).tobytes(), 3)
+        reply = ReplyBody([ItemOutcome(0, "succeeded", Receipt(cache="miss"), result)])
+        await bench.records.finish(ask.get_name(), "succeeded", encode_reply_body(reply))
+        assert texts_right(await ask, "a")
+        assert bench.rows == []  # the worker has it, so its row is the worker's
+
+
+async def test_job_that_every_caller_has_left_is_canceled(benches: Benches, redis_url: str) -> None:
+    async with benches(redis_url=redis_url) as bench:
+        bench.worker.go.clear()
+        leader, joined = bench.ask("a"), bench.ask("a")
+        await bench.worker.until_taken(1)
+        record = bench.worker.jobs[0].envelope.request_id
+        for ask in (leader, joined):
+            assert await bench.records.read(record) is None, "somebody waits for it"
+            ask.cancel()
+            await asyncio.wait([ask])
+        with anyio.fail_after(5):
+            while (found := await bench.records.read(record)) is None:
+                pass
+        assert found.state == "canceled"
 
 
 async def test_published_item_that_expires_is_the_workers_to_record(bench: Bench) -> None:
