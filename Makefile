@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := api,worker,optimize,local,dev
+EXTRAS := api,worker,functions,optimize,local,dev
 SOURCES := api workers shared infra models bench tests
 
 .DEFAULT_GOAL := help
@@ -71,7 +71,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "Python 3.11 or later is needed; name one with: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo "$(PYTHON) has no venv module; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
-	@echo "Installing into $(VENV): about 120 packages, some minutes the first time"
+	@echo "Installing into $(VENV): about 130 packages, some minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $(STAMP)

@@ -22,6 +22,7 @@ CALLS_IN_FLIGHT = 32
 PAGE_SIZE = 1000
 
 _Topic, _Subscription = pubsub.Topic.pb(), pubsub.Subscription.pb()
+_ModifyPushConfig = pubsub.ModifyPushConfigRequest.pb()
 
 
 class PubSubAdmin:
@@ -58,7 +59,7 @@ class PubSubAdmin:
         return await self._create("Publisher/CreateTopic", _Topic, request)
 
     async def ensure_subscription(self, subscription_id: str, settings: SubscriptionSettings) -> bool:
-        """Makes a subscription unless it exists; says whether it was made.
+        """Makes a subscription unless it exists; says whether it was made. One that exists is pushed as said here.
 
         Raises:
             ConfigurationError: one of this name exists with another topic or filter, which can't be changed.
@@ -72,6 +73,8 @@ class PubSubAdmin:
                 f"{request.name} exists with topic {found.topic!r} and filter {found.filter!r}, "
                 f"not {request.topic!r} and {request.filter!r}"
             )
+        if found is not None and found.push_config.push_endpoint != settings.push_endpoint:
+            await self._push_to(request)
         return False
 
     async def delete_topic(self, topic_id: str) -> bool:
@@ -110,6 +113,13 @@ class PubSubAdmin:
                 return False
             raise translate(error, f"create {request.name}") from error
         return True
+
+    async def _push_to(self, subscription: RawMessage) -> None:
+        changed = _ModifyPushConfig(subscription=subscription.name, push_config=subscription.push_config)
+        try:
+            await self._call(Method(self._channel, "Subscriber/ModifyPushConfig", None, "subscription"), changed)
+        except aio.AioRpcError as error:
+            raise translate(error, f"change {subscription.name}") from error
 
     async def _delete(self, path: str, **name: str) -> bool:
         (field, value) = next(iter(name.items()))
@@ -160,6 +170,8 @@ class PubSubAdmin:
             enable_message_ordering=settings.is_ordered,
         )
         request.message_retention_duration.FromSeconds(settings.retention_s)
+        if settings.push_endpoint:
+            request.push_config.push_endpoint = settings.push_endpoint
         request.expiration_policy.SetInParent()  # set and without a ttl: never
         if settings.expires_after_s:
             request.expiration_policy.ttl.FromSeconds(settings.expires_after_s)

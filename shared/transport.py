@@ -118,6 +118,8 @@ class SubscriptionSettings:
     """Where a message goes after `max_delivery_attempts`; empty: it is delivered for ever."""
     max_delivery_attempts: int = 5
     is_ordered: bool = False
+    push_endpoint: str = ""
+    """The URL that the broker posts messages to; empty: they are pulled."""
 
 
 class Admin(Protocol):

@@ -33,7 +33,7 @@ FREE_MEMORY_BYTES = 2 * 1024**3
 """The stack with the shipped models takes about 1.5 GB."""
 REACH_LIMIT_S = 5.0
 _PLACES = {"project", "pubsub_endpoint", "bigquery_endpoint", "redis_url", "objects_url"}
-EXTRAS = ("api", "worker", "optimize", "local", "dev")
+EXTRAS = ("api", "worker", "functions", "optimize", "local", "dev")
 """What `make setup` installs; the extra `gpu` is for machines that have one."""
 INSTALL = f"pip install -c constraints.txt -e '.[{','.join(EXTRAS)}]' (or: make setup)"
 

@@ -16,7 +16,16 @@ from prometheus_client import Counter
 
 from shared.catalogue import Catalogue
 from shared.errors import BadInput, Canceled, ModelFailed, PenstockError, Unavailable, UndecodableMessage, UnknownModel
-from shared.messages import Envelope, Reply, ReplyBody, decode_job, encode_reply, failure
+from shared.messages import (
+    Envelope,
+    Reply,
+    ReplyBody,
+    decode_job,
+    decode_reply_body,
+    encode_reply,
+    encode_reply_body,
+    failure,
+)
 from shared.names import WEBHOOKS_TOPIC_ID
 from shared.records import Finish, Records, record_id
 from shared.transport import Message, Publisher
@@ -56,9 +65,7 @@ class DeadLetters:
         region: where this runs, for the rows.
     """
 
-    def __init__(
-        self, records: Records, publisher: Publisher, table: Table, catalogue: Catalogue, region: str
-    ) -> None:
+    def __init__(self, records: Records, publisher: Publisher, table: Table, catalogue: Catalogue, region: str) -> None:
         self._records = records
         self._publisher = publisher
         self._table = table
@@ -90,7 +97,7 @@ class DeadLetters:
     async def _end(self, envelope: Envelope, ours: ReplyBody) -> tuple[ReplyBody, str] | None:
         """Ends the record: what its caller is to hear, by now or by an earlier attempt; None where others answered."""
         record = record_id(envelope.request_id, envelope.part)
-        finish = await self._records.finish(record, "failed", encode_reply(_reply_of(envelope, ours))[0])
+        finish = await self._records.finish(record, "failed", encode_reply_body(ours))
         if finish is None and envelope.prediction:
             raise Unavailable("the record could not be ended")
         if finish is None or finish.is_ours:
@@ -136,7 +143,8 @@ class DeadLetters:
 def _reading(message: Message) -> tuple[list[int], PenstockError]:
     """The items of a dead letter (the first one where its body can't be read), and what is wrong with them."""
     attributes = {name.lower(): value for name, value in message.attributes.items()}
-    reason = attributes.get("penstock_reason") or f"no worker could finish it in {attributes.get(_ATTEMPTS, 'its')} attempts"
+    attempts = attributes.get(_ATTEMPTS, "its")
+    reason = attributes.get("penstock_reason") or f"no worker could finish it in {attempts} attempts"
     try:
         return [item.index for item in decode_job(message.data, message.attributes).body.items], ModelFailed(reason)
     except UndecodableMessage as error:
@@ -154,4 +162,4 @@ def _canceled(body: ReplyBody) -> ReplyBody:
 
 
 def _answer_of(finish: Finish) -> ReplyBody | None:
-    return None if finish.reply is None else msgspec.json.decode(finish.reply, type=ReplyBody)
+    return None if finish.reply is None else decode_reply_body(finish.reply)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
-from typing import NamedTuple
-from urllib.parse import urlsplit
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Any, NamedTuple
 
-from aiohttp import ClientError, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
+from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
 from aiohttp.abc import AbstractResolver, ResolveResult
+from yarl import URL
 
 from shared.errors import BadInput, Unavailable
 
@@ -22,10 +22,6 @@ CONNECT_LIMIT_S = 5.0
 TOTAL_LIMIT_S = 20.0
 READ_BYTES = 1024
 """Of the answer, for the log; only its status counts."""
-# They carry an IPv4 address in their last 32 bits, or in bits 16 to 48 (6to4): RFC 6052, RFC 8215, RFC 3056.
-_TRANSLATED = (IPv6Network("64:ff9b::/96"), IPv6Network("64:ff9b:1::/48"))
-
-Address = IPv4Address | IPv6Address
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
@@ -73,32 +69,32 @@ class Destination:
             Forbidden: the URL is none of https, or one of its addresses is not public.
             Unavailable: no answer in time.
         """
-        host, port = self._host_and_port()
-        connector = TCPConnector(resolver=_Judged(await self._addresses(host, port)), force_close=True)
+        url = self._checked_url()
+        addresses = await self._addresses(url.host or "", url.port or 0)
+        connector = TCPConnector(
+            resolver=_Judged(addresses), socket_factory=_only_to(addresses), force_close=True, happy_eyeballs_delay=None
+        )
         timeout = ClientTimeout(total=TOTAL_LIMIT_S, connect=CONNECT_LIMIT_S)
         session = ClientSession(
             connector=connector, timeout=timeout, cookie_jar=DummyCookieJar(), auto_decompress=False, trust_env=False
         )
         try:
-            async with (
-                session,
-                session.post(self._url, data=body, headers=headers, allow_redirects=False) as answer,
-            ):
-                return Answer(answer.status, (await answer.content.read(READ_BYTES)).decode(errors="replace"))
+            async with session, session.post(url, data=body, headers=headers, allow_redirects=False) as answer:
+                return Answer(answer.status, await _first_words(answer))
         except (ClientError, OSError, ValueError) as error:
             # aiohttp's own time limits are TimeoutError, which is an OSError.
-            raise Unavailable(f"{host}: {str(error) or type(error).__name__}") from error
+            raise Unavailable(f"{url.host}: {str(error) or type(error).__name__}") from error
 
-    def _host_and_port(self) -> tuple[str, int]:
+    def _checked_url(self) -> URL:
+        schemes = ("https", "http") if self._allow_private else ("https",)
         try:
-            parts = urlsplit(self._url)
-            host, port = parts.hostname, parts.port
+            # The parser that the connection goes by: two parsers may see two hosts in one URL.
+            url = URL(self._url)
         except ValueError as error:
             raise Forbidden(f"{self._url!r} is no URL: {error}", field="webhook") from error
-        schemes = {"https": 443} | ({"http": 80} if self._allow_private else {})
-        if parts.scheme not in schemes or not host:
+        if url.scheme not in schemes or not url.host or not url.port:
             raise Forbidden(f"{self._url!r} is no {' or '.join(schemes)} URL", field="webhook")
-        return host, port or schemes[parts.scheme]
+        return url
 
     async def _addresses(self, host: str, port: int) -> list[str]:
         try:
@@ -137,16 +133,34 @@ class _Judged(AbstractResolver):
         """Holds nothing."""
 
 
-def is_public(address: Address) -> bool:
-    """Whether an address is one of the public internet, and so are those that it stands for."""
+def _only_to(addresses: Sequence[str]) -> Any:
+    """Makes sockets for these addresses alone: what looks like an address to aiohttp never gets to a resolver."""
+
+    def make(info: Any) -> socket.socket:
+        family, kind, proto, _, sockaddr = info
+        if sockaddr[0] not in addresses:
+            raise OSError(f"{sockaddr[0]} was not judged")
+        return socket.socket(family, kind, proto)
+
+    return make
+
+
+async def _first_words(answer: ClientResponse) -> str:
+    """What a receiver says that does not take it; one that takes it has said all."""
+    if answer.ok:
+        return ""
+    try:
+        return (await answer.content.read(READ_BYTES)).decode(errors="replace")
+    except (ClientError, OSError):
+        return ""
+
+
+def is_public(address: IPv4Address | IPv6Address) -> bool:
+    """Whether an address is one of the public internet, and so is the one that it stands for, if any."""
     if isinstance(address, IPv6Address):
-        inner = address.ipv4_mapped or address.sixtofour or (address.teredo and address.teredo[1]) or _translated(address)
-        if inner:
-            return is_public(inner)
+        if address.ipv4_mapped is not None:
+            return is_public(address.ipv4_mapped)
+        if address.sixtofour is not None and not is_public(address.sixtofour):
+            return False
+    # NAT64 (64:ff9b::/96), which may lead anywhere, is reserved.
     return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)
-
-
-def _translated(address: IPv6Address) -> IPv4Address | None:
-    if any(address in network for network in _TRANSLATED):
-        return IPv4Address(int(address) & 0xFFFFFFFF)
-    return None

@@ -46,18 +46,25 @@ class Request(Protocol):
     """What functions-framework gives a function under ASGI: a Starlette request."""
 
     @property
-    def method(self) -> str: ...
+    def method(self) -> str:
+        """Of HTTP, in capitals."""
+
     @property
-    def url(self) -> _Url: ...
+    def url(self) -> _Url:
+        """That it was sent to."""
+
     @property
-    def headers(self) -> Mapping[str, str]: ...
-    def stream(self) -> AsyncIterator[bytes]: ...
+    def headers(self) -> Mapping[str, str]:
+        """By name, in lower case."""
+
+    def stream(self) -> AsyncIterator[bytes]:
+        """The body as it comes."""
 
 
 async def answer(request: Request, function: str, caller: Caller, handle: Handler) -> Answer:
     """Handles one request to `function`: text and status of the answer."""
     if request.method != "POST":
-        return _looked_at(request.url.path)
+        return looked_at(request)
     try:
         await caller.check(request.headers.get("authorization", ""))
         message = read_push(request.headers, await _body(request))
@@ -100,6 +107,6 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _looked_at(path: str) -> Answer:
-    """For probes and scrapes."""
-    return (generate_latest().decode(), 200) if path == "/metrics" else ("ready", 200)
+def looked_at(request: Request) -> Answer:
+    """What probes and scrapes (`/metrics`) get."""
+    return (generate_latest().decode(), 200) if request.url.path == "/metrics" else ("ready", 200)

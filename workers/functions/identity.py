@@ -1,7 +1,7 @@
 """Who calls a function: the OpenID Connect token that Pub/Sub sends with a push, checked before the body is read.
 
-https://cloud.google.com/pubsub/docs/authenticate-push-subscriptions: the signature and the audience say that Google made
-the token for us, only the account says that it was our subscription that asked for it.
+https://cloud.google.com/pubsub/docs/authenticate-push-subscriptions: signature and audience say that Google made the
+token for us, and only the account says that it was our subscription that asked for it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Caller:
         audience: what its tokens must be made for; empty: anybody may call, as on one machine.
         account: its email.
         certs_url: where the signers' certificates are.
-        checked_by: `us`, or `cloud-run` where the service lets nobody in without roles/run.invoker: it checks signatures
-            itself and passes tokens on without them.
+        checked_by: `us`, or `cloud-run` where the service lets nobody in without roles/run.invoker: it checks
+            signatures itself and passes tokens on without them.
 
     Raises:
         ConfigurationError: there is an audience, but no account.

@@ -22,6 +22,7 @@ from shared.errors import UndecodableMessage
 from shared.transport import Message
 
 _METADATA = "x-goog-pubsub-"
+_CREDENTIALS = frozenset({"authorization", "cookie", "x-serverless-authorization"})
 
 
 def read_push(headers: Mapping[str, str], body: bytes) -> Message:
@@ -80,7 +81,8 @@ def _wrapped(envelope: Any) -> Message:
 def _unwrapped(headers: Mapping[str, str], body: bytes) -> Message:
     """Metadata and attributes are headers, among those of HTTP; whoever reads an attribute knows its name."""
     metadata = {name.removeprefix(_METADATA): value for name, value in headers.items() if name.startswith(_METADATA)}
-    attributes = {name: value for name, value in headers.items() if not name.startswith(_METADATA)}
+    others = {name: value for name, value in headers.items() if not name.startswith(_METADATA)}
+    attributes = {name: value for name, value in others.items() if name not in _CREDENTIALS}
     return Message(
         body,
         attributes,

@@ -1,0 +1,90 @@
+"""Webhooks between those who send events and the function that delivers them: the event's message, and its signature.
+
+Signatures are those of Standard Webhooks (https://www.standardwebhooks.com), which the clients of OpenAI, Replicate and
+Svix verify. Every tenant has a secret of its own, made from the setting, so that none can sign for another.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from shared.errors import ConfigurationError, UndecodableMessage
+
+EventName = Literal["start", "output", "logs", "completed"]
+PREFIX = "whsec_"
+SHORTEST_KEY_BYTES = 24
+"""What Standard Webhooks asks for at least."""
+
+
+class Event(msgspec.Struct, omit_defaults=True):
+    """One message on the topic `webhooks`: something happened to the prediction whose record is `id`.
+
+    `sequence` tells several events of one name apart; 0 where there is one only.
+    """
+
+    id: str
+    event: EventName
+    sequence: int = 0
+
+
+_decoder = msgspec.json.Decoder(Event)
+
+
+def encode_event(event: Event) -> tuple[bytes, dict[str, str]]:
+    """The data and the attributes of the event's message."""
+    return msgspec.json.encode(event), {"schema": "1", "record": event.id, "event": event.event}
+
+
+def decode_event(data: bytes) -> Event:
+    """Reads an event.
+
+    Raises:
+        UndecodableMessage: it is none.
+    """
+    try:
+        return _decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise UndecodableMessage(f"event: {error}", field="data") from error
+
+
+def tenant_secrets(setting: str, tenant: str) -> list[str]:
+    """The secrets that sign for `tenant`, as its receivers know them; the first is the one to hand out.
+
+    Args:
+        setting: `whsec_…`, comma-separated; more than one while the first replaces the others.
+        tenant: whose predictions are told of.
+
+    Raises:
+        ConfigurationError: the setting is empty, or has something else in it.
+    """
+    keys = [_key(secret.strip()) for secret in setting.split(",") if secret.strip()]
+    if not keys:
+        raise ConfigurationError("PENSTOCK_WEBHOOK_SECRETS: webhooks need a secret", field="webhook_secrets")
+    own = [hmac.digest(key, f"webhooks of {tenant}".encode(), hashlib.sha256) for key in keys]
+    return [PREFIX + base64.b64encode(key).decode() for key in own]
+
+
+def signature(secrets: Sequence[str], webhook_id: str, at_s: int, body: bytes) -> str:
+    """The header `webhook-signature`: HMAC-SHA256 over `id.timestamp.body`, once for each secret."""
+    signed = f"{webhook_id}.{at_s}.".encode() + body
+    digests = [hmac.digest(_key(secret), signed, hashlib.sha256) for secret in secrets]
+    return " ".join(f"v1,{base64.b64encode(digest).decode()}" for digest in digests)
+
+
+def _key(secret: str) -> bytes:
+    try:
+        # The standard alphabet: Replicate's client takes a secret apart at each underscore.
+        key = base64.b64decode(secret.removeprefix(PREFIX), validate=True)
+    except binascii.Error as error:
+        raise ConfigurationError(f"PENSTOCK_WEBHOOK_SECRETS: {error}", field="webhook_secrets") from error
+    if not secret.startswith(PREFIX) or len(key) < SHORTEST_KEY_BYTES:
+        words = f"a secret is {PREFIX} and base64 of {SHORTEST_KEY_BYTES} bytes or more"
+        raise ConfigurationError(f"PENSTOCK_WEBHOOK_SECRETS: {words}", field="webhook_secrets")
+    return key

@@ -1,0 +1,103 @@
+"""A dead letter's caller, record and row, through the function as Pub/Sub calls it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shared.messages import ReplyBody, encode_reply_body
+from tests.workers.functions.receiver import Receiver
+from tests.workers.functions.world import LIMIT_S, World
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_job_that_pubsub_gave_up_is_answered(world: World) -> None:
+    data, attributes = world.job()
+    await world.broker.publish(world.jobs, data, attributes)
+    async with asyncio.timeout(LIMIT_S), world.broker.subscribe(world.workers, max_messages=1) as worker:
+        attempts = 0
+        async for message in worker:
+            worker.nack(message)
+            attempts += 1
+            if attempts == 5:
+                break
+    reply = await world.reply()
+    assert (reply.request_id, reply.part, reply.slot) == (world.request_id, 0, "1")
+    assert [outcome.index for outcome in reply.body.outcomes] == [0, 1]
+    error = reply.body.outcomes[0].error
+    assert error is not None
+    assert (error.code, error.message) == ("model_failed", "no worker could finish it in 5 attempts")
+    record = await world.record()
+    assert (record.state, record.reply) == ("failed", reply.body)
+    rows = await world.rows(2)
+    facts = [(row["item"], row["status"], row["error_code"], row["worker"], row["region"]) for row in rows]
+    assert facts == [(item, "failed", "model_failed", "dead-letter", "here") for item in (0, 1)]
+
+
+async def test_reason_reaches_the_caller_and_the_webhook(world: World, receiver: Receiver) -> None:
+    await world.create(receiver.url)
+    data, attributes = world.job(1, prediction="1", webhook="start,completed")
+    await world.broker.publish(world.dead, data, attributes | {"penstock_reason": "it killed three workers"})
+    (outcome,) = (await world.reply()).body.outcomes
+    assert outcome.error is not None
+    assert outcome.error.message == "it killed three workers"
+    (delivery,) = await receiver.wait(1)
+    assert b'"status":"failed"' in delivery.body
+    assert b'"error":"it killed three workers"' in delivery.body
+
+
+async def test_body_that_cannot_be_read_has_one_row(world: World) -> None:
+    _, attributes = world.job()
+    await world.broker.publish(world.dead, b"no json", attributes)
+    (outcome,) = (await world.reply()).body.outcomes
+    assert outcome.error is not None
+    assert outcome.error.code == "undecodable_message"
+    assert [row["item"] for row in await world.rows(1)] == [0]
+
+
+async def test_second_push_repeats_the_same(world: World) -> None:
+    data, attributes = world.job(1)
+    await world.broker.publish(world.dead, data, attributes)
+    first = await world.reply()
+    await world.count("penstock_functions_dead_letters_total", "answered")
+    repeated = await world.count("penstock_functions_dead_letters_total", "repeated", 0)
+    await world.broker.publish(world.dead, data, attributes)
+    assert await world.reply() == first
+    await world.count("penstock_functions_dead_letters_total", "repeated", repeated + 1)
+    assert len(await world.rows(1)) == 1
+
+
+async def test_stranger_is_put_aside(world: World) -> None:
+    unreadable = await world.count("penstock_functions_unreadable_total", "dead_letter", 0)
+    await world.broker.publish(world.dead, b"", {"of": "course"})
+    await world.count("penstock_functions_unreadable_total", "dead_letter", unreadable + 1)
+    # Had it been answered with anything but 2xx, the broker would bring it again within 0.2 s.
+    data, attributes = world.job(1)
+    await world.broker.publish(world.dead, data, attributes)
+    await world.rows(1)
+    assert await world.count("penstock_functions_unreadable_total", "dead_letter", 0) == unreadable + 1
+
+
+async def test_what_a_worker_answered_stays(world: World) -> None:
+    answered = encode_reply_body(ReplyBody([], worker="w"))
+    await world.records.finish(world.request_id, "failed", answered)
+    data, attributes = world.job(1)
+    await world.broker.publish(world.dead, data, attributes)
+    data, attributes = world.job(1, request_id=f"{world.request_id}-2")
+    await world.broker.publish(world.dead, data, attributes)
+    assert (await world.reply()).request_id == f"{world.request_id}-2"
+    assert (await world.record()).reply == ReplyBody([], worker="w")
+    assert await world.rows(0) == []
+
+
+async def test_canceled_prediction_stays_canceled(world: World) -> None:
+    await world.create()
+    await world.records.cancel(world.request_id)
+    data, attributes = world.job(1, prediction="1")
+    await world.broker.publish(world.dead, data, attributes)
+    (outcome,) = (await world.reply()).body.outcomes
+    assert outcome.status == "canceled"
+    assert [row["status"] for row in await world.rows(1)] == ["canceled"]
+    assert (await world.record()).state == "canceled"

@@ -1,0 +1,138 @@
+"""Events reach a receiver as Standard Webhooks says, through the function as Pub/Sub calls it."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import time
+from typing import Literal
+
+import pytest
+from openai import InvalidWebhookSignatureError, OpenAI
+
+from shared.messages import EmbeddingResult, ItemOutcome, Receipt, ReplyBody, encode_reply_body
+from shared.webhooks import tenant_secrets
+from tests.workers.functions.conftest import SECRETS
+from tests.workers.functions.receiver import Delivery, Receiver
+from tests.workers.functions.world import World
+
+pytestmark = pytest.mark.anyio
+
+METRIC = "penstock_functions_webhooks_total"
+
+
+async def finish(world: World, state: Literal["succeeded", "failed"] = "succeeded") -> None:
+    result = EmbeddingResult(b"\0\0\x80?", 2)
+    body = ReplyBody([ItemOutcome(0, state, Receipt(), result)], worker="w")
+    await world.records.finish(world.request_id, state, encode_reply_body(body))
+
+
+def check(delivery: Delivery, secret: str) -> None:
+    client = OpenAI(api_key="none", webhook_secret=secret)
+    client.webhooks.verify_signature(delivery.body.decode(), dict(delivery.headers))
+
+
+async def test_clients_verify_what_comes(world: World, receiver: Receiver) -> None:
+    await world.create(receiver.url)
+    await finish(world)
+    await world.tell("completed")
+    (delivery,) = await receiver.wait(1)
+    body = json.loads(delivery.body)
+    assert (body["id"], body["status"], body["output"]) == (world.request_id, "succeeded", [[1.0]])
+    assert delivery.headers["content-type"] == "application/json"
+    new, old = tenant_secrets(SECRETS, "t")
+    check(delivery, new)
+    check(delivery, old)
+
+
+@pytest.mark.parametrize("setting", [SECRETS.split(",")[0], "whsec_" + "eHh4" * 8])
+async def test_other_secrets_do_not_verify(world: World, receiver: Receiver, setting: str) -> None:
+    await world.create(receiver.url)
+    await finish(world)
+    await world.tell("completed")
+    (delivery,) = await receiver.wait(1)
+    for secret in (setting, *tenant_secrets(SECRETS, "another")):
+        with pytest.raises(InvalidWebhookSignatureError):
+            check(delivery, secret)
+
+
+async def test_failed_delivery_comes_again_under_the_same_id(world: World, receiver: Receiver) -> None:
+    receiver.statuses = [500, 302]
+    await world.create(receiver.url)
+    await finish(world)
+    await world.tell("completed")
+    deliveries = await receiver.wait(3)
+    assert len({delivery.id for delivery in deliveries}) == 1
+    assert [hmac.compare_digest(delivery.body, deliveries[0].body) for delivery in deliveries] == [True] * 3
+    assert (await world.record()).state == "succeeded"
+
+
+async def test_events_have_ids_of_their_own(world: World, receiver: Receiver) -> None:
+    await world.create(receiver.url)
+    await world.tell("start")
+    await receiver.wait(1)
+    await finish(world)
+    await world.tell("completed")
+    started, completed = await receiver.wait(2)
+    assert started.id != completed.id
+    assert [json.loads(each.body)["status"] for each in (started, completed)] == ["starting", "succeeded"]
+
+
+async def test_nothing_comes_after_the_end(world: World, receiver: Receiver) -> None:
+    late, delivered = await world.count(METRIC, "late", 0), await world.count(METRIC, "delivered", 0)
+    await world.create(receiver.url)
+    await finish(world)
+    await world.tell("completed")
+    await world.count(METRIC, "delivered", delivered + 1)
+    await world.tell("start")
+    await world.tell("completed")
+    await world.tell("logs")
+    await world.count(METRIC, "late", late + 3)
+    assert len(receiver.deliveries) == 1
+
+
+async def test_gone_ends_all_of_it(world: World, receiver: Receiver) -> None:
+    late = await world.count(METRIC, "late", 0)
+    receiver.statuses = [410]
+    await world.create(receiver.url)
+    await world.tell("start")
+    await receiver.wait(1)
+    await world.count(METRIC, "gone")
+    await finish(world)
+    await world.tell("completed")
+    await world.count(METRIC, "late", late + 1)
+    assert len(receiver.deliveries) == 1
+
+
+async def test_output_is_told_of_twice_a_second_at_most(world: World, receiver: Receiver) -> None:
+    throttled = await world.count(METRIC, "throttled", 0)
+    await world.create(receiver.url)
+    began_s = time.monotonic()
+    for number in range(5):
+        await world.tell("output", number + 1)
+    told = (await receiver.wait(1), await world.count(METRIC, "throttled", throttled + 1))
+    spent_s = time.monotonic() - began_s
+    assert told
+    assert len(receiver.deliveries) <= 1 + spent_s / 0.5
+
+
+async def test_only_the_events_that_were_asked_for(world: World, receiver: Receiver) -> None:
+    unwanted = await world.count(METRIC, "unwanted", 0)
+    await world.create(receiver.url, ("completed",))
+    await world.tell("start")
+    await world.count(METRIC, "unwanted", unwanted + 1)
+    await finish(world)
+    await world.tell("completed")
+    await receiver.wait(1)
+    assert len(receiver.deliveries) == 1
+
+
+async def test_end_waits_for_the_record(world: World, receiver: Receiver) -> None:
+    failed = await world.count("penstock_functions_failed_total", "webhook", 0)
+    await world.create(receiver.url)
+    await world.tell("completed")
+    await world.count("penstock_functions_failed_total", "webhook", failed + 1)
+    assert receiver.deliveries == []
+    await finish(world)
+    (delivery,) = await receiver.wait(1)
+    assert json.loads(delivery.body)["status"] == "succeeded"

@@ -1,0 +1,166 @@
+"""What stands around the functions in a test: a model's topics, an inbox, records, rows."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Self
+
+from google.cloud import bigquery
+from prometheus_client.parser import text_string_to_metric_families
+
+from shared.messages import (
+    Envelope,
+    Item,
+    Job,
+    JobBody,
+    Reply,
+    TextInput,
+    decode_reply,
+    encode_job,
+)
+from shared.names import dead_letter_topic_id, jobs_topic_id, workers_subscription_id
+from shared.predictions import Prediction, encode_document
+from shared.pubsub import PubSubTransport
+from shared.pubsub_admin import PubSubAdmin
+from shared.records import Record, Records
+from shared.transport import SubscriptionSettings
+from shared.webhooks import Event, EventName, encode_event
+
+LIMIT_S = 8.0
+
+
+class World:
+    """One test's model, with its own names, so that tests share servers."""
+
+    def __init__(
+        self,
+        admin: PubSubAdmin,
+        broker: PubSubTransport,
+        records: Records,
+        table: bigquery.Client,
+        functions_url: str,
+        name: str,
+    ) -> None:
+        self.admin, self.broker, self.records, self.table = admin, broker, records, table
+        self.functions_url = functions_url
+        self.model = f"model-{name}"
+        self.request_id = f"req_{name}"
+        self.inbox = f"inbox.{name}"
+        self.jobs, self.dead = jobs_topic_id(self.model), dead_letter_topic_id(self.model)
+        self.workers = workers_subscription_id(self.model)
+        self._events = f"webhooks.{name}"
+        self._subscriptions: list[str] = []
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Self]:
+        """With topics and subscriptions, and somebody at the inbox."""
+        await self._provision()
+        async with self.broker.subscribe(self.inbox, max_messages=5) as self._replies:
+            yield self
+        for subscription_id in self._subscriptions:
+            await self.admin.delete_subscription(subscription_id)
+
+    async def _provision(self) -> None:
+        for topic in (self.jobs, self.dead, self.inbox, "webhooks", self._events):
+            await self.admin.ensure_topic(topic)
+        push = {"retry_min_s": 0.1, "retry_max_s": 0.2, "ack_deadline_s": 60}
+        await self._subscribe(self.workers, self.jobs, dead_letter_topic_id=self.dead, retry_min_s=0.1, retry_max_s=0.1)
+        dead_letter, webhook = f"{self.functions_url}/dead_letter", f"{self.functions_url}/webhook"
+        await self._subscribe(f"{self.dead}.push", self.dead, push_endpoint=dead_letter, **push)
+        await self._subscribe("webhooks.push", "webhooks", push_endpoint=webhook, **push)
+        await self._subscribe(f"{self._events}.push", self._events, push_endpoint=webhook, **push)
+        await self._subscribe(self.inbox, self.inbox)
+
+    async def _subscribe(self, subscription_id: str, topic_id: str, **settings: Any) -> None:
+        await self.admin.ensure_subscription(subscription_id, SubscriptionSettings(topic_id, **settings))
+        self._subscriptions.append(subscription_id)
+
+    def job(self, texts: int = 2, **facts: Any) -> tuple[bytes, dict[str, str]]:
+        now_s = time.time()
+        given: dict[str, Any] = {
+            "request_id": self.request_id,
+            "part": 0,
+            "model": self.model,
+            "tenant": "t",
+            "inbox": self.inbox,
+            "slot": "1",
+            "deadline_s": now_s + 60,
+            "received_at_s": now_s,
+            "published_at_s": now_s,
+        }
+        items = [Item(index, TextInput(f"text {index}")) for index in range(texts)]
+        return encode_job(Job(Envelope(**(given | facts)), JobBody(items)))
+
+    async def create(self, webhook: str = "", events: tuple[str, ...] = (), **facts: Any) -> Prediction:
+        """A prediction, as the API creates it."""
+        now_s = time.time()
+        prediction = Prediction(
+            id=self.request_id,
+            record=self.request_id,
+            tenant="t",
+            model=self.model,
+            owner="penstock",
+            version="1",
+            input={"text": "a cat"},
+            webhook=webhook,
+            webhook_events=events,
+            base_url="http://api.example",
+            created_at_s=now_s,
+            deadline_s=now_s + 60,
+            **facts,
+        )
+        document = encode_document(prediction)
+        await self.records.create(self.request_id, "t", document, deadline_s=now_s + 60, keep_s=60)
+        return prediction
+
+    async def tell(self, event: EventName, sequence: int = 0) -> None:
+        """What a worker publishes."""
+        data, attributes = encode_event(Event(self.request_id, event, sequence))
+        await self.broker.publish(self._events, data, attributes)
+
+    async def reply(self) -> Reply:
+        """The next one in the inbox."""
+        async with asyncio.timeout(LIMIT_S):
+            message = await anext(aiter(self._replies))
+        self._replies.ack(message)
+        return decode_reply(message.data, message.attributes)
+
+    async def record(self) -> Record:
+        found = await self.records.read(self.request_id)
+        assert found is not None
+        return found
+
+    async def rows(self, count: int) -> list[dict[str, Any]]:
+        """This request's rows, once there are so many."""
+        until_s = time.monotonic() + LIMIT_S
+        while True:
+            found = await asyncio.to_thread(self._rows)
+            if len(found) >= count or time.monotonic() > until_s:
+                return found
+
+    async def count(self, metric: str, label: str, at_least: float = 1) -> float:
+        """A counter of the functions, summed over what has `label` as a value, once it is so large."""
+        until_s = time.monotonic() + LIMIT_S
+        while True:
+            found = await asyncio.to_thread(self._count, metric, label)
+            if found >= at_least:
+                return found
+            assert time.monotonic() < until_s, f"{metric} is {found}"
+
+    def _count(self, metric: str, label: str) -> float:
+        with urllib.request.urlopen(f"{self.functions_url}/metrics", timeout=5) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+            samples = [sample for family in families for sample in family.samples if sample.name == metric]
+        return sum(sample.value for sample in samples if label in sample.labels.values())
+
+    def _rows(self) -> list[dict[str, Any]]:
+        query = """
+            SELECT * FROM penstock.rows_deduplicated WHERE request_id = @id AND received_at > '2020-01-01' ORDER BY item
+        """
+        wanted = bigquery.ScalarQueryParameter("id", "STRING", self.request_id)
+        job = self.table.query(query, bigquery.QueryJobConfig(query_parameters=[wanted]))
+        return [dict(row) for row in job.result()]

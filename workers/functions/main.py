@@ -1,0 +1,54 @@
+"""The targets of functions-framework: `dead_letter`, `webhook`, and `functions`, which is both of them by path.
+
+    functions-framework --source workers/functions/main.py --target dead_letter
+
+In the cloud each is a service of its own; on one machine one process has both, since the framework takes one target.
+They are HTTP targets that read CloudEvents and raw pushes alike; workers/functions/push.py says why.
+"""
+
+from __future__ import annotations
+
+from functions_framework import aio
+
+from shared.logs import configure_logs
+from shared.settings import read_settings
+from workers.functions.door import Answer, Request, answer, looked_at
+from workers.functions.identity import Caller
+from workers.functions.parts import Parts
+from workers.functions.settings import FunctionSettings
+
+settings = read_settings(FunctionSettings)
+configure_logs(settings.log_level)
+caller = Caller(
+    settings.push_audience,
+    settings.push_account,
+    certs_url=settings.push_certs_url,
+    checked_by=settings.push_checked_by,
+)
+parts = Parts(settings)
+
+
+handlers = {"dead_letter": parts.dead_letter, "webhook": parts.webhook}
+
+
+@aio.http
+async def dead_letter(request: Request) -> Answer:
+    """Answers who waits for a job that no worker could finish."""
+    return await answer(request, "dead_letter", caller, handlers["dead_letter"])
+
+
+@aio.http
+async def webhook(request: Request) -> Answer:
+    """Delivers an event of a prediction to its webhook."""
+    return await answer(request, "webhook", caller, handlers["webhook"])
+
+
+@aio.http
+async def functions(request: Request) -> Answer:
+    """Both of them, at `/dead_letter` and `/webhook`."""
+    if request.method != "POST":
+        return looked_at(request)
+    name = request.url.path.strip("/")
+    if name not in handlers:
+        return "there is no such function", 404
+    return await answer(request, name, caller, handlers[name])

@@ -1,0 +1,137 @@
+"""Tells a prediction's webhook what happened: its body as GET would return it, signed, posted once for each push.
+
+Pub/Sub repeats what did not work, 5 to 600 s apart, for a day: a receiver that is down, slow, overloaded, or answers
+with any other error gets the same `webhook-id` again. 2xx ends it, 410 ends it for the whole prediction; other 4xx and
+redirects end it after an hour. Whatever becomes of it, the prediction's record stands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+
+import msgspec
+from prometheus_client import Counter
+
+from shared.errors import Unavailable, UndecodableMessage
+from shared.links import Links
+from shared.predictions import Prediction, body_of, decode_document
+from shared.records import Record, Records
+from shared.transport import Message
+from shared.webhooks import Event, decode_event, signature, tenant_secrets
+from workers.functions.destination import Answer, Destination, Forbidden
+from workers.functions.notes import Notes
+
+GONE = 410
+WORTH_RETRYING = frozenset({408, 425, 429})
+"""Of the 4xx: they say that a later try may do."""
+REFUSED_LIMIT_S = 3600.0
+"""How long after an event a receiver that refuses it is asked again; with growing pauses that is a dozen tries."""
+WORDS_LOGGED = 200
+
+WEBHOOKS = Counter(
+    "penstock_functions_webhooks_total",
+    "Events of webhooks, by what became of them at this push",
+    ["event", "end"],
+)
+
+log = logging.getLogger(__name__)
+
+
+class Webhooks:
+    """Delivers events.
+
+    Args:
+        records: has the predictions.
+        notes: keeps order and rate.
+        links: sign the URLs of results.
+        secrets: as for shared.webhooks.tenant_secrets.
+        allow_private: as for Destination.
+    """
+
+    def __init__(self, records: Records, notes: Notes, links: Links, secrets: str, *, allow_private: bool) -> None:
+        self._records = records
+        self._notes = notes
+        self._links = links
+        self._secrets = secrets
+        self._allow_private = allow_private
+
+    async def deliver(self, message: Message) -> None:
+        """Delivers the event of one message, if it is due and wanted.
+
+        Raises:
+            UndecodableMessage: it is no event.
+            PenstockError: it could not be delivered now; to be repeated.
+        """
+        event = decode_event(message.data)
+        end = "failed"
+        try:
+            end = await self._deliver(event, message)
+        finally:
+            WEBHOOKS.labels(event.event, end).inc()
+        log.info("webhook", extra={"record": event.id, "event": event.event, "end": end})
+
+    async def _deliver(self, event: Event, message: Message) -> str:
+        record = await self._records.read(event.id)
+        if record is None:
+            return "no_record"
+        prediction = _prediction_of(record)
+        if not prediction.webhook or event.event not in (prediction.webhook_events or (event.event,)):
+            return "unwanted"
+        if event.event == "completed" and not record.is_over:
+            raise Unavailable("the prediction is not over yet")
+        verdict = await self._notes.admit(event.id, event.event)
+        if verdict != "due":
+            return verdict
+        try:
+            answer = await self._post(prediction, record, _webhook_id(event, message))
+        except Forbidden as error:
+            log.warning("webhook forbidden", extra={"record": event.id, "reason": error.message})
+            return "forbidden"
+        end = _end_of(answer, time.time() - (message.publish_time_s or time.time()))
+        if end == "gone" or (end == "delivered" and event.event == "completed"):
+            await self._notes.close(event.id)
+        return end
+
+    async def _post(self, prediction: Prediction, record: Record, webhook_id: str) -> Answer:
+        body = msgspec.json.encode(body_of(prediction, record, self._links))
+        now_s = int(time.time())
+        secrets = tenant_secrets(self._secrets, prediction.tenant)
+        headers = {
+            "content-type": "application/json",
+            "user-agent": "Penstock-Webhooks/1",
+            "webhook-id": webhook_id,
+            "webhook-timestamp": str(now_s),
+            "webhook-signature": signature(secrets, webhook_id, now_s, body),
+        }
+        return await Destination(prediction.webhook, allow_private=self._allow_private).post(headers, body)
+
+
+def _prediction_of(record: Record) -> Prediction:
+    try:
+        return decode_document(record.document)
+    except msgspec.MsgspecError as error:
+        raise UndecodableMessage(f"the record has no prediction: {error}", field="document") from error
+
+
+def _webhook_id(event: Event, message: Message) -> str:
+    """The same for every push of one event. Start and end happen once; others are told apart by number, or message."""
+    which = "" if event.event in ("start", "completed") else str(event.sequence or message.message_id)
+    return "msg_" + hashlib.sha256(f"{event.id}\n{event.event}\n{which}".encode()).hexdigest()[:32]
+
+
+def _end_of(answer: Answer, age_s: float) -> str:
+    """What an answer means for the event.
+
+    Raises:
+        Unavailable: to be tried again.
+    """
+    if 200 <= answer.status < 300:
+        return "delivered"
+    if answer.status == GONE:
+        return "gone"
+    is_refusal = 300 <= answer.status < 500 and answer.status not in WORTH_RETRYING
+    if is_refusal and age_s > REFUSED_LIMIT_S:
+        return "refused"
+    raise Unavailable(f"the receiver answered {answer.status}: {answer.words[:WORDS_LOGGED]}")
