@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments after the program's name; those of the process when None.
     """
-    parser = argparse.ArgumentParser(prog="penstock pubsub", description="Serve google.pubsub.v1 from memory.")
+    parser = argparse.ArgumentParser(prog="penstock pubsub", description="Serve google.pubsub.v1.")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8085, help="0 takes a free one (default: %(default)s)")
     parser.add_argument("--socket", type=Path, metavar="PATH", help="a Unix socket to listen on as well")
@@ -30,21 +30,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=DEFAULT_STORAGE_BYTES // 1024**2,
         help="message bytes held before publishes are refused, in MiB (default: %(default)s)",
     )
+    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where everything is kept (default: in memory)")
+    parser.add_argument("--fsync", action="store_true", help="with --data-dir: outlive a power cut too, at a price")
     options = parser.parse_args(argv)
     try:
-        uvloop.run(_serve_until_signal(options.host, options.port, options.socket, options.storage_mib * 1024**2))
+        uvloop.run(_serve_until_signal(options))
     except OSError as error:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0
 
 
-async def _serve_until_signal(host: str, port: int, socket_path: Path | None, storage_bytes: int) -> None:
+async def _serve_until_signal(options: argparse.Namespace) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with serve(host, port, socket_path=socket_path, storage_bytes=storage_bytes) as server:
+    async with serve(
+        options.host,
+        options.port,
+        socket_path=options.socket,
+        storage_bytes=options.storage_mib * 1024**2,
+        data_dir=options.data_dir,
+        fsync=options.fsync,
+    ) as server:
         sys.stdout.write(f"Pub/Sub listening on {server.endpoint}\n")
         sys.stdout.flush()
         settle_heap()

@@ -4,13 +4,14 @@ Between a subscription, which adds messages and owns the policies, and the consu
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any, Protocol
 
 from infra.local.pubsub.consumers import Consumer, Consumers
 from infra.local.pubsub.delivery import Delivery, State
 from infra.local.pubsub.errors import INVALID_ACK_ID, InvalidArgument
+from infra.local.pubsub.journal import Journal
 from infra.local.pubsub.message import StoredMessage
 from infra.local.pubsub.ordering import OrderingLines
 from infra.local.pubsub.subscription_settings import SubscriptionSettings
@@ -29,6 +30,9 @@ class Policy(Protocol):
     def acked(self, message: StoredMessage) -> None:
         """Note that a message was acked."""
 
+    def next_number(self) -> int:
+        """Return a number for a delivery of a message that came back; higher than all before."""
+
     def forward_dead_letter(self, delivery: Delivery) -> bool:
         """Publish to the dead-letter topic; False when that topic is gone."""
 
@@ -36,15 +40,16 @@ class Policy(Protocol):
 class Backlog:
     """All unacked messages of one subscription, oldest first, each in one `State`."""
 
-    def __init__(self, policy: Policy, timers: Timers, ack_id_prefix: str) -> None:
+    def __init__(self, policy: Policy, timers: Timers, journal: Journal, holder: int) -> None:
+        self.ack_id_prefix = f"{holder:x}"
         self.consumers = Consumers()
         self._policy = policy
         self._timers = timers
-        self._ack_id_prefix = ack_id_prefix
+        self._journal = journal
+        self._holder = holder
         self._deliveries: OrderedDict[int, Delivery] = OrderedDict()
         self._ready: OrderedDict[int, Delivery] = OrderedDict()
         self._lines = OrderingLines()
-        self._next_number = 1
 
     @property
     def messages(self) -> list[StoredMessage]:
@@ -63,17 +68,20 @@ class Backlog:
 
     def add(self, message: StoredMessage) -> None:
         """Take in a message and wake a consumer for it, unless an older one of its ordering key is still here."""
-        delivery = Delivery(self._next_number, message)
-        self._next_number += 1
-        self._deliveries[delivery.number] = delivery
-        if self._is_ordered(message):
-            pushed_back = self._lines.add(delivery)
-            if pushed_back is not None:
-                self._hold(pushed_back)
-            if not self._lines.is_head(delivery):
-                delivery.state = State.HELD
-                return
-        self._make_ready(delivery)
+        self._enter(message, message.sequence)
+
+    def restore(self, message: StoredMessage, number: int, attempts: int) -> None:
+        """Take in a message that was here before a restart: whatever lease it had ended with that.
+
+        One that had its last attempt is a dead letter as soon as time goes on.
+        """
+        delivery = Delivery(number, message)
+        delivery.attempts = attempts
+        self._place(delivery)
+        if 0 < self._policy.settings.max_delivery_attempts <= attempts and delivery.state is State.READY:
+            del self._ready[number]
+            delivery.state = State.LEASED
+            delivery.timer = self._timers.at(self._timers.now_s(), partial(self._give_back, delivery))
 
     def take(self, consumer: Consumer, max_messages: int = MAX_TAKE) -> list[Delivery]:
         """Lease ready messages to a consumer, as many as its room and its share allow.
@@ -94,6 +102,7 @@ class Backlog:
             del self._ready[delivery.number]
             delivery.state = State.LEASED
             delivery.attempts += 1
+            self._journal.hold(delivery.message, self._holder, delivery.number, delivery.attempts)
             delivery.timer = self._timers.at(due_s, partial(self._give_back, delivery))
             self.consumers.took(consumer, delivery)
             taken.append(delivery)
@@ -108,7 +117,7 @@ class Backlog:
 
     def ack_id(self, delivery: Delivery) -> str:
         """Return the id that acks this hand-out of a delivery."""
-        return f"{self._ack_id_prefix}.{delivery.number}.{delivery.attempts}"
+        return f"{self.ack_id_prefix}.{delivery.number}.{delivery.attempts}"
 
     def fill(self, received: Any, delivery: Delivery) -> None:
         """Write a leased delivery into a `ReceivedMessage`."""
@@ -170,7 +179,8 @@ class Backlog:
         What is leased keeps its lease, unless an older message of its ordering key came back.
         """
         for message in messages:
-            self.add(message)
+            # Not its sequence: an ack id of the time before it was acked must not ack it again.
+            self._enter(message, self._policy.next_number())
         self._deliveries = _by_sequence(self._deliveries)
         self._ready = _by_sequence(self._ready)
 
@@ -178,14 +188,35 @@ class Backlog:
         """Forget the message that was published first, unacked."""
         self._remove(next(iter(self._deliveries.values())))
 
+    def withdraw(self, sequences: Collection[int]) -> None:
+        """Forget messages, leased or not; acks for them find nothing."""
+        for delivery in [each for each in self._deliveries.values() if each.message.sequence in sequences]:
+            self._remove(delivery)
+
     def clear(self) -> None:
         """Forget every message; acks for them find nothing."""
         for delivery in self._deliveries.values():
+            self._journal.release(delivery.message, self._holder)
             delivery.stop_timer()
             delivery.state = State.SETTLED
         self._deliveries.clear()
         self._ready.clear()
         self._lines = OrderingLines()
+
+    def _enter(self, message: StoredMessage, number: int) -> None:
+        self._journal.hold(message, self._holder, number)
+        self._place(Delivery(number, message))
+
+    def _place(self, delivery: Delivery) -> None:
+        self._deliveries[delivery.number] = delivery
+        if self._is_ordered(delivery.message):
+            pushed_back = self._lines.add(delivery)
+            if pushed_back is not None:
+                self._hold(pushed_back)
+            if not self._lines.is_head(delivery):
+                delivery.state = State.HELD
+                return
+        self._make_ready(delivery)
 
     def _is_ordered(self, message: StoredMessage) -> bool:
         return self._policy.settings.is_ordered and bool(message.ordering_key)
@@ -201,7 +232,7 @@ class Backlog:
             if self._policy.settings.exactly_once:
                 return None, False
             raise InvalidArgument(f"You have passed an invalid ack ID to the service (ack_id={ack_id}).") from None
-        delivery = self._deliveries.get(wanted) if prefix == self._ack_id_prefix else None
+        delivery = self._deliveries.get(wanted) if prefix == self.ack_id_prefix else None
         if delivery is None or attempts > delivery.attempts:
             return None, False
         return delivery, delivery.state is State.LEASED and delivery.attempts == attempts
@@ -248,6 +279,7 @@ class Backlog:
         self._end_lease(delivery)
         delivery.state = State.SETTLED
         del self._deliveries[delivery.number]
+        self._journal.release(delivery.message, self._holder)
         if self._is_ordered(delivery.message):
             following = self._lines.remove(delivery)
             if following is not None:

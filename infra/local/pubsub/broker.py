@@ -1,12 +1,13 @@
 """The door to the state machine: every call of the API that changes or shows something, by its name.
 
 No gRPC and no event loop behind it. What comes through `call`, together with the timers and the leases that
-`Subscription.take` hands out, is all that ever changes the state, so a log for a data directory stands here.
+`Subscription.take` hands out, is all that ever changes the state, and each change is told to the journal.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+from infra.local.pubsub.journal import Journal
 from infra.local.pubsub.message import Storage
 from infra.local.pubsub.registry import Registry
 from infra.local.pubsub.snapshot_calls import SnapshotCalls
@@ -19,16 +20,23 @@ DEFAULT_STORAGE_BYTES = 2 * 1024**3
 
 
 class Broker:
-    """Topics, subscriptions and snapshots in memory.
+    """Topics, subscriptions and snapshots.
 
     Args:
         now_s: the clock, in seconds since the epoch; must never go back.
         storage_bytes: message bytes held at most; a publish beyond is refused with RESOURCE_EXHAUSTED.
+        journal: what is told of each change; by default nothing outlives the process.
     """
 
-    def __init__(self, now_s: Callable[[], float], storage_bytes: int = DEFAULT_STORAGE_BYTES) -> None:
+    def __init__(
+        self,
+        now_s: Callable[[], float],
+        storage_bytes: int = DEFAULT_STORAGE_BYTES,
+        journal: Journal | None = None,
+    ) -> None:
         self.timers = Timers(now_s)
-        self.registry = Registry(self.timers, Storage(storage_bytes))
+        self.journal = journal or Journal()
+        self.registry = Registry(self.timers, Storage(storage_bytes, self.journal.drop), self.journal)
         topics = TopicCalls(self.registry)
         snapshots = SnapshotCalls(self.registry)
         self._subscriptions = SubscriptionCalls(self.registry)

@@ -73,7 +73,7 @@ class Unimplemented(PubsubError):
 
 
 class Unavailable(PubsubError):
-    """The server is stopping; clients reconnect."""
+    """The server is stopping, or its disk takes nothing; clients try again."""
 
     status = "UNAVAILABLE"
 

@@ -1,14 +1,22 @@
 """A published message as the broker keeps it, shared by every subscription, snapshot and log that holds it."""
 
+from collections.abc import Callable
+
 from infra.local.pubsub.errors import ResourceExhausted
 from infra.local.pubsub.protos import PubsubMessage
 
 
 class Storage:
-    """Counts the bytes of all messages held, each once however many subscriptions hold it."""
+    """Counts the bytes of all messages held, each once however many subscriptions hold it.
 
-    def __init__(self, limit_bytes: int) -> None:
+    Args:
+        limit_bytes: what may be held at most.
+        drop: told the sequence of each message that nobody holds any more.
+    """
+
+    def __init__(self, limit_bytes: int, drop: Callable[[int], None]) -> None:
         self.limit_bytes = limit_bytes
+        self.drop = drop
         self.held_bytes = 0
 
     def admit(self, size_bytes: int) -> None:
@@ -42,3 +50,4 @@ class StoredMessage:
     def __del__(self) -> None:
         # Backlogs, snapshots, logs and leases all hold messages; the reference count is the one true ledger.
         self._storage.held_bytes -= self.size_bytes
+        self._storage.drop(self.sequence)

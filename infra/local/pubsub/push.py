@@ -30,6 +30,8 @@ async def push_loops(broker: Broker) -> AsyncIterator[None]:
     """Push for every subscription that has an endpoint, from when it gets one until the block ends."""
     loops = _PushLoops(broker)
     broker.registry.on_push_config = loops.follow
+    for subscription in broker.registry.subscriptions.values():
+        loops.follow(subscription)
     try:
         yield
     finally:

@@ -3,12 +3,14 @@
 The calls of the API stand in `topic_calls`, `subscription_calls` and `snapshot_calls`; they meet here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import TypeVar
 
 from infra.local.pubsub.delivery import Delivery
 from infra.local.pubsub.errors import resource_not_found
+from infra.local.pubsub.journal import Journal
 from infra.local.pubsub.message import Storage, StoredMessage
 from infra.local.pubsub.names import check_name
 from infra.local.pubsub.protos import PubsubMessage
@@ -23,9 +25,10 @@ Resource = TypeVar("Resource")
 class Registry:
     """The broker's memory: what exists, who is attached to what, which id comes next."""
 
-    def __init__(self, timers: Timers, storage: Storage) -> None:
+    def __init__(self, timers: Timers, storage: Storage, journal: Journal) -> None:
         self.timers = timers
         self.storage = storage
+        self.journal = journal
         self.topics: dict[str, Topic] = {}
         self.subscriptions: dict[str, Subscription] = {}
         self.snapshots: dict[str, Snapshot] = {}
@@ -34,9 +37,13 @@ class Registry:
         self._next_sequence = int(timers.now_s() * 1e6)
 
     def next_sequence(self) -> int:
-        """Return a number that is higher than all before: message ids, ack id prefixes."""
+        """Return a number that is higher than all before: message ids, holders, delivery numbers."""
         self._next_sequence += 1
         return self._next_sequence
+
+    def continue_after(self, sequence: int) -> None:
+        """Make all numbers from now on higher than one that was given out before a restart."""
+        self._next_sequence = max(self._next_sequence, sequence)
 
     def topic(self, path: str) -> Topic:
         """Return a topic by its full name, or raise `InvalidArgument` or `NotFound`."""
@@ -63,7 +70,9 @@ class Registry:
             message.message_id = str(sequence)
             message.publish_time.seconds = seconds
             message.publish_time.nanos = nanos
-            topic.deliver(StoredMessage(message, sequence, now_s, self.storage))
+            stored = StoredMessage(message, sequence, now_s, self.storage)
+            self.journal.keep(stored)
+            topic.deliver(stored)
             message_ids.append(message.message_id)
         return message_ids
 
@@ -94,6 +103,7 @@ class Registry:
         if subscription.topic is not None:
             subscription.topic.detach(subscription)
         subscription.close(resource_not_found(subscription.path))
+        self.journal.erase(subscription.path)
         self.on_push_config(subscription)
 
     def remove_snapshot(self, snapshot: Snapshot) -> None:
@@ -103,6 +113,20 @@ class Registry:
             snapshot.topic.detach(snapshot)
         if snapshot.timer is not None:
             snapshot.timer.cancel()
+        snapshot.close()
+        self.journal.erase(snapshot.path)
+
+    def remove_snapshot_at(self, snapshot: Snapshot, expire_s: float) -> None:
+        """Take a snapshot out when it expires, in seconds since the epoch, and no more when it was to before."""
+        if snapshot.timer is not None:
+            snapshot.timer.cancel()
+        snapshot.timer = self.timers.at(expire_s, partial(self.remove_snapshot, snapshot))
+
+    def withdraw(self, sequences: Collection[int]) -> None:
+        """Take messages back from everyone who holds them, as if they had never been published."""
+        for holders in (self.topics, self.subscriptions, self.snapshots):
+            for holder in holders.values():
+                holder.withdraw(sequences)
 
 
 def _look_up(resources: dict[str, Resource], path: str, kind: str) -> Resource:

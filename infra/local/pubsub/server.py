@@ -3,13 +3,14 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
 from infra.local.pubsub.broker import DEFAULT_STORAGE_BYTES, Broker
+from infra.local.pubsub.data_dir import durable_broker
 from infra.local.pubsub.errors import Unavailable
 from infra.local.pubsub.push import push_loops
 from infra.local.pubsub.servicer import service_handlers
@@ -50,22 +51,40 @@ async def serve(
     *,
     socket_path: Path | None = None,
     storage_bytes: int = DEFAULT_STORAGE_BYTES,
+    data_dir: Path | None = None,
+    fsync: bool = False,
 ) -> AsyncIterator[PubsubServer]:
-    """Listen until the block ends; then open streams end with UNAVAILABLE and everything held is gone.
+    """Listen until the block ends; then open streams end with UNAVAILABLE, and what is in no directory is gone.
 
     Args:
         host: the address to listen on.
         port: the port, 0 for a free one.
         socket_path: a Unix socket to listen on as well; takes a tenth of a millisecond off each call on this machine.
         storage_bytes: message bytes held at most before publishes are refused.
+        data_dir: where everything is kept, and found again at the next start; None for in memory.
+        fsync: whether what is kept outlives a power cut too, not only this process.
 
     Yields:
         The server with the port that it got.
 
     Raises:
-        OSError: the port or the socket is taken, or the address is not this machine's.
+        OSError: the port or the socket is taken, the address is not this machine's, or the directory can't be used.
     """
-    broker = Broker(_steady_clock(), storage_bytes)
+    async with (
+        _opened_broker(data_dir, storage_bytes, fsync=fsync) as broker,
+        _listening(broker, host, port, socket_path) as server,
+    ):
+        yield server
+
+
+def _opened_broker(data_dir: Path | None, storage_bytes: int, *, fsync: bool) -> AbstractAsyncContextManager[Broker]:
+    if data_dir is None:
+        return nullcontext(Broker(_steady_clock(), storage_bytes))
+    return durable_broker(data_dir, _steady_clock(), storage_bytes, fsync=fsync)
+
+
+@asynccontextmanager
+async def _listening(broker: Broker, host: str, port: int, socket_path: Path | None) -> AsyncIterator[PubsubServer]:
     server = grpc.aio.server(options=_CHANNEL_OPTIONS)
     server.add_generic_rpc_handlers(tuple(service_handlers(broker)))
     bound_port = _listen(server, f"{host}:{port}")
@@ -98,6 +117,7 @@ class _Alarm:
         self._loop = loop
         self._pending: asyncio.TimerHandle | None = None
         timers.on_earlier = self._set
+        self._set()
 
     def close(self) -> None:
         if self._pending is not None:

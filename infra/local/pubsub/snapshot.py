@@ -1,7 +1,10 @@
 """One snapshot: the backlog of a subscription when it was made, and all that its topic got since."""
 
+from collections.abc import Collection
+
 from infra.local.pubsub.errors import FailedPrecondition, InvalidArgument
 from infra.local.pubsub.filter import Filter
+from infra.local.pubsub.journal import Journal
 from infra.local.pubsub.message import StoredMessage
 from infra.local.pubsub.protos import Snapshot as SnapshotProto
 from infra.local.pubsub.subscription import Subscription
@@ -13,21 +16,45 @@ SHORTEST_LIFE_S = 3600.0
 
 
 class Snapshot:
-    """Holds messages until it expires; attached to the topic like a subscription."""
+    """Holds messages until it expires; attached to the topic like a subscription.
 
-    def __init__(self, proto: SnapshotProto, topic: Topic, source: Subscription, expire_s: float) -> None:
+    `holder` is its number in the journal; `latest_expire_s`, in seconds since the epoch, is the end it was made with.
+    """
+
+    def __init__(
+        self, proto: SnapshotProto, topic: Topic | None, journal: Journal, holder: int, latest_expire_s: float
+    ) -> None:
         self.path: str = proto.name
         self.proto = proto
-        self.topic: Topic | None = topic
-        self.latest_expire_s = expire_s
+        self.topic = topic
+        self.holder = holder
+        self.latest_expire_s = self.moment_s = latest_expire_s
+        self._journal = journal
         self.timer: Timer | None = None
         # The source's filter is left out: the snapshot may be used on another subscription of the topic.
         self.filter: Filter | None = None
-        self.messages: dict[int, StoredMessage] = {message.sequence: message for message in source.backlog.messages}
+        self.messages: dict[int, StoredMessage] = {}
 
     def add(self, message: StoredMessage) -> None:
-        """Keep a message that was published after the snapshot was made."""
+        """Keep a message: unacked when the snapshot was made, or published since."""
+        self._journal.hold(message, self.holder)
+        self.restore(message)
+
+    def restore(self, message: StoredMessage) -> None:
+        """Take in a message that was kept before a restart."""
         self.messages[message.sequence] = message
+
+    def withdraw(self, sequences: Collection[int]) -> None:
+        """Give messages up again."""
+        for message in [each for each in self.messages.values() if each.sequence in sequences]:
+            self._journal.release(message, self.holder)
+            del self.messages[message.sequence]
+
+    def close(self) -> None:
+        """Give everything up; the snapshot is gone."""
+        for message in self.messages.values():
+            self._journal.release(message, self.holder)
+        self.messages.clear()
 
 
 def snapshot_expire_s(source: Subscription, now_s: float) -> float:

@@ -1,7 +1,6 @@
 """The snapshot and seek calls of the Subscriber service on the broker's memory."""
 
 import uuid
-from functools import partial
 from typing import Any
 
 from infra.local.pubsub.errors import FailedPrecondition, InvalidArgument, resource_exists
@@ -39,11 +38,15 @@ class SnapshotCalls:
         expire_s = snapshot_expire_s(subscription, self._registry.timers.now_s())
         proto = SnapshotProto(name=name, topic=subscription.topic.path, labels=request.labels)
         proto.expire_time.FromMicroseconds(int(expire_s * 1e6))
-        snapshot = Snapshot(checked_snapshot(proto), subscription.topic, subscription, expire_s)
+        journal, holder = self._registry.journal, self._registry.next_sequence()
+        snapshot = Snapshot(checked_snapshot(proto), subscription.topic, journal, holder, expire_s)
+        for message in subscription.backlog.messages:
+            snapshot.add(message)
         self._registry.snapshots[name] = snapshot
+        journal.save(snapshot)
         subscription.topic.attach(snapshot)
         subscription.touch()
-        self._expire_at(snapshot, expire_s)
+        self._registry.remove_snapshot_at(snapshot, expire_s)
         return snapshot.proto
 
     def get_snapshot(self, request: Any) -> Any:
@@ -57,8 +60,9 @@ class SnapshotCalls:
         expire_s = seconds_of(proto.expire_time)
         if proto.expire_time != snapshot.proto.expire_time:
             check_expire_time(snapshot, expire_s, self._registry.timers.now_s())
-            self._expire_at(snapshot, expire_s)
+            self._registry.remove_snapshot_at(snapshot, expire_s)
         snapshot.proto = proto
+        self._registry.journal.save(snapshot)
         return proto
 
     def list_snapshots(self, request: Any) -> Any:
@@ -109,8 +113,3 @@ class SnapshotCalls:
             return message.sequence in snapshot.messages
 
         subscription.seek(is_unacked, snapshot.messages.values())
-
-    def _expire_at(self, snapshot: Snapshot, expire_s: float) -> None:
-        if snapshot.timer is not None:
-            snapshot.timer.cancel()
-        snapshot.timer = self._registry.timers.at(expire_s, partial(self._registry.remove_snapshot, snapshot))

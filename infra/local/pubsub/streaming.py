@@ -12,6 +12,7 @@ from typing import Any
 from infra.local.pubsub.broker import Broker
 from infra.local.pubsub.consumers import Consumer
 from infra.local.pubsub.errors import InvalidArgument, PubsubError
+from infra.local.pubsub.journal import Journal
 from infra.local.pubsub.names import check_range
 from infra.local.pubsub.protos import PullResponse, StreamingPullRequest, StreamingPullResponse
 from infra.local.pubsub.subscription import Subscription
@@ -73,7 +74,7 @@ async def streaming_pull(broker: Broker, requests: AsyncIterator[StreamingPullRe
         return
     subscription = broker.pullable(first.subscription)
     check_range("stream_ack_deadline_seconds", first.stream_ack_deadline_seconds, 10, 600)
-    stream = _Stream(subscription, first)
+    stream = _Stream(subscription, broker.journal, first)
     subscription.join(stream.consumer)
     reader = asyncio.create_task(stream.read(requests))
     try:
@@ -88,8 +89,9 @@ async def streaming_pull(broker: Broker, requests: AsyncIterator[StreamingPullRe
 class _Stream:
     """One open StreamingPull."""
 
-    def __init__(self, subscription: Subscription, first: StreamingPullRequest) -> None:
+    def __init__(self, subscription: Subscription, journal: Journal, first: StreamingPullRequest) -> None:
         self._subscription = subscription
+        self._journal = journal
         self._woken = asyncio.Event()
         self._failure: PubsubError | None = None
         self._is_half_closed = False
@@ -125,6 +127,9 @@ class _Stream:
                 raise failure
             response = self._next_response()
             if response is not None:
+                if response.HasField("acknowledge_confirmation"):
+                    # Confirmed means that the message does not come again, whatever becomes of this process.
+                    await self._journal.committed()
                 await context.write(response)
             elif self._is_half_closed:
                 return

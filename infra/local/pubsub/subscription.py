@@ -1,10 +1,10 @@
 """One subscription: its settings, its backlog, and what becomes of messages that are acked, too old or fail too often.
 
-Plain synchronous code on an injected clock; every change happens inside one call, so a log could record the calls.
+Plain synchronous code on an injected clock; every change happens inside one call and is told to the journal.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from infra.local.pubsub.backlog import Backlog
@@ -12,6 +12,7 @@ from infra.local.pubsub.consumers import Consumer
 from infra.local.pubsub.delivery import Delivery
 from infra.local.pubsub.errors import FailedPrecondition, PubsubError
 from infra.local.pubsub.filter import parse_filter
+from infra.local.pubsub.journal import ACKED, Journal
 from infra.local.pubsub.message import StoredMessage
 from infra.local.pubsub.protos import Subscription as SubscriptionProto
 from infra.local.pubsub.subscription_settings import SubscriptionSettings
@@ -23,6 +24,10 @@ class Surroundings(Protocol):
     """What a subscription asks of the broker around it."""
 
     timers: Timers
+    journal: Journal
+
+    def next_sequence(self) -> int:
+        """Return a number that is higher than all before."""
 
     def forward_dead_letter(self, subscription: "Subscription", delivery: Delivery) -> bool:
         """Publish to the dead-letter topic; False when that topic is gone."""
@@ -32,15 +37,17 @@ class Surroundings(Protocol):
 
 
 class Subscription:
-    """The state of one subscription; `proto` is what GetSubscription shows."""
+    """The state of one subscription; `proto` is what GetSubscription shows, `holder` its number in the journal."""
 
-    def __init__(self, proto: SubscriptionProto, topic: Topic, surroundings: Surroundings, ack_id_prefix: str) -> None:
+    def __init__(self, proto: SubscriptionProto, topic: Topic | None, surroundings: Surroundings, holder: int) -> None:
         self.path: str = proto.name
         self.filter = parse_filter(proto.filter)
-        self.topic: Topic | None = topic
-        self.backlog = Backlog(self, surroundings.timers, ack_id_prefix)
+        self.topic = topic
+        self.holder = holder
+        self.backlog = Backlog(self, surroundings.timers, surroundings.journal, holder)
         self._surroundings = surroundings
         self._timers = surroundings.timers
+        self._journal = surroundings.journal
         self._acked: deque[StoredMessage] = deque()
         self._last_active_s = self._timers.now_s()
         self._retention_timer: Timer | None = None
@@ -52,7 +59,7 @@ class Subscription:
         self.proto = proto
         self.settings = SubscriptionSettings.of(proto)
         if not self.settings.retain_acked:
-            self._acked.clear()
+            self._forget_acked()
         if self.settings.push_endpoint:
             # Push lanes are not among the connected consumers: these are streams and pulls.
             self.backlog.consumers.end(not_pullable(self.path))
@@ -68,6 +75,11 @@ class Subscription:
     def retention_s(self) -> float:
         """How long after publishing a message stays, in seconds: the longer of this and the topic's retention."""
         return max(self.settings.retention_s, self.topic.retention_s if self.topic else 0.0)
+
+    @property
+    def moment_s(self) -> float:
+        """When somebody last used it, in seconds since the epoch; a connected consumer uses it all the time."""
+        return self._timers.now_s() if len(self.backlog.consumers) else self._last_active_s
 
     def touch(self) -> None:
         """Note that somebody uses the subscription, which puts its expiration off."""
@@ -92,9 +104,35 @@ class Subscription:
     def acked(self, message: StoredMessage) -> None:
         """Keep an acked message for a later seek, if the subscription retains them."""
         if self.settings.retain_acked:
+            self._journal.hold(message, self.holder, attempts=ACKED)
             self._acked.append(message)
             if self._retention_timer is None:
                 self._arm_retention()
+
+    def restore(self, message: StoredMessage, number: int, attempts: int) -> None:
+        """Take in a message that was held before a restart: acked if the attempts say so, else to be delivered."""
+        if attempts == ACKED:
+            self._acked.append(message)
+        else:
+            self.backlog.restore(message, number, attempts)
+        if self._retention_timer is None:
+            self._arm_retention()
+
+    def restore_last_use(self, last_active_s: float) -> None:
+        """Let the expiration, if there is one, count from a moment before the restart."""
+        self._last_active_s = last_active_s
+        self._arm_expiration()
+
+    def withdraw(self, sequences: Collection[int]) -> None:
+        """Give messages up again, leased ones and acked ones too; acks for them find nothing."""
+        self.backlog.withdraw(sequences)
+        for message in [each for each in self._acked if each.sequence in sequences]:
+            self._journal.release(message, self.holder)
+            self._acked.remove(message)
+
+    def next_number(self) -> int:
+        """Return a number for a delivery of a message that came back."""
+        return self._surroundings.next_sequence()
 
     def forward_dead_letter(self, delivery: Delivery) -> bool:
         """Publish a message that failed too often to the dead-letter topic; False when that topic is gone."""
@@ -123,12 +161,17 @@ class Subscription:
     def close(self, reason: PubsubError) -> None:
         """Drop everything and end all consumers; the subscription was deleted or detached."""
         self.backlog.clear()
-        self._acked.clear()
+        self._forget_acked()
         for timer in (self._retention_timer, self._expiration_timer):
             if timer is not None:
                 timer.cancel()
         self._retention_timer = self._expiration_timer = None
         self.backlog.consumers.end(reason)
+
+    def _forget_acked(self) -> None:
+        for message in self._acked:
+            self._journal.release(message, self.holder)
+        self._acked.clear()
 
     def _arm_retention(self) -> None:
         if self._retention_timer is not None:
@@ -144,7 +187,7 @@ class Subscription:
         self._retention_timer = None
         now_s, retention_s = self._timers.now_s(), self.retention_s
         while self._acked and self._acked[0].published_s + retention_s <= now_s:
-            self._acked.popleft()
+            self._journal.release(self._acked.popleft(), self.holder)
         while (oldest := self.backlog.oldest) is not None and oldest.published_s + retention_s <= now_s:
             self.backlog.drop_oldest()
         self._arm_retention()

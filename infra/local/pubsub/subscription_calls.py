@@ -33,8 +33,9 @@ class SubscriptionCalls:
         topic = self._registry.topic(proto.topic)
         self._check_dead_letter_topic(proto)
         proto.detached = False
-        subscription = Subscription(proto, topic, self._registry, f"{self._registry.next_sequence():x}")
+        subscription = Subscription(proto, topic, self._registry, self._registry.next_sequence())
         self._registry.subscriptions[proto.name] = subscription
+        self._registry.journal.save(subscription)
         topic.attach(subscription)
         self._registry.on_push_config(subscription)
         return _shown(subscription)
@@ -53,6 +54,7 @@ class SubscriptionCalls:
         self._check_dead_letter_topic(proto)
         subscription.touch()
         subscription.configure(proto)
+        self._registry.journal.save(subscription)
         self._registry.on_push_config(subscription)
         return _shown(subscription)
 
@@ -82,6 +84,7 @@ class SubscriptionCalls:
         subscription.proto.push_config.CopyFrom(push_config)
         subscription.touch()
         subscription.configure(subscription.proto)
+        self._registry.journal.save(subscription)
         self._registry.on_push_config(subscription)
         return empty()
 

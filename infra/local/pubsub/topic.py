@@ -1,10 +1,11 @@
 """One topic: which subscriptions a message reaches, and the log that topic retention keeps."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from infra.local.pubsub.filter import Equals, Filter
+from infra.local.pubsub.journal import Journal
 from infra.local.pubsub.message import StoredMessage
 from infra.local.pubsub.protos import Topic as TopicProto
 from infra.local.pubsub.subscription_settings import seconds_of
@@ -22,16 +23,20 @@ class Sink(Protocol):
 
 
 class Topic:
-    """The state of one topic; `proto` is what GetTopic shows.
+    """The state of one topic; `proto` is what GetTopic shows, `holder` its number in the journal.
 
     Filters of the one form `attributes.KEY = "literal"` are found by two dict look-ups, so 80 reply slots on a
     topic cost a publish no more than one. Any other filter is tried on each message.
     """
 
-    def __init__(self, proto: TopicProto, timers: Timers) -> None:
+    moment_s = 0.0
+
+    def __init__(self, proto: TopicProto, timers: Timers, journal: Journal, holder: int) -> None:
         self.path: str = proto.name
+        self.holder = holder
         self.log: deque[StoredMessage] = deque()
         self._timers = timers
+        self._journal = journal
         self._log_timer: Timer | None = None
         self._unfiltered: dict[str, Sink] = {}
         self._by_value: dict[str, dict[str, dict[str, Sink]]] = {}
@@ -70,9 +75,8 @@ class Topic:
     def deliver(self, message: StoredMessage) -> None:
         """Pass a new message to everyone it is for."""
         if self.retention_s:
-            self.log.append(message)
-            if self._log_timer is None:
-                self._arm_log_timer()
+            self._journal.hold(message, self.holder)
+            self.restore(message)
         attributes = message.attributes
         for sink in self._unfiltered.values():
             sink.add(message)
@@ -85,6 +89,18 @@ class Topic:
             if matches(attributes):
                 sink.add(message)
 
+    def restore(self, message: StoredMessage) -> None:
+        """Take a message into the log."""
+        self.log.append(message)
+        if self._log_timer is None:
+            self._arm_log_timer()
+
+    def withdraw(self, sequences: Collection[int]) -> None:
+        """Take messages out of the log again."""
+        for message in [each for each in self.log if each.sequence in sequences]:
+            self._journal.release(message, self.holder)
+            self.log.remove(message)
+
     def close(self) -> None:
         """Drop the log; the topic was deleted."""
         self.retention_s = 0.0
@@ -93,7 +109,7 @@ class Topic:
     def _drop_old(self) -> None:
         now_s = self._timers.now_s()
         while self.log and self.log[0].published_s + self.retention_s <= now_s:
-            self.log.popleft()
+            self._journal.release(self.log.popleft(), self.holder)
         self._arm_log_timer()
 
     def _arm_log_timer(self) -> None:

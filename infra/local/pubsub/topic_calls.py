@@ -31,7 +31,9 @@ class TopicCalls:
         proto = checked_topic(request)
         if proto.name in self._registry.topics:
             raise resource_exists(proto.name)
-        self._registry.topics[proto.name] = Topic(proto, self._registry.timers)
+        topic = Topic(proto, self._registry.timers, self._registry.journal, self._registry.next_sequence())
+        self._registry.topics[proto.name] = topic
+        self._registry.journal.save(topic)
         return proto
 
     def get_topic(self, request: Any) -> Any:
@@ -44,6 +46,7 @@ class TopicCalls:
         topic.configure(checked_topic(merge_update(topic.proto, request.topic, request.update_mask)))
         for subscription in self._subscriptions_of(topic):
             subscription.follow_topic(topic)
+        self._registry.journal.save(topic)
         return topic.proto
 
     def list_topics(self, request: Any) -> Any:
@@ -82,18 +85,23 @@ class TopicCalls:
         for subscription in self._subscriptions_of(topic):
             subscription.proto.topic = DELETED_TOPIC
             subscription.follow_topic(None)
+            self._registry.journal.save(subscription)
         for snapshot in self._registry.snapshots.values():
             if snapshot.topic is topic:
                 snapshot.topic = None
                 snapshot.proto.topic = DELETED_TOPIC
+                self._registry.journal.save(snapshot)
         topic.close()
+        self._registry.journal.erase(topic.path)
         return empty()
 
     def publish(self, request: Any) -> Any:
         """Publish messages; returns their ids in the order of the request."""
         topic = self._registry.topic(request.topic)
         self._registry.storage.admit(check_publish(request))
-        return _PublishResponse(message_ids=self._registry.publish(topic, request.messages))
+        message_ids = self._registry.publish(topic, request.messages)
+        self._registry.journal.offered(message_ids)
+        return _PublishResponse(message_ids=message_ids)
 
     def detach_subscription(self, request: Any) -> Any:
         """Cut a subscription off its topic and drop its backlog, for good."""
@@ -103,6 +111,7 @@ class TopicCalls:
             if subscription.topic is not None:
                 subscription.topic.detach(subscription)
             subscription.close(FailedPrecondition(f"Subscription is detached (resource={subscription.path})."))
+            self._registry.journal.save(subscription)
             self._registry.on_push_config(subscription)
         return _DetachSubscriptionResponse()
 

@@ -1,5 +1,8 @@
 """Random histories of one topic: nothing is lost, nothing acked returns, keys stay in order, attempts add up."""
 
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from hypothesis import settings
@@ -15,7 +18,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from tests.infra.pubsub.world import Pulled, World, message, subscription_path, topic_path
+from tests.infra.pubsub.world import KeptWorld, Pulled, World, kept_world, message, subscription_path, topic_path
 
 MAX_ATTEMPTS = 5
 
@@ -30,12 +33,15 @@ class Deliveries(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World()
+        self.world = self.make_world()
         self.published: dict[str, str] = {}
         self.settled: set[str] = set()
         self.attempts: dict[str, int] = {}
         self.lease_ends_s: dict[str, tuple[str, float]] = {}
         self.count = 0
+
+    def make_world(self) -> World:
+        return World()
 
     @initialize(ordered=st.booleans(), dead=st.booleans(), backoff_s=st.sampled_from([None, 0, 3]))
     def open(self, ordered: bool, dead: bool, backoff_s: int | None) -> None:
@@ -146,5 +152,33 @@ class Deliveries(RuleBasedStateMachine):
         assert backlog.messages == []
 
 
+class KeptDeliveries(Deliveries):
+    """The same in a directory, with restarts at any time: they end every lease and change nothing else."""
+
+    world: KeptWorld
+
+    def make_world(self) -> World:
+        self.undo = ExitStack()
+        folder = self.undo.enter_context(tempfile.TemporaryDirectory())
+        return self.undo.enter_context(kept_world(Path(folder)))
+
+    @rule()
+    def restart(self) -> None:
+        self.world.restart()
+        self.lease_ends_s.clear()
+        self.readers = [self.world.consumer(10, max_messages=2), self.world.consumer(20)]
+
+    def teardown(self) -> None:
+        with self.undo:
+            super().teardown()
+            self.world.flush()
+            kept = {sequence for sequence, _ in self.world.database.messages()}
+            held = {sequence for sequence, *_ in self.world.database.held()}
+            assert kept == held, "the file keeps what nobody holds"
+            assert len(kept) == (len(self.letters()) if hasattr(self, "readers") else 0)
+
+
 Deliveries.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 test_deliveries = Deliveries.TestCase
+KeptDeliveries.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+test_deliveries_with_restarts = KeptDeliveries.TestCase

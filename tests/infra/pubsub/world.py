@@ -1,11 +1,16 @@
 """A broker on a clock that the test moves, with short ways to make requests of it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from infra.local.pubsub.broker import DEFAULT_STORAGE_BYTES, Broker
 from infra.local.pubsub.consumers import Consumer
+from infra.local.pubsub.data_dir import restore
+from infra.local.pubsub.database import Database, opened_database
+from infra.local.pubsub.durable import DurableJournal
 from infra.local.pubsub.protos import PubsubMessage, PullResponse, message_class
 
 PROJECT = "projects/test-project"
@@ -106,6 +111,33 @@ class World:
 
     def nack(self, pulled: Sequence[Pulled], subscription_id: str = "workers") -> None:
         self.modify(pulled, 0, subscription_id)
+
+
+class KeptWorld(World):
+    """A world in a directory: after `crash` it has what was flushed, at the same time of day."""
+
+    def __init__(self, database: Database) -> None:
+        super().__init__()
+        self.database = database
+        self.crash()
+
+    def flush(self) -> None:
+        self._journal.flush()
+
+    def crash(self) -> None:
+        self._journal = DurableJournal(self.database)
+        self.broker = Broker(lambda: self.now_s, journal=self._journal)
+        restore(self.broker.registry, self.database)
+
+    def restart(self) -> None:
+        self.flush()
+        self.crash()
+
+
+@contextmanager
+def kept_world(folder: Path) -> Iterator[KeptWorld]:
+    with opened_database(folder, fsync=False) as database:
+        yield KeptWorld(database)
 
 
 class Reader(Consumer):

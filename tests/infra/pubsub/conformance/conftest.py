@@ -1,4 +1,7 @@
-"""Every test here runs twice, against the embedded server and against Google's emulator where it is installed."""
+"""Every test here runs against the embedded server, in memory and in a directory, and against Google's emulator.
+
+That one only where it is installed.
+"""
 
 import itertools
 import os
@@ -9,6 +12,7 @@ from google.cloud import pubsub_v1
 
 from tests.infra.pubsub.conformance.target import (
     EMBEDDED,
+    EMBEDDED_KEPT,
     GOOGLE_EMULATOR,
     Target,
     embedded,
@@ -22,11 +26,12 @@ _numbers = itertools.count(1)
 
 @pytest.fixture(
     scope="session",
-    params=[EMBEDDED, pytest.param(GOOGLE_EMULATOR, marks=pytest.mark.google_emulator)],
+    params=[EMBEDDED, EMBEDDED_KEPT, pytest.param(GOOGLE_EMULATOR, marks=pytest.mark.google_emulator)],
 )
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     folder = tmp_path_factory.mktemp(request.param)
-    with embedded(folder) if request.param == EMBEDDED else google_emulator(_JAR, folder) as target:
+    is_google = request.param == GOOGLE_EMULATOR
+    with google_emulator(_JAR, folder) if is_google else embedded(request.param, folder) as target:
         yield target
 
 

@@ -13,6 +13,7 @@ import pytest
 from infra.local.process import Process, free_port, listens
 
 EMBEDDED = "embedded"
+EMBEDDED_KEPT = "embedded-kept"
 GOOGLE_EMULATOR = "google-emulator"
 START_LIMIT_S = 30.0
 
@@ -54,11 +55,14 @@ class Target:
 
 
 @contextmanager
-def embedded(folder: Path) -> Iterator[Target]:
-    """Run the embedded server in a process of its own; its log goes to the folder."""
+def embedded(name: str, folder: Path) -> Iterator[Target]:
+    """Run the embedded server in a process of its own, in memory or kept in the folder, where its log goes too."""
     port = free_port()
-    with _running(EMBEDDED, [sys.executable, "-m", "infra.local.pubsub", f"--port={port}"], port, folder):
-        yield Target(EMBEDDED, f"127.0.0.1:{port}")
+    command = [sys.executable, "-m", "infra.local.pubsub", f"--port={port}"]
+    if name == EMBEDDED_KEPT:
+        command.append(f"--data-dir={folder / 'data'}")
+    with _running(name, command, port, folder):
+        yield Target(name, f"127.0.0.1:{port}")
 
 
 @contextmanager

@@ -1,0 +1,65 @@
+"""One group commit: the changes since the last, each thing once, as its last change left it."""
+
+import asyncio
+
+MESSAGE_OVERHEAD_BYTES = 200
+"""What a small message costs here beside its own bytes."""
+
+ResourceRow = tuple[int, float, bytes]
+"""Holder number, moment in seconds since the epoch, serialised proto."""
+HeldRow = tuple[int, int]
+"""The delivery's number, and its hand-outs so far or `journal.ACKED`."""
+
+
+class Changes:
+    """What one transaction writes; None in a row's place deletes it."""
+
+    def __init__(self) -> None:
+        self.resources: dict[str, ResourceRow | None] = {}
+        self.messages: dict[int, bytes] = {}
+        self.dropped: set[int] = set()
+        self.held: dict[tuple[int, int], HeldRow | None] = {}
+        """By message sequence and holder."""
+        self.offered: set[int] = set()
+        """Sequences whose publishers wait for the outcome."""
+        self.size_bytes = 0
+        self.error = ""
+        self._settled = asyncio.Event()
+
+    def __bool__(self) -> bool:
+        return bool(self.resources or self.messages or self.dropped or self.held)
+
+    def keep(self, sequence: int, data: bytes) -> None:
+        """Add a message."""
+        self.messages[sequence] = data
+        self.size_bytes += len(data) + MESSAGE_OVERHEAD_BYTES
+
+    def drop(self, sequence: int) -> None:
+        """Take a message out; one that was added here leaves no trace."""
+        data = self.messages.pop(sequence, None)
+        if data is None:
+            self.dropped.add(sequence)
+        else:
+            self.size_bytes -= len(data) + MESSAGE_OVERHEAD_BYTES
+
+    def followed_by(self, later: "Changes") -> "Changes":
+        """Return both as one, for a commit that failed and goes with the next."""
+        both = Changes()
+        both.resources = self.resources | later.resources
+        both.held = self.held | later.held
+        both.dropped = set(self.dropped)
+        both.offered = self.offered | later.offered
+        for sequence, data in (*self.messages.items(), *later.messages.items()):
+            both.keep(sequence, data)
+        for sequence in later.dropped:
+            both.drop(sequence)
+        return both
+
+    def settle(self, error: str = "") -> None:
+        """Tell everyone who waits: written, or why not."""
+        self.error = error
+        self._settled.set()
+
+    async def wait(self) -> None:
+        """Wait until `settle`."""
+        await self._settled.wait()
