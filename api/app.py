@@ -15,13 +15,18 @@ from api.answers import AnswerStore
 from api.direct import DirectApp
 from api.dispatcher import Dispatcher, RowSink
 from api.errors import add_handlers
+from api.files import Files
 from api.inbox import ReplyInbox
 from api.jobs import JobSender
 from api.parts import Parts
 from api.pictures import Studio
+from api.prediction_events import Streams
+from api.prediction_inputs import InputReader
+from api.prediction_jobs import PredictionSender
+from api.predictions import Predictions
 from api.readiness import Readiness
 from api.repeats import Repeats
-from api.routes import embeddings, health, images, models, objects
+from api.routes import embeddings, health, images, models, objects, prediction_models, predictions
 from api.tenants import Tenants
 from shared.cache import ResultCache
 from shared.catalogue import Catalogue
@@ -53,6 +58,7 @@ def create_app(
         ConfigurationError: an API key or the object store's URL is wrong.
     """
     tenants, object_store = Tenants(settings.api_keys), ObjectStore(settings.objects_url)
+    files, links, studio = Files(object_store), Links(settings.secret), Studio()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -76,16 +82,22 @@ def create_app(
             )
             answers = await opened.enter_async_context(store)
             repeats = await opened.enter_async_context(Repeats(answers, object_store))
+            prediction_sender = PredictionSender(records, broker, instance)
+            keeper = Predictions(records, prediction_sender, inbox, admission, keep_s=settings.prediction_keep_s)
             app.state.parts = Parts(
                 settings=settings,
                 catalogue=catalogue,
                 tenants=tenants,
                 dispatcher=dispatcher,
                 objects=object_store,
-                links=Links(settings.secret),
-                studio=Studio(),
+                links=links,
+                studio=studio,
                 readiness=Readiness(inbox, broker, settings.redis_url),
                 repeats=repeats,
+                predictions=keeper,
+                streams=Streams(keeper, links),
+                files=files,
+                input_reader=InputReader(object_store, files, links, studio),
                 started_at_s=time.time(),
             )
             settle_heap()
@@ -94,12 +106,15 @@ def create_app(
     app = DirectApp(settings.request_max_bytes, title="Penstock", description=_ABOUT, version="1", lifespan=lifespan)
     for routes in (embeddings, images, models, objects, health):
         app.add(routes.router)
+    for router in (predictions.router, prediction_models.router):
+        app.include_router(router, prefix="/v1")
+        app.include_router(router, include_in_schema=False)
     add_handlers(app)
     openapi.describe(app)
     return app
 
 
-_ABOUT = """Embeddings and images, in the shapes of OpenAI's API.
+_ABOUT = """Embeddings and images, in the shapes of OpenAI's API; and predictions, in those of Replicate's.
 
 Every answer has `x-request-id`; those that infer also say where the result came from (`x-penstock-cache`: hit, miss,
 partial or joined) and what took how long (`x-penstock-queue-ms`, `-batch-ms`, `-inference-ms`, `-total-ms`)."""

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from api.dispatcher import Dispatcher
+from api.files import Files
 from api.pictures import Studio
+from api.prediction_events import Streams
+from api.prediction_inputs import InputReader
+from api.predictions import Predictions
 from api.readiness import Readiness
 from api.repeats import Repeats
 from api.tenants import Tenants
@@ -30,6 +34,10 @@ class Parts:
     studio: Studio
     readiness: Readiness
     repeats: Repeats
+    predictions: Predictions
+    streams: Streams
+    files: Files
+    input_reader: InputReader
     started_at_s: float
 
 

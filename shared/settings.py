@@ -60,6 +60,10 @@ class ApiSettings(Settings):
     """How long the answer to a request with an Idempotency-Key is given again."""
     idempotency_lease_s: float = Field(6.0, gt=0)
     """After so long another instance takes over what one that died was answering."""
+    prediction_keep_s: int = Field(3600, ge=60)
+    """How long a prediction and its result are kept after its end."""
+    webhook_secrets: str = ""
+    """`whsec_…`, comma-separated, as the function that delivers webhooks has them; the first is handed out."""
     memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     request_max_bytes: int = Field(32 * 1024 * 1024, ge=1)
 

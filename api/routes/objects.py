@@ -6,13 +6,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.errors import NotFound
+from api.fetching import fetch
 from api.parts import parts_of
-from shared.errors import BadInput
 from shared.links import VALID_S
 
 router = APIRouter()
-OBJECT_LIMIT_BYTES = 64 * 1024 * 1024
 
 
 @router.get("/v1/objects/{key:path}", summary="Fetch an image by its link")
@@ -20,9 +18,6 @@ async def get_object(request: Request, key: str, type: str, expires: int, signat
     """The bytes of a result, for as long as the link is valid."""
     parts = parts_of(request)
     parts.links.check(key, type, expires, signature)
-    try:
-        data = await parts.objects.get(key, OBJECT_LIMIT_BYTES)
-    except BadInput as error:
-        raise NotFound("the image is no longer there") from error
+    data = await fetch(parts, key, type)
     headers = {"cache-control": f"private, max-age={VALID_S}, immutable", "x-content-type-options": "nosniff"}
     return Response(data, headers=headers, media_type=type)

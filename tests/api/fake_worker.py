@@ -6,14 +6,15 @@ import random
 import time
 import zlib
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from typing import Literal
 
 import numpy as np
 from PIL import Image
 
 from shared.cache import ResultCache
 from shared.catalogue import Model
-from shared.errors import DeadlineExceeded, ModelFailed
+from shared.errors import BadInput, DeadlineExceeded, ModelFailed
 from shared.messages import (
     Blob,
     EmbeddingResult,
@@ -29,10 +30,12 @@ from shared.messages import (
     Result,
     decode_job,
     encode_reply,
+    encode_reply_body,
     failure,
 )
 from shared.names import jobs_topic_id, workers_subscription_id
 from shared.objects import ObjectStore, object_key
+from shared.records import Records
 from shared.transport import Admin, Subscription, SubscriptionSettings, Transport
 
 
@@ -58,18 +61,26 @@ class FakeWorker:
     `go` cleared holds every answer back. `broken` texts and prompts fail. With a cache, results are kept as a real
     worker keeps them. `jobs` are those taken, in order of arrival; `is_silent` takes jobs and never answers;
     `stores_results_in` takes all images;
-    `jitter` makes answers come out of order.
+    `jitter` makes answers come out of order. With records, predictions are claimed and ended as a real worker does.
     """
 
-    def __init__(self, transport: Transport, models: tuple[Model, ...], cache: ResultCache | None = None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        models: tuple[Model, ...],
+        cache: ResultCache | None = None,
+        records: Records | None = None,
+    ) -> None:
         self._transport = transport
         self._models = models
         self._cache = cache
+        self.records = records
         self._tasks: set[asyncio.Task[None]] = set()
         self.jobs: list[Job] = []
         self.taken = asyncio.Event()
         self.go = asyncio.Event()
         self.go.set()
+        self.claimed = asyncio.Event()
         self.broken = {"broken"}
         self.is_silent = False
         self.stores_results_in: ObjectStore | None = None
@@ -116,7 +127,11 @@ class FakeWorker:
                 task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, model: Model, job: Job, message: object, subscription: Subscription) -> None:
-        pulled_at_s = time.time()
+        pulled_at_s, envelope = time.time(), job.envelope
+        is_prediction = bool(envelope.prediction) and self.records is not None
+        if is_prediction and not await self._claimed(envelope.request_id):
+            subscription.ack(message)  # type: ignore[arg-type]
+            return
         await self.go.wait()
         for _ in range(self.jitter.randrange(30) if self.jitter else 0):
             await asyncio.sleep(0)
@@ -127,11 +142,25 @@ class FakeWorker:
         if self._cache is not None and job.body.cache_write:
             kept = {item.cache_key: outcome.result for item, outcome in zip(job.body.items, outcomes, strict=True)}
             await self._cache.put_many({key: result for key, result in kept.items() if key and result}, 60)
-        envelope = job.envelope
         body = ReplyBody(outcomes, worker="fake", device="none", replied_at_s=time.time())
+        if is_prediction and self.records is not None:
+            is_good = all(outcome.result is not None for outcome in outcomes)
+            state: Literal["succeeded", "failed"] = "succeeded" if is_good else "failed"
+            await self.records.finish(envelope.request_id, state, encode_reply_body(body))
+        if not envelope.inbox:
+            subscription.ack(message)  # type: ignore[arg-type]
+            return
         data, attributes = encode_reply(Reply(envelope.request_id, envelope.part, envelope.slot, body))
-        await self._transport.publish(envelope.inbox, data, attributes)
+        with suppress(BadInput):  # the inbox is gone with its instance
+            await self._transport.publish(envelope.inbox, data, attributes)
         subscription.ack(message)  # type: ignore[arg-type]
+
+    async def _claimed(self, record: str) -> bool:
+        """Whether the prediction is to be computed."""
+        assert self.records is not None
+        (claim,) = await self.records.claim([record])
+        self.claimed.set()
+        return claim is None or claim.state == "processing"
 
     def _outcome(self, item: Item, job: Job, pulled_at_s: float) -> ItemOutcome:
         now_s = time.time()

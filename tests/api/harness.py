@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from api.app import create_app
 from api.parts import Parts
 from shared.cache import ResultCache
 from shared.catalogue import Catalogue, read_catalogue
+from shared.records import Records
 from shared.settings import ApiSettings, read_settings
 from shared.transport import Admin, Transport
 from shared.usage import Row
@@ -89,12 +90,19 @@ async def running_api(
     admin: Admin | None = None,
     catalogue: Catalogue = CATALOGUE,
     cache: ResultCache | None = None,
+    worker: FakeWorker | None = None,
 ) -> AsyncIterator[ApiUnderTest]:
+    """An API and a worker; with `worker` that one, which somebody else keeps running, serves it."""
     in_memory = InMemoryTransport()
     broker, inbox_admin, rows = transport or in_memory, admin or in_memory, RowList()
     app = create_app(settings, catalogue, _already_open(broker), _already_open(inbox_admin), rows)
-    worker = FakeWorker(broker, catalogue.models, cache)
-    async with worker.running(inbox_admin), serving(app) as url, httpx.AsyncClient(base_url=url, timeout=10) as http:
+    async with AsyncExitStack() as opened:
+        if worker is None:
+            records = None if settings.redis_url == NO_REDIS else Records(settings.redis_url)
+            worker = FakeWorker(broker, catalogue.models, cache, records and await opened.enter_async_context(records))
+            await opened.enter_async_context(worker.running(inbox_admin))
+        url = await opened.enter_async_context(serving(app))
+        http = await opened.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10))
         under_test = ApiUnderTest(url, app, worker, in_memory, rows.rows, http)
         try:
             yield under_test

@@ -1,0 +1,156 @@
+"""What Replicate's clients ask around predictions: models and versions, files, and the secret that signs webhooks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.errors import NotFound
+from api.files import File
+from api.inbound import base_url_of, link_to, tenant_of
+from api.parts import Parts, parts_of
+from api.prediction_schemas import openapi_schema_of
+from api.problems import ProblemRoute
+from api.versions import find_version, version_of
+from shared.catalogue import Model
+from shared.errors import BadInput, ConfigurationError
+from shared.predictions import MEDIA_TYPES, iso
+from shared.webhooks import tenant_secrets
+
+router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
+
+COG_VERSION = "0.16.0"
+"""Whose schemas ours are like: before 0.3.9 clients take every list for an iterator."""
+
+
+@router.get("/models/{owner}/{name}", summary="Look at a model as Replicate shows it")
+async def get_model(request: Request, owner: str, name: str) -> Response:
+    """A model of the catalogue, whoever the owner, with its only version."""
+    tenant_of(request)
+    parts = parts_of(request)
+    model = parts.catalogue.find(name)
+    body = {
+        "url": f"{base_url_of(request)}/v1/models/{owner}/{model.name}",
+        "owner": owner,
+        "name": model.name,
+        "description": f"{model.task}: {model.source}, revision {model.revision}",
+        "visibility": "public",
+        "github_url": None,
+        "paper_url": None,
+        "license_url": None,
+        "run_count": 0,
+        "cover_image_url": None,
+        "default_example": None,
+        "latest_version": _version(model, parts),
+    }
+    return _json(body)
+
+
+@router.get("/models/{owner}/{name}/versions", summary="List the versions of a model")
+async def list_versions(request: Request, owner: str, name: str) -> Response:
+    """The only one."""
+    tenant_of(request)
+    parts = parts_of(request)
+    versions = [_version(parts.catalogue.find(name), parts)]
+    return _json({"previous": None, "next": None, "results": versions})
+
+
+@router.get("/models/{owner}/{name}/versions/{version}", summary="Look at a version of a model")
+async def get_version(request: Request, owner: str, name: str, version: str) -> Response:
+    """With the schema of its input and output."""
+    tenant_of(request)
+    parts = parts_of(request)
+    model = parts.catalogue.find(name)
+    try:
+        is_this = find_version(parts.catalogue, version) is model
+    except BadInput:
+        is_this = False
+    if not is_this:
+        raise NotFound(f"{name} has no version {version[:80]!r}")
+    return _json(_version(model, parts))
+
+
+@router.post("/files", summary="Send a file ahead", status_code=201)
+async def create_file(request: Request) -> Response:
+    """A form with the file as `content`, and perhaps a JSON object as `metadata`; kept for a day."""
+    tenant, parts = tenant_of(request), parts_of(request)
+    async with request.form(max_files=2, max_fields=4) as form:
+        content, metadata = form.get("content"), form.get("metadata")
+        if not isinstance(content, UploadFile):
+            raise BadInput("content: a file is needed", field="content")
+        text = (await metadata.read()).decode("utf-8", "replace") if isinstance(metadata, UploadFile) else metadata
+        file = await parts.files.add(
+            tenant,
+            await content.read(),
+            name=content.filename or "file",
+            content_type=content.content_type or "",
+            metadata=_metadata(text),
+        )
+    return _json(_shown(request, file), 201)
+
+
+@router.get("/files/{file_id}", summary="Look at a file")
+async def get_file(request: Request, file_id: str) -> Response:
+    """What is known of it; `urls.download` is a link to its bytes."""
+    tenant = tenant_of(request)
+    return _json(_shown(request, await parts_of(request).files.find(tenant, file_id)))
+
+
+@router.get("/webhooks/default/secret", summary="The secret that signs your webhooks")
+async def get_secret(request: Request) -> Response:
+    """Of this tenant; receivers check signatures with it."""
+    tenant = tenant_of(request)
+    try:
+        first, *_ = tenant_secrets(parts_of(request).settings.webhook_secrets, tenant)
+    except ConfigurationError as error:
+        raise NotFound("webhooks are not set up here: there is no secret") from error
+    return _json({"key": first})
+
+
+def _version(model: Model, parts: Parts) -> dict[str, Any]:
+    return {
+        "id": version_of(model),
+        "created_at": iso(parts.started_at_s),
+        "cog_version": COG_VERSION,
+        "openapi_schema": openapi_schema_of(model),
+    }
+
+
+def _metadata(text: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise BadInput(f"metadata: not JSON: {error}", field="metadata") from error
+    if not isinstance(found, dict):
+        raise BadInput("metadata: a JSON object is needed", field="metadata")
+    return found
+
+
+def _shown(request: Request, file: File) -> dict[str, Any]:
+    # A page or a script that somebody sent us is not to be served as one from here.
+    media_type = file.content_type if file.content_type in MEDIA_TYPES.values() else "application/octet-stream"
+    return {
+        "id": file.id,
+        "name": file.name,
+        "content_type": file.content_type,
+        "size": file.size,
+        "etag": file.sha256,
+        "checksums": {"sha256": file.sha256},
+        "metadata": file.metadata,
+        "created_at": iso(file.created_at_s),
+        "expires_at": iso(file.expires_at_s),
+        "urls": {
+            "get": f"{base_url_of(request)}/v1/files/{file.id}",
+            "download": link_to(request, file.key, media_type),
+        },
+    }
+
+
+def _json(body: dict[str, Any], status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

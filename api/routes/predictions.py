@@ -1,0 +1,252 @@
+"""The Predictions API, as Replicate's clients call it (https://replicate.com/docs/reference/http).
+
+A version is the name of a model in the catalogue, or the id that its entry gives; an owner is anything, since names are
+unique here. Every path is served with and without /v1, because clients differ in who adds it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from api.context import context_of, while_connected
+from api.inbound import (
+    base_url_of,
+    cache_controls,
+    given_deadline_s,
+    read_json,
+    tenant_of,
+    traceparent_of,
+)
+from api.parts import Parts, parts_of
+from api.prediction_jobs import NewPrediction
+from api.prediction_schemas import PredictionBody, VersionedBody
+from api.predictions import OWN_ID, Seen
+from api.problems import ProblemRoute
+from api.versions import find_version, version_of
+from shared.cache import cache_key
+from shared.catalogue import Model
+from shared.errors import BadInput
+from shared.messages import Input, Item
+from shared.predictions import Prediction, body_of, record_of
+
+router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
+
+OWNER = "penstock"
+"""Shown where the caller named no other."""
+LONGEST_WAIT_S = 60.0
+EARLY_S = 0.25
+"""Clients that wait n seconds hang up half a second later: the answer leaves before n."""
+SHORTEST_CANCEL_AFTER_S = 1
+_CANCEL_AFTER = re.compile(r"(?=\d)(?:(\d{1,3})h)?(?:(\d{1,5})m)?(?:(\d{1,6})s?)?")
+_PREFER_WAIT = re.compile(r"wait(?:=(\d{1,4}))?")
+_CURSOR = re.compile(r"\d{1,12}(\.\d{1,9})?")
+_IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
+
+
+@router.post("/predictions", summary="Create a prediction", status_code=201)
+async def create(request: Request) -> Response:
+    """Of the model that `version` names. Answers at once, or with `Prefer: wait` when it is over."""
+    tenant = tenant_of(request)
+    body = await read_json(request, VersionedBody)
+    model = find_version(parts_of(request).catalogue, body.version)
+    return await _create(request, tenant, body, model, owner=_owner(body.version))
+
+
+@router.put("/predictions/{prediction_id}", summary="Create a prediction under an id of your own")
+async def put(request: Request, prediction_id: str) -> Response:
+    """The same request again finds the same prediction; another under the same id is refused."""
+    tenant = tenant_of(request)
+    if not OWN_ID.fullmatch(prediction_id) or prediction_id.startswith("pred_"):
+        raise BadInput("id: letters, digits, '.', '_' and '-', at most 64, and not beginning with 'pred_'", field="id")
+    body = await read_json(request, VersionedBody)
+    model = find_version(parts_of(request).catalogue, body.version)
+    return await _create(request, tenant, body, model, owner=_owner(body.version), own_id=prediction_id)
+
+
+@router.post("/models/{owner}/{name}/predictions", summary="Create a prediction of a model", status_code=201)
+async def create_of_model(request: Request, owner: str, name: str) -> Response:
+    """Of the model called `name`, whoever the owner."""
+    tenant = tenant_of(request)
+    model = parts_of(request).catalogue.find(name)
+    return await _create(request, tenant, await read_json(request, PredictionBody), model, owner=owner)
+
+
+@router.post("/deployments/{owner}/{name}/predictions", summary="Create a prediction of a deployment", status_code=201)
+async def create_of_deployment(request: Request, owner: str, name: str) -> Response:
+    """The same: a model of the catalogue is its own and only deployment."""
+    tenant = tenant_of(request)
+    model = parts_of(request).catalogue.find(name)
+    body = await read_json(request, PredictionBody)
+    return await _create(request, tenant, body, model, owner=owner, deployment=f"{owner}/{name}")
+
+
+@router.get("/predictions", summary="List your predictions")
+async def list_all(request: Request, cursor: str = "") -> Response:
+    """Newest first, a page at a time; `next` is the URL of the next page."""
+    tenant, parts = tenant_of(request), parts_of(request)
+    if cursor and not _CURSOR.fullmatch(cursor):
+        raise BadInput("cursor: not one of ours", field="cursor")
+    found, next_s = await parts.predictions.page(tenant, float(cursor) if cursor else None)
+    following = None if next_s is None else f"{base_url_of(request)}/v1/predictions?cursor={next_s!r}"
+    bodies = [body_of(*seen, parts.links) for seen in found]
+    return _json({"previous": None, "next": following, "results": bodies})
+
+
+@router.get("/predictions/{prediction_id}", summary="Look at a prediction")
+async def get(request: Request, prediction_id: str) -> Response:
+    """As it is now."""
+    tenant = tenant_of(request)
+    return _answer(parts_of(request), await parts_of(request).predictions.read(tenant, prediction_id))
+
+
+@router.post("/predictions/{prediction_id}/cancel", summary="Cancel a prediction")
+async def cancel(request: Request, prediction_id: str) -> Response:
+    """Ends it now; a worker that has it stops at its next step. What is over stays as it is."""
+    tenant = tenant_of(request)
+    return _answer(parts_of(request), await parts_of(request).predictions.cancel(tenant, prediction_id))
+
+
+@router.get("/predictions/{prediction_id}/stream", summary="Follow a prediction")
+async def stream(request: Request, prediction_id: str) -> Response:
+    """Server-sent events: logs, output, error, done; `Last-Event-ID` goes on from there."""
+    tenant, parts = tenant_of(request), parts_of(request)
+    parts.streams.check()
+    seen = await parts.predictions.read(tenant, prediction_id)
+    events = parts.streams.follow(seen, request.headers.get("last-event-id", ""))
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    return StreamingResponse(events, headers=headers, media_type="text/event-stream")
+
+
+async def _create(
+    request: Request,
+    tenant: str,
+    body: PredictionBody,
+    model: Model,
+    *,
+    owner: str,
+    own_id: str = "",
+    deployment: str = "",
+) -> Response:
+    parts, context = parts_of(request), context_of(request)
+    context.model = model.name
+    wait_s, deadline_s, key = _wait_s(request), _deadline_s(request, model), _idempotency_key(request)
+    base_url, controls = base_url_of(request), cache_controls(request)
+    read = await parts.input_reader.read(body.input, model, tenant, base_url)
+    prediction_id, record = _ids(tenant, own_id, key)
+    webhook, webhook_events = body.told
+    new = NewPrediction(
+        Prediction(
+            id=prediction_id,
+            record=record,
+            tenant=tenant,
+            model=model.name,
+            owner=owner,
+            version=version_of(model),
+            input=read.shown,
+            is_list=read.is_list,
+            output_format=read.output_format,
+            webhook=webhook,
+            webhook_events=webhook_events,
+            deployment=deployment,
+            base_url=base_url,
+            created_at_s=context.received_at_s,
+            deadline_s=context.received_at_s + deadline_s,
+            digest=_digest(body, model),
+        ),
+        _items(model, read.inputs, tenant, is_kept=read.is_repeatable and "no-store" not in controls),
+        is_keyed=bool(own_id or key),
+        cache_read=not controls & {"no-cache", "no-store"},
+        cache_write="no-store" not in controls,
+        traceparent=traceparent_of(request),
+    )
+    async with parts.predictions.creating(new, waits=wait_s > 0) as creation:
+        # Whoever hangs up lets go of its place here, not of the prediction.
+        await while_connected(request, creation.wait(wait_s - context.total_ms / 1000))
+    return _created(parts, creation.seen, status=201 if creation.is_new else 200)
+
+
+def _created(parts: Parts, seen: Seen, *, status: int) -> Response:
+    """The answer to who created it. Replicate's clients take `processing` for the end here, so that is `starting`."""
+    body = body_of(*seen, parts.links)
+    if body["status"] == "processing":
+        body["status"] = "starting"
+    return _json(body, status, {"location": body["urls"]["get"]})
+
+
+def _answer(parts: Parts, seen: Seen) -> Response:
+    return _json(body_of(*seen, parts.links))
+
+
+def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+def _wait_s(request: Request) -> float:
+    """Seconds for which the answer may be held back, by `Prefer: wait` or `wait=n` (RFC 7240); 0 without."""
+    preferences = [one.strip().lower() for one in request.headers.get("prefer", "").split(",")]
+    for found in filter(None, map(_PREFER_WAIT.fullmatch, preferences)):
+        asked_s = LONGEST_WAIT_S if found[1] is None else float(found[1])
+        return max(0.0, min(asked_s, LONGEST_WAIT_S) - EARLY_S)
+    return 0.0
+
+
+def _deadline_s(request: Request, model: Model) -> float:
+    """Seconds after which it is not worked on: the least that the model, Cancel-After and the deadline header say."""
+    limits_s = [model.deadline.longest_s]
+    if (given_s := given_deadline_s(request)) is not None:
+        limits_s.append(given_s)
+    if given := request.headers.get("cancel-after"):
+        found = _CANCEL_AFTER.fullmatch(given.strip())
+        hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0)
+        asked_s = (hours * 60 + minutes) * 60 + seconds
+        if asked_s < SHORTEST_CANCEL_AFTER_S:
+            reason = "a time such as 30s, 5m or 1h30m, of a second at least"
+            raise BadInput(f"cancel-after: {given[:40]!r} is not {reason}", field="cancel-after")
+        limits_s.append(asked_s)
+    return min(limits_s)
+
+
+def _idempotency_key(request: Request) -> str:
+    key = request.headers.get("idempotency-key", "")
+    if key and not _IDEMPOTENCY_KEY.fullmatch(key):
+        raise BadInput("idempotency-key: 1 to 255 visible ASCII characters", field="idempotency-key")
+    return key
+
+
+def _ids(tenant: str, own_id: str, key: str) -> tuple[str, str]:
+    """The id and the record: of the caller's own id; the same for the same Idempotency-Key; or new ones."""
+    if own_id:
+        return own_id, record_of(tenant, own_id)
+    if key:
+        digest = hashlib.blake2b(f"{tenant}\n{key}".encode(), digest_size=12)
+        return f"pred_{digest.hexdigest()}", f"pred_{digest.hexdigest()}"
+    made = f"pred_{secrets.token_hex(12)}"
+    return made, made
+
+
+def _digest(body: PredictionBody, model: Model) -> str:
+    """Of all that makes two requests the same."""
+    canonical = json.dumps([model.name, body.model_dump(exclude={"version"})], sort_keys=True)
+    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+
+
+def _items(model: Model, inputs: Sequence[Input], tenant: str, *, is_kept: bool) -> list[Item]:
+    keeps = is_kept and model.cache.ttl_s > 0
+    return [
+        Item(index, given, cache_key(model, given, tenant) if keeps else None) for index, given in enumerate(inputs)
+    ]
+
+
+def _owner(version: str) -> str:
+    owner, slash, _ = version.partition("/")
+    return owner if slash else OWNER
