@@ -61,6 +61,7 @@ class Stack:
         ports: where to listen.
         settings: `PENSTOCK_*` variables for every process, above the stack's own. A server whose variable in
             REPLACED_BY is among them is not started: the one it names is used.
+        keep_messages: whether Pub/Sub keeps what it holds in the state's folder, over restarts and crashes.
         say: gets one line of progress at a time.
 
     Raises:
@@ -74,6 +75,7 @@ class Stack:
         *,
         ports: Ports,
         settings: Mapping[str, str] | None = None,
+        keep_messages: bool = False,
         say: Callable[[str], None] = print,
     ) -> None:
         self.state_dir = state_dir.resolve()
@@ -82,6 +84,7 @@ class Stack:
         self.processes: dict[str, Process] = {}
         """What was started, by name: redis, pubsub, bigquery, worker-<model> …, api."""
         self._given = dict(settings or {})
+        self._keep_messages = keep_messages
         self._say = say
         self._began_s = 0.0
         self._undo = ExitStack()
@@ -171,6 +174,8 @@ class Stack:
             "pubsub": ["infra.local.pubsub", "--port", str(self.ports.pubsub), "--socket", str(pubsub_socket)],
             "bigquery": ["infra.local.bigquery", "--port", str(self.ports.bigquery), "--data-dir", bigquery_dir],
         }
+        if self._keep_messages:
+            modules["pubsub"] += ["--data-dir", str(self.state_dir / "pubsub")]
         own = self._own_servers()
         for name in own:
             if name == "redis":

@@ -25,7 +25,7 @@ def stay_up(state_dir: Path, ports: Ports, settings: Mapping[str, str]) -> int:
     Raises:
         PenstockError: as Stack.
     """
-    with Stack(state_dir, ports=ports, settings=settings, say=_say) as stack:
+    with Stack(state_dir, ports=ports, settings=settings, keep_messages=True, say=_say) as stack:
         print(_usage(stack), flush=True)
         try:
             while not (failure := stack.failure()):

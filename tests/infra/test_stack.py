@@ -176,6 +176,7 @@ def test_up_serves_until_terminated(up: Up) -> None:
         assert response.status == 200
     assert f"curl http://127.0.0.1:{up.ports.api}/v1/embeddings" in up.said
     assert all(listens(port) for port in all_ports(up.ports))
+    assert list(up.log_path.parent.glob("var/pubsub/*")), "Pub/Sub has to outlive a crash"
     up.process.send_signal(signal.SIGTERM)
     assert up.process.wait(STOP_LIMIT_S) == 0
     assert not [port for port in all_ports(up.ports) if listens(port)]
