@@ -1,76 +1,131 @@
-"""How much an instance takes on: bounds the items that wait for a worker; the dispatcher asks before it publishes."""
+"""How much an instance takes on: bounds what waits for a worker, and refuses what would be answered too late.
+
+The dispatcher asks before it publishes. How long a request would wait is told from what is in flight before it and from
+how fast items leave (api/pace.py). Estimates err, so whoever finds nothing in flight is let in: it measures anew.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from api import metrics
+from api.pace import Pace
+from shared.catalogue import Model
 from shared.errors import Overloaded
 
 SHORTEST_RETRY_S, LONGEST_RETRY_S = 0.25, 60.0
 """Bounds of what callers are told; OpenAI's client 1.x and 2.x ignore more than 60 s."""
-FIRST_GUESS_S = 0.05
-"""Seconds an item takes, until one has been measured."""
-WEIGHT = 0.2
-"""Of the newest measurement in the moving average."""
+BATCH_SHARE = 0.5
+"""Of every bound, the most that the lane `batch` may take: interactive requests find room beside it."""
+INTERACTIVE_TURNS = 0.75
+"""Of a worker's batches, those that the interactive lane has for sure while both wait."""
+MARGIN = 1.15
+"""Put on estimated waits: an answer that is late is work for nothing."""
 
 
 class Admission:
-    """Counts items in flight, by model, and measures how fast they leave.
+    """Counts items in flight, by model and lane, and measures how fast they leave.
 
-    A request is let in while fewer than `max_in_flight` items are in flight, and then with all its items: otherwise
-    a large request would never find room beside small ones. So the true bound is max_in_flight plus one request.
+    A request is let in while fewer items than the bounds are in flight, and then with all its items: otherwise a large
+    request would never find room beside small ones. So the true bound is the said one plus one request.
 
     Args:
         max_in_flight: items in flight from which on requests are refused.
+        models: the catalogue's; each has a bound of its own.
         clock: monotonic seconds, for tests.
     """
 
-    def __init__(self, max_in_flight: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, max_in_flight: int, models: Iterable[Model] = (), clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._max_in_flight = max_in_flight
+        self._models = {model.name: model for model in models}
         self._clock = clock
-        self._in_flight: Counter[str] = Counter()
-        self._item_s: dict[str, float] = {}
-        self._last_end_s: dict[str, float] = {}
+        self._in_flight: Counter[tuple[str, str]] = Counter()
+        self._paces: dict[str, Pace] = {}
 
     @property
     def in_flight(self) -> int:
         """Items in flight now."""
         return self._in_flight.total()
 
-    def admit(self, model: str, items: int) -> None:
-        """Takes `items` of `model` in.
+    def admit(self, model: str, items: int, *, remaining_s: float = math.inf, lane: str = "") -> None:
+        """Takes `items` of `model` in, which are to be answered within `remaining_s`.
 
         Raises:
-            Overloaded: the instance is full; `retry_after_s` is when the model that is done soonest will be.
+            Overloaded: the instance or the model is full, or the answer would come too late; after `retry_after_s` the
+                same request would be let in, if no other came in between.
         """
-        if self.in_flight >= self._max_in_flight:
+        pace, ahead = self._pace(model), self._of_model(model)
+        try:
+            self._check_room(model, lane)
+            if ahead:
+                self._check_time(pace, model, items, remaining_s, lane)
+        except Overloaded:
             metrics.SHED.labels(model).inc(items)
-            raise Overloaded(
-                f"{self.in_flight} items are waiting for a worker, the most that are taken on; try again later",
-                retry_after_s=self.retry_after_s(),
-            )
-        if not self._in_flight[model]:
-            self._last_end_s[model] = self._clock()
-        self._in_flight[model] += items
+            raise
+        if not ahead:
+            pace.start(self._clock())
+        self._in_flight[model, lane] += items
         metrics.in_flight(model).inc(items)
 
-    def release(self, model: str, items: int, *, answered: bool) -> None:
-        """Lets `items` go; `answered` ones tell how long one takes, given up ones don't."""
-        if answered:
-            now_s = self._clock()
-            took_s = (now_s - self._last_end_s[model]) / items
-            known_s = self._item_s.get(model, took_s)
-            self._item_s[model] = known_s + WEIGHT * (took_s - known_s)
-            self._last_end_s[model] = now_s
-        self._in_flight[model] -= items
-        metrics.in_flight(model).dec(items)
-        if not self._in_flight[model]:
-            del self._in_flight[model]
+    def release(self, model: str, items: int, *, answered: bool, took_s: float | None = None, lane: str = "") -> None:
+        """Lets `items` go; `answered` ones tell how fast items leave, given up ones don't.
 
-    def retry_after_s(self) -> float:
-        """Seconds until the first model has worked off its items in flight, at the speed it has had lately."""
-        backlogs_s = [items * self._item_s.get(model, FIRST_GUESS_S) for model, items in self._in_flight.items()]
-        return min(max(min(backlogs_s, default=0.0), SHORTEST_RETRY_S), LONGEST_RETRY_S)
+        Args:
+            model: as admitted.
+            items: that leave together.
+            answered: whether a worker had them.
+            took_s: the time the model took for them.
+            lane: as admitted.
+        """
+        if answered:
+            self._pace(model).end(self._clock(), items, self._of_model(model), took_s)
+        self._in_flight[model, lane] -= items
+        metrics.in_flight(model).dec(items)
+        if not self._in_flight[model, lane]:
+            del self._in_flight[model, lane]
+
+    def _check_room(self, model: str, lane: str) -> None:
+        known = self._models.get(model)
+        share = BATCH_SHARE if lane else 1.0
+        of_lane = [(name, count) for (name, of), count in self._in_flight.items() if not lane or of == lane]
+        total, of_model = sum(count for _, count in of_lane), sum(count for name, count in of_lane if name == model)
+        if total >= self._max_in_flight * share:
+            rate = sum(1 / self._pace(name).item_s for name in {name for name, _ in of_lane})
+            over = total - self._max_in_flight * share + 1
+            raise _full(f"{total} items are waiting for a worker, the most that are taken on", over / rate)
+        if known is not None and of_model >= known.max_in_flight * share:
+            over = of_model - known.max_in_flight * share + 1
+            raise _full(
+                f"{of_model} items of {model} are waiting, the most that are taken on", over * self._pace(model).item_s
+            )
+
+    def _check_time(self, pace: Pace, model: str, items: int, remaining_s: float, lane: str) -> None:
+        before = self._of_model(model) if lane else self._in_flight[model, ""]
+        item_s = pace.item_s * MARGIN
+        if not lane and self._of_model(model) > before:
+            item_s /= INTERACTIVE_TURNS
+        wait_s = (before + items - 1) * item_s + pace.stalled_s(self._clock())
+        late_s = wait_s + pace.usual_s - remaining_s
+        if late_s > 0:
+            # Once nothing is before it, it is let in whatever the estimate.
+            retry_after_s = min(late_s + item_s, self._of_model(model) * item_s)
+            raise _full(f"the answer would come {late_s:.3g} s after its deadline", retry_after_s)
+
+    def _of_model(self, model: str) -> int:
+        return self._in_flight[model, ""] + self._in_flight[model, "batch"]
+
+    def _pace(self, model: str) -> Pace:
+        if model not in self._paces:
+            known = self._models.get(model)
+            self._paces[model] = Pace(known.task if known else "embedding")
+        return self._paces[model]
+
+
+def _full(reason: str, retry_after_s: float) -> Overloaded:
+    bounded_s = min(max(retry_after_s, SHORTEST_RETRY_S), LONGEST_RETRY_S)
+    return Overloaded(f"{reason}; try again in {bounded_s:.2g} s", retry_after_s=bounded_s)

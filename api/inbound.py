@@ -17,6 +17,7 @@ from shared.errors import BadInput
 from shared.messages import Input
 
 DEADLINE_HEADER = "x-penstock-deadline-ms"
+LANE_HEADER = "x-penstock-lane"
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 B = TypeVar("B", bound=BaseModel)
 
@@ -63,6 +64,7 @@ async def infer(
         cache_read=not controls & {"no-cache", "no-store"},
         cache_write="no-store" not in controls,
         traceparent=traceparent_of(request),
+        lane=lane_of(request),
     )
     answer = await while_connected(request, parts_of(request).dispatcher.dispatch(wanted))
     context.headers |= answer.headers()
@@ -88,6 +90,18 @@ def given_deadline_s(request: Request) -> float | None:
     if not (given.isascii() and given.isdigit() and int(given) > 0):
         raise BadInput(f"{DEADLINE_HEADER}: {given!r} is not a number of milliseconds above 0", field=DEADLINE_HEADER)
     return int(given) / 1000
+
+
+def lane_of(request: Request) -> str:
+    """`batch` where the caller says that its request may wait behind interactive ones, else nothing.
+
+    Raises:
+        BadInput: it names another lane.
+    """
+    given = request.headers.get(LANE_HEADER, "interactive").lower()
+    if given not in ("interactive", "batch"):
+        raise BadInput(f"{LANE_HEADER}: {given!r} is neither interactive nor batch", field=LANE_HEADER)
+    return "batch" if given == "batch" else ""
 
 
 def cache_controls(request: Request) -> set[str]:

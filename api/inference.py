@@ -27,6 +27,8 @@ class InferenceRequest:
     cache_read: bool = True
     cache_write: bool = True
     traceparent: str = ""
+    lane: str = ""
+    """`batch`: may wait behind requests without one."""
 
 
 @dataclass(frozen=True, slots=True)

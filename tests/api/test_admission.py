@@ -1,9 +1,19 @@
-"""Admission alone, with a clock of the test's own."""
+"""Admission alone, with a clock of the test's own and, where it pays, a worker that is a few lines."""
+
+import heapq
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from api.admission import FIRST_GUESS_S, LONGEST_RETRY_S, SHORTEST_RETRY_S, Admission
+from api.admission import LONGEST_RETRY_S, SHORTEST_RETRY_S, Admission
+from api.pace import FIRST_GUESS_S, Pace
+from shared.catalogue import Model, read_catalogue
 from shared.errors import Overloaded
+
+TEXT, IMAGE = read_catalogue(Path("models.yaml")).models
+GUESS_S = FIRST_GUESS_S["embedding"]
 
 
 class Clock:
@@ -14,63 +24,210 @@ class Clock:
         return self.now_s
 
 
+def bounded(model: Model, items: int) -> Model:
+    return model.model_copy(update={"max_in_flight": items})
+
+
+def refused(admission: Admission, model: str, items: int, **more: object) -> float:
+    """Seconds to wait, as told by the refusal that must come."""
+    with pytest.raises(Overloaded) as caught:
+        admission.admit(model, items, **more)  # type: ignore[arg-type]
+    return caught.value.retry_after_s
+
+
 def test_room_for_one_is_room_for_a_whole_request() -> None:
     admission = Admission(max_in_flight=10)
     admission.admit("m", 9)
     admission.admit("m", 2048)
-    with pytest.raises(Overloaded):
-        admission.admit("m", 1)
+    refused(admission, "m", 1)
     admission.release("m", 2048, answered=True)
     admission.admit("m", 1)
     assert admission.in_flight == 10
 
 
-def test_retry_is_told_from_measured_speed_and_backlog() -> None:
+def test_full_model_leaves_room_for_the_others() -> None:
+    admission = Admission(100, [bounded(TEXT, 10), IMAGE])
+    admission.admit(TEXT.name, 10)
+    refused(admission, TEXT.name, 1)
+    admission.admit(IMAGE.name, 1)
+
+
+def test_batch_lane_leaves_room_for_interactive_requests() -> None:
+    admission = Admission(1000, [bounded(TEXT, 10)])
+    admission.admit(TEXT.name, 5, lane="batch")
+    refused(admission, TEXT.name, 1, lane="batch")
+    admission.admit(TEXT.name, 4)
+    admission.release(TEXT.name, 5, answered=True, lane="batch")
+    admission.admit(TEXT.name, 1, lane="batch")
+
+
+def measured(item_s: float, *, max_in_flight: int = 10_000, usual_s: float = 0.05) -> tuple[Admission, Clock]:
+    """An admission that has seen items leave every `item_s` while others waited; 100 are in flight."""
     clock = Clock()
-    admission = Admission(max_in_flight=10, clock=clock)
-    admission.admit("m", 20)
-    assert admission.retry_after_s() == pytest.approx(20 * FIRST_GUESS_S)
-    clock.now_s += 5.0
-    admission.release("m", 10, answered=True)  # half a second for each
-    assert admission.retry_after_s() == pytest.approx(10 * 0.5)
+    admission = Admission(max_in_flight, [bounded(TEXT, max_in_flight)], clock)
+    admission.admit(TEXT.name, 1100)
+    for _ in range(1000):
+        clock.now_s += item_s
+        admission.release(TEXT.name, 1, answered=True, took_s=usual_s)
+    return admission, clock
+
+
+def test_refused_when_the_backlog_takes_longer_than_the_deadline() -> None:
+    admission, _ = measured(0.01)
+    admission.admit(TEXT.name, 1, remaining_s=1.5)
+    retry_s = refused(admission, TEXT.name, 1, remaining_s=0.5)
+    assert retry_s == pytest.approx(0.7, abs=0.1)
+
+
+def test_items_of_the_request_itself_count() -> None:
+    admission, _ = measured(0.01)
+    refused(admission, TEXT.name, 100, remaining_s=1.5)
+    admission.admit(TEXT.name, 10, remaining_s=1.5)
+
+
+def test_interactive_requests_do_not_wait_for_the_batch_lane() -> None:
+    admission, clock = measured(0.01)
+    for _ in range(100):
+        clock.now_s += 0.01
+        admission.release(TEXT.name, 1, answered=True, took_s=0.05)
+    admission.admit(TEXT.name, 1000, lane="batch")
+    admission.admit(TEXT.name, 1, remaining_s=0.5)
+    assert refused(admission, TEXT.name, 1, remaining_s=0.5, lane="batch") > 5
+
+
+def test_who_finds_nothing_before_it_is_let_in() -> None:
+    admission, _ = measured(1.0)
+    admission.release(TEXT.name, 100, answered=False)
+    admission.admit(TEXT.name, 5, remaining_s=0.01)
+
+
+def test_bursts_of_replies_are_no_measure_of_a_single_one() -> None:
+    clock = Clock()
+    admission = Admission(10_000, [bounded(TEXT, 10_000)], clock)
+    admission.admit(TEXT.name, 64)
+    for _ in range(100):
+        admission.admit(TEXT.name, 32)
+        clock.now_s += 0.32
+        for _ in range(32):
+            admission.release(TEXT.name, 1, answered=True, took_s=0.32)
+            admission.admit(TEXT.name, 1, remaining_s=1.6)
+            admission.release(TEXT.name, 1, answered=False)
+
+
+def test_slow_arrivals_do_not_look_like_a_slow_worker() -> None:
+    """Ten workers, one request a second at first; then ten at once, which ten workers do side by side."""
+    clock = Clock()
+    admission = Admission(1000, [IMAGE], clock)
+    for burst in (10, 10):
+        for _ in range(burst):
+            admission.admit(IMAGE.name, 1, remaining_s=60)
+        clock.now_s += 1.0
+        for _ in range(burst):
+            admission.release(IMAGE.name, 1, answered=True, took_s=1.0)
+    for _ in range(30):
+        admission.admit(IMAGE.name, 1, remaining_s=60)
+        clock.now_s += 1.0
+        admission.release(IMAGE.name, 1, answered=True, took_s=1.0)
+    for _ in range(10):
+        admission.admit(IMAGE.name, 1, remaining_s=4)
 
 
 def test_given_up_items_say_nothing_about_speed() -> None:
-    clock = Clock()
-    admission = Admission(max_in_flight=10, clock=clock)
-    admission.admit("m", 20)
-    clock.now_s += 500.0
-    admission.release("m", 10, answered=False)
-    assert admission.retry_after_s() == pytest.approx(10 * FIRST_GUESS_S)
+    pace = Pace("embedding")
+    admission, clock = measured(0.01)
+    clock.now_s += 50
+    admission.release(TEXT.name, 50, answered=False)
+    admission.admit(TEXT.name, 1, remaining_s=60)
+    assert pace.item_s == GUESS_S
 
 
-def test_idle_time_is_not_work() -> None:
-    clock = Clock()
-    admission = Admission(max_in_flight=10, clock=clock)
-    for _ in range(30):
-        clock.now_s += 1000.0
-        admission.admit("m", 1)
-        clock.now_s += 2.0
-        admission.release("m", 1, answered=True)
-    admission.admit("m", 4)
-    assert admission.retry_after_s() == pytest.approx(8.0)
+def test_standstill_counts_as_waiting() -> None:
+    admission, clock = measured(0.01)
+    admission.admit(TEXT.name, 1, remaining_s=3)
+    clock.now_s += 10
+    refused(admission, TEXT.name, 1, remaining_s=3)
 
 
-def test_the_model_that_is_done_first_makes_room() -> None:
-    clock = Clock()
-    admission = Admission(max_in_flight=10, clock=clock)
-    admission.admit("slow", 10)
-    clock.now_s += 30.0
-    admission.release("slow", 5, answered=True)
-    admission.admit("quick", 10)
-    assert admission.retry_after_s() == pytest.approx(10 * FIRST_GUESS_S)
+def test_measurements_fade_while_idle() -> None:
+    admission, clock = measured(1.0)
+    admission.release(TEXT.name, 100, answered=False)
+    admission.admit(TEXT.name, 10)
+    refused(admission, TEXT.name, 1, remaining_s=5)
+    admission.release(TEXT.name, 10, answered=False)
+    clock.now_s += 3600
+    admission.admit(TEXT.name, 10)
+    admission.admit(TEXT.name, 1, remaining_s=5)
 
 
 def test_retry_is_bounded() -> None:
+    admission, _ = measured(10.0)
+    assert refused(admission, TEXT.name, 1, remaining_s=5) == LONGEST_RETRY_S
+    admission = Admission(max_in_flight=1)
+    admission.admit("m", 1)
+    assert refused(admission, "m", 1) == SHORTEST_RETRY_S
+
+
+@settings(deadline=None)
+@given(
+    item_s=st.floats(0.002, 0.5),
+    remaining_s=st.floats(0.1, 20),
+    items=st.integers(1, 64),
+    lane=st.sampled_from(["", "batch"]),
+)
+def test_after_its_wait_a_refused_request_is_let_in(item_s: float, remaining_s: float, items: int, lane: str) -> None:
+    admission, clock = measured(item_s, usual_s=item_s)
+    try:
+        admission.admit(TEXT.name, items, remaining_s=remaining_s, lane=lane)
+    except Overloaded as error:
+        if error.retry_after_s == LONGEST_RETRY_S:
+            return
+        ends_s, left = clock.now_s + error.retry_after_s, 100
+        while left and clock.now_s + item_s <= ends_s:
+            clock.now_s += item_s
+            admission.release(TEXT.name, 1, answered=True, took_s=item_s)
+            left -= 1
+        clock.now_s = ends_s
+        admission.admit(TEXT.name, items, remaining_s=remaining_s, lane=lane)
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    servers=st.integers(1, 6),
+    batch=st.integers(1, 6),
+    batch_s=st.floats(0.02, 2.0),
+    load=st.floats(2.0, 10.0),
+    deadline_turns=st.floats(6.0, 16.0),
+)
+def test_overload_leaves_the_workers_busy_and_answers_in_time(
+    servers: int, batch: int, batch_s: float, load: float, deadline_turns: float
+) -> None:
+    """Workers take up to `batch` items each `batch_s`, and are offered `load` times what they can do."""
     clock = Clock()
-    admission = Admission(max_in_flight=10, clock=clock)
-    assert admission.retry_after_s() == SHORTEST_RETRY_S
-    admission.admit("m", 1000)
-    clock.now_s += 1000.0
-    admission.release("m", 1, answered=True)
-    assert admission.retry_after_s() == LONGEST_RETRY_S
+    admission = Admission(1_000_000, [bounded(TEXT, 1_000_000)], clock)
+    deadline_s, capacity = deadline_turns * batch_s, servers * batch / batch_s
+    gap_s, until_s = 1 / (load * capacity), clock.now_s + 20 * deadline_s
+    waiting: list[float] = []  # when each item that waits is due
+    ends: list[tuple[float, list[float]]] = []  # batches under way
+    next_s, in_time, late = clock.now_s, 0, 0
+    warm_s = clock.now_s + 10 * deadline_s
+    while clock.now_s < until_s:
+        if ends and ends[0][0] <= next_s:
+            clock.now_s, done = heapq.heappop(ends)
+            for due_s in done:
+                admission.release(TEXT.name, 1, answered=True, took_s=batch_s)
+                if clock.now_s > warm_s:
+                    in_time, late = in_time + (due_s >= clock.now_s), late + (due_s < clock.now_s)
+        else:
+            clock.now_s, next_s = next_s, next_s + gap_s
+            try:
+                admission.admit(TEXT.name, 1, remaining_s=deadline_s)
+                waiting.append(clock.now_s + deadline_s)
+            except Overloaded:
+                pass
+        while waiting and len(ends) < servers:
+            ends_s = clock.now_s + batch_s
+            heapq.heappush(ends, (ends_s, waiting[:batch]))
+            del waiting[:batch]
+    goodput = in_time / ((until_s - warm_s) * capacity)
+    assert goodput > 0.9, (goodput, late)
+    assert late <= 0.01 * in_time
