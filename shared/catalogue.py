@@ -110,6 +110,8 @@ class Model(_Entry):
     tolerance: Tolerance = Tolerance()
     dimensions: Positive | None = None
     batch: Batch = Batch()
+    max_in_flight: Positive = 512
+    """Items that wait for a worker in one API instance, from which on requests are refused with 429."""
     deadline: Deadline = Deadline()
     cache: Cache = Cache()
     text: TextLimits = TextLimits()
