@@ -63,6 +63,17 @@ class Process:
         """Whether it was started and has not ended."""
         return self._popen is not None and self._popen.poll() is None
 
+    @property
+    def pid(self) -> int:
+        """Its process id.
+
+        Raises:
+            Unavailable: it is not running.
+        """
+        if self._popen is None:
+            raise Unavailable(f"{self.name} is not running")
+        return self._popen.pid
+
     def start(self) -> None:
         """Starts it and returns at once.
 

@@ -1,0 +1,107 @@
+"""Connections that can be cut and frozen: a TCP proxy for each link between two parts, all on a thread of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from types import TracebackType
+from typing import Self
+
+CHUNK_BYTES = 64 * 1024
+LIMIT_S = 5.0
+
+
+class Link:
+    """One proxied port; its state changes in the loop of Links only."""
+
+    def __init__(self, target_port: int) -> None:
+        self.target_port = target_port
+        self.port = 0
+        self.is_cut = False
+        self.flowing = asyncio.Event()
+        self.flowing.set()
+        self.writers: set[asyncio.StreamWriter] = set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Carries one connection, both ways, until either end closes it."""
+        self.writers.add(writer)
+        onward: asyncio.StreamWriter | None = None
+        try:
+            await self.flowing.wait()
+            if self.is_cut:
+                return
+            back, onward = await asyncio.open_connection("127.0.0.1", self.target_port)
+            self.writers.add(onward)
+            ways = [asyncio.create_task(self._carry(reader, onward)), asyncio.create_task(self._carry(back, writer))]
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            for way in ways:
+                way.cancel()
+        except OSError:
+            return
+        finally:
+            for end in (writer, onward):
+                if end is not None:
+                    self.writers.discard(end)
+                    end.close()
+
+    async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await source.read(CHUNK_BYTES):
+                await self.flowing.wait()
+                sink.write(data)
+                await sink.drain()
+
+    def cut(self) -> None:
+        """Closes what is open, and closes at once what is opened."""
+        self.is_cut = True
+        for writer in self.writers:
+            writer.transport.abort()
+
+    def heal(self) -> None:
+        """Lets everything pass again."""
+        self.is_cut = False
+        self.flowing.set()
+
+
+class Links:
+    """The proxies by name; a context manager."""
+
+    def __init__(self, targets: dict[str, int]) -> None:
+        self._targets = targets
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="links", daemon=True)
+        self._links: dict[str, Link] = {}
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(LIMIT_S)
+        return self
+
+    async def _open(self) -> None:
+        for name, port in self._targets.items():
+            link = self._links[name] = Link(port)
+            server = await asyncio.start_server(link.serve, "127.0.0.1", 0)
+            link.port = server.sockets[0].getsockname()[1]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(LIMIT_S)
+
+    def port(self, name: str) -> int:
+        """Where the link listens."""
+        return self._links[name].port
+
+    def cut(self, name: str) -> None:
+        """Cuts a link: connections end, new ones end at once."""
+        self._loop.call_soon_threadsafe(self._links[name].cut)
+
+    def freeze(self, name: str) -> None:
+        """Freezes a link: connections stay open, nothing passes."""
+        self._loop.call_soon_threadsafe(self._links[name].flowing.clear)
+
+    def heal(self, name: str) -> None:
+        """Undoes either."""
+        self._loop.call_soon_threadsafe(self._links[name].heal)

@@ -1,0 +1,86 @@
+"""What goes wrong, when: faults drawn from a seed, each of every kind in turn, injected while traffic runs."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from tests.faults.world import APIS, INSTANCE_LINKS, SERVERS, WORKERS, World
+
+SHORTEST_S, LONGEST_S = 0.3, 3.0
+"""How long a fault lasts before it is healed."""
+CALM_S = 1.0
+"""Between the end of a fault and the next, at least."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong: `kind` of `target`, for so long."""
+
+    kind: str
+    target: str
+    lasts_s: float
+
+
+def kinds() -> list[tuple[str, str]]:
+    """Every kind of fault with every part it may befall."""
+    parts = (*APIS, *WORKERS, *SERVERS)
+    links = [f"{one}.{server}" for one in (*APIS, *WORKERS) for server in INSTANCE_LINKS]
+    return [
+        *(("killed", part) for part in parts),
+        *(("stopped", part) for part in parts),
+        *(("restarted", part) for part in (*APIS, *WORKERS)),
+        *(("model killed", worker) for worker in WORKERS),
+        *(("cut off", link) for link in links),
+        *(("frozen", link) for link in links),
+    ]
+
+
+def faults(seed: int, count: int) -> Iterator[Fault]:
+    """`count` faults; all kinds come before any comes again."""
+    drawn = random.Random(seed)
+    bag: list[tuple[str, str]] = []
+    for _ in range(count):
+        bag = bag or drawn.sample(kinds(), len(kinds()))
+        kind, target = bag.pop()
+        yield Fault(kind, target, drawn.uniform(SHORTEST_S, LONGEST_S))
+
+
+async def inject(world: World, plan: Iterator[Fault], say: Callable[[str], None]) -> Counter[str]:
+    """Injects one fault after the other and heals each; returns how many of each kind."""
+    done: Counter[str] = Counter()
+    for fault in plan:
+        began_s = time.monotonic()
+        begin, heal = _ways(world, fault)
+        begin()
+        await asyncio.sleep(fault.lasts_s)
+        await asyncio.to_thread(heal)
+        done[fault.kind] += 1
+        say(f"{fault.kind:12} {fault.target:16} {time.monotonic() - began_s:5.1f} s until healed")
+        await asyncio.sleep(CALM_S)
+    return done
+
+
+def _ways(world: World, fault: Fault) -> tuple[Callable[[], object], Callable[[], object]]:
+    """How to begin the fault, and how to heal it; healed means that the part serves again."""
+    target, links = fault.target, world.links
+    if fault.kind == "cut off":
+        return partial(links.cut, target), partial(links.heal, target)
+    if fault.kind == "frozen":
+        return partial(links.freeze, target), partial(links.heal, target)
+    if fault.kind == "model killed":
+        return partial(world.kill_model_process, target), lambda: None
+    process = world.processes[target]
+    if fault.kind == "stopped":
+        return process.pause, process.resume
+
+    def serve_again() -> None:
+        world.restart(target)
+        world.wait_ready(target)
+
+    return (process.kill if fault.kind == "killed" else process.ask_to_stop), serve_again

@@ -1,0 +1,188 @@
+"""Callers who want an answer: each request is repeated under its Idempotency-Key until it has one, and then checked."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+import aiohttp
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.faults.world import MODEL
+
+ANSWER_LIMIT_S = 150.0
+"""A request without an answer after this is lost."""
+TRY_LIMIT_S = 45.0
+DEADLINE_MS = "30000"
+COSINE = 0.9999
+TEXTS = 64
+PREDICTION_SHARE, CANCEL_SHARE, REPEAT_SHARE = 0.1, 0.1, 0.02
+TRANSIENT = frozenset({409, 429, 500, 502, 503, 504})
+
+Vector = NDArray[np.float32]
+
+
+@dataclass
+class Tally:
+    """What came of the requests."""
+
+    sent: int = 0
+    answered: Counter[str] = field(default_factory=Counter)
+    lost: list[str] = field(default_factory=list)
+    answered_twice: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    tries: Counter[str] = field(default_factory=Counter)
+    """Failed tries, by what the caller saw."""
+    expected_rows: dict[str, str] = field(default_factory=dict)
+    """By request id: the status that its row must have; `any` for canceled ones."""
+    longest_s: float = 0.0
+
+    @property
+    def ended(self) -> int:
+        """Requests that have a terminal answer."""
+        return self.answered.total()
+
+
+def text_of(number: int) -> str:
+    """One of TEXTS texts, none like another."""
+    words = ["river", "engine", "violin", "glacier", "market", "comet", "harbour", "orchard"]
+    first, second = words[number % 8], words[number // 8 % 8]
+    return f"The {first} of number {number} met a {second} on its way to town {number * 7 % 13}."
+
+
+class Traffic:
+    """A number of callers at once, over several API instances.
+
+    Args:
+        urls: of the instances; a caller goes to the next when one fails.
+        in_flight: callers.
+        requests: how many in all.
+        seed: of what is asked, in which order.
+    """
+
+    def __init__(self, urls: Sequence[str], *, in_flight: int, requests: int, seed: int) -> None:
+        self._urls = urls
+        self._in_flight = in_flight
+        self._numbers = iter(range(requests))
+        self._random = random.Random(seed)
+        self._next_url = itertools.count()
+        self._vectors: list[Vector] = []
+        self.tally = Tally()
+
+    async def run(self, goes_on: Callable[[], bool]) -> Tally:
+        """Sends until all requests are sent and `goes_on` says no; every request that was begun is ended first."""
+        timeout = aiohttp.ClientTimeout(total=TRY_LIMIT_S, sock_connect=5.0)
+        connector = aiohttp.TCPConnector(limit=2 * self._in_flight)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            self._session = session
+            self._vectors = [await self._reference(number) for number in range(TEXTS)]
+            async with asyncio.TaskGroup() as callers:
+                for _ in range(self._in_flight):
+                    callers.create_task(self._call(goes_on))
+        return self.tally
+
+    async def _reference(self, number: int) -> Vector:
+        async with self._session.post(f"{self._urls[0]}/v1/embeddings", json=_body(number)) as response:
+            answer = await response.json()
+            self.tally.expected_rows[response.headers["x-request-id"]] = "succeeded"
+            return np.asarray(answer["data"][0]["embedding"], np.float32)
+
+    async def _call(self, goes_on: Callable[[], bool]) -> None:
+        while next(self._numbers, None) is not None or goes_on():
+            self.tally.sent += 1
+            number, key, began_s = self._random.randrange(TEXTS), str(uuid4()), time.monotonic()
+            is_prediction = self._random.random() < PREDICTION_SHARE
+            await (self._predict if is_prediction else self._embed)(number, key)
+            self.tally.longest_s = max(self.tally.longest_s, time.monotonic() - began_s)
+
+    async def _embed(self, number: int, key: str) -> None:
+        # Most are computed each time; the others may be found in the cache or joined.
+        headers = {} if self._random.random() < 0.2 else {"Cache-Control": "no-store"}
+        found = await self._insist("POST", "/v1/embeddings", _body(number), key, headers)
+        if found is None:
+            return
+        answer, request_id, was_replayed = found
+        self.tally.answered["embedding"] += 1
+        if not was_replayed:
+            self.tally.expected_rows[request_id] = "succeeded"
+        self._check(number, answer["data"][0]["embedding"], request_id)
+        if self._random.random() < REPEAT_SHARE:
+            again = await self._insist("POST", "/v1/embeddings", _body(number), key, headers)
+            if again is not None and again[0] != answer:
+                self.tally.answered_twice.append(request_id)
+
+    async def _predict(self, number: int, key: str) -> None:
+        body = {"version": MODEL, "input": {"text": text_of(number)}}
+        found = await self._insist("POST", "/v1/predictions", body, key, {})
+        if found is None:
+            return
+        prediction = found[0]["id"]
+        is_canceled = self._random.random() < CANCEL_SHARE
+        if is_canceled:
+            await self._insist("POST", f"/v1/predictions/{prediction}/cancel", {}, str(uuid4()), {})
+        until_s, states = time.monotonic() + ANSWER_LIMIT_S, list[str]()
+        while time.monotonic() < until_s:
+            read = await self._insist("GET", f"/v1/predictions/{prediction}", None, None, {})
+            if read is None:
+                return
+            states.append(read[0]["status"])
+            if states[-1] in ("succeeded", "failed", "canceled"):
+                self._take_prediction(number, prediction, read[0], is_canceled=is_canceled)
+                return
+            await asyncio.sleep(0.1)
+        self.tally.lost.append(f"prediction {prediction} is still {states[-1:]}")
+
+    def _take_prediction(self, number: int, prediction: str, read: dict[str, Any], *, is_canceled: bool) -> None:
+        status = read["status"]
+        self.tally.answered[f"prediction {status}"] += 1
+        self.tally.expected_rows[prediction] = "any" if is_canceled else status
+        if status == "succeeded":
+            output = read["output"]
+            self._check(number, output[0] if isinstance(output[0], list) else output, prediction)
+        elif not (status == "canceled" and is_canceled):
+            self.tally.wrong.append(f"prediction {prediction} {status}: {read.get('error')}")
+
+    def _check(self, number: int, vector: Sequence[float], request_id: str) -> None:
+        if float(np.dot(np.asarray(vector, np.float32), self._vectors[number])) < COSINE:
+            self.tally.wrong.append(request_id)
+
+    async def _insist(
+        self, method: str, path: str, body: dict[str, Any] | None, key: str | None, headers: dict[str, str]
+    ) -> tuple[Any, str, bool] | None:
+        """The answer, its request id and whether it was replayed; None, and counted as lost, where none came in time.
+
+        A caller that is refused for good is not answered either: nothing here is wrong with what it asks.
+        """
+        until_s, pause_s, seen = time.monotonic() + ANSWER_LIMIT_S, 0.05, "nothing"
+        given = headers | {"X-Penstock-Deadline-Ms": DEADLINE_MS} | ({"Idempotency-Key": key} if key else {})
+        url = self._urls[next(self._next_url) % len(self._urls)]
+        while time.monotonic() < until_s:
+            try:
+                async with self._session.request(method, url + path, json=body, headers=given) as response:
+                    answer = await response.json(content_type=None)
+                    if response.status < 300:
+                        return answer, response.headers["x-request-id"], "idempotent-replayed" in response.headers
+                    seen = f"{response.status}"
+                    if response.status not in TRANSIENT:
+                        self.tally.wrong.append(f"{method} {path}: {response.status} {answer}")
+                        return None
+            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+                seen = type(error).__name__
+            self.tally.tries[seen] += 1
+            url = self._urls[next(self._next_url) % len(self._urls)]
+            await asyncio.sleep(pause_s * self._random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, 1.0)
+        self.tally.lost.append(f"{method} {path}: {seen}")
+        return None
+
+
+def _body(number: int) -> dict[str, Any]:
+    return {"model": MODEL, "input": text_of(number), "encoding_format": "float"}

