@@ -7,6 +7,7 @@ answers differently the second time gets no second time. Certificate, SNI and Ho
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -139,7 +140,7 @@ def _only_to(addresses: Sequence[str]) -> Any:
     def make(info: Any) -> socket.socket:
         family, kind, proto, _, sockaddr = info
         if sockaddr[0] not in addresses:
-            raise OSError(f"{sockaddr[0]} was not judged")
+            raise OSError(errno.EACCES, f"{sockaddr[0]} was not judged")
         return socket.socket(family, kind, proto)
 
     return make

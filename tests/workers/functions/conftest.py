@@ -19,6 +19,7 @@ from shared.pubsub_admin import PubSubAdmin
 from shared.records import Records
 from shared.settings import environment_with
 from tests.workers.functions.receiver import Receiver
+from tests.workers.functions.tokens import ACCOUNT, AUDIENCE, Issuer, certificates_of
 from tests.workers.functions.world import World
 
 START_LIMIT_S = 20.0
@@ -54,6 +55,29 @@ def functions_port(functions_settings: dict[str, str], tmp_path_factory: pytest.
     with functions_process(functions_settings, "functions", port, tmp_path_factory.mktemp("functions")) as process:
         process.wait_ready(lambda: answers(port, "/"), START_LIMIT_S)
         yield port
+
+
+@pytest.fixture(scope="session")
+def issuer() -> Issuer:
+    return Issuer()
+
+
+@pytest.fixture(scope="session")
+def guarded_url(
+    functions_settings: dict[str, str], issuer: Issuer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """The same as in the cloud: called by one account only, and going to public addresses only."""
+    port, folder = free_port(), tmp_path_factory.mktemp("guarded")
+    settings = functions_settings | {
+        "PENSTOCK_PUSH_AUDIENCE": AUDIENCE,
+        "PENSTOCK_PUSH_ACCOUNT": ACCOUNT,
+        "PENSTOCK_WEBHOOKS_PRIVATE": "0",
+    }
+    with certificates_of(issuer) as (certs_url, _):
+        settings["PENSTOCK_PUSH_CERTS_URL"] = certs_url
+        with functions_process(settings, "functions", port, folder) as process:
+            process.wait_ready(lambda: answers(port, "/"), START_LIMIT_S)
+            yield f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,50 @@
+"""Events and signatures of webhooks; what clients make of them is tested with the function that delivers them."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.errors import ConfigurationError, UndecodableMessage
+from shared.webhooks import Event, decode_event, encode_event, signature, tenant_secrets
+
+# The example of https://github.com/standard-webhooks/standard-webhooks/blob/main/spec/standard-webhooks.md
+SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
+SIGNED = ("msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, b'{"test": 2432232314}')
+SIGNATURE = "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
+
+
+def test_signature_is_that_of_the_specification() -> None:
+    assert signature([SECRET], *SIGNED) == SIGNATURE
+
+
+def test_two_secrets_sign_twice() -> None:
+    first, second = signature(["whsec_" + "eHh4" * 8, SECRET], *SIGNED).split(" ")
+    assert (first.startswith("v1,"), second) == (True, SIGNATURE)
+
+
+def test_tenants_have_secrets_of_their_own() -> None:
+    old, new = SECRET, "whsec_" + "eHh4" * 8
+    ours, theirs = tenant_secrets(f"{new}, {old}", "ours"), tenant_secrets(f"{new}, {old}", "theirs")
+    assert len({*ours, *theirs}) == 4
+    assert ours == [*tenant_secrets(new, "ours"), *tenant_secrets(old, "ours")]
+    assert all(secret.count("_") == 1 and "-" not in secret for secret in ours)
+
+
+@pytest.mark.parametrize(
+    "setting", ["", " , ", "secret", "whsec_", "whsec_c2hvcnQ=", "whsec_" + "-_-_" * 8, SECRET[6:]]
+)
+def test_wrong_settings_are_named(setting: str) -> None:
+    with pytest.raises(ConfigurationError, match="PENSTOCK_WEBHOOK_SECRETS"):
+        tenant_secrets(setting, "t")
+
+
+def test_event_comes_back() -> None:
+    data, attributes = encode_event(Event("req_1", "output", 3))
+    assert decode_event(data) == Event("req_1", "output", 3)
+    assert attributes == {"schema": "1", "record": "req_1", "event": "output"}
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b'{"id": "r", "event": "end"}', b'{"id": 1, "event": "start"}'])
+def test_other_messages_are_no_events(data: bytes) -> None:
+    with pytest.raises(UndecodableMessage):
+        decode_event(data)
