@@ -34,6 +34,7 @@ class NewPrediction:
     cache_read: bool = True
     cache_write: bool = True
     traceparent: str = ""
+    lane: str = ""
 
 
 class PredictionSender:
@@ -67,6 +68,7 @@ class PredictionSender:
             cache_key=new.items[0].cache_key or "",
             prediction="1",
             webhook=",".join(prediction.webhook_events),
+            lane=new.lane,
         )
         data, attributes = encode_job(Job(envelope, JobBody(list(new.items), new.cache_read, new.cache_write)))
         try:

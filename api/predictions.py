@@ -81,8 +81,8 @@ class Predictions:
             KeyReused: its id is that of another prediction.
             Unavailable: Redis or the broker is out of reach; nothing was promised.
         """
-        model, items = new.prediction.model, len(new.items)
-        self._admission.admit(model, items)
+        model, items, lane = new.prediction.model, len(new.items), new.lane
+        self._admission.admit(model, items, remaining_s=new.prediction.deadline_s - time.time(), lane=lane)
         creation: Creation | None = None
         try:
             # Registered before anything is published, so no reply can be too early.
@@ -91,8 +91,8 @@ class Predictions:
                 creation = Creation(self, seen, waiter, is_new=is_new)
                 yield creation
         finally:
-            answered = creation is not None and creation.is_new and _was_computed(creation.seen.record)
-            self._admission.release(model, items, answered=answered)
+            took_s = _took_s(creation.seen.record) if creation is not None and creation.is_new else None
+            self._admission.release(model, items, answered=took_s is not None, took_s=took_s, lane=lane)
 
     async def read(self, tenant: str, prediction_id: str) -> Seen:
         """A prediction of this tenant as it is now.
@@ -238,6 +238,8 @@ def _waits_for_publish(seen: Seen) -> bool:
     return seen.record.state == "starting" and not seen.record.published
 
 
-def _was_computed(record: Record) -> bool:
+def _took_s(record: Record) -> float | None:
+    """The time that the model took for it; None where no model did anything."""
     outcomes = record.reply.outcomes if record.reply is not None else []
-    return any(outcome.receipt.pulled_at_s for outcome in outcomes)
+    times_ms = [outcome.receipt.inference_ms for outcome in outcomes if outcome.receipt.inference_ms is not None]
+    return max(times_ms) / 1000 if times_ms else None

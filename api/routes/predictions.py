@@ -23,6 +23,7 @@ from api.inbound import (
     base_url_of,
     cache_controls,
     given_deadline_s,
+    lane_of,
     read_json,
     tenant_of,
     traceparent_of,
@@ -168,6 +169,7 @@ async def _create(
         cache_read=not controls & {"no-cache", "no-store"},
         cache_write="no-store" not in controls,
         traceparent=traceparent_of(request),
+        lane=lane_of(request),
     )
     async with parts.predictions.creating(new, waits=wait_s > 0) as creation:
         # Whoever hangs up lets go of its place here, not of the prediction.
