@@ -72,7 +72,7 @@ def create_app(
             # Closed right after the dispatcher: what happens to an inbox that is not removed in time is only that it
             # expires, but rows are to be on disk before the process is killed.
             row_sink = await opened.enter_async_context(rows)
-            sender = JobSender(inbox, broker, object_store, instance)
+            sender = JobSender(inbox, broker, object_store, records, instance)
             admission = Admission(settings.max_in_flight, catalogue.models)
             dispatcher = await opened.enter_async_context(
                 Dispatcher(sender, cache, records, admission, row_sink, api_instance=instance, region=settings.region)

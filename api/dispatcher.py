@@ -170,19 +170,7 @@ class Dispatcher:
         try:
             return await self._sender.send(request, job)
         except PenstockError as error:
-            # The worker may have finished while its reply came late or got lost.
-            answered = await self._look_at_record(request, job) if job.published_at_s else None
-            return answered or [failure(flight.item.index, error) for flight in job.flights]
-
-    async def _look_at_record(self, request: InferenceRequest, job: JobInFlight) -> list[ItemOutcome] | None:
-        """What the job's record says that it was answered with."""
-        try:
-            record = await self._records.read(record_id(request.request_id, job.part))
-        except Unavailable:
-            return None
-        outcomes = record.reply.outcomes if record is not None and record.reply is not None else []
-        indexes = [flight.item.index for flight in job.flights]
-        return outcomes if [outcome.index for outcome in outcomes] == indexes else None
+            return [failure(flight.item.index, error) for flight in job.flights]
 
     async def _cancel(self, record: str) -> None:
         """Tells the workers that nobody waits for a job any more; where Redis is out they compute it for nobody."""

@@ -24,14 +24,18 @@ from shared.messages import (
     Job,
     JobBody,
     Reply,
+    ReplyBody,
     encode_job,
 )
 from shared.names import jobs_topic_id
 from shared.objects import ObjectStore, object_key
+from shared.records import Records, record_id
 from shared.transport import Publisher
 
 LARGEST_JOB_ITEMS = 16
 PUBLISH_LIMIT_S = 10.0
+LOOK_EVERY_S = 5.0
+"""A reply that takes longer is looked for in the record as well."""
 TIMER_EARLY_S = 0.002
 """The event loop counts whole milliseconds, so what runs out at the deadline may do so a little before it."""
 
@@ -76,10 +80,13 @@ def split(model: Model, flights: Sequence[Flight]) -> Iterator[list[Flight]]:
 class JobSender:
     """Sends jobs and waits for replies; holds nothing between two calls."""
 
-    def __init__(self, inbox: Inbox, publisher: Publisher, objects: ObjectStore, api_instance: str) -> None:
+    def __init__(
+        self, inbox: Inbox, publisher: Publisher, objects: ObjectStore, records: Records, api_instance: str
+    ) -> None:
         self._inbox = inbox
         self._publisher = publisher
         self._objects = objects
+        self._records = records
         self._api_instance = api_instance
 
     async def send(self, request: InferenceRequest, job: JobInFlight) -> list[ItemOutcome]:
@@ -97,8 +104,27 @@ class JobSender:
         with self._inbox.waiter(request.request_id, job.part) as waiter:
             published_at_s = await self._publish(request, job, items, waiter)
             job.published_at_s = published_at_s
-            reply = await waiter.reply(max(0.0, job.deadline_s - time.time()))
-        return _outcomes(items, reply)
+            return await self._wait(waiter, record_id(request.request_id, job.part), items, job.deadline_s)
+
+    async def _wait(self, waiter: Waiter, record: str, items: Sequence[Item], deadline_s: float) -> list[ItemOutcome]:
+        """Waits for the reply, and looks at the record now and then: it is the truth, and a reply may get lost."""
+        while True:
+            left_s = max(0.0, deadline_s - time.time())
+            try:
+                return _outcomes(items, (await waiter.reply(min(left_s, LOOK_EVERY_S))).body)
+            except DeadlineExceeded:
+                if (answered := await self._answered(record)) is not None:
+                    return _outcomes(items, answered)
+                if left_s <= LOOK_EVERY_S:
+                    raise
+
+    async def _answered(self, record: str) -> ReplyBody | None:
+        """What a worker answered, as far as the record says and Redis can tell."""
+        try:
+            found = await self._records.read(record)
+        except Unavailable:
+            return None
+        return None if found is None else found.reply
 
     async def _without_large_source(self, item: Item) -> Item:
         """The item as it travels: a source image too large for a message lies in the object store."""
@@ -155,11 +181,11 @@ def envelope_of(request: InferenceRequest, api_instance: str) -> Envelope:
     )
 
 
-def _outcomes(items: Sequence[Item], reply: Reply) -> list[ItemOutcome]:
-    if reply.body.error is not None:
-        error = reply.body.error
+def _outcomes(items: Sequence[Item], body: ReplyBody) -> list[ItemOutcome]:
+    if body.error is not None:
+        error = body.error
         raise error_for_code(error.code, f"the worker could not read the job: {error.message}", error.field)
-    outcomes = reply.body.outcomes
+    outcomes = body.outcomes
     if [outcome.index for outcome in outcomes] != [item.index for item in items]:
         raise PenstockError(f"a worker gave {len(outcomes)} outcomes, not those of {len(items)} items; this is a bug")
     return outcomes

@@ -68,7 +68,7 @@ async def running_bench(tmp_path: Path, max_in_flight: int = 1000, redis_url: st
     async with HeldCache(redis_url) as cache, Records(redis_url, retry_s=0.01) as records:
         worker = FakeWorker(transport, (TEXT_MODEL,), cache)
         async with worker.running(transport), ReplyInbox(settings, transport, transport, "test") as inbox:
-            sender = JobSender(inbox, transport, ObjectStore("memory://"), "test")
+            sender = JobSender(inbox, transport, ObjectStore("memory://"), records, "test")
             admission = Admission(max_in_flight)
             async with Dispatcher(
                 sender, cache, records, admission, rows, api_instance="test", region="r"
