@@ -15,6 +15,7 @@ from api.answers import AnswerStore
 from api.direct import DirectApp
 from api.dispatcher import Dispatcher, RowSink
 from api.errors import add_handlers
+from api.fetching import Fetcher
 from api.files import Files
 from api.inbox import ReplyInbox
 from api.jobs import JobSender
@@ -84,6 +85,7 @@ def create_app(
             repeats = await opened.enter_async_context(Repeats(answers, object_store))
             prediction_sender = PredictionSender(records, broker, instance)
             keeper = Predictions(records, prediction_sender, inbox, admission, keep_s=settings.prediction_keep_s)
+            fetcher = Fetcher(object_store, keeper, studio)
             app.state.parts = Parts(
                 settings=settings,
                 catalogue=catalogue,
@@ -97,7 +99,8 @@ def create_app(
                 predictions=keeper,
                 streams=Streams(keeper, links),
                 files=files,
-                input_reader=InputReader(object_store, files, links, studio),
+                fetcher=fetcher,
+                input_reader=InputReader(object_store, files, fetcher, links, studio),
                 started_at_s=time.time(),
             )
             settle_heap()

@@ -19,6 +19,11 @@ ITEMS = Counter(
     ["model", "cache", "status"],
 )
 IN_FLIGHT = Gauge("penstock_api_items_in_flight", "Items waiting for a worker.", ["model"])
+PREDICTIONS = Counter(
+    "penstock_api_predictions",
+    "Predictions created, found again, refused by the broker, canceled, or ended here because their deadline passed.",
+    ["model", "event"],
+)
 SHED = Counter("penstock_api_items_shed", "Items refused with 429.", ["model"])
 KEYED = Counter(
     "penstock_api_keyed_requests",

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from api import schemas
+from api.prediction_schemas import PredictionBody, VersionedBody
 
 _REF = "#/components/schemas/{name}"
 _ERRORS = {
@@ -87,7 +88,8 @@ def describe(app: FastAPI) -> None:
 
 def _page(app: FastAPI) -> dict[str, Any]:
     page = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    bodies = (schemas.EmbeddingsBody, schemas.GenerationBody, schemas.EditForm, schemas.EditBody)
+    ours = (schemas.EmbeddingsBody, schemas.GenerationBody, schemas.EditForm, schemas.EditBody)
+    bodies: tuple[type[BaseModel], ...] = (*ours, PredictionBody, VersionedBody)
     template = _REF.replace("{name}", "{model}")
     _, described = models_json_schema([(body, "validation") for body in bodies], ref_template=template)
     replies = (schemas.EmbeddingsReply, schemas.ImagesReply, schemas.ModelsReply, schemas.ModelItem, schemas.ErrorReply)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from api.dispatcher import Dispatcher
+from api.fetching import Fetcher
 from api.files import Files
 from api.pictures import Studio
 from api.prediction_events import Streams
@@ -37,6 +38,7 @@ class Parts:
     predictions: Predictions
     streams: Streams
     files: Files
+    fetcher: Fetcher
     input_reader: InputReader
     started_at_s: float
 

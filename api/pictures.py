@@ -21,7 +21,6 @@ from shared.catalogue import ImageDefaults
 from shared.errors import BadInput, InputTooLarge
 from shared.messages import Blob
 
-SOURCE_LIMIT_BYTES = 64 * 1024 * 1024
 SOURCE_LIMIT_PIXELS = 25_000_000
 """Decoded, such a picture takes 75 to 100 MB."""
 SOURCE_FORMATS = ("PNG", "JPEG", "WEBP")

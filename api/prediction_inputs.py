@@ -15,8 +15,9 @@ import msgspec
 
 from api.drawing import check_strength, checked_size, first_image, size_of
 from api.errors import NotFound
+from api.fetching import Fetcher
 from api.files import Files
-from api.pictures import SOURCE_LIMIT_BYTES, Studio, data_of_uri
+from api.pictures import Studio, data_of_uri
 from api.prediction_schemas import PictureInput, TextsInput
 from api.problems import inside_input
 from api.texts import text_inputs
@@ -49,9 +50,10 @@ class Inputs:
 class InputReader:
     """Reads inputs; holds nothing between two calls."""
 
-    def __init__(self, objects: ObjectStore, files: Files, links: Links, studio: Studio) -> None:
+    def __init__(self, objects: ObjectStore, files: Files, fetcher: Fetcher, links: Links, studio: Studio) -> None:
         self._objects = objects
         self._files = files
+        self._fetcher = fetcher
         self._links = links
         self._studio = studio
 
@@ -106,7 +108,7 @@ class InputReader:
             if folder == "objects":
                 query = dict(parse_qsl(parts.query))
                 self._links.check(name, query["type"], int(query["expires"]), query["signature"])
-                return await self._objects.get(name, SOURCE_LIMIT_BYTES)
+                return await self._fetcher.fetch(name, query["type"])
         except (LinkInvalid, NotFound, BadInput, KeyError, ValueError) as error:
             reason = getattr(error, "message", "not a link that this API signed")
             raise BadInput(f"image: {reason}", field="image") from error

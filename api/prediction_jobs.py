@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
+from api import metrics
 from api.jobs import Waiter
 from shared.errors import Overloaded, PenstockError, Unavailable
 from shared.messages import Envelope, Item, ItemError, Job, JobBody, ReplyBody, encode_job, encode_reply_body
@@ -81,6 +82,7 @@ class PredictionSender:
 
     async def _give_up(self, new: NewPrediction, error: PenstockError) -> NoReturn:
         """Ends a prediction that the broker did not take; one that can be asked for again stays open for that."""
+        metrics.PREDICTIONS.labels(new.prediction.model, "refused").inc()
         if not new.is_keyed:
             reply = failed_reply("unavailable", f"the broker did not take it: {error.message}")
             await self._records.finish(new.prediction.record, "failed", reply)

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import NamedTuple
 
+from api import metrics
 from api.admission import Admission
 from api.errors import NotFound
 from api.jobs import Inbox, Waiter
@@ -88,6 +89,7 @@ class Predictions:
             # Registered before anything is published, so no reply can be too early.
             with self._listening(new.prediction.record, waits=waits) as waiter:
                 is_new, seen = await self._create(new, waiter)
+                metrics.PREDICTIONS.labels(model, "created" if is_new else "found").inc()
                 creation = Creation(self, seen, waiter, is_new=is_new)
                 yield creation
         finally:
@@ -129,7 +131,8 @@ class Predictions:
             Unavailable: Redis is out of reach.
         """
         seen = await self.read(tenant, prediction_id)
-        await self._records.cancel(seen.prediction.record)
+        if not seen.record.is_over and await self._records.cancel(seen.prediction.record) == "canceled":
+            metrics.PREDICTIONS.labels(seen.prediction.model, "canceled").inc()
         return await self.read(tenant, prediction_id)
 
     async def inline_image(self, record_id: str, index: int) -> bytes:
@@ -199,6 +202,7 @@ class Predictions:
         if finish is None:
             return seen
         if finish.is_ours:
+            metrics.PREDICTIONS.labels(prediction.model, "expired").inc()
             await self._sender.tell_webhook(prediction, "completed")
         return Seen(prediction, await self._records.read(prediction.record) or record)
 

@@ -6,7 +6,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.fetching import fetch
 from api.parts import parts_of
 from shared.links import VALID_S
 
@@ -18,6 +17,6 @@ async def get_object(request: Request, key: str, type: str, expires: int, signat
     """The bytes of a result, for as long as the link is valid."""
     parts = parts_of(request)
     parts.links.check(key, type, expires, signature)
-    data = await fetch(parts, key, type)
+    data = await parts.fetcher.fetch(key, type)
     headers = {"cache-control": f"private, max-age={VALID_S}, immutable", "x-content-type-options": "nosniff"}
     return Response(data, headers=headers, media_type=type)

@@ -18,6 +18,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from api import openapi
 from api.context import context_of, while_connected
 from api.inbound import (
     base_url_of,
@@ -54,7 +55,9 @@ _CURSOR = re.compile(r"\d{1,12}(\.\d{1,9})?")
 _IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 
 
-@router.post("/predictions", summary="Create a prediction", status_code=201)
+@router.post(
+    "/predictions", summary="Create a prediction", status_code=201, openapi_extra=openapi.body_of(VersionedBody)
+)
 async def create(request: Request) -> Response:
     """Of the model that `version` names. Answers at once, or with `Prefer: wait` when it is over."""
     tenant = tenant_of(request)
@@ -63,7 +66,11 @@ async def create(request: Request) -> Response:
     return await _create(request, tenant, body, model, owner=_owner(body.version))
 
 
-@router.put("/predictions/{prediction_id}", summary="Create a prediction under an id of your own")
+@router.put(
+    "/predictions/{prediction_id}",
+    summary="Create a prediction under an id of your own",
+    openapi_extra=openapi.body_of(VersionedBody),
+)
 async def put(request: Request, prediction_id: str) -> Response:
     """The same request again finds the same prediction; another under the same id is refused."""
     tenant = tenant_of(request)
@@ -74,7 +81,12 @@ async def put(request: Request, prediction_id: str) -> Response:
     return await _create(request, tenant, body, model, owner=_owner(body.version), own_id=prediction_id)
 
 
-@router.post("/models/{owner}/{name}/predictions", summary="Create a prediction of a model", status_code=201)
+@router.post(
+    "/models/{owner}/{name}/predictions",
+    summary="Create a prediction of a model",
+    status_code=201,
+    openapi_extra=openapi.body_of(PredictionBody),
+)
 async def create_of_model(request: Request, owner: str, name: str) -> Response:
     """Of the model called `name`, whoever the owner."""
     tenant = tenant_of(request)
@@ -82,7 +94,12 @@ async def create_of_model(request: Request, owner: str, name: str) -> Response:
     return await _create(request, tenant, await read_json(request, PredictionBody), model, owner=owner)
 
 
-@router.post("/deployments/{owner}/{name}/predictions", summary="Create a prediction of a deployment", status_code=201)
+@router.post(
+    "/deployments/{owner}/{name}/predictions",
+    summary="Create a prediction of a deployment",
+    status_code=201,
+    openapi_extra=openapi.body_of(PredictionBody),
+)
 async def create_of_deployment(request: Request, owner: str, name: str) -> Response:
     """The same: a model of the catalogue is its own and only deployment."""
     tenant = tenant_of(request)

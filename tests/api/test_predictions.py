@@ -163,7 +163,9 @@ async def test_source_images_come_as_data_file_or_earlier_result(api: ApiUnderTe
     png = png_of(ImageInput("", 64, 64, 1, 1.0, 99, "ddim"))
     uri = f"data:image/png;base64,{base64.b64encode(png).decode()}"
     sent = (await api.http.post("/v1/files", files={"content": ("a.png", png, "image/png")})).json()
-    given = [uri, sent["urls"]["get"], sent["urls"]["download"]]
+    body = {"version": IMAGE_MODEL.name, "input": {"prompt": "a", "output_format": "webp", "seed": 1}}
+    result = (await api.http.post("/v1/predictions", json=body, headers=WAIT)).json()["output"][0]
+    given = [uri, sent["urls"]["get"], sent["urls"]["download"], result]
     for image in given:
         wish = {"prompt": "a", "image": image, "prompt_strength": 0.5, "seed": 1}
         found = (
@@ -171,9 +173,10 @@ async def test_source_images_come_as_data_file_or_earlier_result(api: ApiUnderTe
         ).json()
         assert found["status"] == "succeeded"
     sources = [item.input.image for item in api.worker.items if isinstance(item.input, ImageInput)]
-    assert [source and source.data for source in sources] == [sources[0].data] * 3  # type: ignore[union-attr]
+    assert [source is not None for source in sources] == [False, True, True, True, True]
+    assert sources[1] == sources[2] == sources[3]
     listed = (await api.http.get("/v1/predictions")).json()["results"]
-    kept = listed[-1]["input"]["image"]
+    kept = listed[3]["input"]["image"]
     assert kept.startswith(f"{api.url}/v1/files/file_")
     assert (await api.http.get((await api.http.get(kept)).json()["urls"]["download"])).content == png
 
@@ -224,7 +227,8 @@ async def test_canceled_stays_canceled(api: ApiUnderTest) -> None:
     api.worker.go.clear()
     created = (await api.http.post("/v1/predictions", json=TEXT)).json()
     await api.worker.claimed.wait()
-    await api.http.post(f"/v1/predictions/{created['id']}/cancel")
+    first = await api.http.post(f"/v1/predictions/{created['id']}/cancel")
+    assert (first.status_code, first.json()["status"]) == (200, "canceled"), first.text
     api.worker.go.set()
     again = await api.http.post(f"/v1/predictions/{created['id']}/cancel")
     assert (again.status_code, again.json()["status"], again.json()["output"]) == (200, "canceled", None)
