@@ -2,71 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
-from google.auth.credentials import AnonymousCredentials
-from google.cloud import bigquery
 
-from infra.bigquery import create, schema
-from infra.local.process import Process, free_port, listens
-from shared.rows import BATCH_ROWS, RowWriter, fields_of
+from infra.bigquery import schema
+from shared.rows import fields_of
+from shared.rows_journal import BATCH_ROWS
 from shared.usage import Row
+from tests.shared.embedded_bigquery import DATASET, Server, row, segments, writer
 
 pytestmark = pytest.mark.anyio
 
-PROJECT, DATASET = "rows-test", "penstock"
 LIMIT_S = 8.0
-
-
-class Server:
-    """An embedded BigQuery that keeps its port and its data over restarts."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.port = free_port()
-        self.endpoint = f"http://127.0.0.1:{self.port}"
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        command = [sys.executable, "-m", "infra.local.bigquery", "--port", str(self.port)]
-        with Process("bigquery", [*command, "--data-dir", str(self.folder / "data")], self.folder) as process:
-            process.wait_ready(lambda: listens(self.port), LIMIT_S)
-            create(self.client(), DATASET)
-            yield
-
-    def client(self) -> bigquery.Client:
-        options = {"api_endpoint": self.endpoint}
-        return bigquery.Client(project=PROJECT, credentials=AnonymousCredentials(), client_options=options)
-
-    def row_ids(self, table: str = "rows") -> list[str]:
-        query = f"SELECT row_id FROM {DATASET}.{table} WHERE received_at > TIMESTAMP '2020-01-01' ORDER BY row_id"
-        with self.client() as client:
-            return [str(row["row_id"]) for row in client.query(query).result()]
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Server:
     return Server(tmp_path)
-
-
-def writer(server: Server, spool_dir: Path) -> RowWriter:
-    return RowWriter(project=PROJECT, dataset=DATASET, endpoint=server.endpoint, spool_dir=spool_dir)
-
-
-def row(number: int, **fields: object) -> Row:
-    return Row(f"req:{number:05}", "req", number, "mini", time.time(), "succeeded", **fields)  # type: ignore[arg-type]
-
-
-def segments(spool_dir: Path) -> int:
-    return len(list(spool_dir.glob("*.segment")))
 
 
 async def test_rows_arrive_with_their_values(server: Server, tmp_path: Path) -> None:
@@ -160,15 +115,6 @@ async def test_what_exceeds_memory_waits_on_disk(
         async with writer(server, tmp_path / "spool") as rows:
             assert await rows.flush(LIMIT_S)
         assert server.row_ids("rows_deduplicated") == [f"req:{number:05}" for number in range(200)]
-
-
-async def test_on_safe_is_called_once_bigquery_or_the_disk_has_the_row(server: Server, tmp_path: Path) -> None:
-    for is_up in (False, True):
-        with server.running() if is_up else nullcontext():
-            async with writer(server, tmp_path / "spool") as rows:
-                safe = asyncio.Event()
-                rows.write(row(1), safe.set)
-                await asyncio.wait_for(safe.wait(), LIMIT_S)
 
 
 async def test_repeated_row_counts_once(server: Server, tmp_path: Path) -> None:

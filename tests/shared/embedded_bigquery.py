@@ -1,0 +1,58 @@
+"""An embedded BigQuery as a process that tests of rows can stop, and what they write to it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from google.auth.credentials import AnonymousCredentials
+from google.cloud import bigquery
+
+from infra.bigquery import create
+from infra.local.process import Process, free_port, listens
+from shared.rows import RowWriter
+from shared.usage import Row
+
+PROJECT, DATASET = "rows-test", "penstock"
+START_LIMIT_S = 8.0
+
+
+class Server:
+    """An embedded BigQuery that keeps its port and its data over restarts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        command = [sys.executable, "-m", "infra.local.bigquery", "--port", str(self.port)]
+        with Process("bigquery", [*command, "--data-dir", str(self.folder / "data")], self.folder) as process:
+            process.wait_ready(lambda: listens(self.port), START_LIMIT_S)
+            create(self.client(), DATASET)
+            yield
+
+    def client(self) -> bigquery.Client:
+        options = {"api_endpoint": self.endpoint}
+        return bigquery.Client(project=PROJECT, credentials=AnonymousCredentials(), client_options=options)
+
+    def row_ids(self, table: str = "rows") -> list[str]:
+        query = f"SELECT row_id FROM {DATASET}.{table} WHERE received_at > TIMESTAMP '2020-01-01' ORDER BY row_id"
+        with self.client() as client:
+            return [str(row["row_id"]) for row in client.query(query).result()]
+
+
+def writer(server: Server, spool_dir: Path) -> RowWriter:
+    return RowWriter(project=PROJECT, dataset=DATASET, endpoint=server.endpoint, spool_dir=spool_dir)
+
+
+def row(number: int, **fields: object) -> Row:
+    return Row(f"req:{number:05}", "req", number, "mini", time.time(), "succeeded", **fields)  # type: ignore[arg-type]
+
+
+def segments(spool_dir: Path) -> int:
+    return len(list(spool_dir.glob("*.segment")))
