@@ -50,6 +50,9 @@ def _parser() -> argparse.ArgumentParser:
         up.add_argument(f"--{name}-port", type=int, default=port, metavar="PORT", help="(default: %(default)s)")
     up.add_argument("--redis-port", type=int, default=Ports.redis, metavar="PORT", help="(default: %(default)s)")
     up.add_argument(
+        "--functions-port", type=int, default=Ports.functions, metavar="PORT", help="(default: %(default)s)"
+    )
+    up.add_argument(
         "--health-port", type=int, default=8091, metavar="PORT", help="of the first worker (default: %(default)s)"
     )
     up.set_defaults(run=_up)
@@ -92,8 +95,8 @@ def _up(options: argparse.Namespace) -> int:
     from shared.settings import given_settings
 
     health = range(options.health_port, options.health_port + 100)
-    ports = Ports(options.api_port, options.pubsub_port, options.bigquery_port, options.redis_port, health)
-    return stay_up(STATE_DIR, ports, given_settings())
+    own = (options.api_port, options.pubsub_port, options.bigquery_port, options.redis_port)
+    return stay_up(STATE_DIR, Ports(*own, health, options.functions_port), given_settings())
 
 
 def _demo(_: argparse.Namespace) -> int:

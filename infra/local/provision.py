@@ -8,7 +8,10 @@ from shared.catalogue import Catalogue, Model
 from shared.names import (
     BATCH_FILTER,
     INTERACTIVE_FILTER,
+    WEBHOOKS_SUBSCRIPTION_ID,
+    WEBHOOKS_TOPIC_ID,
     batch_subscription_id,
+    dead_letter_push_subscription_id,
     dead_letter_subscription_id,
     dead_letter_topic_id,
     jobs_topic_id,
@@ -23,9 +26,14 @@ DEAD_LETTER_RETENTION_S = 7 * 24 * 3600
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
 """Said, because the service's own default makes a job wait 10 s after a worker died (platform-facts P42)."""
 MAX_DELIVERY_ATTEMPTS = 5
+PUSH_LIMIT_S = 60
+"""How long a function may take for one message."""
+EVENT_RETENTION_S = 24 * 3600
+DEAD_LETTER_RETRY_S, WEBHOOK_RETRY_S = (1.0, 600.0), (5.0, 600.0)
+"""From the first failure on; receivers of webhooks are other people's machines."""
 
 
-async def provision(admin: Admin, catalogue: Catalogue, inbox_pool: int, slots: int) -> None:
+async def provision(admin: Admin, catalogue: Catalogue, inbox_pool: int, slots: int, functions_url: str = "") -> None:
     """Makes everything that is missing; what is there already stays as it is.
 
     Args:
@@ -34,11 +42,15 @@ async def provision(admin: Admin, catalogue: Catalogue, inbox_pool: int, slots: 
             letters.
         inbox_pool: how many reply inboxes to make, numbered from 0.
         slots: filtered subscriptions of each inbox.
+        functions_url: where the functions answer, each at its own path; empty: there are none.
 
     Raises:
         PenstockError: the broker refused or did not answer.
     """
+    await admin.ensure_topic(WEBHOOKS_TOPIC_ID)
     await asyncio.gather(*(_provision_model(admin, model) for model in catalogue.models))
+    if functions_url:
+        await _provision_pushes(admin, catalogue, functions_url)
     for number in range(inbox_pool):
         await make_inbox(admin, str(number), slots)
 
@@ -55,6 +67,30 @@ async def _provision_model(admin: Admin, model: Model) -> None:
         *(admin.ensure_subscription(lane, _for_workers(jobs, dead, which)) for lane, which in lanes.items()),
         admin.ensure_subscription(dead_letter_subscription_id(model.name), keep),
     )
+
+
+async def _provision_pushes(admin: Admin, catalogue: Catalogue, functions_url: str) -> None:
+    dead_letters = {
+        dead_letter_push_subscription_id(model.name): SubscriptionSettings(
+            dead_letter_topic_id(model.name),
+            ack_deadline_s=PUSH_LIMIT_S,
+            retention_s=DEAD_LETTER_RETENTION_S,
+            retry_min_s=DEAD_LETTER_RETRY_S[0],
+            retry_max_s=DEAD_LETTER_RETRY_S[1],
+            push_endpoint=f"{functions_url}/dead_letter",
+        )
+        for model in catalogue.models
+    }
+    webhooks = SubscriptionSettings(
+        WEBHOOKS_TOPIC_ID,
+        ack_deadline_s=PUSH_LIMIT_S,
+        retention_s=EVENT_RETENTION_S,
+        retry_min_s=WEBHOOK_RETRY_S[0],
+        retry_max_s=WEBHOOK_RETRY_S[1],
+        push_endpoint=f"{functions_url}/webhook",
+    )
+    pushed = dead_letters | {WEBHOOKS_SUBSCRIPTION_ID: webhooks}
+    await asyncio.gather(*(admin.ensure_subscription(name, settings) for name, settings in pushed.items()))
 
 
 def _for_workers(jobs: str, dead: str, which: str) -> SubscriptionSettings:

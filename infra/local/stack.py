@@ -25,6 +25,7 @@ from infra.local.ports import Ports
 from infra.local.process import Process, answers, listens
 from infra.local.provision import provision
 from infra.local.redis import RedisServer
+from infra.local.signing import kept_secrets
 from infra.reports import create_tables
 from shared.catalogue import Catalogue, Model, read_catalogue
 from shared.errors import ConfigurationError, Unavailable
@@ -44,6 +45,9 @@ LOOSE_COSINE = 0.999
 TINY_DIFFUSION = "var/models/stable-diffusion-tiny"
 """The one local model that a program of ours can make; others must be there."""
 DIFFUSION_MAKER = "make-tiny-diffusion"
+
+FUNCTIONS_SOURCE = str(Path(__file__).parents[2] / "workers/functions/main.py")
+FUNCTIONS_LIMIT_S = 30.0
 
 REPLACED_BY = {
     "redis": "PENSTOCK_REDIS_URL",
@@ -82,7 +86,7 @@ class Stack:
         self.log_dir = self.state_dir / "log"
         self.ports = ports
         self.processes: dict[str, Process] = {}
-        """What was started, by name: redis, pubsub, bigquery, worker-<model> …, api."""
+        """What was started, by name: redis, pubsub, bigquery, worker-<model> …, api, functions."""
         self._given = dict(settings or {})
         self._keep_messages = keep_messages
         self._say = say
@@ -94,6 +98,11 @@ class Stack:
     def api_url(self) -> str:
         """Where the API answers."""
         return f"http://127.0.0.1:{self.ports.api}"
+
+    @property
+    def functions_url(self) -> str:
+        """Where the functions answer; empty where the broker is Google's, which can't push to this machine."""
+        return f"http://127.0.0.1:{self.ports.functions}" if self.settings.pubsub_endpoint else ""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -127,7 +136,7 @@ class Stack:
             self._check_ports(len(catalogue.models))
             makers = self._start_makers(undo, catalogue)
             self._start_servers(undo)
-            asyncio.run(_provision(settings, catalogue))
+            asyncio.run(_provision(settings, catalogue, self.functions_url))
             self._tell("made", "topics and subscriptions")
             create_tables(settings)
             self._tell("made", f"dataset {settings.dataset}")
@@ -154,6 +163,7 @@ class Stack:
         if workers > len(self.ports.health):
             raise ConfigurationError(f"{workers} models need as many health ports, not {len(self.ports.health)}")
         wanted = {"API": self.ports.api} | {name: getattr(self.ports, name) for name in self._own_servers()}
+        wanted |= {"functions": self.ports.functions} if self.functions_url else {}
         wanted |= {f"health of worker {n}": port for n, port in enumerate(self.ports.health[:workers])}
         for part, port in wanted.items():
             if listens(port):
@@ -235,10 +245,24 @@ class Stack:
         # Undone after the API has stopped and before the first worker is waited for: they wind down side by side.
         for name in workers:
             undo.callback(self.processes[name].ask_to_stop)
-        self._start(undo, self._module("api", ["api"], self._sockets, stop_limit_s=API_STOP_LIMIT_S))
+        signing = {name: value for name, value in kept_secrets(self.state_dir).items() if name not in self._given}
+        self._start(undo, self._module("api", ["api"], self._sockets | signing, stop_limit_s=API_STOP_LIMIT_S))
         self._await("api", partial(answers, self.ports.api, "/readyz"), API_LIMIT_S, self.api_url)
+        if self.functions_url:
+            self._start(undo, self._functions(self._sockets | signing))
         for name, port in workers.items():
             self._await(name, partial(answers, port, "/readyz"), WORKER_LIMIT_S, "warm")
+        if self.functions_url:
+            facts = "dead letters, webhooks"
+            self._await("functions", partial(answers, self.ports.functions, "/"), FUNCTIONS_LIMIT_S, facts)
+
+    def _functions(self, settings: Mapping[str, str]) -> Process:
+        """Both functions in one process, which the framework's own server runs; callers' webhooks may be local."""
+        where = ["--source", FUNCTIONS_SOURCE, "--host", "127.0.0.1", "--port", str(self.ports.functions)]
+        private = {"PENSTOCK_WEBHOOKS_PRIVATE": self._given.get("PENSTOCK_WEBHOOKS_PRIVATE", "1")}
+        return self._module(
+            "functions", ["functions_framework", "--target", "functions", *where], {**settings, **private}
+        )
 
     def _module(
         self, name: str, module: list[str], settings: Mapping[str, str] | None = None, *, stop_limit_s: float = 10.0
@@ -279,10 +303,10 @@ def _model_processes(workers: int) -> int:
     return 0 if shutil.which("nvidia-smi") else max(1, (os.cpu_count() or 1) // workers)
 
 
-async def _provision(settings: ApiSettings, catalogue: Catalogue) -> None:
+async def _provision(settings: ApiSettings, catalogue: Catalogue, functions_url: str) -> None:
     """Creates the topics and subscriptions that Terraform creates in the cloud."""
     async with PubSubAdmin(settings.project, settings.pubsub_endpoint) as admin:
-        await provision(admin, catalogue, settings.inbox_pool, settings.reply_slots)
+        await provision(admin, catalogue, settings.inbox_pool, settings.reply_slots, functions_url)
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def servers(redis_url: str, pubsub_endpoint: str, bigquery_endpoint: str) -> dic
 
 
 def all_ports(ports: Ports) -> list[int]:
-    return [ports.api, ports.pubsub, ports.bigquery, ports.redis, *ports.health]
+    return [ports.api, ports.pubsub, ports.bigquery, ports.redis, *ports.health, ports.functions]
 
 
 def test_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_part_that_fails_is_told_and_nothing_stays(tmp_path: Path, servers: dict
     with pytest.raises(Unavailable, match=r"(?s)worker-mini ended with code .*no_such_package") as caught:
         stack.__enter__()
     assert str(stack.log_dir / "worker-mini.log") in caught.value.message
-    assert list(stack.processes) == ["worker-mini", "api"]
+    assert list(stack.processes) == ["worker-mini", "api", "functions"]
     assert not [port for port in all_ports(ports) if listens(port)]
 
 
@@ -128,7 +128,7 @@ def running_up(folder: Path, settings: dict[str, str]) -> Iterator[Up]:
     ports = Ports.free(workers=1)
     catalogue(folder, MINI)
     command = [sys.executable, "-m", "infra.cli", "up", "--health-port", str(ports.health[0])]
-    for name in ("api", "pubsub", "bigquery", "redis"):
+    for name in ("api", "pubsub", "bigquery", "redis", "functions"):
         command += [f"--{name}-port", str(getattr(ports, name))]
     log_path = folder / "up.log"
     environment = os.environ | settings | {"PYTHONPATH": str(ROOT)}
@@ -185,7 +185,7 @@ def test_up_serves_until_terminated(up: Up) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the API's process in /proc")
 @pytest.mark.timeout(150)
 def test_up_ends_when_a_part_dies(up_beside: Up) -> None:
-    worker, api = up_beside.children
+    worker, api, _ = up_beside.children
     os.kill(api, signal.SIGKILL)
     assert up_beside.process.wait(STOP_LIMIT_S) == 1
     assert "penstock: api was ended by SIGKILL; the end of" in up_beside.said

@@ -77,7 +77,7 @@ class Webhooks:
         if record is None:
             return "no_record"
         prediction = _prediction_of(record)
-        if not prediction.webhook or event.event not in (prediction.webhook_events or (event.event,)):
+        if not prediction.webhook or event.event not in prediction.webhook_events:
             return "unwanted"
         if event.event == "completed" and not record.is_over:
             raise Unavailable("the prediction is not over yet")

@@ -31,6 +31,7 @@ from shared.transport import SubscriptionSettings
 from shared.webhooks import Event, EventName, encode_event
 
 LIMIT_S = 8.0
+EVENTS = ("start", "output", "logs", "completed")
 
 
 class World:
@@ -95,7 +96,7 @@ class World:
         items = [Item(index, TextInput(f"text {index}")) for index in range(texts)]
         return encode_job(Job(Envelope(**(given | facts)), JobBody(items)))
 
-    async def create(self, webhook: str = "", events: tuple[str, ...] = (), **facts: Any) -> Prediction:
+    async def create(self, webhook: str = "", events: tuple[str, ...] = EVENTS, **facts: Any) -> Prediction:
         """A prediction, as the API creates it."""
         now_s = time.time()
         prediction = Prediction(
