@@ -40,6 +40,10 @@ class Texts:
         """`count` texts of about 12 tokens."""
         return [self._draw(*MIX[0][1:]) for _ in range(count)]
 
+    def pages(self, count: int) -> list[str]:
+        """`count` texts of about 230 tokens."""
+        return [self._draw(*MIX[2][1:]) for _ in range(count)]
+
     def token_ids(self, texts: list[str]) -> list[list[int]]:
         """The token ids of each text, special tokens included."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]

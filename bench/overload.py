@@ -1,0 +1,111 @@
+"""Ten times what the pipeline can do, for a minute: what is refused, what is answered in time, what it costs.
+
+Capacity is what a closed loop gets out of the same requests beforehand. A request has ITEMS texts of a page: a refusal
+costs about as much whatever was asked for, and generator and API share the model's cores, so that ten times as many
+requests of one short text would measure nothing but those two. What they take is among the figures.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import msgspec
+
+from bench.load import percentiles
+from bench.open_load import Order, Report, drive
+from bench.pipeline import MODEL, Pipeline, running
+from bench.report import Figure, Outcome, table
+
+SECONDS = 60.0
+CAPACITY_SECONDS = 15.0
+IN_FLIGHT = 24
+ITEMS = 8
+BODIES = 64
+TIMES = 10.0
+DEADLINE_S = 2.0
+REFUSED, LATE = 429, 504
+UNCACHED = {"cache-control": "no-store"}
+MIB = 1 << 20
+
+
+def run(seconds: float = SECONDS) -> Outcome:
+    """Measures capacity, then overloads for `seconds`."""
+    with running() as pipeline:
+        bodies = _bodies(pipeline)
+        closed = Order(pipeline.api.port, bodies, seconds=min(seconds, CAPACITY_SECONDS), headers=UNCACHED)
+        capacity = _rate(drive(msgspec.structs.replace(closed, in_flight=IN_FLIGHT)), closed.seconds)
+        before, cpu_before = _memory(pipeline), pipeline.cpu_s()
+        headers = UNCACHED | {"x-penstock-deadline-ms": f"{1000 * DEADLINE_S:.0f}"}
+        order = Order(pipeline.api.port, bodies, seconds, rate=TIMES * capacity, headers=headers)
+        report = drive(order)
+        after, cpu_after = _memory(pipeline), pipeline.cpu_s()
+    goodput = _rate(report, seconds)
+    cores = len(os.sched_getaffinity(0)) * report.wall_s
+    taken = {name: 100 * (cpu_after[name] - cpu_before[name]) / cores for name in cpu_after}
+    taken["load generator"] = 100 * report.cpu_s / cores
+    figures = _figures(report, capacity, goodput)
+    figures += [Figure(f"{name}, growth", (after[name] - before[name]) / MIB, "MiB") for name in before]
+    figures += [Figure(f"CPU, {name}", share, "%") for name, share in taken.items()]
+    found = [one.status for one in report.exchanges]
+    details: dict[str, Any] = {
+        "statuses": {str(status): found.count(status) for status in sorted(set(found))},
+        "unsent": report.unsent,
+        "memory_before_mib": {name: value / MIB for name, value in before.items()},
+        "lag_ms": percentiles(report.lag_ms),
+        "answers_by_second": _by_second(report, seconds),
+    }
+    return Outcome(figures, details)
+
+
+def _bodies(pipeline: Pipeline) -> list[str]:
+    pages = [pipeline.texts.pages(ITEMS) for _ in range(BODIES)]
+    made = [{"model": MODEL, "input": texts, "encoding_format": "base64"} for texts in pages]
+    return [msgspec.json.encode(body).decode() for body in made]
+
+
+def _rate(report: Report, seconds: float) -> float:
+    """Answers in time per second, of those that came while requests were sent."""
+    answered = [one for one in report.exchanges if one.status == 200 and one.ended_s <= seconds]
+    return len(answered) / seconds
+
+
+def _figures(report: Report, capacity: float, goodput: float) -> list[Figure]:
+    admitted = [one for one in report.exchanges if one.status not in (REFUSED, 0)]
+    refused = [one for one in report.exchanges if one.status == REFUSED]
+    of_admitted = percentiles([one.round_trip_ms for one in admitted])
+    of_refused = percentiles([one.round_trip_ms for one in refused])
+    return [
+        Figure("capacity, closed loop", capacity, "/s"),
+        Figure("offered", len(report.exchanges) / report.wall_s, "/s"),
+        Figure("goodput over capacity", 100 * goodput / capacity, "%", ">=", 90.0),
+        Figure("admitted and late or failed", sum(one.status != 200 for one in admitted), ""),
+        Figure("admitted, p50", of_admitted["p50"], "ms"),
+        Figure("admitted, p99", of_admitted["p99"], "ms", "<=", 1000 * DEADLINE_S),
+        Figure("refused, p50", of_refused["p50"], "ms"),
+        Figure("refused, p99", of_refused["p99"], "ms", "<=", 50.0),
+        Figure("refused, p99 by the API's clock", percentiles([one.total_ms for one in refused])["p99"], "ms"),
+        Figure("connections lost", sum(one.status == 0 for one in report.exchanges), "", "<=", 0),
+        Figure("sent late by the generator, p99", percentiles(report.lag_ms)["p99"], "ms"),
+    ]
+
+
+def _memory(pipeline: Pipeline) -> dict[str, float]:
+    return {
+        "memory of the API": pipeline.api.rss_bytes(),
+        "memory of the worker": pipeline.worker.rss_bytes(),
+        "memory of its model processes": sum(pipeline.worker.children_rss_bytes()),
+    }
+
+
+def _by_second(report: Report, seconds: float) -> list[int]:
+    answered = [0] * (int(seconds) + 1)
+    for one in report.exchanges:
+        if one.status == 200 and one.ended_s <= seconds:
+            answered[int(one.ended_s)] += 1
+    return answered
+
+
+if __name__ == "__main__":
+    print(table({"overload": run(float(sys.argv[1]) if sys.argv[1:] else SECONDS)}))
