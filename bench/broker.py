@@ -1,7 +1,8 @@
 """The broker round trip alone: publish a job, pull it, publish the reply to a slot of an inbox, pull that.
 
 The embedded Pub/Sub runs in a process of its own, requester and responder in this one, as 2 cores have it. Compared:
-80 slots with one, and the embedded server with Google's emulator (which knows no filters here, so one slot).
+80 slots with one, memory with a data directory, and the embedded server with Google's emulator (which knows no
+filters here, so one slot).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from uuid import uuid4
 
@@ -38,17 +39,30 @@ ROUNDS = 3
 LIMIT_S = 30.0
 TEXT = b'{"items": [{"index": 0, "input": {"type": "text", "text": "a sentence of about twelve words"}}]}'
 
+VARIANTS = {
+    f"embedded, {SLOTS} slots": ([], SLOTS, 1),
+    "embedded, 1 slots": ([], 1, 1),
+    f"embedded in a directory, {SLOTS} slots": (["--data-dir"], SLOTS, 1),
+    f"embedded in a directory with fsync, {SLOTS} slots": (["--fsync", "--data-dir"], SLOTS, 4),
+}
+"""By name: the options of its server, which a directory follows; the slots; what the round trips are divided by."""
+
 Measured = dict[str, float]
 
 
 def run() -> Outcome:
     """Measures in rounds, keeps the best of each: the machine is shared with whatever else runs on it."""
     rounds: dict[str, list[Measured]] = {}
-    with tempfile.TemporaryDirectory() as folder, _embedded(Path(folder)) as endpoint:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        endpoints = {
+            name: stack.enter_context(_embedded(Path(folder) / str(number), options))
+            for number, (name, (options, *_)) in enumerate(VARIANTS.items())
+        }
         for _ in range(ROUNDS):
-            for slots in (SLOTS, 1):
-                measured = uvloop.run(_measure(endpoint, slots, ROUND_TRIPS))
-                _add(rounds, f"embedded, {slots} slots", measured)
+            for name, (_, slots, divisor) in VARIANTS.items():
+                fewer = {in_flight: count // divisor for in_flight, count in ROUND_TRIPS.items()}
+                _add(rounds, name, uvloop.run(_measure(endpoints[name], slots, fewer)))
     emulator = find_emulator()
     if emulator is not None:
         with tempfile.TemporaryDirectory() as folder, running_emulator(emulator, Path(folder)) as endpoint:
@@ -59,9 +73,12 @@ def run() -> Outcome:
 
 
 @contextmanager
-def _embedded(folder: Path) -> Iterator[str]:
+def _embedded(folder: Path, options: list[str]) -> Iterator[str]:
     port = free_port()
-    with Process("pubsub", [sys.executable, "-m", "infra.local.pubsub", "--port", str(port)], folder) as process:
+    command = [sys.executable, "-m", "infra.local.pubsub", "--port", str(port), *options]
+    if options:
+        command.append(str(folder / "data"))
+    with Process("pubsub", command, folder) as process:
         process.wait_ready(lambda: listens(port), LIMIT_S)
         yield f"127.0.0.1:{port}"
 

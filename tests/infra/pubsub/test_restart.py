@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from infra.local.pubsub.errors import AckIdsRefused, NotFound
+from infra.local.pubsub.errors import AckIdsRefused, NotFound, Unavailable
 from tests.infra.pubsub.world import (
     KeptWorld,
     kept_world,
@@ -321,3 +321,14 @@ def test_message_past_its_retention_is_gone_after_a_restart(kept: KeptWorld) -> 
     kept.crash()
     kept.advance(0)
     assert kept.pull_data() == []
+
+
+def test_more_than_the_disk_keeps_up_with_is_refused(kept: KeptWorld) -> None:
+    kept.subscription()
+    for _ in range(7):
+        kept.broker.journal.admit()
+        kept.publish("x" * 10_000_000)
+    with pytest.raises(Unavailable, match=r"70001\d+ bytes wait for the disk"):
+        kept.broker.journal.admit()
+    kept.flush()
+    kept.broker.journal.admit()
