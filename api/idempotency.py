@@ -14,7 +14,6 @@ import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
-from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
@@ -32,19 +31,6 @@ LONGEST_KEY = 255
 _KEY = re.compile(rf"[\x21-\x7e]{{1,{LONGEST_KEY}}}")
 _BOUNDARY = re.compile(r'boundary="?([^";,]+)"?', re.IGNORECASE)
 Endpoint = Callable[[Request], Awaitable[Response]]
-
-
-class KeyedRoute(APIRoute):
-    """A route of FastAPI's own (one with path parameters) that honours the header; direct routes do without it."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler behind the door."""
-        handler = super().get_route_handler()
-
-        async def keyed(request: Request) -> Response:
-            return await (once(request, handler) if HEADER in request.headers else handler(request))
-
-        return keyed
 
 
 async def once(request: Request, endpoint: Endpoint) -> Response:
