@@ -6,6 +6,20 @@ locals {
     dead-letters = var.functions.dead_letters
     webhooks     = var.functions.webhooks
   } : name => function if function != null }
+  _function_facts = {
+    dead-letters = { target = "dead_letter", models = local.secrets.models, secrets = {} }
+    webhooks = {
+      target = "webhook"
+      models = null
+      secrets = {
+        PENSTOCK_SECRET          = local.secrets.links
+        PENSTOCK_WEBHOOK_SECRETS = local.secrets.webhooks
+      }
+    }
+  }
+  _function_secrets = merge([for name, function in local._functions : {
+    for key in name == "webhooks" ? ["links", "webhooks"] : ["models"] : "${name} ${key}" => { name = name, key = key }
+  }]...)
   # Who ends a job tells the one that waits for it.
   repliers = merge(
     { api = google_service_account.api.member, workers = local.workers_member },
@@ -25,6 +39,9 @@ module "function" {
   network      = google_compute_network.default.id
   subnetwork   = module.region[local.home].network.api_subnetwork
   pubsub_agent = local.pubsub_agent
+  models       = local._function_facts[each.key].models
+  secrets      = local._function_facts[each.key].secrets
+  target       = local._function_facts[each.key].target
 
   service_account = google_service_account.functions[each.key].email
 
@@ -35,6 +52,8 @@ module "function" {
     PENSTOCK_REDIS_URL   = module.region[local.home].redis_url
     PENSTOCK_REGION      = local.home
   }
+
+  depends_on = [google_secret_manager_secret_iam_member.functions, google_secret_manager_secret_version.webhooks]
 }
 
 resource "google_service_account" "functions" {
@@ -47,24 +66,32 @@ resource "google_service_account" "functions" {
   depends_on = [google_project_service.default]
 }
 
+resource "google_secret_manager_secret_iam_member" "functions" {
+  for_each = local._function_secrets
+
+  project   = var.project_id
+  secret_id = google_secret_manager_secret.default[each.value.key].secret_id
+  role      = "roles/secretmanager.secretAccessor"
+  member    = google_service_account.functions[each.value.name].member
+}
+
+# There whether or not somebody delivers: who ends a prediction publishes to it.
 resource "google_pubsub_topic" "webhooks" {
   # checkov:skip=CKV_GCP_83: events live for a day, under Google's own keys
 
-  for_each = var.functions.webhooks == null ? {} : { webhooks = var.functions.webhooks }
-
   project = var.project_id
-  name    = each.key
+  name    = "webhooks"
   labels  = var.labels
 
   depends_on = [google_project_service.default]
 }
 
 resource "google_pubsub_subscription" "webhooks" {
-  for_each = google_pubsub_topic.webhooks
+  for_each = var.functions.webhooks == null ? {} : { webhooks = var.functions.webhooks }
 
   project                    = var.project_id
-  name                       = "${each.value.name}.push"
-  topic                      = each.value.id
+  name                       = "${google_pubsub_topic.webhooks.name}.push"
+  topic                      = google_pubsub_topic.webhooks.id
   labels                     = var.labels
   ack_deadline_seconds       = 60
   message_retention_duration = "86400s"
@@ -78,7 +105,7 @@ resource "google_pubsub_subscription" "webhooks" {
 
     oidc_token {
       service_account_email = module.function[each.key].invoker_email
-      audience              = module.function[each.key].url
+      audience              = module.function[each.key].audience
     }
   }
 
@@ -89,10 +116,10 @@ resource "google_pubsub_subscription" "webhooks" {
 }
 
 resource "google_pubsub_topic_iam_member" "webhooks" {
-  for_each = var.functions.webhooks == null ? {} : local.repliers
+  for_each = local.repliers
 
   project = var.project_id
-  topic   = google_pubsub_topic.webhooks["webhooks"].name
+  topic   = google_pubsub_topic.webhooks.name
   role    = "roles/pubsub.publisher"
   member  = each.value
 }

@@ -35,6 +35,7 @@ module "model" {
   worker_member   = "${local.workload_identity}/subject/ns/${var.namespace}/sa/worker-${each.value.slug}"
 
   dead_letter_push = var.functions.dead_letters == null ? null : {
+    audience      = module.function["dead-letters"].audience
     invoker_email = module.function["dead-letters"].invoker_email
     url           = module.function["dead-letters"].url
   }

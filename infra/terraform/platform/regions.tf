@@ -40,7 +40,7 @@ module "region" {
 
   depends_on = [
     google_project_service.default, google_secret_manager_secret_iam_member.api,
-    google_secret_manager_secret_version.api_keys, module.inbox
+    google_secret_manager_secret_version.api_keys, google_secret_manager_secret_version.webhooks, module.inbox
   ]
 }
 

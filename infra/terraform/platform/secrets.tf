@@ -6,6 +6,11 @@ ephemeral "random_password" "links" {
   special = false
 }
 
+ephemeral "random_password" "webhooks" {
+  length  = 32
+  special = false
+}
+
 ephemeral "random_password" "first_key" {
   length  = 40
   special = false
@@ -28,11 +33,12 @@ locals {
     links    = { secret = google_secret_manager_secret.default["links"].secret_id, version = google_secret_manager_secret_version.links.version }
     models   = { secret = google_secret_manager_secret.default["models"].secret_id, version = google_secret_manager_secret_version.files["models"].version }
     scraping = { secret = google_secret_manager_secret.default["scraping"].secret_id, version = google_secret_manager_secret_version.files["scraping"].version }
+    webhooks = { secret = google_secret_manager_secret.default["webhooks"].secret_id, version = "latest" }
   }
 }
 
 resource "google_secret_manager_secret" "default" {
-  for_each = toset(["api-keys", "links", "models", "scraping"])
+  for_each = toset(["api-keys", "links", "models", "scraping", "webhooks"])
 
   project   = var.project_id
   secret_id = "${var.prefix}-${each.key}"
@@ -65,6 +71,14 @@ resource "google_secret_manager_secret_version" "api_keys" {
 resource "google_secret_manager_secret_version" "links" {
   secret                 = google_secret_manager_secret.default["links"].id
   secret_data_wo         = ephemeral.random_password.links.result
+  secret_data_wo_version = var.secrets_version
+}
+
+# Another one is put before it by hand, as a new version with both in it; so
+# API and function read the latest.
+resource "google_secret_manager_secret_version" "webhooks" {
+  secret                 = google_secret_manager_secret.default["webhooks"].id
+  secret_data_wo         = "whsec_${base64encode(ephemeral.random_password.webhooks.result)}"
   secret_data_wo_version = var.secrets_version
 }
 

@@ -34,13 +34,13 @@ from shared.transport import SubscriptionSettings
 from tests.infra.deploy.manifests import Objects, of_kind, pod, settings_of
 from tests.infra.deploy.manifests import workers as deployments
 from tests.infra.deploy.terraform import PROJECT, REGIONS, Plan
+from workers.functions.settings import FunctionSettings
 from workers.health import health_server
 
 CATALOGUE = read_catalogue(Path("models.yaml"))
 EXPORTERS = (api.inbox, api.metrics, shared.cache, shared.rows, workers.metrics)
 """Imported, because that registers their metrics."""
-ONLY_IN_THE_CLOUD = re.compile(r"webhooks|.*\.push")
-"""What the functions bring, which the embedded stack has not."""
+FUNCTIONS_URL = "https://functions.example.com"
 
 
 class RecordingAdmin:
@@ -71,13 +71,12 @@ class RecordingAdmin:
 @pytest.fixture(scope="module")
 def provisioned() -> RecordingAdmin:
     admin = RecordingAdmin()
-    asyncio.run(provision(admin, CATALOGUE, inbox_pool=2 * len(REGIONS), slots=2))
+    asyncio.run(provision(admin, CATALOGUE, inbox_pool=2 * len(REGIONS), slots=2, functions_url=FUNCTIONS_URL))
     return admin
 
 
 def test_same_topics(plan: Plan, provisioned: RecordingAdmin) -> None:
-    planned = {topic["name"] for topic in plan.of("google_pubsub_topic")}
-    assert {name for name in planned if not ONLY_IN_THE_CLOUD.fullmatch(name)} == provisioned.topics
+    assert {topic["name"] for topic in plan.of("google_pubsub_topic")} == provisioned.topics
 
 
 def test_same_subscriptions(plan: Plan, provisioned: RecordingAdmin) -> None:
@@ -88,11 +87,11 @@ def test_same_subscriptions(plan: Plan, provisioned: RecordingAdmin) -> None:
             float(found["message_retention_duration"].removesuffix("s")),
             found["expiration_policy"][0]["ttl"],
             bool(found["enable_message_ordering"]),
+            len(found["push_config"]),
             *_backoff(found["retry_policy"]),
             *(policy["max_delivery_attempts"] for policy in found["dead_letter_policy"]),
         )
         for found in plan.of("google_pubsub_subscription")
-        if not ONLY_IN_THE_CLOUD.fullmatch(found["name"])
     }
     assert planned == {name: _as_planned(settings) for name, settings in provisioned.subscriptions.items()}
 
@@ -106,7 +105,7 @@ def _as_planned(settings: SubscriptionSettings) -> tuple[Any, ...]:
     attempts = (settings.max_delivery_attempts,) if settings.dead_letter_topic_id else ()
     assert settings.expires_after_s == 0
     facts = (settings.filter, settings.ack_deadline_s, settings.retention_s, "", settings.is_ordered)
-    return (*facts, *backoff, *attempts)
+    return (*facts, 1 if settings.push_endpoint else 0, *backoff, *attempts)
 
 
 def test_each_job_has_one_lane(plan: Plan) -> None:
@@ -178,6 +177,49 @@ def test_workers_know_and_accept_what_kubernetes_sets(objects: Objects, monkeypa
                 environment.setenv(name, value)
             served.update(WorkerSettings().model_names)
     assert served == {model.name for model in CATALOGUE.models}
+
+
+FUNCTIONS = {"penstock-dead-letters": "dead_letter", "penstock-webhooks": "webhook"}
+
+
+def function_settings(plan: Plan, service: str) -> dict[str, str | None]:
+    """The environment of a function; None where it is known only after an apply."""
+    (container,) = [
+        container
+        for found in plan.of("google_cloud_run_v2_service")
+        for container in found["template"][0]["containers"]
+        if found["name"] == service
+    ]
+    return {env["name"]: env.get("value") for env in container["env"]}
+
+
+@pytest.mark.parametrize(("service", "target"), FUNCTIONS.items())
+def test_functions_know_and_accept_what_terraform_sets(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, service: str, target: str
+) -> None:
+    given = function_settings(plan, service)
+    assert given.pop("FUNCTION_TARGET") == target
+    source = Path(str(given.pop("FUNCTION_SOURCE")))
+    assert f"async def {target}(request: Request)" in source.read_text()
+    assert set(given) <= variables(FunctionSettings)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value or "redis://10.64.32.2:6379/0")
+    settings = FunctionSettings()
+    assert (settings.project, settings.push_checked_by, settings.webhooks_private) == (PROJECT, "cloud-run", False)
+    assert settings.push_account == f"{service}-push@{PROJECT}.iam.gserviceaccount.com"
+
+
+def test_pushes_are_made_for_their_function(plan: Plan) -> None:
+    services = {found["name"]: found["custom_audiences"] for found in plan.of("google_cloud_run_v2_service")}
+    made_for = {
+        token["audience"]
+        for found in plan.of("google_pubsub_subscription")
+        for push in found["push_config"]
+        for token in push["oidc_token"]
+    }
+    assert made_for == set(FUNCTIONS)
+    for service in FUNCTIONS:
+        assert services[service] == [function_settings(plan, service)["PENSTOCK_PUSH_AUDIENCE"]]
 
 
 def test_cloud_sets_what_the_stack_sets(plan: Plan, objects: Objects, tmp_path: Path) -> None:

@@ -1,6 +1,21 @@
 # A function behind Pub/Sub push: it is called by one account only, and has
 # no right but those that its stage gives to its account.
 
+locals {
+  # Not its URL, which is known only when it is there: it checks this itself.
+  audience = var.name
+  # Cloud Run lets nobody in but the invoker, and takes the signature off the
+  # tokens that it has checked.
+  environment = merge(var.environment, {
+    FUNCTION_SOURCE          = "workers/functions/main.py"
+    FUNCTION_TARGET          = var.target
+    PENSTOCK_PUSH_ACCOUNT    = google_service_account.invoker.email
+    PENSTOCK_PUSH_AUDIENCE   = local.audience
+    PENSTOCK_PUSH_CHECKED_BY = "cloud-run"
+  }, var.models == null ? {} : { PENSTOCK_MODELS_FILE = "/etc/penstock/models.yaml" })
+  models = var.models == null ? {} : { models = var.models }
+}
+
 resource "google_service_account" "invoker" {
   project      = var.project_id
   account_id   = "${var.name}-push"
@@ -13,6 +28,7 @@ resource "google_cloud_run_v2_service" "default" {
   name                = var.name
   labels              = var.labels
   ingress             = "INGRESS_TRAFFIC_INTERNAL_ONLY"
+  custom_audiences    = [local.audience]
   deletion_protection = false
 
   template {
@@ -24,7 +40,7 @@ resource "google_cloud_run_v2_service" "default" {
       image = var.image
 
       dynamic "env" {
-        for_each = var.environment
+        for_each = local.environment
 
         content {
           name  = env.key
@@ -32,8 +48,49 @@ resource "google_cloud_run_v2_service" "default" {
         }
       }
 
+      dynamic "env" {
+        for_each = var.secrets
+
+        content {
+          name = env.key
+
+          value_source {
+            secret_key_ref {
+              secret  = env.value.secret
+              version = env.value.version
+            }
+          }
+        }
+      }
+
       resources {
         limits = { cpu = "1", memory = "512Mi" }
+      }
+
+      dynamic "volume_mounts" {
+        for_each = local.models
+
+        content {
+          name       = volume_mounts.key
+          mount_path = "/etc/penstock"
+        }
+      }
+    }
+
+    dynamic "volumes" {
+      for_each = local.models
+
+      content {
+        name = volumes.key
+
+        secret {
+          secret = volumes.value.secret
+
+          items {
+            path    = "models.yaml"
+            version = volumes.value.version
+          }
+        }
       }
     }
 

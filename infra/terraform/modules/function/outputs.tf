@@ -1,3 +1,8 @@
+output "audience" {
+  description = "What a caller's tokens must be made for."
+  value       = local.audience
+}
+
 output "invoker_email" {
   description = "Account that calls the function."
   value       = google_service_account.invoker.email

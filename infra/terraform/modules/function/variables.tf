@@ -32,6 +32,12 @@ variable "max_instances" {
   nullable    = false
 }
 
+variable "models" {
+  description = "Secret with the catalogue, and which version of it; null: the function needs none."
+  type        = object({ secret = string, version = string })
+  default     = null
+}
+
 variable "name" {
   description = "Name of the service, and of the account that calls it with -push behind."
   type        = string
@@ -67,6 +73,13 @@ variable "region" {
   nullable    = false
 }
 
+variable "secrets" {
+  description = "Environment variables that are secrets, and which version of each."
+  type        = map(object({ secret = string, version = string }))
+  default     = {}
+  nullable    = false
+}
+
 variable "service_account" {
   description = "Email of the account that the function runs as."
   type        = string
@@ -75,6 +88,12 @@ variable "service_account" {
 
 variable "subnetwork" {
   description = "Subnetwork of the region."
+  type        = string
+  nullable    = false
+}
+
+variable "target" {
+  description = "Name of the function in the image's source."
   type        = string
   nullable    = false
 }

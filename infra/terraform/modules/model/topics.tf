@@ -115,7 +115,7 @@ resource "google_pubsub_subscription" "push" {
 
     oidc_token {
       service_account_email = each.value.invoker_email
-      audience              = each.value.url
+      audience              = each.value.audience
     }
   }
 

@@ -5,8 +5,9 @@ variable "api_member" {
 }
 
 variable "dead_letter_push" {
-  description = "Function that dead letters are pushed to: its URL, and the account that calls it. Null: they are only kept."
+  description = "Function that dead letters are pushed to: its URL, the account that calls it, and what its tokens are made for. Null: they are only kept."
   type = object({
+    audience      = string
     invoker_email = string
     url           = string
   })

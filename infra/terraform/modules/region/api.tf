@@ -20,7 +20,11 @@ locals {
   first_inbox = var.inboxes.first == 0 ? {} : { PENSTOCK_INBOX_FIRST = tostring(var.inboxes.first) }
   public_url  = var.api.public_url == "" ? {} : { PENSTOCK_PUBLIC_URL = var.api.public_url }
   port        = 8080
-  secrets     = { PENSTOCK_API_KEYS = var.secrets.api_keys, PENSTOCK_SECRET = var.secrets.links }
+  secrets = {
+    PENSTOCK_API_KEYS        = var.secrets.api_keys
+    PENSTOCK_SECRET          = var.secrets.links
+    PENSTOCK_WEBHOOK_SECRETS = var.secrets.webhooks
+  }
 }
 
 resource "google_cloud_run_v2_service" "api" {

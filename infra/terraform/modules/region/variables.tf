@@ -128,6 +128,7 @@ variable "secrets" {
     links    = object({ secret = string, version = string })
     models   = object({ secret = string, version = string })
     scraping = object({ secret = string, version = string })
+    webhooks = object({ secret = string, version = string })
   })
   nullable = false
 }

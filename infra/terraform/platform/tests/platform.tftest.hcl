@@ -134,13 +134,20 @@ run "functions_with_their_images" {
   }
 
   assert {
-    condition     = toset(keys(google_service_account.functions)) == toset(["dead-letters"]) && length(google_pubsub_topic.webhooks) == 0
+    condition     = toset(keys(google_service_account.functions)) == toset(["dead-letters"]) && length(google_pubsub_subscription.webhooks) == 0
     error_message = "A function is there as soon as its image is, and no other."
   }
 
   assert {
     condition     = toset(keys(google_storage_bucket_iam_member.objects)) == toset(["api", "dead-letters", "workers"])
     error_message = "The function that answers for dead letters may write what a worker may."
+  }
+
+  assert {
+    condition = toset([for binding in google_secret_manager_secret_iam_member.functions : binding.secret_id]) == (
+      toset(["penstock-models"])
+    )
+    error_message = "It reads the catalogue, and no secret."
   }
 }
 

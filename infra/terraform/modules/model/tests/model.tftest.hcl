@@ -107,7 +107,11 @@ run "dead_letters_pushed" {
   command = plan
 
   variables {
-    dead_letter_push = { invoker_email = "push@example-project.iam.gserviceaccount.com", url = "https://dead-letters.example.com" }
+    dead_letter_push = {
+      audience      = "dead-letters"
+      invoker_email = "push@example-project.iam.gserviceaccount.com"
+      url           = "https://dead-letters.example.com"
+    }
   }
 
   assert {
@@ -115,6 +119,11 @@ run "dead_letters_pushed" {
       "push@example-project.iam.gserviceaccount.com"
     )
     error_message = "A push says who it comes from."
+  }
+
+  assert {
+    condition     = google_pubsub_subscription.push["push"].push_config[0].oidc_token[0].audience == "dead-letters"
+    error_message = "A push says who it is for."
   }
 
   assert {

@@ -17,6 +17,7 @@ variables {
     links    = { secret = "penstock-links", version = "1" }
     models   = { secret = "penstock-models", version = "1" }
     scraping = { secret = "penstock-scraping", version = "1" }
+    webhooks = { secret = "penstock-webhooks", version = "latest" }
   }
 }
 
@@ -45,7 +46,7 @@ run "api" {
   assert {
     condition = alltrue([
       for env in google_cloud_run_v2_service.api["api"].template[0].containers[0].env :
-      contains(["PENSTOCK_API_KEYS", "PENSTOCK_SECRET"], env.name) == (length(env.value_source) == 1)
+      contains(["PENSTOCK_API_KEYS", "PENSTOCK_SECRET", "PENSTOCK_WEBHOOK_SECRETS"], env.name) == (length(env.value_source) == 1)
     ])
     error_message = "Secrets come from Secret Manager and nothing else does."
   }
