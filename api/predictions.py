@@ -218,16 +218,18 @@ class Creation:
 
     async def wait(self, limit_s: float) -> None:
         """Waits until the prediction is over, at most `limit_s`; `seen` says what came of it."""
-        until_s = time.monotonic() + limit_s
-        while not self.seen.record.is_over and (left_s := until_s - time.monotonic()) > 0:
-            await self._pause(min(left_s, POLL_S))
-            self.seen = await self._predictions.look(self.seen)
+        # The reading counts too: a Redis that hangs must not hold the answer back for longer than clients wait.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, limit_s)):
+                while not self.seen.record.is_over:
+                    await self._pause()
+                    self.seen = await self._predictions.look(self.seen)
 
-    async def _pause(self, limit_s: float) -> None:
-        """Until the reply comes, at most `limit_s`; from then on there is none to wait for."""
+    async def _pause(self) -> None:
+        """Until the reply comes, at most POLL_S; after it there is none to wait for."""
         try:
             if self._waiter is not None:
-                await self._waiter.reply(limit_s)
+                await self._waiter.reply(POLL_S)
                 self._waiter = None
                 return
         except DeadlineExceeded:
@@ -235,7 +237,7 @@ class Creation:
         except PenstockError as error:
             log.debug("no reply will come", extra={"reason": error.message})
             self._waiter = None
-        await asyncio.sleep(limit_s)
+        await asyncio.sleep(POLL_S)
 
 
 def _waits_for_publish(seen: Seen) -> bool:

@@ -76,6 +76,27 @@ async def get_version(request: Request, owner: str, name: str, version: str) -> 
     return _json(_version(model, parts))
 
 
+@router.get("/deployments/{owner}/{name}", summary="Look at a deployment")
+async def get_deployment(request: Request, owner: str, name: str) -> Response:
+    """A model of the catalogue is its own and only deployment."""
+    tenant_of(request)
+    parts = parts_of(request)
+    model = parts.catalogue.find(name)
+    release = {
+        "number": 1,
+        "model": f"{owner}/{model.name}",
+        "version": version_of(model),
+        "created_at": iso(parts.started_at_s),
+        "created_by": None,
+        "configuration": {
+            "hardware": model.gpu.type,
+            "min_instances": model.replicas.min,
+            "max_instances": model.replicas.max,
+        },
+    }
+    return _json({"owner": owner, "name": model.name, "current_release": release})
+
+
 @router.post("/files", summary="Send a file ahead", status_code=201)
 async def create_file(request: Request) -> Response:
     """A form with the file as `content`, and perhaps a JSON object as `metadata`; kept for a day."""

@@ -20,6 +20,7 @@ from starlette.responses import Response, StreamingResponse
 
 from api import openapi
 from api.context import context_of, while_connected
+from api.idempotency import REPLAYED
 from api.inbound import (
     base_url_of,
     cache_controls,
@@ -189,17 +190,19 @@ async def _create(
         lane=lane_of(request),
     )
     async with parts.predictions.creating(new, waits=wait_s > 0) as creation:
-        # Whoever hangs up lets go of its place here, not of the prediction.
-        await while_connected(request, creation.wait(wait_s - context.total_ms / 1000))
-    return _created(parts, creation.seen, status=201 if creation.is_new else 200)
+        if wait_s:
+            # Whoever hangs up lets go of its place here, not of the prediction.
+            await while_connected(request, creation.wait(wait_s - context.total_ms / 1000))
+    return _created(parts, creation.seen, is_new=creation.is_new)
 
 
-def _created(parts: Parts, seen: Seen, *, status: int) -> Response:
+def _created(parts: Parts, seen: Seen, *, is_new: bool) -> Response:
     """The answer to who created it. Replicate's clients take `processing` for the end here, so that is `starting`."""
     body = body_of(*seen, parts.links)
     if body["status"] == "processing":
         body["status"] = "starting"
-    return _json(body, status, {"location": body["urls"]["get"]})
+    headers = {"location": body["urls"]["get"]}
+    return _json(body, 201, headers) if is_new else _json(body, 200, headers | {REPLAYED: "true"})
 
 
 def _answer(parts: Parts, seen: Seen) -> Response:

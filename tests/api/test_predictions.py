@@ -19,7 +19,7 @@ from tests.api.fake_worker import png_of, vector_of
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.fakes import InMemoryTransport
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient_redis")]
 TEXT = {"version": TEXT_MODEL.name, "input": {"text": "a cat"}}
 WAIT = {"prefer": "wait=20"}
 OVER = {"succeeded", "failed", "canceled"}
@@ -249,10 +249,30 @@ async def test_put_twice_is_one_prediction(api: ApiUnderTest) -> None:
     assert (await api.http.get("/v1/predictions/mine.1")).json()["output"] == first.json()["output"]
 
 
+async def test_streams_are_bounded_and_end_with_their_readers(
+    api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.prediction_events.MOST_STREAMS", 1)
+    api.worker.go.clear()
+    created = (await api.http.post("/v1/predictions", json=TEXT)).json()
+    async with Records(str(api.parts.settings.redis_url)) as records:
+        await api.worker.claimed.wait()
+        await records.progress(created["id"], 1, 2)
+    url = created["urls"]["stream"]
+    async with api.http.stream("GET", url) as following:
+        assert await anext(following.aiter_lines()) == "event: logs"
+        assert (await api.http.get(url)).status_code == 429
+    async with asyncio.timeout(5):
+        while (response := await api.http.get(url, headers={"last-event-id": "3.0"}, timeout=5)).status_code == 429:
+            api.worker.go.set()
+    assert (response.status_code, response.text) == (200, "")
+
+
 async def test_idempotency_key_makes_one_of_two(api: ApiUnderTest) -> None:
     headers = {"idempotency-key": "k-1"}
-    one, two = [(await api.http.post("/v1/predictions", json=TEXT, headers=headers)).json() for _ in range(2)]
-    assert one["id"] == two["id"]
+    one, two = [await api.http.post("/v1/predictions", json=TEXT, headers=headers) for _ in range(2)]
+    assert one.json()["id"] == two.json()["id"]
+    assert [answer.headers.get("idempotent-replayed") for answer in (one, two)] == [None, "true"]
     other = await api.http.post("/v1/predictions", json=TEXT | {"webhook": "https://a.example/"}, headers=headers)
     assert other.status_code == 422
     assert len(api.worker.jobs) == 1

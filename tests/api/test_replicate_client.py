@@ -18,7 +18,7 @@ from shared.webhooks import signature
 from tests.api.fake_worker import png_of, vector_of
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient_redis")]
 TEXT_REF, IMAGE_REF = f"anyone/{TEXT_MODEL.name}", f"anyone/{IMAGE_MODEL.name}"
 SECRET = "whsec_" + "A" * 43 + "="
 KEY = "k-1"
@@ -64,6 +64,13 @@ async def test_run_that_outlives_its_wait_is_polled_until_it_is_over(api: ApiUnd
     assert not done
     api.worker.go.set()
     assert await running == pytest.approx(vector_of(TextInput("a")).tolist())
+
+
+async def test_deployment_is_the_model_itself(client: Any) -> None:
+    deployment = await client.deployments.async_get(TEXT_REF)
+    assert deployment.current_release.configuration.max_instances == TEXT_MODEL.replicas.max
+    created = await deployment.predictions.async_create({"text": "a"}, wait=20)
+    assert created.output == pytest.approx(vector_of(TextInput("a")).tolist())
 
 
 async def test_failure_is_a_model_error(client: Any) -> None:
