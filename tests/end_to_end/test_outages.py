@@ -1,0 +1,192 @@
+"""Parts that die, hang or fail while requests come in: each request has one clear answer and one row, and it heals."""
+
+import base64
+import io
+import re
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+
+from infra.local.process import answers, listens
+from infra.local.stack import Stack
+from tests.end_to_end.conftest import EMBEDDER
+from tests.end_to_end.rows import Rows, eventually
+
+LIMIT_S = 8.0
+RESTART_LIMIT_S = 40.0
+WORKER = f"worker-{EMBEDDER}"
+
+
+def ask(client: openai.OpenAI, text: str, deadline_ms: int | None = None) -> tuple[int, str, str]:
+    """Status, request id and Retry-After of the one answer that a request for an embedding gets."""
+    headers = {} if deadline_ms is None else {"X-Penstock-Deadline-Ms": str(deadline_ms)}
+    try:
+        given = client.embeddings.with_raw_response.create(model=EMBEDDER, input=text, extra_headers=headers)
+    except openai.APIStatusError as error:
+        given = error.response  # type: ignore[assignment]
+    return given.status_code, given.headers["x-request-id"], given.headers.get("retry-after", "")
+
+
+def ask_all(client: openai.OpenAI, texts: Sequence[str]) -> list[str]:
+    """The request ids of as many requests at once, each answered with a vector."""
+    with ThreadPoolExecutor(16) as threads:
+        given = list(threads.map(partial(ask, client), texts))
+    assert [status for status, _, _ in given] == [200] * len(texts)
+    return [request_id for _, request_id, _ in given]
+
+
+def assert_one_row_each(rows: Rows, request_ids: Sequence[str]) -> None:
+    found = rows.of(request_ids)
+    assert sorted({row["row_id"] for row in found}) == sorted(f"{request_id}:0" for request_id in request_ids)
+
+
+def metric(port: int, name: str) -> float:
+    """A sample of a process's metrics."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=LIMIT_S) as answer:
+        (value,) = re.findall(rf"^{name} (\S+)$", answer.read().decode(), re.MULTILINE)
+    return float(value)
+
+
+@contextmanager
+def replaced_by_a_file(folder: Path) -> Iterator[None]:
+    """The folder is no folder any more: nothing in it can be read or written, by whomever."""
+    kept = folder.with_name(f"{folder.name}.kept")
+    was_there = folder.exists()
+    if was_there:
+        folder.rename(kept)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.write_text("no folder")
+    try:
+        yield
+    finally:
+        folder.unlink()
+        if was_there:
+            kept.rename(folder)
+
+
+def test_redis_hangs(stack: Stack, client: openai.OpenAI, rows: Rows, text: str) -> None:
+    stack.processes["redis"].pause()
+    try:
+        request_ids = ask_all(client, [f"{text} {number}" for number in range(20)])
+        assert eventually(lambda: metric(stack.ports.api, "penstock_cache_redis_up") == 0)
+        request_ids += ask_all(client, [f"{text} later {number}" for number in range(20)])
+    finally:
+        stack.processes["redis"].resume()
+    assert eventually(lambda: metric(stack.ports.api, "penstock_cache_redis_up") == 1)
+    assert_one_row_each(rows, request_ids)
+
+
+def test_bigquery_hangs(stack: Stack, client: openai.OpenAI, rows: Rows, text: str) -> None:
+    stack.processes["bigquery"].pause()
+    try:
+        request_ids = ask_all(client, [f"{text} {number % 25}" for number in range(50)])
+        assert metric(stack.ports.health[0], "penstock_rows_pending") >= 1
+    finally:
+        stack.processes["bigquery"].resume()
+    assert_one_row_each(rows, request_ids)
+
+
+def test_bigquery_is_down_and_all_that_hold_rows_are_killed(
+    stack: Stack, client: openai.OpenAI, rows: Rows, text: str
+) -> None:
+    """Rows of the worker (computed) and of the API (hits) outlive SIGKILL of both, on disk."""
+    bigquery, worker, api = (stack.processes[name] for name in ("bigquery", WORKER, "api"))
+    bigquery.kill()
+    texts = [f"{text} {number}" for number in range(25)]
+    request_ids = ask_all(client, texts) + ask_all(client, texts)
+    api.kill()
+    # The last replies went out just before their rows; a job whose rows are not written yet comes again.
+    worker.kill()
+    bigquery.start()
+    worker.start()
+    api.start()
+    bigquery.wait_ready(lambda: listens(stack.ports.bigquery), RESTART_LIMIT_S)
+    api.wait_ready(lambda: answers(stack.ports.api, "/readyz"), RESTART_LIMIT_S)
+    worker.wait_ready(lambda: answers(stack.ports.health[0], "/readyz"), RESTART_LIMIT_S)
+    assert_one_row_each(rows, request_ids)
+    assert ask(client, f"{text} after")[0] == 200
+
+
+def test_pubsub_hangs(stack: Stack, client: openai.OpenAI, rows: Rows, text: str) -> None:
+    """Who can't wait is told to come again; who can has an answer when it is back."""
+    stack.processes["pubsub"].pause()
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            patient = [threads.submit(ask, client, f"{text} patient {n}", 25_000) for n in range(4)]
+            hasty = [threads.submit(ask, client, f"{text} hasty {n}", 700) for n in range(4)]
+            refused = [one.result(LIMIT_S) for one in hasty]
+            assert not any(one.done() for one in patient)
+            stack.processes["pubsub"].resume()
+            served = [one.result(25) for one in patient]
+    finally:
+        stack.processes["pubsub"].resume()
+    assert {status for status, _, _ in refused} <= {503, 504}
+    assert all(retry_after for status, _, retry_after in refused if status == 503)
+    assert [status for status, _, _ in served] == [200] * 4
+    assert_one_row_each(rows, [request_id for _, request_id, _ in refused + served])
+
+
+def test_objects_cannot_be_stored_by_the_api(stack: Stack, client: openai.OpenAI, rows: Rows, text: str) -> None:
+    """A source image above the inline limit needs the store; texts do not."""
+    noise = np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)
+    png = io.BytesIO()
+    Image.fromarray(noise).save(png, "PNG")
+    edit = partial(
+        client.images.with_raw_response.edit,
+        model="stable-diffusion-tiny",
+        image=("source.png", png.getvalue(), "image/png"),
+        prompt=text,
+        size="256x256",
+        extra_body={"strength": 0.1},
+    )
+    with replaced_by_a_file(stack.state_dir / "objects" / "inputs"):
+        with pytest.raises(openai.InternalServerError) as caught:
+            edit()
+        assert caught.value.status_code == 503
+        assert caught.value.code == "unavailable"
+        assert caught.value.response.headers["retry-after"]
+        assert ask(client, text)[0] == 200
+    answer = edit()
+    assert len(answer.parse().data or []) == 1
+    found = rows.of([caught.value.response.headers["x-request-id"], answer.headers["x-request-id"]])
+    assert [row["status"] for row in found] == ["failed", "succeeded"]
+
+
+def test_objects_cannot_be_stored_by_a_worker(stack: Stack, client: openai.OpenAI, rows: Rows, text: str) -> None:
+    """A result above the inline limit goes back to the queue and is made again; its caller only waits longer."""
+    port = stack.ports.health[1]
+    before = metric(port, "penstock_worker_jobs_handed_back_total")
+    draw = partial(
+        client.images.with_raw_response.generate, prompt=text, size="256x256", extra_body={"num_inference_steps": 2}
+    )
+    with ThreadPoolExecutor(1) as threads:
+        with replaced_by_a_file(stack.state_dir / "objects" / "results"):
+            drawing = threads.submit(draw)
+            eventually(lambda: metric(port, "penstock_worker_jobs_handed_back_total") > before, 20)
+        answer = drawing.result(30)
+    assert len(base64.b64decode((answer.parse().data or [])[0].b64_json or "")) > 48 * 1024
+    (row,) = rows.of([answer.headers["x-request-id"]])
+    assert (row["status"], row["attempt"] > 1) == ("succeeded", True)
+
+
+def test_disk_takes_no_rows(stack: Stack, client: openai.OpenAI, rows: Rows, text: str) -> None:
+    """Jobs are acked once BigQuery has their rows; answers do not wait for that."""
+    spool_dir, port = stack.state_dir / "spool" / WORKER, stack.ports.health[0]
+    with replaced_by_a_file(spool_dir):
+        number = iter(range(1000))
+        eventually(
+            lambda: ask_all(client, [f"{text} {next(number)}"]) and metric(port, "penstock_rows_disk_up") == 0, LIMIT_S
+        )
+        request_ids = ask_all(client, [f"{text} full {n}" for n in range(50)])
+        assert_one_row_each(rows, request_ids)
+    eventually(
+        lambda: ask_all(client, [f"{text} healed {next(number)}"]) and metric(port, "penstock_rows_disk_up") == 1, 20
+    )
