@@ -59,18 +59,26 @@ class Admission:
             Overloaded: the instance or the model is full, or the answer would come too late; after `retry_after_s` the
                 same request would be let in, if no other came in between.
         """
-        pace, ahead = self._pace(model), self._of_model(model)
+        ahead = self._of_model(model)
+        self.check(model, items, remaining_s=remaining_s, lane=lane)
+        if not ahead:
+            self._pace(model).start(self._clock())
+        self._in_flight[model, lane] += items
+        metrics.in_flight(model).inc(items)
+
+    def check(self, model: str, items: int, *, remaining_s: float = math.inf, lane: str = "") -> None:
+        """Whether `admit` would take them in now, for those who want to know before they do the work of asking.
+
+        Raises:
+            Overloaded: as `admit`.
+        """
         try:
             self._check_room(model, lane)
-            if ahead:
-                self._check_time(pace, model, items, remaining_s, lane)
+            if self._of_model(model):
+                self._check_time(self._pace(model), model, items, remaining_s, lane)
         except Overloaded:
             metrics.SHED.labels(model).inc(items)
             raise
-        if not ahead:
-            pace.start(self._clock())
-        self._in_flight[model, lane] += items
-        metrics.in_flight(model).inc(items)
 
     def release(self, model: str, items: int, *, answered: bool, took_s: float | None = None, lane: str = "") -> None:
         """Lets `items` go; `answered` ones tell how fast items leave, given up ones don't.

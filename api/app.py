@@ -90,6 +90,7 @@ def create_app(
                 settings=settings,
                 catalogue=catalogue,
                 tenants=tenants,
+                admission=admission,
                 dispatcher=dispatcher,
                 objects=object_store,
                 links=links,

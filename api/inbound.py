@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -70,6 +71,16 @@ async def infer(
     context.headers |= answer.headers()
     answer.raise_failed()
     return answer
+
+
+def check_room(request: Request, model: Model, items: int) -> None:
+    """Refuses now what `infer` would refuse, before a route does work for it; to be called where hits are rare.
+
+    Raises:
+        Overloaded: the model's items in flight leave no room, or no time until the deadline.
+    """
+    remaining_s = context_of(request).received_at_s + _deadline_s(request, model) - time.time()
+    parts_of(request).admission.check(model.name, items, remaining_s=remaining_s, lane=lane_of(request))
 
 
 def _deadline_s(request: Request, model: Model) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
+from api.admission import Admission
 from api.dispatcher import Dispatcher
 from api.fetching import Fetcher
 from api.files import Files
@@ -29,6 +30,7 @@ class Parts:
     settings: ApiSettings
     catalogue: Catalogue
     tenants: Tenants
+    admission: Admission
     dispatcher: Dispatcher
     objects: ObjectStore
     links: Links

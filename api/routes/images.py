@@ -11,7 +11,7 @@ from api.context import context_of
 from api.direct import DirectRoute
 from api.drawing import check_strength, first_image, size_of
 from api.edit_form import read_edit
-from api.inbound import infer, link_to, read_json, tenant_of
+from api.inbound import check_room, infer, link_to, read_json, tenant_of
 from api.openapi import body_of, replies_with
 from api.parts import Parts, parts_of
 from api.pictures import MEDIA_TYPES
@@ -51,6 +51,7 @@ async def edit_image(request: Request) -> Response:
     tenant = tenant_of(request)
     body, data = await read_edit(request)
     model = _model(request, body)
+    check_room(request, model, body.n)
     source, size = await parts_of(request).studio.prepare_source(data, _size(body, model), model.image)
     first = first_image(body, model, size)
     check_strength(first.steps, body.strength)
