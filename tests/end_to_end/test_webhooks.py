@@ -1,0 +1,82 @@
+"""Webhooks through the whole pipeline, verified by Replicate's client: what a caller is told who does not ask."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+from replicate.client import Client
+from replicate.webhook import Webhooks
+
+from infra.local.stack import Stack
+from tests.end_to_end.rows import eventually
+
+PAINTER = "stable-diffusion-tiny"
+
+
+class Told:
+    """What a receiver of webhooks got: headers and body of each."""
+
+    def __init__(self) -> None:
+        self.deliveries: list[tuple[dict[str, str], str]] = []
+        told = self
+
+        class Take(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"])).decode()
+                told.deliveries.append(({name.lower(): value for name, value in self.headers.items()}, body))
+                self.send_response(204)
+                self.end_headers()
+
+            def log_message(self, *words: object) -> None:
+                """Says nothing."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Take)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/"
+
+    def statuses(self) -> list[str]:
+        return [json.loads(body)["status"] for _, body in self.deliveries]
+
+
+@pytest.fixture
+def told() -> Iterator[Told]:
+    made = Told()
+    with made.server:
+        thread = threading.Thread(target=made.server.serve_forever, args=[0.01])
+        thread.start()
+        yield made
+        made.server.shutdown()
+        thread.join(5)
+
+
+@pytest.fixture
+def replicating(stack: Stack) -> Iterator[Any]:
+    made = Client(api_token="none", base_url=stack.api_url)
+    yield made
+    made._client.close()
+
+
+def test_webhook_tells_what_get_tells(replicating: Any, told: Told, text: str) -> None:
+    created = replicating.predictions.create(
+        version=PAINTER,
+        input={"prompt": text, "width": 256, "height": 256},
+        webhook=told.url,
+        webhook_events_filter=["start", "completed"],
+    )
+    eventually(lambda: len(told.deliveries) == 2)
+    assert told.statuses()[-1] == "succeeded"
+    secret = replicating.webhooks.default.secret()
+    for headers, body in told.deliveries:
+        Webhooks.validate(headers=headers, body=body, secret=secret)
+    ended = json.loads(told.deliveries[-1][1])
+    created.reload()
+    assert {name: ended[name] for name in ("id", "status", "input", "metrics", "completed_at")} == {
+        name: getattr(created, name) for name in ("id", "status", "input", "metrics", "completed_at")
+    }
+    (image,) = ended["output"]
+    assert image.startswith("data:image/png") or httpx.get(image).content.startswith(b"\x89PNG")
