@@ -20,8 +20,8 @@ from bench.report import Figure, Outcome, table
 
 SECONDS = 60.0
 CAPACITY_SECONDS = 15.0
-IN_FLIGHT = 24
-ITEMS = 8
+IN_FLIGHT = 32
+ITEMS = 2
 BODIES = 64
 TIMES = 10.0
 DEADLINE_S = 2.0
