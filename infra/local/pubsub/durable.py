@@ -33,10 +33,12 @@ class DurableJournal(Journal):
 
     Args:
         database: the open file; nobody else writes to it while `running`.
+        commit_limit_s: how long a transaction may take before the disk counts as failing.
     """
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, commit_limit_s: float = COMMIT_LIMIT_S) -> None:
         self._database = database
+        self._commit_limit_s = commit_limit_s
         self._pending = Changes()
         self._writing = Changes()
         self._failure = ""
@@ -88,15 +90,11 @@ class DurableJournal(Journal):
         """Wait until all that was noted so far is in the file.
 
         Raises:
-            Unavailable: it could not be written, or not in time; after a failure messages on offer were withdrawn.
+            Unavailable: it could not be written and messages on offer were withdrawn, or it was not written in time.
         """
         changes = self._pending
         self._due.set()
-        try:
-            async with asyncio.timeout(COMMIT_LIMIT_S):
-                await changes.wait()
-        except TimeoutError:
-            raise _unavailable(f"the disk took longer than {COMMIT_LIMIT_S:.0f} s") from None
+        await changes.wait()
         if changes.error:
             raise _unavailable(changes.error)
 
@@ -124,7 +122,7 @@ class DurableJournal(Journal):
             finally:
                 self._is_closing = True
                 self._due.set()
-                async with asyncio.timeout(COMMIT_LIMIT_S):
+                async with asyncio.timeout(self._commit_limit_s):
                     await committing
 
     async def _run(self, withdraw: Withdraw, thread: ThreadPoolExecutor) -> None:
@@ -151,7 +149,11 @@ class DurableJournal(Journal):
         if self._failure:
             await in_thread(self._database.make_room)
         if self._writing:
-            await in_thread(partial(self._database.write, self._writing))
+            hung = asyncio.get_running_loop().call_later(self._commit_limit_s, self._hung)
+            try:
+                await in_thread(partial(self._database.write, self._writing))
+            finally:
+                hung.cancel()
         self._writing.settle()
         self._writing = Changes()
         if self._failure:
@@ -159,6 +161,12 @@ class DurableJournal(Journal):
             await in_thread(self._database.probe)
             self._failure = ""
             _log.warning("the data directory can be written again")
+
+    def _hung(self) -> None:
+        self._failure = f"the disk took longer than {self._commit_limit_s:g} s"
+        _log.error("the data directory does not answer, so publishes are refused")
+        for changes in (self._writing, self._pending):
+            changes.settle(self._failure)
 
     def _failed(self, error: str, withdraw: Withdraw) -> None:
         if not self._failure:

@@ -1,12 +1,13 @@
 """A broker with virtual time, or a server of its own, for each test that asks for one."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
 from infra.local.pubsub.server import PubsubServer, serve
 from tests.infra.pubsub.wire import TOPIC, Wire, connect
-from tests.infra.pubsub.world import World
+from tests.infra.pubsub.world import KeptWorld, World, kept_world
 
 
 @pytest.fixture
@@ -16,6 +17,15 @@ def world() -> World:
     world.topic()
     world.subscription()
     return world
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[KeptWorld]:
+    """A world in a directory with the topics `jobs` and `dead`."""
+    with kept_world(tmp_path) as world:
+        world.topic()
+        world.topic("dead")
+        yield world
 
 
 @pytest.fixture

@@ -5,15 +5,16 @@ import base64
 import json
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infra.local.pubsub.protos import message_class
 from infra.local.pubsub.push_connection import PushConnection
-from infra.local.pubsub.server import PubsubServer
+from infra.local.pubsub.server import PubsubServer, serve
 from tests.infra.pubsub.endpoint import Endpoint, listening_endpoint
-from tests.infra.pubsub.wire import TOPIC, Wire, until
+from tests.infra.pubsub.wire import TOPIC, Wire, connect, until
 
 pytestmark = pytest.mark.anyio
 
@@ -229,3 +230,18 @@ async def test_deleted_subscription_pushes_no_more(wire: Wire, server: PubsubSer
     await next_post(endpoint)
     await wire.delete_subscription(SUBSCRIPTION)
     await until(lambda: is_settled(server))
+
+
+async def test_push_goes_on_after_a_restart(endpoint: Endpoint, tmp_path: Path) -> None:
+    endpoint.answers = [500]
+    async with serve(data_dir=tmp_path) as server, connect(server.endpoint) as wire:
+        await wire.topic(TOPIC)
+        await wire.subscription(SUBSCRIPTION, TOPIC, push_config={"push_endpoint": endpoint.url})
+        await wire.publish(TOPIC, "a")
+        await next_post(endpoint)
+    while not endpoint.posts.empty():
+        endpoint.posts.get()
+    endpoint.answers = [204]
+    async with serve(data_dir=tmp_path) as server:
+        await next_post(endpoint)
+        await until(lambda: is_settled(server))

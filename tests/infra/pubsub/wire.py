@@ -1,7 +1,7 @@
 """A bare gRPC client of `google.pubsub.v1`, for what Google's clients never send or hide."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -47,6 +47,12 @@ class Wire:
     async def pull(self, subscription: str, max_messages: int = 100, limit_s: float = LIMIT_S, **fields: Any) -> Any:
         request = message_class("PullRequest")(subscription=subscription, max_messages=max_messages, **fields)
         return await self.call("Subscriber", "Pull", request, "PullResponse", limit_s)
+
+    async def ack(self, subscription: str, received: Iterable[Any]) -> None:
+        request = message_class("AcknowledgeRequest")(
+            subscription=subscription, ack_ids=[each.ack_id for each in received]
+        )
+        await self.call("Subscriber", "Acknowledge", request, "Empty")
 
     def stream(self) -> "WireStream":
         # The stubs leave out that a stream may be written to instead of given an iterator.

@@ -133,6 +133,12 @@ class KeptWorld(World):
         self.flush()
         self.crash()
 
+    def rows(self) -> int:
+        """How many messages the file has; each of them somebody holds."""
+        messages = {sequence for sequence, _ in self.database.messages()}
+        assert messages == {sequence for sequence, *_ in self.database.held()}
+        return len(messages)
+
 
 @contextmanager
 def kept_world(folder: Path) -> Iterator[KeptWorld]:

@@ -1,0 +1,35 @@
+"""A real server process on a directory, which tests kill and start again."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from infra.local.process import free_port
+
+LIMIT_S = 30.0
+
+
+class KeptServer:
+    """A server process on one port and one directory, which `kill` and `start` may take turns at."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.port = free_port()
+        self._data_dir = data_dir
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> int:
+        """Return the process id of a server that listens."""
+        command = [sys.executable, "-m", "infra.local.pubsub", f"--port={self.port}", f"--data-dir={self._data_dir}"]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline().strip().endswith(self.endpoint)
+        return self._process.pid
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.communicate(timeout=LIMIT_S)

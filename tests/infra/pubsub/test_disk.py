@@ -1,0 +1,191 @@
+"""The file of a data directory: full, slow, shrinking, in use, or none of ours."""
+
+import sqlite3
+import sys
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from infra.local.pubsub.changes import Changes
+from infra.local.pubsub.database import FILE_NAME, Database, opened_database
+from infra.local.pubsub.durable import DurableJournal
+from infra.local.pubsub.errors import Unavailable
+from infra.local.pubsub.protos import message_class
+from infra.local.pubsub.server import PubsubServer, serve
+from infra.local.pubsub.timers import Timers
+from infra.local.pubsub.topic import Topic
+from tests.infra.pubsub.kept_server import LIMIT_S, KeptServer
+from tests.infra.pubsub.wire import Wire, connect, until
+from tests.infra.pubsub.world import KeptWorld
+
+TOPIC, SUBSCRIPTION = "projects/p/topics/jobs", "projects/p/subscriptions/one"
+MIB = 1024**2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits another process's files by prlimit")
+@pytest.mark.anyio
+@pytest.mark.timeout(60)
+async def test_full_disk_refuses_and_loses_nothing_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    server = KeptServer(tmp_path)
+    process = psutil.Process(server.start())
+    answered: list[str] = []
+    try:
+        async with connect(server.endpoint) as wire:
+            await wire.topic(TOPIC)
+            await wire.subscription(SUBSCRIPTION, TOPIC)
+            process.rlimit(psutil.RLIMIT_FSIZE, (2 * MIB, psutil.RLIM_INFINITY))
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await publish_for_ever(wire, answered)
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "can't keep anything new in its data directory" in str(refused.value.details())
+            assert len(answered) > 10
+            # What is acked while nothing can be written must not come again either.
+            leased = (await wire.pull(SUBSCRIPTION, 3)).received_messages
+            await wire.ack(SUBSCRIPTION, leased)
+            process.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
+            answered += await published_at_last(wire, "x" * 50_000)
+    finally:
+        server.kill()
+    try:
+        server.start()
+        async with connect(server.endpoint) as wire:
+            again: list[str] = []
+            while len(again) < len(answered) - len(leased):
+                again += [each.message.message_id for each in (await wire.pull(SUBSCRIPTION)).received_messages]
+            assert again == answered[len(leased) :]
+    finally:
+        server.kill()
+
+
+class SlowDatabase(Database):
+    """The real one on a disk that answers when the test lets it."""
+
+    def __init__(self, connection: sqlite3.Connection, answers: threading.Event) -> None:
+        super().__init__(connection)
+        self._answers = answers
+
+    def write(self, changes: Changes) -> None:
+        assert self._answers.wait(LIMIT_S)
+        super().write(changes)
+
+
+@pytest.mark.anyio
+async def test_disk_that_does_not_answer_refuses_in_time_and_what_waits_is_written_when_it_does(tmp_path: Path) -> None:
+    answers = threading.Event()
+    with opened_database(tmp_path, fsync=False):
+        pass
+    with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None, check_same_thread=False)) as connection:
+        journal = DurableJournal(SlowDatabase(connection, answers), commit_limit_s=0.05)
+        async with journal.running(lambda sequences: None):
+            journal.save(Topic(message_class("Topic")(name=TOPIC), Timers(time.time), journal, holder=1))
+            with pytest.raises(Unavailable, match=r"the disk took longer than 0\.05 s"):
+                await journal.committed()
+            with pytest.raises(Unavailable):
+                journal.admit()
+            answers.set()
+            await until(lambda: is_admitted(journal))
+        assert [path for path, *_ in Database(connection).resources()] == [TOPIC]
+
+
+def is_admitted(journal: DurableJournal) -> bool:
+    try:
+        journal.admit()
+    except Unavailable:
+        return False
+    return True
+
+
+async def publish_for_ever(wire: Wire, answered: list[str]) -> None:
+    while True:
+        answered += await wire.publish(TOPIC, "x" * 50_000)
+
+
+async def published_at_last(wire: Wire, data: str) -> list[str]:
+    deadline_s = time.monotonic() + LIMIT_S
+    while True:
+        try:
+            return await wire.publish(TOPIC, data)
+        except grpc.aio.AioRpcError:
+            assert time.monotonic() < deadline_s
+
+
+@pytest.mark.anyio
+async def test_file_shrinks_when_everything_is_acked(tmp_path: Path) -> None:
+    async with serve(data_dir=tmp_path) as server, connect(server.endpoint) as wire:
+        await wire.topic(TOPIC)
+        await wire.subscription(SUBSCRIPTION, TOPIC)
+        for _ in range(4):
+            await wire.publish(TOPIC, *["x" * 100_000] * 50)
+        assert held_bytes(tmp_path) > 15 * MIB
+        await ack_all(wire, server)
+        await until(lambda: held_bytes(tmp_path) < 8 * MIB)
+
+
+@pytest.mark.anyio
+async def test_file_does_not_grow_with_traffic_that_is_acked(tmp_path: Path) -> None:
+    async with serve(data_dir=tmp_path) as server, connect(server.endpoint) as wire:
+        await wire.topic(TOPIC)
+        await wire.subscription(SUBSCRIPTION, TOPIC)
+        for _ in range(40):
+            await wire.publish(TOPIC, *["x" * 10_000] * 100)
+            await ack_all(wire, server)
+        assert held_bytes(tmp_path) < 25 * MIB
+
+
+async def ack_all(wire: Wire, server: PubsubServer) -> None:
+    while server.broker.registry.subscriptions[SUBSCRIPTION].backlog.oldest is not None:
+        await wire.ack(SUBSCRIPTION, (await wire.pull(SUBSCRIPTION, 1000)).received_messages)
+
+
+def held_bytes(data_dir: Path) -> int:
+    return sum(path.stat().st_size for path in data_dir.iterdir())
+
+
+@pytest.mark.anyio
+async def test_directory_of_a_running_server_is_refused(tmp_path: Path) -> None:
+    async with serve(data_dir=tmp_path):
+        with pytest.raises(OSError, match="is another server using it"):
+            async with serve(data_dir=tmp_path):
+                pass
+
+
+@pytest.mark.anyio
+async def test_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_text("not a database, but more than a hundred bytes of something else. " * 20)
+    with pytest.raises(OSError, match="file is not a database"):
+        async with serve(data_dir=tmp_path):
+            pass
+
+
+@pytest.mark.anyio
+async def test_directory_that_can_not_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        async with serve(data_dir=tmp_path / "file"):
+            pass
+
+
+@pytest.mark.anyio
+async def test_fsync_keeps_the_same(tmp_path: Path) -> None:
+    async with serve(data_dir=tmp_path, fsync=True) as server, connect(server.endpoint) as wire:
+        await wire.topic(TOPIC)
+        await wire.subscription(SUBSCRIPTION, TOPIC)
+        await wire.publish(TOPIC, "a")
+    async with serve(data_dir=tmp_path, fsync=True) as server, connect(server.endpoint) as wire:
+        assert [each.message.data for each in (await wire.pull(SUBSCRIPTION)).received_messages] == [b"a"]
+
+
+def test_more_than_the_disk_keeps_up_with_is_refused(kept: KeptWorld) -> None:
+    kept.subscription()
+    for _ in range(7):
+        kept.broker.journal.admit()
+        kept.publish("x" * 10_000_000)
+    with pytest.raises(Unavailable, match=r"70001\d+ bytes wait for the disk"):
+        kept.broker.journal.admit()
+    kept.flush()
+    kept.broker.journal.admit()
