@@ -1,0 +1,33 @@
+"""What the tests of predictions have in common."""
+
+import asyncio
+import base64
+from typing import Any
+
+from prometheus_client import REGISTRY
+
+from tests.api.harness import TEXT_MODEL, ApiUnderTest
+
+TEXT = {"version": TEXT_MODEL.name, "input": {"text": "a cat"}}
+WAIT = {"prefer": "wait=20"}
+OVER = {"succeeded", "failed", "canceled"}
+
+
+async def until_over(api: ApiUnderTest, prediction: dict[str, Any]) -> dict[str, Any]:
+    """The prediction once it is over, as GET shows it."""
+    async with asyncio.timeout(8):
+        while True:
+            found: dict[str, Any] = (await api.http.get(f"/v1/predictions/{prediction['id']}")).json()
+            if found["status"] in OVER:
+                return found
+            await asyncio.sleep(0.02)
+
+
+def admitted() -> float:
+    """Items that count as in flight, as /metrics shows them."""
+    return REGISTRY.get_sample_value("penstock_api_items_in_flight", {"model": TEXT_MODEL.name}) or 0.0
+
+
+def data_of(uri: str) -> bytes:
+    assert uri.startswith("data:image/png;base64,")
+    return base64.b64decode(uri.partition(",")[2])

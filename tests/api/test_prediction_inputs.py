@@ -1,0 +1,158 @@
+"""What predictions take and give: texts, pictures, files, links, models, and errors in Replicate's shape."""
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.messages import ImageInput, TextInput
+from shared.objects import ObjectStore
+from tests.api.fake_worker import png_of, vector_of
+from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.api.predicting import TEXT, WAIT, data_of
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient_redis")]
+
+
+@pytest.fixture
+async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
+    async with running_api(settings_for(tmp_path, redis_url=redis_url, secret="s")) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"text": "a"}, ["a"]),
+        ({"input": "a"}, ["a"]),
+        ({"texts": ["a", "b"]}, ["a", "b"]),
+        ({"input": ["a"]}, ["a"]),
+    ],
+)
+async def test_texts_come_in_several_shapes(api: ApiUnderTest, given: dict[str, Any], expected: list[str]) -> None:
+    path = f"/v1/models/anyone/{TEXT_MODEL.aliases[0]}/predictions"
+    found = (await api.http.post(path, json={"input": given}, headers=WAIT)).json()
+    vectors = [pytest.approx(vector_of(TextInput(text)).tolist()) for text in expected]
+    assert found["output"] == (vectors if isinstance(next(iter(given.values())), list) else vectors[0])
+    assert found["model"] == f"anyone/{TEXT_MODEL.name}"
+    assert len(api.worker.jobs) == 1
+
+
+async def test_images_are_drawn_as_asked(api: ApiUnderTest) -> None:
+    given = {
+        "prompt": "a lighthouse",
+        "negative_prompt": "fog",
+        "width": 72,
+        "height": 64,
+        "num_inference_steps": 3,
+        "guidance_scale": 2,
+        "seed": 5,
+        "scheduler": "euler",
+        "num_outputs": 2,
+    }
+    path = f"/v1/deployments/acme/{IMAGE_MODEL.name}/predictions"
+    found = (await api.http.post(path, json={"input": given}, headers=WAIT)).json()
+    expected = [ImageInput("a lighthouse", 72, 64, 3, 2.0, seed, "euler", "fog") for seed in (5, 6)]
+    assert [item.input for item in api.worker.items] == expected
+    assert all(item.cache_key for item in api.worker.items)
+    assert [data_of(url) for url in found["output"]] == [png_of(image) for image in expected]
+    assert found["deployment"] == f"acme/{IMAGE_MODEL.name}"
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize(("output_format", "magic"), [("webp", b"RIFF"), ("jpg", b"\xff\xd8"), ("png", b"\x89PNG")])
+async def test_links_lead_to_images_in_the_format_asked_for(
+    api: ApiUnderTest, tmp_path: Path, output_format: str, magic: bytes, is_large: bool
+) -> None:
+    if is_large:
+        api.worker.stores_results_in = ObjectStore(f"file://{tmp_path}/objects")
+    body = {"version": IMAGE_MODEL.name, "input": {"prompt": "a", "output_format": output_format}}
+    (url,) = (await api.http.post("/v1/predictions", json=body, headers=WAIT)).json()["output"]
+    if output_format == "png" and not is_large:
+        assert data_of(url).startswith(magic)
+        return
+    image = await api.http.get(url)
+    assert image.status_code == 200
+    assert image.content.startswith(magic)
+    assert (await api.http.get(url.replace("signature=", "signature=0"))).status_code == 403
+
+
+async def test_source_images_come_as_data_file_or_earlier_result(api: ApiUnderTest) -> None:
+    png = png_of(ImageInput("", 64, 64, 1, 1.0, 99, "ddim"))
+    uri = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    sent = (await api.http.post("/v1/files", files={"content": ("a.png", png, "image/png")})).json()
+    body = {"version": IMAGE_MODEL.name, "input": {"prompt": "a", "output_format": "webp", "seed": 1}}
+    result = (await api.http.post("/v1/predictions", json=body, headers=WAIT)).json()["output"][0]
+    given = [uri, sent["urls"]["get"], sent["urls"]["download"], result]
+    for image in given:
+        wish = {"prompt": "a", "image": image, "prompt_strength": 0.5, "seed": 1}
+        found = (
+            await api.http.post("/v1/predictions", json={"version": IMAGE_MODEL.name, "input": wish}, headers=WAIT)
+        ).json()
+        assert found["status"] == "succeeded"
+    sources = [item.input.image for item in api.worker.items if isinstance(item.input, ImageInput)]
+    assert [source is not None for source in sources] == [False, True, True, True, True]
+    assert sources[1] == sources[2] == sources[3]
+    listed = (await api.http.get("/v1/predictions")).json()["results"]
+    kept = listed[3]["input"]["image"]
+    assert kept.startswith(f"{api.url}/v1/files/file_")
+    assert (await api.http.get((await api.http.get(kept)).json()["urls"]["download"])).content == png
+
+
+async def test_foreign_urls_are_not_fetched(api: ApiUnderTest) -> None:
+    fetched = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        fetched.set()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server:
+        for url in (f"http://127.0.0.1:{port}/a.png", f"{api.url}@127.0.0.1:{port}/v1/files/x", "file:///etc/passwd"):
+            body = {"version": IMAGE_MODEL.name, "input": {"prompt": "a", "image": url}}
+            response = await api.http.post("/v1/predictions", json=body)
+            assert response.status_code == 422
+            assert "other URLs are not fetched" in response.json()["detail"]
+    assert not fetched.is_set()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "field"),
+    [
+        ("/v1/predictions", {"input": {"text": "a"}}, 422, "version"),
+        ("/v1/predictions", {"version": "gpt-9", "input": {}}, 422, "version"),
+        ("/v1/predictions", {"version": IMAGE_MODEL.name, "input": {}}, 422, "input.prompt"),
+        ("/v1/predictions", {"version": IMAGE_MODEL.name, "input": {"prompt": "a", "steps": 3}}, 422, "input.steps"),
+        ("/v1/predictions", {"version": IMAGE_MODEL.name, "input": {"prompt": "a", "width": 3}}, 422, "input.size"),
+        ("/v1/predictions", TEXT | {"input": {"text": "a", "texts": ["b"]}}, 422, "input"),
+        ("/v1/predictions", TEXT | {"input": {"texts": ["a"] * 129}}, 422, "input.texts"),
+        ("/v1/predictions", TEXT | {"webhook": "ftp://a"}, 422, "webhook"),
+        ("/v1/predictions", TEXT | {"webhook_events_filter": ["end"]}, 422, "webhook_events_filter[0]"),
+        ("/v1/models/a/gpt-9/predictions", {"input": {}}, 404, None),
+    ],
+)
+async def test_wrong_requests_are_told_in_replicates_shape(
+    api: ApiUnderTest, path: str, body: dict[str, Any], status: int, field: str | None
+) -> None:
+    response = await api.http.post(path, json=body)
+    problem = response.json()
+    assert response.status_code == problem["status"] == status
+    assert problem["detail"]
+    assert [one["field"] for one in problem.get("invalid_fields", [])] == ([field] if field else [])
+    assert not api.worker.jobs
+
+
+async def test_models_versions_and_paths_without_v1(api: ApiUnderTest) -> None:
+    model = (await api.http.get(f"/models/anyone/{TEXT_MODEL.name}")).json()
+    version = model["latest_version"]
+    assert (await api.http.get(f"/v1/models/x/{TEXT_MODEL.name}/versions/{version['id']}")).json() == version
+    assert (await api.http.get(f"/v1/models/x/{IMAGE_MODEL.name}/versions/{version['id']}")).status_code == 404
+    assert "texts" in version["openapi_schema"]["components"]["schemas"]["Input"]["properties"]
+    body = TEXT | {"version": version["id"]}
+    found = (await api.http.post("/predictions", json=body, headers=WAIT)).json()
+    assert (found["status"], found["version"]) == ("succeeded", version["id"])
+    assert (await api.http.get(f"/predictions/{found['id']}")).json() == found

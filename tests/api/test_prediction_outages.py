@@ -1,0 +1,142 @@
+"""Predictions when something is late, gone or full: what was promised is kept, and nothing else is promised."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from infra.local.redis import RedisServer
+from shared.errors import Unavailable
+from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.api.predicting import TEXT, WAIT, admitted, until_over
+from tests.fakes import InMemoryTransport
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient_redis")]
+
+
+@pytest.fixture
+async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
+    async with running_api(settings_for(tmp_path, redis_url=redis_url, secret="s")) as running:
+        yield running
+
+
+async def test_who_hangs_up_does_not_cancel(api: ApiUnderTest) -> None:
+    api.worker.go.clear()
+    with pytest.raises(httpx.ReadTimeout):
+        await api.http.post("/v1/predictions", json=TEXT, headers=WAIT, timeout=httpx.Timeout(5, read=0.3))
+    async with asyncio.timeout(5):
+        while admitted():  # noqa: ASYNC110 - the product has no use for an event here
+            await asyncio.sleep(0)
+    api.worker.go.set()
+    assert (await until_over(api, {"id": api.worker.jobs[0].envelope.request_id}))["status"] == "succeeded"
+
+
+async def test_another_instance_answers_for_one_that_is_gone(tmp_path: Path, redis_url: str) -> None:
+    broker, settings = InMemoryTransport(), settings_for(tmp_path, redis_url=redis_url, secret="s")
+    async with running_api(settings, broker, broker) as second:
+        second.worker.go.clear()
+        async with running_api(settings, broker, broker, worker=second.worker) as first:
+            waiting = asyncio.create_task(first.http.post("/v1/predictions", json=TEXT, headers={"prefer": "wait=2"}))
+            await second.worker.until_taken(1)
+            # Known, waited for and canceled through another instance than the one that made it.
+            (listed,) = (await second.http.get("/v1/predictions")).json()["results"]
+            canceled = (await second.http.post(f"/v1/predictions/{listed['id']}/cancel")).json()
+            assert canceled["status"] == "canceled"
+            assert (await waiting).json()["status"] == "canceled"
+            created = (await first.http.post("/v1/predictions", json=TEXT)).json()
+        second.worker.go.set()
+        assert (await until_over(second, created))["status"] == "succeeded"
+
+
+async def test_lost_reply_is_found_in_the_record(api: ApiUnderTest) -> None:
+    api.worker.go.clear()
+    waiting = asyncio.create_task(api.http.post("/v1/predictions", json=TEXT, headers=WAIT))
+    await api.worker.claimed.wait()
+    await api.broker.delete_topic(api.worker.jobs[0].envelope.inbox)
+    api.worker.go.set()
+    assert (await waiting).json()["status"] == "succeeded"
+
+
+async def test_broker_out_of_reach_promises_nothing_and_a_retry_succeeds(api: ApiUnderTest) -> None:
+    api.broker.outage = Unavailable("no broker")
+    response = await api.http.post("/v1/predictions", json=TEXT)
+    assert response.status_code == 503
+    assert response.headers["retry-after"]
+    (failed,) = (await api.http.get("/v1/predictions")).json()["results"]
+    assert failed["status"] == "failed"
+    assert "no broker" in failed["error"]
+    assert (await api.http.put("/v1/predictions/mine", json=TEXT)).status_code == 503
+    api.broker.outage = None
+    retried = await api.http.put("/v1/predictions/mine", json=TEXT, headers=WAIT)
+    assert retried.json()["status"] == "succeeded"
+
+
+async def test_redis_out_of_reach_is_503_at_once(tmp_path: Path) -> None:
+    with RedisServer(tmp_path, tmp_path) as server:
+        settings = settings_for(tmp_path, redis_url=server.url)
+        async with running_api(settings) as api:
+            created = (await api.http.post("/v1/predictions", json=TEXT, headers=WAIT)).json()
+            server.stop()
+            began_s = time.monotonic()
+            for method, path in (
+                ("POST", "/v1/predictions"),
+                ("GET", f"/v1/predictions/{created['id']}"),
+                ("GET", "/v1/predictions"),
+                ("POST", f"/v1/predictions/{created['id']}/cancel"),
+            ):
+                response = await api.http.request(method, path, json=TEXT if path.endswith("s") else None)
+                assert response.status_code == 503, path
+                assert response.headers["retry-after"]
+                assert response.json()["status"] == 503
+            assert time.monotonic() - began_s < 6
+            assert len(api.worker.jobs) == 1
+
+
+async def test_hanging_redis_does_not_hold_an_answer_back(tmp_path: Path) -> None:
+    with RedisServer(tmp_path, tmp_path) as server:
+        async with running_api(settings_for(tmp_path, redis_url=server.url)) as api:
+            api.worker.go.clear()
+            began_s = time.monotonic()
+            waiting = asyncio.create_task(api.http.post("/v1/predictions", json=TEXT, headers={"prefer": "wait=2"}))
+            await api.worker.claimed.wait()
+            server.pause()
+            try:
+                created = (await waiting).json()
+            finally:
+                server.resume()
+            assert created["status"] == "starting"
+            assert time.monotonic() - began_s < 2.5
+            api.worker.go.set()
+            assert (await until_over(api, created))["status"] == "succeeded"
+
+
+async def test_prediction_that_nobody_ends_is_ended_by_who_reads_it(
+    api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.predictions.GRACE_S", 0.0)
+    await api.broker.ensure_topic("webhooks")
+    api.worker.is_silent = True
+    body = TEXT | {"webhook": "https://a.example/hook"}
+    before = api.broker.published
+    created = (await api.http.post("/v1/predictions", json=body, headers={"x-penstock-deadline-ms": "60"})).json()
+    found = await until_over(api, created)
+    assert (found["status"], found["error"]) == ("failed", "deadline exceeded: it was not done within 0.06 s")
+    assert api.broker.published == before + 2  # the job, and the webhook's event
+    assert api.worker.jobs[0].envelope.webhook == "start,output,logs,completed"
+
+
+async def test_full_instance_says_when_to_come_back(tmp_path: Path, redis_url: str) -> None:
+    async with running_api(settings_for(tmp_path, redis_url=redis_url, max_in_flight=1)) as api:
+        api.worker.go.clear()
+        waiting = asyncio.create_task(api.http.post("/v1/predictions", json=TEXT, headers=WAIT))
+        await api.worker.until_taken(1)
+        refused = await api.http.post("/v1/predictions", json=TEXT)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["detail"]
+        api.worker.go.set()
+        assert (await waiting).json()["status"] == "succeeded"
+        assert len((await api.http.get("/v1/predictions")).json()["results"]) == 1
