@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from infra.local.provision import provision
 from shared.catalogue import read_catalogue
 from shared.names import (
+    WEBHOOKS_TOPIC_ID,
     batch_subscription_id,
     dead_letter_subscription_id,
+    dead_letter_topic_id,
     inbox_topic_id,
     jobs_topic_id,
     slot_subscription_id,
@@ -62,6 +66,31 @@ async def test_job_has_one_lane(pubsub_endpoint: str) -> None:
                 await broker.publish(jobs_topic_id(name), lane.encode() or b"none", {"lane": lane} if lane else {})
             got = [[(await anext(aiter(each))).data for _ in range(2)] for each in (interactive, batch)]
         assert got == [[b"none", b"interactive"], [b"batch", b"batch"]]
+
+
+@pytest.mark.anyio
+async def test_pushes_follow_the_functions(pubsub_endpoint: str) -> None:
+    pushed: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
+
+    async def take(request: web.Request) -> web.Response:
+        await pushed.put((request.path, await request.read()))
+        return web.Response(status=204)
+
+    app = web.Application()
+    app.router.add_post("/{function}", take)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    nowhere, here = "http://127.0.0.1:9", f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with PubSubAdmin("pushes", pubsub_endpoint) as admin, PubSubTransport("pushes", pubsub_endpoint) as broker:
+        for functions_url in (nowhere, here):
+            await provision(admin, CATALOGUE, 0, 1, functions_url)
+        await broker.publish(dead_letter_topic_id(CATALOGUE.models[0].name), b"", {"of": "course"})
+        await broker.publish(WEBHOOKS_TOPIC_ID, b"", {"of": "course"})
+        async with asyncio.timeout(8):
+            found = [await pushed.get() for _ in range(2)]
+    await runner.cleanup()
+    assert sorted(path for path, _ in found) == ["/dead_letter", "/webhook"]
 
 
 @pytest.mark.anyio

@@ -10,11 +10,13 @@ from typing import Literal
 import pytest
 from openai import InvalidWebhookSignatureError, OpenAI
 
+from infra.local.process import free_port
 from shared.messages import EmbeddingResult, ItemOutcome, Receipt, ReplyBody, encode_reply_body
 from shared.webhooks import tenant_secrets
 from tests.workers.functions.conftest import SECRETS
 from tests.workers.functions.receiver import Delivery, Receiver
 from tests.workers.functions.world import World
+from workers.functions.notes import Notes
 
 pytestmark = pytest.mark.anyio
 
@@ -136,3 +138,29 @@ async def test_end_waits_for_the_record(world: World, receiver: Receiver) -> Non
     await finish(world)
     (delivery,) = await receiver.wait(1)
     assert json.loads(delivery.body)["status"] == "succeeded"
+
+
+@pytest.mark.parametrize(
+    ("status", "age_s", "end", "answered"),
+    [
+        (404, 60, "failed", 503),
+        (404, 4000, "refused", 204),
+        (302, 4000, "refused", 204),
+        (429, 4000, "failed", 503),
+        (503, 4000, "failed", 503),
+    ],
+)
+async def test_refusals_are_repeated_for_an_hour(
+    world: World, receiver: Receiver, status: int, age_s: int, end: str, answered: int
+) -> None:
+    receiver.statuses = [status]
+    before = await world.count(METRIC, end, 0)
+    await world.create(receiver.url)
+    assert await world.push_event("start", age_s) == answered
+    assert await world.count(METRIC, end) == before + 1
+
+
+async def test_events_are_due_without_redis() -> None:
+    async with Notes(f"redis://127.0.0.1:{free_port()}/0") as notes:
+        assert [await notes.admit("req_1", event) for event in ("logs", "logs", "completed")] == ["due"] * 3
+        await notes.close("req_1")

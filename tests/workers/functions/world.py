@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from typing import Any, Self
 
+import httpx
 from google.cloud import bigquery
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -122,6 +125,18 @@ class World:
         """What a worker publishes."""
         data, attributes = encode_event(Event(self.request_id, event, sequence))
         await self.broker.publish(self._events, data, attributes)
+
+    async def push_event(self, event: EventName, age_s: float) -> int:
+        """The status of the answer to a push of an event that was published so long ago, by our own hand."""
+        data, attributes = encode_event(Event(self.request_id, event))
+        message = {
+            "messageId": "1",
+            "publishTime": datetime.fromtimestamp(time.time() - age_s, UTC).isoformat(),
+            "data": base64.b64encode(data).decode(),
+            "attributes": attributes,
+        }
+        async with httpx.AsyncClient(base_url=self.functions_url) as client:
+            return (await client.post("/webhook", json={"message": message, "subscription": "s"})).status_code
 
     async def reply(self) -> Reply:
         """The next one in the inbox."""
