@@ -12,21 +12,30 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import obstore
 from obstore import store
 from obstore.exceptions import BaseError
+from prometheus_client import Counter
 
 from shared.errors import BadInput, ConfigurationError, InputTooLarge, Unavailable
 
 TIMEOUT_S = 10.0
 """The longest that one put or get may take, retries included."""
 KEY_LIMIT_BYTES = 512
+THREADS = 8
+
+ERRORS = Counter(
+    "penstock_objects_errors_total", "Puts and gets that the store failed or was too slow with", ["operation"]
+)
+T = TypeVar("T")
 
 _SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _KEY = re.compile(rf"{_SEGMENT}(/{_SEGMENT})*")
@@ -57,6 +66,8 @@ class ObjectStore:
     def __init__(self, url: str) -> None:
         self._url = url
         self._store = _open(url)
+        # Threads of its own: a store that hangs holds all of them, and must not hold those of others.
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="objects")
         # A folder keeps no media types; the keys' extensions tell.
         self._keeps_media_type = not isinstance(self._store, store.LocalStore)
 
@@ -69,9 +80,8 @@ class ObjectStore:
         """
         _check(key)
         attributes = {"Content-Type": media_type} if self._keeps_media_type else None
-        with _translated(key):
-            async with asyncio.timeout(TIMEOUT_S):
-                await asyncio.to_thread(obstore.put, self._store, key, data, attributes=attributes)
+        with _translated("put", key):
+            await self._work(partial(obstore.put, self._store, key, data, attributes=attributes))
 
     async def get(self, key: str, max_bytes: int) -> bytes:
         """The bytes of an object of at most `max_bytes`.
@@ -82,9 +92,12 @@ class ObjectStore:
             Unavailable: the store is out of reach, or did not give it in time.
         """
         _check(key)
-        with _translated(key):
-            async with asyncio.timeout(TIMEOUT_S):
-                return await asyncio.to_thread(_read, self._store, key, max_bytes)
+        with _translated("get", key):
+            return await self._work(partial(_read, self._store, key, max_bytes))
+
+    async def _work(self, call: Callable[[], T]) -> T:
+        async with asyncio.timeout(TIMEOUT_S):
+            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     async def check(self) -> None:
         """Asks the store for an object that is not there, for readiness and `penstock doctor`.
@@ -129,14 +142,17 @@ def _check(key: str) -> None:
 
 
 @contextmanager
-def _translated(key: str) -> Iterator[None]:
+def _translated(operation: str, key: str) -> Iterator[None]:
     try:
         yield
-    except FileNotFoundError as error:
-        raise BadInput(f"there is no object {key!r}", field="object_key") from error
     except TimeoutError as error:
+        ERRORS.labels(operation).inc()
         raise Unavailable(f"the object store did not answer in {TIMEOUT_S:g} s") from error
     except (BaseError, OSError, ValueError) as error:
+        # A put that finds nothing lacks its bucket, which is no fault of the caller.
+        if isinstance(error, FileNotFoundError) and operation == "get":
+            raise BadInput(f"there is no object {key!r}", field="object_key") from error
+        ERRORS.labels(operation).inc()
         raise Unavailable(f"the object store failed on {key!r}: {_reason(error)}") from error
 
 

@@ -1,8 +1,12 @@
+import asyncio
 import os
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import anyio
 import pytest
+from prometheus_client import REGISTRY
 
 from infra.local.process import free_port
 from shared.errors import BadInput, ConfigurationError, InputTooLarge, Unavailable
@@ -97,6 +101,44 @@ async def test_bucket_out_of_reach_is_unavailable(monkeypatch: pytest.MonkeyPatc
         await objects.put("a/b.png", b"x", "image/png")
     with pytest.raises(Unavailable, match="object store failed"):
         await objects.check()
+
+
+async def test_missing_bucket_is_no_fault_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoBucket(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "none")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "none")
+    with HTTPServer(("127.0.0.1", 0), NoBucket) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with pytest.raises(Unavailable, match="object store failed"):
+                await ObjectStore("s3://bucket/prefix").put("a/b.png", b"x", "image/png")
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+async def test_store_that_hangs_holds_up_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.objects.TIMEOUT_S", 1.5)
+    errors = REGISTRY.get_sample_value("penstock_objects_errors_total", {"operation": "get"}) or 0
+    os.mkfifo(tmp_path / "hangs")  # its open waits for somebody who writes
+    objects = ObjectStore(f"file://{tmp_path}")
+    asked = [asyncio.create_task(objects.get("hangs", max_bytes=5)) for _ in range(50)]
+    for _ in range(10):
+        assert await asyncio.to_thread(lambda: "done") == "done"
+    assert not any(one.done() for one in asked), "nothing else waited for these"
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    assert {type(one) for one in found} == {Unavailable}
+    assert REGISTRY.get_sample_value("penstock_objects_errors_total", {"operation": "get"}) == errors + 50
+    with (tmp_path / "hangs").open("w"):
+        pass  # lets the threads go
 
 
 async def test_check_passes_on_an_empty_store(objects: ObjectStore) -> None:
