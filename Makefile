@@ -8,7 +8,7 @@ EXTRAS := api,worker,functions,optimize,local,dev
 SOURCES := api workers shared infra models bench tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up doctor bench bench-peers test check lint format types imports terraform-check deploy-check unit constraints clean
+.PHONY: help setup demo up doctor bench bench-peers faults test check lint format types imports terraform-check deploy-check unit constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ bench: $(STAMP) ## measure the pipeline on this machine
 
 bench-peers: $(STAMP) ## measure it beside other servers of the same model; QUICK=1: 5 minutes, else 15
 	@$(BIN)/python -m bench.peers $(if $(QUICK),--quick)
+
+faults: $(STAMP) ## break the pipeline 66 times under traffic, and count what was lost: about 8 minutes
+	@$(BIN)/python -m tests.faults
 
 test: check terraform-check unit ## everything that a change must pass
 

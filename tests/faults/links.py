@@ -37,6 +37,7 @@ class Link:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
             for way in ways:
                 way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
         except OSError:
             return
         finally:
@@ -69,25 +70,33 @@ class Links:
 
     def __init__(self, targets: dict[str, int]) -> None:
         self._targets = targets
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="links", daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="links", daemon=True)
         self._links: dict[str, Link] = {}
+        self._opened = threading.Event()
 
     def __enter__(self) -> Self:
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(LIMIT_S)
+        if not self._opened.wait(LIMIT_S):
+            raise TimeoutError("the links did not open")
         return self
 
-    async def _open(self) -> None:
-        for name, port in self._targets.items():
-            link = self._links[name] = Link(port)
-            server = await asyncio.start_server(link.serve, "127.0.0.1", 0)
-            link.port = server.sockets[0].getsockname()[1]
+    async def _run(self) -> None:
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        async with contextlib.AsyncExitStack() as stack:
+            for name, port in self._targets.items():
+                link = self._links[name] = Link(port)
+                server = await stack.enter_async_context(await asyncio.start_server(link.serve, "127.0.0.1", 0))
+                link.port = server.sockets[0].getsockname()[1]
+            self._opened.set()
+            await self._over.wait()
+            for link in self._links.values():
+                link.heal()
+                link.cut()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join(LIMIT_S)
 
     def port(self, name: str) -> int:

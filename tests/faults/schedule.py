@@ -59,7 +59,7 @@ async def inject(world: World, plan: Iterator[Fault], say: Callable[[str], None]
         begin, heal = _ways(world, fault)
         begin()
         await asyncio.sleep(fault.lasts_s)
-        await asyncio.to_thread(heal)
+        await asyncio.get_running_loop().run_in_executor(world.healer, heal)
         done[fault.kind] += 1
         say(f"{fault.kind:12} {fault.target:16} {time.monotonic() - began_s:5.1f} s until healed")
         await asyncio.sleep(CALM_S)

@@ -83,12 +83,10 @@ def run(
 
 
 async def _run(world: World, traffic: Traffic, plan: Iterator[Fault], say: Callable[[str], None]) -> Counter[str]:
-    injecting = asyncio.create_task(inject(world, plan, say))
-    try:
+    async with traffic:
+        injecting = asyncio.create_task(inject(world, plan, say))
         await traffic.run(lambda: not injecting.done())
-    finally:
-        done = await injecting
-    return done
+        return await injecting
 
 
 def _check_rows(world: World, tally: Tally) -> tuple[list[str], list[str], list[str]]:
@@ -99,11 +97,12 @@ def _check_rows(world: World, tally: Tally) -> tuple[list[str], list[str], list[
         credentials=AnonymousCredentials(),
         client_options={"api_endpoint": settings.bigquery_endpoint},
     )
-    sql = f"SELECT request_id, status FROM `{settings.dataset}.rows_deduplicated` WHERE received_at > TIMESTAMP '2020-01-01'"
+    since = "WHERE received_at > TIMESTAMP '2020-01-01'"
+    sql = f"SELECT request_id, status FROM `{settings.dataset}.rows_deduplicated` {since}"
     until_s = time.monotonic() + ROWS_LIMIT_S
     while True:
         found: dict[str, list[str]] = {}
-        for row in client.query_and_wait(sql):
+        for row in client.query_and_wait(sql, wait_timeout=ROWS_LIMIT_S):
             found.setdefault(row["request_id"], []).append(row["status"])
         missing = [one for one in tally.expected_rows if one not in found]
         if not missing or time.monotonic() > until_s:

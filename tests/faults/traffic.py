@@ -9,7 +9,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 from uuid import uuid4
 
 import aiohttp
@@ -77,17 +78,24 @@ class Traffic:
         self._vectors: list[Vector] = []
         self.tally = Tally()
 
-    async def run(self, goes_on: Callable[[], bool]) -> Tally:
-        """Sends until all requests are sent and `goes_on` says no; every request that was begun is ended first."""
+    async def __aenter__(self) -> Self:
+        """Asks for every text once, while nothing is wrong yet."""
         timeout = aiohttp.ClientTimeout(total=TRY_LIMIT_S, sock_connect=5.0)
         connector = aiohttp.TCPConnector(limit=2 * self._in_flight)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            self._session = session
-            self._vectors = [await self._reference(number) for number in range(TEXTS)]
-            async with asyncio.TaskGroup() as callers:
-                for _ in range(self._in_flight):
-                    callers.create_task(self._call(goes_on))
-        return self.tally
+        self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
+        self._vectors = [await self._reference(number) for number in range(TEXTS)]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def run(self, goes_on: Callable[[], bool]) -> None:
+        """Sends until all requests are sent and `goes_on` says no; every request that was begun is ended first."""
+        async with asyncio.TaskGroup() as callers:
+            for _ in range(self._in_flight):
+                callers.create_task(self._call(goes_on))
 
     async def _reference(self, number: int) -> Vector:
         async with self._session.post(f"{self._urls[0]}/v1/embeddings", json=_body(number)) as response:

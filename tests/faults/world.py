@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -57,11 +58,14 @@ class World:
         targets = {f"{one}.{server}": self._ports[server] for one in (*APIS, *WORKERS) for server in INSTANCE_LINKS}
         self.links = Links(targets)
         self.processes: dict[str, Process] = {}
+        # What it starts ends with its thread, so it lives as long as the world.
+        self.healer = ThreadPoolExecutor(1)
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
         self._models_file.write_text(CATALOGUE)
         with ExitStack() as undo:
+            undo.enter_context(self.healer)
             undo.enter_context(self.links)
             self._make_graph()
             for name in SERVERS:
