@@ -1,8 +1,10 @@
 """Parts that die, hang or fail while requests come in: each request has one clear answer and one row, and it heals."""
 
+import asyncio
 import base64
 import io
 import re
+import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +17,12 @@ import openai
 import pytest
 from PIL import Image
 
-from infra.local.process import answers, listens
+from infra.local.process import Process, answers, free_port, listens
 from infra.local.stack import Stack
+from shared.errors import Unavailable
+from shared.pubsub import PubSubTransport
+from shared.pubsub_admin import PubSubAdmin
+from shared.transport import SubscriptionSettings
 from tests.end_to_end.conftest import EMBEDDER
 from tests.end_to_end.rows import Rows, eventually
 
@@ -132,6 +138,37 @@ def test_pubsub_hangs(stack: Stack, client: openai.OpenAI, rows: Rows, text: str
     assert all(retry_after for status, _, retry_after in refused if status == 503)
     assert [status for status, _, _ in served] == [200] * 4
     assert_one_row_each(rows, [request_id for _, request_id, _ in refused + served])
+
+
+@pytest.mark.anyio
+async def test_pubsub_is_killed_and_back(tmp_path: Path) -> None:
+    """With a data directory: what it accepted is delivered, and a publish that waits goes through when it is back."""
+    port, wanted = free_port(), {f"job {number}".encode() for number in range(20)}
+    command = [sys.executable, "-m", "infra.local.pubsub", "--port", str(port), "--data-dir", str(tmp_path / "data")]
+    with Process("pubsub", command, tmp_path) as server:
+        await asyncio.to_thread(server.wait_ready, lambda: listens(port), LIMIT_S)
+        endpoint = f"127.0.0.1:{port}"
+        async with PubSubAdmin("outages", endpoint) as admin, PubSubTransport("outages", endpoint) as transport:
+            await admin.ensure_topic("jobs")
+            await admin.ensure_subscription("jobs", SubscriptionSettings("jobs"))
+            accepted = sorted(wanted)[:10]
+            await asyncio.gather(*(transport.publish("jobs", data, {}) for data in accepted))
+            server.kill()
+            waiting = [
+                asyncio.create_task(transport.publish("jobs", data, {}, timeout_s=LIMIT_S))
+                for data in wanted - set(accepted)
+            ]
+            with pytest.raises(Unavailable):
+                await transport.publish("jobs", b"in a hurry", {}, timeout_s=0.3)
+            server.start()
+            await asyncio.gather(*waiting)
+            got: set[bytes] = set()
+            async with asyncio.timeout(LIMIT_S), transport.subscribe("jobs", max_messages=10) as subscription:
+                async for message in subscription:
+                    subscription.ack(message)
+                    got.add(message.data)
+                    if wanted <= got:
+                        break
 
 
 def test_objects_cannot_be_stored_by_the_api(stack: Stack, client: openai.OpenAI, rows: Rows, text: str) -> None:

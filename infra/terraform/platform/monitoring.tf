@@ -29,6 +29,12 @@ locals {
         severity = "CRITICAL"
         title    = "Worker: its model process keeps dying"
       }
+      objects-failing = {
+        duration = "120s"
+        query    = "sum(rate(penstock_objects_errors_total[5m])) > 0"
+        severity = "WARNING"
+        title    = "Objects: the store fails"
+      }
       rows-late = {
         duration = "300s"
         query    = "max(penstock_rows_oldest_seconds) > 300"
