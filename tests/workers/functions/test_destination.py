@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 from collections.abc import Sequence
 from ipaddress import ip_address
+from pathlib import Path
 
 import httpx
 import pytest
@@ -114,6 +116,20 @@ async def test_connects_to_what_was_judged_under_the_own_name(receiver: Receiver
     assert asked == [("receiver.example", receiver.port)]
     assert (delivery.headers["host"], delivery.headers["x-a"]) == (f"receiver.example:{receiver.port}", "1")
     assert delivery.body == b"body"
+
+
+async def test_tls_is_by_name_and_certificates_are_checked(issuer: Issuer, tmp_path: Path) -> None:
+    (tmp_path / "key.pem").write_text(issuer.key)
+    (tmp_path / "certificate.pem").write_text(issuer.certificate)
+    tls, asked = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), list[str]()
+    tls.load_cert_chain(tmp_path / "certificate.pem", tmp_path / "key.pem")
+    tls.sni_callback = lambda connection, name, context: asked.append(name)
+    listening = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0, ssl=tls)
+    async with listening:
+        url = f"https://receiver.example:{listening.sockets[0].getsockname()[1]}/hook"
+        with pytest.raises(Unavailable, match="certificate"):
+            await Destination(url, allow_private=True, resolve=gives("127.0.0.1")).post({}, b"")
+    assert asked == ["receiver.example"]
 
 
 async def test_an_address_that_was_not_judged_is_not_reached(receiver: Receiver) -> None:

@@ -27,6 +27,11 @@ class Issuer:
         self._key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
 
     @property
+    def key(self) -> str:
+        kind = serialization.PrivateFormat.TraditionalOpenSSL
+        return self._key.private_bytes(serialization.Encoding.PEM, kind, serialization.NoEncryption()).decode()
+
+    @property
     def certificate(self) -> str:
         name, now = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "issuer")]), datetime.now(UTC)
         built = (
@@ -51,10 +56,7 @@ class Issuer:
             "iat": now_s,
             "exp": now_s + 600,
         }
-        pem = self._key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
-        )
-        signed: bytes = jwt.encode(RSASigner.from_string(pem, KEY_ID), usual | claims)
+        signed: bytes = jwt.encode(RSASigner.from_string(self.key, KEY_ID), usual | claims)
         return signed.decode()
 
 
