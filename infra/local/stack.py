@@ -231,7 +231,9 @@ class Stack:
                 self._tell("without", f"optimised graphs: {error.message}")
 
     def _redis(self, socket_path: Path) -> RedisServer:
-        return RedisServer(self.state_dir / "redis", self.log_dir, self.ports.redis, socket_path=socket_path)
+        return RedisServer(
+            self.state_dir / "redis", self.log_dir, self.ports.redis, socket_path=socket_path, persist=True
+        )
 
     def _start_pipeline(self, undo: ExitStack, catalogue: Catalogue) -> None:
         workers: dict[str, int] = {}
