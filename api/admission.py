@@ -22,7 +22,7 @@ BATCH_SHARE = 0.5
 """Of every bound, the most that the lane `batch` may take: interactive requests find room beside it."""
 INTERACTIVE_TURNS = 0.75
 """Of a worker's batches, those that the interactive lane has for sure while both wait."""
-MARGIN = 1.15
+MARGIN = 1.25
 """Put on estimated waits: an answer that is late is work for nothing."""
 
 
