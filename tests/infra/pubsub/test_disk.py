@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from infra.local.pubsub.changes import Changes
-from infra.local.pubsub.database import FILE_NAME, Database, opened_database
+from infra.local.pubsub.database import FILE_NAME, Database, WriteFailed, opened_database
 from infra.local.pubsub.durable import DurableJournal
 from infra.local.pubsub.errors import Unavailable
 from infra.local.pubsub.protos import message_class
@@ -21,7 +21,7 @@ from infra.local.pubsub.timers import Timers
 from infra.local.pubsub.topic import Topic
 from tests.infra.pubsub.kept_server import LIMIT_S, KeptServer
 from tests.infra.pubsub.wire import Wire, connect, until
-from tests.infra.pubsub.world import KeptWorld
+from tests.infra.pubsub.world import KeptWorld, topic_path
 
 TOPIC, SUBSCRIPTION = "projects/p/topics/jobs", "projects/p/subscriptions/one"
 MIB = 1024**2
@@ -60,6 +60,50 @@ async def test_full_disk_refuses_and_loses_nothing_and_goes_on_when_there_is_roo
             assert again == answered[len(leased) :]
     finally:
         server.kill()
+
+
+class FullDatabase(Database):
+    """The real one on a disk that is full while the test says so."""
+
+    is_full = False
+
+    def write(self, changes: Changes) -> None:
+        if self.is_full:
+            raise WriteFailed("database or disk is full")
+        super().write(changes)
+
+
+@pytest.mark.anyio
+async def test_failed_commit_takes_back_what_is_published_and_nothing_else(tmp_path: Path) -> None:
+    with opened_database(tmp_path, fsync=False):
+        pass
+    with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None, check_same_thread=False)) as connection:
+        database = FullDatabase(connection)
+        world = KeptWorld(database)
+        world.topic()
+        world.topic("dead")
+        policy = {"dead_letter_topic": topic_path("dead"), "max_delivery_attempts": 5}
+        world.subscription(dead_letter_policy=policy)
+        world.subscription("morgue", "dead")
+        world.publish("poison", "acked")
+        async with world.journal.running(world.broker.registry.withdraw):
+            await world.journal.committed()
+            database.is_full = True
+            poison, acked = world.pull()
+            world.ack([acked])
+            for _ in range(5):
+                world.nack([poison])
+                poison = next(iter(world.pull()), poison)
+            world.publish("refused")
+            with pytest.raises(Unavailable, match="database or disk is full"):
+                await world.journal.committed()
+            assert not is_admitted(world.journal)
+            assert world.pull_data() == []
+            database.is_full = False
+            await until(lambda: is_admitted(world.journal))
+        world.crash()
+        assert world.pull_data() == []
+        assert world.pull_data("morgue") == ["poison"]
 
 
 class SlowDatabase(Database):
@@ -158,6 +202,17 @@ async def test_directory_of_a_running_server_is_refused(tmp_path: Path) -> None:
 async def test_file_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text("not a database, but more than a hundred bytes of something else. " * 20)
     with pytest.raises(OSError, match="file is not a database"):
+        async with serve(data_dir=tmp_path):
+            pass
+
+
+@pytest.mark.anyio
+async def test_file_of_another_version_is_refused(tmp_path: Path) -> None:
+    with opened_database(tmp_path, fsync=False):
+        pass
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    with pytest.raises(OSError, match="its version is 99, and this server reads version 1"):
         async with serve(data_dir=tmp_path):
             pass
 

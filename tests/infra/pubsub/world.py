@@ -122,11 +122,11 @@ class KeptWorld(World):
         self.crash()
 
     def flush(self) -> None:
-        self._journal.flush()
+        self.journal.flush()
 
     def crash(self) -> None:
-        self._journal = DurableJournal(self.database)
-        self.broker = Broker(lambda: self.now_s, journal=self._journal)
+        self.journal = DurableJournal(self.database)
+        self.broker = Broker(lambda: self.now_s, journal=self.journal)
         restore(self.broker.registry, self.database)
 
     def restart(self) -> None:
