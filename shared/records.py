@@ -114,7 +114,7 @@ class Records:
     """
 
     def __init__(
-        self, redis_url: str, *, prefix: str = "penstock:", timeout_s: float = 0.25, retry_s: float = 0.25
+        self, redis_url: str, *, prefix: str = "penstock:", timeout_s: float = 1.0, retry_s: float = 0.25
     ) -> None:
         self._link = RedisLink("records", redis_url, timeout_s=timeout_s, retry_s=retry_s, up=UP, errors=ERRORS)
         self._prefix = prefix
