@@ -137,6 +137,24 @@ async def test_disk_that_fails_makes_rows_safe_only_in_bigquery_until_it_works(
     assert said == ["disk does not take rows; they wait in memory", "disk takes rows again"]
 
 
+async def test_slow_disk_is_left_to_the_thread(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.rows_journal.SLOW_DISK_S", 0.0)
+    told: list[int] = []
+    written = [unused() for _ in range(100)]
+    async with writer(server, tmp_path / "spool") as rows:
+        for number in written:
+            rows.write(row(number), lambda number=number: told.append(number))  # type: ignore[misc]
+        assert metric("penstock_rows_disk_up") == 0
+        await until(lambda: len(told) == len(written))
+        assert sorted(told) == written
+        monkeypatch.setattr("shared.rows_journal.SLOW_DISK_S", LIMIT_S)
+        rows.write(row(unused()))
+        await until(lambda: metric("penstock_rows_disk_up") == 1)
+        assert await rows.flush(LIMIT_S)
+    found = server.row_ids()
+    assert [found.count(row_id(number)) for number in written] == [1] * len(written)
+
+
 async def test_rows_wait_in_memory_while_neither_works_and_go_to_whichever_is_first(
     server: Server, tmp_path: Path
 ) -> None:
