@@ -10,7 +10,19 @@ from collections.abc import Sequence
 
 from bench.report import Outcome, keep, machine, table
 
-NAMES = ("overhead", "throughput", "hits", "multi_model", "slots", "broker", "soak", "footprint", "overload", "profile")
+NAMES = (
+    "overhead",
+    "throughput",
+    "hits",
+    "multi_model",
+    "slots",
+    "broker",
+    "soak",
+    "footprint",
+    "overload",
+    "recovery",
+    "profile",
+)
 """Each is a module here whose `run()` returns an Outcome."""
 
 

@@ -48,9 +48,13 @@ class World:
 
     Args:
         folder: gets logs, state and spools.
+        workers: how many.
+        processes: model processes of each worker.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, workers: int = len(WORKERS), processes: int = 1) -> None:
+        self._workers = WORKERS[:workers]
+        self._processes = processes
         self._folder = folder
         self._models_file = folder / "models.yaml"
         self._log_dir = folder / "log"
@@ -75,9 +79,9 @@ class World:
             settings = self.settings
             asyncio.run(_provision(settings))
             create_tables(settings)
-            for name in (*WORKERS, *APIS):
+            for name in (*self._workers, *APIS):
                 self._start(undo, self._instance(name))
-            for name in (*WORKERS, *APIS):
+            for name in (*self._workers, *APIS):
                 self.wait_ready(name)
             self._undo = undo.pop_all()
         return self
@@ -128,7 +132,11 @@ class World:
         if name in APIS:
             own |= {"PENSTOCK_PORT": str(self._ports[name])}
             return Process(name, [sys.executable, "-m", "api"], self._log_dir, environment=environment_with(own))
-        own |= {"PENSTOCK_MODEL": MODEL, "PENSTOCK_HEALTH_PORT": str(self._ports[name]), "PENSTOCK_PROCESSES": "1"}
+        own |= {
+            "PENSTOCK_MODEL": MODEL,
+            "PENSTOCK_HEALTH_PORT": str(self._ports[name]),
+            "PENSTOCK_PROCESSES": str(self._processes),
+        }
         command = [sys.executable, "-m", "workers"]
         return Process(name, command, self._log_dir, environment=environment_with(own), stop_limit_s=30.0)
 

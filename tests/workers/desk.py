@@ -47,7 +47,7 @@ from workers.finisher import Finisher
 from workers.frames import Residence
 from workers.intake import Intake
 from workers.job import WorkerFacts
-from workers.model_pool import BatchDone, ModelProcessDied
+from workers.model_pool import BatchDone, ModelPool, ModelProcessDied
 from workers.models.base import OnStep, PreparedText
 from workers.worker import Worker
 
@@ -215,8 +215,15 @@ class HeldCache(ResultCache):
 
 @asynccontextmanager
 async def working(
-    redis_url: str, folder: Path, *, drain_s: float = LIMIT_S, cache_kind: type[ResultCache] = ResultCache
+    redis_url: str,
+    folder: Path,
+    *,
+    drain_s: float = LIMIT_S,
+    cache_kind: type[ResultCache] = ResultCache,
+    pool: ModelPool | LetterPool | None = None,
 ) -> AsyncIterator[Desk]:
+    """A worker at work, on model processes of its own or on one that the desk holds in its hands."""
+    letters = LetterPool()
     broker = InMemoryTransport()
     await broker.ensure_topic(jobs_topic_id(MODEL.name))
     await broker.ensure_topic(dead_letter_topic_id(MODEL.name))
@@ -231,14 +238,14 @@ async def working(
         (WEBHOOKS_SUBSCRIPTION_ID, SubscriptionSettings(WEBHOOKS_TOPIC_ID)),
     ):
         await broker.ensure_subscription(subscription_id, settings)
-    rows, pool, stop = RowList(), LetterPool(), asyncio.Event()
+    rows, stop = RowList(), asyncio.Event()
     async with cache_kind(redis_url, 1_000_000) as cache, Records(redis_url, retry_s=0.01) as records:
         assert await cache.wait_redis(LIMIT_S)
-        desk = Desk(broker, pool.processes[0], rows, records, stop)
+        desk = Desk(broker, letters.processes[0], rows, records, stop)
         objects = ObjectStore(f"file://{folder}")
         finisher = Finisher(MODEL, broker, cache, records, objects, rows, WorkerFacts("w", "here", "letters"))
         intake = Intake(MODEL, LetterPreparer(), cache, records, objects, finisher)
-        worker = Worker([intake], broker, records, pool, drain_s=drain_s)  # type: ignore[arg-type]
+        worker = Worker([intake], broker, records, pool or letters, drain_s=drain_s)  # type: ignore[arg-type]
         desk.running = asyncio.create_task(worker.run(stop))
         receiving = asyncio.create_task(_receive(desk))
         try:

@@ -33,6 +33,13 @@ async def hold_first(desk: Desk) -> None:
     await desk.process.started.wait()
 
 
+async def claimed(desk: Desk, record: str) -> None:
+    """Returns when the worker has claimed a record."""
+    async with asyncio.timeout(LIMIT_S):
+        while (found := await desk.records.read(record)) is None or found.state != "processing":
+            pass
+
+
 async def queued(desk: Desk) -> None:
     """Returns when everything that was published is in the worker's hands, and admitted."""
     await desk.until(lambda: desk.broker.backlog(workers_subscription_id(MODEL.name)) == 0)
@@ -144,6 +151,7 @@ async def test_job_canceled_before_it_came_is_not_begun(redis_url: str, tmp_path
 async def test_running_job_stops_and_its_row_says_what_was_saved(redis_url: str, tmp_path: Path) -> None:
     async with working(redis_url, tmp_path) as desk:
         await hold_first(desk)
+        await claimed(desk, "first")
         await desk.records.cancel("first")
         assert (await desk.reply()).body.outcomes[0].status == "canceled"
         await desk.until(lambda: len(desk.rows) == 1)
@@ -217,9 +225,7 @@ async def test_what_is_handed_back_is_not_suspected(redis_url: str, tmp_path: Pa
     async with working(redis_url, tmp_path, drain_s=0) as desk:
         await hold_first(desk)
         assert desk.running is not None
-        record = await desk.records.read("first")
-        while record is None or record.state != "processing":
-            record = await desk.records.read("first")
+        await claimed(desk, "first")
         desk.stop.set()
         await asyncio.wait_for(desk.running, LIMIT_S)
         claims = await desk.records.claim(["first"])

@@ -1,0 +1,119 @@
+"""How long callers wait when something dies under 16 requests: a model process, a whole worker, an API instance.
+
+Nobody repeats a request here. What peers do when their model process is killed stands in docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from bench.report import Figure, Outcome
+from tests.faults.world import MODEL, World
+
+IN_FLIGHT = 16
+CALM_S, AFTER_S = 2.0, 16.0
+ROUNDS = 3
+TEXT = "The quick brown fox jumps over the lazy dog, number {}, " * 4
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request: when it began and ended (monotonic seconds), and its status (0: no answer)."""
+
+    began_s: float
+    ended_s: float
+    status: int
+
+
+def run() -> Outcome:
+    """Kills each kind of part ROUNDS times, and says how long those who waited then had to wait."""
+    figures, details = [], {}
+    for name, workers, processes, kill, limit_s in _CASES:
+        waits_s, failed, starts_s = [], 0, []
+        for _ in range(ROUNDS):
+            with tempfile.TemporaryDirectory(prefix="penstock-recovery-") as folder:
+                began_s = time.monotonic()
+                with World(Path(folder), workers=workers, processes=processes) as world:
+                    starts_s.append(time.monotonic() - began_s)
+                    killed_s, calls = asyncio.run(_measure(world, kill))
+            hit = [call for call in calls if call.began_s <= killed_s < call.ended_s]
+            waits_s.append(max(call.ended_s - killed_s for call in hit))
+            failed += sum(call.status != 200 for call in calls)
+        figures.append(Figure(f"{name}: longest wait", statistics.median(waits_s), "s", "<=", limit_s))
+        figures.append(Figure(f"{name}: requests that failed", failed, "", "<=", 0))
+        details[name] = {"longest_wait_s": [round(wait_s, 2) for wait_s in waits_s]}
+    read_s = [_read_elsewhere() for _ in range(ROUNDS)]
+    figures.append(Figure("API killed: its prediction read from another", statistics.median(read_s) * 1000, "ms"))
+    return Outcome(figures, details)
+
+
+async def _measure(world: World, kill: Callable[[World], Any]) -> tuple[float, list[Call]]:
+    calls: list[Call] = []
+    numbers, over = itertools.count(), asyncio.Event()
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
+
+        async def call() -> None:
+            while not over.is_set():
+                began_s = time.monotonic()
+                body = {"model": MODEL, "input": TEXT.format(next(numbers))}
+                try:
+                    async with session.post(f"{world.url('api-0')}/v1/embeddings", json=body) as response:
+                        await response.read()
+                        status = response.status
+                except (aiohttp.ClientError, TimeoutError):
+                    status = 0
+                calls.append(Call(began_s, time.monotonic(), status))
+
+        callers = [asyncio.create_task(call()) for _ in range(IN_FLIGHT)]
+        await asyncio.sleep(CALM_S)
+        killed_s = time.monotonic()
+        kill(world)
+        await asyncio.sleep(AFTER_S)
+        over.set()
+        await asyncio.gather(*callers)
+    return killed_s, calls
+
+
+def _read_elsewhere() -> float:
+    """Seconds from the death of an API instance to another's answer for a prediction that it had just made."""
+    with tempfile.TemporaryDirectory(prefix="penstock-recovery-") as folder, World(Path(folder)) as world:
+        return asyncio.run(_make_and_read(world))
+
+
+async def _make_and_read(world: World) -> float:
+    async with aiohttp.ClientSession() as session:
+        body = {"version": MODEL, "input": {"text": "a cat"}}
+        async with session.post(f"{world.url('api-0')}/v1/predictions", json=body) as response:
+            prediction = (await response.json())["id"]
+        world.processes["api-0"].kill()
+        killed_s = time.monotonic()
+        async with session.get(f"{world.url('api-1')}/v1/predictions/{prediction}") as response:
+            answer = await response.json()
+        read_s = time.monotonic() - killed_s
+    assert answer["id"] == prediction, answer
+    return read_s
+
+
+def _kill_model_process(world: World) -> None:
+    assert world.kill_model_process("worker-0"), "a worker has a model process; this is a bug"
+
+
+def _kill_worker(world: World) -> None:
+    world.processes["worker-0"].kill()
+
+
+_CASES: tuple[tuple[str, int, int, Callable[[World], None], float], ...] = (
+    ("model process killed, another up", 1, 2, _kill_model_process, 1.0),
+    ("model process killed, the only one", 1, 1, _kill_model_process, 6.0),
+    ("worker killed, another up", 2, 1, _kill_worker, 12.0),
+)

@@ -1,0 +1,55 @@
+"""A job that kills its process each time, on real model processes: it is given up, and its neighbours never know."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.workers.desk import MODEL, working
+from workers.model_pool import Hosted, ModelPool
+
+pytestmark = pytest.mark.anyio
+
+LETTERS = """
+import os, signal, sys
+from shared.messages import EmbeddingResult
+from workers import model_process
+
+class Letters:
+    device_name, pads = "letters", False
+    def setup(self): pass
+    def warmup(self): pass
+    def groups(self, batch): return [list(range(len(batch)))]
+    def predict(self, batch, on_step):
+        texts = [item.ids.decode() for item in batch]
+        if any("poison" in text for text in texts):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [EmbeddingResult(text.encode(), len(text)) for text in texts]
+
+model_process.model_for = lambda *given, **named: Letters()
+sys.exit(model_process.main())
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_neighbours_of_a_poison_job_finish_and_its_caller_gets_the_reason(
+    redis_url: str, tmp_path: Path, processes: int
+) -> None:
+    command = (sys.executable, "-c", LETTERS)
+    async with (
+        ModelPool([Hosted(MODEL, tmp_path)], device="cpu", processes=processes, command=command) as pool,
+        working(redis_url, tmp_path, pool=pool) as desk,
+    ):
+        pids = {process.pid for process in pool.processes}
+        names = ["poison", *(f"n{letter}" for letter in "abcdefgh")]
+        for name in names:
+            await desk.send("poison" if name == "poison" else name * 3, request_id=name)
+        outcomes = {(reply := await desk.reply()).request_id: reply.body.outcomes[0] for _ in names}
+        assert {name for name, one in outcomes.items() if one.status == "succeeded"} == set(names) - {"poison"}
+        assert outcomes["poison"].error is not None
+        assert outcomes["poison"].error.message.startswith("3 model processes died over this item")
+        assert await desk.ask("after", request_id="after") == [("succeeded", b"after")]
+        assert {process.pid for process in pool.processes} != pids
+        await desk.until(lambda: len(desk.rows) == len(names) + 1)
