@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="say what is missing or out of reach, and the mend")
     doctor.set_defaults(run=_doctor)
 
-    pubsub = commands.add_parser("pubsub", add_help=False, help="the embedded Pub/Sub alone (--host --port)")
+    pubsub = commands.add_parser("pubsub", add_help=False, help="the embedded Pub/Sub alone (--host --port --data-dir)")
     pubsub.set_defaults(run=_pubsub)
     bigquery = commands.add_parser("bigquery", add_help=False, help="the embedded BigQuery alone (--host --port)")
     bigquery.set_defaults(run=_bigquery)

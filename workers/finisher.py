@@ -22,7 +22,6 @@ from shared.catalogue import Model
 from shared.errors import BadInput, Canceled, PenstockError, Unavailable, UndecodableMessage, error_for_code
 from shared.messages import (
     INLINE_LIMIT_BYTES,
-    SCHEMA_VERSION,
     Blob,
     Envelope,
     ImageResult,
@@ -41,6 +40,7 @@ from shared.objects import ObjectStore
 from shared.records import Claim, Finish, Records
 from shared.transport import Message, Publisher, Subscription
 from shared.usage import Row
+from shared.webhooks import Event, EventName, encode_event
 from workers import metrics
 from workers.job import JobInHand, WorkerFacts, row_for
 
@@ -181,21 +181,18 @@ class Finisher:
             row = row_for(self._model, self._facts, hand.envelope, outcome, answered.replied_at_s or time.time())
             self._rows.write(row, on_safe)
 
-    def tell_webhook(self, hand: JobInHand, event: str) -> None:
+    def tell_webhook(self, hand: JobInHand, event: EventName, sequence: int = 0) -> None:
         """Has the prediction's webhook told of `event`, if it wants to know; lost where the broker is out of reach."""
         if event in hand.envelope.webhook.split(","):
-            self.spawn(self._tell_webhook(hand, event))
+            self.spawn(self._tell_webhook(hand, event, sequence))
 
-    async def _tell_webhook(self, hand: JobInHand, event: str) -> None:
+    async def _tell_webhook(self, hand: JobInHand, event: EventName, sequence: int) -> None:
         with contextlib.suppress(PenstockError):
-            await self._publish_event(hand, event)
+            await self._publish_event(hand, event, sequence)
 
-    async def _publish_event(self, hand: JobInHand, event: str) -> None:
-        if event not in hand.envelope.webhook.split(","):
-            return
-        attributes = {"schema": SCHEMA_VERSION, "record": hand.record, "event": event}
-        data = msgspec.json.encode({"id": hand.record, "event": event})
-        await self._publisher.publish(WEBHOOKS_TOPIC_ID, data, attributes)
+    async def _publish_event(self, hand: JobInHand, event: EventName, sequence: int = 0) -> None:
+        if event in hand.envelope.webhook.split(","):
+            await self._publisher.publish(WEBHOOKS_TOPIC_ID, *encode_event(Event(hand.record, event, sequence)))
 
     async def _store_large(self, envelope: Envelope, outcome: ItemOutcome) -> ItemOutcome:
         """Images above the inline limit go to the object store; the reply and the cache carry their key."""

@@ -302,7 +302,7 @@ class Intake:
         self._progress_told_s = now_s
         for hand in {hand for entry in batch for hand, _ in entry.askers if hand.envelope.prediction}:
             self._finisher.spawn(self._records.progress(hand.record, step, steps))
-            self._finisher.tell_webhook(hand, "logs")
+            self._finisher.tell_webhook(hand, "logs", step)
 
     def settle(self, batch: list[Entry], done: BatchDone) -> None:
         """Puts what came of a batch on the items that asked for it."""
