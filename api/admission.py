@@ -22,8 +22,6 @@ BATCH_SHARE = 0.5
 """Of every bound, the most that the lane `batch` may take: interactive requests find room beside it."""
 INTERACTIVE_TURNS = 0.75
 """Of a worker's batches, those that the interactive lane has for sure while both wait."""
-MARGIN = 1.25
-"""Put on estimated waits: an answer that is late is work for nothing."""
 
 
 class Admission:
@@ -80,18 +78,30 @@ class Admission:
             metrics.SHED.labels(model).inc(items)
             raise
 
-    def release(self, model: str, items: int, *, answered: bool, took_s: float | None = None, lane: str = "") -> None:
+    def release(
+        self,
+        model: str,
+        items: int,
+        *,
+        answered: bool,
+        was_late: bool = False,
+        took_s: float | None = None,
+        lane: str = "",
+    ) -> None:
         """Lets `items` go; `answered` ones tell how fast items leave, given up ones don't.
 
         Args:
             model: as admitted.
             items: that leave together.
-            answered: whether a worker had them.
+            answered: whether a worker had them, and in time.
+            was_late: whether their deadline passed before there was an answer.
             took_s: the time the model took for them.
             lane: as admitted.
         """
         if answered:
             self._pace(model).end(self._clock(), items, self._of_model(model), took_s)
+        elif was_late:
+            self._pace(model).end_late(self._clock())
         self._in_flight[model, lane] -= items
         metrics.in_flight(model).dec(items)
         if not self._in_flight[model, lane]:
@@ -114,7 +124,7 @@ class Admission:
 
     def _check_time(self, pace: Pace, model: str, items: int, remaining_s: float, lane: str) -> None:
         before = self._of_model(model) if lane else self._in_flight[model, ""]
-        item_s = pace.item_s * MARGIN
+        item_s = pace.item_s * pace.margin
         if not lane and self._of_model(model) > before:
             item_s /= INTERACTIVE_TURNS
         wait_s = (before + items - 1) * item_s + pace.stalled_s(self._clock())

@@ -25,6 +25,11 @@ IDLE_FADE_S = 120.0
 WEIGHT = 0.1
 """Of the newest in the moving average of `usual_s`."""
 
+LEAST_MARGIN, MOST_MARGIN, MARGIN_STEP = 1.25, 2.0, 1.2
+"""Waits are taken for longer than estimated, and for longer still while answers come late: on cores that others use too
+the pace changes within one deadline, and a late answer is work for nothing."""
+MARGIN_FADE_S = 30.0
+
 
 class Pace:
     """Pure: the caller brings the clock, in monotonic seconds.
@@ -39,8 +44,11 @@ class Pace:
         """Seconds between two items that leave while others wait."""
         self.usual_s = FIRST_USUAL_S[task]
         """Seconds that the model takes for an item, with what is in its batch."""
+        self.margin = LEAST_MARGIN
+        """What an estimated wait is multiplied by."""
         self._busy_s, self._items = PRIOR_ITEMS * self.item_s, PRIOR_ITEMS
         self._last_s = self._judged_s = 0.0
+        self._late_s = -math.inf
 
     def start(self, now_s: float) -> None:
         """The first item comes after a time without any."""
@@ -63,6 +71,13 @@ class Pace:
         fade = math.exp(-gap_s / max(SHORTEST_WINDOW_S, WINDOW_TURNS * self.usual_s))
         self._busy_s = self._busy_s * fade + gap_s
         self._items = self._items * fade + items
+        self.margin = LEAST_MARGIN + (self.margin - LEAST_MARGIN) * math.exp(-gap_s / MARGIN_FADE_S)
+
+    def end_late(self, now_s: float) -> None:
+        """Items did not end before their deadline; of those that are late together the first counts."""
+        if now_s - self._late_s >= self.usual_s:
+            self._late_s = now_s
+            self.margin = min(self.margin * MARGIN_STEP, MOST_MARGIN)
 
     def _judge(self, in_flight: int) -> None:
         measured_s = self._busy_s / self._items

@@ -141,6 +141,20 @@ def test_given_up_items_say_nothing_about_speed() -> None:
     assert pace.item_s == GUESS_S
 
 
+def test_late_answers_make_it_careful_for_a_while() -> None:
+    admission, clock = measured(0.01)
+    admission.admit(TEXT.name, 1, remaining_s=1.6)
+    for _ in range(3):
+        clock.now_s += 0.06
+        admission.release(TEXT.name, 1, answered=False, was_late=True)
+    refused(admission, TEXT.name, 1, remaining_s=1.6)
+    for _ in range(9000):
+        admission.admit(TEXT.name, 1)
+        clock.now_s += 0.01
+        admission.release(TEXT.name, 1, answered=True, took_s=0.05)
+    admission.admit(TEXT.name, 1, remaining_s=1.6)
+
+
 def test_standstill_counts_as_waiting() -> None:
     admission, clock = measured(0.01)
     admission.admit(TEXT.name, 1, remaining_s=3)
