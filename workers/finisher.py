@@ -12,20 +12,19 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
 import msgspec
 
 from shared.cache import ResultCache
 from shared.catalogue import Model
-from shared.errors import BadInput, Canceled, PenstockError, Unavailable, UndecodableMessage, error_for_code
+from shared.errors import BadInput, PenstockError, Unavailable, UndecodableMessage
 from shared.messages import (
     INLINE_LIMIT_BYTES,
     Blob,
     Envelope,
     ImageResult,
-    Item,
     ItemError,
     ItemOutcome,
     Reply,
@@ -33,15 +32,15 @@ from shared.messages import (
     decode_reply_body,
     encode_reply,
     encode_reply_body,
-    failure,
 )
 from shared.names import WEBHOOKS_TOPIC_ID, dead_letter_topic_id
 from shared.objects import ObjectStore
-from shared.records import Claim, Finish, Records
+from shared.records import Claim, Records
 from shared.transport import Message, Publisher, Subscription
 from shared.usage import Row
 from shared.webhooks import Event, EventName, encode_event
 from workers import metrics
+from workers.ending import answered_by, one_for_each, state_of
 from workers.job import JobInHand, WorkerFacts, row_for
 
 log = logging.getLogger(__name__)
@@ -137,14 +136,14 @@ class Finisher:
 
         A caller takes one reply, whoever sent it, and Redis is not needed for that.
         """
-        ending = asyncio.ensure_future(self._records.finish(hand.record, _state_of(ours), encode_reply_body(ours)))
+        ending = asyncio.ensure_future(self._records.finish(hand.record, state_of(ours), encode_reply_body(ours)))
         try:
             await self._reply(hand.envelope, ours)
             # Only now: a caller waits for the reply, nobody for the cache; until then a repeat joins the entry.
             await self._fill_cache(hand, ours)
         finally:
             finish = await ending
-        return _answered(ours, finish)
+        return answered_by(ours, finish)
 
     async def _end_prediction(self, hand: JobInHand, ours: ReplyBody) -> ReplyBody:
         """Ends the record, which was promised, and then tells who waits.
@@ -153,11 +152,11 @@ class Finisher:
             Unavailable: Redis did not take it in time.
         """
         data, until_s = encode_reply_body(ours), time.monotonic() + RECORD_LIMIT_S
-        while (finish := await self._records.finish(hand.record, _state_of(ours), data)) is None:
+        while (finish := await self._records.finish(hand.record, state_of(ours), data)) is None:
             left_s = until_s - time.monotonic()
             if left_s <= 0 or not await self._records.wait_up(left_s):
                 raise Unavailable("the record could not be ended")
-        answered = _answered(ours, finish)
+        answered = answered_by(ours, finish)
         await self._reply(hand.envelope, answered)
         await self._fill_cache(hand, ours)
         await self._publish_event(hand, "output")
@@ -166,7 +165,7 @@ class Finisher:
 
     def _record(self, hand: JobInHand, answered: ReplyBody) -> None:
         """Writes the rows, and acks once all of them are safe."""
-        outcomes = _one_for_each(hand.items, answered)
+        outcomes = one_for_each(hand.items, answered)
         left = len(outcomes)
 
         def on_safe() -> None:
@@ -299,28 +298,3 @@ class Finisher:
     def _check_idle(self) -> None:
         if not self._in_hand and not self._tasks:
             self._idle.set()
-
-
-def _state_of(body: ReplyBody) -> Literal["succeeded", "failed", "canceled"]:
-    statuses = {outcome.status for outcome in body.outcomes}
-    if statuses == {"succeeded"}:
-        return "succeeded"
-    return "canceled" if "canceled" in statuses else "failed"
-
-
-def _answered(ours: ReplyBody, finish: Finish | None) -> ReplyBody:
-    """What became of the record: our answer, another attempt's, or a cancellation."""
-    if finish is not None and not finish.is_ours and finish.reply is not None:
-        return decode_reply_body(finish.reply)
-    if finish is None or finish.state != "canceled":
-        return ours
-    outcomes = [failure(outcome.index, Canceled(), outcome.receipt) for outcome in ours.outcomes]
-    return msgspec.structs.replace(ours, outcomes=outcomes)
-
-
-def _one_for_each(items: Sequence[Item], answered: ReplyBody) -> list[ItemOutcome]:
-    """The outcomes; where the job was ended as a whole, its error is that of every item."""
-    if answered.outcomes:
-        return answered.outcomes
-    error = answered.error or ItemError(PenstockError.code, "it ended without a reason; this is a bug")
-    return [failure(item.index, error_for_code(error.code, error.message, error.field)) for item in items]

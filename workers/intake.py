@@ -12,33 +12,29 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from shared.cache import Level, ResultCache
 from shared.catalogue import Model
 from shared.errors import Canceled, ModelFailed, PenstockError, Unavailable, UndecodableMessage
-from shared.messages import Blob, ImageInput, Item, Result, decode_job, failure
+from shared.messages import Item, Result, decode_job, failure
 from shared.objects import ObjectStore
-from shared.records import Claim, Records
+from shared.records import Records
 from shared.transport import Message, Subscription
 from workers import metrics
+from workers.claims import Claims
 from workers.finisher import Finisher
 from workers.job import Entry, JobInHand
 from workers.model_pool import BatchDone
-from workers.models.base import Prepared, Preparer
+from workers.models.base import Preparer
+from workers.preparation import Preparation
 from workers.waiting import Waiting
 
 INTAKE_MESSAGES = 256
 """Messages admitted in one go: one cache look-up and one tokenizer call for all of them."""
-UNFINISHED_MAX = 3
-"""Workers that may die with a job in hand before it is given up."""
 DEATHS_MAX = 3
 """Model processes that may die over an item before it is given up: with others, and then twice alone."""
 PROGRESS_EVERY_S = 0.5
 LINGER_S = 1.0
 """How long a computed item may still be joined: until its result has surely reached the cache."""
-SOURCE_LIMIT_BYTES = 32 * 1024 * 1024
-"""The largest source image that is fetched from the object store."""
 
 
 class Intake:
@@ -54,10 +50,10 @@ class Intake:
         finisher: Finisher,
     ) -> None:
         self.model = model
-        self._preparer = preparer
+        self._preparation = Preparation(preparer, objects, on_thread=model.task == "image")
         self._cache = cache
         self._records = records
-        self._objects = objects
+        self._claims = Claims(records, finisher)
         self._finisher = finisher
         self._queue = Waiting(model.budget, model.batch.max_items)
         self._arrived: asyncio.Queue[tuple[Message, Subscription]] = asyncio.Queue(INTAKE_MESSAGES)
@@ -111,11 +107,7 @@ class Intake:
         """Decodes, drops what came too late or is over, answers from the cache, and queues the rest."""
         taken = [self._take_in_hand(message, subscription) for message, subscription in arrived]
         hands = [hand for hand in taken if hand is not None]
-        if first := [hand for hand in hands if hand.is_fresh and not hand.envelope.prediction]:
-            # Nobody waits for the claim of a job that comes for the first time, as nearly all do.
-            self._finisher.spawn(self._claim(first))
-        if known := [hand for hand in hands if hand not in first]:
-            await self._claim(known)
+        await self._claims.claim(hands)
         found = await self._look_up(hands)
         missing = []
         for hand in hands:
@@ -127,27 +119,6 @@ class Intake:
                     missing.append((hand, item))
         if missing:
             await self._enqueue(missing)
-
-    async def _claim(self, hands: Sequence[JobInHand]) -> None:
-        """Claims the records, and ends what is over already or was given up."""
-        claims = await self._records.claim([hand.record for hand in hands])
-        for hand, claim in zip(hands, claims, strict=True):
-            if claim is None:  # the broker knows less: it counts what was handed back, too
-                hand.unfinished = max(0, hand.message.delivery_attempt - 1)
-            elif not hand.is_over:
-                self._learn_claim(hand, claim)
-
-    def _learn_claim(self, hand: JobInHand, claim: Claim) -> None:
-        hand.envelope.attempt = max(hand.envelope.attempt, claim.attempt)
-        if claim.state != "processing":
-            self._finisher.conclude(hand, claim)
-        elif claim.unfinished >= UNFINISHED_MAX:
-            hand.dead_reason = f"{claim.unfinished} workers died with this job in hand"
-            for item in hand.items:
-                self._finisher.settle(hand, failure(item.index, ModelFailed(hand.dead_reason), hand.receipt()))
-        else:
-            hand.unfinished = claim.unfinished
-            self._finisher.tell_webhook(hand, "start")
 
     async def _look_up(self, hands: Sequence[JobInHand]) -> dict[str, tuple[Result, Level]]:
         """What the cache has. Redis is not asked again for what the API asked it for just before."""
@@ -191,13 +162,7 @@ class Intake:
 
     async def _enqueue(self, missing: list[tuple[JobInHand, Item]]) -> None:
         """Prepares inputs, all in one call, and queues them; what the model can't take fails alone."""
-        items: Sequence[Item | PenstockError] = [item for _, item in missing]
-        if any(isinstance(item.input, ImageInput) for _, item in missing):
-            items = await asyncio.gather(*(self._with_source(item) for _, item in missing))
-        if self.model.task == "image":  # decoding takes milliseconds, so off the loop that keeps the leases
-            prepared = await asyncio.to_thread(self._prepare, items)
-        else:
-            prepared = self._prepare(items)
+        prepared = await self._preparation.prepare([item for _, item in missing])
         for (hand, item), ready in zip(missing, prepared, strict=True):
             if isinstance(ready, PenstockError):
                 self._finisher.settle(hand, failure(item.index, ready, hand.receipt()))
@@ -208,22 +173,6 @@ class Intake:
                 self._queue.add(entry)
         self._tightest_s = min(self._tightest_s, *(hand.envelope.deadline_s for hand, _ in missing))
         self._on_queued()
-
-    async def _with_source(self, item: Item) -> Item | PenstockError:
-        """`item` with its source image inline."""
-        given = item.input
-        if not isinstance(given, ImageInput) or given.image is None or given.image.object_key is None:
-            return item
-        try:
-            data = await self._objects.get(given.image.object_key, SOURCE_LIMIT_BYTES)
-        except PenstockError as error:
-            return error
-        image = Blob(given.image.media_type, data=data)
-        return msgspec.structs.replace(item, input=msgspec.structs.replace(given, image=image))
-
-    def _prepare(self, items: Sequence[Item | PenstockError]) -> list[Prepared | PenstockError]:
-        prepared = iter(self._preparer.prepare([item.input for item in items if isinstance(item, Item)]))
-        return [next(prepared) if isinstance(item, Item) else item for item in items]
 
     @property
     def waiting(self) -> int:

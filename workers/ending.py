@@ -1,0 +1,38 @@
+"""How a job ends: from the outcomes of its items to the state of its record, and from the record to rows. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from shared.errors import Canceled, PenstockError, error_for_code
+from shared.messages import Item, ItemError, ItemOutcome, ReplyBody, decode_reply_body, failure
+from shared.records import Finish
+
+
+def state_of(body: ReplyBody) -> Literal["succeeded", "failed", "canceled"]:
+    """The state in which an answer ends its record: it succeeded as a whole or not at all."""
+    statuses = {outcome.status for outcome in body.outcomes}
+    if statuses == {"succeeded"}:
+        return "succeeded"
+    return "canceled" if "canceled" in statuses else "failed"
+
+
+def answered_by(ours: ReplyBody, finish: Finish | None) -> ReplyBody:
+    """What became of the record: our answer, another attempt's, or a cancellation."""
+    if finish is not None and not finish.is_ours and finish.reply is not None:
+        return decode_reply_body(finish.reply)
+    if finish is None or finish.state != "canceled":
+        return ours
+    outcomes = [failure(outcome.index, Canceled(), outcome.receipt) for outcome in ours.outcomes]
+    return msgspec.structs.replace(ours, outcomes=outcomes)
+
+
+def one_for_each(items: Sequence[Item], answered: ReplyBody) -> list[ItemOutcome]:
+    """The outcomes; where the job was ended as a whole, its error is that of every item."""
+    if answered.outcomes:
+        return answered.outcomes
+    error = answered.error or ItemError(PenstockError.code, "it ended without a reason; this is a bug")
+    return [failure(item.index, error_for_code(error.code, error.message, error.field)) for item in items]
