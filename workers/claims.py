@@ -27,10 +27,12 @@ class Claims:
         Nobody waits for the claim of a job that comes for the first time, as nearly all do; should it be over all the
         same, it is dropped wherever it is by then.
         """
-        first = [hand for hand in hands if hand.is_fresh and not hand.envelope.prediction]
+        first, again = list[JobInHand](), list[JobInHand]()
+        for hand in hands:
+            (first if hand.is_fresh and not hand.envelope.prediction else again).append(hand)
         if first:
             self._finisher.spawn(self._claim(first))
-        if again := [hand for hand in hands if hand not in first]:
+        if again:
             await self._claim(again)
 
     async def _claim(self, hands: Sequence[JobInHand]) -> None:
