@@ -1,0 +1,173 @@
+"""The journal of rows as a state machine: written, sent, kept, killed, with a disk that fails, in whatever order."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from shared.rows_journal import Batch, Journal
+from shared.rows_spool import Fields, Segment, Spool
+
+SMALL = {"BATCH_ROWS": 3, "MEMORY_ROWS": 6, "FIRST_PAUSE_S": 0.0, "LONGEST_PAUSE_S": 0.0}
+"""Bounds that a few rows reach, and a disk that is due again at once."""
+
+
+class Mortal(Spool):
+    """A spool that can die: its locks go as the kernel takes them from a process that is killed."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._made: list[Segment] = []
+
+    def create(self) -> Segment:
+        self._made.append(super().create())
+        return self._made[-1]
+
+    def adopt(self) -> tuple[Segment, list[Fields]] | None:
+        adopted = super().adopt()
+        if adopted is not None:
+            self._made.append(adopted[0])
+        return adopted
+
+    def die(self) -> None:
+        for segment in self._made:
+            segment.release()
+
+
+class Rows(RuleBasedStateMachine):
+    """Rows by number, beside a model: what the living process wrote, whose writers were told, what was sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loop = asyncio.new_event_loop()
+        self._place = tempfile.TemporaryDirectory()
+        self._folder = Path(self._place.name) / "spool"
+        self._numbers = itertools.count()
+        self._in_flight: Batch | None = None
+        self.alive: set[int] = set()
+        self.safe: set[int] = set()
+        self.sent: set[int] = set()
+        self._start()
+
+    def _start(self) -> None:
+        self._spool = Mortal(self._folder)
+        self._journal = Journal(self._spool)
+        self._journal.open()
+
+    def _turn(self) -> None:
+        """Lets the event loop call who is to be told."""
+        self._loop.run_until_complete(asyncio.sleep(0))
+
+    @property
+    def _is_broken(self) -> bool:
+        return self._folder.is_file()
+
+    @rule(count=st.integers(1, 5))
+    def write(self, count: int) -> None:
+        async def append() -> None:
+            for number in itertools.islice(self._numbers, count):
+                self.alive.add(number)
+                self._journal.append({"row_id": number}, partial(self.safe.add, number))
+
+        self._loop.run_until_complete(append())
+        self._turn()
+
+    @precondition(lambda self: self._in_flight is None)
+    @rule(takes_open=st.booleans())
+    def take(self, takes_open: bool) -> None:
+        self._in_flight = self._journal.take(takes_open)
+
+    @precondition(lambda self: self._in_flight is not None)
+    @rule(is_sent=st.booleans())
+    def end(self, is_sent: bool) -> None:
+        batch, self._in_flight = self._in_flight, None
+        assert batch is not None
+        assert batch.rows
+        if is_sent:
+            self.sent |= {row["row_id"] for row in batch.rows}
+            self._journal.done(batch)
+        else:
+            self._journal.give_back(batch)
+        self._turn()
+
+    @rule()
+    def save(self) -> None:
+        self._journal.save()
+        self._turn()
+
+    @precondition(lambda self: not self._is_broken)
+    @rule()
+    def disk_breaks(self) -> None:
+        if self._folder.exists():
+            self._folder.rename(self._folder.with_name("kept"))
+        self._folder.write_text("no folder")
+
+    @precondition(lambda self: self._is_broken)
+    @rule()
+    def disk_heals(self) -> None:
+        self._folder.unlink()
+        kept = self._folder.with_name("kept")
+        if kept.exists():
+            kept.rename(self._folder)
+
+    @rule()
+    def is_killed(self) -> None:
+        self._spool.die()
+        self._in_flight = None
+        self.alive &= self.sent
+        self._start()
+
+    @precondition(lambda self: not self._is_broken)
+    @rule()
+    def stops(self) -> None:
+        self._journal.close()
+        self._turn()
+        assert self.alive - self.sent <= self.safe
+        self.is_killed()
+
+    @invariant()
+    def nothing_alive_is_forgotten(self) -> None:
+        assert self._journal.rows >= len(self.alive - self.sent)
+        assert self._journal.oldest_s > 0
+        assert self._journal.size_bytes >= 0
+
+    def teardown(self) -> None:
+        try:
+            self._send_all()
+        finally:
+            self._spool.die()
+            self._loop.close()
+            self._place.cleanup()
+
+    def _send_all(self) -> None:
+        """In the end everything that is alive, or that a writer was told is safe, can be sent."""
+        if self._is_broken:
+            self.disk_heals()
+        if self._in_flight is not None:
+            self.end(is_sent=False)
+        self._drain()
+        assert self.alive - self.sent == set()
+        self.is_killed()  # what this process could not remove is left to another
+        self._drain()
+        assert self.safe - self.sent == set()
+        assert self._journal.rows == 0
+        assert list(self._folder.glob("*.segment")) == []
+
+    def _drain(self) -> None:
+        while (batch := self._journal.take(takes_open=True)) is not None:
+            self._in_flight = batch
+            self.end(is_sent=True)
+
+
+def test_no_row_is_lost_in_any_order_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SMALL.items():
+        monkeypatch.setattr(f"shared.rows_journal.{name}", value)
+    run_state_machine_as_test(Rows, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
