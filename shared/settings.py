@@ -32,7 +32,7 @@ class Settings(BaseSettings):
     objects_url: str = "file://var/objects"
     """Where large inputs and results lie: file://, gs:// or s3://."""
     spool_dir: Path = Path("var/spool")
-    """Where rows wait on disk while BigQuery is out of reach; one folder below it per process."""
+    """Where rows lie on disk until BigQuery has them; one folder below it for each kind of worker."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
 
 

@@ -90,7 +90,15 @@ async def _place(settings: WorkerSettings, model: Model) -> tuple[Hosted, Layout
 async def _open(
     stack: AsyncExitStack, settings: WorkerSettings, hosted: Sequence[Hosted], layout: Layout, name: str
 ) -> Worker:
-    """Opens every part; the models last to be closed, so that what is in hand can finish."""
+    """Opens every part: rows first, as an earlier process may have left some; rows and models close last."""
+    rows = await stack.enter_async_context(
+        RowWriter(
+            project=settings.project,
+            dataset=settings.dataset,
+            endpoint=settings.bigquery_endpoint,
+            spool_dir=settings.spool_dir / "-".join(["worker", *(one.entry.name for one in hosted)]),
+        )
+    )
     pool = await stack.enter_async_context(
         ModelPool(
             hosted,
@@ -103,14 +111,6 @@ async def _open(
     )
     cache = await stack.enter_async_context(ResultCache(settings.redis_url, settings.memory_cache_bytes))
     records = await stack.enter_async_context(Records(settings.redis_url))
-    rows = await stack.enter_async_context(
-        RowWriter(
-            project=settings.project,
-            dataset=settings.dataset,
-            endpoint=settings.bigquery_endpoint,
-            spool_dir=settings.spool_dir / "-".join(["worker", *(one.entry.name for one in hosted)]),
-        )
-    )
     transport = await stack.enter_async_context(PubSubTransport(settings.project, settings.pubsub_endpoint))
     objects = ObjectStore(settings.objects_url)
     facts = WorkerFacts(name, settings.region, pool.device_name)

@@ -45,8 +45,9 @@ from workers.job import JobInHand, WorkerFacts, row_for
 
 log = logging.getLogger(__name__)
 
-RECORD_LIMIT_S = 60.0
-"""How long the result of a prediction is kept in hand while Redis is out of reach."""
+KEEP_LIMIT_S = 60.0
+"""How long a result is kept in hand while Redis (for a prediction) or the object store (for an image) is away."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 4.0
 FINISH_LIMIT_S = 1.0
 REASON_LIMIT = 1000
 """Characters; an attribute has at most 1,024 bytes."""
@@ -151,7 +152,7 @@ class Finisher:
         Raises:
             Unavailable: Redis did not take it in time.
         """
-        data, until_s = encode_reply_body(ours), time.monotonic() + RECORD_LIMIT_S
+        data, until_s = encode_reply_body(ours), time.monotonic() + KEEP_LIMIT_S
         while (finish := await self._records.finish(hand.record, state_of(ours), data)) is None:
             left_s = until_s - time.monotonic()
             if left_s <= 0 or not await self._records.wait_up(left_s):
@@ -201,9 +202,21 @@ class Finisher:
         if len(result.image.data) <= INLINE_LIMIT_BYTES:
             return outcome
         key = f"results/{envelope.request_id}/{outcome.index}"
-        await self._objects.put(key, result.image.data, result.image.media_type)
+        await self._put(key, result.image.data, result.image.media_type, envelope.deadline_s)
         image = Blob(result.image.media_type, object_key=key)
         return msgspec.structs.replace(outcome, result=msgspec.structs.replace(result, image=image))
+
+    async def _put(self, key: str, data: bytes, media_type: str, deadline_s: float) -> None:
+        """Stores an object, again and again while the store is out of reach: to draw it anew would cost more."""
+        until_s, pause_s = min(deadline_s, time.time() + KEEP_LIMIT_S), FIRST_PAUSE_S
+        while True:
+            try:
+                return await self._objects.put(key, data, media_type)
+            except Unavailable:
+                if time.time() + pause_s > until_s:
+                    raise
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _fill_cache(self, hand: JobInHand, ours: ReplyBody) -> None:
         results = {outcome.index: outcome.result for outcome in ours.outcomes}

@@ -11,10 +11,13 @@ from pathlib import Path
 
 from shared.cache import ResultCache
 from shared.catalogue import Batch, Cache, Model, Price
-from shared.errors import BadInput, Canceled, ModelFailed, PenstockError
+from shared.errors import BadInput, Canceled, ModelFailed, PenstockError, Unavailable
 from shared.messages import (
+    INLINE_LIMIT_BYTES,
+    Blob,
     EmbeddingResult,
     Envelope,
+    ImageResult,
     Input,
     Item,
     Job,
@@ -61,6 +64,7 @@ MODEL = Model(
     price=Price(per_million_tokens_usd=2.0),
 )
 LIMIT_S = 5.0
+LARGE_IMAGE = b"p" * (INLINE_LIMIT_BYTES + 1)
 
 
 class LetterPreparer:
@@ -117,6 +121,8 @@ class LetterProcess:
         return BatchDone(results, now_s, now_s, 1.5, letters, letters, out_of_memory=short, steps_saved=saved)
 
     def _result(self, text: str) -> Result | PenstockError:
+        if text == "LARGE":
+            return ImageResult(Blob("image/png", data=LARGE_IMAGE), 8, 8, 1, 64)
         return ModelFailed("a bang") if "!" in text else EmbeddingResult(text.encode(), len(text))
 
     def cancel(self) -> None:
@@ -203,6 +209,20 @@ class RowList(list[Row]):
             on_safe()
 
 
+class FailingStore(ObjectStore):
+    """Is out of reach for the first so many puts."""
+
+    def __init__(self, url: str, failures: int) -> None:
+        super().__init__(url)
+        self._failures = failures
+
+    async def put(self, key: str, data: bytes, media_type: str) -> None:
+        self._failures -= 1
+        if self._failures >= 0:
+            raise Unavailable("the store is away")
+        await super().put(key, data, media_type)
+
+
 class HeldCache(ResultCache):
     """Does not get to Redis until `gate` opens."""
 
@@ -221,6 +241,7 @@ async def working(
     drain_s: float = LIMIT_S,
     cache_kind: type[ResultCache] = ResultCache,
     pool: ModelPool | LetterPool | None = None,
+    objects: ObjectStore | None = None,
 ) -> AsyncIterator[Desk]:
     """A worker at work, on model processes of its own or on one that the desk holds in its hands."""
     letters = LetterPool()
@@ -242,7 +263,7 @@ async def working(
     async with cache_kind(redis_url, 1_000_000) as cache, Records(redis_url, retry_s=0.01) as records:
         assert await cache.wait_redis(LIMIT_S)
         desk = Desk(broker, letters.processes[0], rows, records, stop)
-        objects = ObjectStore(f"file://{folder}")
+        objects = objects or ObjectStore(f"file://{folder}")
         finisher = Finisher(MODEL, broker, cache, records, objects, rows, WorkerFacts("w", "here", "letters"))
         intake = Intake(MODEL, LetterPreparer(), cache, records, objects, finisher)
         worker = Worker([intake], broker, records, pool or letters, drain_s=drain_s)  # type: ignore[arg-type]

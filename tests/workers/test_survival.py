@@ -10,10 +10,10 @@ import pytest
 
 from infra.local.redis import RedisServer
 from shared.errors import ModelFailed
-from shared.messages import ReplyBody, encode_reply_body, failure
+from shared.messages import ImageResult, ReplyBody, encode_reply_body, failure
 from shared.names import WEBHOOKS_SUBSCRIPTION_ID, dead_letter_subscription_id, workers_subscription_id
 from shared.transport import Message
-from tests.workers.desk import LIMIT_S, MODEL, Desk, working
+from tests.workers.desk import LARGE_IMAGE, LIMIT_S, MODEL, Desk, FailingStore, working
 from workers.worker import FAILED_BATCHES_MAX
 
 pytestmark = pytest.mark.anyio
@@ -305,3 +305,14 @@ async def test_progress_of_a_prediction_stands_in_its_record(redis_url: str, tmp
         assert record.steps == 50
         desk.process.gate.set()
         await desk.reply()
+
+
+async def test_large_image_is_kept_in_hand_until_the_store_takes_it(redis_url: str, tmp_path: Path) -> None:
+    store = FailingStore(f"file://{tmp_path}", failures=2)
+    async with working(redis_url, tmp_path, objects=store) as desk:
+        await desk.send("LARGE")
+        outcome = (await desk.reply()).body.outcomes[0]
+        assert isinstance(outcome.result, ImageResult)
+        assert outcome.result.image.object_key is not None
+        assert await store.get(outcome.result.image.object_key, 1_000_000) == LARGE_IMAGE
+        assert desk.process.batches == [["LARGE"]]
