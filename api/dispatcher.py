@@ -100,7 +100,7 @@ class Dispatcher:
 
         Raises:
             BadInput: an input has no canonical form.
-            Overloaded: items would have to wait for a worker, and the instance is full.
+            Overloaded: items would have to wait for a worker, and the instance is full or they would wait too long.
             Unavailable: the instance is shutting down.
         """
         asking = Asking(request)
@@ -146,7 +146,7 @@ class Dispatcher:
                 self._flights.end(flight, Landing(failure(flight.item.index, DeadlineExceeded()), by_worker=False))
             return
         request = asking.request
-        self._admission.admit(request.model.name, len(missing))
+        self._admission.admit(request.model.name, len(missing), remaining_s=asking.remaining_s(), lane=request.lane)
         for flights in split(request.model, missing):
             job = asking.new_job(flights)
             job.task = asyncio.create_task(self._fly(request, job))
@@ -196,8 +196,16 @@ class Dispatcher:
         else:
             outcomes = task.result()
         self._remember(request, flights, outcomes)
-        was_answered = any(outcome is not None and outcome.receipt.pulled_at_s for outcome in outcomes)
-        self._admission.release(model, len(flights), answered=was_answered)
+        # What a worker drops for being late leaves quickly and tells nothing of the pace.
+        receipts = [outcome.receipt for outcome in outcomes if outcome is not None and outcome.status != "expired"]
+        self._admission.release(
+            model,
+            len(flights),
+            answered=any(receipt.pulled_at_s for receipt in receipts),
+            was_late=any(outcome is not None and outcome.status == "expired" for outcome in outcomes),
+            took_s=max((receipt.inference_ms / 1000 for receipt in receipts if receipt.inference_ms), default=None),
+            lane=request.lane,
+        )
         by_worker = job.published_at_s > 0
         for flight, outcome in zip(flights, outcomes, strict=True):
             landing = None if outcome is None else Landing(outcome, by_worker, job.published_at_s)

@@ -178,6 +178,7 @@ def envelope_of(request: InferenceRequest, api_instance: str) -> Envelope:
         published_at_s=0.0,
         api_instance=api_instance,
         traceparent=request.traceparent,
+        lane=request.lane,
     )
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import anyio
 import pytest
@@ -17,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from infra.local.redis import RedisServer
 from shared.errors import Unavailable
 from shared.messages import ReplyBody
-from shared.records import OVER, Claim, Finish, Records, record_id
+from shared.records import OVER, Claim, Finish, Records, State, record_id
 
 RECORDS = ["req_a", "req_b:1", "req_c"]
 NAMES = st.sampled_from(RECORDS)
@@ -31,7 +32,7 @@ def encoded(worker: str) -> bytes:
 class Expected:
     """What a record should be; `state` None: there is none."""
 
-    state: str | None = None
+    state: State | None = None
     attempts: int = 0
     open: int = 0
     reply: bytes | None = None
@@ -73,18 +74,18 @@ class Transitions(RuleBasedStateMachine):
         claims = self.runner.run(self.records.claim(names))
         for name, claim in zip(names, claims, strict=True):
             one = self.expected[name]
-            if one.is_over:
+            if one.state in OVER:
                 assert claim == Claim(one.state, one.attempts, one.open, one.reply)
                 continue
             assert claim == Claim("processing", one.attempts + 1, one.open, None)
             one.state, one.attempts, one.open = "processing", one.attempts + 1, one.open + 1
 
     @rule(name=NAMES, state=st.sampled_from(["succeeded", "failed", "canceled"]))
-    def finish(self, name: str, state: str) -> None:
+    def finish(self, name: str, state: Literal["succeeded", "failed", "canceled"]) -> None:
         reply = encoded(f"worker-{next(self.answers)}")
         done = self.runner.run(self.records.finish(name, state, reply))
         one = self.expected[name]
-        if one.reply is not None:
+        if one.reply is not None and one.state is not None:
             assert done == Finish(False, one.state, one.reply)
             return
         state = "canceled" if one.state == "canceled" else state

@@ -1,0 +1,52 @@
+"""What the API does with a request's lane and deadline before it publishes anything."""
+
+import asyncio
+
+import pytest
+
+from tests.api.harness import TEXT_MODEL, ApiUnderTest
+
+pytestmark = pytest.mark.anyio
+TEXTS = {"model": TEXT_MODEL.name, "input": "a cat"}
+
+
+@pytest.mark.parametrize(("given", "lane"), [(None, ""), ("interactive", ""), ("batch", "batch"), ("Batch", "batch")])
+async def test_lane_is_on_the_job(api: ApiUnderTest, given: str | None, lane: str) -> None:
+    headers = {} if given is None else {"x-penstock-lane": given}
+    assert (await api.http.post("/v1/embeddings", json=TEXTS, headers=headers)).status_code == 200
+    assert [job.envelope.lane for job in api.worker.jobs] == [lane]
+
+
+async def test_lane_that_is_none_is_refused(api: ApiUnderTest) -> None:
+    refused = await api.http.post("/v1/embeddings", json=TEXTS, headers={"x-penstock-lane": "fast"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-penstock-lane")
+
+
+async def test_late_answers_are_refused_before_they_are_published(api: ApiUnderTest) -> None:
+    api.worker.go.clear()
+    many = [f"text {number}" for number in range(400)]
+    asked = asyncio.create_task(api.http.post("/v1/embeddings", json=TEXTS | {"input": many}))
+    await api.worker.until_taken(25)
+    one = TEXTS | {"input": "one more"}
+    refused = await api.http.post("/v1/embeddings", json=one, headers={"x-penstock-deadline-ms": "200"})
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after-ms"]) > 250
+    assert "deadline" in refused.json()["error"]["message"]
+    patient = asyncio.create_task(api.http.post("/v1/embeddings", json=one))
+    await api.worker.until_taken(26)
+    api.worker.go.set()
+    assert [(await each).status_code for each in (asked, patient)] == [200, 200]
+    assert "one more" in [getattr(item.input, "text", "") for item in api.worker.items]
+    assert len(api.worker.jobs) == 26
+
+
+async def test_hits_are_answered_whatever_waits(api: ApiUnderTest) -> None:
+    assert (await api.http.post("/v1/embeddings", json=TEXTS)).status_code == 200
+    api.worker.go.clear()
+    many = [f"text {number}" for number in range(400)]
+    asked = asyncio.create_task(api.http.post("/v1/embeddings", json=TEXTS | {"input": many}))
+    await api.worker.until_taken(26)
+    hit = await api.http.post("/v1/embeddings", json=TEXTS, headers={"x-penstock-deadline-ms": "100"})
+    assert (hit.status_code, hit.headers["x-penstock-cache"]) == (200, "hit")
+    api.worker.go.set()
+    assert (await asked).status_code == 200
