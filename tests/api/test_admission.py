@@ -12,7 +12,10 @@ from api.pace import FIRST_GUESS_S, Pace
 from shared.catalogue import Model, read_catalogue
 from shared.errors import Overloaded
 
-TEXT, IMAGE = read_catalogue(Path("models.yaml")).models
+# Names of their own: gauges of this process show what others' tests left in flight.
+TEXT, IMAGE = (
+    model.model_copy(update={"name": f"admitted {model.name}"}) for model in read_catalogue(Path("models.yaml")).models
+)
 GUESS_S = FIRST_GUESS_S["embedding"]
 
 
