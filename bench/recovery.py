@@ -23,7 +23,7 @@ from tests.faults.world import MODEL, World
 IN_FLIGHT = 16
 CALM_S, AFTER_S = 2.0, 16.0
 ROUNDS = 3
-TEXT = "The quick brown fox jumps over the lazy dog, number {}, " * 4
+TEXT = "The quick brown fox jumps over the lazy dog, number {0}, " * 4
 
 
 @dataclass(frozen=True)
