@@ -66,7 +66,7 @@ def create_app(
         instance = f"api-{secrets.token_hex(4)}"
         async with AsyncExitStack() as opened:
             cache = await opened.enter_async_context(ResultCache(settings.redis_url, settings.memory_cache_bytes))
-            records = await opened.enter_async_context(Records(settings.redis_url))
+            records = await opened.enter_async_context(Records(settings.records_redis_url))
             broker = await opened.enter_async_context(transport)
             inbox_admin = await opened.enter_async_context(admin)
             inbox = await opened.enter_async_context(ReplyInbox(settings, broker, inbox_admin, instance))
@@ -79,7 +79,7 @@ def create_app(
                 Dispatcher(sender, cache, records, admission, row_sink, api_instance=instance, region=settings.region)
             )
             store = AnswerStore(
-                settings.redis_url, keep_s=settings.idempotency_keep_s, lease_s=settings.idempotency_lease_s
+                settings.records_redis_url, keep_s=settings.idempotency_keep_s, lease_s=settings.idempotency_lease_s
             )
             answers = await opened.enter_async_context(store)
             repeats = await opened.enter_async_context(Repeats(answers, object_store))

@@ -29,11 +29,20 @@ class Settings(BaseSettings):
     """URL of an embedded BigQuery."""
     dataset: str = "penstock"
     redis_url: str = "redis://127.0.0.1:6379/0"
+    """The cache, and where a pool's inboxes are leased."""
+    records_url: str = ""
+    """The Redis that has the records and the answers kept for Idempotency-Keys; empty: that of the cache. Regions that
+    share topics must share it, since any region's workers may take a job."""
     objects_url: str = "file://var/objects"
     """Where large inputs and results lie: file://, gs:// or s3://."""
     spool_dir: Path = Path("var/spool")
     """Where rows lie on disk until BigQuery has them; one folder below it for each kind of worker."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+
+    @property
+    def records_redis_url(self) -> str:
+        """Where the records are."""
+        return self.records_url or self.redis_url
 
 
 class ApiSettings(Settings):

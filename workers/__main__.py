@@ -110,7 +110,7 @@ async def _open(
         )
     )
     cache = await stack.enter_async_context(ResultCache(settings.redis_url, settings.memory_cache_bytes))
-    records = await stack.enter_async_context(Records(settings.redis_url))
+    records = await stack.enter_async_context(Records(settings.records_redis_url))
     transport = await stack.enter_async_context(PubSubTransport(settings.project, settings.pubsub_endpoint))
     objects = ObjectStore(settings.objects_url)
     facts = WorkerFacts(name, settings.region, pool.device_name)

@@ -53,3 +53,9 @@ def test_settings_are_frozen() -> None:
     settings = read_settings(Settings)
     with pytest.raises(ValidationError, match="frozen"):
         setattr(settings, "region", "elsewhere")  # noqa: B010
+
+
+def test_records_lie_beside_the_cache_unless_they_have_a_redis_of_their_own() -> None:
+    assert read_settings(Settings, redis_url="redis://cache/0").records_redis_url == "redis://cache/0"
+    given = {"redis_url": "redis://cache/0", "records_url": "redis://records/0"}
+    assert read_settings(Settings, **given).records_redis_url == "redis://records/0"

@@ -77,7 +77,7 @@ class Parts:
 
     async def _open_records(self) -> Records:
         if self._records is None:
-            self._records = await self._stack.enter_async_context(Records(self._settings.redis_url))
+            self._records = await self._stack.enter_async_context(Records(self._settings.records_redis_url))
         return self._records
 
 
