@@ -18,6 +18,7 @@ from shared.errors import BadInput
 from shared.messages import Input
 
 DEADLINE_HEADER = "x-penstock-deadline-ms"
+QUEUE_HEADER = "x-penstock-queue-limit-ms"
 LANE_HEADER = "x-penstock-lane"
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 B = TypeVar("B", bound=BaseModel)
@@ -66,6 +67,7 @@ async def infer(
         cache_write="no-store" not in controls,
         traceparent=traceparent_of(request),
         lane=lane_of(request),
+        start_by_s=start_by_s(request),
     )
     answer = await while_connected(request, parts_of(request).dispatcher.dispatch(wanted))
     context.headers |= answer.headers()
@@ -95,11 +97,25 @@ def given_deadline_s(request: Request) -> float | None:
     Raises:
         BadInput: it says something else.
     """
-    given = request.headers.get(DEADLINE_HEADER)
+    return _seconds(request, DEADLINE_HEADER)
+
+
+def start_by_s(request: Request) -> float:
+    """Unix time after which the request is not begun any more, if the caller says how long it may queue; else 0.
+
+    Raises:
+        BadInput: it says something else.
+    """
+    limit_s = _seconds(request, QUEUE_HEADER)
+    return 0.0 if limit_s is None else context_of(request).received_at_s + limit_s
+
+
+def _seconds(request: Request, header: str) -> float | None:
+    given = request.headers.get(header)
     if given is None:
         return None
     if not (given.isascii() and given.isdigit() and int(given) > 0):
-        raise BadInput(f"{DEADLINE_HEADER}: {given!r} is not a number of milliseconds above 0", field=DEADLINE_HEADER)
+        raise BadInput(f"{header}: {given!r} is not a number of milliseconds above 0", field=header)
     return int(given) / 1000
 
 

@@ -27,6 +27,8 @@ class InferenceRequest:
     cache_read: bool = True
     cache_write: bool = True
     traceparent: str = ""
+    start_by_s: float = 0.0
+    """Unix time after which no worker begins it any more; 0: none but the deadline."""
     lane: str = ""
     """`batch`: may wait behind requests without one."""
 

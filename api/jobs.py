@@ -179,6 +179,7 @@ def envelope_of(request: InferenceRequest, api_instance: str) -> Envelope:
         api_instance=api_instance,
         traceparent=request.traceparent,
         lane=request.lane,
+        start_by_s=request.start_by_s,
     )
 
 

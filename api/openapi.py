@@ -32,6 +32,13 @@ _DEADLINE: dict[str, Any] = {
     "description": "Milliseconds until the answer is of no use; at most the model's longest, which also is the bound.",
     "schema": {"type": "integer", "minimum": 1},
 }
+_QUEUE_LIMIT: dict[str, Any] = {
+    "name": "X-Penstock-Queue-Limit-Ms",
+    "in": "header",
+    "required": False,
+    "description": "Milliseconds after which the request is not begun any more, even if the deadline is later.",
+    "schema": {"type": "integer", "minimum": 1},
+}
 _CACHE_CONTROL: dict[str, Any] = {
     "name": "Cache-Control",
     "in": "header",
@@ -64,7 +71,7 @@ def body_of(json: type[BaseModel], form: type[BaseModel] | None = None) -> dict[
         content = {"multipart/form-data": {"schema": _ref(form)}} | content
     return {
         "requestBody": {"required": True, "content": content},
-        "parameters": [_DEADLINE, _CACHE_CONTROL, _KEY, _LANE],
+        "parameters": [_DEADLINE, _QUEUE_LIMIT, _CACHE_CONTROL, _KEY, _LANE],
         "security": [{"key": []}],
     }
 

@@ -36,6 +36,7 @@ class NewPrediction:
     cache_write: bool = True
     traceparent: str = ""
     lane: str = ""
+    start_by_s: float = 0.0
 
 
 class PredictionSender:
@@ -70,6 +71,7 @@ class PredictionSender:
             prediction="1",
             webhook=",".join(prediction.webhook_events),
             lane=new.lane,
+            start_by_s=new.start_by_s,
         )
         data, attributes = encode_job(Job(envelope, JobBody(list(new.items), new.cache_read, new.cache_write)))
         try:

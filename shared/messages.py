@@ -121,12 +121,16 @@ class Envelope(msgspec.Struct, kw_only=True):
     """`1` where the job is a prediction: its record stands, and is to be ended before the job is acked."""
     webhook: str = ""
     """The events, comma-separated, that the prediction's webhook is told of; the record has its URL."""
+    start_by_s: UnixTime = 0.0
+    """Unix time after which it is not begun any more, even if the deadline is later; 0: none but the deadline."""
     lane: str = ""
     """`batch` for work that may wait behind interactive requests, which have none; subscriptions filter on it."""
 
     def to_attributes(self) -> dict[str, str]:
         """The attributes of the job's message; fields that say nothing are left out."""
         fields = {name: _text(getattr(self, name)) for name in self.__struct_fields__}
+        if not self.start_by_s:
+            del fields["start_by_s"]
         return {"schema": SCHEMA_VERSION} | {name: value for name, value in fields.items() if value}
 
     @classmethod

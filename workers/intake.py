@@ -143,7 +143,7 @@ class Intake:
         job.envelope.attempt = max(job.envelope.attempt, message.delivery_attempt)
         hand = JobInHand(job, message, subscription, now_s)
         self._finisher.take(hand)
-        if job.envelope.deadline_s > now_s:
+        if hand.start_by_s > now_s:
             return hand
         for item in hand.items:
             self._finisher.settle(hand, hand.expired(item))
@@ -171,7 +171,7 @@ class Intake:
                 if item.cache_key:
                     self._by_cache_key.setdefault(item.cache_key, entry)
                 self._queue.add(entry)
-        self._tightest_s = min(self._tightest_s, *(hand.envelope.deadline_s for hand, _ in missing))
+        self._tightest_s = min(self._tightest_s, *(hand.start_by_s for hand, _ in missing))
         self._on_queued()
 
     @property
@@ -187,7 +187,7 @@ class Intake:
     def tightest_deadline_s(self, after_s: float) -> float:
         """The earliest deadline that is not before `after_s`, unix seconds; infinite where there is none."""
         if self._tightest_s < after_s:
-            found = (hand.envelope.deadline_s for entry in self._queue for hand, _ in entry.waiting())
+            found = (hand.start_by_s for entry in self._queue for hand, _ in entry.waiting())
             self._tightest_s = min((one for one in found if one >= after_s), default=float("inf"))
         return self._tightest_s
 
@@ -208,9 +208,9 @@ class Intake:
         """Whether somebody still waits for `entry`; those whose deadline passed are told so."""
         now_s = time.time()
         for hand, item in entry.waiting():
-            if hand.envelope.deadline_s <= now_s:
+            if hand.start_by_s <= now_s:
                 self._finisher.settle(hand, hand.expired(item))
-        entry.askers = [(h, i) for h, i in entry.waiting() if h.envelope.deadline_s > now_s]
+        entry.askers = [(h, i) for h, i in entry.waiting() if h.start_by_s > now_s]
         if not entry.askers:
             self._forget(entry)
         return bool(entry.askers)

@@ -44,6 +44,12 @@ class JobInHand:
         return record_id(self.envelope.request_id, self.envelope.part)
 
     @property
+    def start_by_s(self) -> float:
+        """Unix time after which it is not begun any more."""
+        envelope = self.envelope
+        return min(envelope.deadline_s, envelope.start_by_s) if envelope.start_by_s else envelope.deadline_s
+
+    @property
     def envelope(self) -> Envelope:
         """Who asks, and where the reply goes."""
         return self.job.envelope
@@ -69,7 +75,8 @@ class JobInHand:
 
     def expired(self, item: Item) -> ItemOutcome:
         """The outcome of an item that nobody waits for any more."""
-        return failure(item.index, DeadlineExceeded("the deadline passed before the model could start"), self.receipt())
+        which = "deadline" if self.start_by_s == self.envelope.deadline_s else "queue limit"
+        return failure(item.index, DeadlineExceeded(f"the {which} passed before the model could start"), self.receipt())
 
     def canceled(self, item: Item, receipt: Receipt | None = None) -> ItemOutcome:
         """The outcome of an item that nobody wants any more."""

@@ -27,6 +27,7 @@ from api.inbound import (
     given_deadline_s,
     lane_of,
     read_json,
+    start_by_s,
     tenant_of,
     traceparent_of,
 )
@@ -188,6 +189,7 @@ async def _create(
         cache_write="no-store" not in controls,
         traceparent=traceparent_of(request),
         lane=lane_of(request),
+        start_by_s=start_by_s(request),
     )
     async with parts.predictions.creating(new, waits=wait_s > 0) as creation:
         if wait_s:

@@ -108,12 +108,13 @@ async def test_broken_json(api: ApiUnderTest, body: bytes) -> None:
     assert response.json()["error"]["code"] == "invalid_input"
 
 
-@pytest.mark.parametrize("deadline", ["0", "-5", "soon", "1.5", "\u0661"])
-async def test_deadline_that_is_no_number(api: ApiUnderTest, deadline: str) -> None:
-    headers = {b"x-penstock-deadline-ms": deadline.encode()}
+@pytest.mark.parametrize("header", ["x-penstock-deadline-ms", "x-penstock-queue-limit-ms"])
+@pytest.mark.parametrize("limit", ["0", "-5", "soon", "1.5", "\u0661"])
+async def test_limit_that_is_no_number(api: ApiUnderTest, header: str, limit: str) -> None:
+    headers = {header.encode(): limit.encode()}
     response = await api.http.post("/v1/embeddings", json={**TEXT, "input": "a"}, headers=headers)
     assert response.status_code == 400
-    assert response.json()["error"]["param"] == "x-penstock-deadline-ms"
+    assert response.json()["error"]["param"] == header
 
 
 def _png(picture: Image.Image) -> bytes:

@@ -1,4 +1,4 @@
-"""What the API does with a request's lane and deadline before it publishes anything."""
+"""What the API does with a request's lane, queue limit and deadline before it publishes anything."""
 
 import asyncio
 
@@ -15,6 +15,14 @@ async def test_lane_is_on_the_job(api: ApiUnderTest, given: str | None, lane: st
     headers = {} if given is None else {"x-penstock-lane": given}
     assert (await api.http.post("/v1/embeddings", json=TEXTS, headers=headers)).status_code == 200
     assert [job.envelope.lane for job in api.worker.jobs] == [lane]
+
+
+async def test_queue_limit_is_on_the_job(api: ApiUnderTest) -> None:
+    for headers in ({}, {"x-penstock-queue-limit-ms": "2500"}):
+        await api.http.post("/v1/embeddings", json=TEXTS, headers={"cache-control": "no-store"} | headers)
+    plain, limited = [job.envelope for job in api.worker.jobs]
+    assert plain.start_by_s == 0
+    assert limited.start_by_s - limited.received_at_s == pytest.approx(2.5)
 
 
 async def test_lane_that_is_none_is_refused(api: ApiUnderTest) -> None:

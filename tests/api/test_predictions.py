@@ -42,6 +42,12 @@ async def test_prediction_is_answered_at_once_and_found_when_it_is_over(api: Api
     assert job.envelope.deadline_s - job.envelope.received_at_s == pytest.approx(TEXT_MODEL.deadline.longest_s)
 
 
+async def test_queue_limit_is_on_the_job(api: ApiUnderTest) -> None:
+    await api.http.post("/v1/predictions", json=TEXT, headers=WAIT | {"x-penstock-queue-limit-ms": "2500"})
+    (envelope,) = [job.envelope for job in api.worker.jobs]
+    assert envelope.start_by_s - envelope.received_at_s == pytest.approx(2.5)
+
+
 async def test_waiting_answers_when_it_is_over(api: ApiUnderTest) -> None:
     began_s = time.monotonic()
     response = await api.http.post("/v1/predictions", json=TEXT, headers=WAIT)

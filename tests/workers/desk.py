@@ -159,6 +159,7 @@ class Desk:
         lane: str = "",
         prediction: str = "",
         webhook: str = "",
+        queue_limit_s: float = 0.0,
         **body: bool,
     ) -> None:
         now_s = time.time()
@@ -175,6 +176,7 @@ class Desk:
             lane=lane,
             prediction=prediction,
             webhook=webhook,
+            start_by_s=now_s + queue_limit_s if queue_limit_s else 0.0,
         )
         items = [Item(index, TextInput(text), cache_key=f"key-{text}") for index, text in enumerate(texts)]
         data, attributes = encode_job(Job(envelope, JobBody(items, **body)))

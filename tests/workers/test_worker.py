@@ -131,6 +131,26 @@ async def test_item_that_expires_while_it_waits_is_dropped(redis_url: str, tmp_p
         assert desk.process.batches == [["first"]]
 
 
+async def test_job_is_not_begun_after_its_queue_limit(redis_url: str, tmp_path: Path) -> None:
+    async with working(redis_url, tmp_path) as desk:
+        desk.process.gate.clear()
+        await desk.send("first")
+        await desk.process.started.wait()
+        await desk.send("short", request_id="impatient", queue_limit_s=0.05)
+        await desk.send("long", request_id="patient", queue_limit_s=30)
+        limit_s = time.time() + 0.05
+        await desk.until(lambda: time.time() > limit_s)
+        desk.process.gate.set()
+        outcomes = {(reply := await desk.reply()).request_id: reply.body.outcomes[0] for _ in range(3)}
+        assert {name: one.status for name, one in outcomes.items()} == {
+            "req": "succeeded",
+            "impatient": "expired",
+            "patient": "succeeded",
+        }
+        assert outcomes["impatient"].error is not None
+        assert "queue limit" in outcomes["impatient"].error.message
+
+
 async def test_job_of_a_model_process_that_died_is_tried_again(redis_url: str, tmp_path: Path) -> None:
     async with working(redis_url, tmp_path) as desk:
         desk.process.deaths = 2
