@@ -111,6 +111,10 @@ class Backlog:
         self.consumers.offer(len(self._ready))
         return taken
 
+    def busy(self, consumer: Consumer) -> None:
+        """Wake others instead of a consumer that took nothing and can't take anything before it asks again."""
+        self.consumers.busy(consumer, len(self._ready))
+
     def leave(self, consumer: Consumer) -> None:
         """Disconnect a consumer; its leases stay until they are acked, nacked or run out."""
         self.consumers.leave(consumer, len(self._ready))

@@ -89,6 +89,13 @@ class Consumers:
         if consumer.has_room:
             self._hungry[consumer] = None
 
+    def busy(self, consumer: Consumer, ready: int) -> None:
+        """It writes something else first, for as long as that takes: what comes meanwhile is for the others."""
+        self._hungry.pop(consumer, None)
+        self._woken.discard(consumer)
+        consumer.is_waiting = False
+        self.offer(ready)
+
     def took(self, consumer: Consumer, delivery: Delivery) -> None:
         """Count a lease against the consumer's flow control."""
         delivery.consumer = consumer

@@ -180,6 +180,8 @@ class _Stream:
         is_due = self._owes_pong or any(self._acked) or any(self._modified)
         if not deliveries and not is_due:
             return None
+        if not deliveries:
+            self._subscription.backlog.busy(self.consumer)
         response = StreamingPullResponse()
         for delivery in deliveries:
             self._subscription.backlog.fill(response.received_messages.add(), delivery)

@@ -49,6 +49,29 @@ def test_waiting_consumers_are_woken_in_turn_one_for_each_message(world: World) 
     assert [reader.wakes for reader in readers] == [1, 1, 0]
 
 
+def test_consumer_that_writes_something_else_is_passed_over(world: World) -> None:
+    stuck, idle = world.consumer(), world.consumer()
+    world.take(stuck)
+    world.take(idle)
+    world.busy(stuck)  # with an answer to a ping, on a connection that takes nothing
+    world.publish("a")
+    assert [stuck.wakes, idle.wakes] == [0, 1]
+    assert [each.data for each in world.take(idle)] == ["a"]
+    world.take(stuck)
+    world.publish("b")
+    assert stuck.wakes == 1
+
+
+def test_consumer_that_was_woken_and_writes_something_else_hands_its_turn_on(world: World) -> None:
+    stuck, idle = world.consumer(), world.consumer()
+    world.take(stuck)
+    world.take(idle)
+    world.publish("a")
+    assert [stuck.wakes, idle.wakes] == [1, 0]
+    world.busy(stuck)
+    assert idle.wakes == 1
+
+
 def test_idle_consumers_share_what_came_together(world: World) -> None:
     readers = [world.consumer() for _ in range(2)]
     for reader in readers:

@@ -74,6 +74,10 @@ class World:
     def consumer(self, ack_deadline_s: float = 10, max_messages: int = 0, max_bytes: int = 0) -> "Reader":
         return Reader(ack_deadline_s, max_messages, max_bytes)
 
+    def busy(self, consumer: Consumer, subscription_id: str = "workers") -> None:
+        """The consumer, which found nothing to take, begins to write something else."""
+        self.broker.registry.subscriptions[subscription_path(subscription_id)].backlog.busy(consumer)
+
     def pull(self, subscription_id: str = "workers", max_messages: int = 1000) -> list[Pulled]:
         """Take what is ready, as one Pull that returns at once."""
         subscription = self.broker.pullable(subscription_path(subscription_id))
