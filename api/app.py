@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import NamedTuple
 
 from fastapi import FastAPI
 
@@ -27,7 +28,8 @@ from api.prediction_jobs import PredictionSender
 from api.predictions import Predictions
 from api.readiness import Readiness
 from api.repeats import Repeats
-from api.routes import embeddings, health, images, models, objects, prediction_models, predictions
+from api.routes import embeddings, health, images, models, objects, prediction_models
+from api.routes import predictions as prediction_routes
 from api.tenants import Tenants
 from shared.cache import ResultCache
 from shared.catalogue import Catalogue
@@ -58,64 +60,101 @@ def create_app(
     Raises:
         ConfigurationError: an API key or the object store's URL is wrong.
     """
-    tenants, object_store = Tenants(settings.api_keys), ObjectStore(settings.objects_url)
-    files, links, studio = Files(object_store), Links(settings.secret), Studio()
+    given = _Given(
+        settings, catalogue, Tenants(settings.api_keys), ObjectStore(settings.objects_url), Links(settings.secret)
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        instance = f"api-{secrets.token_hex(4)}"
         async with AsyncExitStack() as opened:
-            cache = await opened.enter_async_context(ResultCache(settings.redis_url, settings.memory_cache_bytes))
-            records = await opened.enter_async_context(Records(settings.records_redis_url))
-            broker = await opened.enter_async_context(transport)
-            inbox_admin = await opened.enter_async_context(admin)
-            inbox = await opened.enter_async_context(ReplyInbox(settings, broker, inbox_admin, instance))
-            # Closed right after the dispatcher: what happens to an inbox that is not removed in time is only that it
-            # expires, but rows are to be on disk before the process is killed.
-            row_sink = await opened.enter_async_context(rows)
-            sender = JobSender(inbox, broker, object_store, records, instance)
-            admission = Admission(settings.max_in_flight, catalogue.models)
-            dispatcher = await opened.enter_async_context(
-                Dispatcher(sender, cache, records, admission, row_sink, api_instance=instance, region=settings.region)
-            )
-            store = AnswerStore(
-                settings.records_redis_url, keep_s=settings.idempotency_keep_s, lease_s=settings.idempotency_lease_s
-            )
-            answers = await opened.enter_async_context(store)
-            repeats = await opened.enter_async_context(Repeats(answers, object_store))
-            prediction_sender = PredictionSender(records, broker, instance)
-            keeper = Predictions(records, prediction_sender, inbox, admission, keep_s=settings.prediction_keep_s)
-            fetcher = Fetcher(object_store, keeper, studio)
-            app.state.parts = Parts(
-                settings=settings,
-                catalogue=catalogue,
-                tenants=tenants,
-                admission=admission,
-                dispatcher=dispatcher,
-                objects=object_store,
-                links=links,
-                studio=studio,
-                readiness=Readiness(inbox, broker, settings.redis_url),
-                repeats=repeats,
-                predictions=keeper,
-                streams=Streams(keeper, links),
-                files=files,
-                fetcher=fetcher,
-                input_reader=InputReader(object_store, files, fetcher, links, studio),
-                started_at_s=time.time(),
-            )
+            app.state.parts = await _open(opened, given, transport, admin, rows)
             settle_heap()
             yield
 
     app = DirectApp(settings.request_max_bytes, title="Penstock", description=_ABOUT, version="1", lifespan=lifespan)
     for routes in (embeddings, images, models, objects, health):
         app.add(routes.router)
-    for router in (predictions.router, prediction_models.router):
+    for router in (prediction_routes.router, prediction_models.router):
         app.include_router(router, prefix="/v1")
         app.include_router(router, include_in_schema=False)
     add_handlers(app)
     openapi.describe(app)
     return app
+
+
+class _Given(NamedTuple):
+    """What stands before anything is opened, so that a wrong setting is refused at once."""
+
+    settings: ApiSettings
+    catalogue: Catalogue
+    tenants: Tenants
+    objects: ObjectStore
+    links: Links
+
+
+async def _open(
+    opened: AsyncExitStack,
+    given: _Given,
+    transport: AbstractAsyncContextManager[Transport],
+    admin: AbstractAsyncContextManager[Admin],
+    rows: AbstractAsyncContextManager[RowSink],
+) -> Parts:
+    """Opens everything, in the order in which it is needed; `opened` closes it the other way round."""
+    settings, instance = given.settings, f"api-{secrets.token_hex(4)}"
+    cache = await opened.enter_async_context(ResultCache(settings.redis_url, settings.memory_cache_bytes))
+    records = await opened.enter_async_context(Records(settings.records_redis_url))
+    broker = await opened.enter_async_context(transport)
+    inbox_admin = await opened.enter_async_context(admin)
+    inbox = await opened.enter_async_context(ReplyInbox(settings, broker, inbox_admin, instance))
+    # Closed right after the dispatcher: what happens to an inbox that is not removed in time is only that it
+    # expires, but rows are to be on disk before the process is killed.
+    row_sink = await opened.enter_async_context(rows)
+    sender = JobSender(inbox, broker, given.objects, records, instance)
+    admission = Admission(settings.max_in_flight, given.catalogue.models)
+    dispatcher = await opened.enter_async_context(
+        Dispatcher(sender, cache, records, admission, row_sink, api_instance=instance, region=settings.region)
+    )
+    store = AnswerStore(
+        settings.records_redis_url, keep_s=settings.idempotency_keep_s, lease_s=settings.idempotency_lease_s
+    )
+    answers = await opened.enter_async_context(store)
+    repeats = await opened.enter_async_context(Repeats(answers, given.objects))
+    predictions = Predictions(
+        records, PredictionSender(records, broker, instance), inbox, admission, keep_s=settings.prediction_keep_s
+    )
+    readiness = Readiness(inbox, broker, settings.redis_url)
+    return _parts(given, admission, dispatcher, readiness, repeats, predictions)
+
+
+def _parts(
+    given: _Given,
+    admission: Admission,
+    dispatcher: Dispatcher,
+    readiness: Readiness,
+    repeats: Repeats,
+    predictions: Predictions,
+) -> Parts:
+    """What the routes work with, from what is open and what need not be opened."""
+    studio, files = Studio(), Files(given.objects)
+    fetcher = Fetcher(given.objects, predictions, studio)
+    return Parts(
+        settings=given.settings,
+        catalogue=given.catalogue,
+        tenants=given.tenants,
+        admission=admission,
+        dispatcher=dispatcher,
+        objects=given.objects,
+        links=given.links,
+        studio=studio,
+        readiness=readiness,
+        repeats=repeats,
+        predictions=predictions,
+        streams=Streams(predictions, given.links),
+        files=files,
+        fetcher=fetcher,
+        input_reader=InputReader(given.objects, files, fetcher, given.links, studio),
+        started_at_s=time.time(),
+    )
 
 
 _ABOUT = """Embeddings and images, in the shapes of OpenAI's API; and predictions, in those of Replicate's.
