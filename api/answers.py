@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self, cast
+from typing import Literal, NamedTuple, Self, cast
 
 from prometheus_client import Counter, Gauge
 
-from shared.errors import Unavailable
 from shared.redis_link import RedisLink
 
 ERRORS = Counter(
@@ -99,12 +98,6 @@ class Claim(NamedTuple):
     answer: bytes
 
 
-class _Call(NamedTuple):
-    script: str
-    keys: tuple[str, ...]
-    args: tuple[str | bytes | float, ...]
-
-
 class AnswerStore:
     """The entries in one Redis; an async context manager, cheap to open with or without Redis.
 
@@ -128,7 +121,7 @@ class AnswerStore:
         retry_s: float = 0.25,
     ) -> None:
         self._link = RedisLink("answers", redis_url, timeout_s=timeout_s, retry_s=retry_s, up=UP, errors=ERRORS)
-        self._calls = self._link.lane("call", self._send)
+        self._scripts = self._link.scripts("the store of answers, which an Idempotency-Key needs,")
         self._prefix = prefix
         self._keep_s = keep_s
         self.lease_s = lease_s
@@ -148,7 +141,7 @@ class AnswerStore:
         Raises:
             Unavailable: Redis did not answer; where it had taken the claim, that lapses with its lease.
         """
-        found = await self._call(_CLAIM, self._keys(name), fingerprint, claim, self._keep_s, self.lease_s)
+        found = await self._scripts.run(_CLAIM, self._keys(name), fingerprint, claim, self._keep_s, self.lease_s)
         state, answer = found
         return Claim(state.decode(), answer)
 
@@ -158,7 +151,7 @@ class AnswerStore:
         Raises:
             Unavailable: Redis did not answer.
         """
-        return cast(bytes, await self._call(_SETTLE, self._keys(name), fingerprint, claim, answer, self._keep_s))
+        return cast(bytes, await self._scripts.run(_SETTLE, self._keys(name), fingerprint, claim, answer, self._keep_s))
 
     async def free(self, name: str, claim: str) -> None:
         """Lets a claim go without an answer: who asks next computes.
@@ -166,7 +159,7 @@ class AnswerStore:
         Raises:
             Unavailable: Redis did not answer; the claim lapses with its lease.
         """
-        await self._call(_FREE, self._keys(name), claim)
+        await self._scripts.run(_FREE, self._keys(name), claim)
 
     async def renew(self, claims: Iterable[str]) -> None:
         """Renews the leases of `claims`.
@@ -174,22 +167,8 @@ class AnswerStore:
         Raises:
             Unavailable: Redis did not answer.
         """
-        await self._call(_RENEW, (f"{self._prefix}answers:leases",), self.lease_s, *claims)
+        await self._scripts.run(_RENEW, (f"{self._prefix}answers:leases",), self.lease_s, *claims)
 
     def _keys(self, name: str) -> tuple[str, ...]:
         index = f"{self._prefix}answers"
         return f"{index}:of:{name}", f"{index}:ends", f"{index}:leases"
-
-    async def _call(self, script: str, keys: tuple[str, ...], *args: str | bytes | float) -> Any:
-        answers = await self._calls.call([_Call(script, keys, args)]) if self._link.is_up else None
-        if answers is None or isinstance(answers[0], Exception):
-            reason = "out of reach" if answers is None else f"refusing: {answers[0]}"
-            raise Unavailable(f"the store of answers, which an Idempotency-Key needs, is {reason}; try again")
-        return answers[0]
-
-    async def _send(self, calls: list[_Call]) -> list[Any]:
-        pipeline = self._link.client.pipeline(transaction=False)
-        for call in calls:
-            pipeline.eval(call.script, len(call.keys), *call.keys, *call.args)
-        # A refusal, as when its memory is full, is the answer to that call alone.
-        return list(await pipeline.execute(raise_on_error=False))

@@ -13,11 +13,12 @@ nor let go was in the hands of a worker that died, or that lost its lease.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self, cast
+from typing import Literal, NamedTuple, Self, cast
 
 import msgspec
 from prometheus_client import Counter, Gauge
@@ -97,12 +98,6 @@ class Record(msgspec.Struct, kw_only=True):
         return self.state in OVER
 
 
-class _Call(NamedTuple):
-    script: str
-    keys: tuple[str, ...]
-    args: tuple[str | bytes | float | int, ...]
-
-
 class Records:
     """The records in one Redis; an async context manager, cheap to open with or without Redis.
 
@@ -122,7 +117,7 @@ class Records:
         self._channel = f"{prefix}canceled"
         self._claims = self._link.lane("claim", self._send_claims)
         self._finishes = self._link.lane("finish", self._send_finishes)
-        self._calls = self._link.lane("call", self._send_calls)
+        self._scripts = self._link.scripts("the store of predictions")
 
     async def __aenter__(self) -> Self:
         await self._link.__aenter__()
@@ -166,7 +161,7 @@ class Records:
         now_s = time.time()
         keys = (self._key(record), self._ends, self._of_tenant(tenant))
         args = (now_s, deadline_s + keep_s, keep_s, record, document, LISTED)
-        return bool(await self._call(record_scripts.CREATE, keys, *args))
+        return bool(await self._scripts.run(record_scripts.CREATE, keys, *args))
 
     async def mark_published(self, record: str) -> None:
         """Notes that the broker has the job of a prediction.
@@ -174,7 +169,7 @@ class Records:
         Raises:
             Unavailable: Redis did not answer.
         """
-        await self._call(record_scripts.PUBLISHED, (self._key(record),))
+        await self._scripts.run(record_scripts.PUBLISHED, (self._key(record),))
 
     async def cancel(self, record: str) -> State:
         """Ends a record as canceled unless it is over, tells the workers, and returns its state.
@@ -183,7 +178,7 @@ class Records:
             Unavailable: Redis did not answer.
         """
         args = (time.time(), JOB_KEEP_S, self._channel, record)
-        state = await self._call(record_scripts.CANCEL, (self._key(record), self._ends), *args)
+        state = await self._scripts.run(record_scripts.CANCEL, (self._key(record), self._ends), *args)
         return cast(State, state.decode())
 
     async def read(self, record: str) -> Record | None:
@@ -192,7 +187,7 @@ class Records:
         Raises:
             Unavailable: Redis did not answer.
         """
-        pairs = await self._call(record_scripts.READ, (self._key(record),))
+        pairs = await self._scripts.run(record_scripts.READ, (self._key(record),))
         return _record(dict(zip(pairs[::2], pairs[1::2], strict=True))) if pairs else None
 
     async def latest(self, tenant: str, limit: int, before_s: float | None = None) -> list[str]:
@@ -202,15 +197,8 @@ class Records:
             Unavailable: Redis did not answer.
         """
         bound = "inf" if before_s is None else repr(before_s)
-        found = await self._call(record_scripts.LATEST, (self._of_tenant(tenant),), bound, limit)
+        found = await self._scripts.run(record_scripts.LATEST, (self._of_tenant(tenant),), bound, limit)
         return [one.decode() for one in found]
-
-    async def _call(self, script: str, keys: tuple[str, ...], *args: str | bytes | float | int) -> Any:
-        answers = await self._calls.call([_Call(script, keys, args)])
-        if answers is None or isinstance(answers[0], Exception):
-            reason = "out of reach" if answers is None else f"refusing: {answers[0]}"
-            raise Unavailable(f"the store of predictions is {reason}; try again")
-        return answers[0]
 
     # What workers call. A job is done with or without Redis, so these never raise: None where it did not answer.
 
@@ -228,13 +216,13 @@ class Records:
 
     async def release(self, record: str) -> None:
         """Lets a claim go: the job goes back to the broker from a worker that lives."""
-        if self.is_up:
-            await self._calls.call([_Call(record_scripts.RELEASE, (self._key(record),), ())])
+        with contextlib.suppress(Unavailable):
+            await self._scripts.run(record_scripts.RELEASE, (self._key(record),))
 
     async def progress(self, record: str, step: int, steps: int) -> None:
         """Notes how far the job is."""
-        if self.is_up:
-            await self._calls.call([_Call(record_scripts.PROGRESS, (self._key(record),), (step, steps))])
+        with contextlib.suppress(Unavailable):
+            await self._scripts.run(record_scripts.PROGRESS, (self._key(record),), step, steps)
 
     async def canceled(self) -> AsyncGenerator[str | None]:
         """The ids of records as they are canceled; None after each (re)connection, when some may have been missed.
@@ -269,13 +257,6 @@ class Records:
         args = [time.time(), JOB_KEEP_S, *(part for _, state, reply in ends for part in (state, reply))]
         answers = await self._link.client.eval(record_scripts.FINISH, len(keys), *keys, *args)
         return [Finish(bool(ours), cast(State, state.decode()), reply or None) for ours, state, reply in answers]
-
-    async def _send_calls(self, calls: list[_Call]) -> list[Any]:
-        pipeline = self._link.client.pipeline(transaction=False)
-        for call in calls:
-            pipeline.eval(call.script, len(call.keys), *call.keys, *call.args)
-        # A refusal, as when its memory is full, is the answer to that call alone.
-        return list(await pipeline.execute(raise_on_error=False))
 
 
 def _check_canceled() -> None:

@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import redis.asyncio
 from prometheus_client import Counter, Gauge
@@ -20,7 +20,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, Unavailable
 
 FAILURES = 3
 """Round trips in a row that must fail before the breaker opens; one alone may be a hiccup of this machine."""
@@ -70,6 +70,10 @@ class RedisLink:
         made = Lane(operation, send, self._timeout_s, self._judge, self._errors)
         self._lanes.append(made)
         return made
+
+    def scripts(self, store: str) -> Scripts:
+        """Scripts on a lane of their own, to be asked for before the link is opened; `store` names it in errors."""
+        return Scripts(self, store)
 
     async def __aenter__(self) -> Self:
         # One for each lane, and one for whoever listens or retries.
@@ -141,6 +145,40 @@ class RedisLink:
 
     async def _ping(self) -> None:
         await self.client.ping()
+
+
+class _Call(NamedTuple):
+    script: str
+    keys: tuple[str, ...]
+    args: tuple[str | bytes | float, ...]
+
+
+class Scripts:
+    """Runs scripts, which Redis runs whole; those that are asked for together share a round trip."""
+
+    def __init__(self, link: RedisLink, store: str) -> None:
+        self._link = link
+        self._store = store
+        self._lane = link.lane("call", self._send)
+
+    async def run(self, script: str, keys: tuple[str, ...], *args: str | bytes | float) -> Any:
+        """What the script returns.
+
+        Raises:
+            Unavailable: Redis did not answer, which does not say that it did nothing; or it refused.
+        """
+        answers = await self._lane.call([_Call(script, keys, args)]) if self._link.is_up else None
+        if answers is None or isinstance(answers[0], Exception):
+            reason = "out of reach" if answers is None else f"refusing: {answers[0]}"
+            raise Unavailable(f"{self._store} is {reason}; try again")
+        return answers[0]
+
+    async def _send(self, calls: list[_Call]) -> list[Any]:
+        pipeline = self._link.client.pipeline(transaction=False)
+        for call in calls:
+            pipeline.eval(call.script, len(call.keys), *call.keys, *call.args)
+        # A refusal, as when its memory is full, is the answer to that call alone.
+        return list(await pipeline.execute(raise_on_error=False))
 
 
 def _connect(url: str, connections: int) -> redis.asyncio.Redis:

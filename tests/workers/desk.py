@@ -160,6 +160,7 @@ class Desk:
         prediction: str = "",
         webhook: str = "",
         queue_limit_s: float = 0.0,
+        age_s: float = 0.0,
         **body: bool,
     ) -> None:
         now_s = time.time()
@@ -172,7 +173,7 @@ class Desk:
             slot="0",
             deadline_s=now_s + left_s,
             received_at_s=now_s,
-            published_at_s=now_s,
+            published_at_s=now_s - age_s,
             lane=lane,
             prediction=prediction,
             webhook=webhook,

@@ -5,11 +5,13 @@ Redis is asked for order and rate only: without it events are delivered, maybe o
 
 from __future__ import annotations
 
+import contextlib
 from types import TracebackType
-from typing import Literal, NamedTuple, Self
+from typing import Literal, Self
 
 from prometheus_client import Counter, Gauge
 
+from shared.errors import Unavailable
 from shared.redis_link import RedisLink
 
 THROTTLE_MS = 500
@@ -32,12 +34,6 @@ _CLOSE = "redis.call('SET', KEYS[1], '1', 'EX', ARGV[1])"
 Verdict = Literal["due", "throttled", "late"]
 
 
-class _Call(NamedTuple):
-    script: str
-    keys: tuple[str, ...]
-    argument: int
-
-
 class Notes:
     """Notes about webhooks; an async context manager, cheap to open with or without Redis.
 
@@ -48,7 +44,7 @@ class Notes:
 
     def __init__(self, redis_url: str, *, prefix: str = "penstock:") -> None:
         self._link = RedisLink("webhooks", redis_url, timeout_s=0.25, retry_s=0.25, up=UP, errors=ERRORS)
-        self._calls = self._link.lane("call", self._send)
+        self._scripts = self._link.scripts("the store of notes")
         self._prefix = prefix
 
     async def __aenter__(self) -> Self:
@@ -63,23 +59,16 @@ class Notes:
     async def admit(self, record: str, event: str) -> Verdict:
         """Whether an event is due, comes too soon after the last one of its kind, or after the end was told."""
         told, spare_ms = self._key(record, event), THROTTLE_MS if event in THROTTLED else 0
-        answer = await self._call(_Call(_ADMIT, (self._key(record, "done"), told), spare_ms))
+        answer = None
+        with contextlib.suppress(Unavailable):  # better told twice than not at all
+            answer = await self._scripts.run(_ADMIT, (self._key(record, "done"), told), spare_ms)
         verdicts: dict[bytes | None, Verdict] = {b"throttled": "throttled", b"late": "late"}
         return verdicts.get(answer, "due")
 
     async def close(self, record: str) -> None:
         """Nothing of this prediction is due any more."""
-        await self._call(_Call(_CLOSE, (self._key(record, "done"),), KEEP_S))
+        with contextlib.suppress(Unavailable):
+            await self._scripts.run(_CLOSE, (self._key(record, "done"),), KEEP_S)
 
     def _key(self, record: str, what: str) -> str:
         return f"{self._prefix}webhook:{record}:{what}"
-
-    async def _call(self, call: _Call) -> bytes | None:
-        answers = await self._calls.call([call]) if self._link.is_up else None
-        return answers[0] if answers is not None and isinstance(answers[0], bytes) else None
-
-    async def _send(self, calls: list[_Call]) -> list[bytes | None]:
-        pipeline = self._link.client.pipeline(transaction=False)
-        for call in calls:
-            pipeline.eval(call.script, len(call.keys), *call.keys, call.argument)
-        return list(await pipeline.execute(raise_on_error=False))
