@@ -29,8 +29,8 @@ resource "google_memorystore_instance" "default" {
   authorization_mode      = "AUTH_DISABLED"
   transit_encryption_mode = "TRANSIT_ENCRYPTION_DISABLED"
 
-  # Everything we keep has a time to live; when memory is short, what was
-  # not asked for longest goes first.
+  # When memory is short, what was not asked for longest goes first, of what
+  # has a time to live: the cache does, a promised prediction does not.
   engine_configs = {
     maxmemory-policy = "volatile-lru"
   }
