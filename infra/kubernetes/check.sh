@@ -16,11 +16,14 @@ if [ ! -f "$work/installed" ]; then
 fi
 
 cat > "$work/deployments.json" <<'JSON'
-{"europe-west4": {"cache_cidr": "10.64.32.0/20", "compute_classes": false, "dataset": "penstock",
+{"europe-west4": {"compute_classes": false, "dataset": "penstock",
   "namespace": "penstock", "objects_url": "gs://example-project-penstock-objects", "overflow": "a100",
-  "project": "example-project", "redis_url": "redis://10.64.32.2:6379/0", "region": "europe-west4", "spot": true}}
+  "project": "example-project", "records_url": "redis://10.64.32.2:6379/0", "redis_cidrs": ["10.64.32.0/20"],
+  "redis_url": "redis://10.64.32.2:6379/0", "region": "europe-west4", "spot": true}}
 JSON
 sed 's/"compute_classes": false/"compute_classes": true/' "$work/deployments.json" > "$work/classes.json"
+pool=//iam.googleapis.com/projects/123456789012/locations/global/workloadIdentityPools/penstock-elsewhere
+sed "s|\"spot\": true|\"spot\": false, \"audience\": \"$pool/providers/cluster\"|" "$work/deployments.json" > "$work/outside.json"
 
 render() { # NAME DEPLOYMENTS [OPTION...]
   local name=$1 deployments=$2
@@ -32,6 +35,7 @@ render() { # NAME DEPLOYMENTS [OPTION...]
 mkdir -p "$objects"
 render pools "$work/deployments.json"
 render classes "$work/classes.json" --autoscaler hpa --capacity-buffers
+render outside "$work/outside.json"
 
 for file in "$objects"/*.yaml; do
   # What it warns of are kinds without a schema: KEDA's are checked next, GKE's own by tests/infra/deploy.

@@ -27,9 +27,10 @@ class GpuType(BaseModel):
 
 
 class Deployment(BaseModel):
-    """One region's workers: Terraform's output `deployments` says most, whoever deploys the rest.
+    """The workers of one region, or of a cluster outside Google.
 
-    Everything up to `redis_url` is what API and workers have to agree on, so it comes from one place.
+    Terraform's output `deployments` (or `outside`) says most, whoever deploys the rest. Everything up to `records_url`
+    is what API and workers have to agree on, so it comes from one place.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -40,8 +41,13 @@ class Deployment(BaseModel):
     dataset: str
     objects_url: str
     redis_url: str
-    cache_cidr: str
-    """Addresses of Redis, for the network policy."""
+    records_url: str
+    redis_cidrs: tuple[str, ...] = Field(min_length=1)
+    """Addresses of both, for the network policy, to which none would mean all."""
+    audience: str = Field("", pattern=r"^(//iam\.googleapis\.com/\S+)?$")
+    """What the workers' tokens are made for; empty: they run on GKE, which has no need of tokens."""
+    models: tuple[str, ...] | None = None
+    """Those of the catalogue that run there; None: all."""
     spot: bool
     overflow: Literal["l4", "a100"] | None
     """GPU type that takes over where another is out of stock."""
@@ -54,6 +60,11 @@ class Deployment(BaseModel):
     """Places kept warm for each class of GPU nodes."""
     capacity_buffers: bool = False
     """Keep them with CapacityBuffer (the cluster must have it) instead of balloons."""
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether this is a cluster outside Google: it has none of GKE's nodes, metrics and identities."""
+        return bool(self.audience)
 
     @property
     def metrics_url(self) -> str:

@@ -17,6 +17,7 @@ import yaml
 
 from infra.kubernetes.autoscaling import hpa_patch, keda_patch
 from infra.kubernetes.deployment import Deployment, GpuType, gpu_class, read_gpu_types
+from infra.kubernetes.identity import CREDENTIALS_FILE, credentials, identity_settings, token_volume
 from infra.kubernetes.placement import Placement, compute_class, place, share_of
 from shared.catalogue import Catalogue, Gpu, Model
 from shared.errors import ConfigurationError
@@ -47,10 +48,12 @@ def write_overlay(out: Path, catalogue: Catalogue, models_file: Path, deployment
         deployment: where and with what.
 
     Raises:
-        ConfigurationError: two models would get the same name, or `out` is a folder that is no overlay.
+        ConfigurationError: two models would get the same name, one that is to run there is not in the catalogue, or
+            `out` is a folder that is no overlay.
     """
     slugs: dict[str, str] = {}
-    for model in catalogue.models:
+    models = _chosen(catalogue, deployment)
+    for model in models:
         other = slugs.setdefault(slug(model.name), model.name)
         if other != model.name:
             raise ConfigurationError(f"models {other!r} and {model.name!r} are both {slug(model.name)!r} to Kubernetes")
@@ -58,21 +61,41 @@ def write_overlay(out: Path, catalogue: Catalogue, models_file: Path, deployment
     gpu_types = read_gpu_types()
     entries = {entry["name"]: entry for entry in yaml.safe_load(models_file.read_text(encoding="utf-8"))["models"]}
     folders = []
-    for name, model in zip(slugs, catalogue.models, strict=True):
+    for name, model in zip(slugs, models, strict=True):
         _write_worker(out / f"worker-{name}", model, entries[model.name], deployment, gpu_types)
         folders.append(f"worker-{name}")
-    for gpu in dict.fromkeys(model.gpu for model in catalogue.models if model.gpu.type != "none"):
-        folders += _write_gpu_class(out, gpu, deployment, gpu_types)
+    if not deployment.is_outside:
+        for gpu in dict.fromkeys(model.gpu for model in models if model.gpu.type != "none"):
+            folders += _write_gpu_class(out, gpu, deployment, gpu_types)
     _write_cluster(out / "cluster", deployment)
     _write(out, ["cluster", *folders], patches=[])
 
 
+def _chosen(catalogue: Catalogue, deployment: Deployment) -> list[Model]:
+    if deployment.models is None:
+        return list(catalogue.models)
+    chosen = [model for model in catalogue.models if model.name in deployment.models]
+    if missing := set(deployment.models) - {model.name for model in chosen}:
+        raise ConfigurationError(
+            f"models of {deployment.region} are not in the catalogue: {', '.join(sorted(missing))}"
+        )
+    return chosen
+
+
 def _write_cluster(folder: Path, deployment: Deployment) -> None:
-    """Namespace, priorities and network policies; Redis' addresses stand last in the workers' policy."""
+    """Namespace, priorities and network policies; the third rule of the workers' policy is Redis."""
     folder.mkdir()
-    cidr = [{"op": "replace", "path": "/spec/egress/3/to/0/ipBlock/cidr", "value": deployment.cache_cidr}]
-    patch = {"target": {"kind": "NetworkPolicy", "name": "workers"}, "patch": yaml.safe_dump(cidr)}
-    _write(folder, [_up_to(folder, "cluster")], namespace=deployment.namespace, patches=[patch])
+    to = [{"ipBlock": {"cidr": cidr}} for cidr in deployment.redis_cidrs]
+    redis = [{"op": "replace", "path": "/spec/egress/2/to", "value": to}]
+    patch = {"target": {"kind": "NetworkPolicy", "name": "workers"}, "patch": yaml.safe_dump(redis)}
+    components = ["components/cluster-outside"] if deployment.is_outside else []
+    _write(
+        folder,
+        [_up_to(folder, "cluster")],
+        components=[_up_to(folder, component) for component in components],
+        namespace=deployment.namespace,
+        patches=[patch],
+    )
 
 
 def _clear(out: Path) -> None:
@@ -87,11 +110,22 @@ def _write_worker(
     folder: Path, model: Model, entry: dict[str, Any], deployment: Deployment, gpu_types: dict[str, GpuType]
 ) -> None:
     placement, name = place(model, deployment, gpu_types), slug(model.name)
-    components = (*placement.components, deployment.autoscaler)
-    scaling = keda_patch(model, name, deployment) if deployment.autoscaler == "keda" else hpa_patch(model, deployment)
+    components, patches = [*placement.components], [_worker_patch(model, placement, deployment)]
     folder.mkdir()
     (folder / "models.yaml").write_text(yaml.safe_dump({"models": [entry]}, sort_keys=False), encoding="utf-8")
     settings = worker_settings(model, deployment) | placement.settings
+    configs: list[dict[str, Any]] = [
+        {"name": "models", "files": ["models.yaml"]},
+        {"name": "settings", "literals": [f"{key}={value}" for key, value in sorted(settings.items())]},
+    ]
+    if deployment.is_outside:
+        components.append("outside")
+        (folder / CREDENTIALS_FILE).write_text(credentials(deployment.audience), encoding="utf-8")
+        configs.append({"name": "identity", "files": [CREDENTIALS_FILE]})
+    else:
+        components.append(deployment.autoscaler)
+        by_keda = deployment.autoscaler == "keda"
+        patches.append(keda_patch(model, name, deployment) if by_keda else hpa_patch(model, deployment))
     image, _, digest = deployment.image.partition("@")
     image, _, tag = image.rpartition(":") if not digest else (image, "", "")
     _write(
@@ -102,17 +136,14 @@ def _write_worker(
         nameSuffix=f"-{name}",
         labels=[{"pairs": {"penstock.dev/model": name}, "includeSelectors": True, "includeTemplates": True}],
         images=[{"name": "penstock-worker", "newName": image} | ({"digest": digest} if digest else {"newTag": tag})],
-        configMapGenerator=[
-            {"name": "models", "files": ["models.yaml"]},
-            {"name": "settings", "literals": [f"{key}={value}" for key, value in sorted(settings.items())]},
-        ],
-        patches=[_worker_patch(placement), scaling],
+        configMapGenerator=configs,
+        patches=patches,
     )
 
 
 def worker_settings(model: Model, deployment: Deployment) -> dict[str, str]:
-    """The environment of a worker, besides what depends on its place."""
-    return {
+    """The environment of a worker, besides what depends on its node."""
+    settings = {
         "HF_HOME": f"{CACHE_DIR}/hub",
         "HOME": "/tmp",
         "PENSTOCK_ARTIFACTS_DIR": f"{CACHE_DIR}/artifacts",
@@ -124,13 +155,15 @@ def worker_settings(model: Model, deployment: Deployment) -> dict[str, str]:
         "PENSTOCK_MODELS_FILE": MODELS_FILE,
         "PENSTOCK_OBJECTS_URL": deployment.objects_url,
         "PENSTOCK_PROJECT": deployment.project,
+        "PENSTOCK_RECORDS_URL": deployment.records_url,
         "PENSTOCK_REDIS_URL": deployment.redis_url,
         "PENSTOCK_REGION": deployment.region,
         "PENSTOCK_SPOOL_DIR": SPOOL_DIR,
     }
+    return settings | (identity_settings(deployment.project) if deployment.is_outside else {})
 
 
-def _worker_patch(placement: Placement) -> dict[str, Any]:
+def _worker_patch(model: Model, placement: Placement, deployment: Deployment) -> dict[str, Any]:
     pod: dict[str, Any] = {
         "terminationGracePeriodSeconds": placement.grace_s,
         "containers": [{"name": "worker", "resources": placement.resources}],
@@ -139,6 +172,10 @@ def _worker_patch(placement: Placement) -> dict[str, Any]:
         pod["nodeSelector"] = placement.node_selector
     if placement.accelerators:
         pod["affinity"] = {"nodeAffinity": _required(placement.accelerators)}
+    if deployment.is_outside:
+        pod["volumes"] = [token_volume(deployment.audience)]
+        # Nothing there asks for more or fewer: what scales by our metrics is GKE's.
+        return _of_deployment("worker", pod, replicas=max(1, model.replicas.min))
     return _of_deployment("worker", pod)
 
 

@@ -43,6 +43,8 @@ def place(model: Model, deployment: Deployment, gpu_types: dict[str, GpuType]) -
         return Placement((), {}, (), _resources(CPU_ONLY), settings, grace_s)
     settings |= {"PENSTOCK_DEVICE": "cuda", "PENSTOCK_PROCESSES": "1"}
     resources = _resources(share_of(model.gpu, gpu_types), gpu=True)
+    if deployment.is_outside:
+        return Placement(("gpu-outside",), {}, (), resources, settings, grace_s)
     if deployment.compute_classes:
         chosen = {"cloud.google.com/compute-class": f"workers-{gpu_class(model.gpu)}"}
         return Placement(("compute-class",), chosen, (), resources, settings, grace_s)

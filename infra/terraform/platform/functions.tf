@@ -1,5 +1,7 @@
 # Functions behind Pub/Sub push, each as soon as its image is given: one
-# answers the callers of dead letters, one delivers webhooks.
+# answers the callers of dead letters, one delivers webhooks. They stand in
+# one region: nobody waits for them, and what comes meanwhile is kept (dead
+# letters for a week, events for a day).
 
 locals {
   _functions = { for name, function in {
@@ -24,6 +26,7 @@ locals {
   repliers = merge(
     { api = google_service_account.api.member, workers = local.workers_member },
     { for name, account in google_service_account.functions : name => account.member if name == "dead-letters" },
+    { for name, member in local.outside_members : "outside-${name}" => member },
   )
 }
 
@@ -49,7 +52,8 @@ module "function" {
     PENSTOCK_DATASET     = google_bigquery_dataset.default.dataset_id
     PENSTOCK_OBJECTS_URL = "gs://${google_storage_bucket.objects.name}"
     PENSTOCK_PROJECT     = var.project_id
-    PENSTOCK_REDIS_URL   = module.region[local.home].redis_url
+    PENSTOCK_RECORDS_URL = local.records_url
+    PENSTOCK_REDIS_URL   = module.redis[local.home].url
     PENSTOCK_REGION      = local.home
   }
 

@@ -4,10 +4,16 @@
 locals {
   models = {
     for entry in yamldecode(file(local.models_file)).models : entry.name => {
-      gpu  = { share = try(entry.gpu.share, 1), type = try(entry.gpu.type, "none") }
-      slug = local._slugs[entry.name]
+      gpu        = { share = try(entry.gpu.share, 1), type = try(entry.gpu.type, "none") }
+      deadline_s = try(entry.deadline.longest_s, 300)
+      slug       = local._slugs[entry.name]
+      ttl_s      = try(entry.cache.ttl_s, 86400)
     }
   }
+  longest_deadline_s      = max(values(local.models)[*].deadline_s...)
+  longest_ttl_s           = max(values(local.models)[*].ttl_s...)
+  dead_letter_retention_s = 604800
+
   models_file = var.models_file == null ? "${path.module}/../../../models.yaml" : var.models_file
 
   # A name that Kubernetes takes; infra/kubernetes/overlay.py makes the same.
@@ -32,7 +38,17 @@ module "model" {
   workers         = var.delivery
   api_member      = google_service_account.api.member
   pubsub_agent    = local.pubsub_agent
-  worker_member   = "${local.workload_identity}/subject/ns/${var.namespace}/sa/worker-${each.value.slug}"
+
+  dead_letter_retention_s = local.dead_letter_retention_s
+
+  worker_members = merge(
+    { gke = "${local.workload_identity}/subject/ns/${var.namespace}/sa/worker-${each.value.slug}" },
+    {
+      for name, cluster in var.outside :
+      name => "principal://${local.outside_pools[name]}/subject/system:serviceaccount:${cluster.namespace}:worker-${each.value.slug}"
+      if cluster.models == null ? true : contains(cluster.models, each.key)
+    },
+  )
 
   dead_letter_push = var.functions.dead_letters == null ? null : {
     audience      = module.function["dead-letters"].audience

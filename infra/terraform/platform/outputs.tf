@@ -24,17 +24,39 @@ output "clusters" {
 output "deployments" {
   description = "What the manifests of each region's workers are made from: infra/kubernetes/overlay.py reads it."
   value = {
-    for name, region in module.region : name => {
-      cache_cidr      = region.network.cache_cidr
+    for name, region in var.regions : name => {
       compute_classes = var.nodes.compute_classes
       dataset         = google_bigquery_dataset.default.dataset_id
       namespace       = var.namespace
       objects_url     = "gs://${google_storage_bucket.objects.name}"
       overflow        = var.nodes.overflow
       project         = var.project_id
-      redis_url       = region.redis_url
+      records_url     = local.records_url
+      redis_cidrs     = distinct([local.redis_cidrs[name], local.redis_cidrs[local.home]])
+      redis_url       = module.redis[name].url
       region          = name
       spot            = var.nodes.spot
+    }
+  }
+}
+
+output "outside" {
+  description = "The same for each cluster outside Google, with what its workers' tokens are made for."
+  value = {
+    for name, cluster in var.outside : name => {
+      audience        = "//${local.outside_pools[name]}/providers/${google_iam_workload_identity_pool_provider.outside[name].workload_identity_pool_provider_id}"
+      compute_classes = false
+      dataset         = google_bigquery_dataset.default.dataset_id
+      models          = cluster.models
+      namespace       = cluster.namespace
+      objects_url     = "gs://${google_storage_bucket.objects.name}"
+      overflow        = null
+      project         = var.project_id
+      records_url     = local.records_url
+      redis_cidrs     = distinct(compact([local.redis_cidrs[local.home], cluster.redis_cidr]))
+      redis_url       = coalesce(cluster.redis_url, module.redis[local.home].url)
+      region          = name
+      spot            = false
     }
   }
 }

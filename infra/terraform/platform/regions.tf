@@ -1,4 +1,4 @@
-# Everything that stands once per region: subnets, Redis, API, cluster.
+# What stands once per region: subnets, API, cluster. Redis is in redis.tf.
 
 locals {
   gpu_types = yamldecode(file("${path.module}/../../kubernetes/gpus.yaml"))
@@ -20,10 +20,11 @@ module "region" {
   labels              = var.labels
   network             = google_compute_network.default.id
   cidr                = cidrsubnet(var.network_cidr, 4, each.value.index)
-  cache               = var.cache
   dataset             = google_bigquery_dataset.default.dataset_id
   deletion_protection = var.deletion_protection
   objects_url         = "gs://${google_storage_bucket.objects.name}"
+  records_url         = local.records_url
+  redis_url           = module.redis[each.key].url
   secrets             = local.secrets
 
   api = merge(var.api, {

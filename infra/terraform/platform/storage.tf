@@ -9,14 +9,19 @@ resource "google_storage_bucket" "objects" {
   public_access_prevention    = "enforced"
   uniform_bucket_level_access = true
 
-  # Longer than any cache keeps a pointer to an object.
-  lifecycle_rule {
-    action {
-      type = "Delete"
-    }
+  # Each folder outlives what points into it: see objects_days.
+  dynamic "lifecycle_rule" {
+    for_each = { for folder, days in var.objects_days : folder => days }
 
-    condition {
-      age = var.objects_days
+    content {
+      action {
+        type = "Delete"
+      }
+
+      condition {
+        age            = lifecycle_rule.value
+        matches_prefix = ["${lifecycle_rule.key}/"]
+      }
     }
   }
 
@@ -56,7 +61,9 @@ resource "google_storage_bucket_iam_member" "objects" {
 }
 
 resource "google_storage_bucket_iam_member" "weights" {
+  for_each = merge({ gke = local.workers_member }, local.outside_members)
+
   bucket = google_storage_bucket.weights.name
   role   = "roles/storage.objectViewer"
-  member = local.workers_member
+  member = each.value
 }

@@ -20,16 +20,18 @@ variable "alerts" {
 }
 
 variable "api" {
-  description = "The API on Cloud Run. Without an image there is none yet: the first apply makes the registry that it is pushed to."
+  description = "The API on Cloud Run, and for how long it keeps predictions and answers to Idempotency-Keys. Without an image there is none yet: the first apply makes the registry that it is pushed to."
   type = object({
-    concurrency   = optional(number, 80)
-    cpu           = optional(number, 2)
-    image         = optional(string)
-    max_in_flight = optional(number, 1024)
-    max_instances = optional(number, 4)
-    memory        = optional(string, "1Gi")
-    min_instances = optional(number, 1)
-    timeout_s     = optional(number, 360)
+    concurrency        = optional(number, 80)
+    cpu                = optional(number, 2)
+    idempotency_keep_s = optional(number, 86400)
+    image              = optional(string)
+    max_in_flight      = optional(number, 1024)
+    max_instances      = optional(number, 4)
+    memory             = optional(string, "1Gi")
+    min_instances      = optional(number, 1)
+    prediction_keep_s  = optional(number, 3600)
+    timeout_s          = optional(number, 360)
   })
   default  = {}
   nullable = false
@@ -37,6 +39,16 @@ variable "api" {
   validation {
     condition     = var.api.min_instances >= 1 && var.api.min_instances <= var.api.max_instances
     error_message = "At least one instance, and no more than max_instances."
+  }
+
+  validation {
+    condition     = var.api.prediction_keep_s >= 60 && var.api.idempotency_keep_s > 0
+    error_message = "A prediction is kept for a minute at least, an answer for more than nothing."
+  }
+
+  validation {
+    condition     = var.api.timeout_s > local.longest_deadline_s
+    error_message = "A caller may wait as long as deadline.longest_s of its model: Cloud Run must wait longer (api.timeout_s)."
   }
 }
 
@@ -118,6 +130,11 @@ variable "delivery" {
   })
   default  = {}
   nullable = false
+
+  validation {
+    condition     = var.delivery.retention_s >= max(600, local.longest_deadline_s) && var.delivery.retention_s <= 2678400
+    error_message = "Pub/Sub keeps messages from 10 minutes to 31 days, and a job is kept as long as somebody may wait for it (deadline.longest_s)."
+  }
 }
 
 variable "domain" {
@@ -233,14 +250,77 @@ variable "nodes" {
 }
 
 variable "objects_days" {
-  description = "Days after which large inputs and results are deleted; longer than any cache.ttl_s of the catalogue."
-  type        = number
-  default     = 7
-  nullable    = false
+  description = "Days after which the objects of each folder are deleted: answers to Idempotency-Keys, files, inputs (those of dead letters too), results."
+  type = object({
+    answers = optional(number, 2)
+    files   = optional(number, 1)
+    inputs  = optional(number, 8)
+    results = optional(number, 7)
+  })
+  default  = {}
+  nullable = false
 
   validation {
-    condition     = var.objects_days >= 1
-    error_message = "At least a day."
+    condition     = alltrue([for days in values(var.objects_days) : days >= 1 && floor(days) == days])
+    error_message = "Whole days, at least one: files promise a day."
+  }
+
+  validation {
+    condition     = var.objects_days.answers * 86400 >= var.api.idempotency_keep_s + 3600
+    error_message = "Answers are kept for api.idempotency_keep_s: objects_days.answers is an hour longer at least."
+  }
+
+  validation {
+    condition     = var.objects_days.inputs * 86400 >= local.dead_letter_retention_s + var.delivery.retention_s
+    error_message = "A dead letter can be run again for a week, if its input is still there: objects_days.inputs is longer, by delivery.retention_s."
+  }
+
+  # A hit in a cache's last second may be given to a prediction, and to a link that opens for an hour.
+  validation {
+    condition     = var.objects_days.results * 86400 >= local.longest_ttl_s + local.longest_deadline_s + max(var.api.prediction_keep_s, 3600)
+    error_message = "A result outlives the longest cache.ttl_s of the catalogue and api.prediction_keep_s together: raise objects_days.results."
+  }
+}
+
+variable "outside" {
+  description = "Clusters outside Google whose workers pull the same jobs: issuer of their tokens (and its keys, where Google can't reach it), which models (null: all), and a Redis of theirs for the cache (null: the home region's). All need a way to the records' Redis, see docs/operations.md."
+  type = map(object({
+    issuer     = string
+    jwks_json  = optional(string)
+    models     = optional(list(string))
+    namespace  = optional(string, "penstock")
+    redis_cidr = optional(string)
+    redis_url  = optional(string)
+  }))
+  default  = {}
+  nullable = false
+
+  validation {
+    condition     = alltrue([for name in keys(var.outside) : can(regex("^[a-z][a-z0-9-]{1,18}[a-z0-9]$", name))])
+    error_message = "A name has 3 to 20 lower-case letters, digits or dashes: with the prefix it names an identity pool."
+  }
+
+  validation {
+    condition     = alltrue([for cluster in values(var.outside) : startswith(cluster.issuer, "https://")])
+    error_message = "An issuer is an https URL, as the cluster's tokens have it."
+  }
+
+  validation {
+    condition     = alltrue([for cluster in values(var.outside) : can(regex("^[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?$", cluster.namespace))])
+    error_message = "A namespace has at most 42 lower-case letters, digits or dashes, so that a subject has at most 127."
+  }
+
+  validation {
+    condition     = alltrue([for cluster in values(var.outside) : cluster.models == null ? true : length(setsubtract(cluster.models, keys(local.models))) == 0])
+    error_message = "models are entries of models.yaml."
+  }
+
+  validation {
+    condition = alltrue([
+      for cluster in values(var.outside) :
+      (cluster.redis_url == null) == (cluster.redis_cidr == null) && (cluster.redis_cidr == null ? true : can(cidrhost(cluster.redis_cidr, 0)))
+    ])
+    error_message = "A Redis of a cluster's own has a URL, and addresses that its workers may connect to."
   }
 }
 
@@ -264,6 +344,23 @@ variable "project_id" {
   validation {
     condition     = can(regex("^[a-z][a-z0-9-]{4,28}[a-z0-9]$", var.project_id))
     error_message = "A project id has 6 to 30 lower-case letters, digits or dashes."
+  }
+}
+
+variable "records" {
+  description = "Redis of the records. `apart`: an instance of its own, which several regions need and one does without; null: as they need."
+  type = object({
+    apart          = optional(bool)
+    engine_version = optional(string, "VALKEY_8_0")
+    node_type      = optional(string, "STANDARD_SMALL")
+    replicas       = optional(number, 1)
+  })
+  default  = {}
+  nullable = false
+
+  validation {
+    condition     = coalesce(var.records.apart, true) || length(var.regions) == 1
+    error_message = "Regions share their topics, so any of them may take a job: several need one Redis for the records."
   }
 }
 

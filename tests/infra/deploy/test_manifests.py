@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from infra.kubernetes.__main__ import main
+from infra.kubernetes.deployment import Deployment
 from infra.kubernetes.overlay import slug, write_overlay
 from shared.catalogue import read_catalogue
 from shared.errors import ConfigurationError
@@ -92,13 +94,19 @@ def test_folders_a_worker_writes_to_are_mounted(objects: Objects) -> None:
 
 
 def test_workers_reach_redis_and_nothing_else_that_is_private(tmp_path: Path) -> None:
-    objects = render(tmp_path, cache_cidr="10.96.32.0/20")
+    objects = render(tmp_path, redis_cidrs=("10.96.32.0/20", "10.64.32.0/20"))
     egress = of_kind(objects, "NetworkPolicy")["workers"]["spec"]["egress"]
     blocks = [
         (to["ipBlock"]["cidr"], rule["ports"][0]["port"]) for rule in egress for to in rule["to"] if "ipBlock" in to
     ]
-    assert [port for cidr, port in blocks if cidr.startswith("10.")] == [6379]
-    assert ("10.96.32.0/20", 6379) in blocks
+    private = [block for block in blocks if block[0].startswith("10.")]
+    assert private == [("10.96.32.0/20", 6379), ("10.64.32.0/20", 6379)]
+
+
+def test_no_addresses_for_redis_are_refused() -> None:
+    # An egress rule without addresses would let workers connect anywhere.
+    with pytest.raises(ValidationError, match="redis_cidrs"):
+        Deployment.model_validate(DEPLOYMENT.model_dump() | {"redis_cidrs": []})
 
 
 def test_each_worker_reads_its_own_entry(objects: Objects) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shared.catalogue import read_catalogue
-from shared.names import batch_subscription_id, workers_subscription_id
+from shared.names import WEBHOOKS_TOPIC_ID, batch_subscription_id, dead_letter_topic_id, workers_subscription_id
 from tests.infra.deploy.terraform import Plan
 
 MODELS = [model.name for model in read_catalogue(Path("models.yaml")).models]
@@ -60,6 +60,16 @@ def test_api_cannot_make_subscriptions(plan: Plan) -> None:
     }
 
 
+def test_worker_publishes_what_it_answers_and_gives_up(plan: Plan) -> None:
+    topics = {topic["name"] for topic in plan.of("google_pubsub_topic")}
+    may: dict[str, set[str]] = {}
+    for found in plan.of("google_pubsub_topic_iam_member"):
+        if found["member"].startswith("principal"):
+            may.setdefault(found["member"].partition("/subject/")[2], set()).add(found["topic"])
+    assert may.pop("") == {topic for topic in topics if topic.startswith("inbox.")} | {WEBHOOKS_TOPIC_ID}
+    assert sorted(may.values()) == sorted({dead_letter_topic_id(name)} for name in MODELS)
+
+
 def test_worker_pulls_only_the_jobs_of_its_model(plan: Plan) -> None:
     pulls: dict[str, set[str]] = {}
     for found in plan.of("google_pubsub_subscription_iam_member"):
@@ -70,8 +80,10 @@ def test_worker_pulls_only_the_jobs_of_its_model(plan: Plan) -> None:
 
 
 def test_two_regions_have_two_of_everything_regional(plan: Plan) -> None:
-    for kind in ("google_memorystore_instance", "google_container_cluster", "google_compute_router_nat"):
+    for kind in ("google_container_cluster", "google_compute_router_nat"):
         assert len(plan.of(kind)) == 2, kind
+    names = {found["instance_id"] for found in plan.of("google_memorystore_instance")}
+    assert names == {"penstock-europe-west1", "penstock-europe-west4", "penstock-records"}
     assert len([s for s in plan.of("google_cloud_run_v2_service") if s["name"] == "penstock-api"]) == 2
 
 

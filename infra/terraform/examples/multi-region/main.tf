@@ -1,5 +1,5 @@
 # Two regions behind one address: each has its own subnets, Redis, API,
-# inboxes and cluster; topics, rows and buckets are shared.
+# inboxes and cluster; topics, rows, records and buckets are shared.
 
 module "platform" {
   source = "../../platform"

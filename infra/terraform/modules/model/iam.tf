@@ -6,17 +6,31 @@ resource "google_pubsub_topic_iam_member" "api_publishes" {
 }
 
 resource "google_pubsub_subscription_iam_member" "workers_pull" {
+  for_each = var.worker_members
+
   project      = var.project_id
   subscription = google_pubsub_subscription.workers.name
   role         = "roles/pubsub.subscriber"
-  member       = var.worker_member
+  member       = each.value
 }
 
 resource "google_pubsub_subscription_iam_member" "workers_pull_batch" {
+  for_each = var.worker_members
+
   project      = var.project_id
   subscription = google_pubsub_subscription.batch.name
   role         = "roles/pubsub.subscriber"
-  member       = var.worker_member
+  member       = each.value
+}
+
+# A worker that gives a job up says why, which the service itself can't.
+resource "google_pubsub_topic_iam_member" "workers_give_up" {
+  for_each = var.worker_members
+
+  project = var.project_id
+  topic   = google_pubsub_topic.dead.name
+  role    = "roles/pubsub.publisher"
+  member  = each.value
 }
 
 # Pub/Sub itself moves a dead letter: it takes it off the one and puts it on

@@ -63,9 +63,9 @@ variable "storage_regions" {
   nullable    = false
 }
 
-variable "worker_member" {
-  description = "IAM member that pulls the jobs of this model."
-  type        = string
+variable "worker_members" {
+  description = "IAM members that pull the jobs of this model, by a name of ours."
+  type        = map(string)
   nullable    = false
 }
 

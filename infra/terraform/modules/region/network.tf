@@ -1,10 +1,9 @@
-# One block of the network, cut into nodes, pods, services, the API's egress
-# and the addresses that Memorystore is reached by.
+# One block of the network, cut into nodes, pods, services and the API's
+# egress; the third small one is Redis' (platform/redis.tf).
 
 locals {
   ranges = {
     api      = cidrsubnet(var.cidr, 6, 1)
-    cache    = cidrsubnet(var.cidr, 6, 2)
     nodes    = cidrsubnet(var.cidr, 6, 0)
     pods     = cidrsubnet(var.cidr, 1, 1)
     services = cidrsubnet(var.cidr, 6, 4)
@@ -40,19 +39,6 @@ resource "google_compute_subnetwork" "api" {
   name                     = "${var.prefix}-api-${var.region}"
   network                  = var.network
   ip_cidr_range            = local.ranges.api
-  private_ip_google_access = true
-
-  log_config {
-    flow_sampling = 0.1
-  }
-}
-
-resource "google_compute_subnetwork" "cache" {
-  project                  = var.project_id
-  region                   = var.region
-  name                     = "${var.prefix}-cache-${var.region}"
-  network                  = var.network
-  ip_cidr_range            = local.ranges.cache
   private_ip_google_access = true
 
   log_config {

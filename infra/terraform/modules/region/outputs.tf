@@ -16,14 +16,8 @@ output "network" {
   description = "What a cluster in this region stands in."
   value = {
     api_subnetwork = google_compute_subnetwork.api.id
-    cache_cidr     = local.ranges.cache
     nodes          = google_compute_subnetwork.nodes.id
     pods_range     = "pods"
     services_range = "services"
   }
-}
-
-output "redis_url" {
-  description = "Where API and workers of this region find Redis."
-  value       = local.redis_url
 }

@@ -1,18 +1,20 @@
 variable "api" {
   description = "The API service. Without an image there is none yet: the first apply makes the registry that it is pushed to."
   type = object({
-    behind_balancer = optional(bool, false)
-    concurrency     = optional(number, 80)
-    cpu             = optional(number, 2)
-    image           = optional(string)
-    max_in_flight   = optional(number, 1024)
-    max_instances   = optional(number, 4)
-    memory          = optional(string, "1Gi")
-    metrics_image   = optional(string, "us-docker.pkg.dev/cloud-ops-agents-artifacts/cloud-run-gmp-sidecar/cloud-run-gmp-sidecar:1.2.0")
-    min_instances   = optional(number, 1)
-    public_url      = optional(string, "")
-    service_account = string
-    timeout_s       = optional(number, 360)
+    behind_balancer    = optional(bool, false)
+    concurrency        = optional(number, 80)
+    cpu                = optional(number, 2)
+    idempotency_keep_s = optional(number, 86400)
+    image              = optional(string)
+    max_in_flight      = optional(number, 1024)
+    max_instances      = optional(number, 4)
+    memory             = optional(string, "1Gi")
+    metrics_image      = optional(string, "us-docker.pkg.dev/cloud-ops-agents-artifacts/cloud-run-gmp-sidecar/cloud-run-gmp-sidecar:1.2.0")
+    min_instances      = optional(number, 1)
+    prediction_keep_s  = optional(number, 3600)
+    public_url         = optional(string, "")
+    service_account    = string
+    timeout_s          = optional(number, 360)
   })
   nullable = false
 
@@ -29,24 +31,6 @@ variable "api" {
   validation {
     condition     = var.api.timeout_s <= 3600
     error_message = "Cloud Run allows an hour at most."
-  }
-}
-
-variable "cache" {
-  description = "Memorystore for Valkey: size, version and copies."
-  type = object({
-    engine_version = optional(string, "VALKEY_8_0")
-    node_type      = optional(string, "STANDARD_SMALL")
-    replicas       = optional(number, 1)
-  })
-  default  = {}
-  nullable = false
-
-  validation {
-    condition = contains(
-      ["SHARED_CORE_NANO", "STANDARD_SMALL", "HIGHMEM_MEDIUM", "HIGHMEM_XLARGE"], var.cache.node_type
-    )
-    error_message = "Node types are SHARED_CORE_NANO, STANDARD_SMALL, HIGHMEM_MEDIUM and HIGHMEM_XLARGE."
   }
 }
 
@@ -68,7 +52,7 @@ variable "dataset" {
 }
 
 variable "deletion_protection" {
-  description = "Whether service and cache refuse to be deleted."
+  description = "Whether the service refuses to be deleted."
   type        = bool
   default     = true
   nullable    = false
@@ -111,6 +95,18 @@ variable "prefix" {
 
 variable "project_id" {
   description = "Project of every resource."
+  type        = string
+  nullable    = false
+}
+
+variable "records_url" {
+  description = "Redis of the records."
+  type        = string
+  nullable    = false
+}
+
+variable "redis_url" {
+  description = "Redis of the region."
   type        = string
   nullable    = false
 }

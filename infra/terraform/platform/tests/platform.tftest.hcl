@@ -59,18 +59,6 @@ run "least_rights" {
   }
 }
 
-run "no_public_bucket" {
-  command = plan
-
-  assert {
-    condition = alltrue([
-      for bucket in [google_storage_bucket.objects, google_storage_bucket.weights] :
-      bucket.public_access_prevention == "enforced" && bucket.uniform_bucket_level_access
-    ])
-    error_message = "No bucket can be made public."
-  }
-}
-
 run "table" {
   command = plan
 
@@ -169,14 +157,24 @@ run "a_region_more" {
   }
 
   assert {
-    condition     = length(distinct([for deployment in output.deployments : deployment.cache_cidr])) == 2
-    error_message = "Their addresses do not meet."
+    condition     = sort(flatten(values(output.deployments)[*].redis_cidrs)) == tolist(["10.64.32.0/20", "10.64.32.0/20", "10.68.32.0/20"])
+    error_message = "Workers of each region reach their own Redis and the records in the home region."
   }
 
   assert {
     condition     = startswith(output.registry, "europe-west4-docker.pkg.dev/")
     error_message = "What stands once stays in the region of the lowest index."
   }
+}
+
+run "callers_cut_off_before_their_deadline" {
+  command = plan
+
+  variables {
+    api = { max_instances = 1, timeout_s = 300 }
+  }
+
+  expect_failures = [var.api]
 }
 
 run "two_regions_with_one_index" {

@@ -1,11 +1,14 @@
 # Against a stand-in of the provider: make terraform-check.
 
 variables {
-  project_id    = "example-project"
-  name          = "all-MiniLM-L6-v2"
-  api_member    = "serviceAccount:api@example-project.iam.gserviceaccount.com"
-  pubsub_agent  = "serviceAccount:service-1@gcp-sa-pubsub.iam.gserviceaccount.com"
-  worker_member = "principal://iam.googleapis.com/projects/1/locations/global/workloadIdentityPools/example-project.svc.id.goog/subject/ns/penstock/sa/worker-all-minilm-l6-v2"
+  project_id   = "example-project"
+  name         = "all-MiniLM-L6-v2"
+  api_member   = "serviceAccount:api@example-project.iam.gserviceaccount.com"
+  pubsub_agent = "serviceAccount:service-1@gcp-sa-pubsub.iam.gserviceaccount.com"
+
+  worker_members = {
+    gke = "principal://iam.googleapis.com/projects/1/locations/global/workloadIdentityPools/example-project.svc.id.goog/subject/ns/penstock/sa/worker-all-minilm-l6-v2"
+  }
 }
 
 run "names" {
@@ -82,17 +85,24 @@ run "least_rights" {
   }
 
   assert {
-    condition = google_pubsub_subscription_iam_member.workers_pull.role == "roles/pubsub.subscriber" && (
-      google_pubsub_subscription_iam_member.workers_pull.member == var.worker_member
+    condition = google_pubsub_subscription_iam_member.workers_pull["gke"].role == "roles/pubsub.subscriber" && (
+      google_pubsub_subscription_iam_member.workers_pull["gke"].member == var.worker_members["gke"]
     )
     error_message = "This model's workers pull this model's jobs."
   }
 
   assert {
-    condition = google_pubsub_subscription_iam_member.workers_pull_batch.subscription == "jobs.all-MiniLM-L6-v2.batch" && (
-      google_pubsub_subscription_iam_member.workers_pull_batch.member == var.worker_member
+    condition = google_pubsub_subscription_iam_member.workers_pull_batch["gke"].subscription == "jobs.all-MiniLM-L6-v2.batch" && (
+      google_pubsub_subscription_iam_member.workers_pull_batch["gke"].member == var.worker_members["gke"]
     )
     error_message = "This model's workers pull this model's jobs that may wait."
+  }
+
+  assert {
+    condition = google_pubsub_topic_iam_member.workers_give_up["gke"].topic == "jobs.all-MiniLM-L6-v2.dead" && (
+      google_pubsub_topic_iam_member.workers_give_up["gke"].member == var.worker_members["gke"]
+    )
+    error_message = "A worker that gives a job up puts it with the dead letters itself."
   }
 
   assert {

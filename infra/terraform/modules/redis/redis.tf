@@ -1,27 +1,16 @@
-# The second level of the cache and the leases of the inboxes.
-
-resource "google_network_connectivity_service_connection_policy" "default" {
-  project       = var.project_id
-  location      = var.region
-  name          = "${var.prefix}-cache-${var.region}"
-  service_class = "gcp-memorystore"
-  network       = var.network
-
-  psc_config {
-    subnetworks = [google_compute_subnetwork.cache.id]
-  }
-}
+# One Memorystore for Valkey that API, workers and functions speak to as
+# Redis, from any region of its network.
 
 resource "google_memorystore_instance" "default" {
   project                     = var.project_id
   location                    = var.region
-  instance_id                 = "${var.prefix}-${var.region}"
+  instance_id                 = var.name
   labels                      = var.labels
-  engine_version              = var.cache.engine_version
+  engine_version              = var.size.engine_version
   mode                        = "CLUSTER_DISABLED"
   shard_count                 = 1
-  replica_count               = var.cache.replicas
-  node_type                   = var.cache.node_type
+  replica_count               = var.size.replicas
+  node_type                   = var.size.node_type
   deletion_protection_enabled = var.deletion_protection
 
   # The one door is an address inside our network, and PENSTOCK_REDIS_URL
@@ -47,11 +36,10 @@ resource "google_memorystore_instance" "default" {
       append_fsync = "EVERY_SEC"
     }
   }
-
-  depends_on = [google_network_connectivity_service_connection_policy.default]
 }
 
 locals {
-  _endpoint = google_memorystore_instance.default.endpoints[0].connections[0].psc_auto_connection[0]
-  redis_url = "redis://${local._endpoint.ip_address}:${local._endpoint.port}/0"
+  # There is an endpoint for the replicas too, which takes no writes.
+  _connections = flatten(google_memorystore_instance.default.endpoints[*].connections[*].psc_auto_connection)
+  _primary     = [for connection in local._connections : connection if connection.connection_type == "CONNECTION_TYPE_PRIMARY"]
 }

@@ -1,0 +1,60 @@
+variable "deletion_protection" {
+  description = "Whether it refuses to be deleted."
+  type        = bool
+  default     = true
+  nullable    = false
+}
+
+variable "labels" {
+  description = "Labels of the instance."
+  type        = map(string)
+  default     = {}
+  nullable    = false
+}
+
+variable "name" {
+  description = "Id of the instance."
+  type        = string
+  nullable    = false
+}
+
+variable "network" {
+  description = "Id of the network it is reached from."
+  type        = string
+  nullable    = false
+}
+
+variable "project_id" {
+  description = "Project of the instance."
+  type        = string
+  nullable    = false
+}
+
+variable "region" {
+  description = "Region it stands in."
+  type        = string
+  nullable    = false
+}
+
+variable "size" {
+  description = "Version, node type and copies."
+  type = object({
+    engine_version = optional(string, "VALKEY_8_0")
+    node_type      = optional(string, "STANDARD_SMALL")
+    replicas       = optional(number, 1)
+  })
+  default  = {}
+  nullable = false
+
+  validation {
+    condition = contains(
+      ["SHARED_CORE_NANO", "STANDARD_SMALL", "HIGHMEM_MEDIUM", "HIGHMEM_XLARGE"], var.size.node_type
+    )
+    error_message = "Node types are SHARED_CORE_NANO, STANDARD_SMALL, HIGHMEM_MEDIUM and HIGHMEM_XLARGE."
+  }
+
+  validation {
+    condition     = var.size.replicas >= 0 && var.size.replicas <= 5
+    error_message = "Valkey has 0 to 5 copies."
+  }
+}

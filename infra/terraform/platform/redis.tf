@@ -1,0 +1,67 @@
+# Redis of each region (the second level of the cache, and the leases of the
+# inboxes) and of the records: who answered what, and what Idempotency-Keys
+# were answered. Topics are those of all regions, so records are too: regions
+# that share topics share one Redis for them (docs/decisions/0012).
+
+locals {
+  _records_apart = coalesce(var.records.apart, length(var.regions) > 1)
+  # Subnet 2 of a region's block; modules/region has the others.
+  redis_cidrs = { for name, region in var.regions : name => cidrsubnet(cidrsubnet(var.network_cidr, 4, region.index), 6, 2) }
+  records_url = local._records_apart ? module.records["records"].url : module.redis[local.home].url
+}
+
+resource "google_compute_subnetwork" "redis" {
+  for_each = local.redis_cidrs
+
+  project                  = var.project_id
+  region                   = each.key
+  name                     = "${var.prefix}-cache-${each.key}"
+  network                  = google_compute_network.default.id
+  ip_cidr_range            = each.value
+  private_ip_google_access = true
+
+  log_config {
+    flow_sampling = 0.1
+  }
+}
+
+# One for each region and network, whatever stands there.
+resource "google_network_connectivity_service_connection_policy" "default" {
+  for_each = google_compute_subnetwork.redis
+
+  project       = var.project_id
+  location      = each.key
+  name          = "${var.prefix}-cache-${each.key}"
+  service_class = "gcp-memorystore"
+  network       = google_compute_network.default.id
+
+  psc_config {
+    subnetworks = [each.value.id]
+  }
+}
+
+module "redis" {
+  source   = "../modules/redis"
+  for_each = var.regions
+
+  project_id          = var.project_id
+  region              = each.key
+  name                = "${var.prefix}-${each.key}"
+  labels              = var.labels
+  network             = google_network_connectivity_service_connection_policy.default[each.key].network
+  size                = var.cache
+  deletion_protection = var.deletion_protection
+}
+
+module "records" {
+  source   = "../modules/redis"
+  for_each = local._records_apart ? { records = var.records } : {}
+
+  project_id          = var.project_id
+  region              = local.home
+  name                = "${var.prefix}-records"
+  labels              = var.labels
+  network             = google_network_connectivity_service_connection_policy.default[local.home].network
+  size                = each.value
+  deletion_protection = var.deletion_protection
+}

@@ -1,0 +1,76 @@
+# Against a stand-in of the provider: make terraform-check.
+
+variables {
+  project_id = "example-project"
+  api        = { image = "europe-west4-docker.pkg.dev/p/penstock/api@sha256:0", max_instances = 1 }
+  inboxes    = { per_region = 2, slots = 2 }
+}
+
+run "one_region_keeps_its_records_beside_the_cache" {
+  command = plan
+
+  override_module {
+    target  = module.redis
+    outputs = { url = "redis://10.64.32.2:6379/0" }
+  }
+
+  assert {
+    condition     = length(module.records) == 0 && output.deployments["europe-west4"].records_url == "redis://10.64.32.2:6379/0"
+    error_message = "One region needs no second Redis."
+  }
+}
+
+run "one_region_with_its_records_apart" {
+  command = plan
+
+  variables {
+    records = { apart = true }
+  }
+
+  assert {
+    condition     = length(module.records) == 1
+    error_message = "A second region can come later without moving the records."
+  }
+}
+
+run "all_regions_have_one_redis_for_records" {
+  command = plan
+
+  variables {
+    regions = { "europe-west1" = { index = 1 }, "europe-west4" = { index = 0 } }
+  }
+
+  override_module {
+    target  = module.redis
+    outputs = { url = "redis://10.68.32.2:6379/0" }
+  }
+
+  override_module {
+    target  = module.records
+    outputs = { url = "redis://10.64.32.9:6379/0" }
+  }
+
+  assert {
+    condition     = distinct(values(output.deployments)[*].records_url) == tolist(["redis://10.64.32.9:6379/0"])
+    error_message = "Workers of any region may take a job: all ask the same records."
+  }
+
+  assert {
+    condition = alltrue([
+      for region in module.region :
+      region.environment["PENSTOCK_RECORDS_URL"] == "redis://10.64.32.9:6379/0" && region.environment["PENSTOCK_REDIS_URL"] == "redis://10.68.32.2:6379/0"
+    ])
+    error_message = "So do the APIs, which cache in their own region."
+  }
+}
+
+run "regions_without_common_records" {
+  command = plan
+
+  variables {
+    records = { apart = false }
+    regions = { "europe-west1" = { index = 1 }, "europe-west4" = { index = 0 } }
+  }
+
+  expect_failures = [var.records]
+}

@@ -1,0 +1,71 @@
+# Against a stand-in of the provider: make terraform-check.
+
+variables {
+  project_id = "example-project"
+  api        = { image = "europe-west4-docker.pkg.dev/p/penstock/api@sha256:0", max_instances = 1 }
+  inboxes    = { per_region = 2, slots = 2 }
+}
+
+run "no_public_bucket" {
+  command = plan
+
+  assert {
+    condition = alltrue([
+      for bucket in [google_storage_bucket.objects, google_storage_bucket.weights] :
+      bucket.public_access_prevention == "enforced" && bucket.uniform_bucket_level_access
+    ])
+    error_message = "No bucket can be made public."
+  }
+}
+
+run "objects_outlive_what_points_to_them" {
+  command = plan
+
+  assert {
+    condition = {
+      for rule in google_storage_bucket.objects.lifecycle_rule :
+      one(one(rule.condition).matches_prefix) => one(rule.condition).age
+    } == { "answers/" = 2, "files/" = 1, "inputs/" = 8, "results/" = 7 }
+    error_message = "Each folder has its own end."
+  }
+}
+
+run "answers_gone_before_their_keys" {
+  command = plan
+
+  variables {
+    api = { idempotency_keep_s = 172800, max_instances = 1 }
+  }
+
+  expect_failures = [var.objects_days]
+}
+
+run "results_gone_before_their_predictions" {
+  command = plan
+
+  variables {
+    api = { max_instances = 1, prediction_keep_s = 604800 }
+  }
+
+  expect_failures = [var.objects_days]
+}
+
+run "results_gone_before_the_cache_forgets_them" {
+  command = plan
+
+  variables {
+    models_file = "tests/long.models.yaml"
+  }
+
+  expect_failures = [var.objects_days]
+}
+
+run "inputs_gone_before_their_dead_letters" {
+  command = plan
+
+  variables {
+    objects_days = { inputs = 7 }
+  }
+
+  expect_failures = [var.objects_days]
+}
