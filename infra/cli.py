@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     options, rest = parser.parse_known_args(argv)
-    if rest and options.run not in (_pubsub, _bigquery, _bench, _optimize):
+    if rest and options.run not in (_pubsub, _bigquery, _bench, _optimize, _deploy):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     options.rest = rest
     signal.signal(signal.SIGTERM, _interrupt)
@@ -82,6 +82,11 @@ def _parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", add_help=False, help="measure the pipeline here, in a checkout (--profile)")
     bench.set_defaults(run=_bench)
+
+    deploy = commands.add_parser(
+        "deploy", add_help=False, help="plan: what a deployment needs and costs, before any apply"
+    )
+    deploy.set_defaults(run=_deploy)
 
     report = commands.add_parser("report", help="run a usage report on the configured BigQuery")
     report.add_argument("name", nargs="?", default="", help="which; without it, the shipped ones are listed")
@@ -139,6 +144,12 @@ def _bench(options: argparse.Namespace) -> int:
     if not Path("bench/__main__.py").is_file():
         raise ConfigurationError("there are no benchmarks in this folder: run it at the top of a checkout")
     return _become("bench", {}, options.rest)
+
+
+def _deploy(options: argparse.Namespace) -> int:
+    from infra.deploy.__main__ import main as plan
+
+    return plan(options.rest)
 
 
 def _report(options: argparse.Namespace) -> int:

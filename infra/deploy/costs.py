@@ -1,0 +1,200 @@
+"""The monthly cost table: each row an amount, and what it costs where its price is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from infra.deploy.platform import Platform
+from infra.deploy.prices import Prices
+from infra.deploy.sizing import Pool, Site
+from infra.deploy.volumes import DAYS, HOURS, SECONDS, Volume, row_days
+
+GIB = 2**30
+TIB = 2**40
+LEAST_BYTES = 1000
+"""Of a publish or delivery, as Pub/Sub bills it."""
+LEAST_ROW_BYTES = 1024
+GPU_DISK_GIB, GENERAL_DISK_GIB = 100, 50
+"""Boot disks, as infra/terraform/modules/cluster/nodes.tf has them."""
+SIDECAR_CPU, SIDECAR_GIB = 0.5, 0.25
+"""Of the container beside the API that collects its metrics (infra/terraform/modules/region/api.tf)."""
+REPLIES = "Pub/Sub, replies"
+JOB_DELIVERIES = 2
+"""A job goes to the workers' subscription and to the one of the lane `batch`; what a filter drops is billed too
+(docs.cloud.google.com/pubsub/docs/subscription-message-filter)."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One row: at the mean rate, and were the peak held for all of the month. No amount: `lacks` says what to give."""
+
+    item: str
+    place: str
+    unit: str
+    price_key: str
+    mean: float | None
+    peak: float | None
+    mean_usd: float | None
+    peak_usd: float | None
+    source: str
+    lacks: str = ""
+
+
+def cost_table(sites: Sequence[Site], volumes: Sequence[Volume], platform: Platform, prices: Prices) -> list[Cost]:
+    """All rows: of each region, then of what the regions share."""
+    bill = _Bill(prices)
+    for site in sites:
+        _region(bill, site, platform)
+    if platform.domain is not None:
+        bill.add("load balancer, forwarding rule", "", "hour", "balancer/rule", HOURS)
+        bill.add("Cloud Armor, policy and rules", "", "month", "armor/policy", 1)
+    _messages(bill, volumes, platform)
+    _rows(bill, volumes, platform)
+    _objects(bill, volumes, platform)
+    _answers(bill, sites, volumes, platform)
+    return bill.rows
+
+
+class _Bill:
+    """Looks prices up while rows are added; rows of one price share what is free of it, and its steps."""
+
+    def __init__(self, prices: Prices) -> None:
+        self._prices = prices
+        self._billed: dict[tuple[str, str], list[float]] = {}
+        self.rows: list[Cost] = []
+
+    def add(
+        self,
+        item: str,
+        place: str,
+        unit: str,
+        key: str,
+        mean: float | None,
+        peak: float | None = None,
+        lacks: str = "",
+    ) -> None:
+        price = self._prices.prices.get(key)
+        most = mean if peak is None else peak
+        before = self._billed.setdefault((key, place), [0.0, 0.0])
+        costs: list[float | None] = []
+        for column, amount in enumerate((mean, most)):
+            if not amount:
+                costs.append(amount)  # nothing costs nothing, whatever its price
+                continue
+            if price is None:
+                costs.append(None)
+                continue
+            costs.append(price.cost_usd(place, amount, before[column]))
+            before[column] += amount
+        source = price.source if price is not None and costs[0] is not None else ""
+        self.rows.append(Cost(item, place, unit, key, mean, most, costs[0], costs[1], source, lacks))
+
+
+def _region(bill: _Bill, site: Site, platform: Platform) -> None:
+    place = site.region
+    for pool in site.pools:
+        kind = "spot" if platform.nodes.spot else "on-demand"
+        name = f"GPU nodes {pool.name}, {kind.replace('-', ' ')}"
+        bill.add(name, place, "hour", _machine(pool, kind), pool.nodes_mean * HOURS, pool.nodes_peak * HOURS)
+    bill.add(
+        "general nodes",
+        place,
+        "hour",
+        f"machine/{platform.nodes.general.machine_type}/on-demand",
+        site.general_mean * HOURS,
+        site.general_peak * HOURS,
+    )
+    mean, peak = (GPU_DISK_GIB * gpus + GENERAL_DISK_GIB * general for gpus, general in _node_counts(site))
+    bill.add("boot disks of nodes", place, "GiB-month", "disk/pd-balanced", mean, peak)
+    bill.add("GKE, cluster", place, "hour", "gke/cluster", HOURS)
+    cpu, memory = platform.api.cpu + SIDECAR_CPU, platform.api.memory_gib + SIDECAR_GIB
+    mean_s, peak_s = site.api_mean * SECONDS, site.api_peak * SECONDS
+    bill.add("API on Cloud Run, CPU", place, "vCPU-second", "run/cpu", cpu * mean_s, cpu * peak_s)
+    bill.add("API on Cloud Run, memory", place, "GiB-second", "run/memory", memory * mean_s, memory * peak_s)
+    cache = platform.cache
+    bill.add("Memorystore", place, "node-hour", f"memorystore/{cache.node_type}", (1 + cache.replicas) * HOURS)
+    bill.add("Cloud NAT, gateway", place, "hour", "nat/gateway", HOURS)
+
+
+def _node_counts(site: Site) -> Iterator[tuple[int, int]]:
+    """GPU nodes and general nodes, at the mean and at the peak."""
+    yield sum(pool.nodes_mean for pool in site.pools), site.general_mean
+    yield sum(pool.nodes_peak for pool in site.pools), site.general_peak
+
+
+def _machine(pool: Pool, kind: str) -> str:
+    return f"machine/{pool.machine_type}/{kind}"
+
+
+def on_demand_usd(sites: Sequence[Site], prices: Prices) -> tuple[float, float] | None:
+    """What the GPU nodes cost where none is a spot node, at mean and peak; None where a price is missing."""
+    total = [0.0, 0.0]
+    for pool in (pool for site in sites for pool in site.pools):
+        price = prices.prices.get(_machine(pool, "on-demand"))
+        for place, nodes in enumerate((pool.nodes_mean, pool.nodes_peak)):
+            cost = None if price is None else price.cost_usd(pool.region, nodes * HOURS)
+            if cost is None:
+                return None
+            total[place] += cost
+    return total[0], total[1]
+
+
+def _messages(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None:
+    """Publish and each delivery are billed, 1,000 bytes at least; a filtered one at most as much."""
+    slots = platform.inboxes.slots
+    for what, size, times in (("jobs", "job_bytes", 1 + JOB_DELIVERIES), ("replies", "reply_bytes", 1 + slots)):
+        total, unknown = 0.0, []
+        for one in volumes:
+            billed = getattr(one, size)
+            if billed is None:
+                unknown.append(one.model)
+            else:
+                total += one.jobs * times * max(LEAST_BYTES, billed)
+        field = "input_bytes" if what == "jobs" else "output_bytes"
+        item = f"{REPLIES if what == 'replies' else 'Pub/Sub, jobs'}: 1 publish, {times - 1} deliveries"
+        amount = None if unknown else total / TIB
+        bill.add(item, "", "TiB", "pubsub/throughput", amount, lacks=_give(field, unknown))
+
+
+def _rows(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None:
+    place = platform.dataset_location
+    inserted = sum(one.items * max(LEAST_ROW_BYTES, one.row_bytes) for one in volumes)
+    bill.add("BigQuery, rows inserted", place, "200 MB", "bigquery/insert", inserted / 200e6)
+    kept = sum(one.items * one.row_bytes for one in volumes) * row_days() / DAYS
+    bill.add(f"BigQuery, rows of {row_days():g} days", place, "GiB-month", "bigquery/storage", kept / GIB)
+
+
+def _objects(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None:
+    unknown = [one.model for one in volumes if one.object_bytes is None]
+    lacks = _give("output_bytes", unknown)
+    kept = None if unknown else sum(one.object_bytes or 0.0 for one in volumes) * platform.objects_days / DAYS / GIB
+    puts = None if unknown else sum(one.objects or 0.0 for one in volumes) / 1000
+    place = platform.storage_location
+    bill.add(f"objects of {platform.objects_days} days", place, "GiB-month", "objects/storage", kept, lacks=lacks)
+    bill.add("objects, written", place, "1,000", "objects/puts", puts, lacks=lacks)
+
+
+def _answers(bill: _Bill, sites: Sequence[Site], volumes: Sequence[Volume], platform: Platform) -> None:
+    unknown = [one.model for one in volumes if one.answered_bytes is None]
+    lacks = _give("output_bytes", unknown)
+    total = None if unknown else sum(one.answered_bytes or 0.0 for one in volumes) / GIB
+    for site in sites:
+        amount = None if total is None else total * site.share
+        bill.add("answers to the internet", site.region, "GiB", "egress/internet", amount, lacks=lacks)
+        if platform.domain is not None:
+            bill.add("load balancer, answers processed", site.region, "GiB", "balancer/data", amount, lacks=lacks)
+
+
+def _give(field: str, models: Sequence[str]) -> str:
+    return f"give {field} of {', '.join(models)}" if models else ""
+
+
+def totals(rows: Sequence[Cost]) -> tuple[float, float]:
+    """The sums of what has a price, at mean and peak."""
+    return sum(row.mean_usd or 0.0 for row in rows), sum(row.peak_usd or 0.0 for row in rows)
+
+
+def without_price(rows: Sequence[Cost]) -> Iterator[Cost]:
+    """The rows that have none, and so are missing from the totals."""
+    return (row for row in rows if row.mean_usd is None)

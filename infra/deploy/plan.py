@@ -1,0 +1,200 @@
+"""`penstock deploy plan`: sizes everything from catalogue, rates, variables and prices, and says what to set first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from infra.deploy.costs import REPLIES, Cost, cost_table, on_demand_usd
+from infra.deploy.platform import MOST_SLOTS, Platform
+from infra.deploy.prices import Prices, Source
+from infra.deploy.quotas import Quota, quotas
+from infra.deploy.rates import ModelRate, Rates
+from infra.deploy.sizing import Site, inboxes_for, size_site, size_workers
+from infra.deploy.topology import gpu_pools, subscriptions, topics
+from infra.deploy.volumes import volume
+from infra.kubernetes.deployment import GpuType
+from shared.catalogue import Catalogue
+from shared.errors import ConfigurationError
+
+AUTO_PROVISIONED_GPUS = 64
+"""Of each type, where ComputeClasses make the nodes (infra/terraform/modules/cluster/nodes.tf)."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that is too low for the peak."""
+
+    where: str
+    setting: str
+    now: int
+    needed: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an apply makes and what it costs, with the changes made that the peak asks for."""
+
+    sites: tuple[Site, ...]
+    platform: Platform
+    changes: tuple[Change, ...]
+    topics: tuple[str, ...]
+    subscriptions: tuple[str, ...]
+    pools: tuple[str, ...]
+    quotas: tuple[Quota, ...]
+    costs: tuple[Cost, ...]
+    on_demand_usd: tuple[float, float] | None
+    notes: tuple[str, ...]
+    sources: dict[str, Source]
+
+
+def make_plan(
+    catalogue: Catalogue,
+    rates: Rates,
+    platform: Platform,
+    prices: Prices,
+    gpus: dict[str, GpuType],
+    buffer: int = 1,
+) -> Plan:
+    """The plan.
+
+    Args:
+        catalogue: the models; those without a rate are made too, and have no more workers than replicas.min.
+        rates: what is expected.
+        platform: the variables of infra/terraform/platform.
+        prices: what things cost.
+        gpus: infra/kubernetes/gpus.yaml.
+        buffer: places kept warm for each class of GPU nodes, as `python -m infra.kubernetes --buffer`.
+
+    Raises:
+        ConfigurationError: rates, variables and catalogue do not fit together; the message names the field.
+    """
+    shares = _shares(rates, platform)
+    sites = tuple(_site(name, share, catalogue, rates, platform, gpus, buffer) for name, share in shares.items())
+    wanted, changes = _changed(platform, sites)
+    changes += _too_few_replicas(sites)
+    volumes = [volume(model, rates.models.get(model.name, ModelRate(mean_per_s=0))) for model in catalogue.models]
+    made_topics, made_subscriptions = topics(catalogue.models, wanted), subscriptions(catalogue.models, wanted)
+    costs = cost_table(sites, volumes, wanted, prices)
+    used = dict.fromkeys(cost.source for cost in costs if cost.source)
+    return Plan(
+        sites=sites,
+        platform=wanted,
+        changes=tuple(changes),
+        topics=tuple(made_topics),
+        subscriptions=tuple(made_subscriptions),
+        pools=tuple(gpu_pools(catalogue.models, wanted)),
+        quotas=tuple(quotas(sites, wanted, volumes, gpus, len(made_topics), len(made_subscriptions))),
+        costs=tuple(costs),
+        on_demand_usd=on_demand_usd(sites, prices),
+        notes=(*_notes(catalogue, rates, wanted, sites), *_of_slots(wanted, costs)),
+        sources={name: prices.sources[name] for name in used},
+    )
+
+
+def _shares(rates: Rates, platform: Platform) -> dict[str, float]:
+    if not rates.regions:
+        return dict.fromkeys(platform.regions, 1 / len(platform.regions))
+    if set(rates.regions) != set(platform.regions):
+        planned = ", ".join(sorted(platform.regions))
+        raise ConfigurationError(
+            f"rates: regions: {', '.join(sorted(rates.regions))} are not the regions of the plan: {planned}",
+            field="regions",
+        )
+    return {name: rates.regions[name] for name in platform.regions}
+
+
+def _site(
+    region: str,
+    share: float,
+    catalogue: Catalogue,
+    rates: Rates,
+    platform: Platform,
+    gpus: dict[str, GpuType],
+    buffer: int,
+) -> Site:
+    workers = [
+        size_workers(model, rates.models.get(model.name, ModelRate(mean_per_s=0)), share, region, rates)
+        for model in catalogue.models
+    ]
+    return size_site(region, share, workers, rates, platform, gpus, buffer)
+
+
+def _changed(platform: Platform, sites: Sequence[Site]) -> tuple[Platform, list[Change]]:
+    """The variables that the peak asks for, and how they differ."""
+    changes: list[Change] = []
+
+    def at_least(setting: str, now: int, needed: int) -> int:
+        if needed > now:
+            changes.append(Change("tfvars", setting, now, needed))
+        return max(now, needed)
+
+    instances = at_least("api.max_instances", platform.api.max_instances, max(site.api_peak for site in sites))
+    inboxes = at_least("inboxes.per_region", platform.inboxes.per_region, inboxes_for(instances))
+    slots = platform.inboxes.slots
+    if inboxes * slots * len(sites) > MOST_SLOTS:
+        slots = max(1, MOST_SLOTS // (inboxes * len(sites)))
+        changes.append(Change("tfvars", "inboxes.slots", platform.inboxes.slots, slots))
+    nodes, regions = platform.nodes, dict(platform.regions)
+    most = max(site.general_peak for site in sites)
+    general = nodes.general.model_copy(update={"max": at_least("nodes.general.max", nodes.general.max, most)})
+    max_gpus = nodes.max_gpus
+    if not nodes.compute_classes:
+        needed = {site.region: max((pool.nodes_peak for pool in site.pools), default=0) for site in sites}
+        common = max((count for name, count in needed.items() if regions[name].max_gpus is None), default=0)
+        max_gpus = at_least("nodes.max_gpus", nodes.max_gpus, common)
+        for name, region in regions.items():
+            if region.max_gpus is not None:
+                limit = at_least(f"regions.{name}.max_gpus", region.max_gpus, needed[name])
+                regions[name] = region.model_copy(update={"max_gpus": limit})
+    update = {
+        "api": platform.api.model_copy(update={"max_instances": instances}),
+        "inboxes": platform.inboxes.model_copy(update={"per_region": inboxes, "slots": slots}),
+        "nodes": nodes.model_copy(update={"general": general, "max_gpus": max_gpus}),
+        "regions": regions,
+    }
+    return platform.model_copy(update=update), changes
+
+
+def _too_few_replicas(sites: Sequence[Site]) -> list[Change]:
+    """A region's autoscaler makes replicas.max workers of a model at most."""
+    most: dict[str, tuple[int, int]] = {}
+    for one in (one for site in sites for one in site.workers):
+        most[one.model.name] = one.model.replicas.max, max(one.pods_peak, most.get(one.model.name, (0, 0))[1])
+    return [
+        Change("models.yaml", f"{name}: replicas.max", now, needed)
+        for name, (now, needed) in most.items()
+        if needed > now
+    ]
+
+
+def _notes(catalogue: Catalogue, rates: Rates, platform: Platform, sites: Sequence[Site]) -> list[str]:
+    notes = []
+    without = [model.name for model in catalogue.models if model.name not in rates.models]
+    if without:
+        notes.append(f"no rate is given for {', '.join(without)}: planned without load")
+    if len(sites) > 1:
+        split = "evenly, as the rates name no regions" if not rates.regions else "as the rates say"
+        notes.append(f"requests spread over the regions {split}; a region that takes another's as well needs more")
+    if rates.api_requests_per_s is None:
+        notes.append("the API is sized by its concurrency alone; give api_requests_per_s, what one instance takes")
+    gpus: dict[str, int] = {}
+    for pool in (pool for site in sites for pool in site.pools):
+        key = f"{pool.gpu.type} in {pool.region}"
+        gpus[key] = gpus.get(key, 0) + pool.nodes_peak
+    for place, count in gpus.items():
+        if platform.nodes.compute_classes and count > AUTO_PROVISIONED_GPUS:
+            notes.append(f"{count} GPUs of {place}, but ComputeClasses may make {AUTO_PROVISIONED_GPUS} of a type")
+    return notes
+
+
+def _of_slots(platform: Platform, costs: Sequence[Cost]) -> Iterator[str]:
+    """Slots are the one setting that multiplies a cost without any of the rates."""
+    slots = platform.inboxes.slots
+    paid = sum(cost.mean_usd or 0.0 for cost in costs if cost.item.startswith(REPLIES))
+    if slots > 1 and paid:
+        fewer = 2 / (1 + slots)
+        yield (
+            f"a reply is billed once for each of the {slots} slots of its inbox: {paid:,.2f} USD a month; with "
+            f"inboxes.slots = 1, which requests then share, about {paid * fewer:,.2f}"
+        )

@@ -1,0 +1,148 @@
+"""The variables of infra/terraform/platform that size it, with Terraform's own defaults and its own bounds.
+
+A file given here is the one that `terraform apply -var-file` takes, so that what is planned is what is applied.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shared.errors import ConfigurationError
+
+MOST_SLOTS = 9000
+"""Of 10,000 subscriptions that a project may have; Terraform has the same bound."""
+MOST_REGIONS = 16
+INSTANCES_TO_INBOXES = 2
+"""Old and new revision of the API lease inboxes at the same time."""
+
+
+class _Variable(BaseModel):
+    # What sizes nothing is kept, so that the variables with the plan's changes can be applied as they are.
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+class Api(_Variable):
+    """Terraform's `api`."""
+
+    concurrency: int = Field(80, ge=1, le=1000)
+    cpu: float = Field(2, gt=0)
+    max_instances: int = Field(4, ge=1)
+    memory: str = Field("1Gi", pattern=r"^[0-9.]+(Gi|Mi)$")
+    min_instances: int = Field(1, ge=1)
+
+    @property
+    def memory_gib(self) -> float:
+        """Of one instance's main container."""
+        return float(self.memory[:-2]) / (1 if self.memory.endswith("Gi") else 1024)
+
+
+class CacheNodes(_Variable):
+    """Terraform's `cache`."""
+
+    node_type: str = "STANDARD_SMALL"
+    replicas: int = Field(1, ge=0)
+
+
+class Functions(_Variable):
+    """Terraform's `functions`: a function is there as soon as its image is."""
+
+    dead_letters: dict[str, Any] | None = None
+    webhooks: dict[str, Any] | None = None
+
+
+class Inboxes(_Variable):
+    """Terraform's `inboxes`."""
+
+    per_region: int = Field(8, ge=1)
+    slots: int = Field(80, ge=1)
+
+
+class GeneralNodes(_Variable):
+    """Terraform's `nodes.general`; the module `cluster` has the defaults."""
+
+    machine_type: str = "e2-standard-4"
+    max: int = Field(6, ge=1)
+    min: int = Field(1, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_the_default(cls, given: object) -> object:
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+
+
+class Nodes(_Variable):
+    """Terraform's `nodes`."""
+
+    compute_classes: bool = False
+    general: GeneralNodes = GeneralNodes()
+    max_gpus: int = Field(8, ge=1)
+    overflow: Literal["l4", "a100"] | None = None
+    spot: bool = True
+
+
+class Region(_Variable):
+    """One entry of Terraform's `regions`."""
+
+    index: int = Field(0, ge=0, lt=MOST_REGIONS)
+    max_gpus: int | None = Field(None, ge=1)
+    zones: list[str] | None = None
+
+
+class Platform(_Variable):
+    """What sizes the stage `platform`."""
+
+    api: Api = Api()
+    cache: CacheNodes = CacheNodes()
+    dataset_location: str = "EU"
+    domain: str | None = None
+    functions: Functions = Functions()
+    inboxes: Inboxes = Inboxes()
+    nodes: Nodes = Nodes()
+    objects_days: int = Field(7, ge=1)
+    regions: dict[str, Region] = Field({"europe-west4": Region()}, min_length=1)
+    storage_location: str = "EU"
+
+    @model_validator(mode="after")
+    def _regions_are_apart(self) -> Self:
+        if len({region.index for region in self.regions.values()}) < len(self.regions):
+            raise ValueError("every region needs an index of its own")
+        return self
+
+    def in_regions(self, names: Sequence[str]) -> Platform:
+        """The same in these regions: those that are known keep what they have, new ones get the next index.
+
+        Raises:
+            ConfigurationError: there are more than 16, which is what the addresses are cut for.
+        """
+        if len(names) > MOST_REGIONS:
+            raise ConfigurationError(f"--region: {len(names)} regions; {MOST_REGIONS} at most", field="regions")
+        free = iter(
+            sorted(set(range(MOST_REGIONS)) - {self.regions[name].index for name in names if name in self.regions})
+        )
+        regions = {name: self.regions[name] if name in self.regions else Region(index=next(free)) for name in names}
+        return self.model_copy(update={"regions": regions})
+
+
+def read_platform(path: Path | None) -> Platform:
+    """The variables of a `.tfvars.json` file; Terraform's defaults without one.
+
+    Raises:
+        ConfigurationError: it can't be read, or a variable is wrong.
+    """
+    if path is None:
+        return Platform()
+    try:
+        return Platform.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+    except ValidationError as error:  # before ValueError, which it is too
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "file"
+        raise ConfigurationError(f"{path}: {field}: {first['msg']}", field=field) from error
+    except ValueError as error:
+        raise ConfigurationError(f"{path}: not JSON ({error}); variables come as .tfvars.json") from error

@@ -1,0 +1,121 @@
+"""Prices from a dated file in which every price names its source; what has no source has no price."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shared.errors import ConfigurationError
+
+PRICES_FILE = Path(__file__).parent / "prices.yaml"
+ANYWHERE = "any"
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Source(_Entry):
+    """Where prices were read."""
+
+    url: str = Field(pattern=r"^https?://.+")
+    seen: datetime.date
+    """The day on which somebody looked."""
+    dated: datetime.date | None = None
+    """The day that the page or file itself bears; None where it bears none."""
+    note: str = ""
+
+
+class Step(_Entry):
+    """A price that holds up to an amount, and from the step before on; without `up_to` for all above."""
+
+    up_to: float | None = Field(None, gt=0)
+    usd: float = Field(ge=0)
+
+
+class Price(_Entry):
+    """What one unit costs, by region or location; `any` stands for all that are not named."""
+
+    unit: str
+    source: str
+    usd: dict[str, float | tuple[Step, ...]] = Field(min_length=1)
+    free: float = Field(0.0, ge=0)
+    """Units a month that cost nothing."""
+
+    @model_validator(mode="after")
+    def _steps_go_up_and_have_an_end(self) -> Self:
+        for steps in self.usd.values():
+            if isinstance(steps, tuple):
+                ends = [step.up_to for step in steps]
+                bounds = [end for end in ends[:-1] if end is not None]
+                if not ends or ends[-1] is not None or len(bounds) < len(ends) - 1 or bounds != sorted(set(bounds)):
+                    raise ValueError("steps go up, and only the last has no up_to")
+        return self
+
+    def cost_usd(self, place: str, amount: float, before: float = 0.0) -> float | None:
+        """What `amount` units a month cost at a place, after `before` others; None where there is no price for it."""
+        steps = self.usd.get(place, self.usd.get(ANYWHERE))
+        if steps is None:
+            return None
+        if not isinstance(steps, tuple):
+            steps = (Step(usd=steps),)
+        first, last = max(0.0, before - self.free), max(0.0, before + amount - self.free)
+        return _cost_up_to(last, steps) - _cost_up_to(first, steps)
+
+
+def _cost_up_to(amount: float, steps: tuple[Step, ...]) -> float:
+    cost, below = 0.0, 0.0
+    for step in steps:
+        end = amount if step.up_to is None else min(amount, step.up_to)
+        cost += max(0.0, end - below) * step.usd
+        below = max(below, end)
+    return cost
+
+
+class Prices(_Entry):
+    """All prices, in US dollars before tax, discounts and commitments."""
+
+    sources: dict[str, Source]
+    prices: dict[str, Price]
+
+    @model_validator(mode="after")
+    def _sources_are_named(self) -> Self:
+        for key, price in self.prices.items():
+            if price.source not in self.sources:
+                raise ValueError(f"prices.{key}.source: {price.source!r} is not among the sources")
+        return self
+
+
+def read_prices(over: Path | None = None) -> Prices:
+    """The prices of the tree; those of the file `over`, with sources of their own, replace single ones.
+
+    Raises:
+        ConfigurationError: a file can't be read, or a price is malformed or without a source.
+    """
+    prices = _read(PRICES_FILE)
+    if over is None:
+        return prices
+    own = _read(over)
+    # A price is replaced as a whole: half of an old list and half of a new one has no date.
+    renamed = {
+        name: price.model_copy(update={"source": f"{over}: {price.source}"}) for name, price in own.prices.items()
+    }
+    sources = {f"{over}: {name}": source for name, source in own.sources.items()}
+    return Prices(sources=prices.sources | sources, prices=prices.prices | renamed)
+
+
+def _read(path: Path) -> Prices:
+    try:
+        return Prices.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "file"
+        raise ConfigurationError(f"{path}: {where}: {first['msg']}", field=where) from error

@@ -1,0 +1,57 @@
+"""How many workers a load needs: utilisation below a target, and a wait that stays within the deadline.
+
+Workers of one model are the servers of one queue, as all of them pull from one subscription. Arrivals are taken as
+Poisson and service times as exponential (M/M/c); batches of one model differ less than that, and M/D/c waits less than
+M/M/c at the same load, so what comes out is on the safe side.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+def servers_needed(load: float, service_s: float, wait_s: float, *, utilisation: float, late_share: float) -> int:
+    """The least number of servers that keeps to both bounds.
+
+    Args:
+        load: offered load in Erlangs: arrivals per second x seconds of one server that each takes.
+        service_s: seconds for which one server is taken at a time.
+        wait_s: seconds that an arrival may wait for a server; above 0.
+        utilisation: the share of its time that a server may be busy, between 0 and 1.
+        late_share: the share of arrivals that may wait longer.
+
+    Returns:
+        0 for no load, else at least 1. More load never gives fewer.
+    """
+    if load <= 0:
+        return 0
+    servers = max(1, math.ceil(load / utilisation))
+    while late(servers, load, service_s, wait_s) > late_share:
+        servers += 1
+    return servers
+
+
+def late(servers: int, load: float, service_s: float, wait_s: float) -> float:
+    """The share of arrivals that wait longer than `wait_s`: P(W > t) = C(c, a) exp(-(c - a) t / s).
+
+    Source: Gross, Shortle, Thompson, Harris: Fundamentals of Queueing Theory, section "Multiserver queues (M/M/c)".
+    """
+    if load >= servers:
+        return 1.0
+    return erlang_c(servers, load) * math.exp(-(servers - load) * wait_s / service_s)
+
+
+def erlang_c(servers: int, load: float) -> float:
+    """The share of arrivals that find all servers busy (A. K. Erlang, 1917), by way of the loss formula B.
+
+    B(0) = 1, B(k) = a B(k-1) / (k + a B(k-1)); C = B / (1 - (a / c) (1 - B)), for a < c.
+    """
+    lost = 1.0
+    for count in range(1, servers + 1):
+        lost = load * lost / (count + load * lost)
+    return lost / (1 - load / servers * (1 - lost))
+
+
+def mean_wait_s(servers: int, load: float, service_s: float) -> float:
+    """Seconds that an arrival waits on average: C(c, a) s / (c - a); for a < c."""
+    return erlang_c(servers, load) * service_s / (servers - load) if load else 0.0

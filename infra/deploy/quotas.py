@@ -1,0 +1,108 @@
+"""The quotas and limits that a plan meets: what to ask for, and what is known of the default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from infra.deploy.costs import GENERAL_DISK_GIB, GPU_DISK_GIB, SIDECAR_CPU, SIDECAR_GIB
+from infra.deploy.platform import Platform
+from infra.deploy.sizing import Site
+from infra.deploy.volumes import Volume
+from infra.kubernetes.deployment import GpuType
+
+UNKNOWN = "unknown"
+GPU_METRICS = {"nvidia-l4": "NVIDIA_L4_GPUS", "nvidia-tesla-a100": "NVIDIA_A100_GPUS"}
+"""Names of the quotas: cloud.google.com/dataflow/docs/gpu/use-l4-gpus and Compute Engine's enum Quota.Types.Metric."""
+RUN_QUOTAS = "depends on the region; cloud.google.com/run/docs/configuring/max-instances-limits"
+SUBSCRIPTIONS_OF_A_TOPIC = 10_000
+"""docs.cloud.google.com/bigquery/docs/analytics-hub-introduction, limitations."""
+SUBSCRIPTIONS_OF_A_PROJECT = 10_000
+"""As infra/terraform/platform/variables.tf has it; of older copies of cloud.google.com/pubsub/quotas."""
+INSERT_MB_PER_S = {"EU": 1000, "US": 1000}
+"""Else 300 (docs.cloud.google.com/bigquery/quotas)."""
+
+
+@dataclass(frozen=True)
+class Quota:
+    """One quota: where it holds, how much is needed, and the default if a source says one."""
+
+    name: str
+    place: str
+    needed: float
+    default: str
+    note: str = ""
+
+
+def quotas(
+    sites: Sequence[Site],
+    platform: Platform,
+    volumes: Sequence[Volume],
+    gpus: dict[str, GpuType],
+    topic_count: int,
+    subscription_count: int,
+) -> list[Quota]:
+    """What to ask for before the first apply: of each region, then of the project."""
+    found = [quota for site in sites for quota in _region(site, platform, gpus)]
+    total = sum(pool.nodes_peak for site in sites for pool in site.pools)
+    if total:
+        found.append(Quota("GPUS_ALL_REGIONS", "project", total, UNKNOWN, "spot or not"))
+    limit = str(SUBSCRIPTIONS_OF_A_PROJECT)
+    found.append(Quota("Pub/Sub topics", "project", topic_count, limit, "of older copies of the page"))
+    found.append(Quota("Pub/Sub subscriptions", "project", subscription_count, limit, "of older copies of the page"))
+    per_topic = platform.inboxes.slots
+    found.append(Quota("Pub/Sub subscriptions of a topic", "inbox", per_topic, str(SUBSCRIPTIONS_OF_A_TOPIC)))
+    rows_mb = sum(_peak_of(one.model, sites) * one.row_bytes for one in volumes) / 1e6
+    inserts = str(INSERT_MB_PER_S.get(platform.dataset_location, 300))
+    found.append(Quota("BigQuery inserts, MB/s", platform.dataset_location, round(rows_mb, 3), inserts))
+    if platform.domain is not None:
+        found.append(Quota("static addresses", "global", 1, UNKNOWN, "of the load balancer"))
+    return found
+
+
+def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterator[Quota]:
+    for type_ in dict.fromkeys(pool.gpu.type for pool in site.pools):
+        nodes = sum(pool.nodes_peak for pool in site.pools if pool.gpu.type == type_)
+        metric = GPU_METRICS.get(gpus[type_].accelerator, gpus[type_].accelerator)
+        yield Quota(metric, site.region, nodes, UNKNOWN, "takes over when spot is out" if platform.nodes.spot else "")
+        if platform.nodes.spot:
+            yield Quota(f"PREEMPTIBLE_{metric}", site.region, nodes, UNKNOWN)
+    overflow = platform.nodes.overflow
+    if overflow is not None:
+        nodes = sum(pool.nodes_peak for pool in site.pools if pool.gpu.type != overflow)
+        metric = GPU_METRICS.get(gpus[overflow].accelerator, gpus[overflow].accelerator)
+        yield Quota(metric, site.region, nodes, UNKNOWN, "overflow, were all others out of stock")
+    nodes = sum(pool.nodes_peak for pool in site.pools)
+    yield Quota("vCPUs of Compute Engine", site.region, _vcpus(site, platform), UNKNOWN, "CPUS; A2_CPUS for A100")
+    yield Quota("instances", site.region, nodes + site.general_peak, UNKNOWN)
+    disks = GPU_DISK_GIB * nodes + GENERAL_DISK_GIB * site.general_peak
+    yield Quota("SSD_TOTAL_GB", site.region, disks, UNKNOWN, "boot disks are pd-balanced")
+    yield Quota(
+        "IN_USE_ADDRESSES", site.region, 1, UNKNOWN, "of Cloud NAT, which adds more as it needs; nodes have none"
+    )
+    # While a new revision starts the old one still runs.
+    instances = 2 * platform.api.max_instances
+    cpu = instances * (platform.api.cpu + SIDECAR_CPU)
+    yield Quota("Cloud Run vCPUs", site.region, cpu, UNKNOWN, RUN_QUOTAS)
+    yield Quota("Cloud Run GiB", site.region, instances * (platform.api.memory_gib + SIDECAR_GIB), UNKNOWN)
+    yield Quota("Memorystore nodes", site.region, 1 + platform.cache.replicas, UNKNOWN)
+
+
+def _vcpus(site: Site, platform: Platform) -> int:
+    machines = [(pool.machine_type, pool.nodes_peak) for pool in site.pools]
+    machines.append((platform.nodes.general.machine_type, site.general_peak))
+    return sum(VCPUS.get(machine, _said_by_name(machine)) * nodes for machine, nodes in machines)
+
+
+VCPUS = {"a2-highgpu-1g": 12}
+"""Of machines whose name does not end in them, as the source `catalog` of prices.yaml says."""
+
+
+def _said_by_name(machine: str) -> int:
+    tail = machine.rpartition("-")[2]
+    return int(tail) if tail.isdigit() else 0
+
+
+def _peak_of(model: str, sites: Sequence[Site]) -> float:
+    workers = [one for site in sites for one in site.workers if one.model.name == model]
+    return sum(one.requests_peak_per_s * one.rate.items_per_request for one in workers)

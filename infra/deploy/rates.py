@@ -1,0 +1,154 @@
+"""The rates that one expects, from a file or the command line; nothing that has to be measured has a default."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shared.catalogue import Catalogue
+from shared.errors import ConfigurationError
+
+GIVEN_HERE = "given on the command line"
+HOW_TO_MEASURE = (
+    "what a worker takes for an item on the GPU of the catalogue. Where the model runs on it already, `penstock report "
+    "batches` says it (inference_ms_per_item / 1000); else `python -m bench.gpu` on a machine with that GPU measures it"
+)
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelRate(_Entry):
+    """What is asked of one model, and what an item of it takes."""
+
+    mean_per_s: float = Field(ge=0)
+    """Requests a second, averaged over a month."""
+    peak_per_s: float | None = Field(None, ge=0)
+    """Requests a second in the busiest minutes; the mean, if not given."""
+    items_per_request: float = Field(1.0, ge=1)
+    hit_share: float = Field(0.0, ge=0, le=1)
+    """Of all items, those that the cache answers."""
+    seconds_per_item: float | None = Field(None, gt=0)
+    """Seconds of one worker for each item, in batches as they come under load; to be given where anything is asked."""
+    measured: str = ""
+    """Where seconds_per_item comes from: command, GPU and day."""
+    measured_share: int = Field(1, ge=1, le=48)
+    """Workers that were busy on the same GPU while it was measured."""
+    kept_when_sharing: float = Field(1.0, gt=0, le=1)
+    """Of a GPU's rate, what is left when workers share it; `python -m bench.gpu` measures it."""
+    tokens_per_item: float | None = Field(None, gt=0)
+    """With it, the batch is what batch.max_tokens holds; without, batch.max_items."""
+    input_bytes: int | None = Field(None, ge=0)
+    """Of one item, as the caller sends it."""
+    output_bytes: int | None = Field(None, ge=0)
+    """Of one item, as the caller gets it."""
+
+    @model_validator(mode="after")
+    def _peak_is_above_the_mean(self) -> Self:
+        if self.peak_per_s is not None and self.peak_per_s < self.mean_per_s:
+            raise ValueError("peak_per_s is below mean_per_s")
+        return self
+
+    @model_validator(mode="after")
+    def _seconds_are_measured(self) -> Self:
+        if self.peak > 0 and self.seconds_per_item is None:
+            raise ValueError(f"seconds_per_item is missing: {HOW_TO_MEASURE}")
+        if self.peak > 0 and not self.measured:
+            raise ValueError("measured is missing: where seconds_per_item comes from, as `penstock report batches, L4`")
+        return self
+
+    @property
+    def peak(self) -> float:
+        """Requests a second at the peak."""
+        return self.mean_per_s if self.peak_per_s is None else self.peak_per_s
+
+
+class Rates(_Entry):
+    """The rates of all models, how they spread over regions, and how much slack is wanted."""
+
+    models: dict[str, ModelRate] = Field(min_length=1)
+    regions: dict[str, float] = {}
+    """Share of all requests that each region gets; evenly, if not given."""
+    target_utilisation: float = Field(0.7, gt=0, lt=1)
+    """Share of its time that a worker may be busy at the peak."""
+    late_share: float = Field(0.001, gt=0, lt=1)
+    """Of the requests at the peak, those that may wait past the deadline."""
+    api_requests_per_s: float | None = Field(None, gt=0)
+    """What one API instance was measured to take; without it, only its concurrency is counted."""
+
+    @model_validator(mode="after")
+    def _shares_add_up(self) -> Self:
+        if self.regions and (min(self.regions.values()) < 0 or abs(sum(self.regions.values()) - 1) > 1e-6):
+            raise ValueError("the shares of the regions are 0 or more and add up to 1")
+        return self
+
+
+def read_rates(path: Path, catalogue: Catalogue) -> Rates:
+    """Reads a rates file.
+
+    Raises:
+        ConfigurationError: it can't be read, or a field is wrong, missing or of an unknown model.
+    """
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: {error}") from error
+    return _checked(given, catalogue, str(path))
+
+
+def rates_of_words(rates: Sequence[str], seconds: Sequence[str], catalogue: Catalogue) -> Rates:
+    """The rates that `--rate MODEL=MEAN[:PEAK]` and `--seconds MODEL=SECONDS` say.
+
+    Raises:
+        ConfigurationError: a word is malformed, or names no model, or a model's seconds are missing.
+    """
+    models: dict[str, dict[str, Any]] = {}
+    for word in rates:
+        name, values = _split(word, "--rate MODEL=MEAN[:PEAK]", most=2)
+        if name in models:
+            raise ConfigurationError(f"--rate {word}: {name!r} has a rate already", field=name)
+        models[name] = dict(zip(("mean_per_s", "peak_per_s"), values, strict=False))
+    for word in seconds:
+        name, (value,) = _split(word, "--seconds MODEL=SECONDS", most=1)
+        if name not in models:
+            raise ConfigurationError(f"--seconds {word}: no --rate for {name!r}", field=name)
+        models[name] |= {"seconds_per_item": value, "measured": GIVEN_HERE}
+    return _checked({"models": models}, catalogue, "--rate")
+
+
+def _split(word: str, form: str, most: int) -> tuple[str, list[float]]:
+    name, _, tail = word.rpartition("=")
+    try:
+        values = [float(part) for part in tail.split(":")]
+    except ValueError:
+        values = []
+    if not name or not 1 <= len(values) <= most:
+        raise ConfigurationError(f"{word!r} is not of the form {form}", field=form.split()[0])
+    return name, values
+
+
+def _checked(given: object, catalogue: Catalogue, where: str) -> Rates:
+    try:
+        rates = Rates.model_validate(given)
+    except ValidationError as error:
+        raise _explained(error, where) from error
+    known = {model.name for model in catalogue.models}
+    for name in rates.models:
+        if name not in known:
+            served = ", ".join(sorted(known))
+            raise ConfigurationError(f"{where}: models.{name}: not in the catalogue; it has: {served}", field=name)
+    return rates
+
+
+def _explained(error: ValidationError, where: str) -> ConfigurationError:
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"]) or "file"
+    reason = first["msg"].removeprefix("Value error, ")
+    return ConfigurationError(f"{where}: {field}: {reason}", field=field)

@@ -1,0 +1,220 @@
+"""From rates to workers, GPUs, nodes and API instances: of one model in one region, then of each class of nodes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from infra.deploy.platform import INSTANCES_TO_INBOXES, Platform
+from infra.deploy.queueing import mean_wait_s, servers_needed
+from infra.deploy.rates import ModelRate, Rates
+from infra.kubernetes.deployment import GpuType, gpu_class
+from infra.kubernetes.placement import CPU_ONLY
+from shared.catalogue import Gpu, Model
+from shared.errors import ConfigurationError
+
+TRIP_S = 0.1
+"""Pub/Sub there and back at the 90th percentile, 2 x 47 ms: github.com/davidxia/cloud-message-latency (Go, 2021)."""
+CPUS_OF_A_WORKER = int(CPU_ONLY["cpu"])
+"""Of a worker without a GPU, which runs as many model processes."""
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The workers of one model in one region."""
+
+    model: Model
+    region: str
+    rate: ModelRate
+    requests_mean_per_s: float
+    requests_peak_per_s: float
+    computed_peak_per_s: float
+    """Items at the peak that the cache does not answer."""
+    service_s: float
+    """Seconds of one worker for an item, all places of its GPU taken."""
+    batch: int
+    processes_mean: int
+    processes_peak: int
+    pods_mean: int
+    pods_peak: int
+    answer_s: float
+    """Seconds from request to answer at the peak, for what is computed: trip, mean wait, one batch."""
+
+    @property
+    def batch_s(self) -> float:
+        """Seconds of one worker for a full batch."""
+        return self.batch * self.service_s
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A class of GPU nodes in one region: its machines, and how many are needed at the mean and at the peak."""
+
+    region: str
+    gpu: Gpu
+    machine_type: str
+    accelerator: str
+    nodes_mean: int
+    nodes_peak: int
+
+    @property
+    def name(self) -> str:
+        """As Terraform names the pool on demand; `-spot` and `-on-<overflow>` stand for its other pools."""
+        return gpu_class(self.gpu)
+
+
+@dataclass(frozen=True)
+class Site:
+    """What stands in one region."""
+
+    region: str
+    share: float
+    """Of all requests."""
+    workers: tuple[Workers, ...]
+    pools: tuple[Pool, ...]
+    general_mean: int
+    general_peak: int
+    api_mean: int
+    api_peak: int
+
+
+def size_workers(model: Model, rate: ModelRate, share: float, region: str, rates: Rates) -> Workers:
+    """Workers for the part `share` of a model's rate.
+
+    Offered load = items per second x (1 - hit share) x seconds per item; as many workers as keep their utilisation at
+    the target and let no more than `late_share` wait past the deadline (infra/deploy/queueing.py). Time-sharing gives
+    each of n workers an n-th of a GPU: with n places taken an item takes n times as long as with one, and longer by
+    what sharing itself costs.
+
+    Raises:
+        ConfigurationError: a full batch alone takes longer than the deadline.
+    """
+    places = model.gpu.share if model.gpu.type != "none" else 1
+    service_s = rate.seconds_per_item or 0.0
+    if places != rate.measured_share:
+        service_s *= places / rate.measured_share / rate.kept_when_sharing
+    batch = batch_items(model, rate)
+    spare_s = model.deadline.default_s - TRIP_S - batch * service_s
+    if spare_s <= 0:
+        raise ConfigurationError(
+            f"models.{model.name}: seconds_per_item: a full batch of {batch} takes {batch * service_s:.3g} s on its "
+            f"share of the GPU, the deadline (deadline.default_s) is {model.deadline.default_s:g} s: no number of "
+            "workers is enough; lower batch.max_items or gpu.share",
+            field=f"models.{model.name}.seconds_per_item",
+        )
+
+    def processes(requests_per_s: float) -> int:
+        load = requests_per_s * rate.items_per_request * (1 - rate.hit_share) * service_s
+        bounds = {"utilisation": rates.target_utilisation, "late_share": rates.late_share}
+        return servers_needed(load, batch * service_s, spare_s, **bounds)
+
+    peak_per_s, mean_per_s = rate.peak * share, rate.mean_per_s * share
+    computed_per_s = peak_per_s * rate.items_per_request * (1 - rate.hit_share)
+    at_peak, at_mean = processes(peak_per_s), processes(mean_per_s)
+    wait_s = mean_wait_s(at_peak, computed_per_s * service_s, batch * service_s)
+    return Workers(
+        model=model,
+        region=region,
+        rate=rate,
+        requests_mean_per_s=mean_per_s,
+        requests_peak_per_s=peak_per_s,
+        computed_peak_per_s=computed_per_s,
+        service_s=service_s,
+        batch=batch,
+        processes_mean=at_mean,
+        processes_peak=at_peak,
+        pods_mean=max(model.replicas.min, _pods(model, at_mean)),
+        pods_peak=max(model.replicas.min, _pods(model, at_peak)),
+        answer_s=TRIP_S + wait_s + batch * service_s,
+    )
+
+
+def batch_items(model: Model, rate: ModelRate) -> int:
+    """Items of a full batch: what the budget holds of the model's usual items, max_items at most."""
+    if model.task == "image":
+        one: float | None = model.image.width * model.image.height * model.image.steps
+    else:
+        one = rate.tokens_per_item
+    return max(1, min(model.batch.max_items, int(model.budget // one))) if one else model.batch.max_items
+
+
+def _pods(model: Model, processes: int) -> int:
+    return processes if model.gpu.type != "none" else math.ceil(processes / CPUS_OF_A_WORKER)
+
+
+def size_site(
+    region: str,
+    share: float,
+    workers: Sequence[Workers],
+    rates: Rates,
+    platform: Platform,
+    gpus: dict[str, GpuType],
+    buffer: int,
+) -> Site:
+    """The nodes and the API instances of one region, which has the part `share` of all requests.
+
+    Peaks of models are taken to come together. `buffer` places of each class are kept warm beside the workers.
+
+    Raises:
+        ConfigurationError: a model's GPU type is not in infra/kubernetes/gpus.yaml.
+    """
+    classes: dict[tuple[str, int], list[Workers]] = {}
+    for one in workers:
+        gpu = one.model.gpu
+        if gpu.type != "none":
+            if gpu.type not in gpus:
+                known = ", ".join(gpus)
+                raise ConfigurationError(f"{one.model.name}: gpu.type: {gpu.type!r} is none of: {known}", field="gpu")
+            classes.setdefault((gpu.type, gpu.share), []).append(one)
+    pools = tuple(_pool(region, members, gpus, buffer) for members in classes.values())
+    without = [one for one in workers if one.model.gpu.type == "none"]
+    fits = _cpu_workers_per_node(platform.nodes.general.machine_type)
+    least = platform.nodes.general.min
+    return Site(
+        region=region,
+        share=share,
+        workers=tuple(workers),
+        pools=pools,
+        general_mean=least + math.ceil(sum(one.pods_mean for one in without) / fits),
+        general_peak=least + math.ceil(sum(one.pods_peak for one in without) / fits),
+        api_mean=_api_instances(workers, rates, platform, at_peak=False),
+        api_peak=_api_instances(workers, rates, platform, at_peak=True),
+    )
+
+
+def _pool(region: str, members: Sequence[Workers], gpus: dict[str, GpuType], buffer: int) -> Pool:
+    gpu = members[0].model.gpu
+    machine = gpus[gpu.type]
+    mean = math.ceil((sum(one.pods_mean for one in members) + buffer) / gpu.share)
+    peak = math.ceil((sum(one.pods_peak for one in members) + buffer) / gpu.share)
+    return Pool(region, gpu, machine.machine_type, machine.accelerator, mean, peak)
+
+
+def _cpu_workers_per_node(machine_type: str) -> int:
+    """Workers without a GPU on a general node; one of its vCPUs is left to the system's own pods."""
+    tail = machine_type.rpartition("-")[2]
+    if not tail.isdigit():
+        raise ConfigurationError(
+            f"nodes.general.machine_type: {machine_type!r} does not end in its vCPUs, as e2-standard-4 does",
+            field="nodes.general.machine_type",
+        )
+    return max(1, (int(tail) - 1) // CPUS_OF_A_WORKER)
+
+
+def _api_instances(workers: Sequence[Workers], rates: Rates, platform: Platform, *, at_peak: bool) -> int:
+    """By Little's law: requests in flight = rate x seconds until the answer; hits are in flight for next to nothing."""
+    in_flight = asked_per_s = 0.0
+    for one in workers:
+        per_s = one.requests_peak_per_s if at_peak else one.requests_mean_per_s
+        asked_per_s += per_s
+        # A request waits as soon as one of its items is computed.
+        in_flight += per_s * min(1.0, one.rate.items_per_request * (1 - one.rate.hit_share)) * one.answer_s
+    by_concurrency = math.ceil(in_flight / platform.api.concurrency)
+    by_rate = math.ceil(asked_per_s / rates.api_requests_per_s) if rates.api_requests_per_s else 0
+    return max(platform.api.min_instances, by_concurrency, by_rate)
+
+
+def inboxes_for(instances: int) -> int:
+    """Inboxes of a region whose API has so many instances at most."""
+    return instances * INSTANCES_TO_INBOXES

@@ -1,0 +1,59 @@
+"""What Terraform's stage `platform` makes, by name: topics, subscriptions, node pools; a test holds it to the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from infra.deploy.platform import Platform
+from infra.kubernetes.deployment import gpu_class
+from shared.catalogue import Model
+from shared.names import (
+    WEBHOOKS_SUBSCRIPTION_ID,
+    WEBHOOKS_TOPIC_ID,
+    batch_subscription_id,
+    dead_letter_push_subscription_id,
+    dead_letter_subscription_id,
+    dead_letter_topic_id,
+    inbox_topic_id,
+    jobs_topic_id,
+    slot_subscription_id,
+    workers_subscription_id,
+)
+
+
+def topics(models: Iterable[Model], platform: Platform) -> list[str]:
+    """The ids of all topics of the project."""
+    of_models = [name for model in models for name in (jobs_topic_id(model.name), dead_letter_topic_id(model.name))]
+    return [*of_models, *(inbox_topic_id(inbox) for inbox in _inboxes(platform)), WEBHOOKS_TOPIC_ID]
+
+
+def subscriptions(models: Iterable[Model], platform: Platform) -> list[str]:
+    """The ids of all subscriptions of the project."""
+    of_model = [workers_subscription_id, batch_subscription_id, dead_letter_subscription_id]
+    if platform.functions.dead_letters is not None:
+        of_model.append(dead_letter_push_subscription_id)
+    found = [name(model.name) for model in models for name in of_model]
+    for inbox in _inboxes(platform):
+        found += [slot_subscription_id(inbox, slot) for slot in range(platform.inboxes.slots)]
+    return found + ([WEBHOOKS_SUBSCRIPTION_ID] if platform.functions.webhooks is not None else [])
+
+
+def _inboxes(platform: Platform) -> list[str]:
+    count = platform.inboxes.per_region
+    return [str(region.index * count + offset) for region in platform.regions.values() for offset in range(count)]
+
+
+def gpu_pools(models: Iterable[Model], platform: Platform) -> list[str]:
+    """The names of a region's pools of GPU nodes; none where ComputeClasses make the nodes."""
+    if platform.nodes.compute_classes:
+        return []
+    found = []
+    for type_, name in dict.fromkeys((model.gpu.type, gpu_class(model.gpu)) for model in models):
+        if type_ == "none":
+            continue
+        found.append(name)
+        if platform.nodes.spot:
+            found.append(f"{name}-spot")
+        if platform.nodes.overflow not in (None, type_):
+            found.append(f"{name}-on-{platform.nodes.overflow}")
+    return found
