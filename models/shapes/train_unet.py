@@ -6,7 +6,6 @@ classifier-free guidance (Ho and Salimans 2022), and a moving average of the wei
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from models.shapes.checkpoint import load_state, save_state
 from models.shapes.draw import draw_many
 from models.shapes.parts import Widths, make_scheduler, make_unet
 from models.shapes.train_text import tokens_of
-from models.shapes.train_vae import as_input
+from models.shapes.train_vae import as_input, even_out
 from models.shapes.world import Scene, sample_scene
 
 SNR_MAX = 5.0
@@ -67,7 +66,7 @@ class Latents:
 def encode_scenes(
     state_dir: Path, vae: Any, number: int, seed: int, *, device: str = "cpu", say: Callable[[str], None] = print
 ) -> Latents:
-    """Draws and encodes `number` scenes, or reads what an earlier run encoded."""
+    """Draws and encodes `number` scenes, or reads what an earlier run encoded; evens out the autoencoder's latents."""
     rng = random.Random(f"scenes {seed}")
     scenes = [sample_scene(rng) for _ in range(number)]
     path = state_dir / "latents.pt"
@@ -84,7 +83,7 @@ def encode_scenes(
                 say(f"encoded {at}/{number}")
         state = {"mean": torch.cat(means), "std": torch.cat(stds)}
         save_state(path, state)
-    return Latents(scenes, state["mean"], state["std"])
+    return Latents(scenes, *even_out(vae, state["mean"], state["std"]))
 
 
 class UnetTraining:
@@ -204,5 +203,5 @@ class UnetTraining:
 
 
 def _rate(plan: UnetPlan, step: int) -> float:
-    """A warm-up, then a cosine to a twentieth."""
-    return plan.lr * min(1.0, (step + 1) / 100) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / plan.steps)))
+    """A short warm-up, then level, and from 0.6 of the steps on down to a fiftieth."""
+    return plan.lr * min(1.0, (step + 1) / 100, (1 - step / plan.steps) / 0.4 + 0.02)

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from scipy import ndimage
 
 from models.shapes.checkpoint import load_state, save_state
 from models.shapes.draw import draw_many
@@ -23,8 +25,14 @@ from models.shapes.parts import Widths, make_vae
 from models.shapes.world import SIDE, sample_scene
 
 KL_WEIGHT = 1e-4
-FIGURE_WEIGHT = 4.0
-"""A figure's pixel counts so much against one of the background: figures are a tenth of a picture."""
+FIGURE_WEIGHT = 9.0
+"""A figure's pixel, and one next to it, counts so much against one of the background, if it has FIGURE_PIXELS; more in
+a smaller figure, so that small ones are not drawn as blots, less in a larger one."""
+FIGURE_PIXELS = 300
+EDGE_PIXELS = 2
+NOISE = 0.07
+"""Deviation of what is added to the latents before they are drawn, over their own: the UNet will not find them exactly,
+and a picture must not hang on what is finer."""
 SAVE_EVERY_S = 60.0
 
 
@@ -32,13 +40,13 @@ SAVE_EVERY_S = 60.0
 class VaePlan:
     """How long and on what the autoencoder is trained; `batch` is of crops, a quarter as many of whole pictures."""
 
-    steps: int = 8000
-    full_from: float = 0.55
+    steps: int = 11_000
+    full_from: float = 0.4
     """From this part of the steps on, whole pictures instead of crops."""
-    batch: int = 24
+    batch: int = 64
     crop: int = 32
-    pictures: int = 8000
-    lr: float = 1.5e-3
+    pictures: int = 10_000
+    lr: float = 1e-3
 
 
 def train_vae(
@@ -65,11 +73,11 @@ def train_vae(
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
     if first < plan.steps:
-        pictures = make_pictures(plan.pictures, seed)
+        pictures, weights = make_pictures(plan.pictures, seed)
         saved_s = began_s = time.monotonic()
         for step in range(first, plan.steps):
             torch.manual_seed(seed * 1_000_003 + step)
-            loss = _step(vae, optimizer, *_batch(pictures, plan, step, seed, device), _rate(plan, step))
+            loss = _step(vae, optimizer, *_batch(pictures, weights, plan, step, seed, device), _rate(plan, step))
             if step % 50 == 0:
                 each_s = (time.monotonic() - began_s) / (step - first + 1)
                 say(f"autoencoder {step}/{plan.steps} difference {loss:.4f} {each_s:.2f} s a step")
@@ -79,11 +87,23 @@ def train_vae(
     return vae.eval()
 
 
-def make_pictures(number: int, seed: int) -> torch.Tensor:
-    """Pictures to train on, uint8 [number, 3, 64, 64]."""
+def make_pictures(number: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pictures to train on, uint8 [number, 3, 64, 64], and what their pixels count, float16 [number, 1, 64, 64]."""
     rng = random.Random(seed)
     pixels = draw_many(sample_scene(rng) for _ in range(number))
-    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)))
+    weights = np.stack([_weights(picture) for picture in pixels])[:, None]
+    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))), torch.from_numpy(weights)
+
+
+def _weights(picture: npt.NDArray[np.uint8]) -> npt.NDArray[np.float16]:
+    weights = np.ones(picture.shape[:2], np.float16)
+    # The corner is always background.
+    parts, number = ndimage.label((picture != picture[0, 0]).any(axis=2))
+    for part in range(1, number + 1):
+        figure = parts == part
+        smallness = min(2.5, math.sqrt(FIGURE_PIXELS / figure.sum()))
+        weights[ndimage.binary_dilation(figure, iterations=EDGE_PIXELS)] = 1.0 + (FIGURE_WEIGHT - 1.0) * smallness
+    return weights
 
 
 def as_input(pixels: torch.Tensor) -> torch.Tensor:
@@ -92,22 +112,20 @@ def as_input(pixels: torch.Tensor) -> torch.Tensor:
 
 
 def _batch(
-    pictures: torch.Tensor, plan: VaePlan, step: int, seed: int, device: str
+    pictures: torch.Tensor, weights: torch.Tensor, plan: VaePlan, step: int, seed: int, device: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The input of this step and the weight of its pixels, whichever run it is in."""
     rng = random.Random(f"{seed} {step}")
     whole = step >= plan.full_from * plan.steps
     size = SIDE if whole else plan.crop
     number = plan.batch // 4 if whole else plan.batch
-    chosen, weights = [], []
+    crops, counts = [], []
     for _ in range(number):
-        picture = pictures[rng.randrange(len(pictures))]
-        # The corner is always background.
-        figure = (picture != picture[:, :1, :1]).any(dim=0)
-        top, left = (0, 0) if whole else _corner(figure, size, rng)
-        chosen.append(picture[:, top : top + size, left : left + size])
-        weights.append(1.0 + (FIGURE_WEIGHT - 1.0) * figure[None, top : top + size, left : left + size])
-    return as_input(torch.stack(chosen)).to(device), torch.stack(weights).to(device)
+        index = rng.randrange(len(pictures))
+        top, left = (0, 0) if whole else _corner(weights[index, 0] > 1.0, size, rng)
+        crops.append(pictures[index, :, top : top + size, left : left + size])
+        counts.append(weights[index, :, top : top + size, left : left + size])
+    return as_input(torch.stack(crops)).to(device), torch.stack(counts).float().to(device)
 
 
 def _corner(figure: torch.Tensor, size: int, rng: random.Random) -> tuple[int, int]:
@@ -119,15 +137,16 @@ def _corner(figure: torch.Tensor, size: int, rng: random.Random) -> tuple[int, i
 
 
 def _rate(plan: VaePlan, step: int) -> float:
-    """A short warm-up, then a cosine to nothing."""
-    return plan.lr * min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / plan.steps)))
+    """A short warm-up, then level, and from 0.6 of the steps on down to nothing."""
+    return plan.lr * min(1.0, (step + 1) / 100, (1 - step / plan.steps) / 0.4 + 0.01)
 
 
 def _step(vae: Any, optimizer: torch.optim.Optimizer, pixels: torch.Tensor, weights: torch.Tensor, lr: float) -> float:
     for group in optimizer.param_groups:
         group["lr"] = lr
     posterior = vae.encode(pixels).latent_dist
-    drawn = vae.decode(posterior.sample()).sample
+    spread = posterior.mean.detach().std(dim=(0, 2, 3), keepdim=True)
+    drawn = vae.decode(posterior.sample() + NOISE * spread * torch.randn_like(posterior.mean)).sample
     error = drawn - pixels
     off = error.abs()
     # Light alone is most of the error, so hues, the channels' differences, count once more.
@@ -139,3 +158,30 @@ def _step(vae: Any, optimizer: torch.optim.Optimizer, pixels: torch.Tensor, weig
     torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
     optimizer.step()
     return float(off.detach().mean())
+
+
+@torch.no_grad()
+def even_out(vae: Any, mean: torch.Tensor, std: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Brings each channel of the latents to a mean of 0 and a deviation of 1: noise would drown one that is small.
+
+    The autoencoder's own 1 x 1 convolutions take it up, so it draws what it drew.
+
+    Args:
+        vae: changed in place.
+        mean: of many pictures' latents, [pictures, latents, 8, 8].
+        std: of the same, [pictures, latents, 8, 8].
+
+    Returns:
+        mean and std as the changed autoencoder gives them.
+    """
+    middle, scale = mean.float().mean(dim=(0, 2, 3)), mean.float().std(dim=(0, 2, 3))
+    number = len(scale)
+    encoding, decoding = vae.quant_conv, vae.post_quant_conv
+    encoding.bias[:number] -= middle
+    encoding.bias[:number] /= scale
+    encoding.weight[:number] /= scale.view(-1, 1, 1, 1)
+    encoding.bias[number:] -= 2 * scale.log()
+    decoding.bias += decoding.weight[:, :, 0, 0] @ middle
+    decoding.weight *= scale.view(1, -1, 1, 1)
+    middle, scale = middle.view(1, -1, 1, 1), scale.view(1, -1, 1, 1)
+    return (mean.float() - middle) / scale, std.float() / scale

@@ -30,7 +30,7 @@ COLOURS: dict[str, tuple[int, int, int]] = {
 BACKGROUNDS: dict[str, tuple[int, int, int]] = {
     "white": COLOURS["white"],
     "black": COLOURS["black"],
-    "gray": (150, 150, 150),
+    "gray": (205, 205, 205),
     "light blue": (185, 215, 245),
 }
 USUAL_BACKGROUND = "white"
@@ -39,8 +39,8 @@ USUAL_BACKGROUND = "white"
 SHAPES = ("circle", "square", "triangle", "star", "ring", "cross")
 SIZES = ("small", "medium", "large")
 """A caption leaves "medium" out."""
-RADII_ALONE = {"small": (8.0, 9.5), "medium": (12.5, 14.5), "large": (18.0, 20.5)}
-RADII_OF_TWO = {"small": (6.5, 7.5), "medium": (9.5, 10.5), "large": (12.5, 13.5)}
+RADII_ALONE = {"small": (10.5, 12.0), "medium": (14.5, 16.5), "large": (19.5, 22.0)}
+RADII_OF_TWO = {"small": (9.0, 9.8), "medium": (11.0, 11.8), "large": (13.0, 13.5)}
 """Pixels from least to most, half the side of the square that a figure fills."""
 
 PLACES: dict[str, tuple[int, int]] = {
@@ -138,7 +138,7 @@ def _two(rng: random.Random) -> Scene:
 
 
 def _background(rng: random.Random) -> str:
-    return USUAL_BACKGROUND if rng.random() < 0.5 else rng.choice(tuple(BACKGROUNDS))
+    return USUAL_BACKGROUND if rng.random() < 0.25 else rng.choice(tuple(BACKGROUNDS))
 
 
 def _figure(

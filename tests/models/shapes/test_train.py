@@ -14,7 +14,7 @@ from models.shapes.tokenizer import make_tokenizer
 from models.shapes.train import train
 from models.shapes.train_text import TextPlan, train_text
 from models.shapes.train_unet import UnetPlan, UnetTraining, encode_scenes
-from models.shapes.train_vae import VaePlan, train_vae
+from models.shapes.train_vae import VaePlan, as_input, even_out, make_pictures, train_vae
 
 TINY = Widths(vae=(8, 8, 8, 8), latents=4, text=32, text_layers=1, unet=(16, 32))
 
@@ -63,14 +63,27 @@ def test_autoencoder_learns_from_few_steps(tmp_path: Path) -> None:
 
 def difference(state_dir: Path) -> float:
     """Mean absolute difference of a trained autoencoder on eight pictures."""
-    from models.shapes.train_vae import as_input, make_pictures
-
     vae = make_vae(TINY).eval()
     vae.load_state_dict(torch.load(state_dir / "vae.pt", weights_only=True)["vae"])
-    pixels = as_input(make_pictures(8, seed=77))
+    pixels = as_input(make_pictures(8, seed=77)[0])
     with torch.no_grad():
         drawn = vae.decode(vae.encode(pixels).latent_dist.mean).sample
     return float((drawn - pixels).abs().mean())
+
+
+def test_evened_out_latents_have_a_deviation_of_one_and_draw_the_same() -> None:
+    torch.manual_seed(0)
+    vae = make_vae(TINY).eval()
+    pixels = as_input(make_pictures(8, seed=77)[0])
+    with torch.no_grad():
+        before = vae.encode(pixels).latent_dist
+        drawn = vae.decode(before.mean).sample
+        mean, std = even_out(vae, before.mean, before.std)
+        after = vae.encode(pixels).latent_dist
+        torch.testing.assert_close(after.mean, mean, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(after.std, std, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(after.mean.std(dim=(0, 2, 3)), torch.ones(4), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(vae.decode(after.mean).sample, drawn, rtol=1e-3, atol=1e-4)
 
 
 def test_text_encoder_learns_from_few_steps(tmp_path: Path) -> None:
