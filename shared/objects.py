@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import google.auth
 import obstore
 from obstore import store
 from obstore.exceptions import BaseError
@@ -30,6 +31,7 @@ from shared.errors import BadInput, ConfigurationError, InputTooLarge, Unavailab
 TIMEOUT_S = 10.0
 """The longest that one put or get may take, retries included."""
 KEY_LIMIT_BYTES = 512
+SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 THREADS = 8
 
 ERRORS = Counter(
@@ -50,6 +52,26 @@ def object_key(folder: str, data: bytes, media_type: str) -> str:
     """The key of `data`: `folder`, 256 bits of its BLAKE2b (RFC 7693) in hex, and the extension of its media type."""
     digest = hashlib.blake2b(data, digest_size=32).hexdigest()
     return f"{folder}/{digest[:2]}/{digest}{_EXTENSIONS.get(media_type, '')}"
+
+
+class GoogleCredentials:
+    """The machine's credentials for a bucket, as google-auth finds them; obstore knows no federation of identities.
+
+    Looked for at the first use, on the thread of that call; obstore keeps the token until it is about to expire.
+    """
+
+    def __init__(self) -> None:
+        self._provider: Callable[[], Any] | None = None
+
+    def __call__(self) -> Any:
+        """A token of OAuth 2.0 and its expiry; whatever google-auth raises, obstore raises as its own error."""
+        if self._provider is None:
+            # Late, as requests comes with it, which an API on one machine has no need of.
+            from obstore.auth.google import GoogleCredentialProvider
+
+            found, _ = google.auth.default(scopes=SCOPES)
+            self._provider = GoogleCredentialProvider(found)
+        return self._provider()
 
 
 class ObjectStore:
@@ -126,7 +148,9 @@ def _open(url: str) -> Any:
             return store.LocalStore(Path(rest).absolute(), mkdir=True)
         if scheme == "memory" and separator:
             return store.MemoryStore()
-        if scheme in ("gs", "s3") and rest:
+        if scheme == "gs" and rest:
+            return store.from_url(url, credential_provider=GoogleCredentials(), **_CLOUD)
+        if scheme == "s3" and rest:
             return store.from_url(url, **_CLOUD)
     except (BaseError, OSError, ValueError) as error:
         raise ConfigurationError(f"PENSTOCK_OBJECTS_URL: {url}: {_reason(error)}", field="objects_url") from error

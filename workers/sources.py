@@ -14,6 +14,7 @@ from obstore.exceptions import BaseError
 from obstore.store import GCSStore, ObjectStore
 
 from shared.errors import ConfigurationError, PenstockError, Unavailable
+from shared.objects import GoogleCredentials
 
 OpenBucket = Callable[[str], ObjectStore]
 DOWNLOAD_LIMIT = timedelta(hours=1)
@@ -24,6 +25,7 @@ def open_gcs_bucket(name: str) -> ObjectStore:
     """A bucket of Google Cloud Storage, with the machine's credentials."""
     return GCSStore(
         name,
+        credential_provider=GoogleCredentials(),
         client_options={
             "timeout": DOWNLOAD_LIMIT,
             "read_timeout": timedelta(seconds=30),
