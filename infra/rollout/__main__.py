@@ -1,0 +1,100 @@
+"""`python -m infra.rollout`: what Cloud Build runs after an apply, and what puts an older revision back by hand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from infra.rollout.google import Google, default_credentials
+from infra.rollout.judge import Judge
+from infra.rollout.rollout import Rollout
+from infra.rollout.service import Service
+from infra.rollout.smoke import smoke
+from shared.catalogue import read_catalogue
+from shared.errors import ConfigurationError, PenstockError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one of the commands; returns the exit status."""
+    options = _parser().parse_args(argv)
+    # Cloud Build ends a step that runs out of time with SIGTERM: what was begun is taken back.
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        rollout = _rollout(options)
+        commands: dict[str, Callable[[], None]] = {
+            "hold": rollout.hold,
+            "held": rollout.require_held,
+            "try": rollout.try_candidate,
+            "roll": rollout.roll,
+            "back": partial(rollout.go_back, options.revision),
+        }
+        commands[options.command]()
+    except PenstockError as error:
+        print(f"rollout: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m infra.rollout", description="Rolls the API out on Cloud Run.")
+    parser.add_argument(
+        "command",
+        choices=["hold", "held", "try", "roll", "back"],
+        help="hold: name the revision that serves, so that the next one gets nothing unasked; held: fail unless so; "
+        "try: real requests to the newest one; roll: give it all traffic, step by step; back: all to --revision",
+    )
+    parser.add_argument("--project", required=True)
+    parser.add_argument("--regions", required=True, help="comma-separated, in the order in which they get it")
+    parser.add_argument("--service", default="penstock-api")
+    parser.add_argument("--revision", default="", help="for back")
+    parser.add_argument("--models-file", type=Path, default=Path("models.yaml"))
+    parser.add_argument("--keys-secret", default="penstock-api-keys", help="secret with the API keys")
+    parser.add_argument("--urls-file", type=Path, help="Terraform's output api_urls, as JSON; checked after each step")
+    parser.add_argument("--steps", default="5,25,50,100", help="percent (default: %(default)s)")
+    parser.add_argument("--watch-s", type=float, default=360.0, help="how long each step is looked at")
+    parser.add_argument("--error-ratio", type=float, default=0.02, help="part of answers that may be 5xx")
+    parser.add_argument("--least-requests", type=int, default=50, help="fewer say nothing of a revision")
+    return parser
+
+
+def _rollout(options: argparse.Namespace) -> Rollout:
+    if options.command == "back" and not options.revision:
+        raise ConfigurationError("back needs --revision", field="revision")
+    google = Google(default_credentials())
+    catalogue = read_catalogue(options.models_file)
+    where = f"projects/{options.project}/locations"
+    services = {
+        region: Service(google, f"{where}/{region}/services/{options.service}") for region in options.regions.split(",")
+    }
+    judge = Judge(
+        google,
+        options.project,
+        options.service,
+        error_ratio=options.error_ratio,
+        least_requests=options.least_requests,
+    )
+
+    def check(url: str) -> list[str]:
+        # `KEY=TENANT,KEY=TENANT`: the first was made with the secret. Read when needed, as the first apply makes it.
+        key = google.secret(options.project, options.keys_secret).split("=")[0]
+        return smoke(url, key, catalogue)
+
+    urls: dict[str, str] = json.loads(options.urls_file.read_text(encoding="utf-8")) if options.urls_file else {}
+    steps = [int(percent) for percent in options.steps.split(",")]
+    return Rollout(services, judge, check, urls, steps_percent=steps, watch_s=options.watch_s)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

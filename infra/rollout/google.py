@@ -1,0 +1,101 @@
+"""Google's REST APIs, as far as a rollout needs them: with the account's token, every call bounded, errors ours."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import google.auth
+from google.auth.credentials import Credentials
+from google.auth.exceptions import GoogleAuthError
+from google.auth.transport.requests import AuthorizedSession
+
+from shared.errors import ConfigurationError, Unavailable
+
+ENDPOINTS = {
+    "run": "https://run.googleapis.com",
+    "monitoring": "https://monitoring.googleapis.com",
+    "secretmanager": "https://secretmanager.googleapis.com",
+}
+CALL_LIMIT_S = 30
+SCOPES = ["https://www.googleapis.com/auth/cloud-platform"]
+
+
+def default_credentials() -> Credentials:
+    """Those of the account that runs this.
+
+    Raises:
+        ConfigurationError: there are none.
+    """
+    try:
+        credentials, _ = google.auth.default(scopes=SCOPES)
+    except GoogleAuthError as error:
+        raise ConfigurationError(f"no Google credentials: {error}") from error
+    return credentials
+
+
+class Google:
+    """Asks Google's APIs.
+
+    Args:
+        credentials: whose token goes with each call.
+        endpoints: URL of each API by its name.
+    """
+
+    def __init__(self, credentials: Credentials, endpoints: Mapping[str, str] = ENDPOINTS) -> None:
+        self._credentials = credentials
+        self._endpoints = endpoints
+
+    def get(
+        self, api: str, path: str, query: Mapping[str, str] | None = None, *, missing_ok: bool = False
+    ) -> dict[str, Any] | None:
+        """What lies at `path`; None where nothing does and that is all right.
+
+        Raises:
+            Unavailable: no answer, or a refusal, whose text is in the message.
+        """
+        return self._ask("GET", api, path, missing_ok=missing_ok, params=query)
+
+    def patch(self, api: str, path: str, body: Mapping[str, object]) -> dict[str, Any]:
+        """Changes what lies at `path`; returns the operation that does it. Raises as `get` does."""
+        return self._ask("PATCH", api, path, json=body) or {}
+
+    def await_done(
+        self, api: str, operation: Mapping[str, Any], limit_s: float, pause: Callable[[float], None]
+    ) -> None:
+        """Returns when a long-running operation has ended well.
+
+        Raises:
+            Unavailable: it failed, or has not ended in time.
+        """
+        found: Mapping[str, Any] = operation
+        for _ in range(max(1, int(limit_s / 2))):
+            if found.get("done"):
+                break
+            pause(2)
+            found = self.get(api, f"v2/{operation['name']}") or {}
+        if "error" in found:
+            raise Unavailable(f"{operation['name']}: {found['error'].get('message', 'failed')}")
+        if not found.get("done"):
+            raise Unavailable(f"{operation['name']} has not ended after {limit_s:g} s")
+
+    def secret(self, project: str, name: str) -> str:
+        """The latest version of a secret. Raises as `get` does."""
+        found = self.get("secretmanager", f"v1/projects/{project}/secrets/{name}/versions/latest:access") or {}
+        return base64.b64decode(found["payload"]["data"]).decode()
+
+    def _ask(self, verb: str, api: str, path: str, *, missing_ok: bool = False, **given: Any) -> dict[str, Any] | None:
+        url = f"{self._endpoints[api]}/{path}"
+        try:
+            # A session for each call: they are minutes apart.
+            with AuthorizedSession(self._credentials) as session:
+                answer = session.request(verb, url, timeout=CALL_LIMIT_S, **given)
+        except (OSError, GoogleAuthError) as error:  # what requests raises is an OSError
+            raise Unavailable(f"{verb} {url}: {error}") from error
+        if answer.status_code == 404 and missing_ok:
+            return None
+        if answer.status_code != 200:
+            raise Unavailable(f"{verb} {url}: {answer.status_code} {answer.text[:500]}")
+        found: dict[str, Any] = answer.json()
+        return found

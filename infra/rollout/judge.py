@@ -1,0 +1,92 @@
+"""Whether a revision answers well, by what Cloud Run counts of it: requests by class of their status.
+
+Source: metric run.googleapis.com/request_count; it is seen up to three minutes after the request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from infra.rollout.google import Google
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a revision's requests say of it: `is_good` unless enough of them failed."""
+
+    requests: int
+    failed: int
+    is_good: bool
+
+    def __str__(self) -> str:
+        return f"{self.failed} of {self.requests} requests failed"
+
+
+class Judge:
+    """Reads the counts of one service.
+
+    Args:
+        google: asks.
+        project: of the service.
+        service: its short name.
+        error_ratio: part of the answers that may be 5xx.
+        least_requests: fewer say nothing, neither good nor bad.
+        now_s: Unix time.
+    """
+
+    def __init__(
+        self,
+        google: Google,
+        project: str,
+        service: str,
+        *,
+        error_ratio: float,
+        least_requests: int,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._google = google
+        self._project = project
+        self._service = service
+        self._error_ratio = error_ratio
+        self._least_requests = least_requests
+        self._now_s = now_s
+
+    def verdict(self, region: str, revision: str, since_s: float) -> Verdict:
+        """On the requests of `revision` since the Unix time `since_s`.
+
+        Raises:
+            Unavailable: Monitoring can't be asked; nobody should be given more traffic unseen.
+        """
+        wanted = {
+            "metric.type": "run.googleapis.com/request_count",
+            "resource.labels.service_name": self._service,
+            "resource.labels.location": region,
+            "resource.labels.revision_name": revision,
+        }
+        found = self._google.get(
+            "monitoring",
+            f"v3/projects/{self._project}/timeSeries",
+            {
+                "filter": " AND ".join(f'{name} = "{value}"' for name, value in wanted.items()),
+                "interval.startTime": _timestamp(since_s),
+                "interval.endTime": _timestamp(self._now_s()),
+                "aggregation.alignmentPeriod": "60s",
+                "aggregation.perSeriesAligner": "ALIGN_DELTA",
+                "aggregation.crossSeriesReducer": "REDUCE_SUM",
+                "aggregation.groupByFields": "metric.labels.response_code_class",
+            },
+        )
+        counts: dict[str, int] = {}
+        for series in (found or {}).get("timeSeries", []):
+            kind = series.get("metric", {}).get("labels", {}).get("response_code_class", "")
+            counts[kind] = sum(int(point["value"]["int64Value"]) for point in series["points"])
+        requests, failed = sum(counts.values()), counts.get("5xx", 0)
+        is_bad = requests >= self._least_requests and failed > self._error_ratio * requests
+        return Verdict(requests, failed, not is_bad)
+
+
+def _timestamp(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

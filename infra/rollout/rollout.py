@@ -1,0 +1,167 @@
+"""The rollout itself, region by region: try the candidate, give it more and more, go back at the first bad sign.
+
+At rest the traffic names its revision. So an apply of Terraform makes a revision that serves nobody, whatever is done
+by hand in between; Terraform ignores `traffic` (infra/terraform/modules/region/api.tf).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from infra.rollout.judge import Judge
+from infra.rollout.service import Service, Traffic
+from shared.errors import ConfigurationError, PenstockError, Unavailable
+
+Check = Callable[[str], list[str]]
+"""Sends real requests to a URL; returns what came of them, raises Unavailable."""
+
+
+class Rollout:
+    """Rolls the newest revision out in every region.
+
+    Args:
+        services: by region, in the order in which they get it.
+        judge: says whether a revision answers well.
+        check: sends real requests.
+        public_urls: where callers reach each region, checked after each step.
+        steps_percent: shares of the candidate, rising to 100.
+        watch_s: how long each share is looked at; the counts are three minutes late.
+        pause: waits so many seconds.
+        say: gets one line of progress at a time.
+    """
+
+    def __init__(
+        self,
+        services: Mapping[str, Service],
+        judge: Judge,
+        check: Check,
+        public_urls: Mapping[str, str],
+        *,
+        steps_percent: Sequence[int] = (5, 25, 50, 100),
+        watch_s: float = 360.0,
+        pause: Callable[[float], None] = time.sleep,
+        now_s: Callable[[], float] = time.time,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        if not steps_percent or steps_percent[-1] != 100 or sorted(set(steps_percent)) != list(steps_percent):
+            raise ConfigurationError(f"steps rise to 100, as 5,25,50,100; not {list(steps_percent)}", field="steps")
+        self._services = services
+        self._judge = judge
+        self._check = check
+        self._public_urls = public_urls
+        self._steps = steps_percent
+        self._watch_s = watch_s
+        self._pause = pause
+        self._now_s = now_s
+        self._say = say
+
+    def hold(self) -> None:
+        """Names the revisions that serve, so that the next one gets nothing unasked. Callers notice nothing."""
+        for region, service in self._services.items():
+            traffic = service.traffic()
+            if traffic is not None and traffic.follows_latest:
+                service.give(traffic.shares)
+                self._say(f"{region}: held at {_shares(traffic.shares)}")
+
+    def require_held(self) -> None:
+        """Changes nothing.
+
+        Raises:
+            ConfigurationError: an apply now would put its new revision before callers at once.
+        """
+        for region, service in self._services.items():
+            traffic = service.traffic()
+            if traffic is not None and traffic.follows_latest:
+                raise ConfigurationError(
+                    f"{region}: the traffic follows the newest revision; run python -m infra.rollout hold first"
+                )
+
+    def try_candidate(self) -> None:
+        """Gives each region's newest revision a URL of its own and no traffic, and sends it real requests.
+
+        Raises:
+            Unavailable: one did not answer as it should.
+        """
+        for region, service in self._services.items():
+            traffic = _present(region, service)
+            if traffic.shares == {traffic.newest: 100}:
+                self._say(f"{region}: {traffic.newest} serves already")
+                continue
+            service.give(traffic.shares, traffic.newest)
+            url = _present(region, service).candidate_url
+            if not url:
+                self._say(f"{region}: {traffic.newest} has no URL of its own behind the balancer; its share is watched")
+                continue
+            self._tell(region, self._check(url))
+
+    def roll(self) -> None:
+        """Gives the newest revisions all traffic, step by step; at the first bad sign all regions are as before.
+
+        Raises:
+            Unavailable: it was taken back; the message says why.
+        """
+        before = {region: _present(region, service).shares for region, service in self._services.items()}
+        begun: list[str] = []
+        try:
+            for region, service in self._services.items():
+                begun.append(region)
+                self._roll_region(region, service)
+        except (PenstockError, KeyboardInterrupt):
+            for region in begun:
+                self._take_back(region, before[region])
+            raise
+
+    def go_back(self, revision: str) -> None:
+        """Gives all traffic to `revision`, at once. Name one region: revisions are named by region.
+
+        Raises:
+            Unavailable: Cloud Run refused, as it does where there is no such revision.
+        """
+        for region, service in self._services.items():
+            service.give({revision: 100})
+            self._say(f"{region}: {revision} serves")
+
+    def _roll_region(self, region: str, service: Service) -> None:
+        traffic = _present(region, service)
+        candidate = traffic.newest
+        others = {name: percent for name, percent in traffic.shares.items() if name != candidate}
+        if not others:
+            service.give({candidate: 100})
+            self._say(f"{region}: {candidate} serves already")
+            return
+        # Where an earlier rollout was cut off two serve; the larger one is what callers know.
+        stable = max(others, key=lambda name: others[name])
+        for percent in self._steps:
+            began_s = self._now_s()
+            service.give({candidate: percent, stable: 100 - percent}, candidate if percent < 100 else "")
+            self._say(f"{region}: {candidate} has {percent} %")
+            self._pause(self._watch_s)
+            verdict = self._judge.verdict(region, candidate, began_s)
+            self._say(f"{region}: {verdict}")
+            if not verdict.is_good:
+                raise Unavailable(f"{region}: {candidate} at {percent} %: {verdict}")
+            if region in self._public_urls:
+                self._tell(region, self._check(self._public_urls[region]))
+
+    def _take_back(self, region: str, shares: dict[str, int]) -> None:
+        try:
+            self._services[region].give(shares)
+            self._say(f"{region}: back to {_shares(shares)}")
+        except PenstockError as error:  # the other regions are taken back all the same
+            self._say(f"{region}: NOT back to {_shares(shares)}, do it by hand: {error.message}")
+
+    def _tell(self, region: str, lines: Sequence[str]) -> None:
+        for line in lines:
+            self._say(f"{region}: {line}")
+
+
+def _present(region: str, service: Service) -> Traffic:
+    traffic = service.traffic()
+    if traffic is None or not traffic.newest:
+        raise Unavailable(f"{region}: there is no API yet: {service.name}")
+    return traffic
+
+
+def _shares(shares: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {percent} %" for name, percent in shares.items())

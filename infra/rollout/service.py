@@ -1,0 +1,86 @@
+"""A Cloud Run service as a rollout sees it: its revisions, and who gets how much of the traffic.
+
+Source: Cloud Run Admin API v2, projects.locations.services (https://docs.cloud.google.com/run/docs/reference/rest/v2).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from infra.rollout.google import Google
+
+LATEST, NAMED = "TRAFFIC_TARGET_ALLOCATION_TYPE_LATEST", "TRAFFIC_TARGET_ALLOCATION_TYPE_REVISION"
+CHANGE_LIMIT_S = 300.0
+"""For a change of traffic; it takes some seconds."""
+CANDIDATE_TAG = "candidate"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Who serves.
+
+    Attributes:
+        shares: percent of the requests by name of a revision.
+        follows_latest: whether the newest revision gets its share as soon as it is there, unasked.
+        newest: the newest revision that is ready.
+        candidate_url: where the revision with the tag `candidate` answers; empty where there is none, or no such URL.
+    """
+
+    shares: dict[str, int]
+    follows_latest: bool
+    newest: str
+    candidate_url: str
+
+
+class Service:
+    """One service in one region.
+
+    Args:
+        google: asks.
+        name: projects/PROJECT/locations/REGION/services/SERVICE.
+        pause: waits so many seconds.
+    """
+
+    def __init__(self, google: Google, name: str, pause: Callable[[float], None] = time.sleep) -> None:
+        self.name = name
+        self._google = google
+        self._pause = pause
+
+    def traffic(self) -> Traffic | None:
+        """Who serves now; None where there is no such service yet.
+
+        Raises:
+            Unavailable: Cloud Run can't be asked.
+        """
+        found = self._google.get("run", f"v2/{self.name}", missing_ok=True)
+        if found is None:
+            return None
+        newest = str(found.get("latestReadyRevision", "")).rpartition("/")[2]
+        # Without any target, Cloud Run gives everything to the newest.
+        targets = found.get("traffic") or [{"type": LATEST, "percent": 100}]
+        shares: dict[str, int] = {}
+        for target in targets:
+            revision = newest if target.get("type") == LATEST else target.get("revision", "")
+            if target.get("percent"):
+                shares[revision] = shares.get(revision, 0) + int(target["percent"])
+        urls = [one.get("uri", "") for one in found.get("trafficStatuses", []) if one.get("tag") == CANDIDATE_TAG]
+        return Traffic(shares, any(target.get("type") == LATEST for target in targets), newest, "".join(urls[:1]))
+
+    def give(self, shares: dict[str, int], candidate: str = "") -> None:
+        """Divides the traffic by name of revision; `candidate` also gets a URL of its own. Returns when it is so.
+
+        Raises:
+            Unavailable: Cloud Run refused, or has not done it in time.
+        """
+        if sum(shares.values()) != 100:
+            raise ValueError(f"shares of {shares} are not 100 together: this is a bug")
+        targets: list[dict[str, Any]] = [
+            {"type": NAMED, "revision": revision, "percent": percent} for revision, percent in shares.items() if percent
+        ]
+        if candidate:
+            targets.append({"type": NAMED, "revision": candidate, "tag": CANDIDATE_TAG})
+        operation = self._google.patch("run", f"v2/{self.name}?updateMask=traffic", {"traffic": targets})
+        self._google.await_done("run", operation, CHANGE_LIMIT_S, self._pause)

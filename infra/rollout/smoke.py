@@ -1,0 +1,62 @@
+"""A real request for each model that has a worker at all times, as a caller would send it."""
+
+from __future__ import annotations
+
+import json
+import math
+import urllib.error
+import urllib.request
+import uuid
+from typing import Any
+
+from shared.catalogue import Catalogue, Model
+from shared.errors import Unavailable
+
+
+def smoke(url: str, key: str, catalogue: Catalogue) -> list[str]:
+    """Asks the API at `url` for each model of `catalogue` with replicas.min >= 1; returns a line for each.
+
+    Models that scale to zero are left out: their first answer waits for a GPU, which says nothing of the API.
+
+    Raises:
+        Unavailable: no answer in the model's deadline, or a wrong one.
+    """
+    _call(f"{url}/healthz", "", None, 10.0)
+    asked = [model for model in catalogue.models if model.replicas.min >= 1]
+    return [f"{url} answers"] + [_ask(url, key, model) for model in asked]
+
+
+def _ask(url: str, key: str, model: Model) -> str:
+    # A text of its own, so that no cache answers in the place of a worker.
+    text = f"smoke test {uuid.uuid4()}"
+    try:
+        return _ask_with(text, url, key, model)
+    except (KeyError, IndexError, TypeError) as error:
+        raise Unavailable(f"{url}: {model.name} gave an answer of another shape: {error!r}") from error
+
+
+def _ask_with(text: str, url: str, key: str, model: Model) -> str:
+    if model.task == "embedding":
+        found = _call(f"{url}/v1/embeddings", key, {"model": model.name, "input": text}, model.deadline.default_s)
+        vector = found["data"][0]["embedding"]
+        if len(vector) != model.dimensions or not math.isclose(math.hypot(*vector), 1.0, abs_tol=0.01):
+            raise Unavailable(f"{url}: {model.name} gave {len(vector)} numbers, no unit vector")
+        return f"{model.name}: a unit vector of {len(vector)}"
+    body = {"model": model.name, "prompt": text, "n": 1, "response_format": "b64_json"}
+    found = _call(f"{url}/v1/images/generations", key, body, model.deadline.default_s)
+    if not found["data"][0]["b64_json"]:
+        raise Unavailable(f"{url}: {model.name} gave no image")
+    return f"{model.name}: an image"
+
+
+def _call(url: str, key: str, body: dict[str, object] | None, limit_s: float) -> Any:
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=limit_s + 10) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            raise Unavailable(f"{url}: {error.code} {error.read(500).decode(errors='replace')}") from error
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"{url}: {error}") from error

@@ -1,0 +1,198 @@
+"""A rollout against a Cloud Run that keeps its traffic: who serves at every moment, and after every failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from google.auth.credentials import AnonymousCredentials
+
+from infra.rollout.google import Google
+from infra.rollout.judge import Judge
+from infra.rollout.rollout import Rollout
+from infra.rollout.service import Service
+from infra.rollout.smoke import smoke
+from shared.catalogue import Catalogue, read_catalogue
+from shared.errors import ConfigurationError, Unavailable
+from tests.infra.rollout.google_apis import KEY, PROJECT, SERVICE, GoogleApis, Region, serving
+
+WEST, EAST = "europe-west4", "us-east1"
+ENTRY = """models:
+  - {name: minilm, task: embedding, source: "hf:org/name", dimensions: 3, batch: {max_tokens: 512}, replicas: {min: 1}}
+  - {name: sleeper, task: embedding, source: "hf:org/other", dimensions: 3, batch: {max_tokens: 512}}
+"""
+
+
+@pytest.fixture
+def apis() -> Iterator[GoogleApis]:
+    made = GoogleApis()
+    with serving(made) as url:
+        made.regions = {WEST: Region(url), EAST: Region(url)}
+        yield made
+
+
+@pytest.fixture
+def catalogue(tmp_path: Path) -> Catalogue:
+    file = tmp_path / "models.yaml"
+    file.write_text(ENTRY)
+    return read_catalogue(file)
+
+
+def rollout(
+    apis: GoogleApis, catalogue: Catalogue, said: list[str] | None = None, on_pause: Callable[[], None] = lambda: None
+) -> Rollout:
+    google = Google(AnonymousCredentials(), dict.fromkeys(("run", "monitoring", "secretmanager"), apis.url))
+    services = {
+        region: Service(google, f"projects/{PROJECT}/locations/{region}/services/{SERVICE}", lambda _: None)
+        for region in apis.regions
+    }
+    judge = Judge(google, PROJECT, SERVICE, error_ratio=0.02, least_requests=50)
+
+    def check(url: str) -> list[str]:
+        return smoke(url, google.secret(PROJECT, "penstock-api-keys").split("=")[0], catalogue)
+
+    return Rollout(
+        services,
+        judge,
+        check,
+        {region: apis.url for region in apis.regions},
+        pause=lambda _: on_pause(),
+        say=(said if said is not None else []).append,
+    )
+
+
+def test_hold_names_what_serves_so_that_an_apply_moves_nobody(apis: GoogleApis, catalogue: Catalogue) -> None:
+    rolling = rollout(apis, catalogue)
+    with pytest.raises(ConfigurationError, match="hold"):
+        rolling.require_held()
+    rolling.hold()
+    rolling.require_held()
+    apis.regions[WEST].deploy("api-2")
+    assert apis.regions[WEST].shares == {"api-1": 100}
+
+
+def test_no_service_yet_is_held(apis: GoogleApis, catalogue: Catalogue) -> None:
+    rolling = rollout(apis, catalogue)
+    apis.regions.clear()
+    rolling.require_held()
+    rolling.hold()
+
+
+def test_candidate_is_asked_before_it_gets_traffic(apis: GoogleApis, catalogue: Catalogue) -> None:
+    rolling = rollout(apis, catalogue)
+    rolling.hold()
+    for region in apis.regions.values():
+        region.deploy("api-2")
+    rolling.try_candidate()
+    assert all(region.shares == {"api-1": 100} for region in apis.regions.values())
+    assert len(apis.asked) == len(set(apis.asked)) == 2
+
+
+def test_bad_answer_of_the_candidate_is_told(apis: GoogleApis, catalogue: Catalogue) -> None:
+    rolling = rollout(apis, catalogue)
+    rolling.hold()
+    apis.regions[WEST].deploy("api-2")
+    apis.dimensions = 4
+    with pytest.raises(Unavailable, match="no unit vector"):
+        rolling.try_candidate()
+
+
+def test_candidate_gets_all_step_by_step_in_one_region_after_the_other(apis: GoogleApis, catalogue: Catalogue) -> None:
+    rolling = rollout(apis, catalogue)
+    rolling.hold()
+    for region in apis.regions.values():
+        region.deploy("api-2")
+        region.history.clear()
+        region.counts["api-2"] = {"2xx": 990, "4xx": 200, "5xx": 10}
+    rolling.roll()
+    for region in apis.regions.values():
+        assert [shares["api-2"] for shares in region.history] == [5, 25, 50, 100]
+        assert region.history[0] == {"api-1": 95, "api-2": 5}
+        assert region.shares == {"api-2": 100}
+
+
+def test_too_many_failures_give_everything_back_in_every_region(apis: GoogleApis, catalogue: Catalogue) -> None:
+    rolling = rollout(apis, catalogue)
+    rolling.hold()
+    for region in apis.regions.values():
+        region.deploy("api-2")
+    apis.regions[EAST].counts["api-2"] = {"2xx": 900, "5xx": 100}
+    with pytest.raises(Unavailable, match="us-east1: api-2 at 5 %: 100 of 1000 requests failed"):
+        rolling.roll()
+    assert {name: region.shares for name, region in apis.regions.items()} == {
+        WEST: {"api-1": 100},
+        EAST: {"api-1": 100},
+    }
+    assert {"api-2": 100} in apis.regions[WEST].history
+
+
+def test_few_requests_say_nothing(apis: GoogleApis, catalogue: Catalogue) -> None:
+    rolling = rollout(apis, catalogue)
+    rolling.hold()
+    apis.regions[WEST].deploy("api-2")
+    apis.regions[WEST].counts["api-2"] = {"5xx": 49}
+    rolling.roll()
+    assert apis.regions[WEST].shares == {"api-2": 100}
+
+
+def test_bad_answer_at_the_public_url_gives_everything_back(apis: GoogleApis, catalogue: Catalogue) -> None:
+    def break_it() -> None:
+        apis.dimensions = 4
+
+    rolling = rollout(apis, catalogue, on_pause=break_it)
+    rolling.hold()
+    apis.regions[WEST].deploy("api-2")
+    with pytest.raises(Unavailable):
+        rolling.roll()
+    assert apis.regions[WEST].shares == {"api-1": 100}
+
+
+def test_end_of_the_step_gives_everything_back(apis: GoogleApis, catalogue: Catalogue) -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    said: list[str] = []
+    rolling = rollout(apis, catalogue, said, on_pause=stop)
+    rolling.hold()
+    apis.regions[WEST].deploy("api-2")
+    with pytest.raises(KeyboardInterrupt):
+        rolling.roll()
+    assert apis.regions[WEST].shares == {"api-1": 100}
+    assert f"{WEST}: back to api-1 100 %" in said
+
+
+def test_rollout_that_was_cut_off_goes_on_from_what_callers_know(apis: GoogleApis, catalogue: Catalogue) -> None:
+    rolling = rollout(apis, catalogue)
+    region = apis.regions[WEST]
+    rolling.hold()
+    region.deploy("api-2")
+    region.traffic = [{"revision": "api-1", "percent": 75}, {"revision": "api-2", "percent": 25}]
+    region.deploy("api-3")
+    rolling.roll()
+    assert {"api-1": 95, "api-3": 5} in region.history
+    assert region.shares == {"api-3": 100}
+
+
+def test_back_to_a_revision_by_name(apis: GoogleApis, catalogue: Catalogue) -> None:
+    del apis.regions[EAST]
+    rolling = rollout(apis, catalogue)
+    apis.regions[WEST].deploy("api-2")
+    rolling.go_back("api-1")
+    assert apis.regions[WEST].shares == {"api-1": 100}
+    with pytest.raises(Unavailable, match="does not exist"):
+        rolling.go_back("api-9")
+
+
+def test_smoke_needs_the_right_key(apis: GoogleApis, catalogue: Catalogue) -> None:
+    assert smoke(apis.url, KEY, catalogue)[1] == "minilm: a unit vector of 3"
+    with pytest.raises(Unavailable, match="401"):
+        smoke(apis.url, "wrong", catalogue)
+
+
+@pytest.mark.parametrize("steps", [(), (5, 50), (50, 25, 100), (5, 5, 100)])
+def test_steps_rise_to_100(apis: GoogleApis, steps: tuple[int, ...]) -> None:
+    google = Google(AnonymousCredentials())
+    judge = Judge(google, PROJECT, SERVICE, error_ratio=0.02, least_requests=50)
+    with pytest.raises(ConfigurationError, match="rise to 100"):
+        Rollout({}, judge, lambda url: [], {}, steps_percent=steps)
