@@ -1,0 +1,54 @@
+# The API: no torch, no model library.
+ARG PYTHON_BASE
+
+FROM ${PYTHON_BASE} AS build
+WORKDIR /src
+COPY pyproject.toml constraints.txt infra/docker/requirements.py ./
+RUN python requirements.py pyproject.toml api > requirements.txt \
+    && python -m venv --without-pip /opt/venv
+# The secret is a pip.conf, for those whose packages come from an index of their own.
+RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
+    python -m pip --python /opt/venv/bin/python install --disable-pip-version-check \
+    --constraint constraints.txt --requirement requirements.txt
+COPY LICENSE README.md ./
+COPY shared shared
+COPY infra infra
+COPY api api
+# Apart from the dependencies, so that a change of ours is a small layer; with its metadata, for the SBOM.
+RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
+    python -m pip --python /opt/venv/bin/python install --disable-pip-version-check --no-deps --target /app .
+
+FROM ${PYTHON_BASE}
+# Cloud Run calls the port that Terraform names; the spool is a volume there.
+ENV HOME=/tmp \
+    PATH=/opt/venv/bin:/app/bin:$PATH \
+    PENSTOCK_HOST=0.0.0.0 \
+    PENSTOCK_MODELS_FILE=/etc/penstock/models.yaml \
+    PENSTOCK_PORT=8080 \
+    PENSTOCK_SPOOL_DIR=/var/spool/penstock \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONPATH=/app \
+    PYTHONUNBUFFERED=1
+RUN groupadd --gid 10001 penstock \
+    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin penstock \
+    && install -d /etc/penstock \
+    && install -d -o 10001 -g 10001 /var/spool/penstock
+COPY --from=build /opt/venv /opt/venv
+COPY --from=build /app /app
+WORKDIR /app
+USER 10001:10001
+EXPOSE 8080
+# For `docker run`; Cloud Run and Kubernetes have probes of their own.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=60s \
+    CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8080/healthz', timeout=4)"]
+ENTRYPOINT ["penstock", "api"]
+
+ARG PYTHON_BASE
+ARG REVISION=unknown
+ARG VERSION=unknown
+LABEL org.opencontainers.image.title="penstock-api" \
+      org.opencontainers.image.description="Penstock's HTTPS API" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.base.name="${PYTHON_BASE}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.version="${VERSION}"

@@ -1,0 +1,41 @@
+# The standard CUDA base of all workers: Python, torch with its CUDA libraries, a C compiler, and the way to the
+# driver. It changes with torch, not with our code, so every worker image shares its layers.
+ARG PYTHON_BASE
+
+FROM ${PYTHON_BASE} AS build
+WORKDIR /src
+COPY constraints.txt ./
+RUN grep '^torch==' constraints.txt > torch.txt \
+    && python -m venv --without-pip /opt/venv
+# torch's wheel for Linux on the Python index is the CUDA one and brings CUDA's libraries as wheels; another build is
+# taken from an index of its own, as https://download.pytorch.org/whl/cu126, or .../cpu.
+ARG TORCH_INDEX=
+RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
+    python -m pip --python /opt/venv/bin/python install --disable-pip-version-check \
+    ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} --constraint constraints.txt --requirement torch.txt
+
+FROM ${PYTHON_BASE}
+# torch.compile has Triton build its launchers with a C compiler when a model is warmed up.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/* \
+    && groupadd --gid 10001 penstock \
+    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin penstock
+# GKE puts the driver into /usr/local/nvidia; the NVIDIA runtime of other machines goes by the two variables.
+ENV LD_LIBRARY_PATH=/usr/local/nvidia/lib64 \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    NVIDIA_VISIBLE_DEVICES=all \
+    PATH=/opt/venv/bin:/usr/local/nvidia/bin:$PATH
+COPY --from=build /opt/venv /opt/venv
+USER 10001:10001
+
+ARG PYTHON_BASE
+ARG REVISION=unknown
+ARG VERSION=unknown
+LABEL org.opencontainers.image.title="penstock-cuda" \
+      org.opencontainers.image.description="CUDA base of Penstock's workers" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.base.name="${PYTHON_BASE}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.version="${VERSION}"

