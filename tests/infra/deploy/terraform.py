@@ -51,6 +51,33 @@ def plan_platform(folder: Path, **variables: object) -> Plan:
     return Plan(_resources(shown["root_module"]), outputs)
 
 
+def api_container(plan: Plan, region: str) -> dict[str, Any]:
+    container: dict[str, Any]
+    (container,) = [
+        container
+        for service in plan.of("google_cloud_run_v2_service")
+        for container in service["template"][0]["containers"]
+        if service["location"] == region and container.get("name") == "api"
+    ]
+    return container
+
+
+def api_settings(plan: Plan, region: str) -> dict[str, str | None]:
+    """The environment of the API; None where it is known only after an apply."""
+    return {env["name"]: env.get("value") for env in api_container(plan, region)["env"]}
+
+
+def function_settings(plan: Plan, service: str) -> dict[str, str | None]:
+    """The environment of a function; None where it is known only after an apply."""
+    (container,) = [
+        container
+        for found in plan.of("google_cloud_run_v2_service")
+        for container in found["template"][0]["containers"]
+        if found["name"] == service
+    ]
+    return {env["name"]: env.get("value") for env in container["env"]}
+
+
 def _run(verb: str, *words: str) -> str:
     command = [CHECKER, "-q", verb, str(STAGES / "platform"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PLAN_LIMIT_S, check=False)

@@ -1,4 +1,7 @@
-"""Terraform, Kubernetes, the embedded stack and the code say the same: names, settings, ports, probes, the table."""
+"""Terraform, Kubernetes, the embedded stack and the code say the same: names, filters, ports, probes, the table.
+
+Their settings are compared in test_settings.py, rights in test_rights.py.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from fastapi.routing import APIRoute
 from prometheus_client import REGISTRY
 
@@ -23,18 +27,15 @@ import shared.rows
 import workers.metrics
 from api.routes import health
 from infra import bigquery
-from infra.local.ports import Ports
 from infra.local.provision import provision
-from infra.local.stack import REPLACED_BY, Stack
+from infra.local.pubsub.filter import parse_filter
 from shared.catalogue import read_catalogue
-from shared.messages import Reply, ReplyBody, encode_reply
-from shared.names import BATCH_FILTER, INTERACTIVE_FILTER, batch_subscription_id, workers_subscription_id
-from shared.settings import ApiSettings, Settings, WorkerSettings
+from shared.messages import Envelope, Reply, ReplyBody, encode_reply
+from shared.names import batch_subscription_id, workers_subscription_id
 from shared.transport import SubscriptionSettings
 from tests.infra.deploy.manifests import Objects, of_kind, pod, settings_of
 from tests.infra.deploy.manifests import workers as deployments
-from tests.infra.deploy.terraform import PROJECT, REGIONS, Plan
-from workers.functions.settings import FunctionSettings
+from tests.infra.deploy.terraform import PROJECT, REGIONS, Plan, api_container, api_settings
 from workers.health import health_server
 
 CATALOGUE = read_catalogue(Path("models.yaml"))
@@ -108,134 +109,33 @@ def _as_planned(settings: SubscriptionSettings) -> tuple[Any, ...]:
     return (*facts, 1 if settings.push_endpoint else 0, *backoff, *attempts)
 
 
-def test_each_job_has_one_lane(plan: Plan) -> None:
-    filters = {found["name"]: found["filter"] for found in plan.of("google_pubsub_subscription")}
+@pytest.mark.parametrize("lane", ["", "batch"])
+def test_each_job_has_one_lane(plan: Plan, lane: str) -> None:
+    filters = {found["name"]: parse_filter(found["filter"] or "") for found in plan.of("google_pubsub_subscription")}
     for model in CATALOGUE.models:
-        assert filters[workers_subscription_id(model.name)] == INTERACTIVE_FILTER
-        assert filters[batch_subscription_id(model.name)] == BATCH_FILTER
+        envelope = job_envelope(model.name, lane)
+        ids = (workers_subscription_id(model.name), batch_subscription_id(model.name))
+        taken = [name for name in ids if (chosen := filters[name]) and chosen.matches(envelope.to_attributes())]
+        assert taken == [ids[lane == "batch"]]
+
+
+def job_envelope(model: str, lane: str) -> Envelope:
+    return Envelope(
+        request_id="req_1",
+        part=0,
+        model=model,
+        tenant="t",
+        lane=lane,
+        received_at_s=1.0,
+        published_at_s=1.0,
+        deadline_s=2.0,
+    )
 
 
 def test_filtered_attribute_is_on_every_reply(plan: Plan) -> None:
     _, attributes = encode_reply(Reply("req_1", 0, "1", ReplyBody([])))
     filters = {found["filter"] for found in plan.of("google_pubsub_subscription") if found["filter"]}
     assert f'attributes.slot = "{attributes["slot"]}"' in filters
-
-
-def api_container(plan: Plan, region: str) -> dict[str, Any]:
-    container: dict[str, Any]
-    (container,) = [
-        container
-        for service in plan.of("google_cloud_run_v2_service")
-        for container in service["template"][0]["containers"]
-        if service["location"] == region and container.get("name") == "api"
-    ]
-    return container
-
-
-def api_settings(plan: Plan, region: str) -> dict[str, str | None]:
-    """The environment of the API; None where it is known only after an apply."""
-    return {env["name"]: env.get("value") for env in api_container(plan, region)["env"]}
-
-
-def variables(kind: type[Settings]) -> set[str]:
-    return {f"PENSTOCK_{name.upper()}" for name in kind.model_fields}
-
-
-def test_api_knows_what_terraform_sets(plan: Plan) -> None:
-    assert set(api_settings(plan, "europe-west4")) <= variables(ApiSettings)
-
-
-def test_api_of_a_second_region_knows_what_terraform_sets(plan: Plan) -> None:
-    assert set(api_settings(plan, "europe-west1")) <= variables(ApiSettings)
-
-
-def test_regions_lease_inboxes_of_their_own(plan: Plan) -> None:
-    leased = []
-    for region in REGIONS:
-        settings = api_settings(plan, region)
-        first = int(settings.get("PENSTOCK_INBOX_FIRST") or 0)
-        leased += [f"inbox.{first + number}" for number in range(int(settings["PENSTOCK_INBOX_POOL"] or 0))]
-    assert sorted(leased) == sorted(
-        found["name"] for found in plan.of("google_pubsub_topic") if found["name"].startswith("inbox.")
-    )
-
-
-def test_api_accepts_what_terraform_sets(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in api_settings(plan, "europe-west4").items():
-        monkeypatch.setenv(name, value or "redis://10.64.32.2:6379/0")
-    settings = ApiSettings()
-    assert (settings.project, settings.region, settings.reply_slots) == (PROJECT, "europe-west4", 2)
-
-
-def test_workers_know_and_accept_what_kubernetes_sets(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = set()
-    for deployment in deployments(objects).values():
-        given = {name: v for name, v in settings_of(objects, deployment).items() if name.startswith("PENSTOCK_")}
-        assert set(given) <= variables(WorkerSettings)
-        with monkeypatch.context() as environment:
-            for name, value in given.items():
-                environment.setenv(name, value)
-            served.update(WorkerSettings().model_names)
-    assert served == {model.name for model in CATALOGUE.models}
-
-
-FUNCTIONS = {"penstock-dead-letters": "dead_letter", "penstock-webhooks": "webhook"}
-
-
-def function_settings(plan: Plan, service: str) -> dict[str, str | None]:
-    """The environment of a function; None where it is known only after an apply."""
-    (container,) = [
-        container
-        for found in plan.of("google_cloud_run_v2_service")
-        for container in found["template"][0]["containers"]
-        if found["name"] == service
-    ]
-    return {env["name"]: env.get("value") for env in container["env"]}
-
-
-@pytest.mark.parametrize(("service", "target"), FUNCTIONS.items())
-def test_functions_know_and_accept_what_terraform_sets(
-    plan: Plan, monkeypatch: pytest.MonkeyPatch, service: str, target: str
-) -> None:
-    given = function_settings(plan, service)
-    assert given.pop("FUNCTION_TARGET") == target
-    source = Path(str(given.pop("FUNCTION_SOURCE")))
-    assert f"async def {target}(request: Request)" in source.read_text()
-    assert set(given) <= variables(FunctionSettings)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value or "redis://10.64.32.2:6379/0")
-    settings = FunctionSettings()
-    assert (settings.project, settings.push_checked_by, settings.webhooks_private) == (PROJECT, "cloud-run", False)
-    assert settings.push_account == f"{service}-push@{PROJECT}.iam.gserviceaccount.com"
-
-
-def test_pushes_are_made_for_their_function(plan: Plan) -> None:
-    services = {found["name"]: found["custom_audiences"] for found in plan.of("google_cloud_run_v2_service")}
-    made_for = {
-        token["audience"]
-        for found in plan.of("google_pubsub_subscription")
-        for push in found["push_config"]
-        for token in push["oidc_token"]
-    }
-    assert made_for == set(FUNCTIONS)
-    for service in FUNCTIONS:
-        assert services[service] == [function_settings(plan, service)["PENSTOCK_PUSH_AUDIENCE"]]
-
-
-def test_cloud_sets_what_the_stack_sets(plan: Plan, objects: Objects, tmp_path: Path) -> None:
-    ports = Ports(8080, 8085, 9050, 6379, range(8091, 8093))
-    local = set(Stack(tmp_path, ports=ports).environment) - {REPLACED_BY["pubsub"], REPLACED_BY["bigquery"]}
-    assert local <= set(api_settings(plan, "europe-west4"))
-    for deployment in deployments(objects).values():
-        assert local - {"PENSTOCK_PORT"} <= set(settings_of(objects, deployment))
-
-
-def test_shared_settings_are_the_same_on_both_sides(plan: Plan, objects: Objects) -> None:
-    of_api = api_settings(plan, "europe-west4")
-    for deployment in deployments(objects).values():
-        of_worker = settings_of(objects, deployment)
-        for name in ("PENSTOCK_PROJECT", "PENSTOCK_REGION", "PENSTOCK_DATASET", "PENSTOCK_OBJECTS_URL"):
-            assert of_worker[name] == of_api[name]
 
 
 def test_api_answers_probes_on_its_port(plan: Plan) -> None:
@@ -246,6 +146,17 @@ def test_api_answers_probes_on_its_port(plan: Plan) -> None:
     for probe in ("startup_probe", "liveness_probe"):
         asked = container[probe][0]["http_get"][0]
         assert (asked["port"], asked["path"] in paths) == (port, True)
+
+
+def test_api_is_scraped_where_it_answers(plan: Plan) -> None:
+    (config,) = [
+        yaml.safe_load(version["secret_data"])
+        for version in plan.of("google_secret_manager_secret_version")
+        if "RunMonitoring" in (version["secret_data"] or "")
+    ]
+    (endpoint,) = config["spec"]["endpoints"]
+    assert endpoint["port"] == api_container(plan, "europe-west4")["ports"][0]["container_port"]
+    assert endpoint["path"] in {route.path for route in health.router.routes if isinstance(route, APIRoute)}
 
 
 def test_worker_answers_probes_and_scrapes(objects: Objects) -> None:

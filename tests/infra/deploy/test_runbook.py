@@ -1,0 +1,51 @@
+"""The runbook knows every alert that Terraform makes and no other, and names only metrics that are exported."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from prometheus_client import REGISTRY
+
+import api.answers
+import api.metrics
+import shared.cache
+import shared.objects
+import shared.records
+import shared.rows
+import workers.functions.parts
+import workers.metrics
+from shared.catalogue import read_catalogue
+from tests.infra.deploy.terraform import Plan
+
+RUNBOOK = Path("docs/operations.md").read_text(encoding="utf-8")
+EXPORTERS = (
+    *(api.answers, api.metrics, shared.cache, shared.objects, shared.records, shared.rows),
+    *(workers.functions.parts, workers.metrics),
+)
+"""Imported, because that registers their metrics."""
+
+
+def part(title: str) -> str:
+    """What stands under a heading of the runbook."""
+    return RUNBOOK.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_every_alert_has_its_line(plan: Plan) -> None:
+    made = {policy["display_name"].removeprefix("penstock: ") for policy in plan.of("google_monitoring_alert_policy")}
+    for model in read_catalogue(Path("models.yaml")).models:
+        made = {title.replace(f"{model.name}:", "MODEL:") for title in made}
+    explained = set(re.findall(r"^\| ([^|]+?) \|", part("What each alert means"), re.MULTILINE)) - {"alert", "---"}
+    assert explained - {"Budget"} == made
+
+
+def test_alerts_name_the_part_that_explains_them(plan: Plan) -> None:
+    said = {policy["documentation"][0]["content"] for policy in plan.of("google_monitoring_alert_policy")}
+    assert said == {'See docs/operations.md, "What each alert means".'}
+    assert part("What each alert means")
+
+
+def test_metrics_of_the_runbook_are_exported() -> None:
+    exported = {metric.name for metric in REGISTRY.collect()}
+    named = {name.removesuffix("_total") for name in re.findall(r"`(penstock_[a-z_]+)`", RUNBOOK)}
+    assert named - {name.removesuffix("_total") for name in exported} == set()

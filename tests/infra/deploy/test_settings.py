@@ -1,0 +1,148 @@
+"""Every process gets the settings that it knows, and all that it must be given; no other name is written anywhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from infra.local.ports import Ports
+from infra.local.stack import REPLACED_BY, Stack
+from shared.catalogue import read_catalogue
+from shared.settings import ApiSettings, Settings, WorkerSettings
+from tests.infra.deploy.manifests import Objects, settings_of, workers
+from tests.infra.deploy.terraform import PROJECT, REGIONS, Plan, api_settings, function_settings
+from workers.functions.settings import FunctionSettings
+
+CATALOGUE = read_catalogue(Path("models.yaml"))
+WRITTEN_IN = ("*.tf", "*.yaml", "*.sh", "*.md", "*Dockerfile*", "infra/*.py")
+ON_ONE_MACHINE = {"PENSTOCK_PUBSUB_ENDPOINT", "PENSTOCK_BIGQUERY_ENDPOINT"}
+"""Empty in the cloud: Google's own."""
+LEFT_ALONE: dict[type[Settings], set[str]] = {
+    ApiSettings: {
+        *("PENSTOCK_LOG_LEVEL", "PENSTOCK_MEMORY_CACHE_BYTES", "PENSTOCK_REQUEST_MAX_BYTES"),
+        *("PENSTOCK_INBOX_LEASE_S", "PENSTOCK_IDEMPOTENCY_LEASE_S"),
+        # Only where there is a domain, or a pool that does not begin at 0.
+        *("PENSTOCK_PUBLIC_URL", "PENSTOCK_INBOX_FIRST"),
+    },
+    WorkerSettings: {
+        *("PENSTOCK_LOG_LEVEL", "PENSTOCK_MEMORY_CACHE_BYTES", "PENSTOCK_MAX_OUTSTANDING_BYTES"),
+        *("PENSTOCK_ACK_DEADLINE_S", "PENSTOCK_MEMORY_BUDGET_BYTES", "PENSTOCK_THREADS"),
+    },
+}
+"""What is right in a deployment as it is in the code; whoever adds a setting says here that it is, or gives it."""
+
+
+def variables(kind: type[Settings]) -> set[str]:
+    return {f"PENSTOCK_{name.upper()}" for name in kind.model_fields}
+
+
+def test_api_knows_what_terraform_sets(plan: Plan) -> None:
+    assert set(api_settings(plan, "europe-west4")) <= variables(ApiSettings)
+
+
+def test_api_of_a_second_region_knows_what_terraform_sets(plan: Plan) -> None:
+    assert set(api_settings(plan, "europe-west1")) <= variables(ApiSettings)
+
+
+def test_regions_lease_inboxes_of_their_own(plan: Plan) -> None:
+    leased = []
+    for region in REGIONS:
+        settings = api_settings(plan, region)
+        first = int(settings.get("PENSTOCK_INBOX_FIRST") or 0)
+        leased += [f"inbox.{first + number}" for number in range(int(settings["PENSTOCK_INBOX_POOL"] or 0))]
+    assert sorted(leased) == sorted(
+        found["name"] for found in plan.of("google_pubsub_topic") if found["name"].startswith("inbox.")
+    )
+
+
+def test_api_accepts_what_terraform_sets(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in api_settings(plan, "europe-west4").items():
+        monkeypatch.setenv(name, value or "redis://10.64.32.2:6379/0")
+    settings = ApiSettings()
+    assert (settings.project, settings.region, settings.reply_slots) == (PROJECT, "europe-west4", 2)
+
+
+def test_workers_know_and_accept_what_kubernetes_sets(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = set()
+    for deployment in workers(objects).values():
+        given = {name: v for name, v in settings_of(objects, deployment).items() if name.startswith("PENSTOCK_")}
+        assert set(given) <= variables(WorkerSettings)
+        with monkeypatch.context() as environment:
+            for name, value in given.items():
+                environment.setenv(name, value)
+            served.update(WorkerSettings().model_names)
+    assert served == {model.name for model in CATALOGUE.models}
+
+
+FUNCTIONS = {"penstock-dead-letters": "dead_letter", "penstock-webhooks": "webhook"}
+
+
+@pytest.mark.parametrize(("service", "target"), FUNCTIONS.items())
+def test_functions_know_and_accept_what_terraform_sets(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, service: str, target: str
+) -> None:
+    given = function_settings(plan, service)
+    assert given.pop("FUNCTION_TARGET") == target
+    source = Path(str(given.pop("FUNCTION_SOURCE")))
+    assert f"async def {target}(request: Request)" in source.read_text()
+    assert set(given) <= variables(FunctionSettings)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value or "redis://10.64.32.2:6379/0")
+    settings = FunctionSettings()
+    assert (settings.project, settings.push_checked_by, settings.webhooks_private) == (PROJECT, "cloud-run", False)
+    assert settings.push_account == f"{service}-push@{PROJECT}.iam.gserviceaccount.com"
+
+
+def test_api_is_given_all_that_it_must_be(plan: Plan) -> None:
+    given = set(api_settings(plan, "europe-west4"))
+    assert given | LEFT_ALONE[ApiSettings] | ON_ONE_MACHINE == variables(ApiSettings)
+    assert given & (LEFT_ALONE[ApiSettings] | ON_ONE_MACHINE) == set()
+
+
+def test_workers_are_given_all_that_they_must_be(objects: Objects) -> None:
+    for deployment in workers(objects).values():
+        given = {name for name in settings_of(objects, deployment) if name.startswith("PENSTOCK_")}
+        assert given | LEFT_ALONE[WorkerSettings] | ON_ONE_MACHINE == variables(WorkerSettings)
+        assert given & (LEFT_ALONE[WorkerSettings] | ON_ONE_MACHINE) == set()
+
+
+def test_no_setting_is_misspelt_anywhere() -> None:
+    known = variables(ApiSettings) | variables(WorkerSettings) | variables(FunctionSettings)
+    files = subprocess.run(
+        ["git", "ls-files", "--", *WRITTEN_IN], capture_output=True, text=True, timeout=10, check=True
+    )
+    for file in files.stdout.split():
+        for name, family in re.findall(r"\b(PENSTOCK_[A-Z0-9_]*[A-Z0-9])(_\*)?", Path(file).read_text("utf-8")):
+            assert any(one.startswith(name) for one in known) if family else name in known, f"{file}: {name}"
+
+
+def test_pushes_are_made_for_their_function(plan: Plan) -> None:
+    services = {found["name"]: found["custom_audiences"] for found in plan.of("google_cloud_run_v2_service")}
+    made_for = {
+        token["audience"]
+        for found in plan.of("google_pubsub_subscription")
+        for push in found["push_config"]
+        for token in push["oidc_token"]
+    }
+    assert made_for == set(FUNCTIONS)
+    for service in FUNCTIONS:
+        assert services[service] == [function_settings(plan, service)["PENSTOCK_PUSH_AUDIENCE"]]
+
+
+def test_cloud_sets_what_the_stack_sets(plan: Plan, objects: Objects, tmp_path: Path) -> None:
+    ports = Ports(8080, 8085, 9050, 6379, range(8091, 8093))
+    local = set(Stack(tmp_path, ports=ports).environment) - {REPLACED_BY["pubsub"], REPLACED_BY["bigquery"]}
+    assert local <= set(api_settings(plan, "europe-west4"))
+    for deployment in workers(objects).values():
+        assert local - {"PENSTOCK_PORT"} <= set(settings_of(objects, deployment))
+
+
+def test_shared_settings_are_the_same_on_both_sides(plan: Plan, objects: Objects) -> None:
+    of_api = api_settings(plan, "europe-west4")
+    for deployment in workers(objects).values():
+        of_worker = settings_of(objects, deployment)
+        for name in ("PENSTOCK_PROJECT", "PENSTOCK_REGION", "PENSTOCK_DATASET", "PENSTOCK_OBJECTS_URL"):
+            assert of_worker[name] == of_api[name]
