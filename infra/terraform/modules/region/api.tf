@@ -189,7 +189,9 @@ resource "google_cloud_run_v2_service" "api" {
   }
 
   lifecycle {
-    ignore_changes = [client, client_version]
+    # Who serves is the rollout's to say (infra/rollout): an apply makes a
+    # revision, which gets no traffic once the traffic names another.
+    ignore_changes = [client, client_version, traffic]
   }
 }
 
