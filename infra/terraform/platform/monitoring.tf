@@ -35,6 +35,12 @@ locals {
         severity = "WARNING"
         title    = "Objects: the store fails"
       }
+      records-down = {
+        duration = "60s"
+        query    = "min(penstock_records_redis_up) < 1"
+        severity = "CRITICAL"
+        title    = "Records: Redis out of reach"
+      }
       rows-late = {
         duration = "300s"
         query    = "max(penstock_rows_oldest_seconds) > 300"

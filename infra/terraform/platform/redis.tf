@@ -6,8 +6,9 @@
 locals {
   _records_apart = coalesce(var.records.apart, length(var.regions) > 1)
   # Subnet 2 of a region's block; modules/region has the others.
-  redis_cidrs = { for name, region in var.regions : name => cidrsubnet(cidrsubnet(var.network_cidr, 4, region.index), 6, 2) }
-  records_url = local._records_apart ? module.records["records"].url : module.redis[local.home].url
+  redis_cidrs      = { for name, region in var.regions : name => cidrsubnet(cidrsubnet(var.network_cidr, 4, region.index), 6, 2) }
+  redis_node_types = ["SHARED_CORE_NANO", "STANDARD_SMALL", "HIGHMEM_MEDIUM", "HIGHMEM_XLARGE"]
+  records_url      = local._records_apart ? module.records["records"].url : module.redis[local.home].url
 }
 
 resource "google_compute_subnetwork" "redis" {

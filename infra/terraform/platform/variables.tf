@@ -17,6 +17,11 @@ variable "alerts" {
     condition     = var.alerts.error_ratio > 0 && var.alerts.error_ratio < 1
     error_message = "alerts.error_ratio lies between 0 and 1."
   }
+
+  validation {
+    condition     = var.alerts.oldest_job_s >= 1
+    error_message = "A job is not old before a second."
+  }
 }
 
 variable "api" {
@@ -49,6 +54,16 @@ variable "api" {
   validation {
     condition     = var.api.timeout_s > local.longest_deadline_s
     error_message = "A caller may wait as long as deadline.longest_s of its model: Cloud Run must wait longer (api.timeout_s)."
+  }
+
+  validation {
+    condition     = var.api.concurrency >= 1 && var.api.concurrency <= 1000 && var.api.timeout_s <= 3600
+    error_message = "Cloud Run allows 1 to 1000 requests per instance, of an hour at most."
+  }
+
+  validation {
+    condition     = contains([1, 2, 4, 6, 8], var.api.cpu) && can(regex("^[0-9]+(Mi|Gi)$", var.api.memory)) && var.api.max_in_flight >= 1
+    error_message = "Cloud Run has instances of 1, 2, 4, 6 or 8 CPUs, with memory as 1Gi; max_in_flight is 1 at least."
   }
 }
 
@@ -91,6 +106,11 @@ variable "cache" {
   })
   default  = {}
   nullable = false
+
+  validation {
+    condition     = contains(local.redis_node_types, var.cache.node_type) && var.cache.replicas >= 0 && var.cache.replicas <= 5
+    error_message = "Node types are SHARED_CORE_NANO, STANDARD_SMALL, HIGHMEM_MEDIUM and HIGHMEM_XLARGE, with 0 to 5 copies."
+  }
 }
 
 variable "dataset" {
@@ -110,6 +130,11 @@ variable "dataset_location" {
   type        = string
   default     = "EU"
   nullable    = false
+
+  validation {
+    condition     = can(regex("^([a-z]+-[a-z]+[0-9]+|EU|US)$", var.dataset_location))
+    error_message = "A location is a region, EU or US."
+  }
 }
 
 variable "deletion_protection" {
@@ -135,6 +160,11 @@ variable "delivery" {
     condition     = var.delivery.retention_s >= max(600, local.longest_deadline_s) && var.delivery.retention_s <= 2678400
     error_message = "Pub/Sub keeps messages from 10 minutes to 31 days, and a job is kept as long as somebody may wait for it (deadline.longest_s)."
   }
+
+  validation {
+    condition     = var.delivery.ack_deadline_s >= 10 && var.delivery.ack_deadline_s <= 600
+    error_message = "Pub/Sub allows leases of 10 to 600 s."
+  }
 }
 
 variable "domain" {
@@ -156,6 +186,11 @@ variable "functions" {
   })
   default  = {}
   nullable = false
+
+  validation {
+    condition     = alltrue([for function in values(var.functions) : function == null ? true : can(regex("^[^@ ]+(@sha256:[0-9a-f]+|:[A-Za-z0-9._-]+)$", function.image))])
+    error_message = "Images are named with a digest or a tag."
+  }
 }
 
 variable "inboxes" {
@@ -191,6 +226,11 @@ variable "labels" {
   type        = map(string)
   default     = {}
   nullable    = false
+
+  validation {
+    condition     = alltrue([for key, value in var.labels : can(regex("^[a-z][a-z0-9_-]{0,62}$", key)) && can(regex("^[a-z0-9_-]{0,63}$", value))])
+    error_message = "Labels have lower-case letters, digits, underscores and dashes."
+  }
 }
 
 variable "models_file" {
@@ -209,6 +249,11 @@ variable "namespace" {
   type        = string
   default     = "penstock"
   nullable    = false
+
+  validation {
+    condition     = can(regex("^[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?$", var.namespace))
+    error_message = "A namespace has at most 42 lower-case letters, digits or dashes."
+  }
 }
 
 variable "network_cidr" {
@@ -246,6 +291,11 @@ variable "nodes" {
   validation {
     condition     = var.nodes.max_gpus >= 1
     error_message = "At least one GPU."
+  }
+
+  validation {
+    condition     = contains(["RAPID", "REGULAR", "STABLE", "EXTENDED"], var.nodes.release_channel)
+    error_message = "GKE's channels are RAPID, REGULAR, STABLE and EXTENDED."
   }
 }
 
@@ -322,6 +372,11 @@ variable "outside" {
     ])
     error_message = "A Redis of a cluster's own has a URL, and addresses that its workers may connect to."
   }
+
+  validation {
+    condition     = alltrue([for cluster in values(var.outside) : cluster.redis_url == null ? true : can(regex("^rediss?://[^/]+:6379/[0-9]+$", cluster.redis_url))])
+    error_message = "A Redis is named as redis://HOST:6379/0: workers may connect to no other port."
+  }
 }
 
 variable "prefix" {
@@ -362,6 +417,11 @@ variable "records" {
     condition     = coalesce(var.records.apart, true) || length(var.regions) == 1
     error_message = "Regions share their topics, so any of them may take a job: several need one Redis for the records."
   }
+
+  validation {
+    condition     = contains(local.redis_node_types, var.records.node_type) && var.records.replicas >= 0 && var.records.replicas <= 5
+    error_message = "Node types are SHARED_CORE_NANO, STANDARD_SMALL, HIGHMEM_MEDIUM and HIGHMEM_XLARGE, with 0 to 5 copies."
+  }
 }
 
 variable "regions" {
@@ -395,6 +455,11 @@ variable "secrets_version" {
   type        = number
   default     = 1
   nullable    = false
+
+  validation {
+    condition     = var.secrets_version >= 1 && floor(var.secrets_version) == var.secrets_version
+    error_message = "Versions count from 1."
+  }
 }
 
 variable "storage_location" {
@@ -402,4 +467,9 @@ variable "storage_location" {
   type        = string
   default     = "EU"
   nullable    = false
+
+  validation {
+    condition     = can(regex("^([a-z]+-[a-z]+[0-9]+|EU|US)$", var.storage_location))
+    error_message = "A location is a region, EU or US."
+  }
 }

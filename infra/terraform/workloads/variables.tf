@@ -2,6 +2,11 @@ variable "cluster" {
   description = "Name of the region's cluster: output `clusters` of the stage platform."
   type        = string
   nullable    = false
+
+  validation {
+    condition     = can(regex("^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$", var.cluster))
+    error_message = "A cluster's name has at most 40 lower-case letters, digits or dashes."
+  }
 }
 
 variable "keda" {
@@ -51,12 +56,22 @@ variable "project_id" {
   description = "Project of the cluster."
   type        = string
   nullable    = false
+
+  validation {
+    condition     = can(regex("^[a-z][a-z0-9-]{4,28}[a-z0-9]$", var.project_id))
+    error_message = "A project id has 6 to 30 lower-case letters, digits or dashes."
+  }
 }
 
 variable "region" {
   description = "Region of the cluster."
   type        = string
   nullable    = false
+
+  validation {
+    condition     = can(regex("^[a-z]+-[a-z]+[0-9]+$", var.region))
+    error_message = "A region looks like europe-west4."
+  }
 }
 
 variable "wait_for_workers" {
