@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from infra.deploy.platform import Platform
 from infra.deploy.prices import Prices
 from infra.deploy.sizing import Pool, Site
+from infra.deploy.topology import redis
 from infra.deploy.volumes import DAYS, HOURS, SECONDS, Volume, row_days
 
 GIB = 2**30
@@ -112,8 +113,10 @@ def _region(bill: _Bill, site: Site, platform: Platform) -> None:
     mean_s, peak_s = site.api_mean * SECONDS, site.api_peak * SECONDS
     bill.add("API on Cloud Run, CPU", place, "vCPU-second", "run/cpu", cpu * mean_s, cpu * peak_s)
     bill.add("API on Cloud Run, memory", place, "GiB-second", "run/memory", memory * mean_s, memory * peak_s)
-    cache = platform.cache
-    bill.add("Memorystore", place, "node-hour", f"memorystore/{cache.node_type}", (1 + cache.replicas) * HOURS)
+    for one in redis(platform):
+        if one.region == place:
+            key = f"memorystore/{one.node_type}"
+            bill.add(f"Memorystore of the {one.use}", place, "node-hour", key, one.nodes * HOURS)
     bill.add("Cloud NAT, gateway", place, "hour", "nat/gateway", HOURS)
 
 
@@ -166,13 +169,13 @@ def _rows(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None:
 
 
 def _objects(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None:
-    unknown = [one.model for one in volumes if one.object_bytes is None]
+    place, days = platform.storage_location, platform.objects_days
+    unknown = [one.model for one in volumes if one.results_bytes is None]
+    inputs = sum(one.inputs_bytes for one in volumes) * days.inputs / DAYS / GIB
+    bill.add(f"large inputs of {days.inputs} days", place, "GiB-month", "objects/storage", inputs)
+    results = None if unknown else sum(one.results_bytes or 0.0 for one in volumes) * days.results / DAYS / GIB
     lacks = _give("output_bytes", unknown)
-    kept = None if unknown else sum(one.object_bytes or 0.0 for one in volumes) * platform.objects_days / DAYS / GIB
-    puts = None if unknown else sum(one.objects or 0.0 for one in volumes) / 1000
-    place = platform.storage_location
-    bill.add(f"objects of {platform.objects_days} days", place, "GiB-month", "objects/storage", kept, lacks=lacks)
-    bill.add("objects, written", place, "1,000", "objects/puts", puts, lacks=lacks)
+    bill.add(f"large results of {days.results} days", place, "GiB-month", "objects/storage", results, lacks=lacks)
 
 
 def _answers(bill: _Bill, sites: Sequence[Site], volumes: Sequence[Volume], platform: Platform) -> None:

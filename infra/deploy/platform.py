@@ -48,6 +48,14 @@ class CacheNodes(_Variable):
     replicas: int = Field(1, ge=0)
 
 
+class Records(_Variable):
+    """Terraform's `records`: a Redis of their own, where several regions share them."""
+
+    apart: bool | None = None
+    node_type: str = "STANDARD_SMALL"
+    replicas: int = Field(1, ge=0)
+
+
 class Functions(_Variable):
     """Terraform's `functions`: a function is there as soon as its image is."""
 
@@ -85,6 +93,13 @@ class Nodes(_Variable):
     spot: bool = True
 
 
+class ObjectsDays(_Variable):
+    """Terraform's `objects_days`, of the folders that requests fill."""
+
+    inputs: int = Field(8, ge=1)
+    results: int = Field(7, ge=1)
+
+
 class Region(_Variable):
     """One entry of Terraform's `regions`."""
 
@@ -103,7 +118,8 @@ class Platform(_Variable):
     functions: Functions = Functions()
     inboxes: Inboxes = Inboxes()
     nodes: Nodes = Nodes()
-    objects_days: int = Field(7, ge=1)
+    objects_days: ObjectsDays = ObjectsDays()
+    records: Records = Records()
     regions: dict[str, Region] = Field({"europe-west4": Region()}, min_length=1)
     storage_location: str = "EU"
 
@@ -112,6 +128,11 @@ class Platform(_Variable):
         if len({region.index for region in self.regions.values()}) < len(self.regions):
             raise ValueError("every region needs an index of its own")
         return self
+
+    @property
+    def home(self) -> str:
+        """The region of the lowest index: what stands once stands there."""
+        return min(self.regions, key=lambda name: self.regions[name].index)
 
     def in_regions(self, names: Sequence[str]) -> Platform:
         """The same in these regions: those that are known keep what they have, new ones get the next index.

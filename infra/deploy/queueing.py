@@ -25,7 +25,8 @@ def servers_needed(load: float, service_s: float, wait_s: float, *, utilisation:
     """
     if load <= 0:
         return 0
-    servers = max(1, math.ceil(load / utilisation))
+    # A load that fills its servers exactly must not need one more because of the last bit.
+    servers = max(1, math.ceil(load / utilisation * (1 - 1e-12)))
     while late(servers, load, service_s, wait_s) > late_share:
         servers += 1
     return servers

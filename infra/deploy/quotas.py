@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from infra.deploy.costs import GENERAL_DISK_GIB, GPU_DISK_GIB, SIDECAR_CPU, SIDECAR_GIB
 from infra.deploy.platform import Platform
 from infra.deploy.sizing import Site
+from infra.deploy.topology import redis
 from infra.deploy.volumes import Volume
 from infra.kubernetes.deployment import GpuType
 
@@ -85,7 +86,8 @@ def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterato
     cpu = instances * (platform.api.cpu + SIDECAR_CPU)
     yield Quota("Cloud Run vCPUs", site.region, cpu, UNKNOWN, RUN_QUOTAS)
     yield Quota("Cloud Run GiB", site.region, instances * (platform.api.memory_gib + SIDECAR_GIB), UNKNOWN)
-    yield Quota("Memorystore nodes", site.region, 1 + platform.cache.replicas, UNKNOWN)
+    nodes = sum(one.nodes for one in redis(platform) if one.region == site.region)
+    yield Quota("Memorystore nodes", site.region, nodes, UNKNOWN)
 
 
 def _vcpus(site: Site, platform: Platform) -> int:

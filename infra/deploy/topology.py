@@ -1,8 +1,9 @@
-"""What Terraform's stage `platform` makes, by name: topics, subscriptions, node pools; a test holds it to the plan."""
+"""What Terraform's stage `platform` makes, by name: topics, subscriptions, node pools, Redis; a test holds it to it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from infra.deploy.platform import Platform
 from infra.kubernetes.deployment import gpu_class
@@ -57,3 +58,21 @@ def gpu_pools(models: Iterable[Model], platform: Platform) -> list[str]:
         if platform.nodes.overflow not in (None, type_):
             found.append(f"{name}-on-{platform.nodes.overflow}")
     return found
+
+
+@dataclass(frozen=True)
+class Redis:
+    """One Memorystore instance: a primary and its replicas."""
+
+    region: str
+    use: str
+    node_type: str
+    nodes: int
+
+
+def redis(platform: Platform) -> list[Redis]:
+    """One in each region for cache and leases; one for the records of all regions, where they are kept apart."""
+    cache, records = platform.cache, platform.records
+    found = [Redis(region, "cache", cache.node_type, 1 + cache.replicas) for region in platform.regions]
+    apart = records.apart if records.apart is not None else len(platform.regions) > 1
+    return found + ([Redis(platform.home, "records", records.node_type, 1 + records.replicas)] if apart else [])

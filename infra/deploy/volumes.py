@@ -54,8 +54,10 @@ class Volume:
     job_bytes: int | None
     reply_bytes: int | None
     row_bytes: int
-    objects: float | None
-    object_bytes: float | None
+    inputs_bytes: float
+    """Of inputs that are too large for a message."""
+    results_bytes: float | None
+    """Of results that are."""
     answered_bytes: float | None
 
 
@@ -68,8 +70,6 @@ def volume(model: Model, rate: ModelRate) -> Volume:
     largest = largest_job(model)
     jobs = requests * max(min(1.0, per_request), per_request / largest)
     in_job = max(1, round(computed / jobs)) if jobs else 1
-    sizes = [size for size in (rate.input_bytes, rate.output_bytes) if model.task == "image" and size is not None]
-    large = [size for size in sizes if size > INLINE_LIMIT_BYTES]
     known = model.task == "embedding" or rate.output_bytes is not None
     return Volume(
         model=model.name,
@@ -80,10 +80,15 @@ def volume(model: Model, rate: ModelRate) -> Volume:
         job_bytes=None if rate.input_bytes is None else job_bytes(model, rate.input_bytes, in_job),
         reply_bytes=reply_bytes(model, rate.output_bytes or 0, in_job) if known else None,
         row_bytes=row_bytes(model),
-        objects=computed * len(large) if known else None,
-        object_bytes=computed * float(sum(large)) if known else None,
+        inputs_bytes=computed * _apart(model, rate.input_bytes),
+        results_bytes=computed * _apart(model, rate.output_bytes) if known else None,
         answered_bytes=None if rate.output_bytes is None else items * rate.output_bytes,
     )
+
+
+def _apart(model: Model, size_bytes: int | None) -> int:
+    """Bytes that lie in the object store instead of a message; texts and vectors never do."""
+    return size_bytes if size_bytes and size_bytes > INLINE_LIMIT_BYTES and model.task == "image" else 0
 
 
 def largest_job(model: Model) -> int:

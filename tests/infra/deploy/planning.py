@@ -1,0 +1,47 @@
+"""Catalogues, rates and plans that the tests of `penstock deploy plan` are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from infra.deploy.plan import Plan, make_plan
+from infra.deploy.platform import Platform
+from infra.deploy.prices import Prices
+from infra.deploy.rates import ModelRate, Rates
+from infra.kubernetes.deployment import read_gpu_types
+from shared.catalogue import Catalogue, Model
+
+NO_PRICES = Prices(sources={}, prices={})
+
+
+def entry(name: str = "texts", **given: Any) -> Model:
+    """One embedding model on a GPU of its own."""
+    fields: dict[str, Any] = {
+        "name": name,
+        "task": "embedding",
+        "source": "hf:a/b",
+        "dimensions": 384,
+        "batch": {"max_tokens": 2048, "max_items": 16},
+        "gpu": {"type": "l4", "share": 1},
+        "replicas": {"min": 0, "max": 1000},
+    }
+    return Model.model_validate(fields | given)
+
+
+def rate(mean: float = 10.0, **given: Any) -> ModelRate:
+    """A rate with seconds that count as measured."""
+    fields: dict[str, Any] = {"mean_per_s": mean, "seconds_per_item": 0.01, "measured": "a test"}
+    return ModelRate.model_validate(fields | given)
+
+
+def plan_of(
+    *models: Model,
+    rates: dict[str, ModelRate],
+    platform: Platform | None = None,
+    prices: Prices = NO_PRICES,
+    buffer: int = 0,
+    **given: Any,
+) -> Plan:
+    """The plan of these models; without a buffer, so that counts are those of the rates."""
+    asked = Rates(models=rates, **given)
+    return make_plan(Catalogue(models), asked, platform or Platform(), prices, read_gpu_types(), buffer)

@@ -1,0 +1,172 @@
+"""`penstock deploy plan` as one runs it: what it prints, what it asks to be set, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from infra.deploy.__main__ import main
+from infra.deploy.platform import Platform
+from tests.infra.deploy.planning import entry, plan_of, rate
+from tests.infra.test_cli import penstock
+
+EXAMPLE = "infra/deploy/rates.example.yaml"
+MINILM = "all-MiniLM-L6-v2"
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["plan", *words]) == 1
+    return capsys.readouterr().err
+
+
+def test_the_example_is_planned_by_the_command() -> None:
+    told = penstock("deploy", "plan", "--rates", EXAMPLE)
+    assert (told.returncode, told.stderr) == (0, "")
+    for words in ("an example, not measured", "l4-x4-spot", "NVIDIA_L4_GPUS", "no price memorystore/STANDARD_SMALL"):
+        assert words in told.stdout
+
+
+def test_rates_can_be_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--rate", f"{MINILM}=5:50", "--seconds", f"{MINILM}=0.002", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    found = {one["model"]: one for one in plan["models"]}
+    assert (found[MINILM]["requests_mean_per_s"], found[MINILM]["requests_peak_per_s"]) == (5, 50)
+    assert found[MINILM]["rate"]["measured"] == "given on the command line"
+    assert found["stable-diffusion-tiny"]["pods_peak"] == 0
+
+
+def test_regions_can_be_words(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--rate",
+        f"{MINILM}=5",
+        "--seconds",
+        f"{MINILM}=0.002",
+        "--region",
+        "us-central1",
+        "europe-west4",
+        "--json",
+    ]
+    assert main(["plan", *words]) == 0
+    regions = json.loads(capsys.readouterr().out)["tfvars"]["regions"]
+    # The one that Terraform's default has keeps its index.
+    assert {name: region["index"] for name, region in regions.items()} == {"us-central1": 1, "europe-west4": 0}
+
+
+def test_a_machine_without_a_price_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--rates", EXAMPLE, "--region", "me-central1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (nodes,) = (line for line in lines if line.startswith("  GPU nodes l4-x1"))
+    assert nodes.endswith("no price machine/g2-standard-8/spot")
+
+
+def test_variables_that_size_nothing_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"project_id": "mine", "api": {"image": "there", "max_instances": 2}, "labels": {"a": "b"}}
+    file = tmp_path / "x.tfvars.json"
+    file.write_text(json.dumps(given))
+    assert main(["plan", "--rates", EXAMPLE, "--tfvars", str(file), "--json"]) == 0
+    kept = json.loads(capsys.readouterr().out)["tfvars"]
+    assert (kept["project_id"], kept["api"]["image"], kept["labels"]) == ("mine", "there", {"a": "b"})
+
+
+def test_too_small_settings_are_raised_and_told() -> None:
+    platform = Platform.model_validate({"nodes": {"general": {"max": 2}}})
+    models = [entry(), entry("slow", gpu={"type": "none"}, replicas={"max": 3})]
+    asked = {"texts": rate(4000), "slow": rate(100, seconds_per_item=0.05)}
+    plan = plan_of(*models, rates=asked, platform=platform)
+    told = {change.setting: (change.now, change.needed) for change in plan.changes}
+    site = plan.sites[0]
+    assert told == {
+        "api.max_instances": (4, site.api_peak),
+        "inboxes.per_region": (8, 2 * site.api_peak),
+        "nodes.general.max": (2, site.general_peak),
+        "nodes.max_gpus": (8, site.pools[0].nodes_peak),
+        "slow: replicas.max": (3, site.workers[1].pods_peak),
+    }
+    wanted = plan.platform
+    assert (wanted.api.max_instances, wanted.inboxes.per_region) == (site.api_peak, 2 * site.api_peak)
+    assert len(plan.subscriptions) == 2 * 3 + 2 * site.api_peak * 80
+
+
+def test_slots_go_down_before_a_project_runs_out_of_subscriptions() -> None:
+    platform = Platform.model_validate({"inboxes": {"per_region": 200, "slots": 80}})
+    plan = plan_of(entry(), rates={"texts": rate(1)}, platform=platform)
+    (change,) = plan.changes
+    assert (change.setting, change.needed) == ("inboxes.slots", 45)
+    assert len(plan.subscriptions) == 3 + 9000
+
+
+def test_quotas_are_those_of_the_peak() -> None:
+    platform = Platform.model_validate({"nodes": {"overflow": "a100"}, "domain": "api.example.com"})
+    plan = plan_of(entry(), rates={"texts": rate(10, peak_per_s=1000)}, platform=platform)
+    needed = {(quota.name, quota.place): quota.needed for quota in plan.quotas}
+    for gpus in ("NVIDIA_L4_GPUS", "PREEMPTIBLE_NVIDIA_L4_GPUS", "NVIDIA_A100_GPUS"):
+        assert needed[gpus, "europe-west4"] == 15
+    assert needed["GPUS_ALL_REGIONS", "project"] == 15
+    assert needed["vCPUs of Compute Engine", "europe-west4"] == 15 * 8 + 4
+    assert needed["Pub/Sub subscriptions", "project"] == len(plan.subscriptions)
+    assert needed["static addresses", "global"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("models: {none: {mean_per_s: 1, seconds_per_item: 1, measured: x}}", "models.none: not in the catalogue"),
+        (f"models: {{{MINILM}: {{mean_per_s: -1}}}}", f"models.{MINILM}.mean_per_s: Input should be greater than or"),
+        (f"models: {{{MINILM}: {{mean_per_s: .inf}}}}", f"models.{MINILM}.mean_per_s: Input should be a finite number"),
+        (f"models: {{{MINILM}: {{mean_per_s: 1}}}}", f"models.{MINILM}: seconds_per_item is missing: what a worker"),
+        (f"models: {{{MINILM}: {{mean_per_s: 1, seconds_per_item: 1}}}}", f"models.{MINILM}: measured is missing"),
+        (f"models: {{{MINILM}: {{mean_per_s: 2, peak_per_s: 1}}}}", f"models.{MINILM}: peak_per_s is below mean_per_s"),
+        (f"models: {{{MINILM}: {{mean_per_s: 1, hits: 1}}}}", f"models.{MINILM}.hits: Extra inputs"),
+        (f"models: {{{MINILM}: {{mean_per_s: 0}}}}\nregions: {{a: 0.5}}", "the shares of the regions"),
+        ("models: {}", "models: Dictionary should have at least 1 item"),
+        ("", "file: Input should be"),
+    ],
+)
+def test_wrong_rates_are_refused_with_field_and_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    file = tmp_path / "rates.yaml"
+    file.write_text(text)
+    assert said in refusal(capsys, "--rates", str(file))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rate", MINILM], f"'{MINILM}' is not of the form --rate MODEL=MEAN[:PEAK]"),
+        (["--rate", f"{MINILM}=1:2:3"], "is not of the form --rate"),
+        (["--rate", f"{MINILM}=1"], "seconds_per_item is missing: what a worker takes"),
+        (["--rate", f"{MINILM}=1", "--rate", f"{MINILM}=2"], "has a rate already"),
+        (["--rate", f"{MINILM}=1", "--seconds", "other=1"], "no --rate for 'other'"),
+        (["--rates", EXAMPLE, "--seconds", f"{MINILM}=1"], "--seconds goes with --rate"),
+        (["--rates", EXAMPLE, "--buffer", "-1"], "--buffer: 0 or more"),
+        (["--rates", "nowhere.yaml"], "nowhere.yaml: No such file"),
+        (["--rates", EXAMPLE, "--prices", "nowhere.yaml"], "nowhere.yaml: No such file"),
+        (["--rates", EXAMPLE, "--tfvars", "nowhere.json"], "nowhere.json: No such file"),
+        (["--rates", EXAMPLE, "--tfvars", "models.yaml"], "models.yaml: not JSON"),
+        (["--rates", EXAMPLE, "--region", *(f"r{n}" for n in range(17))], "17 regions; 16 at most"),
+    ],
+)
+def test_wrong_words_are_refused_with_the_reason(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert said in refusal(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"api": {"concurrency": 0}}, "api.concurrency: Input should be greater"),
+        ({"nodes": {"overflow": "h100"}}, "nodes.overflow: Input should be 'l4' or 'a100'"),
+        ({"nodes": {"general": {"machine_type": "custom"}}}, "nodes.general.machine_type: 'custom' does not end in"),
+        ({"regions": {"a": {}, "b": {}}}, "every region needs an index of its own"),
+    ],
+)
+def test_wrong_variables_are_refused_with_field_and_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, object], said: str
+) -> None:
+    file = tmp_path / "x.tfvars.json"
+    file.write_text(json.dumps(given))
+    assert said in refusal(capsys, "--rates", EXAMPLE, "--tfvars", str(file))

@@ -1,0 +1,136 @@
+"""What `penstock deploy plan` counts is what Terraform's own plan makes, with the variables that it prints."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.deploy import costs, platform, show
+from infra.deploy.plan import Plan as Deployed
+from infra.deploy.platform import Platform
+from infra.deploy.topology import gpu_pools, redis
+from infra.deploy.volumes import LARGEST_JOB_ITEMS
+from shared.catalogue import read_catalogue
+from tests.infra.deploy.planning import plan_of, rate
+from tests.infra.deploy.terraform import REGIONS, Plan, plan_platform
+
+CATALOGUE = read_catalogue(Path("models.yaml"))
+IMAGE = "registry.example.com/api@sha256:0"
+PLATFORM = Path("infra/terraform/platform/variables.tf")
+CLUSTER = Path("infra/terraform/modules/cluster/variables.tf")
+
+
+def test_two_regions_are_those_of_terraform(plan: Plan) -> None:
+    given = {
+        "api": {"max_instances": 1},
+        "functions": {"dead_letters": {"image": "any"}, "webhooks": {"image": "any"}},
+        "inboxes": {"per_region": 2, "slots": 2},
+        "regions": REGIONS,
+    }
+    ours = plan_of(*CATALOGUE.models, rates={"all-MiniLM-L6-v2": rate(1)}, platform=Platform.model_validate(given))
+    assert ours.changes == ()
+    agree(ours, plan)
+
+
+# Two runs of Terraform: some 5 s where nobody else wants the machine.
+@pytest.mark.timeout(180)
+def test_variables_with_the_changes_are_taken_by_terraform(tmp_path: Path) -> None:
+    given = {
+        "api": {"image": IMAGE, "cpu": 4},
+        "inboxes": {"per_region": 8, "slots": 1},
+        "nodes": {"overflow": "a100", "max_gpus": 2, "spot": False},
+        "regions": {"europe-west4": {"max_gpus": 1}},
+    }
+    asked = {"all-MiniLM-L6-v2": rate(2000, seconds_per_item=0.002)}
+    ours = plan_of(*CATALOGUE.models, rates=asked, platform=Platform.model_validate(given))
+    assert {change.setting for change in ours.changes} == {
+        "api.max_instances",
+        "inboxes.per_region",
+        "regions.europe-west4.max_gpus",
+        "all-MiniLM-L6-v2: replicas.max",
+    }
+    made = plan_platform(tmp_path, **json.loads(show.as_json(ours))["tfvars"])
+    agree(ours, made)
+    (service,) = (one for one in made.of("google_cloud_run_v2_service") if one["name"] == "penstock-api")
+    limits = [container["resources"][0]["limits"] for container in service["template"][0]["containers"]]
+    assert [float(limit["cpu"]) for limit in limits] == [4, costs.SIDECAR_CPU]
+    assert limits[1]["memory"] == f"{costs.SIDECAR_GIB * 1024:g}Mi"
+
+
+def agree(ours: Deployed, made: Plan) -> None:
+    assert sorted(ours.topics) == sorted(topic["name"] for topic in made.of("google_pubsub_topic"))
+    assert sorted(ours.subscriptions) == sorted(one["name"] for one in made.of("google_pubsub_subscription"))
+    pools = {(pool["location"], pool["name"]): pool for pool in made.of("google_container_node_pool")}
+    regions = [site.region for site in ours.sites]
+    assert set(pools) == {(region, name) for region in regions for name in [*ours.pools, "general"]}
+    for pool in (pool for site in ours.sites for pool in site.pools):
+        own = pools[pool.region, pool.name]
+        assert own["node_config"][0]["machine_type"] == pool.machine_type
+        assert own["autoscaling"][0]["total_max_node_count"] >= pool.nodes_peak
+    stores = made.of("google_memorystore_instance")
+    instances = [(one["location"], one["node_type"], 1 + one["replica_count"]) for one in stores]
+    assert sorted(instances) == sorted((one.region, one.node_type, one.nodes) for one in redis(ours.platform))
+    services = [one for one in made.of("google_cloud_run_v2_service") if one["name"] == "penstock-api"]
+    assert sorted(service["location"] for service in services) == sorted(regions)
+    for service in services:
+        scaling = service["template"][0]["scaling"][0]
+        assert scaling["max_instance_count"] >= max(site.api_peak for site in ours.sites)
+
+
+def test_compute_classes_leave_no_pool_to_terraform() -> None:
+    assert gpu_pools(CATALOGUE.models, Platform.model_validate({"nodes": {"compute_classes": True}})) == []
+
+
+def test_disks_are_those_of_terraform() -> None:
+    sizes = re.findall(r"disk_size_gb += (\d+)", Path("infra/terraform/modules/cluster/nodes.tf").read_text())
+    assert [int(size) for size in sizes] == [costs.GPU_DISK_GIB, costs.GENERAL_DISK_GIB]
+
+
+@pytest.mark.parametrize(
+    ("variable", "model", "file"),
+    [
+        ("api", platform.Api, PLATFORM),
+        ("cache", platform.CacheNodes, PLATFORM),
+        ("inboxes", platform.Inboxes, PLATFORM),
+        ("nodes", platform.Nodes, PLATFORM),
+        ("objects_days", platform.ObjectsDays, PLATFORM),
+        ("records", platform.Records, PLATFORM),
+        ("general_nodes", platform.GeneralNodes, CLUSTER),
+    ],
+)
+def test_defaults_are_those_of_terraform(variable: str, model: Any, file: Path) -> None:
+    block = _block(variable, file)
+    defaults = {}
+    for name, value in re.findall(r"^ +(\w+) += optional\(\w+, ([^)]+)\)", block, flags=re.MULTILINE):
+        defaults[name] = json.loads(value)
+    own = model().model_dump()
+    shared = defaults.keys() & own.keys()
+    assert len(shared) >= 2
+    assert {name: own[name] for name in shared} == {name: defaults[name] for name in shared}
+
+
+@pytest.mark.parametrize("variable", ["dataset_location", "storage_location"])
+def test_single_defaults_are_those_of_terraform(variable: str) -> None:
+    found = re.search(r"^ +default += (.+)$", _block(variable, PLATFORM), flags=re.MULTILINE)
+    assert found is not None
+    assert getattr(Platform(), variable) == json.loads(found[1])
+
+
+def test_bound_of_the_slots_is_that_of_terraform() -> None:
+    assert f"length(var.regions) <= {platform.MOST_SLOTS}" in PLATFORM.read_text()
+
+
+def test_jobs_are_as_large_as_the_api_makes_them() -> None:
+    from api.jobs import LARGEST_JOB_ITEMS as OF_THE_API
+
+    assert LARGEST_JOB_ITEMS == OF_THE_API
+
+
+def _block(variable: str, file: Path) -> str:
+    found = re.search(rf'^variable "{variable}" {{\n(.*?)^}}', file.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]
