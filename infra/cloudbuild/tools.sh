@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# What `python -m infra.kubernetes` and `python -m infra.rollout` need: the project's own dependencies, no extras.
+set -euo pipefail
+python -m venv .venv
+python infra/docker/requirements.py pyproject.toml > requirements.txt
+.venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement requirements.txt

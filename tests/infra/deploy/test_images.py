@@ -1,0 +1,228 @@
+"""The Dockerfiles: linted, on bases by digest, and in agreement with the manifests, Terraform and the code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import grimp
+import pytest
+
+from infra.docker.requirements import requirements
+from shared.settings import ApiSettings, Settings, WorkerSettings
+from tests.infra.deploy.dockerfiles import FOLDER, IMAGES, copied_files, file_of, image, is_sent, stages, upstream
+from tests.infra.deploy.manifests import Objects, pod, settings_of, workers
+from tests.infra.deploy.terraform import Plan
+from workers.functions.settings import FunctionSettings
+
+OURS = ("api", "functions", "worker")
+LIMIT_S = 30
+MODULES = {
+    "api": {"infra.cli", "api.__main__"},
+    "functions": {"workers.functions.main"},
+    "worker": {"workers.__main__", "workers.model_process", "workers.models"},
+}
+"""What the entry points start, in other processes too."""
+
+
+def tool(name: str) -> str:
+    """A program that was installed beside this Python."""
+    found = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert found, f"{name} is missing: make setup"
+    return found
+
+
+def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    given = os.environ | environment
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=given)
+
+
+def test_linter_finds_nothing() -> None:
+    done = run(tool("hadolint"), "--failure-threshold", "style", *sorted(FOLDER.glob("*.Dockerfile")))
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_every_base_is_given_by_the_build(name: str) -> None:
+    text = (FOLDER / f"{name}.Dockerfile").read_text(encoding="utf-8")
+    base = "CUDA_BASE" if name == "worker" else "PYTHON_BASE"
+    names = {stage.name for stage in stages(name)}
+    assert all(stage.base in names | {f"${{{base}}}"} for stage in stages(name))
+    assert len(stages(name)) > 1
+    # Without a default: nobody builds on what a tag happens to be.
+    assert f"\nARG {base}\n" in text
+    assert f"ARG {base}=" not in text
+
+
+def test_base_without_digest_is_refused(tmp_path: Path) -> None:
+    bases, digest = tmp_path / "bases.env", f"sha256:{'a' * 64}"
+    bases.write_text("PYTHON_BASE=docker.io/library/python:3.11\n")
+    refused = run(FOLDER / "build.sh", "api", "api:1", BUILDER="echo", BASES=str(bases))
+    assert refused.returncode == 2
+    assert "pin.sh" in refused.stderr
+    bases.write_text(f"PYTHON_BASE=docker.io/library/python:3.11@{digest}\n")
+    built = run(FOLDER / "build.sh", "api", "api:1", "--push", BUILDER="echo", BASES=str(bases), REVISION="abc")
+    words = built.stdout.split()
+    assert f"PYTHON_BASE=docker.io/library/python:3.11@{digest}" in words
+    assert "REVISION=abc" in words
+    assert "VERSION=0.1.0" in words
+    assert words[-2:] == ["--push", "."]
+
+
+def test_worker_is_not_built_on_a_base_without_digest() -> None:
+    assert run(FOLDER / "build.sh", "worker", "worker:1", BUILDER="echo", CUDA_BASE="r/cuda:1").returncode == 2
+    base = f"r/cuda@sha256:{'b' * 64}"
+    assert f"CUDA_BASE={base}" in run(FOLDER / "build.sh", "worker", "w:1", BUILDER="echo", CUDA_BASE=base).stdout
+
+
+def test_pinning_puts_todays_digest_behind_the_tag(tmp_path: Path) -> None:
+    digest = f"sha256:{'c' * 64}"
+    docker = tmp_path / "docker"
+    docker.write_text(
+        f'#!/bin/sh\n[ "$3" = inspect ] && [ "$4" = "docker.io/library/python:3.11-slim-bookworm" ] && echo {digest}\n'
+    )
+    docker.chmod(0o755)
+    out = tmp_path / "bases.env"
+    done = run(FOLDER / "pin.sh", out, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"^PYTHON_BASE=docker.io/library/python:3\.11-slim-bookworm@{digest}$", out.read_text(), re.M)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_files_that_are_copied_are_there_and_sent(name: str) -> None:
+    for stage in stages(name):
+        for sources, _ in stage.copied:
+            for source in sources:
+                path = Path(source)
+                assert path.exists(), source
+                files = [path] if path.is_file() else [file for file in path.glob("*.py")]
+                assert files
+                assert all(is_sent(file) for file in files), source
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_image_holds_every_module_that_its_entry_point_imports(name: str) -> None:
+    graph = grimp.build_graph("api", "workers", "shared", "infra")
+    needed = {file_of(module) for module in upstream(MODULES[name], graph)}
+    assert len(needed) > 10
+    assert needed <= copied_files(name)
+
+
+def test_what_is_not_for_images_is_not_sent() -> None:
+    for path in (".git/config", "models.yaml", "var/models/x", "infra/terraform/check.sh", "tests/conftest.py"):
+        assert not is_sent(Path(path)), path
+
+
+def test_only_the_worker_has_torch() -> None:
+    project = Path("pyproject.toml")
+    heavy = ("torch", "transformers", "diffusers", "onnxruntime", "scipy")
+    for extra in ("api", "functions"):
+        assert f"requirements.py pyproject.toml {extra} >" in (FOLDER / f"{extra}.Dockerfile").read_text()
+        assert not [one for one in requirements(project, [extra]) if one.startswith(heavy)]
+    worker = [one.partition("=")[0] for one in requirements(project, ["worker", "gpu"])]
+    assert {"torch", "torchao", "diffusers", "google-cloud-pubsub"} <= set(worker)
+
+
+def test_base_has_the_torch_that_the_worker_asks_for() -> None:
+    (pinned,) = [line for line in Path("constraints.txt").read_text().splitlines() if line.startswith("torch==")]
+    assert pinned in requirements(Path("pyproject.toml"), ["worker"])
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_unknown_extra_is_refused(name: str) -> None:
+    with pytest.raises(KeyError):
+        requirements(Path("pyproject.toml"), [f"no-{name}"])
+
+
+def test_user_is_that_of_the_manifests(objects: Objects) -> None:
+    contexts = [pod(worker)["securityContext"] for worker in workers(objects).values()]
+    users = {f"{found['runAsUser']}:{found['runAsGroup']}" for found in contexts}
+    for name in IMAGES:
+        assert {image(name).last("USER")} == users
+
+
+def test_worker_starts_as_in_the_manifests(objects: Objects) -> None:
+    built = image("worker")
+    for worker in workers(objects).values():
+        (container,) = pod(worker)["containers"]
+        assert container["command"] == built.entry_point
+        assert [str(port["containerPort"]) for port in container["ports"]] == built.all("EXPOSE")
+
+
+def test_worker_has_the_settings_of_the_manifests(objects: Objects) -> None:
+    environment = image("worker").environment
+    for worker in workers(objects).values():
+        given = settings_of(objects, worker)
+        for name in environment.keys() & given.keys():
+            assert environment[name] == given[name], name
+        assert {"HF_HOME", "HOME", "PENSTOCK_MODELS_FILE", "PENSTOCK_SPOOL_DIR"} <= environment.keys() & given.keys()
+
+
+def test_worker_writes_only_where_the_manifests_mount(objects: Objects) -> None:
+    environment = image("worker").environment
+    written = [value for name, value in environment.items() if re.search("_DIR$|HOME$", name)]
+    for worker in workers(objects).values():
+        (container,) = pod(worker)["containers"]
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        mounts = [mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")]
+        for path in written:
+            assert any(Path(mount) == Path(path) or Path(mount) in Path(path).parents for mount in mounts), path
+
+
+def test_api_has_the_settings_and_the_port_of_terraform(plan: Plan) -> None:
+    built = image("api")
+    containers = [
+        container
+        for service in plan.of("google_cloud_run_v2_service")
+        for container in service["template"][0]["containers"]
+        if container.get("name") == "api"
+    ]
+    assert containers
+    for container in containers:
+        given = {env["name"]: env.get("value") for env in container["env"]}
+        shared = built.environment.keys() & given.keys()
+        assert {"PENSTOCK_HOST", "PENSTOCK_PORT", "PENSTOCK_MODELS_FILE", "PENSTOCK_SPOOL_DIR"} == shared
+        assert all(built.environment[name] == given[name] for name in shared)
+        assert built.all("EXPOSE") == [str(container["ports"][0]["container_port"])]
+
+
+def test_functions_start_what_terraform_names(plan: Plan) -> None:
+    built = image("functions")
+    sources = {
+        env["value"]
+        for service in plan.of("google_cloud_run_v2_service")
+        for container in service["template"][0]["containers"]
+        for env in container["env"] or []
+        if env["name"] == "FUNCTION_SOURCE"
+    }
+    # Relative to the folder that the image starts in, which has what was copied.
+    assert sources == {built.environment["FUNCTION_SOURCE"]}
+    assert sources <= copied_files("functions")
+    assert built.last("WORKDIR") == built.environment["PYTHONPATH"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("api", ApiSettings), ("functions", FunctionSettings), ("worker", WorkerSettings)]
+)
+def test_every_setting_is_one_of_the_code(name: str, kind: type[Settings]) -> None:
+    given = {setting for setting in image(name).environment if setting.startswith("PENSTOCK_")}
+    assert given <= {f"PENSTOCK_{field.upper()}" for field in kind.model_fields}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_image_is_looked_after(name: str) -> None:
+    built = image(name)
+    assert built.environment["PYTHONDONTWRITEBYTECODE"] == "1"
+    kind, command = built.last("HEALTHCHECK").split(" CMD ")
+    assert "--start-period" in kind
+    script = json.loads(command)[-1]
+    compile(script, "healthcheck", "exec")
+    assert f"127.0.0.1:{built.last('EXPOSE')}/" in script
+    labels = built.last("LABEL")
+    for label in ("title", "licenses", "base.name", "revision", "version"):
+        assert f"org.opencontainers.image.{label}=" in labels
