@@ -2,7 +2,8 @@
 
 Workers of one model are the servers of one queue, as all of them pull from one subscription. Arrivals are taken as
 Poisson and service times as exponential (M/M/c); batches of one model differ less than that, and M/D/c waits less than
-M/M/c at the same load, so what comes out is on the safe side.
+M/M/c at the same load, so what comes out is on the safe side. Not counted: a request of more items than a batch holds
+brings them all at once.
 """
 
 from __future__ import annotations
