@@ -4,7 +4,9 @@
 locals {
   _balanced = var.domain == null ? {} : { api = var.domain }
   # The endpoint group's name is fixed, so a region is in as soon as its API is.
-  _serving = var.api.image == null ? {} : { for name, region in module.region : name => region.api.endpoint_group }
+  _serving = var.api.image == null ? {} : {
+    for name, region in module.region : name => region.api.endpoint_group if !var.regions[name].drained
+  }
 }
 
 resource "google_compute_global_address" "api" {

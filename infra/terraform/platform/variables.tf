@@ -425,8 +425,9 @@ variable "records" {
 }
 
 variable "regions" {
-  description = "Regions that serve. `index` fixes a region's addresses and inbox numbers: never change it, never give it to another."
+  description = "Regions that serve. `index` fixes a region's addresses and inbox numbers: never change it, never give it to another. `drained`: the balancer sends it nothing."
   type = map(object({
+    drained  = optional(bool, false)
     index    = optional(number, 0)
     max_gpus = optional(number)
     zones    = optional(list(string))
@@ -447,6 +448,11 @@ variable "regions" {
   validation {
     condition     = alltrue([for region in var.regions : region.index >= 0 && region.index < 16])
     error_message = "An index is 0 to 15."
+  }
+
+  validation {
+    condition     = length(var.regions) == 0 || anytrue([for region in var.regions : !region.drained])
+    error_message = "One region at least is not drained."
   }
 }
 

@@ -177,6 +177,30 @@ run "callers_cut_off_before_their_deadline" {
   expect_failures = [var.api]
 }
 
+run "a_region_drained" {
+  command = plan
+
+  variables {
+    domain  = "api.example.com"
+    regions = { "europe-west1" = { drained = true, index = 1 }, "europe-west4" = { index = 0 } }
+  }
+
+  assert {
+    condition     = length(google_compute_backend_service.api["api"].backend) == 1 && length(output.clusters) == 2
+    error_message = "Nothing is sent to it, and it stands."
+  }
+}
+
+run "all_regions_drained" {
+  command = plan
+
+  variables {
+    regions = { "europe-west4" = { drained = true } }
+  }
+
+  expect_failures = [var.regions]
+}
+
 run "two_regions_with_one_index" {
   command = plan
 
