@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+
+Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 def computes_bf16() -> bool:
@@ -18,17 +22,29 @@ def pack_linear_layers(model: torch.nn.Module) -> None:
                 setattr(parent, name, _PackedLinear(child))
 
 
-class _PackedLinear(torch.nn.Module):
-    """The operators are those that torch.compile puts in the place of a frozen Linear."""
+def packed_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    """What a Linear of these weights computes, from bf16 [rows, in] to bf16 [rows, out].
 
+    The operators are those that torch.compile puts in the place of a frozen Linear.
+    """
+    narrow_bias = None if bias is None else bias.detach().to(torch.bfloat16)
+    # No number of rows is named: it is good for any.
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(torch.bfloat16), None)
+    compute = torch.ops.mkldnn._linear_pointwise.default
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = compute(rows, packed, narrow_bias, "none", [], "")
+        return out
+
+    return product
+
+
+class _PackedLinear(torch.nn.Module):
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
         self._out_features = linear.out_features
-        self._bias = None if linear.bias is None else linear.bias.detach().to(torch.bfloat16)
-        # No number of rows is named: it is good for any.
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().to(torch.bfloat16), None)
+        self._product = packed_product(linear.weight, linear.bias)
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         rows = given.to(torch.bfloat16).reshape(-1, given.shape[-1])
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
-        return out.view(*given.shape[:-1], self._out_features)
+        return self._product(rows).view(*given.shape[:-1], self._out_features)

@@ -8,6 +8,7 @@ from transformers import AutoModel
 from transformers.utils import logging as transformers_logging
 
 from shared.errors import ConfigurationError
+from workers.models.bert import BertEncoder, bert_encoder
 from workers.models.cpu_bf16 import computes_bf16, pack_linear_layers
 from workers.models.device import DTYPES, Device, memory_errors
 from workers.models.sentence_folder import SentenceFolder
@@ -34,6 +35,8 @@ class TorchEncoder:
         self._settings = settings
         self._place = device
         self._precision = precision
+        self._bert: BertEncoder | None = None
+        self._first_position: int | None = None
 
     def open(self) -> int:
         """Loads the weights; returns the dimensions of the vectors.
@@ -49,15 +52,24 @@ class TorchEncoder:
         except (OSError, ValueError, KeyError) as error:
             raise ConfigurationError(f"{self._settings.transformer}: {error}", field="source") from error
         model.eval().requires_grad_(False)
-        if (self._precision, self._device.type) == ("bf16", "cpu") and computes_bf16():
+        in_bf16 = (self._precision, self._device.type) == ("bf16", "cpu") and computes_bf16()
+        if self._device.type == "cpu" and (in_bf16 or self._precision == "fp32"):
+            with torch.inference_mode():
+                self._bert = bert_encoder(model, in_bf16=in_bf16)
+        if self._bert is None:
+            self._keep_model(model, in_bf16=in_bf16)
+        self.pads = self._bert is None and self._first_position is None
+        return int(model.config.hidden_size) * len(self._settings.pooling)
+
+    def _keep_model(self, model: torch.nn.Module, *, in_bf16: bool) -> None:
+        """Sets up the modules of transformers, for what is no BERT or runs elsewhere."""
+        if in_bf16:
             pack_linear_layers(model)
         elif self._precision != "fp32":
             _narrow_linear_layers(model, DTYPES[self._precision])
         self._model = model.to(self._device)
         # On a GPU a padded batch is one kernel where texts one by one are many.
         self._first_position = runs_unpadded(self._model) if self._device.type == "cpu" else None
-        self.pads = self._first_position is None
-        return int(model.config.hidden_size) * len(self._settings.pooling)
 
     def _check_precision(self) -> None:
         if self._precision not in DTYPES:
@@ -72,10 +84,7 @@ class TorchEncoder:
     def encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
         """[items, longest] token ids to float32 [items, dimensions]; as workers.models.embedding.Encoder."""
         with torch.inference_mode(), memory_errors():
-            if self._first_position is None:
-                vectors = self._padded(ids, types, lengths)
-            else:
-                vectors = self._unpadded(ids, types, lengths, self._first_position)
+            vectors = (self._padded if self.pads else self._unpadded)(ids, types, lengths)
             if self._settings.normalize:
                 vectors = torch.nn.functional.normalize(vectors, p=2.0, dim=1)
             return vectors.cpu().numpy()
@@ -90,13 +99,16 @@ class TorchEncoder:
         states = self._model(**given, attention_mask=None if mask is None else mask.long()).last_hidden_state
         return self._pooled(states.float(), mask)
 
-    def _unpadded(
-        self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray, first_position: int
-    ) -> torch.Tensor:
+    def _unpadded(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> torch.Tensor:
         is_real = np.arange(ids.shape[1]) < lengths[:, None]
+        real_ids = torch.from_numpy(ids[is_real])
         real_types = None if types is None else torch.from_numpy(types[is_real])
         counts = lengths.tolist()
-        states = run_unpadded(self._model, torch.from_numpy(ids[is_real]), real_types, counts, first_position)
+        if self._bert is not None:
+            states = self._bert.states(real_ids, real_types, counts)
+        else:
+            assert self._first_position is not None, "found when it was opened, else it pads; this is a bug"
+            states = run_unpadded(self._model, real_ids, real_types, counts, self._first_position)
         return torch.cat([self._pooled(text[None], None) for text in torch.split(states.float(), counts)])
 
     def _pooled(self, states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -122,6 +134,8 @@ def _pool(mode: str, states: torch.Tensor, mask: torch.Tensor | None) -> torch.T
     """[items, tokens, width] states to [items, width]; no mask means that every item has every token."""
     if mode == "cls":
         return states[:, 0]
+    if mode == "mean" and mask is None:
+        return states.mean(1)
     if mode == "max":
         return (states if mask is None else states.masked_fill(~mask[:, :, None], float("-inf"))).amax(1)
     counts = states.new_full((len(states), 1), states.shape[1]) if mask is None else mask.sum(1, keepdim=True)

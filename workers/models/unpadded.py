@@ -29,6 +29,27 @@ _TRIED_APART = 0.02
 """Twice what bf16 rounds differently for another batch; a model that mixes its texts up is off by far more."""
 
 
+class Trial:
+    """Three short texts, and what `model` (of transformers, on a CPU) makes of them padded.
+
+    `ids` are those of all texts, one after the other, `lengths` their tokens; `first_positions`: where texts may begin.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.lengths = _TRIED_LENGTHS
+        # BERT counts from 0, RoBERTa from behind the number of its padding token.
+        self.first_positions = (0, 1 + (model.config.pad_token_id or 0))
+        # From 5 on tokenizers have words; before it are their special tokens.
+        self.ids = 5 + torch.arange(sum(self.lengths)) % max(1, model.config.vocab_size - 5)
+        padded = torch.nn.utils.rnn.pad_sequence(list(torch.split(self.ids, list(self.lengths))), batch_first=True)
+        mask = torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
+        self._wanted = model(input_ids=padded, attention_mask=mask.long()).last_hidden_state[mask]
+
+    def is_right(self, found: torch.Tensor) -> bool:
+        """Whether these states, float32 [tokens, width], are those of the padded texts."""
+        return torch.allclose(found, self._wanted, rtol=0, atol=_TRIED_APART * float(self._wanted.abs().max()))
+
+
 def runs_unpadded(model: Any) -> int | None:
     """Sets `model` up to be run by `run_unpadded`, where that gives what padding gives.
 
@@ -40,23 +61,17 @@ def runs_unpadded(model: Any) -> int | None:
     """
     if model.config._attn_implementation != "sdpa":
         return None
-    lengths = torch.tensor(_TRIED_LENGTHS)
-    # From 5 on tokenizers have words; before it are their special tokens.
-    ids = torch.split(5 + torch.arange(int(lengths.sum())) % max(1, model.config.vocab_size - 5), lengths.tolist())
     with torch.inference_mode():
-        padded = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True)
-        mask = torch.arange(int(lengths.max())) < lengths[:, None]
-        wanted = model(input_ids=padded, attention_mask=mask.long()).last_hidden_state[mask]
+        trial = Trial(model)
         AttentionInterface.register(ATTENTION, _attend)
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)
         model.set_attn_implementation(ATTENTION)
-        # BERT counts from 0, RoBERTa from behind the number of its padding token.
-        for first in (0, 1 + (model.config.pad_token_id or 0)):
+        for first in trial.first_positions:
             try:
-                found = run_unpadded(model, torch.cat(ids), None, _TRIED_LENGTHS, first)
+                found = run_unpadded(model, trial.ids, None, trial.lengths, first)
             except (TypeError, ValueError, RuntimeError, IndexError):
                 continue  # it takes no positions, or no keywords for its attention
-            if torch.allclose(found, wanted, rtol=0, atol=_TRIED_APART * float(wanted.abs().max())):
+            if trial.is_right(found):
                 return first
     model.set_attn_implementation("sdpa")
     return None
@@ -99,9 +114,18 @@ def _attend(
     narrowing = (attention_mask, rest.get("position_bias"), rest.get("sliding_window"))
     if key.shape != query.shape or getattr(module, "is_causal", False) or any(one is not None for one in narrowing):
         raise ValueError("only plain attention, to all tokens of a text, can be computed text by text")
-    queries, keys, values = (torch.split(one, lengths, dim=2) for one in (query, key, value))
+    return attend_text_by_text(query, key, value, lengths, scaling).transpose(1, 2), None
+
+
+def attend_text_by_text(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int], scaling: float | None = None
+) -> torch.Tensor:
+    """Attention of texts end to end, [1, heads, tokens, width] throughout; `scaling` None: 1 / sqrt(width)."""
+    if len(lengths) == 1:
+        return _attend_one(query, key, value, scaling)
+    queries, keys, values = (torch.split(one, list(lengths), dim=2) for one in (query, key, value))
     texts = [_attend_one(q, k, v, scaling) for q, k, v in zip(queries, keys, values, strict=True)]
-    return torch.cat(texts, dim=2).transpose(1, 2), None
+    return torch.cat(texts, dim=2)
 
 
 def _attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
