@@ -54,8 +54,9 @@ imports: $(STAMP) ## who may import whom
 terraform-check: ## fmt, validate and test of infra/terraform, where terraform and its checker are there
 	$(call timed,terraform-check,infra/terraform/check.sh)
 
-deploy-check: $(STAMP) ## schemas and policies of manifests and Terraform; installs its checkers into var/
-	$(call timed,deploy-check,infra/kubernetes/check.sh)
+deploy-check: $(STAMP) ## schemas and policies of manifests and Terraform, installs of the images; what it needs goes into var/
+	$(call timed,manifests and Terraform,infra/kubernetes/check.sh)
+	$(call timed,images,PYTHON=$(PYTHON) infra/docker/check.sh)
 
 unit: $(STAMP) ## pytest
 	$(call timed,pytest,$(BIN)/pytest -q --durations=5)

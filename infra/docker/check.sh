@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# What the Dockerfiles of API and functions install, installed by the same words into empty environments, and their
+# entry points started there. About two minutes; var/image-check keeps nothing from run to run. The worker's, with its
+# gigabytes, is left to the build (and to trial.sh).
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+work=$PWD/var/image-check
+python=${PYTHON:-python3.11}
+rm -rf "$work"
+mkdir -p "$work"
+
+# What .dockerignore lets through, and the Dockerfile copies.
+prepare() { # IMAGE PATH...
+  local image=$1
+  shift
+  mkdir -p "$work/$image/src"
+  tar --create --exclude __pycache__ --exclude infra/terraform pyproject.toml constraints.txt LICENSE README.md \
+    infra/docker/requirements.py "$@" | tar --extract --directory "$work/$image/src"
+  cd "$work/$image/src"
+  cp infra/docker/requirements.py .
+  [ "$image" = api ] || rm -r infra
+  "$python" requirements.py pyproject.toml "$image" > requirements.txt
+  "$python" -m venv --without-pip "$work/$image/venv"
+  "$python" -m pip --python "$work/$image/venv/bin/python" install --quiet --disable-pip-version-check \
+    --constraint constraints.txt --requirement requirements.txt
+  "$python" -m pip --python "$work/$image/venv/bin/python" install --quiet --disable-pip-version-check --no-deps \
+    --target "$work/$image/app" .
+  cd "$work/$image/app"
+}
+inside() { # IMAGE COMMAND...
+  local image=$1
+  shift
+  env -i PATH="$work/$image/venv/bin:$work/$image/app/bin:/usr/bin:/bin" PYTHONPATH="$work/$image/app" "$@"
+}
+without() { # IMAGE PACKAGE...
+  local image=$1 package
+  shift
+  for package in "$@"; do
+    if inside "$image" python -c "import $package" 2> /dev/null; then
+      echo "$image has $package" >&2
+      exit 1
+    fi
+  done
+}
+
+(prepare api shared infra api
+  inside api penstock api --help > /dev/null
+  inside api python -c 'import api.app, infra.cli'
+  # Nothing is there to connect to; what it lacks first is its catalogue.
+  answer=$(inside api penstock api 2>&1 || true)
+  [[ $answer == "penstock api: "*models.yaml* ]] || { echo "api said: $answer" >&2; exit 1; }
+  without api torch transformers workers duckdb pytest)
+echo "api: installs, starts, and has no torch"
+(prepare functions shared workers/__init__.py workers/functions
+  inside functions python -c 'import runpy; runpy.run_path("workers/functions/main.py", run_name="main")'
+  without functions torch transformers fastapi api infra)
+echo "functions: installs, loads, and has no torch"
+rm -rf "$work"
