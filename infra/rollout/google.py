@@ -88,7 +88,7 @@ class Google:
     def _ask(self, verb: str, api: str, path: str, *, missing_ok: bool = False, **given: Any) -> dict[str, Any] | None:
         url = f"{self._endpoints[api]}/{path}"
         try:
-            # A session for each call: they are minutes apart.
+            # A new connection for each call: they are minutes apart.
             with AuthorizedSession(self._credentials) as session:
                 answer = session.request(verb, url, timeout=CALL_LIMIT_S, **given)
         except (OSError, GoogleAuthError) as error:  # what requests raises is an OSError
