@@ -40,6 +40,7 @@ def main() -> int:
                 dataset=settings.dataset,
                 endpoint=settings.bigquery_endpoint,
                 spool_dir=settings.spool_dir,
+                spool_max_bytes=settings.spool_max_bytes,
             ),
         )
     except ConfigurationError as error:

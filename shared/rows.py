@@ -24,7 +24,8 @@ from prometheus_client import Counter, Gauge
 from shared.errors import Unavailable
 from shared.rows_journal import BATCH_ROWS, FIRST_PAUSE_S, LONGEST_PAUSE_S, Journal
 from shared.rows_sender import Sender
-from shared.rows_spool import SPOOL_MAX_BYTES, Fields, Spool
+from shared.rows_spool import Fields, Spool
+from shared.settings import SPOOL_MAX_BYTES
 from shared.usage import Row
 
 log = logging.getLogger(__name__)

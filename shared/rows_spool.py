@@ -22,8 +22,6 @@ from prometheus_client import Counter
 
 log = logging.getLogger(__name__)
 
-SPOOL_MAX_BYTES = 768 * 1024 * 1024
-"""About a million rows. A worker's folder may hold 1 GiB in Kubernetes; above that its pod is evicted, rows and all."""
 CREATE_TRIES = 3
 
 REJECTED = Counter("penstock_rows_rejected_total", "Rows that BigQuery refused for good; kept in rejected.jsonl")
@@ -80,7 +78,7 @@ class Spool:
         max_bytes: segments that nobody holds may take so much; above it no new one is made.
     """
 
-    def __init__(self, folder: Path, max_bytes: int = SPOOL_MAX_BYTES) -> None:
+    def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
         self._numbers = itertools.count()

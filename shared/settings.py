@@ -12,6 +12,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared.errors import ConfigurationError
 
+SPOOL_MAX_BYTES = 768 * 1024 * 1024
+"""About a million rows. A worker's folder may hold 1 GiB in Kubernetes; above that its pod is evicted, rows and all."""
+
 
 class Settings(BaseSettings):
     """What every process needs to know. An empty endpoint means Google's own, with the machine's credentials."""
@@ -37,6 +40,8 @@ class Settings(BaseSettings):
     """Where large inputs and results lie: file://, gs:// or s3://."""
     spool_dir: Path = Path("var/spool")
     """Where rows lie on disk until BigQuery has them; one folder below it for each kind of worker."""
+    spool_max_bytes: int = Field(SPOOL_MAX_BYTES, ge=1)
+    """What rows may take there before new ones are kept in memory."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
 
     @property

@@ -97,6 +97,7 @@ async def _open(
             dataset=settings.dataset,
             endpoint=settings.bigquery_endpoint,
             spool_dir=settings.spool_dir / "-".join(["worker", *(one.entry.name for one in hosted)]),
+            spool_max_bytes=settings.spool_max_bytes,
         )
     )
     pool = await stack.enter_async_context(

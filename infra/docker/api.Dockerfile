@@ -19,7 +19,8 @@ RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target
     python -m pip --python /opt/venv/bin/python install --disable-pip-version-check --no-deps --target /app .
 
 FROM ${PYTHON_BASE}
-# Cloud Run calls the port that Terraform names; the spool is a volume there.
+# Cloud Run calls the port that Terraform names. The spool is in the container's own file system there, which is
+# memory: a volume of memory belongs to root where containers share it.
 ENV HOME=/tmp \
     PATH=/opt/venv/bin:/app/bin:$PATH \
     PENSTOCK_HOST=0.0.0.0 \

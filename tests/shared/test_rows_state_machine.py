@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shared.rows_journal import Batch, Journal
 from shared.rows_spool import Fields, Segment, Spool
+from shared.settings import SPOOL_MAX_BYTES
 
 SMALL = {"BATCH_ROWS": 3, "MEMORY_ROWS": 6, "FIRST_PAUSE_S": 0.0, "LONGEST_PAUSE_S": 0.0}
 """Bounds that a few rows reach, and a disk that is due again at once."""
@@ -24,7 +25,7 @@ class Mortal(Spool):
     """A spool that can die: its locks go as the kernel takes them from a process that is killed."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+        super().__init__(folder, max_bytes=SPOOL_MAX_BYTES)
         self._made: list[Segment] = []
 
     def create(self) -> Segment:

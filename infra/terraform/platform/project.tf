@@ -7,7 +7,7 @@ data "google_project" "default" {
 locals {
   _number         = data.google_project.default.number
   pubsub_agent    = "serviceAccount:service-${local._number}@gcp-sa-pubsub.iam.gserviceaccount.com"
-  services        = ["artifactregistry", "bigquery", "cloudbuild", "compute", "container", "iam", "logging", "memorystore", "monitoring", "networkconnectivity", "pubsub", "run", "secretmanager", "servicenetworking", "storage", "sts"]
+  services        = ["artifactregistry", "bigquery", "cloudbuild", "compute", "container", "containeranalysis", "iam", "logging", "memorystore", "monitoring", "networkconnectivity", "ondemandscanning", "pubsub", "run", "secretmanager", "servicenetworking", "storage", "sts"]
   storage_regions = var.keep_messages_in_regions ? sort(keys(var.regions)) : []
   workers_member  = "principalSet://${local._pool}/namespace/${var.namespace}"
 

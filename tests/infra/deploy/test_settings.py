@@ -29,7 +29,7 @@ LEFT_ALONE: dict[type[Settings], set[str]] = {
     },
     WorkerSettings: {
         *("PENSTOCK_LOG_LEVEL", "PENSTOCK_MEMORY_CACHE_BYTES", "PENSTOCK_MAX_OUTSTANDING_BYTES"),
-        *("PENSTOCK_ACK_DEADLINE_S", "PENSTOCK_MEMORY_BUDGET_BYTES", "PENSTOCK_THREADS"),
+        *("PENSTOCK_ACK_DEADLINE_S", "PENSTOCK_MEMORY_BUDGET_BYTES", "PENSTOCK_THREADS", "PENSTOCK_SPOOL_MAX_BYTES"),
     },
 }
 """What is right in a deployment as it is in the code; whoever adds a setting says here that it is, or gives it."""

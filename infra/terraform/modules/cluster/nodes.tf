@@ -62,7 +62,9 @@ resource "google_container_node_pool" "gpu" {
       count = 1
 
       gpu_driver_installation_config {
-        gpu_driver_version = "DEFAULT"
+        # PyTorch's wheels are built for CUDA 13, which needs driver R580 or
+        # later; the default may be older.
+        gpu_driver_version = "LATEST"
       }
 
       dynamic "gpu_sharing_config" {

@@ -17,6 +17,7 @@ locals {
     PENSTOCK_REGION             = var.region
     PENSTOCK_REPLY_SLOTS        = tostring(var.inboxes.slots)
     PENSTOCK_SPOOL_DIR          = "/var/spool/penstock"
+    PENSTOCK_SPOOL_MAX_BYTES    = tostring(256 * 1024 * 1024)
   }
   # Each region leases its inboxes from a Redis of its own: their numbers
   # must not meet.
@@ -119,11 +120,6 @@ resource "google_cloud_run_v2_service" "api" {
         name       = "models"
         mount_path = "/etc/penstock"
       }
-
-      volume_mounts {
-        name       = "spool"
-        mount_path = "/var/spool/penstock"
-      }
     }
 
     # Scrapes the API on localhost and writes to Managed Prometheus, which
@@ -166,15 +162,6 @@ resource "google_cloud_run_v2_service" "api" {
           path    = "config.yaml"
           version = var.secrets.scraping.version
         }
-      }
-    }
-
-    volumes {
-      name = "spool"
-
-      empty_dir {
-        medium     = "MEMORY"
-        size_limit = "256Mi"
       }
     }
 
