@@ -15,8 +15,8 @@ help: ## list the targets
 
 setup: $(STAMP) ## make .venv with everything pinned; again only when pyproject.toml or constraints.txt change
 
-demo: $(STAMP) ## start the whole pipeline, send real input, show what came of it, stop
-	@$(BIN)/penstock demo
+demo: $(STAMP) ## start the whole pipeline, send real input, show what came of it, stop; PROMPT="a green star": draws that
+	@$(BIN)/penstock demo $(if $(PROMPT),--prompt "$(PROMPT)") $(if $(EDIT_PROMPT),--edit-prompt "$(EDIT_PROMPT)")
 
 up: $(STAMP) ## start the whole pipeline and keep it up
 	@$(BIN)/penstock up

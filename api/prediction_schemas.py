@@ -23,7 +23,9 @@ Url = Annotated[str, Field(pattern=r"^https?://[^\s/]", max_length=LONGEST_URL)]
 class PredictionBody(Body):
     """A prediction to make of the model that the path names."""
 
-    model_config = ConfigDict(json_schema_extra={"example": {"input": {"prompt": "a lighthouse at dusk", "seed": 7}}})
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"input": {"prompt": "a large red circle on a white background", "seed": 7}}}
+    )
 
     input: dict[str, Any] = Field(description="As the model's `openapi_schema` says.")
     webhook: Url | None = Field(None, description="Told of the events below, signed.")

@@ -115,7 +115,9 @@ class GenerationBody(_ImageBody):
     """An image to draw from a prompt."""
 
     model_config = ConfigDict(
-        json_schema_extra={"example": {"prompt": "a lighthouse at dusk", "size": "64x64", "seed": 7}},
+        json_schema_extra={
+            "example": {"prompt": "a large red circle on a white background", "size": "64x64", "seed": 7}
+        },
     )
 
 
@@ -145,7 +147,7 @@ class EditBody(EditForm):
     model_config = ConfigDict(
         json_schema_extra={
             "example": {
-                "prompt": "the same at night",
+                "prompt": "a large blue circle on a white background",
                 "images": [{"image_url": "data:image/png;base64,iVBORw0KGgo…"}],
                 "strength": 0.6,
             }

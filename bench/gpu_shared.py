@@ -69,7 +69,7 @@ def _pictures(scale: Scale) -> list[PreparedImage]:
         key="",
         length=work,
         work=work,
-        prompt="a mill by the river",
+        prompt="a red circle left of a blue star",
         negative_prompt="",
         width=scale.side,
         height=scale.side,

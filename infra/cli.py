@@ -58,6 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     up.set_defaults(run=_up)
 
     demo = commands.add_parser("demo", help="start everything, send real input, show what came of it, stop")
+    demo.add_argument("--prompt", metavar="TEXT", help="of the picture to draw")
+    demo.add_argument("--edit-prompt", metavar="TEXT", help="of the picture to make from that one")
     demo.set_defaults(run=_demo)
 
     doctor = commands.add_parser("doctor", help="say what is missing or out of reach, and the mend")
@@ -104,10 +106,10 @@ def _up(options: argparse.Namespace) -> int:
     return stay_up(STATE_DIR, Ports(*own, health, options.functions_port), given_settings())
 
 
-def _demo(_: argparse.Namespace) -> int:
-    from infra.local.demo import run_demo
+def _demo(options: argparse.Namespace) -> int:
+    from infra.local.demo import EDIT_PROMPT, PROMPT, run_demo
 
-    return run_demo(STATE_DIR / "demo")
+    return run_demo(STATE_DIR / "demo", options.prompt or PROMPT, options.edit_prompt or EDIT_PROMPT)
 
 
 def _doctor(_: argparse.Namespace) -> int:

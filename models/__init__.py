@@ -1,1 +1,1 @@
-"""The models that the project trains itself; nothing here runs in a service."""
+"""The models that the project trains itself; services load their folders and import nothing from here."""

@@ -17,11 +17,13 @@ from typing import Any
 
 import numpy as np
 import openai
+from PIL import Image
 
 from infra.local.ports import Ports
 from infra.local.stack import Stack
 from infra.reports import run_report
 from infra.table import table, transposed
+from models.shapes.judge import UNNAMED, Seen, read
 from shared.catalogue import Catalogue, read_catalogue
 from shared.errors import ModelFailed, Unavailable
 
@@ -36,8 +38,14 @@ SENTENCES = (
     "The French government sits in Paris.",
 )
 """Each two that follow each other mean about the same."""
+SHAPES = "package:models/shapes/pipeline"
+"""The source of the shipped image model, whose pictures can be read."""
 SEED = 7
-STRENGTH = 0.5
+PROMPT = "a large red circle on a white background"
+EDIT_PROMPT = "a large blue circle on a white background"
+STRENGTH = 0.6
+MEANT = {PROMPT: "a red circle on white", EDIT_PROMPT: "a blue circle on white"}
+"""What the pictures must show; of other prompts nothing is known here."""
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
@@ -59,8 +67,13 @@ class Call:
         return (self.what, self.cache, *(f"{part:.1f}" for part in parts))
 
 
-def run_demo(demo_dir: Path) -> int:
+def run_demo(demo_dir: Path, prompt: str = PROMPT, edit_prompt: str = EDIT_PROMPT) -> int:
     """Runs the demo; pictures, logs and rows lie in `demo_dir` afterwards.
+
+    Args:
+        demo_dir: its state is made anew.
+        prompt: of the first picture.
+        edit_prompt: what the second picture makes of the first one.
 
     Raises:
         PenstockError: something did not start, did not answer or answered wrongly.
@@ -72,7 +85,7 @@ def run_demo(demo_dir: Path) -> int:
     with Stack(state_dir, ports=Ports.free(), say=_print) as stack:
         visitor = Visitor(stack, read_catalogue(stack.settings.models_file))
         visitor.compare_sentences()
-        visitor.draw_pictures(demo_dir)
+        visitor.draw_pictures(demo_dir, prompt, edit_prompt)
         visitor.show_timings()
         visitor.show_usage()
         _print("\nStopping")
@@ -110,29 +123,34 @@ class Visitor:
         partners = others.argmax(axis=1)
         _expect([n ^ 1 for n in range(len(SENTENCES))] == partners.tolist(), "related sentences were not the closest")
 
-    def draw_pictures(self, demo_dir: Path) -> None:
+    def draw_pictures(self, demo_dir: Path, prompt: str, edit_prompt: str) -> None:
         """Draws a picture from a prompt and one from that picture, each twice, and keeps them as PNG files."""
         size = f"{self._image.image.width}x{self._image.image.height}"
         asked: dict[str, Any] = {"model": self._image.name, "size": size, "extra_body": {"seed": SEED}}
 
         def generate() -> Any:
-            return self._client.images.with_raw_response.generate(prompt="a lighthouse at dusk", **asked)
+            return self._client.images.with_raw_response.generate(prompt=prompt, **asked)
 
         drawn = self._draw("text to image", generate)
 
         def edit() -> Any:
             changed = asked | {"extra_body": {"seed": SEED, "strength": STRENGTH}}
-            file = ("lighthouse.png", io.BytesIO(drawn), "image/png")
-            return self._client.images.with_raw_response.edit(image=file, prompt="the same at night", **changed)
+            file = ("text-to-image.png", io.BytesIO(drawn), "image/png")
+            return self._client.images.with_raw_response.edit(image=file, prompt=edit_prompt, **changed)
 
         redrawn = self._draw("image to image", edit)
         _expect(redrawn != drawn, "image to image gave back its source")
         _print(f"\nPictures ({self._image.name}, {size}, seed {SEED})\n")
-        for name, data in (("text-to-image.png", drawn), ("image-to-image.png", redrawn)):
+        for name, data, words in (
+            ("text-to-image.png", drawn, prompt),
+            ("image-to-image.png", redrawn, edit_prompt),
+        ):
             (demo_dir / name).write_bytes(data)
-            _print(f"  {demo_dir / name}  {len(data):,} bytes")
-        if self._image.name == "stable-diffusion-tiny":
-            _print("  This miniature has every part of Stable Diffusion but was never trained: it draws seeded noise.")
+            _print(f"  {demo_dir / name}  {len(data):,} bytes\n    asked for  {words}")
+            if self._image.source == SHAPES:
+                shown = what_it_shows(data)
+                _print(f"    it shows   {shown}")
+                _expect(shown == MEANT.get(words, shown), f"{name} shows {shown}")
 
     def show_timings(self) -> None:
         """Prints where the time of every call went."""
@@ -185,6 +203,19 @@ class Visitor:
         self._calls.append(Call(what, said, round_trip_ms, queue_ms, batch_ms, inference_ms))
         _expect(said == cache, f"{what}: the cache said {said}, not {cache}")
         return answer
+
+
+def what_it_shows(png: bytes) -> str:
+    """What plain image processing reads off a picture of the shapes' world: not what was asked for."""
+    with Image.open(io.BytesIO(png)) as picture:
+        reading = read(np.asarray(picture.convert("RGB")))
+    figures = " and ".join(_in_words(figure) for figure in reading.figures)
+    return f"{figures or 'no figure'} on {reading.background}"
+
+
+def _in_words(figure: Seen) -> str:
+    article = "an" if figure.colour == "orange" else "a"
+    return f"{article} {figure.colour} {'figure' if figure.shape == UNNAMED else figure.shape}"
 
 
 @contextmanager

@@ -20,7 +20,6 @@ from redis.exceptions import RedisError
 from infra.local.ports import Ports
 from infra.local.process import answers, listens
 from infra.local.redis import find_redis_server
-from infra.local.stack import TINY_DIFFUSION
 from infra.reports import check_bigquery
 from shared.catalogue import Catalogue, read_catalogue
 from shared.errors import ConfigurationError, PenstockError, Unavailable
@@ -153,7 +152,7 @@ def _sources(catalogue: Catalogue) -> Iterator[Finding]:
     """The models whose files must be on this machine before a worker starts."""
     for model in catalogue.models:
         kind, _, place = model.source.partition(":")
-        if kind == "local" and place != TINY_DIFFUSION and not Path(place).expanduser().is_dir():
+        if kind == "local" and not Path(place).expanduser().is_dir():
             yield Finding("model", f"{model.name}: there is no folder {place}", "put the model's files there")
         if kind == "package" and importlib.util.find_spec(place.partition("/")[0]) is None:
             yield Finding("model", f"{model.name}: package {place.partition('/')[0]} is not installed", INSTALL)

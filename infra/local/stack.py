@@ -21,14 +21,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from infra.local.graphs import await_graphs, graph_commands
 from infra.local.ports import Ports
 from infra.local.process import Process, answers, listens
 from infra.local.provision import provision
 from infra.local.redis import RedisServer
 from infra.local.signing import kept_secrets
 from infra.reports import create_tables
-from shared.catalogue import Catalogue, Model, read_catalogue
-from shared.errors import ConfigurationError, Unavailable
+from shared.catalogue import Catalogue, read_catalogue
+from shared.errors import ConfigurationError
 from shared.pubsub_admin import PubSubAdmin
 from shared.settings import ApiSettings, environment_with, read_settings
 
@@ -36,15 +37,9 @@ SERVER_LIMIT_S = 20.0
 WORKER_LIMIT_S = 180.0
 """A worker loads its model from disk and warms it up; the shipped ones take about ten seconds."""
 API_LIMIT_S = 30.0
-MAKE_MODEL_LIMIT_S = 180.0
 TEMP_DIR_LONGEST = 60
 API_STOP_LIMIT_S = 12.0
 WORKER_STOP_LIMIT_S = 30.0
-LOOSE_COSINE = 0.999
-"""INT8 graphs stay below this, so they are made only for models that tolerate it."""
-TINY_DIFFUSION = "var/models/stable-diffusion-tiny"
-"""The one local model that a program of ours can make; others must be there."""
-DIFFUSION_MAKER = "make-tiny-diffusion"
 
 FUNCTIONS_SOURCE = str(Path(__file__).parents[2] / "workers/functions/main.py")
 FUNCTIONS_LIMIT_S = 30.0
@@ -140,7 +135,7 @@ class Stack:
             self._tell("made", "topics and subscriptions")
             create_tables(settings)
             self._tell("made", f"dataset {settings.dataset}")
-            self._await_makers(makers)
+            await_graphs(makers, self._tell)
             self._start_pipeline(undo, catalogue)
             self._undo = undo.pop_all()
         return self
@@ -199,36 +194,11 @@ class Stack:
             self._await(name, partial(listens, port), SERVER_LIMIT_S, f"127.0.0.1:{port}")
 
     def _start_makers(self, undo: ExitStack, catalogue: Catalogue) -> dict[str, Process]:
-        """Has everything made that the first start lacks, by name; beside the servers, which are idle for now."""
-        makers: dict[str, Process] = {}
-        wanted = any(model.source == f"local:{TINY_DIFFUSION}" for model in catalogue.models)
-        if wanted and not Path(TINY_DIFFUSION).is_dir():
-            self._tell("making", f"the small diffusion model in {TINY_DIFFUSION}, once")
-            module = ["workers.models.make_tiny_diffusion", TINY_DIFFUSION]
-            makers[DIFFUSION_MAKER] = self._module(DIFFUSION_MAKER, module)
-        for model in catalogue.models:
-            graphs = _wanted_graphs(model)
-            if graphs:
-                words = [model.name, "--variants", graphs]
-                makers[f"optimize-{model.name}"] = self._module(f"optimize-{model.name}", ["workers.optimize", *words])
-        for maker in makers.values():
-            undo.enter_context(maker)
-        return makers
-
-    def _await_makers(self, makers: Mapping[str, Process]) -> None:
-        """A model without an artifact is served by torch, so only the small diffusion model must have been made."""
-        for name, maker in makers.items():
-            if name == DIFFUSION_MAKER:
-                maker.wait_done(MAKE_MODEL_LIMIT_S)
-                continue
-            # Silent where the artifact is there from an earlier start, which takes half a second to see.
-            if maker.is_running:
-                self._tell("making", f"{name.removeprefix('optimize-')}'s optimised graphs, once")
-            try:
-                maker.wait_done(MAKE_MODEL_LIMIT_S)
-            except Unavailable as error:
-                maker.stop()
-                self._tell("without", f"optimised graphs: {error.message}")
+        """Has the optimised graphs made that the models lack, by the models' names."""
+        commands = graph_commands(catalogue)
+        return {
+            name: undo.enter_context(self._module(f"optimize-{name}", command)) for name, command in commands.items()
+        }
 
     def _redis(self, socket_path: Path) -> RedisServer:
         return RedisServer(
@@ -286,18 +256,6 @@ class Stack:
 
     def _tell(self, word: str, facts: str) -> None:
         self._say(f"{time.monotonic() - self._began_s:6.1f} s  {word:<8}{facts}".rstrip())
-
-
-def _wanted_graphs(model: Model) -> str:
-    """The optimised graphs that a worker here may choose from, as `workers.optimize` names them; empty: none."""
-    if model.task != "embedding" or model.backend == "torch":
-        return ""
-    graphs = ["fp32"]
-    if model.precision == "int8" or (model.precision == "auto" and model.tolerance.cosine < LOOSE_COSINE):
-        graphs += ["int8", "int8-static"]
-    if model.precision in ("auto", "fp16") and shutil.which("nvidia-smi"):
-        graphs.append("fp16")
-    return ",".join(graphs)
 
 
 def _model_processes(workers: int) -> int:

@@ -1,1 +1,6 @@
 """A small Stable Diffusion that draws coloured shapes as told: its world, its training, its judge and the result."""
+
+from pathlib import Path
+
+PIPELINE = Path(__file__).parent / "pipeline"
+"""The trained pipeline, a diffusers folder."""

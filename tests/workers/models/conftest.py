@@ -7,7 +7,6 @@ import pytest
 from shared.catalogue import Catalogue, read_catalogue
 from workers.models import model_for, preparer_for
 from workers.models.base import Model, Preparer
-from workers.models.make_tiny_diffusion import make_tiny_diffusion
 from workers.sources import resolve
 
 
@@ -36,10 +35,9 @@ def minilm(catalogue: Catalogue, minilm_folder: Path) -> Model:
 
 
 @pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "stable-diffusion-tiny"
-    make_tiny_diffusion(folder)
-    return folder
+def tiny_folder(catalogue: Catalogue) -> Path:
+    entry = catalogue.default("image")
+    return resolve(entry.source, entry.revision, Path("unused"))
 
 
 @pytest.fixture(scope="session")

@@ -119,8 +119,11 @@ def test_sdxl_runs_from_the_same_code(catalogue: Catalogue, tiny_folder: Path, t
         projection_dim=32,
         eos_token_id=tokenizer.eos_token_id,
     )
+    vae = AutoencoderKL.from_pretrained(tiny_folder / "vae")
     unet = UNet2DConditionModel(
         sample_size=8,
+        in_channels=vae.config.latent_channels,
+        out_channels=vae.config.latent_channels,
         block_out_channels=(32, 64),
         layers_per_block=1,
         norm_num_groups=8,
@@ -135,7 +138,7 @@ def test_sdxl_runs_from_the_same_code(catalogue: Catalogue, tiny_folder: Path, t
         projection_class_embeddings_input_dim=80,
     )
     StableDiffusionXLPipeline(
-        vae=AutoencoderKL.from_pretrained(tiny_folder / "vae"),
+        vae=vae,
         text_encoder=CLIPTextModel(text),
         text_encoder_2=CLIPTextModelWithProjection(text),
         tokenizer=tokenizer,

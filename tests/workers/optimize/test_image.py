@@ -1,11 +1,11 @@
-"""Ways to run an image pipeline, judged by the pictures of the small one."""
+"""Ways to run an image pipeline, judged by the pictures of the shipped one."""
 
 from pathlib import Path
 
 import pytest
 
+from models.shapes import PIPELINE
 from workers.models.artifact import read_artifact
-from workers.models.make_tiny_diffusion import make_tiny_diffusion
 from workers.optimize.__main__ import main
 
 ENTRY = """\
@@ -18,21 +18,14 @@ models:
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "small"
-    make_tiny_diffusion(folder)
-    return folder
-
-
-def run(tmp_path: Path, folder: Path, *words: str) -> int:
+def run(tmp_path: Path, *words: str) -> int:
     catalogue = tmp_path / "models.yaml"
-    catalogue.write_text(ENTRY.format(folder=folder))
+    catalogue.write_text(ENTRY.format(folder=PIPELINE))
     return main(["small", "--models-file", str(catalogue), "--artifacts-dir", str(tmp_path / "artifacts"), *words])
 
 
-def test_accepted_ways_are_in_the_manifest(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path, folder, "--variants", "tuned,bf16", "--tolerance", "15") == 0
+def test_accepted_ways_are_in_the_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, "--variants", "tuned,bf16", "--tolerance", "15") == 0
     (made,) = (tmp_path / "artifacts" / "small").iterdir()
     tuned, bf16 = read_artifact(made).manifest.variants
     assert (tuned.name, tuned.precision, tuned.recipe["is_tuned"]) == ("torch-tuned", "fp32", True)
@@ -42,9 +35,7 @@ def test_accepted_ways_are_in_the_manifest(folder: Path, tmp_path: Path, capsys:
     assert "PSNR dB" in capsys.readouterr().out
 
 
-def test_picture_below_the_tolerance_is_refused(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(tmp_path, folder, "--variants", "bf16", "--tolerance", "90") == 1
+def test_picture_below_the_tolerance_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, "--variants", "bf16", "--tolerance", "90") == 1
     assert "torch-bf16: least PSNR" in capsys.readouterr().err
     assert list((tmp_path / "artifacts" / "small").iterdir()) == []

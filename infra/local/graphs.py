@@ -1,0 +1,50 @@
+"""Optimised graphs that a model lacks at the first start on a machine, made beside the servers, which are idle then."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+
+from infra.local.process import Process
+from shared.catalogue import Catalogue, Model
+from shared.errors import Unavailable
+
+MAKE_LIMIT_S = 180.0
+LOOSE_COSINE = 0.999
+"""INT8 graphs stay below this, so they are made only for models that tolerate it."""
+
+
+def graph_commands(catalogue: Catalogue) -> dict[str, list[str]]:
+    """The module and words that make each model's graphs, by the model's name; models that need none are left out."""
+    wanted = {model.name: wanted_graphs(model) for model in catalogue.models}
+    return {name: ["workers.optimize", name, "--variants", graphs] for name, graphs in wanted.items() if graphs}
+
+
+def wanted_graphs(model: Model) -> str:
+    """The optimised graphs that a worker here may choose from, as `workers.optimize` names them; empty: none."""
+    if model.task != "embedding" or model.backend == "torch":
+        return ""
+    graphs = ["fp32"]
+    if model.precision == "int8" or (model.precision == "auto" and model.tolerance.cosine < LOOSE_COSINE):
+        graphs += ["int8", "int8-static"]
+    if model.precision in ("auto", "fp16") and shutil.which("nvidia-smi"):
+        graphs.append("fp16")
+    return ",".join(graphs)
+
+
+def await_graphs(makers: Mapping[str, Process], tell: Callable[[str, str], None]) -> None:
+    """Returns when all have ended, in whichever way: a model without graphs is served by torch.
+
+    Args:
+        makers: started, by the model's name.
+        tell: gets a word and the facts of each that takes its time or fails.
+    """
+    for name, maker in makers.items():
+        # Silent where the graphs are there from an earlier start, which takes half a second to see.
+        if maker.is_running:
+            tell("making", f"{name}'s optimised graphs, once")
+        try:
+            maker.wait_done(MAKE_LIMIT_S)
+        except Unavailable as error:
+            maker.stop()
+            tell("without", f"optimised graphs: {error.message}")
