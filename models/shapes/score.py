@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 
 from models.shapes.captions import tell
+from models.shapes.card import SCORES, SHEET, captioned_sheet, write_scores
 from models.shapes.draw import draw
 from models.shapes.judge import Pixels, Reading, Seen, read
 from models.shapes.world import COLOURS, Figure, Scene, sample_scene
@@ -31,6 +32,8 @@ SEED = 2024
 PLACE_MAX = 6.0
 """Pixels that a figure may have moved in image-to-image to have kept its place."""
 _AT_ONCE = 25
+SAMPLES = 24
+"""Held-out captions, the first ones, on the sheet of samples."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--captions", type=int, default=500)
     parser.add_argument("--edits", type=int, default=100, help="images to image")
     parser.add_argument("--guidance", type=float, default=GUIDANCE)
+    parser.add_argument("--keep", action="store_true", help=f"put {SCORES}, {SHEET} and the card's table into FOLDER")
     given = parser.parse_args(arguments)
     pipeline = load(given.folder)
-    table = score_text(pipeline, held_out(given.captions), given.guidance)
+    asked = held_out(given.captions)
+    table = score_text(pipeline, asked, given.guidance)
     table |= score_edits(pipeline, given.edits, given.guidance)
     print(as_text(table))
+    if given.keep:
+        scores = {name: {"right": tally.right, "of": tally.of} for name, tally in table.items()}
+        write_scores(given.folder, {"steps": STEPS, "guidance": given.guidance, "scores": scores}, as_text(table))
+        some = asked[:SAMPLES]
+        samples = captioned_sheet([one.caption for one in some], draw_asked(pipeline, some, given.guidance))
+        samples.quantize(256).save(given.folder / SHEET, optimize=True)
     return int(any(table[name].part < target for name, target in TARGETS.items()))
 
 
