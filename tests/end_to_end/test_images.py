@@ -2,6 +2,7 @@
 
 import base64
 import io
+from typing import Any
 
 import numpy as np
 import openai
@@ -9,6 +10,9 @@ from numpy.typing import NDArray
 from openai.types import ImagesResponse
 from PIL import Image
 
+from models.shapes.draw import draw
+from models.shapes.judge import Seen, read
+from models.shapes.world import Figure, Scene
 from tests.end_to_end.rows import Rows
 
 MODEL = "stable-diffusion-tiny"
@@ -25,6 +29,32 @@ def pixels(png: bytes) -> NDArray[np.int16]:
     """RGB of every pixel, [height, width, 3]."""
     with Image.open(io.BytesIO(png)) as image:
         return np.asarray(image.convert("RGB"), np.int16)
+
+
+def seen_in(png: bytes) -> list[Seen]:
+    """The figures that a picture shows."""
+    return list(read(pixels(png).astype(np.uint8)).figures)
+
+
+def test_pictures_show_what_was_asked_for(client: openai.OpenAI) -> None:
+    """Six seeds each: a red circle, and one of these pictures with the circle in blue, at its place."""
+    asked: dict[str, Any] = {"model": MODEL, "n": 6, "size": "64x64", "extra_body": {"seed": 11}}
+    drawn = pngs(client.images.generate(prompt="a large red circle on a white background", **asked))
+    circles = [png for png in drawn if [(one.colour, one.shape) for one in seen_in(png)] == [("red", "circle")]]
+    assert len(circles) >= 5
+    (before,) = seen_in(circles[0])
+    recoloured = client.images.edit(
+        model=MODEL,
+        image=("circle.png", circles[0], "image/png"),
+        prompt="a large blue circle on a white background",
+        n=6,
+        extra_body={"strength": 0.6, "seed": 11},
+    )
+    kept = [
+        [(one.colour, one.shape, abs(one.x - before.x) <= 6, abs(one.y - before.y) <= 6) for one in seen_in(png)]
+        for png in pngs(recoloured)
+    ]
+    assert kept.count([("blue", "circle", True, True)]) >= 5, kept
 
 
 def test_seed_gives_the_same_bytes_again(client: openai.OpenAI, rows: Rows, text: str) -> None:
@@ -55,18 +85,22 @@ def test_n_images_have_seeds_that_count_up(client: openai.OpenAI, rows: Rows, te
     assert len(rows.of([both.headers["x-request-id"]], count=2)) == 2
 
 
-def test_edit_keeps_less_of_its_source_with_strength(client: openai.OpenAI, rows: Rows, text: str) -> None:
-    sources = [
-        pngs(client.images.generate(model=MODEL, prompt=text, size="64x64", extra_body={"seed": seed}))[0]
-        for seed in (1, 2)
-    ]
+def circle_at(x: float) -> bytes:
+    """A red circle so many pixels from the left, as PNG."""
+    png = io.BytesIO()
+    draw(Scene("white", (Figure("circle", "red", "medium", x, 32.0, 12.0),))).save(png, "PNG")
+    return png.getvalue()
+
+
+def test_edit_keeps_less_of_its_source_with_strength(client: openai.OpenAI, rows: Rows) -> None:
+    sources = [circle_at(18.0), circle_at(46.0)]
     left: list[float] = []
     for strength, steps in ((0.1, 2), (0.5, 10), (1.0, 20)):
         answers = [
             client.images.with_raw_response.edit(
                 model=MODEL,
                 image=("source.png", source, "image/png"),
-                prompt="a lighthouse at dusk",
+                prompt="a large green star",
                 extra_body={"strength": strength, "seed": 5},
             )
             for source in sources
