@@ -15,6 +15,7 @@ NAMES = (
     "throughput",
     "hits",
     "multi_model",
+    "shapes",
     "slots",
     "broker",
     "soak",

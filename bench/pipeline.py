@@ -133,7 +133,7 @@ class Pipeline:
         """One more API on the same pipeline, with `settings` of its own (fields of ApiSettings)."""
         port = free_port()
         given = {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
-        with self._another("another-api", "api", port, given | {"PENSTOCK_PORT": str(port)}) as part:
+        with another(self.stack, "another-api", "api", port, given | {"PENSTOCK_PORT": str(port)}) as part:
             yield part
 
     @contextmanager
@@ -142,17 +142,19 @@ class Pipeline:
         port = free_port()
         given = {"PENSTOCK_MODEL": MODEL, "PENSTOCK_HEALTH_PORT": str(port)}
         given |= {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
-        with self._another("another-worker", "workers", port, given) as part:
+        with another(self.stack, "another-worker", "workers", port, given) as part:
             yield part
 
-    @contextmanager
-    def _another(self, name: str, module: str, port: int, given: Mapping[str, str]) -> Iterator[Part]:
-        environment = environment_with({**self.stack.environment, **given})
-        process = Process(name, [sys.executable, "-m", module], self.stack.log_dir, environment=environment)
-        began_s = time.monotonic()
-        with process:
-            process.wait_ready(partial(answers, port, "/readyz"), READY_LIMIT_S)
-            yield Part(port, time.monotonic() - began_s)
+
+@contextmanager
+def another(stack: Stack, name: str, module: str, port: int, given: Mapping[str, str]) -> Iterator[Part]:
+    """One more process beside those of `stack`, ready; `given` goes above the stack's own settings."""
+    environment = environment_with({**stack.environment, **given})
+    process = Process(name, [sys.executable, "-m", module], stack.log_dir, environment=environment)
+    began_s = time.monotonic()
+    with process:
+        process.wait_ready(partial(answers, port, "/readyz"), READY_LIMIT_S)
+        yield Part(port, time.monotonic() - began_s)
 
 
 @contextmanager
@@ -168,26 +170,26 @@ def running(changes: Mapping[str, object] | None = None, **settings: object) -> 
     """
     with tempfile.TemporaryDirectory() as folder:
         state_dir = Path(folder)
-        models_file = _only_embedding(state_dir, changes or {})
+        models_file = only_model(state_dir, MODEL, changes or {})
         given = {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
         given["PENSTOCK_MODELS_FILE"] = str(models_file)
         model = read_catalogue(models_file).find(MODEL)
         model_folder = resolve(model.source, model.revision, state_dir)
         texts = Texts(model_folder, seed=1)
-        with Stack(state_dir, ports=Ports.free(1), settings=given, say=_say_nothing) as stack:
+        with Stack(state_dir, ports=Ports.free(1), settings=given, say=say_nothing) as stack:
             pipeline = Pipeline(stack, texts, model_folder)
             drive(Order(pipeline.api.port, MODEL, texts.mixed(WARM_UP_TEXTS), 32))
             yield pipeline
 
 
-def _only_embedding(state_dir: Path, changes: Mapping[str, object]) -> Path:
+def only_model(state_dir: Path, name: str, changes: Mapping[str, object]) -> Path:
     """The shipped catalogue without the other models: their workers would share the cores that are measured."""
     catalogue = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))
-    catalogue["models"] = [entry | changes for entry in catalogue["models"] if entry["name"] == MODEL]
+    catalogue["models"] = [entry | changes for entry in catalogue["models"] if entry["name"] == name]
     path = state_dir / "models.yaml"
     path.write_text(yaml.safe_dump(catalogue), encoding="utf-8")
     return path
 
 
-def _say_nothing(line: str) -> None:
+def say_nothing(line: str) -> None:
     """The figures are what a benchmark prints."""

@@ -1,0 +1,97 @@
+"""The shipped image model on one core: seconds of a picture through the whole pipeline, and until a worker is ready."""
+
+from __future__ import annotations
+
+import base64
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from bench.pipeline import Part, another, only_model, say_nothing
+from bench.report import Figure, Outcome
+from infra.local.ports import Ports
+from infra.local.process import free_port
+from infra.local.stack import Stack
+from shared.catalogue import Model, read_catalogue
+
+PICTURES = 10
+STARTS = 3
+STRENGTH = 0.6
+PROMPT = "a large red circle on a white background"
+EDIT_PROMPT = "a large blue circle on a white background"
+CALL_LIMIT_S = 60.0
+Ask = Callable[[int], Any]
+
+
+def run() -> Outcome:
+    """Ten pictures from text and ten from a picture, one after the other, each with a seed of its own."""
+    model = read_catalogue(Path("models.yaml")).default("image")
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {
+            "PENSTOCK_MODELS_FILE": str(only_model(Path(folder), model.name, {})),
+            "PENSTOCK_PROCESSES": "1",
+            "PENSTOCK_THREADS": "1",
+        }
+        with Stack(Path(folder), ports=Ports.free(1), settings=settings, say=say_nothing) as stack:
+            text, image = _pictures(stack, model)
+            ready_s = [_worker_ready_s(stack, model) for _ in range(STARTS)]
+    steps = f"{model.image.steps} steps"
+    return Outcome(
+        [
+            Figure(f"picture from text, {steps}, guidance, one core: model", text["model_s"], "s", "<=", 2.0),
+            Figure("picture from text: CPU of the model process", text["cpu_s"], "s"),
+            Figure("picture from text: round trip", text["round_trip_s"], "s"),
+            Figure(f"picture from a picture, strength {STRENGTH:g}: model", image["model_s"], "s"),
+            Figure("worker, start to ready", statistics.median(ready_s), "s", "<=", 15.0),
+        ],
+        {"ready_s": ready_s},
+    )
+
+
+def _pictures(stack: Stack, model: Model) -> tuple[dict[str, float], dict[str, float]]:
+    """Medians over the pictures from text, and over those from a picture."""
+    worker = Part(stack.ports.health[0])
+    size: Any = f"{model.image.width}x{model.image.height}"
+    asked = {"model": model.name, "size": size}
+    with openai.OpenAI(base_url=f"{stack.api_url}/v1", api_key="none", max_retries=0, timeout=CALL_LIMIT_S) as client:
+
+        def draw(seed: int) -> Any:
+            return client.images.with_raw_response.generate(prompt=PROMPT, extra_body={"seed": seed}, **asked)
+
+        source = base64.b64decode(draw(0).parse().data[0].b64_json)
+
+        def redraw(seed: int) -> Any:
+            file = ("source.png", source, "image/png")
+            extra = {"seed": seed, "strength": STRENGTH}
+            return client.images.with_raw_response.edit(image=file, prompt=EDIT_PROMPT, extra_body=extra, **asked)
+
+        return _timed(draw, worker), _timed(redraw, worker)
+
+
+def _timed(ask: Ask, worker: Part) -> dict[str, float]:
+    model_s, round_trip_s = [], []
+    cpu_before_s = worker.children_cpu_s()
+    for seed in range(1, PICTURES + 1):
+        began_s = time.perf_counter()
+        answer = ask(seed)
+        round_trip_s.append(time.perf_counter() - began_s)
+        if answer.headers["x-penstock-cache"] != "miss":
+            raise RuntimeError("a picture came from the cache")
+        model_s.append(float(answer.headers["x-penstock-inference-ms"]) / 1000)
+    return {
+        "model_s": statistics.median(model_s),
+        "cpu_s": (worker.children_cpu_s() - cpu_before_s) / PICTURES,
+        "round_trip_s": statistics.median(round_trip_s),
+    }
+
+
+def _worker_ready_s(stack: Stack, model: Model) -> float:
+    port = free_port()
+    given = {"PENSTOCK_MODEL": model.name, "PENSTOCK_HEALTH_PORT": str(port)}
+    with another(stack, "another-worker", "workers", port, given) as worker:
+        return worker.ready_s
