@@ -203,7 +203,7 @@ def test_objects_cannot_be_stored_by_a_worker(stack: Stack, client: openai.OpenA
     refusals = 'penstock_objects_errors_total{operation="put"}'
     before = metric(port, refusals)
     draw = partial(
-        client.images.with_raw_response.generate, prompt=text, size="256x256", extra_body={"num_inference_steps": 2}
+        client.images.with_raw_response.generate, prompt=text, size="384x384", extra_body={"num_inference_steps": 2}
     )
     with ThreadPoolExecutor(1) as threads:
         with replaced_by_a_file(stack.state_dir / "objects" / "results"):

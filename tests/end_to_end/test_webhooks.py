@@ -64,7 +64,7 @@ def replicating(stack: Stack) -> Iterator[Any]:
 def test_webhook_tells_what_get_tells(replicating: Any, told: Told, text: str) -> None:
     created = replicating.predictions.create(
         version=PAINTER,
-        input={"prompt": text, "width": 256, "height": 256},
+        input={"prompt": text, "width": 256, "height": 256, "num_inference_steps": 4},
         webhook=told.url,
         webhook_events_filter=["start", "completed"],
     )
