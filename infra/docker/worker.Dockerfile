@@ -1,4 +1,5 @@
-# The worker: one image for every model of models.yaml. Weights come at start, from where the entry's `source` says.
+# The worker: one image for every model of models.yaml. Weights come at start, from where the entry's `source` says;
+# those of the shipped image model are in the package.
 ARG CUDA_BASE
 
 FROM ${CUDA_BASE} AS asked
@@ -12,6 +13,8 @@ FROM asked AS build
 COPY LICENSE README.md ./
 COPY shared shared
 COPY workers workers
+COPY models/__init__.py models/
+COPY models/shapes/pipeline models/shapes/pipeline
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
     /usr/local/bin/python -m pip --python /opt/venv/bin/python install --disable-pip-version-check \
     --no-deps --target /app .

@@ -100,7 +100,7 @@ def test_files_that_are_copied_are_there_and_sent(name: str) -> None:
             for source in sources:
                 path = Path(source)
                 assert path.exists(), source
-                files = [path] if path.is_file() else [file for file in path.glob("*.py")]
+                files = [path] if path.is_file() else [file for file in path.iterdir() if file.is_file()]
                 assert files
                 assert all(is_sent(file) for file in files), source
 
