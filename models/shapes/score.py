@@ -26,7 +26,7 @@ from models.shapes.judge import Pixels, Reading, Seen, read
 from models.shapes.world import COLOURS, Figure, Scene, sample_scene
 
 STEPS = 20
-GUIDANCE = 4.0
+GUIDANCE = 2.0
 STRENGTH = 0.6
 SEED = 2024
 PLACE_MAX = 6.0

@@ -34,7 +34,7 @@ ENCODED_AT_ONCE = 64
 class UnetPlan:
     """How long and on what the UNet is trained."""
 
-    steps: int = 6000
+    steps: int = 6800
     batch: int = 64
     pictures: int = 24_000
     lr: float = 1e-3
