@@ -123,7 +123,8 @@ async def test_changed_link_is_refused(api: ApiUnderTest, change: str) -> None:
     reply = await api.openai().images.generate(prompt="a", response_format="url")
     url = httpx.URL(reply.data[0].url)
     if change == "key":
-        changed = url.copy_with(path=url.path[:-5] + "0.png")
+        other = "1" if url.path[-5] == "0" else "0"
+        changed = url.copy_with(path=f"{url.path[:-5]}{other}.png")
     else:
         changed = url.copy_merge_params({change: url.params[change] + "1"})
     response = await api.http.get(changed)
