@@ -77,6 +77,7 @@ def test_no_service_yet_is_held(apis: GoogleApis, catalogue: Catalogue) -> None:
     apis.regions.clear()
     rolling.require_held()
     rolling.hold()
+    assert apis.regions == {}
 
 
 def test_candidate_is_asked_before_it_gets_traffic(apis: GoogleApis, catalogue: Catalogue) -> None:
