@@ -1,13 +1,14 @@
 """Between admission and the model: what waits, and which of it makes the next batch. Pure: no clock, no I/O.
 
-A batch is what waits when a model process falls idle; nothing ever waits for company. Four rules:
+A batch is what waits when a model process falls idle; nothing ever waits for company. Three rules:
 
 - Only equal compatibility keys share a batch, and keys take turns, so one shape cannot starve another.
 - The oldest of its key is always in the batch.
 - Company is chosen among the `max_items` that arrived next after the oldest (some may be gone already). So nobody is
   ever overtaken by what arrived more than a batch later; counting only those who still wait would not promise that.
-- Where a batch is padded, company is taken nearest in length first, as long as at least PADDING_EFFICIENCY of it is
-  real; where it is not, in order of arrival.
+
+Lengths don't matter here: the model cuts a batch into calls of like length itself (workers/models/grouping.py), and the
+more texts it may choose from, the less padding is left.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import takewhile
 from typing import Generic, Protocol, TypeVar
-
-PADDING_EFFICIENCY = 0.9
 
 
 class Waiting(Protocol):
@@ -29,7 +28,7 @@ class Waiting(Protocol):
 
     @property
     def length(self) -> int:
-        """What padding counts: every entry of a batch is computed at the length of its longest."""
+        """What it takes of the budget: tokens or pixel-steps."""
 
 
 Entry = TypeVar("Entry", bound=Waiting)
@@ -53,15 +52,11 @@ class _Lane(Generic[Entry]):
 
 
 class BatchQueue(Generic[Entry]):
-    """Entries that wait for a model process; `budget` bounds the padded work of a batch, `max_items` its entries.
-
-    `pads`: whether every entry of a batch is computed at the length of its longest.
-    """
+    """Entries that wait for a model process; `budget` bounds the work of a batch, `max_items` its entries."""
 
     def __init__(self, budget: int, max_items: int) -> None:
         self.budget = budget
         self._max_items = max_items
-        self.pads = True
         # Insertion order of keys is their turn.
         self._lanes: OrderedDict[str, _Lane[Entry]] = OrderedDict()
 
@@ -81,17 +76,13 @@ class BatchQueue(Generic[Entry]):
         """Puts `entry` last in its lane; a new lane gets the last turn."""
         self._lanes.setdefault(entry.key, _Lane()).add(entry)
 
-    def take(self, at_most: int | None = None) -> list[Entry]:
-        """Removes and returns the next batch, in order of arrival; empty when nothing waits.
-
-        `at_most` entries, at least one: for one of several that take from here.
-        """
+    def take(self, at_most: int) -> list[Entry]:
+        """Removes and returns the next batch, at most so many entries in order of arrival; empty when nothing waits."""
         if not self._lanes:
             return []
         key, lane = self._lanes.popitem(last=False)
         window = lane.window(self._max_items)
-        lengths = [entry.length for _, entry in window]
-        places = (self._choose if self.pads else self._fill)(lengths)[:at_most]
+        places = self._fill([entry.length for _, entry in window])[:at_most]
         batch = [lane.waiting.pop(window[place][0]) for place in places]
         if lane.waiting:
             self._lanes[key] = lane  # back in line, behind the other keys
@@ -105,18 +96,6 @@ class BatchQueue(Generic[Entry]):
                     del lane.waiting[number]
             if not lane.waiting:
                 del self._lanes[key]
-
-    def _choose(self, lengths: list[int]) -> list[int]:
-        """The places of the batch, in order: the oldest and its nearest in length, within budget and padding bound."""
-        chosen, longest, total = [0], lengths[0], lengths[0]
-        for place in sorted(range(1, len(lengths)), key=lambda place: abs(lengths[place] - lengths[0])):
-            length = max(longest, lengths[place])
-            padded = length * (len(chosen) + 1)
-            if padded > self.budget or total + lengths[place] < PADDING_EFFICIENCY * padded:
-                continue
-            chosen.append(place)
-            longest, total = length, total + lengths[place]
-        return sorted(chosen)
 
     def _fill(self, lengths: list[int]) -> list[int]:
         """The places of the batch, in order: the oldest, and whatever else is within budget."""

@@ -36,8 +36,7 @@ class Residence(msgspec.Struct):
     """Which models a process holds, by number, and what came and went since it last told.
 
     `load_s`: seconds that bringing in each model took the last time. `size_bytes`: what each takes, as estimated and
-    then measured. `switch_s`: seconds spent on bringing in and dropping. `unpadded`: of all models, those whose items
-    cost what they are long, whatever they are computed with (workers.models.base.Model.pads).
+    then measured. `switch_s`: seconds spent on bringing in and dropping.
     """
 
     resident: list[int]
@@ -46,7 +45,6 @@ class Residence(msgspec.Struct):
     loads: int = 0
     evictions: int = 0
     switch_s: float = 0.0
-    unpadded: list[int] = []
 
 
 class Ready(msgspec.Struct, tag="ready"):

@@ -195,10 +195,6 @@ class Intake:
         """Takes out of the queue what nobody waits for any more."""
         self._queue.sift(self._is_wanted)
 
-    def learn(self, *, pads: bool) -> None:
-        """Takes over whether the model pads, which is known once it is loaded."""
-        self._queue.pads = pads
-
     def take(self, processes: int) -> list[Entry]:
         """The next batch for one of `processes`; empty where nothing waits, or nobody waits for what did."""
         self._tightest_s = float("-inf")  # may be in the batch: looked for when it is asked for

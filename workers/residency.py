@@ -38,7 +38,6 @@ class Residency:
         self._resident: OrderedDict[int, Model] = OrderedDict()  # least recently used first
         self._parked: dict[int, Parked] = {}
         self._load_s: dict[int, float] = {}
-        self._pads: dict[int, bool] = {}
         self._changes = Residence([])
         self.device_name = ""
         self.setup_s = 0.0
@@ -109,7 +108,6 @@ class Residency:
         model.setup()
         self.setup_s += time.monotonic() - began_s
         self.device_name = self.device_name or model.device_name
-        self._pads[number] = model.pads
         if is_first or model.device_name != "cpu":
             # A CPU's libraries stay warm; graphs and kernels of a GPU went with the model.
             began_s = time.monotonic()
@@ -153,7 +151,6 @@ class Residency:
         changes.resident = list(self._resident)
         changes.load_s = {number: round(seconds, 6) for number, seconds in self._load_s.items()}
         changes.size_bytes = dict(self._size_bytes)
-        changes.unpadded = [number for number, pads in self._pads.items() if not pads]
         return changes
 
 

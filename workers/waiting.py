@@ -55,16 +55,6 @@ class Waiting:
         suspects = () if self._a_suspect_runs else tuple(self._suspects)[:1]
         return min(entry.queued_at_s for entry in chain(*(lane.firsts() for lane in self._lanes), suspects))
 
-    @property
-    def pads(self) -> bool:
-        """Whether every entry of a batch is computed at the length of its longest."""
-        return self._interactive.pads
-
-    @pads.setter
-    def pads(self, pads: bool) -> None:
-        for lane in self._lanes:
-            lane.pads = pads
-
     def add(self, entry: Entry) -> None:
         """Puts `entry` last in its lane, or among the suspects."""
         if entry.is_suspect:
@@ -75,8 +65,8 @@ class Waiting:
     def take(self, processes: int, is_wanted: Callable[[Entry], bool]) -> list[Entry]:
         """The next batch for one of `processes`, of what is wanted; empty where nothing could be taken.
 
-        Where nothing is padded, not more than its share of what waits and runs: texts that could run elsewhere at the
-        same time would only wait in it, and the others would be left with scraps.
+        Not more than its share of what waits and runs: what could run elsewhere at the same time would only wait in it,
+        and the others would be left with scraps.
         """
         batch = [entry for entry in self._choose(processes) if is_wanted(entry)]
         if batch:
@@ -94,7 +84,7 @@ class Waiting:
         lane = self._batch if is_for_batch and len(self._batch) else self._interactive
         running = sum(len(batch) for batch in self._running)
         share = -(-(free + running) // processes)
-        return lane.take(None if lane.pads else max(1, share))
+        return lane.take(max(1, share))
 
     def ended(self, batch: list[Entry]) -> None:
         """`batch`, as it was taken, runs no more."""

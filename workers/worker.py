@@ -154,7 +154,6 @@ class Worker:
         for number, intake in enumerate(self._intakes):
             holders = sum(number in process.residence.resident for process in self._pool.processes)
             metrics.RESIDENT.labels(intake.model.name).set(holders)
-            intake.learn(pads=number not in residence.unpadded)
 
     def _choose(self, process: ModelProcess, free_since_s: float) -> int | Pause:
         """Whose turn it is, after seeing to it that a switch is not for nobody."""

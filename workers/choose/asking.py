@@ -25,7 +25,7 @@ from workers.model_pool import child_environment
 from workers.models.artifact import Artifact, find_artifact, source_digest
 from workers.models.backend import unmeasured_backend
 
-SCHEME = 2
+SCHEME = 3
 """Part of every fingerprint; raised when a choice is made in another way."""
 CHOOSE_LIMIT_S = 180.0
 """Two workers' choices one after the other, each with torch's import on a busy machine."""

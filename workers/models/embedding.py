@@ -89,7 +89,7 @@ class EmbeddingModel:
         if not self.pads:
             return [list(range(len(batch)))]
         usual = USUAL_CALL_TOKENS["cpu" if self.device_name == "cpu" else "gpu"]
-        return cut_by_length([item.length for item in batch], self._call_tokens or usual)
+        return cut_by_length([item.length for item in batch], self._call_tokens or usual, self._entry.budget)
 
     def predict(self, batch: Sequence[PreparedItem], on_step: OnStep) -> list[Result | PenstockError]:
         """One EmbeddingResult per text, in order, computed padded to the longest of the batch."""
