@@ -21,6 +21,8 @@ from shared.catalogue import Model, read_catalogue
 
 PICTURES = 10
 STARTS = 3
+TOGETHER = 8
+"""Pictures of one request, which make one batch."""
 STRENGTH = 0.6
 PROMPT = "a large red circle on a white background"
 EDIT_PROMPT = "a large blue circle on a white background"
@@ -29,7 +31,7 @@ Ask = Callable[[int], Any]
 
 
 def run() -> Outcome:
-    """Ten pictures from text and ten from a picture, one after the other, each with a seed of its own."""
+    """Pictures one after the other, from text and from a picture, each with a seed of its own; and eight at once."""
     model = read_catalogue(Path("models.yaml")).default("image")
     with tempfile.TemporaryDirectory() as folder:
         settings = {
@@ -38,7 +40,7 @@ def run() -> Outcome:
             "PENSTOCK_THREADS": "1",
         }
         with Stack(Path(folder), ports=Ports.free(1), settings=settings, say=say_nothing) as stack:
-            text, image = _pictures(stack, model)
+            text, image, together = _pictures(stack, model)
             starts = [_worker_start(stack, model) for _ in range(STARTS)]
     steps = f"{model.image.steps} steps"
     return Outcome(
@@ -46,6 +48,16 @@ def run() -> Outcome:
             Figure(f"picture from text, {steps}, guidance, one core: model", text["model_s"], "s", "<=", 2.0),
             Figure("picture from text: CPU of the model process", text["cpu_s"], "s"),
             Figure("picture from text: round trip", text["round_trip_s"], "s"),
+            Figure(
+                f"{TOGETHER} pictures at once: CPU of the model process a picture", together["cpu_s"] / TOGETHER, "s"
+            ),
+            Figure(
+                f"{TOGETHER} at once over one, CPU a picture",
+                together["cpu_s"] / TOGETHER / text["cpu_s"],
+                "",
+                "<=",
+                1.0,
+            ),
             Figure(f"picture from a picture, strength {STRENGTH:g}: model", image["model_s"], "s"),
             Figure("worker, start to ready", statistics.median(ready_s for ready_s, _ in starts), "s", "<=", 15.0),
             Figure("worker, CPU until ready", statistics.median(cpu_s for _, cpu_s in starts), "s"),
@@ -54,15 +66,19 @@ def run() -> Outcome:
     )
 
 
-def _pictures(stack: Stack, model: Model) -> tuple[dict[str, float], dict[str, float]]:
-    """Medians over the pictures from text, and over those from a picture."""
+def _pictures(stack: Stack, model: Model) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """Medians over the requests for a picture from text, for one from a picture, and for several at once."""
     worker = Part(stack.ports.health[0])
     size: Any = f"{model.image.width}x{model.image.height}"
     asked = {"model": model.name, "size": size}
     with openai.OpenAI(base_url=f"{stack.api_url}/v1", api_key="none", max_retries=0, timeout=CALL_LIMIT_S) as client:
 
-        def draw(seed: int) -> Any:
-            return client.images.with_raw_response.generate(prompt=PROMPT, extra_body={"seed": seed}, **asked)
+        def draw(seed: int, pictures: int = 1) -> Any:
+            extra = {"seed": seed}
+            return client.images.with_raw_response.generate(prompt=PROMPT, n=pictures, extra_body=extra, **asked)
+
+        def draw_together(number: int) -> Any:
+            return draw(1000 * number, TOGETHER)  # the seeds of a request follow each other
 
         source = base64.b64decode(draw(0).parse().data[0].b64_json)
 
@@ -71,7 +87,7 @@ def _pictures(stack: Stack, model: Model) -> tuple[dict[str, float], dict[str, f
             extra = {"seed": seed, "strength": STRENGTH}
             return client.images.with_raw_response.edit(image=file, prompt=EDIT_PROMPT, extra_body=extra, **asked)
 
-        return _timed(draw, worker), _timed(redraw, worker)
+        return _timed(draw, worker), _timed(redraw, worker), _timed(draw_together, worker)
 
 
 def _timed(ask: Ask, worker: Part) -> dict[str, float]:
