@@ -23,7 +23,7 @@ import numpy as np
 from shared.errors import ConfigurationError
 from workers.models.base import PreparedText
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Raised too when artifacts are made better than before: those of an earlier version are not found any more."""
 MANIFEST = "manifest.json"
 CALIBRATION = "calibration.npz"

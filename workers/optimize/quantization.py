@@ -18,6 +18,7 @@ from onnxruntime.quantization import (
     quantize_static,
 )
 
+from workers.optimize.folding import fold_products
 from workers.optimize.smoothing import Feed, weighted_products
 
 _METHODS = {
@@ -68,6 +69,7 @@ def quantize_calibrated(source: Path, target: Path, feeds: Sequence[Feed], metho
             calibrate_method=_METHODS[method],
             extra_options=options,
         )
+    fold_products(source, target, feeds)
 
 
 class _Feeds(CalibrationDataReader):  # type: ignore[misc]

@@ -7,7 +7,7 @@ Language Models" (2022). ONNX Runtime offers it only through another package, wh
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -63,19 +63,25 @@ def weighted_products(model: onnx.ModelProto) -> dict[str, list[onnx.NodeProto]]
     return dict(products)
 
 
-def _peaks(source: Path, activations: list[str], feeds: Sequence[Feed]) -> dict[str, np.ndarray]:
+def _peaks(source: Path, names: Sequence[str], feeds: Sequence[Feed]) -> dict[str, np.ndarray]:
     """The greatest magnitude of each channel of each activation over all feeds."""
+    peaks: dict[str, np.ndarray] = {}
+    for values in activations(source, names, feeds):
+        for name, value in values.items():
+            peak = np.abs(value).reshape(-1, value.shape[-1]).max(axis=0)
+            peaks[name] = np.maximum(peaks.get(name, 0.0), peak)
+    return peaks
+
+
+def activations(source: Path, names: Sequence[str], feeds: Sequence[Feed]) -> Iterator[dict[str, np.ndarray]]:
+    """For each feed the inner values of these names, as a graph in fp32 computes them."""
     model = onnx.load(source)
-    model.graph.output.extend(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in activations)
+    model.graph.output.extend(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in names)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    peaks: dict[str, np.ndarray] = {}
     for feed in feeds:
-        for name, values in zip(activations, session.run(activations, feed), strict=True):
-            peak = np.abs(values).reshape(-1, values.shape[-1]).max(axis=0)
-            peaks[name] = np.maximum(peaks.get(name, 0.0), peak)
-    return peaks
+        yield dict(zip(names, session.run(list(names), feed), strict=True))
 
 
 def _scales(peak: np.ndarray, matrices: list[np.ndarray]) -> np.ndarray:
