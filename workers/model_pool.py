@@ -252,8 +252,8 @@ def child_environment(threads: int) -> dict[str, str]:
         # Keeps glibc from handing each batch's activations back to the kernel: 3 to 5 % more tokens a second.
         "MALLOC_MMAP_THRESHOLD_": str(256 * 1024 * 1024),
         "MALLOC_TRIM_THRESHOLD_": str(512 * 1024 * 1024),
-        # oneDNN keeps 1,024 compiled primitives, and texts end to end have a new shape each time: memory grew for
-        # minutes. With 64 it stands after some 300 batches, at the same rate.
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+        # oneDNN keeps 1,024 compiled primitives, and texts of any length have many shapes: memory grew for minutes.
+        # With this many it soon stands, and few products are compiled again (workers/models/bert.py).
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
     }

@@ -195,7 +195,7 @@ class _Run:
     def _compute_group(self, items: Sequence[PreparedItem], places: Sequence[int]) -> None:
         group = [items[place] for place in places]
         lengths = [item.length for item in group]
-        self.padded_work += max(lengths) * len(group) if self._model.pads else sum(lengths)
+        self.padded_work += self._model.computed_work(lengths)
         try:
             results = self._model.predict(group, self._on_step)
             if len(results) != len(group):

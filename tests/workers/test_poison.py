@@ -22,6 +22,7 @@ class Letters:
     def setup(self): pass
     def warmup(self): pass
     def groups(self, batch): return [list(range(len(batch)))]
+    def computed_work(self, lengths): return sum(lengths)
     def predict(self, batch, on_step):
         texts = [item.ids.decode() for item in batch]
         if any("poison" in text for text in texts):

@@ -34,6 +34,9 @@ class CountingModel:
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
         return [[place] for place in range(len(batch))]
 
+    def computed_work(self, lengths: Sequence[int]) -> int:
+        return sum(lengths)
+
     def predict(self, batch: Sequence[PreparedItem], on_step: OnStep) -> list[Result | PenstockError]:
         return [EmbeddingResult(b"", 1) for _ in batch]
 

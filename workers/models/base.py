@@ -85,6 +85,9 @@ class Model(Protocol):
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
         """How the batch is best cut and ordered: each group (places in the batch) is one call of predict."""
 
+    def computed_work(self, lengths: Sequence[int]) -> int:
+        """What is computed for one call of items of these lengths, in units of length, padding and all."""
+
     def predict(self, batch: Sequence[PreparedItem], on_step: OnStep) -> Sequence[Result | PenstockError]:
         """One outcome per item, in order.
 

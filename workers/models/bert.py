@@ -11,13 +11,21 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import embedding, layer_norm, linear
+from torch.nn.functional import embedding, layer_norm, linear, pad
 
 from workers.models.cpu_bf16 import Product, packed_product
 from workers.models.unpadded import Trial, attend_text_by_text
 
 FAMILIES = frozenset({"bert", "camembert", "roberta", "xlm-roberta"})
 """Those whose modules have the names that are read here. That they compute the same is tried all the same."""
+
+
+_STEP_TOKENS = 16
+"""oneDNN compiles a product for each number of rows, a millisecond and some 100 KiB a time, and texts end to end have
+any number. In bf16 rows that stand for nothing fill it up to a multiple of this. Measured with MiniLM over thousands of
+batches: 3 to 6 % less time, and a process grows by 0.3 GiB where it grew by 0.6."""
+_ANY_COUNT_TOKENS = 64
+"""Up to here every number has its own product: for seven more rows a lone text of nine tokens took 4.2 ms, not 3.4."""
 
 
 class _Layer(NamedTuple):
@@ -52,10 +60,21 @@ class BertEncoder:
         make = packed_product if in_bf16 else _product
         self._layers = [_layer(one, make) for one in model.encoder.layer]
 
+    def computed_tokens(self, lengths: Sequence[int]) -> int:
+        """How many rows are computed for texts of these lengths, those that stand for none included."""
+        tokens = sum(lengths)
+        steps = self._dtype == torch.bfloat16 and tokens > _ANY_COUNT_TOKENS
+        return -(-tokens // _STEP_TOKENS) * _STEP_TOKENS if steps else tokens
+
     def states(self, ids: torch.Tensor, types: torch.Tensor | None, lengths: Sequence[int]) -> torch.Tensor:
         """The last hidden states of texts end to end, float32 [tokens, width]; as unpadded.run_unpadded."""
+        tokens = len(ids)
+        filler = self.computed_tokens(lengths) - tokens
+        if filler:
+            ids = pad(ids, (0, filler))
+            types = None if types is None else pad(types, (0, filler))
         table = self._untyped_places if types is None else self._places
-        places = table[: lengths[0]] if len(lengths) == 1 else torch.cat([table[:length] for length in lengths])
+        places = torch.cat([*(table[:length] for length in lengths), table[:1].expand(filler, -1)])
         rows = embedding(ids, self._words) + places
         if types is not None:
             rows = rows + embedding(types, self._types)
@@ -66,7 +85,7 @@ class BertEncoder:
             mixed = attend_text_by_text(query, key, value, lengths).transpose(1, 2).reshape(len(ids), -1)
             rows = layer.mix_norm(layer.mix(mixed) + rows)
             rows = layer.norm(layer.narrow(layer.activate(layer.widen(rows.to(self._dtype)))) + rows)
-        return rows
+        return rows[:tokens]
 
 
 def bert_encoder(model: Any, *, in_bf16: bool) -> BertEncoder | None:

@@ -37,6 +37,9 @@ class Encoder(Protocol):
             ConfigurationError: the files can't be loaded, or the device can't do this precision.
         """
 
+    def computed_tokens(self, lengths: Sequence[int]) -> int:
+        """How many tokens are computed for texts of these lengths, padding and all."""
+
     def encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
         """The vectors of padded texts: float32 [items, dimensions].
 
@@ -90,6 +93,10 @@ class EmbeddingModel:
             return [list(range(len(batch)))]
         usual = USUAL_CALL_TOKENS["cpu" if self.device_name == "cpu" else "gpu"]
         return cut_by_length([item.length for item in batch], self._call_tokens or usual, self._entry.budget)
+
+    def computed_work(self, lengths: Sequence[int]) -> int:
+        """In tokens; see workers.models.base.Model."""
+        return self._encoder.computed_tokens(lengths)
 
     def predict(self, batch: Sequence[PreparedItem], on_step: OnStep) -> list[Result | PenstockError]:
         """One EmbeddingResult per text, in order, computed padded to the longest of the batch."""

@@ -6,6 +6,7 @@ A model process with it is up in well under a second and takes a fraction of the
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,10 @@ class OnnxEncoder:
         name, memory_bytes = _ask_gpu(number or "0")
         limit = str(int(memory_bytes * self._memory_fraction))
         return ("CUDAExecutionProvider", {"device_id": number or "0", "gpu_mem_limit": limit}), name
+
+    def computed_tokens(self, lengths: Sequence[int]) -> int:
+        """As workers.models.embedding.Encoder."""
+        return max(lengths) * len(lengths)
 
     def encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
         """[items, longest] token ids to float32 [items, dimensions]; as workers.models.embedding.Encoder."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from transformers import AutoModel
@@ -80,6 +82,12 @@ class TorchEncoder:
             with torch.cuda.device(self._device):
                 if not torch.cuda.is_bf16_supported(including_emulation=False):
                     raise ConfigurationError(f"{self.device_name} has no bf16; take fp16 or fp32", field="precision")
+
+    def computed_tokens(self, lengths: Sequence[int]) -> int:
+        """As workers.models.embedding.Encoder."""
+        if self.pads:
+            return max(lengths) * len(lengths)
+        return sum(lengths) if self._bert is None else self._bert.computed_tokens(lengths)
 
     def encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
         """[items, longest] token ids to float32 [items, dimensions]; as workers.models.embedding.Encoder."""

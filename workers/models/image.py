@@ -108,6 +108,10 @@ class ImageModel:
             ends.append(ends[-1] + size)
         return [list(range(start, end)) for start, end in pairwise(ends)]
 
+    def computed_work(self, lengths: Sequence[int]) -> int:
+        """In pixel-steps; see workers.models.base.Model."""
+        return max(lengths) * len(lengths)
+
     def _is_compiled_for(self, item: PreparedItem) -> bool:
         usual = self._entry.image
         is_usual = isinstance(item, PreparedImage) and (item.width, item.height) == (usual.width, usual.height)

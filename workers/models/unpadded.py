@@ -120,12 +120,16 @@ def _attend(
 def attend_text_by_text(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int], scaling: float | None = None
 ) -> torch.Tensor:
-    """Attention of texts end to end, [1, heads, tokens, width] throughout; `scaling` None: 1 / sqrt(width)."""
-    if len(lengths) == 1:
+    """Attention of texts end to end, [1, heads, tokens, width] throughout; `scaling` None: 1 / sqrt(width).
+
+    Tokens after the last text are seen by none, and come out as their values.
+    """
+    filler = query.shape[2] - sum(lengths)
+    if len(lengths) == 1 and not filler:
         return _attend_one(query, key, value, scaling)
-    queries, keys, values = (torch.split(one, list(lengths), dim=2) for one in (query, key, value))
-    texts = [_attend_one(q, k, v, scaling) for q, k, v in zip(queries, keys, values, strict=True)]
-    return torch.cat(texts, dim=2)
+    queries, keys, values = (torch.split(one, [*lengths, filler], dim=2) for one in (query, key, value))
+    texts = zip(queries[:-1], keys[:-1], values[:-1], strict=True)
+    return torch.cat([*(_attend_one(q, k, v, scaling) for q, k, v in texts), values[-1]], dim=2)
 
 
 def _attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:

@@ -10,7 +10,6 @@ from workers.models.bert import bert_encoder
 from workers.models.cpu_bf16 import computes_bf16
 
 VOCABULARY = 40
-LENGTHS = (7, 1, 12, 3)
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -28,6 +27,11 @@ def model_of(config: Any) -> Any:
         return transformers.AutoModel.from_config(config).eval().requires_grad_(False)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "computed"),
+    [((7, 1, 12, 3), (23, 23)), ((7, 40, 1, 12, 37), (97, 112)), ((70,), (70, 80)), ((64, 32), (96, 96))],
+    ids=["few tokens", "filled up", "one filled up", "full"],
+)
 @pytest.mark.parametrize("in_bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("has_types", [False, True])
 @pytest.mark.parametrize(
@@ -40,19 +44,22 @@ def model_of(config: Any) -> Any:
     ],
     ids=["bert", "bert-relu", "roberta", "xlm-roberta"],
 )
-def test_states_are_those_of_the_modules(config: Any, has_types: bool, in_bf16: bool) -> None:
+def test_states_are_those_of_the_modules(
+    config: Any, has_types: bool, in_bf16: bool, lengths: tuple[int, ...], computed: tuple[int, int]
+) -> None:
     if in_bf16 and not computes_bf16():
         pytest.skip("this CPU computes no bf16")
     model = model_of(config)
     draw = torch.Generator().manual_seed(5)
-    ids = torch.randint(5, VOCABULARY, (sum(LENGTHS),), generator=draw)
-    types = torch.randint(0, 2, (sum(LENGTHS),), generator=draw) if has_types else None
+    ids = torch.randint(5, VOCABULARY, (sum(lengths),), generator=draw)
+    types = torch.randint(0, 2, (sum(lengths),), generator=draw) if has_types else None
     with torch.inference_mode():
         encoder = bert_encoder(model, in_bf16=in_bf16)
         assert encoder is not None
-        together = encoder.states(ids, types, LENGTHS)
+        assert encoder.computed_tokens(lengths) == computed[in_bf16]
+        together = encoder.states(ids, types, lengths)
         start = 0
-        for length in LENGTHS:
+        for length in lengths:
             text = slice(start, start + length)
             some_types = None if types is None else types[text]
             given = {} if some_types is None else {"token_type_ids": some_types[None]}
