@@ -137,5 +137,5 @@ def _attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sca
     if query.dtype != torch.bfloat16 or query.shape[2] < _PRODUCTS_FROM_TOKENS:
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scaling)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    scores = torch.baddbmm(query.new_zeros(1, 1, 1), query[0], key[0].mT, alpha=scale)
+    scores = torch.baddbmm(query.new_empty(1, 1, 1), query[0], key[0].mT, beta=0, alpha=scale)
     return torch.bmm(scores.softmax(-1), value[0])[None]
