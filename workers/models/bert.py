@@ -19,7 +19,6 @@ from workers.models.unpadded import Trial, attend_text_by_text
 FAMILIES = frozenset({"bert", "camembert", "roberta", "xlm-roberta"})
 """Those whose modules have the names that are read here. That they compute the same is tried all the same."""
 
-
 _STEP_TOKENS = 16
 """oneDNN compiles a product for each number of rows, a millisecond and some 100 KiB a time, and texts end to end have
 any number. In bf16 rows that stand for nothing fill it up to a multiple of this. Measured with MiniLM over thousands of

@@ -88,20 +88,18 @@ def _products(source: onnx.ModelProto, graph: OnnxModel) -> list[_Product]:
 def _shifts(source: Path, products: Sequence[_Product], feeds: Sequence[Feed]) -> list[np.ndarray]:
     """What each product loses by rounding, [outputs], on average over all tokens of all feeds."""
     roundings = {product.activation: (product.scale, np.float32(product.zero)) for product in products}
-    sums = {name: (np.float64(0), np.float64(0)) for name in roundings}
-    tokens = 0
+    means: dict[str, list[tuple[int, np.ndarray, np.ndarray]]] = {name: [] for name in roundings}
     for values in activations(source, list(roundings), feeds):
         for name, value in values.items():
-            rows = value.reshape(-1, value.shape[-1]).astype(np.float64)
+            exact = value.reshape(-1, value.shape[-1])
             scale, zero = roundings[name]
-            rounded = (np.clip(np.rint(rows / scale) + zero, 0, 255) - zero) * scale
-            exact_sum, rounded_sum = sums[name]
-            sums[name] = (exact_sum + rows.sum(axis=0), rounded_sum + rounded.sum(axis=0))
-        tokens += len(rows)
+            rounded = (np.clip(np.rint(exact / scale) + zero, 0, 255) - zero) * scale
+            means[name].append((len(exact), exact.mean(axis=0), rounded.mean(axis=0)))
     shifts = []
     for product in products:
-        exact, rounded = (total / tokens for total in sums[product.activation])
-        shifts.append(exact @ product.weights - rounded @ product.rounded_weights)
+        tokens, exact, rounded = zip(*means[product.activation], strict=True)
+        exact_mean, rounded_mean = (np.average(of_feeds, axis=0, weights=tokens) for of_feeds in (exact, rounded))
+        shifts.append(exact_mean @ product.weights - rounded_mean @ product.rounded_weights)
     return shifts
 
 
