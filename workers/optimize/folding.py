@@ -91,7 +91,7 @@ def _shifts(source: Path, products: Sequence[_Product], feeds: Sequence[Feed]) -
     means: dict[str, list[tuple[int, np.ndarray, np.ndarray]]] = {name: [] for name in roundings}
     for values in activations(source, list(roundings), feeds):
         for name, value in values.items():
-            exact = value.reshape(-1, value.shape[-1])
+            exact = value.reshape(-1, value.shape[-1]).astype(np.float64)
             scale, zero = roundings[name]
             rounded = (np.clip(np.rint(exact / scale) + zero, 0, 255) - zero) * scale
             means[name].append((len(exact), exact.mean(axis=0), rounded.mean(axis=0)))

@@ -71,4 +71,4 @@ def test_rounding_moves_no_output_on_average(tmp_path: Path) -> None:
     quantize_calibrated(source, target, given, "minmax")
     errors = np.concatenate([run(target, one) - run(source, one) for one in given])
     assert np.abs(errors).mean() > 1e-3, "there is rounding"
-    assert np.abs(errors.mean(axis=0)).max() < 1e-5
+    assert np.abs(errors.mean(axis=0)).max() < 1e-3, "it is 0.1 without the correction"
