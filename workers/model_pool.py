@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import sys
@@ -15,6 +14,7 @@ from typing import NamedTuple, Self
 import msgspec
 
 from shared.catalogue import Model as Entry
+from shared.cores import usable_cores
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
 from workers.frames import Residence
 from workers.model_child import BatchDone, Launch, ModelChild, ModelProcessDied
@@ -230,14 +230,8 @@ def _places(device: str, processes: int, threads: int) -> list[str]:
         count = processes or len(gpus)
         return [gpus[number % len(gpus)] for number in range(count)]
     if device in ("auto", "cpu"):
-        return ["cpu"] * (processes or max(1, min(CPU_PROCESSES_MAX, _usable_cores() // threads)))
+        return ["cpu"] * (processes or max(1, min(CPU_PROCESSES_MAX, usable_cores() // threads)))
     return [device] * (processes or 1)
-
-
-def _usable_cores() -> int:
-    with contextlib.suppress(AttributeError):  # only Linux tells a process's own share
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def child_environment(threads: int) -> dict[str, str]:

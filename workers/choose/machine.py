@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import os
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from shared.cores import usable_cores
 
 LIBRARIES = ("torch", "transformers", "onnxruntime", "onnxruntime-gpu", "numpy")
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
@@ -69,16 +69,6 @@ def _read_facts(path: Path) -> dict[str, str]:
         key, _, value = line.partition(":")
         facts.setdefault(key.strip(), value.strip())
     return facts
-
-
-def usable_cores() -> int:
-    """Cores this process may use: its affinity, or less where its control group has a quota (as in Kubernetes)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
 
 
 def _version(name: str) -> str:

@@ -1,0 +1,27 @@
+"""How many CPU cores this process may use."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
+"""`<quota> <period>` in microseconds, or `max <period>`: cgroup v2, as a container sees its own group."""
+
+
+def usable_cores(quota_file: Path = QUOTA_FILE) -> int:
+    """Cores this process may use: its affinity, or less where its control group has a quota (as in Kubernetes).
+
+    Args:
+        quota_file: the control group's `cpu.max`; it need not exist.
+
+    Returns:
+        At least 1; a part of a core counts as one.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = quota_file.read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
