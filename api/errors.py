@@ -75,7 +75,7 @@ class ClientGone(Canceled):
     """The caller closed the connection before the answer was there."""
 
 
-class Answered(NamedTuple):
+class ErrorForm(NamedTuple):
     """How a code is answered; `retry` False tells clients that the same request would only fail again."""
 
     status: int
@@ -86,23 +86,23 @@ class Answered(NamedTuple):
 # 504 is not to be retried by the client on its own: the caller's time is spent, and the OpenAI client would send the
 # same work twice more into a system that is late already. 429 and 503 are: they carry Retry-After.
 ANSWERS = {
-    "invalid_input": Answered(400, "invalid_request_error"),
-    "input_too_large": Answered(400, "invalid_request_error"),
-    "invalid_api_key": Answered(401, "authentication_error"),
-    "link_invalid": Answered(403, "permission_error"),
-    "unknown_model": Answered(404, "invalid_request_error"),
-    "not_found": Answered(404, "invalid_request_error"),
-    "method_not_allowed": Answered(405, "invalid_request_error"),
-    "request_timeout": Answered(408, "invalid_request_error", retry=False),
-    "idempotency_key_in_use": Answered(409, "invalid_request_error"),
-    "request_too_large": Answered(413, "invalid_request_error"),
-    "idempotency_key_reused": Answered(422, "invalid_request_error"),
-    "overloaded": Answered(429, "rate_limit_error"),
-    "canceled": Answered(499, "invalid_request_error"),
-    "model_failed": Answered(500, "server_error", retry=False),
-    "internal": Answered(500, "server_error"),
-    "unavailable": Answered(503, "server_error"),
-    "deadline_exceeded": Answered(504, "timeout_error", retry=False),
+    "invalid_input": ErrorForm(400, "invalid_request_error"),
+    "input_too_large": ErrorForm(400, "invalid_request_error"),
+    "invalid_api_key": ErrorForm(401, "authentication_error"),
+    "link_invalid": ErrorForm(403, "permission_error"),
+    "unknown_model": ErrorForm(404, "invalid_request_error"),
+    "not_found": ErrorForm(404, "invalid_request_error"),
+    "method_not_allowed": ErrorForm(405, "invalid_request_error"),
+    "request_timeout": ErrorForm(408, "invalid_request_error", retry=False),
+    "idempotency_key_in_use": ErrorForm(409, "invalid_request_error"),
+    "request_too_large": ErrorForm(413, "invalid_request_error"),
+    "idempotency_key_reused": ErrorForm(422, "invalid_request_error"),
+    "overloaded": ErrorForm(429, "rate_limit_error"),
+    "canceled": ErrorForm(499, "invalid_request_error"),
+    "model_failed": ErrorForm(500, "server_error", retry=False),
+    "internal": ErrorForm(500, "server_error"),
+    "unavailable": ErrorForm(503, "server_error"),
+    "deadline_exceeded": ErrorForm(504, "timeout_error", retry=False),
 }
 SHORT_RETRY_S = 1.0
 

@@ -22,7 +22,7 @@ from api.context import RequestContext, context_of, while_connected
 from api.errors import EXPECTED, answer
 from api.inbound import given_deadline_s, tenant_of
 from api.parts import parts_of
-from api.repeats import Answered
+from api.repeats import KeptResponse
 from shared.errors import BadInput
 
 HEADER = "idempotency-key"
@@ -52,7 +52,7 @@ async def once(request: Request, endpoint: Endpoint) -> Response:
     digest = hashlib.blake2b(f"{tenant}\0{key}".encode(), digest_size=32)
     context.key_seed = int.from_bytes(digest.digest()[:4], "big")
 
-    async def compute() -> Answered:
+    async def compute() -> KeptResponse:
         return await _computed(Request(request.scope, _receive(body)), endpoint)
 
     given_s, bound = given_deadline_s(request), parts.catalogue.deadline
@@ -88,7 +88,7 @@ def _receive(body: bytes) -> Callable[[], Coroutine[Any, Any, Message]]:
     return receive
 
 
-async def _computed(request: Request, endpoint: Endpoint) -> Answered:
+async def _computed(request: Request, endpoint: Endpoint) -> KeptResponse:
     try:
         response = await endpoint(request)
     except EXPECTED as error:
@@ -97,10 +97,10 @@ async def _computed(request: Request, endpoint: Endpoint) -> Answered:
     headers = context.headers | {name: value for name, value in response.headers.items() if name != "content-length"}
     # They come with the answer that counts, which may be another's.
     context.headers.clear()
-    return Answered(response.status_code, headers, len(body), body, model=context.model)
+    return KeptResponse(response.status_code, headers, len(body), body, model=context.model)
 
 
-def _response(answered: Answered, context: RequestContext, *, is_repeated: bool) -> Response:
+def _response(answered: KeptResponse, context: RequestContext, *, is_repeated: bool) -> Response:
     context.model = answered.model
     headers = answered.headers | {REPLAYED: "true"} if is_repeated else answered.headers
     return Response(answered.body, answered.status, headers)

@@ -39,7 +39,7 @@ OWN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _OUR_ID = re.compile(r"pred_[0-9a-f]{24}")
 
 
-class KeyReused(BadInput):
+class PredictionIdTaken(BadInput):
     """This id, or this Idempotency-Key, belongs to a prediction of another input."""
 
 
@@ -79,7 +79,7 @@ class Predictions:
 
         Raises:
             Overloaded: this instance, or the broker, is full.
-            KeyReused: its id is that of another prediction.
+            PredictionIdTaken: its id is that of another prediction.
             Unavailable: Redis or the broker is out of reach; nothing was promised.
         """
         model, items, lane = new.prediction.model, len(new.items), new.lane
@@ -179,7 +179,7 @@ class Predictions:
             return True, Seen(prediction, Record(state="starting", created_at_s=prediction.created_at_s))
         seen = await self.read(prediction.tenant, prediction.id)
         if seen.prediction.digest != prediction.digest:
-            raise KeyReused(f"{prediction.id} is the id of another prediction, with another input", field="id")
+            raise PredictionIdTaken(f"{prediction.id} is the id of another prediction, with another input", field="id")
         seen = await self._published_by_twin(seen)
         if _waits_for_publish(seen):
             await self._sender.send(new, waiter)

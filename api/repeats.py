@@ -36,7 +36,7 @@ RENEWALS_PER_LEASE = 4
 CLOSE_LIMIT_S = 1.0
 
 
-class Answered(msgspec.Struct, omit_defaults=True):
+class KeptResponse(msgspec.Struct, omit_defaults=True):
     """An answer as it is kept: `headers` with the content type, `body` or its key in the object store."""
 
     status: int
@@ -52,7 +52,7 @@ class Answered(msgspec.Struct, omit_defaults=True):
         return self.status in KEPT_STATUSES
 
 
-Compute = Callable[[], Coroutine[Any, Any, Answered]]
+Compute = Callable[[], Coroutine[Any, Any, KeptResponse]]
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class _Running:
 
     fingerprint: str
     claim: str
-    task: asyncio.Task[Answered]
+    task: asyncio.Task[KeptResponse]
 
 
 class Repeats:
@@ -91,7 +91,7 @@ class Repeats:
             task.cancel()
         await asyncio.wait(tasks, timeout=CLOSE_LIMIT_S)
 
-    async def answer(self, name: str, fingerprint: str, compute: Compute, wait_s: float) -> tuple[Answered, bool]:
+    async def answer(self, name: str, fingerprint: str, compute: Compute, wait_s: float) -> tuple[KeptResponse, bool]:
         """The answer to the request `fingerprint` under the key `name`, and whether it is a repeated one.
 
         Cancelling the call leaves what is computed going on.
@@ -128,7 +128,7 @@ class Repeats:
             if (answered := await self._wait(running, left_s, pause_s)) is not None:
                 return answered, True
 
-    async def _lead(self, name: str, fingerprint: str, claim: str, compute: Compute) -> tuple[Answered, bool]:
+    async def _lead(self, name: str, fingerprint: str, claim: str, compute: Compute) -> tuple[KeptResponse, bool]:
         task = asyncio.create_task(self._compute(name, fingerprint, claim, compute))
         self._running[name] = _Running(fingerprint, claim, task)
         task.add_done_callback(lambda task: self._ended(name, task))
@@ -138,7 +138,7 @@ class Repeats:
             raise Unavailable("this instance is shutting down")
         return task.result(), False
 
-    async def _wait(self, running: _Running | None, left_s: float, pause_s: float) -> Answered | None:
+    async def _wait(self, running: _Running | None, left_s: float, pause_s: float) -> KeptResponse | None:
         """Waits for an answer that is computed here, or a while for one that is computed elsewhere."""
         if self.waiting >= MOST_WAITING:
             raise KeyInUse
@@ -158,7 +158,7 @@ class Repeats:
         metrics.KEYED.labels("joined").inc()
         return answered
 
-    async def _compute(self, name: str, fingerprint: str, claim: str, compute: Compute) -> Answered:
+    async def _compute(self, name: str, fingerprint: str, claim: str, compute: Compute) -> KeptResponse:
         """Computes, and keeps the answer or frees the key."""
         is_kept = False
         try:
@@ -171,7 +171,7 @@ class Repeats:
             if not is_kept:
                 await self._free(name, claim)
 
-    async def _keep(self, name: str, fingerprint: str, claim: str, answered: Answered) -> Answered:
+    async def _keep(self, name: str, fingerprint: str, claim: str, answered: KeptResponse) -> KeptResponse:
         """The answer that counts; what can't be kept is answered all the same, since the work is done."""
         try:
             kept = await self._store.settle(name, fingerprint, claim, _encoder.encode(await self._light(answered)))
@@ -187,13 +187,13 @@ class Repeats:
         except Unavailable as error:
             log.warning("key was not freed; its lease runs out", extra={"reason": error.message})
 
-    def _ended(self, name: str, task: asyncio.Task[Answered]) -> None:
+    def _ended(self, name: str, task: asyncio.Task[KeptResponse]) -> None:
         del self._running[name]
         # Looked at here because a caller who hung up no longer does.
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("request with a key failed unexpectedly", exc_info=error)
 
-    async def _light(self, answered: Answered) -> Answered:
+    async def _light(self, answered: KeptResponse) -> KeptResponse:
         """The answer as it goes into Redis: a large body lies in the object store."""
         if answered.body_bytes <= INLINE_LIMIT_BYTES:
             return answered
@@ -202,11 +202,11 @@ class Repeats:
         await self._objects.put(key, answered.body, media_type)
         return msgspec.structs.replace(answered, body=b"", object_key=key)
 
-    async def _kept(self, encoded: bytes) -> Answered:
+    async def _kept(self, encoded: bytes) -> KeptResponse:
         metrics.KEYED.labels("repeated").inc()
         return await self._whole(_decoder.decode(encoded))
 
-    async def _whole(self, kept: Answered, ours: Answered | None = None) -> Answered:
+    async def _whole(self, kept: KeptResponse, ours: KeptResponse | None = None) -> KeptResponse:
         """With its body, which need not be fetched where it is ours."""
         if not kept.object_key:
             return kept
@@ -237,4 +237,4 @@ def _now_s() -> float:
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Answered)
+_decoder = msgspec.msgpack.Decoder(KeptResponse)

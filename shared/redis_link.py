@@ -192,7 +192,7 @@ def _connect(url: str, connections: int) -> redis.asyncio.Redis:
             max_connections=connections,
         )
     except ValueError as error:
-        raise ConfigurationError(f"PENSTOCK_REDIS_URL: {error}", field="redis_url") from error
+        raise ConfigurationError(f"Redis URL: {error}", field="redis_url") from error
 
 
 class Lane(Generic[Sent, Got]):

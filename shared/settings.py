@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pydantic import AliasChoices, Field, ValidationError
+from pydantic import AliasChoices, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from redis.connection import parse_url
 
 from shared.errors import ConfigurationError
 
@@ -43,6 +44,13 @@ class Settings(BaseSettings):
     spool_max_bytes: int = Field(SPOOL_MAX_BYTES, ge=1)
     """What rows may take there before new ones are kept in memory."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+
+    @field_validator("redis_url", "records_url")
+    @classmethod
+    def _is_redis_url(cls, url: str, info: ValidationInfo) -> str:
+        if url or info.field_name == "redis_url":
+            parse_url(url)  # type: ignore[no-untyped-call]
+        return url
 
     @property
     def records_redis_url(self) -> str:
@@ -140,4 +148,5 @@ def read_settings(kind: type[Kind], **overrides: object) -> Kind:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else "settings"
         variable = name if name.isupper() else f"PENSTOCK_{name.upper()}"
-        raise ConfigurationError(f"{variable}: {first['msg']}", field=name) from error
+        reason = first["msg"].removeprefix("Value error, ")
+        raise ConfigurationError(f"{variable}: {reason}", field=name) from error

@@ -17,7 +17,7 @@ from api.answers import AnswerStore, Claim
 from api.app import create_app
 from api.errors import KeyInUse
 from api.idempotency import REPLAYED
-from api.repeats import Answered, Repeats
+from api.repeats import KeptResponse, Repeats
 from infra.local.redis import RedisServer
 from shared.errors import Unavailable
 from shared.objects import ObjectStore
@@ -337,9 +337,9 @@ async def test_crowd_of_waiters_is_bounded(redis_url: str, monkeypatch: pytest.M
     monkeypatch.setattr("api.repeats.MOST_WAITING", 2)
     done = asyncio.Event()
 
-    async def compute() -> Answered:
+    async def compute() -> KeptResponse:
         await done.wait()
-        return Answered(200, {}, 2, b"ok")
+        return KeptResponse(200, {}, 2, b"ok")
 
     store = AnswerStore(redis_url, keep_s=60, lease_s=5)
     async with store, Repeats(store, ObjectStore("memory://")) as repeats:
@@ -354,7 +354,7 @@ async def test_crowd_of_waiters_is_bounded(redis_url: str, monkeypatch: pytest.M
 async def test_closing_frees_what_is_under_way(redis_url: str) -> None:
     computing = asyncio.Event()
 
-    async def compute() -> Answered:
+    async def compute() -> KeptResponse:
         computing.set()
         await asyncio.get_running_loop().create_future()
         raise AssertionError

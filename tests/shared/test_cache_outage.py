@@ -164,6 +164,6 @@ async def test_answer_that_came_while_the_process_was_held_up_counts(own_redis: 
 
 
 async def test_wrong_url_is_refused_at_start() -> None:
-    with pytest.raises(ConfigurationError, match="PENSTOCK_REDIS_URL"):
+    with pytest.raises(ConfigurationError, match="Redis URL"):
         async with ResultCache("http://localhost", 0):
             pass

@@ -49,6 +49,16 @@ def test_wrong_value_is_refused_with_its_variable(monkeypatch: pytest.MonkeyPatc
         read_settings(ApiSettings)
 
 
+@pytest.mark.parametrize("variable", ["PENSTOCK_REDIS_URL", "PENSTOCK_RECORDS_URL"])
+@pytest.mark.parametrize("url", ["http://localhost", "localhost:6379", "redis://cache:port/0"])
+def test_wrong_redis_url_is_refused_under_its_own_name(
+    monkeypatch: pytest.MonkeyPatch, variable: str, url: str
+) -> None:
+    monkeypatch.setenv(variable, url)
+    with pytest.raises(ConfigurationError, match=f"^{variable}: "):
+        read_settings(ApiSettings)
+
+
 def test_settings_are_frozen() -> None:
     settings = read_settings(Settings)
     with pytest.raises(ValidationError, match="frozen"):
