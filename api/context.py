@@ -6,6 +6,7 @@ Pure ASGI: a middleware that wraps responses costs more than a hit does.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import re
 import secrets
@@ -35,9 +36,11 @@ class RequestContext:
     """One request as the API follows it; routes find it with `context_of` and say what they learned."""
 
     shown_id: str
-    """The id in the answer: the caller's own, where it sent one."""
+    """The id in the answer: the caller's own, where it sent one that can be shown."""
     request_id: str
-    """The id in messages and rows: unlike the caller's, which may come twice, it is never used again."""
+    """The id in messages and rows. It is always ours: a caller's may come twice, and be as long as it likes."""
+    client_request_id: str = ""
+    """What the caller sent as `x-request-id`, as rows keep it: at most 128 characters; empty where it sent none."""
     received_at_s: float = field(default_factory=time.time)
     started_s: float = field(default_factory=time.perf_counter)
     model: str = ""
@@ -130,10 +133,11 @@ class _Exchange:
         given = headers.get("x-request-id", "")
         self._declared_bytes = _number(headers.get("content-length"))
         own_id = f"req_{secrets.token_hex(12)}"
-        is_given = _SANE_ID.fullmatch(given) is not None
+        is_shown = _SANE_ID.fullmatch(given) is not None
         self.context = scope["penstock.context"] = RequestContext(
-            shown_id=given if is_given else own_id,
-            request_id=f"{given}.{secrets.token_hex(4)}" if is_given else own_id,
+            shown_id=given if is_shown else own_id,
+            request_id=own_id,
+            client_request_id=given if is_shown or not given else _digest_of(given),
         )
 
     async def receive(self) -> Message:
@@ -177,6 +181,11 @@ class _Exchange:
         answered, seconds = metrics.of_requests(route, self.context.model, self._status)
         answered.inc()
         seconds.observe(self.context.total_ms / 1000)
+
+
+def _digest_of(given: str) -> str:
+    """Stands for an id that is too long for a row, or has characters that a header or a log must not show."""
+    return f"sha256:{hashlib.sha256(given.encode('latin-1')).hexdigest()[:32]}"
 
 
 def _number(text: str | None) -> int:

@@ -57,6 +57,7 @@ async def infer(
     controls = cache_controls(request)
     wanted = InferenceRequest(
         request_id=context.request_id,
+        client_request_id=context.client_request_id,
         model=model,
         tenant=tenant,
         inputs=inputs,

@@ -31,6 +31,8 @@ class InferenceRequest:
     """Unix time after which no worker begins it any more; 0: none but the deadline."""
     lane: str = ""
     """`batch`: may wait behind requests without one."""
+    client_request_id: str = ""
+    """The caller's own id of the request, for its rows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,6 +180,7 @@ def envelope_of(request: InferenceRequest, api_instance: str) -> Envelope:
         traceparent=request.traceparent,
         lane=request.lane,
         start_by_s=request.start_by_s,
+        client_request_id=request.client_request_id,
     )
 
 

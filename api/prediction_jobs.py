@@ -72,6 +72,7 @@ class PredictionSender:
             webhook=",".join(prediction.webhook_events),
             lane=new.lane,
             start_by_s=new.start_by_s,
+            client_request_id=prediction.client_request_id,
         )
         data, attributes = encode_job(Job(envelope, JobBody(list(new.items), new.cache_read, new.cache_write)))
         try:

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from typing import NamedTuple
 
 from api import metrics
@@ -182,7 +183,8 @@ class Predictions:
             raise PredictionIdTaken(f"{prediction.id} is the id of another prediction, with another input", field="id")
         seen = await self._published_by_twin(seen)
         if _waits_for_publish(seen):
-            await self._sender.send(new, waiter)
+            # As it was created, not as it was repeated: times and ids in its rows are those of its record.
+            await self._sender.send(replace(new, prediction=seen.prediction), waiter)
         return False, seen
 
     async def _published_by_twin(self, seen: Seen) -> Seen:

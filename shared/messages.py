@@ -125,6 +125,8 @@ class Envelope(msgspec.Struct, kw_only=True):
     """Unix time after which it is not begun any more, even if the deadline is later; 0: none but the deadline."""
     lane: str = ""
     """`batch` for work that may wait behind interactive requests, which have none; subscriptions filter on it."""
+    client_request_id: str = ""
+    """The caller's own id of the request, for its rows; it identifies nothing here."""
 
     def to_attributes(self) -> dict[str, str]:
         """The attributes of the job's message; fields that say nothing are left out."""

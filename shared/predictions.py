@@ -53,6 +53,8 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Unix time after which it is not worked on."""
     digest: str = ""
     """Of all that was asked for: a repeated request has the same."""
+    client_request_id: str = ""
+    """The `x-request-id` of the request that created it, for its rows."""
 
 
 _decoder = msgspec.json.Decoder(Prediction)

@@ -47,6 +47,7 @@ class Row(msgspec.Struct, omit_defaults=True):
     error_code: str | None = None
     attempt: int | None = None
     cost_usd: float | None = None
+    client_request_id: str | None = None
 
 
 def row_of(envelope: Envelope, outcome: ItemOutcome, *, replied_at_s: float | None = None, **facts: Any) -> Row:
@@ -69,6 +70,7 @@ def row_of(envelope: Envelope, outcome: ItemOutcome, *, replied_at_s: float | No
         total_ms=(now_s - envelope.received_at_s) * 1000,
         error_code=outcome.error.code if outcome.error else None,
         attempt=envelope.attempt,
+        client_request_id=envelope.client_request_id or None,
         **known,
         **facts,
     )

@@ -182,6 +182,7 @@ async def _create(
             created_at_s=context.received_at_s,
             deadline_s=context.received_at_s + deadline_s,
             digest=_digest(body, model),
+            client_request_id=context.client_request_id,
         ),
         _items(model, read.inputs, tenant, is_kept=read.is_repeatable and "no-store" not in controls),
         is_keyed=bool(own_id or key),

@@ -91,7 +91,7 @@ async def test_request_id_of_the_caller_comes_back_and_may_come_twice(api: ApiUn
         )
         assert response.headers["x-request-id"] == "order-17"
     ids = [job.envelope.request_id for job in api.worker.jobs]
-    assert all(request_id.startswith("order-17.") for request_id in ids)
+    assert all(request_id.startswith("req_") for request_id in ids)
     assert len(set(ids)) == 2
 
 

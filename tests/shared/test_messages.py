@@ -55,7 +55,7 @@ items = st.lists(
 envelopes = st.builds(
     Envelope, request_id=names, part=counts, model=names, tenant=names, inbox=texts, slot=texts, deadline_s=seconds,
     received_at_s=seconds, published_at_s=seconds, api_instance=texts, attempt=counts, traceparent=texts,
-    cache_key=texts,
+    cache_key=texts, client_request_id=texts,
 )  # fmt: skip
 jobs = st.builds(Job, envelopes, st.builds(JobBody, items, cache_read=st.booleans(), cache_write=st.booleans()))
 maybe_ms = st.none() | st.floats(0, 1e6)
@@ -116,6 +116,13 @@ def test_job_on_the_wire_is_what_the_documentation_shows() -> None:
         "published_at_s": "100.5",
         "attempt": "1",
     }
+
+
+def test_message_of_an_older_api_has_no_id_of_the_caller() -> None:
+    data, attributes = encode_job(job(client_request_id="order-17"))
+    assert attributes.pop("client_request_id") == "order-17"
+    old = decode_job(data, attributes)
+    assert row_of(old.envelope, failure(0, BadInput("no"))).client_request_id is None
 
 
 @pytest.mark.parametrize(

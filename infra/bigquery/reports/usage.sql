@@ -4,7 +4,7 @@ WITH once AS (
   SELECT *
   FROM `rows`
   WHERE received_at >= @since
-  QUALIFY ROW_NUMBER() OVER (PARTITION BY row_id ORDER BY attempt DESC, replied_at DESC) = 1
+  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
 )
 SELECT
   DATE(received_at) AS day,

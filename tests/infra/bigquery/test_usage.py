@@ -105,6 +105,12 @@ def test_a_row_written_twice_counts_once(created: bigquery.Client) -> None:
     assert report(created, "usage")[0]["items"] == 2
 
 
+def test_the_id_of_a_prediction_that_comes_again_after_an_hour_counts_again(created: bigquery.Client) -> None:
+    insert(created, row("own_1", received_at_s=NOW_S - 4000, cost_usd=0.25), row("own_1", cost_usd=0.25))
+    lines = report(created, "usage", NOW_S - 5000)
+    assert (sum(line["items"] for line in lines), sum(line["cost_usd"] for line in lines)) == (2, 0.5)
+
+
 def test_usage_adds_up_by_day_tenant_and_model(created: bigquery.Client) -> None:
     computed = {"cache": "miss", "tokens": 10, "batch_size": 4, "device_share": 0.5, "cost_usd": 0.25}
     rows = [row(f"r{n}", queue_ms=float(n), inference_ms=1_000.0, total_ms=float(n), **computed) for n in range(100)]

@@ -1,0 +1,105 @@
+"""Rows are known by ids of ours: no caller chooses one, BigQuery takes all of them, and the caller's own is beside."""
+
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from shared.errors import Unavailable
+from shared.messages import ItemOutcome, Job, Receipt
+from shared.predictions import iso
+from shared.usage import Row, row_of
+from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.api.predicting import TEXT
+from tests.shared.embedded_bigquery import Server, writer
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient_redis")]
+
+LONGEST = "q" * 128
+HASHED = re.compile(r"sha256:[0-9a-f]{32}")
+MOST_ITEMS = 2048
+LIMIT_S = 8.0
+
+
+@pytest.fixture
+async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
+    async with running_api(settings_for(tmp_path, redis_url=redis_url, secret="s")) as running:
+        yield running
+
+
+def rows_by_worker(job: Job) -> list[Row]:
+    """The rows that a worker leaves for a job."""
+    return [row_of(job.envelope, ItemOutcome(item.index, "succeeded", Receipt())) for item in job.body.items]
+
+
+async def test_bigquery_takes_the_rows_of_the_longest_ids(api: ApiUnderTest, tmp_path: Path) -> None:
+    texts = {"model": TEXT_MODEL.name, "input": [str(number) for number in range(MOST_ITEMS)]}
+    for given in (LONGEST, LONGEST * 40):
+        headers = {"x-request-id": given}
+        for _ in range(2):  # computed, then from the cache
+            answer = await api.http.post("/v1/embeddings", json=texts, headers=headers)
+            assert answer.status_code == 200
+        await api.http.post("/v1/predictions", json=TEXT, headers=headers)
+        await api.http.put("/v1/predictions/" + "p" * 64, json=TEXT, headers=headers)
+    await api.worker.until_taken(1)
+    rows = [row for job in api.worker.jobs for row in rows_by_worker(job)] + api.rows
+    assert {row.cache for row in api.rows} == {"memory"}
+    server = Server(tmp_path)
+    with server.running():
+        async with writer(server, tmp_path / "spool") as sink:
+            for row in rows:
+                sink.write(row)
+            assert await sink.flush(LIMIT_S * 5)
+        assert set(server.row_ids()) == {row.row_id for row in rows}
+    assert not (tmp_path / "spool" / "rejected.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("order-17", re.compile("order-17")),
+        (LONGEST, re.compile(LONGEST)),
+        (LONGEST + "q", HASHED),
+        ("a b", HASHED),
+        ("naïve", HASHED),
+        ('{"a":1}', HASHED),
+        ("", None),
+    ],
+)
+async def test_id_of_the_caller_stands_in_its_rows_and_names_none(
+    api: ApiUnderTest, given: str, kept: re.Pattern[str] | None
+) -> None:
+    headers = {b"x-request-id": given.encode("latin-1")}
+    body = {"model": TEXT_MODEL.name, "input": "a cat"}
+    answers = [await api.http.post("/v1/embeddings", json=body, headers=headers) for _ in range(2)]
+    await api.http.post("/v1/predictions", json=TEXT, headers=headers)
+    await api.worker.until_taken(2)
+    (cached,) = api.rows
+    rows = [cached, *(row for job in api.worker.jobs for row in rows_by_worker(job))]
+    assert len(rows) == len({row.row_id for row in rows}) == 3
+    for row in rows:
+        assert re.fullmatch(r"(req|pred)_[0-9a-f]{24}:0", row.row_id)
+        assert row.client_request_id is None if kept is None else kept.fullmatch(row.client_request_id or "")
+    shown = {answer.headers["x-request-id"] for answer in answers}
+    if kept is not None and kept is not HASHED:
+        assert shown == {given}
+    else:  # what is answered is found in the rows
+        assert shown <= {row.request_id for row in rows}
+
+
+async def test_repeated_prediction_keeps_the_times_and_ids_of_its_record(api: ApiUnderTest) -> None:
+    """Its job is published by whoever repeats the request, where the first could not: the row is the first's."""
+    api.broker.outage = Unavailable("the broker is away")
+    first = await api.http.put("/v1/predictions/mine", json=TEXT, headers={"x-request-id": "first"})
+    assert first.status_code == 503
+    api.broker.outage = None
+    again = await api.http.put("/v1/predictions/mine", json=TEXT, headers={"x-request-id": "again"})
+    assert again.status_code == 200
+    await api.worker.until_taken(1)
+    (job,) = api.worker.jobs
+    (seen,) = (await api.http.get("/v1/predictions")).json()["results"]
+    (row,) = rows_by_worker(job)
+    assert row.client_request_id == "first"
+    assert seen["created_at"] == iso(row.received_at_s)
+    assert seen["deadline"] == iso(job.envelope.deadline_s)
