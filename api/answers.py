@@ -19,7 +19,7 @@ from prometheus_client import Counter, Gauge
 from shared.redis_link import RedisLink
 
 ERRORS = Counter(
-    "penstock_answers_errors", "Round trips to Redis about kept answers that failed, by operation.", ["operation"]
+    "penstock_answers_errors_total", "Round trips to Redis about kept answers that failed, by operation.", ["operation"]
 )
 UP = Gauge("penstock_answers_redis_up", "1 while Redis is being asked for kept answers, 0 while the breaker is open.")
 

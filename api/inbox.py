@@ -22,12 +22,12 @@ from shared.transport import Admin, Message, Subscriber, Subscription
 log = logging.getLogger(__name__)
 
 SLOTS_GIVEN = Counter(
-    "penstock_inbox_slots_given",
+    "penstock_inbox_slots_given_total",
     "Requests that got a slot, of their own (exclusive) or with others (shared).",
     ["kind"],
 )
 REPLIES = Counter(
-    "penstock_inbox_replies",
+    "penstock_inbox_replies_total",
     "Replies that came in: delivered, duplicate, unknown (late, or of an earlier tenant) or undecodable.",
     ["outcome"],
 )
@@ -35,7 +35,7 @@ _EXCLUSIVE, _SHARED = SLOTS_GIVEN.labels("exclusive"), SLOTS_GIVEN.labels("share
 _DELIVERED, _DUPLICATE, _UNKNOWN, _UNDECODABLE = map(
     REPLIES.labels, ("delivered", "duplicate", "unknown", "undecodable")
 )
-INBOXES_LOST = Counter("penstock_inbox_lost", "Inboxes that were lost and replaced.")
+INBOXES_LOST = Counter("penstock_inbox_lost_total", "Inboxes that were lost and replaced.")
 
 START_LIMIT_S = 10.0
 SLOT_MAX_MESSAGES = 1000

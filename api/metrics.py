@@ -8,29 +8,31 @@ from prometheus_client import Counter, Gauge, Histogram
 
 _SECONDS = (0.001, 0.002, 0.003, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
-REQUESTS = Counter("penstock_api_requests", "HTTP requests answered.", ["route", "model", "status"])
+REQUESTS = Counter("penstock_api_requests_total", "HTTP requests answered.", ["route", "model", "status"])
 REQUEST_SECONDS = Histogram(
     "penstock_api_request_seconds", "From the first byte read to the answer.", ["route", "model"], buckets=_SECONDS
 )
 REQUESTS_OPEN = Gauge("penstock_api_requests_open", "HTTP requests being answered.")
 ITEMS = Counter(
-    "penstock_api_items",
+    "penstock_api_items_total",
     "Items answered, by origin and end.",
     ["model", "cache", "status"],
 )
 IN_FLIGHT = Gauge("penstock_api_items_in_flight", "Items waiting for a worker.", ["model"])
 PREDICTIONS = Counter(
-    "penstock_api_predictions",
+    "penstock_api_predictions_total",
     "Predictions created, found again, refused by the broker, canceled, or ended here because their deadline passed.",
     ["model", "event"],
 )
-SHED = Counter("penstock_api_items_shed", "Items refused with 429.", ["model"])
+SHED = Counter("penstock_api_items_shed_total", "Items refused with 429.", ["model"])
 KEYED = Counter(
-    "penstock_api_keyed_requests",
+    "penstock_api_keyed_requests_total",
     "Requests with an Idempotency-Key: computed, joined or repeated; not_kept: answered, but only this once.",
     ["end"],
 )
-GAVE_UP = Counter("penstock_api_jobs_cancelled", "Jobs that every caller had left before the reply came.", ["model"])
+GAVE_UP = Counter(
+    "penstock_api_jobs_canceled_total", "Jobs that every caller had left before the reply came.", ["model"]
+)
 
 
 @lru_cache(maxsize=1024)

@@ -128,7 +128,6 @@ def _item(task: str, number: int, scale: Scale) -> PreparedImage:
     return PreparedImage(
         key=task,
         length=work,
-        work=work,
         prompt=f"a red circle left of a blue star, number {number}",
         negative_prompt="",
         width=scale.side,

@@ -68,7 +68,6 @@ def _pictures(scale: Scale) -> list[PreparedImage]:
     one = PreparedImage(
         key="",
         length=work,
-        work=work,
         prompt="a red circle left of a blue star",
         negative_prompt="",
         width=scale.side,

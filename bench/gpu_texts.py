@@ -82,7 +82,7 @@ def texts(length: int, count: int) -> list[PreparedText]:
     """Texts of `length` random tokens."""
     random = np.random.default_rng(length)
     ids = random.integers(1000, VOCABULARY, (count, length), dtype=np.uint32).astype("<u4")
-    return [PreparedText(key="", length=length, work=length, ids=row.tobytes()) for row in ids]
+    return [PreparedText(key="", length=length, ids=row.tobytes()) for row in ids]
 
 
 def text_entry(name: str, place: Path, dimensions: int, precision: str, scale: Scale) -> Entry:

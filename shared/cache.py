@@ -33,9 +33,9 @@ MEMORY_OVERHEAD_BYTES = 512
 
 Level = Literal["memory", "redis"]
 
-HITS = Counter("penstock_cache_hits", "Items answered from the cache, by level.", ["level"])
-MISSES = Counter("penstock_cache_misses", "Items that neither level had.")
-UNREADABLE = Counter("penstock_cache_unreadable", "Entries in Redis that could not be decoded; each is a miss.")
+HITS = Counter("penstock_cache_hits_total", "Items answered from the cache, by level.", ["level"])
+MISSES = Counter("penstock_cache_misses_total", "Items that neither level had.")
+UNREADABLE = Counter("penstock_cache_unreadable_total", "Entries in Redis that could not be decoded; each is a miss.")
 
 
 def cache_key(model: Model, input: Input, tenant: str) -> str:

@@ -41,7 +41,7 @@ LISTEN_POLL_S = 1.0
 LISTEN_PAUSE_S = 0.5
 
 ERRORS = Counter(
-    "penstock_records_errors", "Round trips to Redis about records that failed, by operation.", ["operation"]
+    "penstock_records_errors_total", "Round trips to Redis about records that failed, by operation.", ["operation"]
 )
 UP = Gauge("penstock_records_redis_up", "1 while Redis is being asked about records, 0 while the breaker is open.")
 

@@ -77,7 +77,7 @@ class LetterPreparer:
         assert isinstance(given, TextInput)
         if any(letter.isdigit() for letter in given.text):
             return BadInput("no digits", field="input")
-        return PreparedText(key="", length=len(given.text), work=len(given.text), ids=given.text.encode())
+        return PreparedText(key="", length=len(given.text), ids=given.text.encode())
 
 
 class LetterProcess:

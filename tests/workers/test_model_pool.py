@@ -57,7 +57,7 @@ def texts(entry: Model, folder: Path) -> list[PreparedText]:
 
 
 def text_of(*ids: int) -> PreparedText:
-    return PreparedText(key="", length=len(ids), work=len(ids), ids=np.array(ids, "<u4").tobytes())
+    return PreparedText(key="", length=len(ids), ids=np.array(ids, "<u4").tobytes())
 
 
 def long_batch() -> list[Prepared]:

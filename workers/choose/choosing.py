@@ -165,7 +165,7 @@ def _mix_of(texts: Sequence[PreparedText], longest: int) -> list[PreparedText]:
     mix = []
     for length in _LENGTHS:
         ids = np.array(list(islice(stream, min(length, longest))), "<u4")
-        mix.append(PreparedText(key="", length=len(ids), work=len(ids), ids=ids.tobytes()))
+        mix.append(PreparedText(key="", length=len(ids), ids=ids.tobytes()))
     return mix
 
 

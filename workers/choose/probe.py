@@ -84,7 +84,7 @@ def call_tokens(text: PreparedText, longest: int) -> int:
 
 def _of_length(text: PreparedText, length: int) -> PreparedText:
     repeats = -(-length // text.length)
-    return PreparedText(key="", length=length, work=length, ids=(text.ids * repeats)[: 4 * length])
+    return PreparedText(key="", length=length, ids=(text.ids * repeats)[: 4 * length])
 
 
 def _time_s(batch: Sequence[PreparedText]) -> float:

@@ -20,7 +20,9 @@ KEEP_S = 2 * 24 * 3600
 """Longer than an event can wait on its topic."""
 THROTTLED = frozenset({"output", "logs"})
 
-ERRORS = Counter("penstock_functions_notes_errors", "Round trips to Redis about webhooks that failed.", ["operation"])
+ERRORS = Counter(
+    "penstock_functions_notes_errors_total", "Round trips to Redis about webhooks that failed.", ["operation"]
+)
 UP = Gauge("penstock_functions_notes_redis_up", "1 while Redis is being asked about webhooks.")
 
 _ADMIT = """

@@ -163,7 +163,6 @@ def read_calibration(artifact: Artifact) -> Calibration:
         PreparedText(
             key="",
             length=int(length),
-            work=int(length),
             ids=ids[end - length : end].tobytes(),
             type_ids=b"" if types is None else types[end - length : end].tobytes(),
         )

@@ -17,14 +17,12 @@ from shared.messages import Input, Result
 class Prepared(msgspec.Struct, kw_only=True):
     """An item that a model can run.
 
-    `key`: only items with equal keys may share a batch. `length`: what padding counts; in a batch, every item takes
-    the room of the longest (tokens; pixel-steps for images). `work`: the item's cost against the batch budget, in
-    tokens or pixel-steps.
+    `key`: only items with equal keys may share a batch. `length`: the item's work, in tokens or pixel-steps, which is
+    what it takes of the batch budget. Where a model pads, every item of a call takes the room of the longest.
     """
 
     key: str
     length: int
-    work: int
 
 
 class PreparedText(Prepared, tag="text"):

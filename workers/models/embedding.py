@@ -83,7 +83,7 @@ class EmbeddingModel:
         for length in _WARMUP_LENGTHS:
             ids = np.zeros(length, "<u4").tobytes()
             short = np.zeros(length // 2, "<u4").tobytes()
-            batch = [PreparedText(key="", length=len(text) // 4, work=0, ids=text) for text in (ids, short)]
+            batch = [PreparedText(key="", length=len(text) // 4, ids=text) for text in (ids, short)]
             self.predict(batch[:1], _ignore_step)
             self.predict(batch, _ignore_step)
 

@@ -83,7 +83,6 @@ class ImageModel:
         return PreparedImage(
             key="",
             length=0,
-            work=0,
             prompt="warm up",
             negative_prompt="",
             width=usual.width,
@@ -181,7 +180,7 @@ class ImageModel:
                 width=item.width,
                 height=item.height,
                 seed=item.seed,
-                pixel_steps=item.work,
+                pixel_steps=item.length,
             )
             for item, picture in zip(items, pictures, strict=True)
         ]

@@ -77,7 +77,6 @@ def _prepared(value: ImageInput) -> PreparedImage:
     return PreparedImage(
         key=f"{value.width}x{value.height}/{value.steps}/{value.guidance_scale}/{value.scheduler}/{strength}/{negative}",
         length=pixel_steps,
-        work=pixel_steps,
         prompt=value.prompt,
         negative_prompt=value.negative_prompt,
         width=value.width,

@@ -62,13 +62,13 @@ class TextPreparer:
             return BadInput(f"token {wrong} is not in the vocabulary of {self._vocabulary}", field="input")
         room = self._settings.max_length - len(self._prefix) - len(self._suffix)
         ids = [*self._prefix, *[*self._prompt_ids, *tokens][:room], *self._suffix]
-        return PreparedText(key="", length=len(ids), work=len(ids), ids=np.array(ids, _IDS).tobytes())
+        return PreparedText(key="", length=len(ids), ids=np.array(ids, _IDS).tobytes())
 
 
 def _prepared(encoding: Encoding) -> PreparedText:
     ids, type_ids = encoding.ids, encoding.type_ids
     types = np.array(type_ids, _IDS).tobytes() if any(type_ids) else b""
-    return PreparedText(key="", length=len(ids), work=len(ids), ids=np.array(ids, _IDS).tobytes(), type_ids=types)
+    return PreparedText(key="", length=len(ids), ids=np.array(ids, _IDS).tobytes(), type_ids=types)
 
 
 def _open_tokenizer(settings: SentenceFolder) -> Tokenizer:

@@ -73,7 +73,7 @@ def equal_feeds(texts: Sequence[PreparedText], names: Sequence[str], tokens: int
     ids = b"".join(text.ids for text in texts)
     width = 4 * tokens
     pieces = [ids[at : at + width] for at in range(0, len(ids) - width + 1, width)]
-    return [feed_of(PreparedText(key="", length=tokens, work=tokens, ids=piece), names) for piece in pieces]
+    return [feed_of(PreparedText(key="", length=tokens, ids=piece), names) for piece in pieces]
 
 
 def _subjects() -> list[list[str]]:

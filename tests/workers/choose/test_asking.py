@@ -96,7 +96,7 @@ def make_artifact(settings: WorkerSettings, folder: Path) -> None:
 
 
 def text_of(*ids: int) -> PreparedText:
-    return PreparedText(key="", length=len(ids), work=len(ids), ids=np.array(ids, "<u4").tobytes())
+    return PreparedText(key="", length=len(ids), ids=np.array(ids, "<u4").tobytes())
 
 
 def kept(settings: WorkerSettings) -> list[Path]:

@@ -44,7 +44,7 @@ DIGEST = "d1"
 
 def text_of(seed: int, length: int) -> PreparedText:
     ids = np.random.default_rng(seed).integers(0, VOCABULARY, length).astype("<u4")
-    return PreparedText(key="", length=length, work=length, ids=ids.tobytes())
+    return PreparedText(key="", length=length, ids=ids.tobytes())
 
 
 TEXTS = [text_of(seed, length) for seed, length in enumerate([3, 9, 9, 20, 40, 5])]

@@ -27,7 +27,7 @@ GRAPH = b"a graph"
 
 
 def text_of(*ids: int, types: bytes = b"") -> PreparedText:
-    return PreparedText(key="", length=len(ids), work=len(ids), ids=np.array(ids, "<u4").tobytes(), type_ids=types)
+    return PreparedText(key="", length=len(ids), ids=np.array(ids, "<u4").tobytes(), type_ids=types)
 
 
 def manifest_of(model: str = "mini", digest: str = "d1") -> Manifest:

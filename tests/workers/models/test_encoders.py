@@ -220,7 +220,7 @@ def test_minilm_in_int8_is_near(
 
 
 def test_the_measured_cost_of_a_call_decides_the_cut(catalogue: Catalogue, minilm_folder: Path) -> None:
-    batch = [PreparedText(key="", length=length, work=length, ids=b"") for length in (10, 10, 40, 40)]
+    batch = [PreparedText(key="", length=length, ids=b"") for length in (10, 10, 40, 40)]
     groups = {
         cost: model_for(catalogue.default("embedding"), minilm_folder, "cpu", backend=Backend(call_tokens=cost)).groups(
             batch

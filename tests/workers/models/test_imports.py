@@ -71,7 +71,7 @@ model = model_for(texts, folder, "cpu", backend=backend)
 model.setup()
 model.warmup()
 ids = np.array([1, 3], "<u4").tobytes()
-(result,) = model.predict([PreparedText(key="", length=2, work=2, ids=ids)], lambda step, steps: None)
+(result,) = model.predict([PreparedText(key="", length=2, ids=ids)], lambda step, steps: None)
 assert np.frombuffer(result.vector, "<f4").tolist() == [4.0, 5.0], result
 """
 

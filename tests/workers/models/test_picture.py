@@ -14,7 +14,6 @@ def with_source(pixels: np.ndarray) -> PreparedImage:
     return PreparedImage(
         key="",
         length=1,
-        work=1,
         prompt="",
         negative_prompt="",
         width=width,

@@ -30,7 +30,6 @@ def item(prompt: str, negative: str = "") -> PreparedImage:
     return PreparedImage(
         key="",
         length=1,
-        work=1,
         prompt=prompt,
         negative_prompt=negative,
         width=64,

@@ -17,7 +17,7 @@ CLS, SEP = 101, 102
 def ids(item: object) -> list[int]:
     assert isinstance(item, PreparedText)
     assert item.key == ""
-    assert item.length == item.work == len(item.ids) // 4
+    assert item.length == len(item.ids) // 4
     return [int(number) for number in np.frombuffer(item.ids, "<u4")]
 
 

@@ -1,0 +1,30 @@
+"""A metric stands in the source under the name that `/metrics` gives it, so that it can be searched for."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+KINDS = ("Counter", "Gauge", "Histogram")
+
+
+def metrics() -> list[tuple[str, str]]:
+    """(kind, name) of every metric that the source declares."""
+    found = []
+    for folder in ("api", "shared", "workers", "infra"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in KINDS:
+                    name = node.args[0] if node.args else None
+                    if isinstance(name, ast.Constant) and str(name.value).startswith("penstock_"):
+                        found.append((node.func.id, str(name.value)))
+    return found
+
+
+def test_counters_and_no_others_end_in_total() -> None:
+    assert len(metrics()) > 40
+    assert [name for kind, name in metrics() if name.endswith("_total") != (kind == "Counter")] == []
+
+
+def test_each_name_is_declared_once() -> None:
+    names = [name for _, name in metrics()]
+    assert sorted(names) == sorted(set(names))
