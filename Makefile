@@ -5,10 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := api,worker,functions,optimize,local,dev
+# Two workers; tests that share a stack or a model stay on one of them (tests/conftest.py says which).
+PYTEST := $(BIN)/pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
 SOURCES := api workers shared infra models bench tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up doctor bench bench-peers faults test check lint format types imports terraform-check deploy-check unit constraints clean
+.PHONY: help setup demo up doctor bench bench-peers faults test test-fast check lint format types imports terraform-check deploy-check unit constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +37,9 @@ faults: $(STAMP) ## break the pipeline 66 times under traffic, and count what wa
 
 test: check terraform-check unit ## everything that a change must pass
 
+test-fast: lint ## what a change in hand is tried with: ruff, and the tests that load no model and start no stack
+	$(call timed,pytest without heavy,$(PYTEST) -m "not heavy")
+
 check: lint types imports ## the checks that run nothing
 
 lint: $(STAMP) ## ruff: rules and format
@@ -59,7 +64,7 @@ deploy-check: $(STAMP) ## schemas and policies of manifests and Terraform, insta
 	$(call timed,images,PYTHON=$(PYTHON) infra/docker/check.sh)
 
 unit: $(STAMP) ## pytest
-	$(call timed,pytest,$(BIN)/pytest -q --durations=5)
+	$(call timed,pytest,$(PYTEST) --durations=10)
 
 constraints: $(STAMP) ## write constraints.txt from what is installed now
 	@{ sed -n '/^#/p' constraints.txt; \

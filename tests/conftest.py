@@ -8,11 +8,49 @@ from pathlib import Path
 
 import pytest
 import redis
+from hypothesis import settings
 
 from infra.local.process import Process, free_port, listens
 from infra.local.redis import RedisServer
+from tests.limits import START_LIMIT_S, TEST_LIMIT_S
 
-START_LIMIT_S = 20.0
+HEAVY = (
+    "bench/test_gpu.py",
+    "end_to_end/",
+    "faults/",
+    "infra/test_stack.py",
+    "workers/choose/",
+    "workers/models/",
+    "workers/optimize/",
+    "workers/test_model_pool.py",
+    "workers/test_several_models.py",
+)
+"""Files, and folders, whose tests load models or start whole stacks; `make test-fast` leaves them out."""
+SHARING = ("end_to_end/", "workers/models/")
+"""Folders whose tests share what takes long to start."""
+
+# The same examples each time, so that a failure is the change's own; `--hypothesis-profile=explore` tries others.
+settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)
+settings.load_profile("repeatable")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.timeout is None:
+        config.option.timeout = TEST_LIMIT_S
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives each test the group that pytest-xdist keeps on one worker: its file, or its folder."""
+    folder = Path(__file__).parent
+    for item in items:
+        where = item.path.relative_to(folder).as_posix()
+        if where.startswith(HEAVY):
+            item.add_marker(pytest.mark.heavy)
+        item.add_marker(pytest.mark.xdist_group(next((name for name in SHARING if where.startswith(name)), where)))
+    # What takes longest begins first, so that no worker is left alone with it.
+    items.sort(key=lambda item: item.get_closest_marker("heavy") is None)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import http.client
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,7 +20,12 @@ from shared.errors import Unavailable
 
 POLL_S = 0.02
 KILL_LIMIT_S = 5.0
+FREE_PORTS = (15_000, 32_000)
+PORT_TRIES = 1000
 _PR_SET_PDEATHSIG = 1
+_random = random.SystemRandom()
+_claims: list[socket.socket] = []
+"""One for each port that this process was given."""
 
 
 class Process:
@@ -213,7 +219,23 @@ def answers(port: int, path: str, timeout_s: float = 5.0) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of 127.0.0.1 that is free; no other process is given it by this function while this one lives.
+
+    Raises:
+        Unavailable: none was found.
+    """
+    for _ in range(PORT_TRIES):
+        # Below those that the kernel hands out by itself, which would race with whoever was told of this one.
+        port = _random.randrange(*FREE_PORTS)
+        # The same number of UDP, which nobody here uses, is the claim; the kernel lifts it when this process ends.
+        claim = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        try:
+            claim.bind(("127.0.0.1", port))
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            claim.close()
+            continue
+        _claims.append(claim)
+        return port
+    raise Unavailable(f"no free port between {FREE_PORTS[0]} and {FREE_PORTS[1]} in {PORT_TRIES} tries")

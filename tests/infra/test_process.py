@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from infra.local import process
 from infra.local.process import Process, answers, free_port, listens
 from shared.errors import Unavailable
+from tests.limits import WAIT_LIMIT_S
 
-LIMIT_S = 8.0
 SERVER = """
 import signal, socket, sys
 server = socket.create_server(("127.0.0.1", int(sys.argv[1])))
@@ -27,7 +28,7 @@ def python(name: str, code: str, folder: Path, *arguments: object, stop_limit_s:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
+    deadline_s = time.monotonic() + WAIT_LIMIT_S
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -36,7 +37,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_runs_until_the_context_is_left(tmp_path: Path) -> None:
     port = free_port()
     with python("server", SERVER, tmp_path, port) as server:
-        server.wait_ready(lambda: listens(port), LIMIT_S)
+        server.wait_ready(lambda: listens(port), WAIT_LIMIT_S)
         assert server.is_running
         assert (tmp_path / "server.log").read_text() == "listening\n"
     assert not listens(port)
@@ -51,7 +52,7 @@ def test_early_end_is_told_with_the_end_of_the_log(tmp_path: Path) -> None:
             Unavailable, match=r"broken ended with code 3 before it was ready; the end of .*broken\.log:\n  80"
         ),
     ):
-        broken.wait_ready(lambda: False, LIMIT_S)
+        broken.wait_ready(lambda: False, WAIT_LIMIT_S)
 
 
 def test_killed_process_is_told_by_its_signal(tmp_path: Path) -> None:
@@ -59,7 +60,7 @@ def test_killed_process_is_told_by_its_signal(tmp_path: Path) -> None:
         python("killed", "import os; os.kill(os.getpid(), 9)", tmp_path) as killed,
         pytest.raises(Unavailable, match="killed was ended by SIGKILL before it was ready; it said nothing"),
     ):
-        killed.wait_ready(lambda: False, LIMIT_S)
+        killed.wait_ready(lambda: False, WAIT_LIMIT_S)
 
 
 def test_readiness_has_a_limit(tmp_path: Path) -> None:
@@ -72,9 +73,9 @@ def test_readiness_has_a_limit(tmp_path: Path) -> None:
 
 def test_wait_done_wants_success(tmp_path: Path) -> None:
     with python("maker", "print('made')", tmp_path) as maker:
-        maker.wait_done(LIMIT_S)
+        maker.wait_done(WAIT_LIMIT_S)
     with python("maker", "raise SystemExit('no disk')", tmp_path) as maker, pytest.raises(Unavailable, match="no disk"):
-        maker.wait_done(LIMIT_S)
+        maker.wait_done(WAIT_LIMIT_S)
     with (
         python("maker", SERVER, tmp_path, free_port()) as maker,
         pytest.raises(Unavailable, match="did not end within"),
@@ -91,7 +92,7 @@ def test_deaf_process_and_its_children_are_killed(tmp_path: Path) -> None:
     time.sleep(600)
     """
     with python("deaf", code, tmp_path, port, stop_limit_s=0.2) as deaf:
-        deaf.wait_ready(lambda: listens(port), LIMIT_S)
+        deaf.wait_ready(lambda: listens(port), WAIT_LIMIT_S)
     wait_until(lambda: not listens(port))
 
 
@@ -100,7 +101,7 @@ def test_child_left_behind_is_killed(tmp_path: Path) -> None:
     code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SERVER!r}, sys.argv[1]])"
     parent = python("parent", code, tmp_path, port)
     with parent:
-        parent.wait_done(LIMIT_S)
+        parent.wait_done(WAIT_LIMIT_S)
         wait_until(lambda: listens(port))
     wait_until(lambda: not listens(port))
 
@@ -108,7 +109,7 @@ def test_child_left_behind_is_killed(tmp_path: Path) -> None:
 def test_paused_process_can_be_stopped(tmp_path: Path) -> None:
     port = free_port()
     with python("server", SERVER, tmp_path, port) as server:
-        server.wait_ready(lambda: listens(port), LIMIT_S)
+        server.wait_ready(lambda: listens(port), WAIT_LIMIT_S)
         server.pause()
         server.resume()
         server.pause()
@@ -125,7 +126,7 @@ def test_nothing_outlives_a_killed_parent(tmp_path: Path) -> None:
     from pathlib import Path
     from infra.local.process import Process, listens
     with Process("server", [sys.executable, "-c", {SERVER!r}, sys.argv[1]], Path(sys.argv[2])) as server:
-        server.wait_ready(lambda: listens(int(sys.argv[1])), 10)
+        server.wait_ready(lambda: listens(int(sys.argv[1])), {WAIT_LIMIT_S})
         print("ready", flush=True)
         time.sleep(600)
     """
@@ -147,5 +148,18 @@ def test_answers_wants_200(tmp_path: Path) -> None:
     assert not answers(port, "/")
     command = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(port)]
     with Process("http", command, tmp_path) as server:
-        server.wait_ready(lambda: answers(port, "/"), LIMIT_S)
+        server.wait_ready(lambda: answers(port, "/"), WAIT_LIMIT_S)
         assert not answers(port, "/none")
+
+
+def test_free_ports_are_claimed_among_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = free_port()
+    monkeypatch.setattr(process, "FREE_PORTS", (first, first + 1))
+    monkeypatch.setattr(process, "PORT_TRIES", 3)
+    with pytest.raises(Unavailable, match="no free port between"):
+        free_port()
+    code = f"from infra.local import process; process.FREE_PORTS = ({first}, {first + 1}); process.free_port()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=False
+    )
+    assert "no free port between" in done.stderr

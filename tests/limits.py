@@ -1,0 +1,16 @@
+"""How long tests wait for what must come. A limit ends a test that hangs; it never judges: what is there ends the wait.
+
+Each is at least ten times what a quiet machine of two cores takes. A slower one stretches all of them at once with
+PENSTOCK_TEST_PATIENCE=3, say. A test whose subject is a deadline of the product has a fake clock or large ratios.
+"""
+
+import os
+
+PATIENCE = float(os.environ.get("PENSTOCK_TEST_PATIENCE", "1"))
+
+WAIT_LIMIT_S = 90.0 * PATIENCE
+"""For an answer, a message, a row, the end of a short program: usually less than a second, a few at most."""
+START_LIMIT_S = 240.0 * PATIENCE
+"""For a process or a stack until it is ready or gone: usually one second, 20 where models are loaded."""
+TEST_LIMIT_S = 900.0 * PATIENCE
+"""For one test with its set-ups, shared ones included: usually less than a minute."""
