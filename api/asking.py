@@ -82,15 +82,15 @@ class Asking:
 
 
 def hit(item: Item, result: Result, level: str) -> ItemOutcome:
-    """The outcome of an item that the cache level `level` answers; it costs nothing."""
-    return ItemOutcome(item.index, "succeeded", _free(level, result), result)
+    """The outcome of an item that the cache level `level` answers."""
+    return ItemOutcome(item.index, "succeeded", _shared(level, result), result)
 
 
 def _joined(index: int, outcome: ItemOutcome) -> ItemOutcome:
-    """Another's outcome as our own; it was paid for there."""
-    return msgspec.structs.replace(outcome, index=index, receipt=_free("joined", outcome.result))
+    """Another's outcome as our own."""
+    return msgspec.structs.replace(outcome, index=index, receipt=_shared("joined", outcome.result))
 
 
-def _free(cache: str, result: Result | None) -> Receipt:
+def _shared(cache: str, result: Result | None) -> Receipt:
     tokens, pixel_steps = getattr(result, "tokens", None), getattr(result, "pixel_steps", None)
-    return Receipt(cache=cache, tokens=tokens, pixel_steps=pixel_steps, cost_usd=0.0)
+    return Receipt(cache=cache, tokens=tokens, pixel_steps=pixel_steps)

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from api import metrics
 from api.admission import Admission
@@ -231,10 +231,5 @@ class Dispatcher:
         if not ours:
             return
         envelope = envelope_of(request, self._api_instance)
-        facts: dict[str, Any] = {
-            "revision": request.model.revision,
-            "task": request.model.task,
-            "region": self._region,
-        }
         for outcome in ours:
-            self._rows.write(row_of(envelope, outcome, **facts))
+            self._rows.write(row_of(envelope, outcome, request.model, region=self._region))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 INDENT = "  "
+SIGNIFICANT = 10
+"""Digits of a number; what a sum of doubles is surely right to."""
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -26,9 +29,16 @@ def transposed(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def _shown(value: object) -> str:
     if value is None:
         return "-"
-    if isinstance(value, float):
-        return f"{value:.6f}".rstrip("0").rstrip(".") if 0 < abs(value) < 0.1 else f"{value:.2f}"
-    return str(value)
+    return _decimal(value) if isinstance(value, float) else str(value)
+
+
+def _decimal(value: float) -> str:
+    """With two decimals at least, and as many as ten significant digits need: fractions of a cent are money too."""
+    if not math.isfinite(value):
+        return str(value)
+    magnitude = math.floor(math.log10(abs(value))) if value else 0
+    whole, _, decimals = f"{value:.{max(2, SIGNIFICANT - 1 - magnitude)}f}".partition(".")
+    return f"{whole}.{decimals.rstrip('0').ljust(2, '0')}"
 
 
 def _is_word(cell: str) -> bool:

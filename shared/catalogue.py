@@ -33,10 +33,14 @@ class Deadline(_Entry):
 
 
 class Cache(_Entry):
-    """How long results are kept (0: never), and whether tenants share them."""
+    """How long results are kept (0: never), and who may get them.
+
+    `tenant`: who sent the same before. `global`: everybody, and then the answer tells one tenant (by `x-penstock-cache`
+    and by its time) whether another sent the same; for models whose inputs are no secrets.
+    """
 
     ttl_s: int = Field(86400, ge=0)
-    scope: Literal["global", "tenant"] = "global"
+    scope: Literal["global", "tenant"] = "tenant"
 
 
 class Gpu(_Entry):
@@ -54,10 +58,12 @@ class Replicas(_Entry):
 
 
 class Price(_Entry):
-    """What an item is billed at; cached items cost nothing."""
+    """What an item is billed at, once it was delivered."""
 
-    per_million_tokens_usd: float = Field(0.0, ge=0)
-    per_million_pixel_steps_usd: float = Field(0.0, ge=0)
+    per_million_tokens_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
+    per_million_pixel_steps_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
+    cached_share: float = Field(0.0, ge=0, le=1)
+    """The part of the price that is charged for what came from the cache, or from an identical item in flight."""
 
 
 class ImageDefaults(_Entry):

@@ -173,7 +173,7 @@ class ItemError(msgspec.Struct, omit_defaults=True):
 
 
 class Receipt(msgspec.Struct, omit_defaults=True):
-    """What one item cost, measured where it happened; rides in the reply and becomes the row.
+    """What one item took, measured where it happened; rides in the reply and becomes the row, which has its price.
 
     Times are unix seconds, durations milliseconds. `cache` says where the result came from: `miss` (computed),
     `memory`, `redis`, `joined` (an identical item was being computed) or `none` (cache not asked). `steps_saved` are
@@ -190,7 +190,6 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     tokens: int | None = None
     pixel_steps: int | None = None
     steps_saved: int | None = None
-    cost_usd: float | None = None
 
 
 class ItemOutcome(msgspec.Struct, omit_defaults=True):

@@ -6,6 +6,7 @@ The client is imported by the first send, in the thread that sends: that takes l
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,13 @@ SEND_TIMEOUT_S = 10.0
 REFUSED = frozenset({400, 413})
 """Statuses that say the rows are wrong; all others (a missing table, a right, a quota) may be mended by somebody."""
 
+NO_FIELD = "no such field"
+"""How BigQuery says that a table lacks a column of the row."""
+
 WRITTEN = Counter("penstock_rows_written_total", "Rows that BigQuery has")
+TRIMMED = Counter("penstock_rows_trimmed_total", "Rows written without the columns that an older table lacks")
+
+log = logging.getLogger(__name__)
 
 
 class Sender:
@@ -33,9 +40,22 @@ class Sender:
     def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
         """Inserts `rows` and returns those that BigQuery refused for good, with its reason.
 
+        A table of an older release lacks the newest columns: such rows are written without them, and counted.
+
         Raises:
             Unavailable: nothing was inserted as far as we know; try again.
         """
+        refused = self._insert(rows)
+        older = [row for row, reason in refused if NO_FIELD in reason]
+        if not older:
+            return refused
+        log.warning("the table lacks columns", extra={"rows": len(older), "reason": refused[0][1]})
+        wrong = [(row, reason) for row, reason in refused if NO_FIELD not in reason]
+        still_wrong = self._insert(older, ignore_unknown_values=True)
+        TRIMMED.inc(len(older) - len(still_wrong))
+        return wrong + still_wrong
+
+    def _insert(self, rows: Sequence[Fields], **options: bool) -> list[tuple[Fields, str]]:
         from google.api_core.exceptions import GoogleAPICallError, GoogleAPIError
         from google.auth.exceptions import GoogleAuthError
         from requests.exceptions import RequestException
@@ -48,6 +68,7 @@ class Sender:
                 skip_invalid_rows=True,
                 retry=None,
                 timeout=SEND_TIMEOUT_S,
+                **options,
             )
         except GoogleAPICallError as error:
             if error.code not in REFUSED:
@@ -55,7 +76,7 @@ class Sender:
             if len(rows) == 1:
                 return [(rows[0], str(error))]
             half = len(rows) // 2  # one row spoils the request: the others must not go with it
-            return self.send(rows[:half]) + self.send(rows[half:])
+            return self._insert(rows[:half], **options) + self._insert(rows[half:], **options)
         except (GoogleAPIError, GoogleAuthError, RequestException) as error:
             raise Unavailable(f"BigQuery: {error}") from error
         refused = [(rows[error["index"]], json.dumps(error["errors"])) for error in errors]

@@ -7,7 +7,11 @@ from typing import Any
 
 import msgspec
 
+from shared.catalogue import Model
 from shared.messages import Envelope, ItemOutcome
+
+SHARED = frozenset({"memory", "redis", "joined"})
+"""Ways of the cache (`Receipt.cache`) on which a result was delivered that another item had computed."""
 
 
 class Row(msgspec.Struct, omit_defaults=True):
@@ -48,11 +52,35 @@ class Row(msgspec.Struct, omit_defaults=True):
     attempt: int | None = None
     cost_usd: float | None = None
     client_request_id: str | None = None
+    charged_share: float | None = None
 
 
-def row_of(envelope: Envelope, outcome: ItemOutcome, *, replied_at_s: float | None = None, **facts: Any) -> Row:
-    """The row an item leaves: its envelope, its receipt, and `facts` the writer knows (worker, device, region …)."""
+def charged_share(model: Model, outcome: ItemOutcome) -> float:
+    """The part of its price that an item is charged: all of it, the catalogue's share, or nothing. Decided here only.
+
+    What was not delivered costs nothing, whatever was computed for it. What was delivered and computed for this item
+    costs its price; what came from the cache, or from an identical item in flight, costs `price.cached_share` of it.
+    """
+    if outcome.status != "succeeded":
+        return 0.0
+    return model.price.cached_share if outcome.receipt.cache in SHARED else 1.0
+
+
+def row_of(
+    envelope: Envelope, outcome: ItemOutcome, model: Model | None, *, replied_at_s: float | None = None, **facts: Any
+) -> Row:
+    """The row an item leaves: its envelope, its receipt, its charge, and `facts` the writer knows (worker, region …).
+
+    Args:
+        envelope: of the item's job, or of the request.
+        outcome: how the item ended.
+        model: the catalogue's entry; None where it has none of this name (any more).
+        replied_at_s: unix time of the answer; now, when not given.
+        facts: further fields of the row.
+    """
     receipt, now_s = outcome.receipt, replied_at_s or time.time()
+    share = 0.0 if model is None else charged_share(model, outcome)
+    price_usd = 0.0 if model is None else model.cost_usd(receipt.tokens or 0, receipt.pixel_steps or 0)
     queued_s = (receipt.pulled_at_s or now_s) - envelope.published_at_s if envelope.published_at_s else None
     known = {name: getattr(receipt, name) for name in receipt.__struct_fields__}
     return Row(
@@ -60,6 +88,8 @@ def row_of(envelope: Envelope, outcome: ItemOutcome, *, replied_at_s: float | No
         request_id=envelope.request_id,
         item=outcome.index,
         model=envelope.model,
+        revision=model.revision if model else None,
+        task=model.task if model else None,
         received_at_s=envelope.received_at_s,
         status=outcome.status,
         tenant=envelope.tenant,
@@ -71,6 +101,8 @@ def row_of(envelope: Envelope, outcome: ItemOutcome, *, replied_at_s: float | No
         error_code=outcome.error.code if outcome.error else None,
         attempt=envelope.attempt,
         client_request_id=envelope.client_request_id or None,
+        cost_usd=share * price_usd,
+        charged_share=share,
         **known,
         **facts,
     )

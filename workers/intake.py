@@ -261,7 +261,7 @@ class Intake:
                 self._queue.add(Entry(entry.prepared, None, time.time(), late))
                 self._on_queued()
             entry.computed = (result, done, len(batch))
-            for hand, outcome in list(entry.outcomes(self.model)):
+            for hand, outcome in list(entry.outcomes()):
                 self._finisher.settle(hand, outcome)
             if entry.is_kept:
                 asyncio.get_running_loop().call_later(LINGER_S, self._forget, entry)

@@ -28,7 +28,7 @@ class JobInHand:
     pulled_at_s: float
     outcomes: dict[int, ItemOutcome] = field(default_factory=dict)
     to_cache: dict[str, int] = field(default_factory=dict)
-    """Cache keys this job pays for, and the index of the item whose result goes there."""
+    """Cache keys that this job fills, and the index of the item whose result goes there."""
     is_over: bool = False
     """Finishing, finished or handed back: entries of it that still wait are dropped."""
     is_canceled: bool = False
@@ -83,8 +83,9 @@ class JobInHand:
         return failure(item.index, Canceled(), receipt or self.receipt())
 
     def hit(self, item: Item, result: Result, level: str) -> ItemOutcome:
-        """The outcome of an item that the cache level `level` answers; it costs nothing."""
-        receipt = self.receipt(cache=level, tokens=getattr(result, "tokens", None))
+        """The outcome of an item that the cache level `level` answers."""
+        tokens, pixel_steps = getattr(result, "tokens", None), getattr(result, "pixel_steps", None)
+        receipt = self.receipt(cache=level, tokens=tokens, pixel_steps=pixel_steps)
         return ItemOutcome(item.index, "succeeded", receipt, result)
 
 
@@ -127,16 +128,21 @@ class Entry:
         """The askers whose job is still open."""
         return [(hand, item) for hand, item in self.askers if not hand.is_over]
 
-    def outcomes(self, model: Model) -> Iterator[tuple[JobInHand, ItemOutcome]]:
-        """One outcome for each asker, once `computed` is set. What was computed once is paid once, by the first."""
-        for position, (hand, item) in enumerate(self.waiting()):
-            if position == 0:
-                yield hand, self._pay(hand, self._outcome(hand, item, "miss"), item, model)
-            else:
-                yield hand, self.joined(hand, item)
+    def outcomes(self) -> Iterator[tuple[JobInHand, ItemOutcome]]:
+        """One outcome for each asker, once `computed` is set.
+
+        What was computed once is a miss once: of the first who still wants it.
+        """
+        is_given = False
+        for hand, item in self.waiting():
+            outcome = self._outcome(hand, item, "joined" if is_given else "miss")
+            if not is_given and outcome.result is not None:
+                is_given = True
+                self._keep(hand, item)
+            yield hand, outcome
 
     def joined(self, hand: JobInHand, item: Item) -> ItemOutcome:
-        """The outcome of an asker for whom another pays."""
+        """The outcome of an asker for whom another had it computed."""
         return self._outcome(hand, item, "joined")
 
     def _outcome(self, hand: JobInHand, item: Item, cache: str) -> ItemOutcome:
@@ -159,14 +165,10 @@ class Entry:
         receipt.pixel_steps = getattr(result, "pixel_steps", None)
         return ItemOutcome(item.index, "succeeded", receipt, result)
 
-    def _pay(self, hand: JobInHand, outcome: ItemOutcome, item: Item, model: Model) -> ItemOutcome:
-        receipt = outcome.receipt
-        if outcome.result is not None:
-            receipt.cost_usd = model.cost_usd(receipt.tokens or 0, receipt.pixel_steps or 0)
-            if hand.job.body.cache_write and item.cache_key:
-                hand.to_cache[item.cache_key] = item.index
-                self.is_kept = True
-        return outcome
+    def _keep(self, hand: JobInHand, item: Item) -> None:
+        if hand.job.body.cache_write and item.cache_key:
+            hand.to_cache[item.cache_key] = item.index
+            self.is_kept = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +185,8 @@ def row_for(model: Model, facts: WorkerFacts, envelope: Envelope, outcome: ItemO
     return row_of(
         envelope,
         outcome,
+        model,
         replied_at_s=replied_at_s,
-        revision=model.revision,
-        task=model.task,
         region=facts.region,
         worker=facts.worker,
         device=facts.device,

@@ -125,7 +125,7 @@ def job_bytes(model: Model, input_bytes: int, items: int) -> int:
 
 def reply_bytes(model: Model, output_bytes: int, items: int) -> int:
     """What a reply is billed for each time that it is published or delivered."""
-    receipt = Receipt("miss", NOW_S, NOW_S, NOW_S, 10.25, 100.25, 8, 100, cost_usd=0.000123)
+    receipt = Receipt("miss", NOW_S, NOW_S, NOW_S, 10.25, 100.25, 8, 100)
     if model.task == "embedding":
         result: EmbeddingResult | ImageResult = EmbeddingResult(bytes(4 * (model.dimensions or 0)), 100)
     else:
@@ -139,10 +139,10 @@ def reply_bytes(model: Model, output_bytes: int, items: int) -> int:
 
 def row_bytes(model: Model) -> int:
     """What a row is stored as: 8 bytes a number or time, 2 + its length a string (BigQuery's data size calculation)."""
-    receipt = Receipt("miss", NOW_S, NOW_S, NOW_S, 10.25, 100.25, 8, 100, cost_usd=0.000123)
+    receipt = Receipt("miss", NOW_S, NOW_S, NOW_S, 10.25, 100.25, 8, 100)
     outcome = ItemOutcome(0, "succeeded", receipt)
     facts = {"worker": "worker-" + "0" * 24, "device": "NVIDIA L4", "region": "europe-west4", "device_share": 1.0}
-    row = msgspec.structs.asdict(row_of(_envelope(model), outcome, replied_at_s=NOW_S, **facts))
+    row = msgspec.structs.asdict(row_of(_envelope(model), outcome, model, replied_at_s=NOW_S, **facts))
     return sum(2 + len(value) if isinstance(value, str) else 8 for value in row.values() if value is not None)
 
 

@@ -30,7 +30,8 @@ async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
 
 def rows_by_worker(job: Job) -> list[Row]:
     """The rows that a worker leaves for a job."""
-    return [row_of(job.envelope, ItemOutcome(item.index, "succeeded", Receipt())) for item in job.body.items]
+    outcomes = [ItemOutcome(item.index, "succeeded", Receipt()) for item in job.body.items]
+    return [row_of(job.envelope, outcome, TEXT_MODEL) for outcome in outcomes]
 
 
 async def test_bigquery_takes_the_rows_of_the_longest_ids(api: ApiUnderTest, tmp_path: Path) -> None:

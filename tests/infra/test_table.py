@@ -9,6 +9,23 @@ def test_numbers_stand_to_the_right() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.1425408, "0.1425408"),
+        (0.00000007, "0.00000007"),
+        (0.1 + 0.2, "0.30"),
+        (1234.5678912345, "1234.567891"),
+        (123_456_789_012.345, "123456789012.35"),
+        (-2.0, "-2.00"),
+        (0.0, "0.00"),
+        (float("inf"), "inf"),
+    ],
+)
+def test_money_is_shown_to_the_last_fraction_of_a_cent(value: float, shown: str) -> None:
+    assert table(("cost_usd",), [(value,)]).split()[-1] == shown
+
+
 def test_columns_of_words_stand_to_the_left() -> None:
     assert table(("a", "b"), [("1", "x1"), ("22", "y")]) == "   a  b\n   1  x1\n  22  y"
 

@@ -90,10 +90,10 @@ def test_key_tells_text_from_tokens() -> None:
 
 
 def test_key_scope_decides_about_tenant() -> None:
-    private = MODEL.model_copy(update={"cache": MODEL.cache.model_copy(update={"scope": "tenant"})})
+    common = MODEL.model_copy(update={"cache": MODEL.cache.model_copy(update={"scope": "global"})})
     text = TextInput("a cat")
-    assert cache_key(MODEL, text, "a") == cache_key(MODEL, text, "b")
-    assert cache_key(private, text, "a") != cache_key(private, text, "b")
+    assert cache_key(MODEL, text, "a") != cache_key(MODEL, text, "b"), "the scope is the tenant's unless said otherwise"
+    assert cache_key(common, text, "a") == cache_key(common, text, "b")
 
 
 def test_key_refuses_lone_surrogate() -> None:

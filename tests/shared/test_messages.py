@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.catalogue import Batch, Model, Price
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, UndecodableMessage
 from shared.messages import (
     Blob,
@@ -32,6 +33,7 @@ from shared.messages import (
 )
 from shared.usage import row_of
 
+MINI = Model(name="mini", task="embedding", source="local:x", dimensions=1, batch=Batch(max_tokens=1))
 texts = st.text(max_size=40)
 names = st.text(min_size=1, max_size=20)
 counts = st.integers(0, 2**31)
@@ -122,7 +124,7 @@ def test_message_of_an_older_api_has_no_id_of_the_caller() -> None:
     data, attributes = encode_job(job(client_request_id="order-17"))
     assert attributes.pop("client_request_id") == "order-17"
     old = decode_job(data, attributes)
-    assert row_of(old.envelope, failure(0, BadInput("no"))).client_request_id is None
+    assert row_of(old.envelope, failure(0, BadInput("no")), None).client_request_id is None
 
 
 @pytest.mark.parametrize(
@@ -181,16 +183,27 @@ def test_failure_carries_the_error(error: PenstockError, status: str) -> None:
 
 
 def test_row_tells_times_apart() -> None:
-    receipt = Receipt("miss", pulled_at_s=100.75, batch_wait_ms=2.0, inference_ms=7.0, tokens=4, cost_usd=0.5)
+    receipt = Receipt("miss", pulled_at_s=100.75, batch_wait_ms=2.0, inference_ms=7.0, tokens=4)
     outcome = ItemOutcome(2, "succeeded", receipt, result=EmbeddingResult(b"", 4))
-    row = row_of(job(attempt=2).envelope, outcome, replied_at_s=101.0, worker="w", region="local")
+    row = row_of(job(attempt=2).envelope, outcome, MINI, replied_at_s=101.0, worker="w", region="local")
     assert row.row_id == "req_1:2"
     assert (row.queue_ms, row.total_ms) == (250.0, 1000.0)
-    assert (row.batch_wait_ms, row.inference_ms, row.tokens, row.cost_usd) == (2.0, 7.0, 4, 0.5)
+    assert (row.batch_wait_ms, row.inference_ms, row.tokens) == (2.0, 7.0, 4)
     assert (row.worker, row.region, row.attempt, row.error_code) == ("w", "local", 2, None)
     assert not any(isinstance(v, float) and math.isnan(v) for v in msgspec.structs.asdict(row).values())
 
 
 def test_row_of_a_failure_has_its_code() -> None:
-    row = row_of(job().envelope, failure(0, BadInput("no")), replied_at_s=101.0)
+    row = row_of(job().envelope, failure(0, BadInput("no")), MINI, replied_at_s=101.0)
     assert (row.status, row.error_code) == ("failed", "invalid_input")
+
+
+@pytest.mark.parametrize("cached_share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("status", ["succeeded", "failed", "expired", "canceled"])
+@pytest.mark.parametrize("cache", ["miss", "none", "memory", "redis", "joined"])
+def test_charge_is_for_what_was_delivered(cache: str, status: str, cached_share: float) -> None:
+    model = MINI.model_copy(update={"price": Price(per_million_tokens_usd=2.0, cached_share=cached_share)})
+    outcome = ItemOutcome(0, status, Receipt(cache, tokens=500_000))
+    row = row_of(job().envelope, outcome, model)
+    share = 0.0 if status != "succeeded" else 1.0 if cache in ("miss", "none") else cached_share
+    assert (row.tokens, row.charged_share, row.cost_usd) == (500_000, share, share * 1.0)

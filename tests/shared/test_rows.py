@@ -7,12 +7,13 @@ import socket
 from pathlib import Path
 
 import pytest
+from google.cloud.bigquery import SchemaField, Table
 
-from infra.bigquery import schema
+from infra.bigquery import create, schema
 from shared.rows import fields_of
 from shared.rows_journal import BATCH_ROWS
 from shared.usage import Row
-from tests.shared.embedded_bigquery import DATASET, Server, row, segments, writer
+from tests.shared.embedded_bigquery import DATASET, PROJECT, Server, row, segments, writer
 
 pytestmark = pytest.mark.anyio
 
@@ -115,6 +116,34 @@ async def test_what_exceeds_memory_waits_on_disk(
         async with writer(server, tmp_path / "spool") as rows:
             assert await rows.flush(LIMIT_S)
         assert server.row_ids("rows_deduplicated") == [f"req:{number:05}" for number in range(200)]
+
+
+async def test_table_of_an_older_release_takes_rows_without_its_missing_columns(server: Server, tmp_path: Path) -> None:
+    """And the other way round: rows of an older writer, and a row that is wrong beside all of them."""
+    with server.running():
+        with server.client() as client:
+            client.delete_table(f"{DATASET}.rows")
+            old = [SchemaField.from_api_repr(field) for field in schema() if field["name"] != "charged_share"]
+            client.create_table(Table(f"{PROJECT}.{DATASET}.rows", old))
+        async with writer(server, tmp_path / "spool") as rows:
+            rows.write(row(1, cost_usd=0.5, charged_share=1.0))
+            rows.write(row(2, cost_usd=0.5))
+            rows.write(row(3, tokens="many", charged_share=1.0))
+            assert await rows.flush(LIMIT_S)
+        assert server.row_ids() == ["req:00001", "req:00002"]
+        with server.client() as client:
+            create(client, DATASET)
+        async with writer(server, tmp_path / "spool") as rows:
+            rows.write(row(4, cost_usd=0.5, charged_share=1.0))
+            assert await rows.flush(LIMIT_S)
+        query = (
+            f"SELECT row_id, cost_usd, charged_share FROM {DATASET}.rows WHERE received_at > '2020-01-01' ORDER BY 1"
+        )
+        with server.client() as client:
+            found = [tuple(one.values()) for one in client.query(query).result()]
+    assert found == [("req:00001", 0.5, None), ("req:00002", 0.5, None), ("req:00004", 0.5, 1.0)]
+    rejected = [json.loads(line) for line in (tmp_path / "spool" / "rejected.jsonl").read_text().splitlines()]
+    assert [entry["row"]["row_id"] for entry in rejected] == ["req:00003"]
 
 
 async def test_repeated_row_counts_once(server: Server, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ async def test_repeat_is_answered_from_the_cache(redis_url: str, tmp_path: Path)
         assert desk.process.batches == [["cat"]]
         await desk.until(lambda: len(desk.rows) == 2)
         again = next(row for row in desk.rows if row.request_id == "again")
-        assert (again.cache, again.cost_usd) == ("memory", None)
+        assert (again.cache, again.tokens, again.cost_usd, again.charged_share) == ("memory", 3, 0.0, 0.0)
 
 
 async def test_reply_does_not_wait_for_the_cache(redis_url: str, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ async def test_identical_items_in_flight_run_once(redis_url: str, tmp_path: Path
         assert desk.process.batches == [["dog"]]
         await desk.until(lambda: len(desk.rows) == 3)
         assert sorted(str(row.cache) for row in desk.rows) == ["joined", "joined", "miss"]
-        assert [row.cost_usd for row in desk.rows if row.cache == "joined"] == [None, None]
+        assert [row.cost_usd for row in desk.rows if row.cache == "joined"] == [0.0, 0.0]
 
 
 async def test_what_waits_together_runs_together_whatever_its_length(redis_url: str, tmp_path: Path) -> None:

@@ -127,16 +127,14 @@ class DeadLetters:
         try:
             model = self._catalogue.find(envelope.model)
         except UnknownModel:
-            facts: dict[str, str | None] = {}
-        else:
-            facts = {"revision": model.revision, "task": model.task}
+            model = None
         return row_of(
             envelope,
             answered.outcomes[item],
+            model,
             replied_at_s=answered.replied_at_s,
             region=self._region,
             worker=ANSWERED_BY,
-            **facts,
         )
 
 

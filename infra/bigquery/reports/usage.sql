@@ -1,7 +1,11 @@
--- What each tenant used of each model, per day: items, hits, latencies, tokens, pixel-steps, GPU seconds, cost.
+-- What each tenant used of each model, per day: items, hits, latencies, tokens, pixel-steps, device seconds, cost.
+-- Charged tokens times the price of a token are the cost; tokens of hits and of joined items count as the catalogue says.
 -- The filter stands beside the table and not around the view, as a table that demands one wants it.
 WITH once AS (
-  SELECT *
+  SELECT
+    *,
+    -- Rows from before the column: what was charged was charged in full.
+    COALESCE(charged_share, IF(cost_usd > 0, 1.0, 0.0)) AS share
   FROM `rows`
   WHERE received_at >= @since
   QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
@@ -22,10 +26,13 @@ SELECT
   ROUND(APPROX_QUANTILES(total_ms, 100)[SAFE_OFFSET(50)], 1) AS total_p50_ms,
   ROUND(APPROX_QUANTILES(total_ms, 100)[SAFE_OFFSET(95)], 1) AS total_p95_ms,
   SUM(tokens) AS tokens,
+  SUM(tokens * share) AS charged_tokens,
   SUM(pixel_steps) AS pixel_steps,
+  SUM(pixel_steps * share) AS charged_pixel_steps,
   -- A batch's time belongs to its items in equal parts.
   ROUND(SUM(inference_ms / 1000 * device_share / batch_size), 3) AS device_s,
-  ROUND(SUM(cost_usd), 6) AS cost_usd
+  -- Not rounded: sums of this one are to be right too. Doubles add a million rows to 10 digits and more.
+  SUM(cost_usd) AS cost_usd
 FROM once
 GROUP BY day, tenant, model
 ORDER BY day DESC, cost_usd DESC, items DESC, tenant, model

@@ -1,7 +1,10 @@
 """The usage table, its views and its reports: one description, true for the rows that the processes write."""
 
 import datetime as dt
+import random
 import time
+from collections import defaultdict
+from fractions import Fraction
 from typing import Any, get_args, get_type_hints
 
 import msgspec
@@ -10,8 +13,10 @@ from google.api_core.exceptions import BadRequest
 from google.cloud import bigquery
 
 from infra import bigquery as usage
+from shared.catalogue import Batch, Model, Price
+from shared.messages import Envelope, ItemOutcome, Receipt
 from shared.rows import fields_of
-from shared.usage import Row
+from shared.usage import Row, row_of
 from tests.infra.bigquery.connecting import rows_of
 
 NOW_S = round(time.time(), 6)
@@ -126,9 +131,54 @@ def test_usage_adds_up_by_day_tenant_and_model(created: bigquery.Client) -> None
     acme = found[0]
     assert (acme["requests"], acme["succeeded"], acme["hit_percent"], acme["joined"]) == (102, 102, 2.0, 0)
     assert (acme["queue_p50_ms"], acme["queue_p95_ms"]) == pytest.approx((50, 94), abs=1)
-    assert (acme["tokens"], acme["pixel_steps"], acme["cost_usd"]) == (1_010, None, 25.0)
+    assert (acme["tokens"], acme["charged_tokens"], acme["pixel_steps"], acme["cost_usd"]) == (1_010, 1_000, None, 25.0)
     assert acme["device_s"] == pytest.approx(100 * 1.0 * 0.5 / 4)
     assert len(report(created, "usage", NOW_S - 4 * 86_400)) == 3
+
+
+def test_report_equals_the_same_sums_in_exact_arithmetic(created: bigquery.Client) -> None:
+    """Charged tokens times the price are the cost, to the last digits of a double, whoever writes the rows."""
+    drawn = random.Random(16)
+    model = Model(
+        name="mini",
+        task="embedding",
+        source="local:x",
+        dimensions=1,
+        batch=Batch(max_tokens=1),
+        price=Price(per_million_tokens_usd=0.013, cached_share=0.3),
+    )
+    price, shared = Fraction("0.013") / 10**6, Fraction("0.3")
+    tokens: dict[str, int] = defaultdict(int)
+    charged: dict[str, Fraction] = defaultdict(Fraction)
+    sent = []
+    for number in range(2_000):
+        tenant, cache = drawn.choice(["acme", "other"]), drawn.choice(["miss", "none", "memory", "redis", "joined"])
+        status = drawn.choices(["succeeded", "failed", "expired", "canceled"], [12, 1, 1, 1])[0]
+        count = drawn.randrange(1, 10**6) if status == "succeeded" else drawn.choice([None, 7, 10**9 + 7])
+        envelope = Envelope(
+            request_id=f"r{number}",
+            part=0,
+            model="mini",
+            tenant=tenant,
+            deadline_s=NOW_S,
+            received_at_s=NOW_S,
+            published_at_s=0.0,
+        )
+        one = row_of(envelope, ItemOutcome(0, status, Receipt(cache, tokens=count)), model)
+        tokens[tenant] += count or 0
+        if status == "succeeded":
+            charged[tenant] += (count or 0) * (1 if cache in ("miss", "none") else shared)
+        if cache in ("miss", "none") or status != "succeeded":
+            # As a writer of an older release leaves it: what was charged was charged in full.
+            one.charged_share = drawn.choice([one.charged_share, None])
+        sent.append(fields_of(one))
+    insert(created, *sent)
+    found = {line["tenant"]: line for line in report(created, "usage")}
+    for tenant in ("acme", "other"):
+        line = found[tenant]
+        assert line["tokens"] == tokens[tenant]
+        assert line["charged_tokens"] == pytest.approx(float(charged[tenant]), rel=1e-12)
+        assert line["cost_usd"] == pytest.approx(float(charged[tenant] * price), rel=1e-12)
 
 
 def test_errors_are_shown_by_code_with_their_share(created: bigquery.Client) -> None:

@@ -1,0 +1,127 @@
+"""What one tenant sent says nothing to another: over HTTP, through API, broker, Redis and a real worker's inside."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from shared.catalogue import Cache, Catalogue, Model
+from shared.names import workers_subscription_id
+from shared.usage import Row
+from tests.api.fake_worker import FakeWorker
+from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.workers.desk import MODEL, Desk, working
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient_redis")]
+
+SECRET = "the merger is off"
+ACME, OTHER = "Bearer a", "Bearer o"
+
+
+@dataclass
+class Deployment:
+    """Two instances of the API, one Redis, one worker."""
+
+    here: ApiUnderTest
+    there: ApiUnderTest
+    desk: Desk
+
+    async def embed(self, key: str, api: ApiUnderTest | None = None, *more: str) -> str:
+        """Asks for SECRET and says what the answer's header says of the cache."""
+        body = {"model": MODEL.name, "input": [SECRET, *more], "encoding_format": "base64"}
+        answer = await (api or self.here).http.post("/v1/embeddings", json=body, headers={"authorization": key})
+        assert answer.status_code == 200, answer.text
+        return answer.headers["x-penstock-cache"]
+
+    async def begin(self, key: str, api: ApiUnderTest, marker: str) -> asyncio.Task[str]:
+        """The same, under way: its SECRET waits for somebody once the job with its marker is published."""
+        published = self.desk.broker.published
+        asked = asyncio.create_task(self.embed(key, api, marker))
+        await self.desk.until(lambda: self.desk.broker.published > published)
+        await self.desk.until(lambda: self.desk.broker.backlog(workers_subscription_id(MODEL.name)) == 0)
+        return asked
+
+    async def rows(self, count: int) -> list[Row]:
+        """The rows of SECRET, the API's and the worker's, once there are so many."""
+
+        def found() -> list[Row]:
+            return [row for row in (*self.here.rows, *self.there.rows, *self.desk.rows) if row.item == 0]
+
+        await self.desk.until(lambda: len(found()) == count)
+        return found()
+
+    @property
+    def computed(self) -> int:
+        """How often SECRET was computed."""
+        return sum(batch.count(SECRET) for batch in self.desk.process.batches)
+
+
+@asynccontextmanager
+async def deployed(redis_url: str, tmp_path: Path, model: Model = MODEL) -> AsyncIterator[Deployment]:
+    settings = settings_for(tmp_path, redis_url=redis_url, api_keys="a=acme,o=other")
+    async with AsyncExitStack() as opened:
+        desk = await opened.enter_async_context(working(redis_url, tmp_path))
+        catalogue, nobody = Catalogue((model,)), FakeWorker(desk.broker, ())
+        here, there = [
+            await opened.enter_async_context(running_api(settings, desk.broker, desk.broker, catalogue, worker=nobody))
+            for _ in range(2)
+        ]
+        yield Deployment(here, there, desk)
+
+
+async def test_text_of_another_tenant_is_a_miss(redis_url: str, tmp_path: Path) -> None:
+    async with deployed(redis_url, tmp_path) as one:
+        assert await one.embed(ACME) == "miss"
+        await one.rows(1)  # so Redis has it, and the memory of API and worker
+        assert await one.embed(OTHER) == "miss"
+        assert one.computed == 2
+        await one.rows(2)
+        assert [await one.embed(key, api) for api in (one.here, one.there) for key in (ACME, OTHER)] == ["hit"] * 4
+        assert one.computed == 2
+        charged = sorted((row.tenant, row.cache, row.charged_share) for row in await one.rows(6))
+        assert charged == [
+            (tenant, *way) for tenant in ("acme", "other") for way in (("memory", 0.0), ("miss", 1.0), ("redis", 0.0))
+        ]
+
+
+async def test_text_of_another_tenant_in_flight_is_not_joined(redis_url: str, tmp_path: Path) -> None:
+    async with deployed(redis_url, tmp_path) as one:
+        one.desk.process.gate.clear()
+        asked = [
+            await one.begin(key, api, f"{key} {name}")
+            for name, api in (("here", one.here), ("there", one.there))
+            for key in (ACME, OTHER)
+        ]
+        one.desk.process.gate.set()
+        await asyncio.gather(*asked)
+        assert one.computed == 2
+        charged = sorted((row.tenant, row.cache) for row in await one.rows(4))
+        assert charged == [("acme", "joined"), ("acme", "miss"), ("other", "joined"), ("other", "miss")]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25])
+async def test_global_scope_is_a_choice_and_hits_cost_what_the_catalogue_says(
+    redis_url: str, tmp_path: Path, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    price = MODEL.price.model_copy(update={"cached_share": share})
+    model = MODEL.model_copy(update={"cache": Cache(ttl_s=60, scope="global"), "price": price})
+    monkeypatch.setattr("tests.workers.desk.MODEL", model)
+    async with deployed(redis_url, tmp_path, model) as one:
+        one.desk.process.gate.clear()
+        asked = [
+            await one.begin(ACME, one.here, "first"),
+            await one.begin(OTHER, one.here, "joins in the API"),
+            await one.begin(OTHER, one.there, "joins in the worker"),
+        ]
+        one.desk.process.gate.set()
+        await asyncio.gather(*asked)
+        await one.rows(3)
+        assert await one.embed(OTHER) == "hit"
+        assert one.computed == 1
+        full_usd = len(SECRET) * 2.0 / 1e6
+        charges = sorted((row.charged_share, row.cost_usd, row.tokens) for row in await one.rows(4))
+        shared = (share, share * full_usd, len(SECRET))
+        assert charges == [shared, shared, shared, (1.0, full_usd, len(SECRET))]
