@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from pathlib import Path
@@ -104,14 +105,15 @@ async def test_what_exceeds_memory_waits_on_disk(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shared.rows_journal.MEMORY_ROWS", 50)
-    with socket.create_server(("127.0.0.1", server.port)):
+    with socket.create_server(("127.0.0.1", server.port)) as hanging:
         async with writer(server, tmp_path / "spool") as rows:
             rows.write(row(0))
-            assert not await rows.flush(0.3)  # the thread hangs in its request now
-            for number in range(1, 200):
-                rows.write(row(number))
-            assert segments(tmp_path / "spool") >= 1
-            assert rows.pending == 200
+            connection, _ = await asyncio.to_thread(hanging.accept)
+            with connection:  # the thread hangs in its request
+                for number in range(1, 200):
+                    rows.write(row(number))
+                assert segments(tmp_path / "spool") >= 1
+                assert rows.pending == 200
     with server.running():
         async with writer(server, tmp_path / "spool") as rows:
             assert await rows.flush(LIMIT_S)
