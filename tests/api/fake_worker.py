@@ -37,6 +37,7 @@ from shared.names import jobs_topic_id, workers_subscription_id
 from shared.objects import ObjectStore, object_key
 from shared.records import Records
 from shared.transport import Admin, Subscription, SubscriptionSettings, Transport
+from tests.limits import WAIT_LIMIT_S
 
 
 def vector_of(given: Input, dimensions: int = 384) -> np.ndarray:
@@ -107,7 +108,7 @@ class FakeWorker:
 
     async def until_taken(self, jobs: int) -> None:
         """Waits until so many jobs have arrived in all."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             while len(self.jobs) < jobs:
                 self.taken.clear()
                 await self.taken.wait()

@@ -22,6 +22,7 @@ from shared.transport import Admin, Transport
 from shared.usage import Row
 from tests.api.fake_worker import FakeWorker
 from tests.fakes import InMemoryTransport
+from tests.limits import WAIT_LIMIT_S
 
 CATALOGUE = read_catalogue(Path(__file__).parents[2] / "models.yaml")
 TEXT_MODEL, IMAGE_MODEL = CATALOGUE.default("embedding"), CATALOGUE.default("image")
@@ -73,7 +74,7 @@ class ApiUnderTest:
 
     async def until_idle(self) -> None:
         """Waits until the dispatcher has nothing in flight any more."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             while self.parts.dispatcher.in_flight:  # noqa: ASYNC110 - the product has no use for an event here
                 await asyncio.sleep(0)
 
@@ -102,7 +103,7 @@ async def running_api(
             worker = FakeWorker(broker, catalogue.models, cache, records and await opened.enter_async_context(records))
             await opened.enter_async_context(worker.running(inbox_admin))
         url = await opened.enter_async_context(serving(app))
-        http = await opened.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10))
+        http = await opened.enter_async_context(httpx.AsyncClient(base_url=url, timeout=WAIT_LIMIT_S))
         under_test = ApiUnderTest(url, app, worker, in_memory, rows.rows, http)
         try:
             yield under_test
@@ -116,7 +117,7 @@ async def serving(app: FastAPI) -> AsyncIterator[str]:
     config = uvicorn.Config(app, port=0, http="httptools", lifespan="on", log_config=None, access_log=False)
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_LIMIT_S):
         while not server.started:
             assert not serving.done(), "the app did not start"
             await asyncio.sleep(0.005)

@@ -7,6 +7,7 @@ from typing import Any
 from prometheus_client import REGISTRY
 
 from tests.api.harness import TEXT_MODEL, ApiUnderTest
+from tests.limits import WAIT_LIMIT_S
 
 TEXT = {"version": TEXT_MODEL.name, "input": {"text": "a cat"}}
 WAIT = {"prefer": "wait=20"}
@@ -15,7 +16,7 @@ OVER = {"succeeded", "failed", "canceled"}
 
 async def until_over(api: ApiUnderTest, prediction: dict[str, Any]) -> dict[str, Any]:
     """The prediction once it is over, as GET shows it."""
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             found: dict[str, Any] = (await api.http.get(f"/v1/predictions/{prediction['id']}")).json()
             if found["status"] in OVER:

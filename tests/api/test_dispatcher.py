@@ -26,6 +26,7 @@ from shared.messages import (
 from tests.api.dispatching import Bench, ends, origins, running_bench, texts_right
 from tests.api.fake_worker import vector_of
 from tests.api.harness import TEXT_MODEL
+from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 Benches = Callable[..., AbstractAsyncContextManager[Bench]]
@@ -313,7 +314,7 @@ async def test_any_mix_of_asking_and_hanging_up_answers_right_and_leaves_nothing
                 chance.choice(asks)[1].cancel()
             for _ in range(chance.randrange(4)):
                 await asyncio.sleep(0)
-        await asyncio.wait([ask for _, ask in asks], timeout=8)
+        await asyncio.wait([ask for _, ask in asks], timeout=WAIT_LIMIT_S)
         for texts, ask in asks:
             assert ask.done()
             assert ask.cancelled() or texts_right(ask.result(), *texts)
@@ -327,6 +328,6 @@ async def test_any_mix_of_asking_and_hanging_up_answers_right_and_leaves_nothing
 
 
 async def _until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_LIMIT_S):
         while not holds():  # noqa: ASYNC110 - nothing in the product tells when
             await asyncio.sleep(0)

@@ -23,6 +23,7 @@ from shared.errors import Unavailable
 from shared.objects import ObjectStore
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, RowList, running_api, serving, settings_for
 from tests.fakes import InMemoryTransport
+from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 TEXTS = {"model": TEXT_MODEL.name, "input": "a cat", "encoding_format": "base64"}
@@ -224,7 +225,10 @@ async def test_form_is_the_same_whatever_its_boundary(api: ApiUnderTest) -> None
 
 
 async def test_a_crowd_with_one_key_costs_one_inference(tmp_path: Path, redis_url: str) -> None:
-    async with two_apis(tmp_path, redis_url) as (first, url), httpx.AsyncClient(base_url=url, timeout=10) as other:
+    async with (
+        two_apis(tmp_path, redis_url) as (first, url),
+        httpx.AsyncClient(base_url=url, timeout=WAIT_LIMIT_S) as other,
+    ):
         first.worker.go.clear()
         asked = [
             asyncio.create_task(http.post("/v1/embeddings", json=TEXTS, headers=keyed()))
@@ -241,7 +245,10 @@ async def test_a_crowd_with_one_key_costs_one_inference(tmp_path: Path, redis_ur
 
 
 async def test_second_waits_no_longer_than_its_own_deadline(tmp_path: Path, redis_url: str) -> None:
-    async with two_apis(tmp_path, redis_url) as (first, url), httpx.AsyncClient(base_url=url, timeout=10) as other:
+    async with (
+        two_apis(tmp_path, redis_url) as (first, url),
+        httpx.AsyncClient(base_url=url, timeout=WAIT_LIMIT_S) as other,
+    ):
         first.worker.go.clear()
         asked = asyncio.create_task(first.http.post("/v1/embeddings", json=TEXTS, headers=keyed()))
         await first.worker.until_taken(1)
@@ -261,7 +268,7 @@ async def test_key_of_an_instance_that_is_cut_off_is_taken_over(tmp_path: Path, 
         asked = asyncio.create_task(first.http.post(path, json=PICTURE, headers=keyed()))
         await first.worker.until_taken(1)
         line.cut()
-        async with httpx.AsyncClient(base_url=url, timeout=10) as other:
+        async with httpx.AsyncClient(base_url=url, timeout=WAIT_LIMIT_S) as other:
             taken_over = asyncio.create_task(other.post(path, json=PICTURE, headers=keyed()))
             await first.worker.until_taken(2)
             first.worker.go.set()
@@ -277,7 +284,7 @@ async def test_lease_outlives_a_long_computation(tmp_path: Path, redis_url: str)
         first.worker.go.clear()
         asked = asyncio.create_task(first.http.post("/v1/embeddings", json=TEXTS, headers=keyed()))
         await first.worker.until_taken(1)
-        async with httpx.AsyncClient(base_url=url, timeout=10) as other:
+        async with httpx.AsyncClient(base_url=url, timeout=WAIT_LIMIT_S) as other:
             waits = {"x-penstock-deadline-ms": "900"}
             busy = await other.post("/v1/embeddings", json=TEXTS, headers=keyed() | waits)
             first.worker.go.set()
@@ -289,7 +296,7 @@ async def test_first_answer_stays(redis_url: str) -> None:
     async with AsyncExitStack() as opened:
         one, two = [await opened.enter_async_context(AnswerStore(redis_url, keep_s=60, lease_s=0.05)) for _ in range(2)]
         assert await one.claim("n", "f", "c1") == Claim("ours", b"")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             while (await two.claim("n", "f", "c2")).state != "ours":  # noqa: ASYNC110 - Redis's clock decides
                 await asyncio.sleep(0.01)
         await one.free("n", "c1")  # no longer its own to free
@@ -303,7 +310,7 @@ async def test_answers_are_kept_for_a_time(redis_url: str) -> None:
     async with AnswerStore(redis_url, keep_s=0.05, lease_s=5) as store:
         await store.claim("old", "f", "c1")
         await store.settle("old", "f", "c1", b"answer")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             while (await store.claim("old", "g", "c2")).state != "ours":  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     with redis.Redis.from_url(redis_url) as client:
@@ -370,6 +377,6 @@ async def test_closing_frees_what_is_under_way(redis_url: str) -> None:
 
 async def _until_seen(api: ApiUnderTest, posts: int) -> None:
     """Waits until so many requests have come to the door."""
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(WAIT_LIMIT_S):
         while api.parts.repeats.waiting < posts - 1:  # noqa: ASYNC110
             await asyncio.sleep(0.005)

@@ -21,6 +21,7 @@ from shared.pubsub_inbox import make_inbox
 from shared.settings import ApiSettings
 from shared.transport import Admin, Transport
 from tests.fakes import InMemoryTransport
+from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 
@@ -173,7 +174,7 @@ async def test_lost_lease_moves_to_another_inbox(broker: Broker, redis_url: str)
             client.set("penstock:inbox:0", "somebody else")
             with pytest.raises(InboxLost):
                 await waiter.reply(5)
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             topic = await _next_inbox(inbox)
         assert topic.startswith("inbox.api-1-")
         with redis.Redis.from_url(redis_url) as client:
@@ -186,7 +187,7 @@ async def test_lease_is_kept_while_redis_forgets(redis_url: str) -> None:
     pool = settings(inbox_pool=1, redis_url=redis_url, inbox_lease_s=0.3, reply_slots=1)
     async with ReplyInbox(pool, memory, memory, "api-1") as inbox, redis.asyncio.Redis.from_url(redis_url) as client:
         await client.flushall()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             await _held_by(client, b"api-1")
         assert inbox.ready
 
@@ -206,7 +207,7 @@ async def test_inbox_that_is_deleted_is_replaced(broker: Broker) -> None:
                 await broker.admin.delete_subscription(f"{waiter.inbox}.slot.{number}")
             with pytest.raises(InboxLost):
                 await waiter.reply(9)
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             assert await _next_inbox(inbox) != waiter.inbox
 
 
@@ -235,7 +236,7 @@ async def test_start_goes_on_without_a_broker() -> None:
         with pytest.raises(Unavailable), inbox.waiter("r1", 0):
             pass
         broker.is_down = False
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             await _next_inbox(inbox)
         assert inbox.ready
 

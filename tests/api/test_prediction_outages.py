@@ -13,6 +13,7 @@ from shared.errors import Unavailable
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.api.predicting import TEXT, WAIT, admitted, until_over
 from tests.fakes import InMemoryTransport
+from tests.limits import WAIT_LIMIT_S
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient_redis")]
 
@@ -27,7 +28,7 @@ async def test_who_hangs_up_does_not_cancel(api: ApiUnderTest) -> None:
     api.worker.go.clear()
     with pytest.raises(httpx.ReadTimeout):
         await api.http.post("/v1/predictions", json=TEXT, headers=WAIT, timeout=httpx.Timeout(5, read=0.3))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_LIMIT_S):
         while admitted():  # noqa: ASYNC110 - the product has no use for an event here
             await asyncio.sleep(0)
     api.worker.go.set()

@@ -12,6 +12,7 @@ from shared.records import Records
 from tests.api.fake_worker import vector_of
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import TEXT, WAIT, admitted, until_over
+from tests.limits import WAIT_LIMIT_S
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient_redis")]
 
@@ -115,8 +116,10 @@ async def test_streams_are_bounded_and_end_with_their_readers(
     async with api.http.stream("GET", url) as following:
         assert await anext(following.aiter_lines()) == "event: logs"
         assert (await api.http.get(url)).status_code == 429
-    async with asyncio.timeout(5):
-        while (response := await api.http.get(url, headers={"last-event-id": "3.0"}, timeout=5)).status_code == 429:
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while (
+            response := await api.http.get(url, headers={"last-event-id": "3.0"}, timeout=WAIT_LIMIT_S)
+        ).status_code == 429:
             api.worker.go.set()
     assert (response.status_code, response.text) == (200, "")
 

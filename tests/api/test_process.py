@@ -21,12 +21,12 @@ from shared.pubsub import PubSubTransport
 from shared.pubsub_admin import PubSubAdmin
 from tests.api.fake_worker import FakeWorker, vector_of
 from tests.api.harness import CATALOGUE, NO_REDIS, TEXT_MODEL
+from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 BODY = {"model": TEXT_MODEL.name, "input": "a"}
 ROOT = Path(__file__).parents[2]
 MEMORY_LIMIT_KB = 250 * 1024
-START_LIMIT_S = 20.0
 
 
 @dataclass
@@ -54,7 +54,9 @@ async def _api(pubsub_endpoint: str, folder: Path) -> AsyncIterator[RunningApi]:
         transport = await opened.enter_async_context(PubSubTransport(project, pubsub_endpoint))
         admin = await opened.enter_async_context(PubSubAdmin(project, pubsub_endpoint))
         worker = await opened.enter_async_context(FakeWorker(transport, CATALOGUE.models).running(admin))
-        http = await opened.enter_async_context(httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10))
+        http = await opened.enter_async_context(
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=WAIT_LIMIT_S)
+        )
         with _opened(log) as output:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "api", cwd=ROOT, env=environment, stdout=output, stderr=output
@@ -100,7 +102,7 @@ async def test_serves_over_pubsub_in_little_memory_and_stops_cleanly(pubsub_endp
         if sys.platform == "linux":
             assert _resident_kb(api.process.pid) < MEMORY_LIMIT_KB
         api.process.terminate()
-        assert await asyncio.wait_for(api.process.wait(), 10) == 0, _said(api.log)
+        assert await asyncio.wait_for(api.process.wait(), WAIT_LIMIT_S) == 0, _said(api.log)
 
 
 async def test_finishes_what_is_in_hand_when_told_to_stop(pubsub_endpoint: str, tmp_path: Path) -> None:
@@ -113,11 +115,11 @@ async def test_finishes_what_is_in_hand_when_told_to_stop(pubsub_endpoint: str, 
         await _until_refused(api.http.base_url)
         api.worker.go.set()
         assert (await request).status_code == 200
-        assert await asyncio.wait_for(api.process.wait(), 10) == 0, _said(api.log)
+        assert await asyncio.wait_for(api.process.wait(), WAIT_LIMIT_S) == 0, _said(api.log)
 
 
 async def _until_refused(url: httpx.URL) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             try:
                 _, writer = await asyncio.open_connection(url.host, url.port)

@@ -17,6 +17,7 @@ from shared.records import Records
 from shared.webhooks import signature
 from tests.api.fake_worker import png_of, vector_of
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.limits import WAIT_LIMIT_S
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient_redis")]
 TEXT_REF, IMAGE_REF = f"anyone/{TEXT_MODEL.name}", f"anyone/{IMAGE_MODEL.name}"
@@ -100,7 +101,7 @@ async def test_create_reload_wait_cancel_and_list(api: ApiUnderTest, client: Any
     create = client.predictions.async_create
     first, second = [await create(version=TEXT_MODEL.name, input={"text": text}) for text in "ab"]
     assert first.status == "starting"
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_LIMIT_S):
         while first.status != "processing":
             await first.async_reload()
     async with Records(redis_url) as records:

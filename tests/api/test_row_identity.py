@@ -12,6 +12,7 @@ from shared.predictions import iso
 from shared.usage import Row, row_of
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import TEXT
+from tests.limits import WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import Server, writer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient_redis")]
@@ -19,7 +20,6 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient_redis")]
 LONGEST = "q" * 128
 HASHED = re.compile(r"sha256:[0-9a-f]{32}")
 MOST_ITEMS = 2048
-LIMIT_S = 8.0
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ async def test_bigquery_takes_the_rows_of_the_longest_ids(api: ApiUnderTest, tmp
         async with writer(server, tmp_path / "spool") as sink:
             for row in rows:
                 sink.write(row)
-            assert await sink.flush(LIMIT_S * 5)
+            assert await sink.flush(WAIT_LIMIT_S)
         assert set(server.row_ids()) == {row.row_id for row in rows}
     assert not (tmp_path / "spool" / "rejected.jsonl").exists()
 

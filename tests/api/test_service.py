@@ -12,6 +12,7 @@ import pytest
 from shared.cache import ResultCache
 from shared.errors import Unavailable
 from tests.api.harness import CATALOGUE, TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 MODEL = TEXT_MODEL.name
@@ -117,7 +118,7 @@ async def test_body_that_stops_coming_is_given_up(api: ApiUnderTest, monkeypatch
     monkeypatch.setattr("api.context.BODY_IDLE_S", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", int(api.url.rpartition(":")[2]))
     writer.write(b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
-    status = await asyncio.wait_for(reader.readline(), 5)
+    status = await asyncio.wait_for(reader.readline(), WAIT_LIMIT_S)
     assert status.split()[1] == b"408"
     writer.close()
     await writer.wait_closed()

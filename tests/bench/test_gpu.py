@@ -9,7 +9,6 @@ from bench.gpu_scale import TINY
 pytestmark = pytest.mark.filterwarnings("default")
 
 
-@pytest.mark.timeout(180)  # two model processes load torch and diffusers
 def test_the_whole_benchmark_runs_small(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--tiny"]) == 0
     told = capsys.readouterr().out

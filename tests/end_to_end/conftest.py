@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from infra.local.ports import Ports
 from infra.local.stack import Stack
 from tests.end_to_end.rows import Rows
+from tests.limits import WAIT_LIMIT_S
 
 EMBEDDER = "all-MiniLM-L6-v2"
 WORKERS = 2
@@ -33,7 +34,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture(scope="session")
 def client(stack: Stack) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{stack.api_url}/v1", api_key="none", max_retries=0, timeout=30) as made:
+    with openai.OpenAI(base_url=f"{stack.api_url}/v1", api_key="none", max_retries=0, timeout=WAIT_LIMIT_S) as made:
         yield made
 
 

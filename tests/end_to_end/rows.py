@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 
 from google.cloud import bigquery
 
+from tests.limits import WAIT_LIMIT_S
+
 T = TypeVar("T")
 POLL_S = 0.05
-ROWS_LIMIT_S = 8.0
 
 
-def eventually(find: Callable[[], T], limit_s: float = 8.0) -> T:
+def eventually(find: Callable[[], T], limit_s: float = WAIT_LIMIT_S) -> T:
     """What `find` returns as soon as that is something true.
 
     Raises:
@@ -43,7 +44,9 @@ class Rows:
             for name, value in values.items()
         ]
         config = bigquery.QueryJobConfig(query_parameters=parameters)
-        result = self._client.query(sql.replace("{dataset}", self._dataset), job_config=config).result(timeout=10)
+        result = self._client.query(sql.replace("{dataset}", self._dataset), job_config=config).result(
+            timeout=WAIT_LIMIT_S
+        )
         return [dict(row) for row in result]
 
     def of(self, request_ids: Sequence[str], count: int | None = None) -> list[dict[str, Any]]:
@@ -59,5 +62,5 @@ class Rows:
             found[:] = self.query(sql, request_ids=list(request_ids))
             return len(found) >= wanted
 
-        eventually(are_there, ROWS_LIMIT_S)
+        eventually(are_there, WAIT_LIMIT_S)
         return found

@@ -25,9 +25,8 @@ from shared.pubsub_admin import PubSubAdmin
 from shared.transport import SubscriptionSettings
 from tests.end_to_end.conftest import EMBEDDER
 from tests.end_to_end.rows import Rows, eventually
+from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 
-LIMIT_S = 8.0
-RESTART_LIMIT_S = 40.0
 WORKER = f"worker-{EMBEDDER}"
 
 
@@ -56,7 +55,7 @@ def assert_one_row_each(rows: Rows, request_ids: Sequence[str]) -> None:
 
 def metric(port: int, name: str) -> float:
     """A sample of a process's metrics; 0 where it has not been counted yet."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=LIMIT_S) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_LIMIT_S) as answer:
         found = re.findall(rf"^{re.escape(name)} (\S+)$", answer.read().decode(), re.MULTILINE)
     return float(found[0]) if found else 0.0
 
@@ -114,9 +113,9 @@ def test_bigquery_is_down_and_all_that_hold_rows_are_killed(
     bigquery.start()
     worker.start()
     api.start()
-    bigquery.wait_ready(lambda: listens(stack.ports.bigquery), RESTART_LIMIT_S)
-    api.wait_ready(lambda: answers(stack.ports.api, "/readyz"), RESTART_LIMIT_S)
-    worker.wait_ready(lambda: answers(stack.ports.health[0], "/readyz"), RESTART_LIMIT_S)
+    bigquery.wait_ready(lambda: listens(stack.ports.bigquery), START_LIMIT_S)
+    api.wait_ready(lambda: answers(stack.ports.api, "/readyz"), START_LIMIT_S)
+    worker.wait_ready(lambda: answers(stack.ports.health[0], "/readyz"), START_LIMIT_S)
     assert_one_row_each(rows, request_ids)
     assert ask(client, f"{text} after")[0] == 200
 
@@ -128,7 +127,7 @@ def test_pubsub_hangs(stack: Stack, client: openai.OpenAI, rows: Rows, text: str
         with ThreadPoolExecutor(8) as threads:
             patient = [threads.submit(ask, client, f"{text} patient {n}", 25_000) for n in range(4)]
             hasty = [threads.submit(ask, client, f"{text} hasty {n}", 700) for n in range(4)]
-            refused = [one.result(LIMIT_S) for one in hasty]
+            refused = [one.result(WAIT_LIMIT_S) for one in hasty]
             assert not any(one.done() for one in patient)
             stack.processes["pubsub"].resume()
             served = [one.result(25) for one in patient]
@@ -146,7 +145,7 @@ async def test_pubsub_is_killed_and_back(tmp_path: Path) -> None:
     port, wanted = free_port(), {f"job {number}".encode() for number in range(20)}
     command = [sys.executable, "-m", "infra.local.pubsub", "--port", str(port), "--data-dir", str(tmp_path / "data")]
     with Process("pubsub", command, tmp_path) as server:
-        await asyncio.to_thread(server.wait_ready, lambda: listens(port), LIMIT_S)
+        await asyncio.to_thread(server.wait_ready, lambda: listens(port), WAIT_LIMIT_S)
         endpoint = f"127.0.0.1:{port}"
         async with PubSubAdmin("outages", endpoint) as admin, PubSubTransport("outages", endpoint) as transport:
             await admin.ensure_topic("jobs")
@@ -155,7 +154,7 @@ async def test_pubsub_is_killed_and_back(tmp_path: Path) -> None:
             await asyncio.gather(*(transport.publish("jobs", data, {}) for data in accepted))
             server.kill()
             waiting = [
-                asyncio.create_task(transport.publish("jobs", data, {}, timeout_s=LIMIT_S))
+                asyncio.create_task(transport.publish("jobs", data, {}, timeout_s=WAIT_LIMIT_S))
                 for data in wanted - set(accepted)
             ]
             with pytest.raises(Unavailable):
@@ -163,7 +162,7 @@ async def test_pubsub_is_killed_and_back(tmp_path: Path) -> None:
             server.start()
             await asyncio.gather(*waiting)
             got: set[bytes] = set()
-            async with asyncio.timeout(LIMIT_S), transport.subscribe("jobs", max_messages=10) as subscription:
+            async with asyncio.timeout(WAIT_LIMIT_S), transport.subscribe("jobs", max_messages=10) as subscription:
                 async for message in subscription:
                     subscription.ack(message)
                     got.add(message.data)
@@ -221,7 +220,8 @@ def test_disk_takes_no_rows(stack: Stack, client: openai.OpenAI, rows: Rows, tex
     with replaced_by_a_file(spool_dir):
         number = iter(range(1000))
         eventually(
-            lambda: ask_all(client, [f"{text} {next(number)}"]) and metric(port, "penstock_rows_disk_up") == 0, LIMIT_S
+            lambda: ask_all(client, [f"{text} {next(number)}"]) and metric(port, "penstock_rows_disk_up") == 0,
+            WAIT_LIMIT_S,
         )
         request_ids = ask_all(client, [f"{text} full {n}" for n in range(50)])
         assert_one_row_each(rows, request_ids)

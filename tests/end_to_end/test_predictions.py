@@ -14,6 +14,7 @@ from infra.local.stack import Stack
 from shared.catalogue import read_catalogue
 from tests.end_to_end.conftest import EMBEDDER, Embed
 from tests.end_to_end.rows import Rows, eventually
+from tests.limits import WAIT_LIMIT_S
 
 PAINTER = "stable-diffusion-tiny"
 SLOW = {"width": 256, "height": 256, "num_inference_steps": 100}
@@ -64,7 +65,7 @@ def test_repeated_put_is_computed_once(stack: Stack, rows: Rows, text: str) -> N
     url = f"{stack.api_url}/v1/predictions/{uuid4().hex}"
     body = {"version": EMBEDDER, "input": {"texts": [text]}}
     headers = {"authorization": "Bearer none", "prefer": "wait"}
-    with ThreadPoolExecutor(4) as pool, httpx.Client(headers=headers, timeout=30) as http:
+    with ThreadPoolExecutor(4) as pool, httpx.Client(headers=headers, timeout=WAIT_LIMIT_S) as http:
         answers = list(pool.map(lambda _: http.put(url, json=body), range(4)))
     assert sorted(answer.status_code for answer in answers) == [200, 200, 200, 201]
     assert len({answer.text for answer in answers}) == 1

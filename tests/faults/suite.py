@@ -18,8 +18,7 @@ from google.cloud import bigquery
 from tests.faults.schedule import Fault, faults, inject
 from tests.faults.traffic import Tally, Traffic
 from tests.faults.world import APIS, World
-
-ROWS_LIMIT_S = 60.0
+from tests.limits import WAIT_LIMIT_S
 
 
 @dataclass
@@ -99,10 +98,10 @@ def _check_rows(world: World, tally: Tally) -> tuple[list[str], list[str], list[
     )
     since = "WHERE received_at > TIMESTAMP '2020-01-01'"
     sql = f"SELECT request_id, status FROM `{settings.dataset}.rows_deduplicated` {since}"
-    until_s = time.monotonic() + ROWS_LIMIT_S
+    until_s = time.monotonic() + WAIT_LIMIT_S
     while True:
         found: dict[str, list[str]] = {}
-        for row in client.query_and_wait(sql, wait_timeout=ROWS_LIMIT_S):
+        for row in client.query_and_wait(sql, wait_timeout=WAIT_LIMIT_S):
             found.setdefault(row["request_id"], []).append(row["status"])
         missing = [one for one in tally.expected_rows if one not in found]
         if not missing or time.monotonic() > until_s:

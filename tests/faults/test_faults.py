@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.faults.schedule import faults, kinds
 from tests.faults.suite import run
 
@@ -13,7 +11,6 @@ SEED = 16247
 """Its first faults are one of each kind; among them are a killed worker, a Pub/Sub that hangs, a restarted API."""
 
 
-@pytest.mark.timeout(180)  # a killed worker's leases alone take ten seconds to run out
 def test_nothing_is_lost_doubled_or_wrong_while_parts_fail(tmp_path: Path) -> None:
     found = run(tmp_path, requests=REQUESTS, faults_count=FAULTS, in_flight=24, seed=SEED, say=print)
     assert found.flaws() == []

@@ -22,6 +22,7 @@ from shared.catalogue import read_catalogue
 from shared.pubsub_admin import PubSubAdmin
 from shared.settings import ApiSettings, environment_with, read_settings
 from tests.faults.links import Links
+from tests.limits import START_LIMIT_S
 
 MODEL = "all-MiniLM-L6-v2"
 CATALOGUE = """models:
@@ -39,7 +40,6 @@ CATALOGUE = """models:
 APIS = ("api-0", "api-1")
 WORKERS = ("worker-0", "worker-1")
 SERVERS = ("pubsub", "redis", "bigquery")
-START_LIMIT_S = 60.0
 INSTANCE_LINKS = ("pubsub", "redis")
 
 

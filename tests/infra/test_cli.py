@@ -8,15 +8,15 @@ import pytest
 
 from infra.reports import create_tables
 from shared.settings import Settings, read_settings
+from tests.limits import WAIT_LIMIT_S
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 20.0
 
 
 def penstock(*words: str, cwd: Path = ROOT, **settings: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | settings
     command = [sys.executable, "-m", "infra.cli", *words]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=WAIT_LIMIT_S)
 
 
 def test_help_names_every_command() -> None:
@@ -46,7 +46,7 @@ def test_servers_run_alone_until_terminated(server: str) -> None:
         assert process.stdout is not None
         assert "listening on 127.0.0.1:" in process.stdout.readline()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(LIMIT_S) == 0
+        assert process.wait(WAIT_LIMIT_S) == 0
 
 
 def test_server_has_help_of_its_own() -> None:

@@ -22,6 +22,7 @@ from shared.names import (
 )
 from shared.pubsub import PubSubTransport
 from shared.pubsub_admin import PubSubAdmin
+from tests.limits import WAIT_LIMIT_S
 
 CATALOGUE = read_catalogue(Path("models.yaml"))
 
@@ -87,7 +88,7 @@ async def test_pushes_follow_the_functions(pubsub_endpoint: str) -> None:
             await provision(admin, CATALOGUE, 0, 1, functions_url)
         await broker.publish(dead_letter_topic_id(CATALOGUE.models[0].name), b"", {"of": "course"})
         await broker.publish(WEBHOOKS_TOPIC_ID, b"", {"of": "course"})
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             found = [await pushed.get() for _ in range(2)]
     await runner.cleanup()
     assert sorted(path for path, _ in found) == ["/dead_letter", "/webhook"]

@@ -18,11 +18,10 @@ from infra.local.ports import Ports
 from infra.local.process import listens
 from infra.local.stack import Stack
 from shared.errors import ConfigurationError, Unavailable
+from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 from tests.workers.optimize.tiny_bert import ENTRY, make_tiny_bert
 
 ROOT = Path(__file__).parents[2]
-START_LIMIT_S = 90.0
-STOP_LIMIT_S = 20.0
 CATALOGUE = """\
 models:
   - name: mini
@@ -91,7 +90,6 @@ def test_part_that_fails_is_told_and_nothing_stays(tmp_path: Path, servers: dict
     assert not [port for port in all_ports(ports) if listens(port)]
 
 
-@pytest.mark.timeout(150)
 def test_graphs_that_a_model_lacks_are_made_at_the_first_start(tmp_path: Path, servers: dict[str, str]) -> None:
     folder, artifacts_dir, models_file = tmp_path / "model", tmp_path / "artifacts", tmp_path / "models.yaml"
     folder.mkdir()
@@ -142,7 +140,7 @@ def running_up(folder: Path, settings: dict[str, str]) -> Iterator[Up]:
             yield up
         finally:
             process.terminate()
-            process.wait(STOP_LIMIT_S)
+            process.wait(START_LIMIT_S)
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float) -> None:
@@ -165,29 +163,27 @@ def up_beside(tmp_path: Path, servers: dict[str, str]) -> Iterator[Up]:
         yield started
 
 
-@pytest.mark.timeout(150)
 def test_up_serves_until_terminated(up: Up) -> None:
     request = urllib.request.Request(
         f"http://127.0.0.1:{up.ports.api}/v1/embeddings",
         data=b'{"model": "mini", "input": "a cat"}',
         headers={"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=8) as response:
+    with urllib.request.urlopen(request, timeout=WAIT_LIMIT_S) as response:
         assert response.status == 200
     assert f"curl http://127.0.0.1:{up.ports.api}/v1/embeddings" in up.said
     assert all(listens(port) for port in all_ports(up.ports))
     assert list(up.log_path.parent.glob("var/pubsub/*")), "Pub/Sub has to outlive a crash"
     up.process.send_signal(signal.SIGTERM)
-    assert up.process.wait(STOP_LIMIT_S) == 0
+    assert up.process.wait(START_LIMIT_S) == 0
     assert not [port for port in all_ports(up.ports) if listens(port)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the API's process in /proc")
-@pytest.mark.timeout(150)
 def test_up_ends_when_a_part_dies(up_beside: Up) -> None:
     worker, api, _ = up_beside.children
     os.kill(api, signal.SIGKILL)
-    assert up_beside.process.wait(STOP_LIMIT_S) == 1
+    assert up_beside.process.wait(START_LIMIT_S) == 1
     assert "penstock: api was ended by SIGKILL; the end of" in up_beside.said
     with pytest.raises(ProcessLookupError):
         os.kill(worker, 0)

@@ -15,9 +15,9 @@ from infra.bigquery import create
 from infra.local.process import Process, free_port, listens
 from shared.rows import RowWriter
 from shared.usage import Row
+from tests.limits import START_LIMIT_S
 
 PROJECT, DATASET = "rows-test", "penstock"
-START_LIMIT_S = 8.0
 
 
 class Server:

@@ -14,6 +14,8 @@ import grpc
 from google.protobuf.empty_pb2 import Empty
 from google.pubsub_v1.types import pubsub
 
+from tests.limits import WAIT_LIMIT_S
+
 UNARY = {"Publish": "Publisher", "Acknowledge": "Subscriber", "ModifyAckDeadline": "Subscriber"}
 
 
@@ -40,7 +42,7 @@ class ScriptedPubSub:
 
     async def seen(self, method: str, count: int) -> list[Any]:
         """The requests of `method`, once there are `count`."""
-        async with asyncio.timeout(8), self._arrived:
+        async with asyncio.timeout(WAIT_LIMIT_S), self._arrived:
             await self._arrived.wait_for(lambda: len(self.requests[method]) >= count)
         return self.requests[method]
 

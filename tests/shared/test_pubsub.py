@@ -15,6 +15,7 @@ from shared.pubsub import PubSubTransport
 from shared.pubsub_admin import PubSubAdmin
 from shared.transport import Admin, Message, Subscription, SubscriptionSettings, Transport
 from tests.fakes import InMemoryTransport
+from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 
@@ -60,7 +61,7 @@ async def broker(request: pytest.FixtureRequest) -> AsyncIterator[Broker]:
 
 async def take(subscription: Subscription, count: int) -> list[Message]:
     messages = aiter(subscription)
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(WAIT_LIMIT_S):
         return [await anext(messages) for _ in range(count)]
 
 

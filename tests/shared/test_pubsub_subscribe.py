@@ -15,6 +15,7 @@ from shared.errors import ConfigurationError, Unavailable
 from shared.pubsub import PubSubTransport
 from shared.pubsub_admin import PubSubAdmin
 from shared.transport import Message, Subscription, SubscriptionSettings
+from tests.limits import WAIT_LIMIT_S
 from tests.shared.scripted_pubsub import ScriptedPubSub, scripted_pubsub
 
 pytestmark = pytest.mark.anyio
@@ -32,7 +33,7 @@ async def opened() -> AsyncIterator[Opened]:
 
 async def take(subscription: Subscription, count: int) -> list[Message]:
     messages = aiter(subscription)
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(WAIT_LIMIT_S):
         return [await anext(messages) for _ in range(count)]
 
 
@@ -106,7 +107,7 @@ async def test_lease_that_cannot_be_kept_is_told(opened: Opened) -> None:
         script.failures["ModifyAckDeadline"] = deque([grpc.StatusCode.UNAVAILABLE] * 1000)
         script.deliveries.put_nowait([b"in hand", b"not taken yet"])
         [message] = await take(subscription, 1)
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             await _lost(subscription, 2)
         assert message.lost
         script.failures.clear()
@@ -167,7 +168,7 @@ async def test_close_hands_back_within_its_limit(opened: Opened, monkeypatch: py
     monkeypatch.setattr(pubsub, "CLOSE_S", 0.1)
     monkeypatch.setattr(pubsub_subscribe, "HALF_CLOSE_S", 0.1)
     script.ignores_half_close = True
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_LIMIT_S):
         async with transport.subscribe("s", max_messages=10) as subscription:
             script.deliveries.put_nowait([b"taken", b"not taken"])
             await take(subscription, 1)

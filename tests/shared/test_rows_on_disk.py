@@ -16,11 +16,11 @@ from prometheus_client import REGISTRY
 from infra.local.process import free_port
 from shared.rows import RowWriter
 from shared.rows_spool import Spool
+from tests.limits import WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import DATASET, PROJECT, Server, row, segments, writer
 
 pytestmark = pytest.mark.anyio
 
-LIMIT_S = 8.0
 POLL_S = 0.01
 SAFE_ROWS = 700
 """More than one segment, so that some are full when the process is killed and one is open."""
@@ -69,18 +69,18 @@ def row_id(number: int) -> str:
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    for _ in range(round(LIMIT_S / POLL_S)):
+    for _ in range(round(WAIT_LIMIT_S / POLL_S)):
         if is_so():
             return
         await asyncio.sleep(POLL_S)
-    raise AssertionError(f"not so after {LIMIT_S:g} s")
+    raise AssertionError(f"not so after {WAIT_LIMIT_S:g} s")
 
 
 async def test_rows_said_to_be_safe_survive_sigkill(server: Server, tmp_path: Path) -> None:
     command = [sys.executable, "-c", WRITES_UNTIL_KILLED, f"http://127.0.0.1:{free_port()}", str(tmp_path / "spool")]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(WAIT_LIMIT_S):
         said = [await process.stdout.readline() for _ in range(SAFE_ROWS)]
         process.kill()
         said += (await process.stdout.read()).splitlines()
@@ -88,7 +88,7 @@ async def test_rows_said_to_be_safe_survive_sigkill(server: Server, tmp_path: Pa
     safe = {row_id(int(line)) for line in said if line.strip()}
     assert len(safe) >= SAFE_ROWS
     async with writer(server, tmp_path / "spool") as rows:
-        assert await rows.flush(LIMIT_S)
+        assert await rows.flush(WAIT_LIMIT_S)
     assert safe - set(server.row_ids("rows_deduplicated")) == set()
     assert segments(tmp_path / "spool") == 0
 
@@ -100,11 +100,11 @@ async def test_rows_of_a_living_process_are_left_to_it(server: Server, tmp_path:
         owner.write(row(number))
         async with writer(server, spool_dir) as other:
             assert other.pending == 0
-            assert await other.flush(LIMIT_S)
+            assert await other.flush(WAIT_LIMIT_S)
         assert row_id(number) not in server.row_ids()
         assert owner.pending == 1
     async with writer(server, spool_dir) as other:
-        assert await other.flush(LIMIT_S)
+        assert await other.flush(WAIT_LIMIT_S)
     assert server.row_ids().count(row_id(number)) == 1
 
 
@@ -147,10 +147,10 @@ async def test_slow_disk_is_left_to_the_thread(server: Server, tmp_path: Path, m
         assert metric("penstock_rows_disk_up") == 0
         await until(lambda: len(told) == len(written))
         assert sorted(told) == written
-        monkeypatch.setattr("shared.rows_journal.SLOW_DISK_S", LIMIT_S)
+        monkeypatch.setattr("shared.rows_journal.SLOW_DISK_S", WAIT_LIMIT_S)
         rows.write(row(unused()))
         await until(lambda: metric("penstock_rows_disk_up") == 1)
-        assert await rows.flush(LIMIT_S)
+        assert await rows.flush(WAIT_LIMIT_S)
     found = server.row_ids()
     assert [found.count(row_id(number)) for number in written] == [1] * len(written)
 
@@ -169,10 +169,10 @@ async def test_rows_wait_in_memory_while_neither_works_and_go_to_whichever_is_fi
         assert not safe.is_set()
         assert rows.pending == 1
         spool_dir.unlink()
-        await asyncio.wait_for(safe.wait(), LIMIT_S)
+        await asyncio.wait_for(safe.wait(), WAIT_LIMIT_S)
         assert segments(spool_dir) == 1
     async with writer(server, spool_dir) as rows:
-        assert await rows.flush(LIMIT_S)
+        assert await rows.flush(WAIT_LIMIT_S)
     assert row_id(number) in server.row_ids()
 
 
@@ -207,14 +207,14 @@ async def test_full_disk_costs_no_row(server: Server, tmp_path: Path) -> None:
         "async def main", "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\nasync def main"
     ).replace("number = 0\n        while True:", "number = int(sys.stdin.readline())\n        for _ in range(1):")
     program = program.replace("number + 16", f"number + {len(wanted)}").replace(
-        "await asyncio.sleep(0)", f"assert await rows.flush({LIMIT_S})"
+        "await asyncio.sleep(0)", f"assert await rows.flush({WAIT_LIMIT_S})"
     )
     process = await asyncio.create_subprocess_exec(
         *[sys.executable, "-c", program, server.endpoint, str(tmp_path / "spool")],
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
-    said, _ = await asyncio.wait_for(process.communicate(f"{wanted[0]}\n".encode()), LIMIT_S)
+    said, _ = await asyncio.wait_for(process.communicate(f"{wanted[0]}\n".encode()), WAIT_LIMIT_S)
     assert process.returncode == 0
     assert [int(line) for line in sorted(said.split())] == wanted
     assert {row_id(number) for number in wanted} <= set(server.row_ids())
@@ -240,7 +240,7 @@ async def test_torn_and_unreadable_lines_harm_no_other(server: Server, tmp_path:
     ]
     (spool_dir / "1-1-1.segment").write_bytes(f"{lines[0]}\n".encode() + b"\0\0\0\n" + lines[1][:40].encode())
     async with writer(server, spool_dir) as rows:
-        assert await rows.flush(LIMIT_S)
+        assert await rows.flush(WAIT_LIMIT_S)
     found = server.row_ids()
     assert row_id(whole) in found
     assert row_id(torn) not in found

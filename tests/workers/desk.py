@@ -46,6 +46,7 @@ from shared.records import Records
 from shared.transport import SubscriptionSettings
 from shared.usage import Row
 from tests.fakes import InMemoryTransport
+from tests.limits import WAIT_LIMIT_S
 from workers.finisher import Finisher
 from workers.frames import Residence
 from workers.intake import Intake
@@ -63,7 +64,6 @@ MODEL = Model(
     cache=Cache(ttl_s=60),
     price=Price(per_million_tokens_usd=2.0),
 )
-LIMIT_S = 5.0
 LARGE_IMAGE = b"p" * (INLINE_LIMIT_BYTES + 1)
 
 
@@ -184,10 +184,10 @@ class Desk:
         await self.broker.publish(jobs_topic_id(MODEL.name), data, attributes)
 
     async def reply(self) -> Reply:
-        return await asyncio.wait_for(self.replies.get(), LIMIT_S)
+        return await asyncio.wait_for(self.replies.get(), WAIT_LIMIT_S)
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             while not holds():  # noqa: ASYNC110  (conditions of the fakes have no event)
                 await asyncio.sleep(0)
 
@@ -232,7 +232,7 @@ class HeldCache(ResultCache):
     gate = asyncio.Event()
 
     async def put_many(self, results: Mapping[str, Result], ttl_s: int) -> None:
-        await asyncio.wait_for(self.gate.wait(), LIMIT_S)
+        await asyncio.wait_for(self.gate.wait(), WAIT_LIMIT_S)
         await super().put_many(results, ttl_s)
 
 
@@ -241,7 +241,7 @@ async def working(
     redis_url: str,
     folder: Path,
     *,
-    drain_s: float = LIMIT_S,
+    drain_s: float = WAIT_LIMIT_S,
     cache_kind: type[ResultCache] = ResultCache,
     pool: ModelPool | LetterPool | None = None,
     objects: ObjectStore | None = None,
@@ -264,7 +264,7 @@ async def working(
         await broker.ensure_subscription(subscription_id, settings)
     rows, stop = RowList(), asyncio.Event()
     async with cache_kind(redis_url, 1_000_000) as cache, Records(redis_url, retry_s=0.01) as records:
-        assert await cache.wait_redis(LIMIT_S)
+        assert await cache.wait_redis(WAIT_LIMIT_S)
         desk = Desk(broker, letters.processes[0], rows, records, stop)
         objects = objects or ObjectStore(f"file://{folder}")
         finisher = Finisher(MODEL, broker, cache, records, objects, rows, WorkerFacts("w", "here", "letters"))
@@ -277,7 +277,7 @@ async def working(
         finally:
             stop.set()
             with contextlib.suppress(ModelFailed):
-                await asyncio.wait_for(desk.running, LIMIT_S + drain_s)
+                await asyncio.wait_for(desk.running, WAIT_LIMIT_S + drain_s)
             receiving.cancel()
     assert broker.backlog(workers_subscription_id(MODEL.name)) == 0 or drain_s == 0
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.limits import WAIT_LIMIT_S
 from workers.health import health_server
 
 
@@ -26,7 +27,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 def status(port: int, path: str) -> int:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=8) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=WAIT_LIMIT_S) as response:
             return int(response.status)
     except urllib.error.HTTPError as error:
         error.close()
@@ -61,6 +62,6 @@ def test_not_alive_when_the_loop_is_stuck(loop: asyncio.AbstractEventLoop, monke
 def test_metrics_are_scraped(loop: asyncio.AbstractEventLoop) -> None:
     with (
         health_server("127.0.0.1", 0, loop, lambda: True) as port,
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=8) as response,
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_LIMIT_S) as response,
     ):
         assert b"python_info" in response.read()

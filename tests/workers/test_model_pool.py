@@ -14,6 +14,7 @@ import pytest
 from shared.catalogue import Model, read_catalogue
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
 from shared.messages import EmbeddingResult, Input, TextInput
+from tests.limits import WAIT_LIMIT_S
 from workers.frames import HEADER, Ready, decode_answer, encode_run
 from workers.model_pool import Hosted, ModelPool, ModelProcess, ModelProcessDied, child_environment
 from workers.models import preparer_for
@@ -22,7 +23,6 @@ from workers.sources import resolve
 
 pytestmark = pytest.mark.anyio
 
-TIMEOUT_S = 30.0
 UNHEARD_OF = 10**6
 """A token id that no model has; it gets past no preparer, so it stands for any item that breaks a model."""
 
@@ -66,8 +66,8 @@ def long_batch() -> list[Prepared]:
 
 
 async def test_a_batch_comes_back_in_order_with_its_figures(process: ModelProcess, texts: list[PreparedText]) -> None:
-    together = await process.run(texts, timeout_s=TIMEOUT_S)
-    alone = [(await process.run([text], timeout_s=TIMEOUT_S)).results[0] for text in texts]
+    together = await process.run(texts, timeout_s=WAIT_LIMIT_S)
+    alone = [(await process.run([text], timeout_s=WAIT_LIMIT_S)).results[0] for text in texts]
     for one, other, text in zip(together.results, alone, texts, strict=True):
         assert isinstance(one, EmbeddingResult)
         assert isinstance(other, EmbeddingResult)
@@ -75,7 +75,7 @@ async def test_a_batch_comes_back_in_order_with_its_figures(process: ModelProces
         assert np.allclose(np.frombuffer(one.vector, "<f4"), np.frombuffer(other.vector, "<f4"), atol=1e-5)
     assert together.real_work == sum(text.length for text in texts)
     assert together.real_work <= together.padded_work < len(texts) * max(text.length for text in texts)
-    assert 0 < together.inference_ms < 1000 * TIMEOUT_S
+    assert 0 < together.inference_ms < 1000 * WAIT_LIMIT_S
     assert together.started_at_s < together.finished_at_s
     assert not together.out_of_memory
 
@@ -86,13 +86,13 @@ async def test_the_pool_tells_what_it_runs_on(pool: ModelPool, process: ModelPro
 
 
 async def test_callers_at_once_take_turns(process: ModelProcess, texts: list[PreparedText]) -> None:
-    done = await asyncio.gather(*(process.run(texts, timeout_s=TIMEOUT_S) for _ in range(4)))
+    done = await asyncio.gather(*(process.run(texts, timeout_s=WAIT_LIMIT_S) for _ in range(4)))
     spans = sorted((batch.started_at_s, batch.finished_at_s) for batch in done)
     assert all(earlier[1] <= later[0] for earlier, later in pairwise(spans))
 
 
 async def test_a_bad_item_fails_alone(process: ModelProcess, texts: list[PreparedText]) -> None:
-    first, error, last = (await process.run([texts[0], text_of(UNHEARD_OF), texts[2]], timeout_s=TIMEOUT_S)).results
+    first, error, last = (await process.run([texts[0], text_of(UNHEARD_OF), texts[2]], timeout_s=WAIT_LIMIT_S)).results
     assert isinstance(error, ModelFailed)
     assert isinstance(first, EmbeddingResult)
     assert isinstance(last, EmbeddingResult)
@@ -102,7 +102,7 @@ async def test_signals_to_the_group_end_no_batch(process: ModelProcess, texts: l
     assert process.pid is not None
     os.kill(process.pid, signal.SIGINT)
     os.kill(process.pid, signal.SIGTERM)
-    assert len((await process.run(texts, timeout_s=TIMEOUT_S)).results) == len(texts)
+    assert len((await process.run(texts, timeout_s=WAIT_LIMIT_S)).results) == len(texts)
 
 
 async def test_a_killed_process_fails_its_batch_and_comes_back(
@@ -110,8 +110,8 @@ async def test_a_killed_process_fails_its_batch_and_comes_back(
 ) -> None:
     pid = process.pid
     assert pid is not None
-    running = asyncio.create_task(process.run(long_batch(), timeout_s=TIMEOUT_S))
-    behind = asyncio.create_task(process.run(texts, timeout_s=TIMEOUT_S))
+    running = asyncio.create_task(process.run(long_batch(), timeout_s=WAIT_LIMIT_S))
+    behind = asyncio.create_task(process.run(texts, timeout_s=WAIT_LIMIT_S))
     await asyncio.sleep(0)  # both have begun
     os.kill(pid, signal.SIGKILL)
     for task in (running, behind):
@@ -119,7 +119,7 @@ async def test_a_killed_process_fails_its_batch_and_comes_back(
             await task
     await process.ready()
     assert process.pid != pid
-    assert len((await process.run(texts, timeout_s=TIMEOUT_S)).results) == len(texts)
+    assert len((await process.run(texts, timeout_s=WAIT_LIMIT_S)).results) == len(texts)
 
 
 async def test_a_hanging_process_is_ended_at_the_limit(process: ModelProcess, texts: list[PreparedText]) -> None:
@@ -136,7 +136,7 @@ async def test_a_limit_holds_though_the_caller_is_gone(process: ModelProcess, te
     await asyncio.sleep(0)
     running.cancel()
     with pytest.raises(ModelProcessDied):
-        await process.run(texts, timeout_s=TIMEOUT_S)
+        await process.run(texts, timeout_s=WAIT_LIMIT_S)
 
 
 async def test_a_wrong_folder_is_a_configuration_error(entry: Model, tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ async def test_an_answer_that_does_not_fit_ends_the_process(
     command = (sys.executable, "-c", ANSWERS_ODDLY, kind)
     async with ModelPool([Hosted(entry, folder)], device="cpu", processes=1, command=command) as pool:
         with pytest.raises(ModelProcessDied, match=reason):
-            await pool.processes[0].run(texts, timeout_s=TIMEOUT_S)
+            await pool.processes[0].run(texts, timeout_s=WAIT_LIMIT_S)
 
 
 async def test_after_the_pool_nothing_runs(entry: Model, folder: Path, texts: list[PreparedText]) -> None:
@@ -219,11 +219,11 @@ def test_a_model_process_leaves_with_its_parent_in_the_middle_of_a_batch(entry: 
     with theirs:
         child = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=child_environment(1))
     with child, ours:
-        ours.settimeout(TIMEOUT_S)
+        ours.settimeout(WAIT_LIMIT_S)
         with ours.makefile("rb") as stream:
             (length,) = HEADER.unpack(stream.read(HEADER.size))
             assert isinstance(decode_answer(stream.read(length)), Ready)
         ours.sendall(encode_run(1, long_batch()))
         ours.shutdown(socket.SHUT_RDWR)
         ours.close()
-        assert child.wait(timeout=4) == 0
+        assert child.wait(timeout=WAIT_LIMIT_S) == 0

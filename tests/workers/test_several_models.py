@@ -32,6 +32,7 @@ from shared.records import Records
 from shared.settings import WorkerSettings, read_settings
 from shared.transport import SubscriptionSettings
 from tests.fakes import InMemoryTransport
+from tests.limits import WAIT_LIMIT_S
 from tests.workers.desk import RowList
 from workers.finisher import Finisher
 from workers.intake import Intake
@@ -45,7 +46,6 @@ from workers.worker import Worker
 
 pytestmark = pytest.mark.anyio
 
-LIMIT_S = 30.0
 LARGE, SMALL = 0, 1
 LONG_TEXT = "the mill wheel turns " * 60
 """Some ten milliseconds of MiniLM."""
@@ -102,7 +102,7 @@ def prepared(hosted: Hosted, *texts: str) -> list[Prepared]:
 
 
 async def embed(process: ModelProcess, hosted: list[Hosted], number: int, *texts: str) -> np.ndarray:
-    done = await process.run(prepared(hosted[number], *texts), timeout_s=LIMIT_S, model=number)
+    done = await process.run(prepared(hosted[number], *texts), timeout_s=WAIT_LIMIT_S, model=number)
     vectors = [result.vector for result in done.results if isinstance(result, EmbeddingResult)]
     return np.array([np.frombuffer(vector, "<f4") for vector in vectors])
 
@@ -128,13 +128,13 @@ async def test_both_answer_rightly_in_turn_and_the_memory_of_one_is_freed(
 
 async def test_a_batch_tells_what_was_switched_for_it(process: ModelProcess, hosted: list[Hosted]) -> None:
     await embed(process, hosted, LARGE, "a cat")
-    stayed = await process.run(prepared(hosted[LARGE], "a dog"), timeout_s=LIMIT_S, model=LARGE)
+    stayed = await process.run(prepared(hosted[LARGE], "a dog"), timeout_s=WAIT_LIMIT_S, model=LARGE)
     assert stayed.switched is None
-    went = await process.run(prepared(hosted[SMALL], "a dog"), timeout_s=LIMIT_S, model=SMALL)
+    went = await process.run(prepared(hosted[SMALL], "a dog"), timeout_s=WAIT_LIMIT_S, model=SMALL)
     assert went.switched is not None
     assert (went.switched.resident, went.switched.loads, went.switched.evictions) == ([SMALL], 1, 1)
     assert went.switched.switch_s > 0
-    assert went.finished_at_s - went.started_at_s < LIMIT_S
+    assert went.finished_at_s - went.started_at_s < WAIT_LIMIT_S
 
 
 async def test_both_models_recover_from_a_killed_process(process: ModelProcess, hosted: list[Hosted]) -> None:
@@ -175,7 +175,7 @@ async def working(redis_url: str, folder: Path, hosted: list[Hosted], pool: Mode
             yield desk
         finally:
             stop.set()
-            await asyncio.wait_for(running, LIMIT_S)
+            await asyncio.wait_for(running, WAIT_LIMIT_S)
             receiving.cancel()
     assert not worker.is_ready
     assert [broker.backlog(subscription_id) for subscription_id in topics.values()] == [0, 0]
@@ -218,7 +218,7 @@ class Desk:
                 self._came.set()
 
     async def answers(self, count: int) -> None:
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             while len(self.statuses) < count:
                 self._came.clear()
                 await self._came.wait()

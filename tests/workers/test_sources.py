@@ -8,6 +8,7 @@ from huggingface_hub import constants
 from obstore.store import MemoryStore
 
 from shared.errors import ConfigurationError, Unavailable
+from tests.limits import WAIT_LIMIT_S
 from workers.sources import resolve
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -25,7 +26,9 @@ def test_a_package_is_found_without_importing_it(tmp_path: Path) -> None:
     code += "print(resolve('package:some_weights/model', '1', Path('unused')))"
     path = f"{tmp_path}:{Path.cwd()}"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, check=True, timeout=30, capture_output=True, text=True, env={"PYTHONPATH": path})
+    done = subprocess.run(
+        command, check=True, timeout=WAIT_LIMIT_S, capture_output=True, text=True, env={"PYTHONPATH": path}
+    )
     assert done.stdout.strip() == str(package / "model")
 
 

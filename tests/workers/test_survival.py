@@ -13,7 +13,8 @@ from shared.errors import ModelFailed
 from shared.messages import ImageResult, ReplyBody, encode_reply_body, failure
 from shared.names import WEBHOOKS_SUBSCRIPTION_ID, dead_letter_subscription_id, workers_subscription_id
 from shared.transport import Message
-from tests.workers.desk import LARGE_IMAGE, LIMIT_S, MODEL, Desk, FailingStore, working
+from tests.limits import WAIT_LIMIT_S
+from tests.workers.desk import LARGE_IMAGE, MODEL, Desk, FailingStore, working
 from workers.worker import FAILED_BATCHES_MAX
 
 pytestmark = pytest.mark.anyio
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.anyio
 
 async def first_message(desk: Desk, subscription_id: str) -> Message:
     async with desk.broker.subscribe(subscription_id, max_messages=1) as subscription:
-        message: Message = await asyncio.wait_for(anext(aiter(subscription)), LIMIT_S)
+        message: Message = await asyncio.wait_for(anext(aiter(subscription)), WAIT_LIMIT_S)
         subscription.ack(message)
         return message
 
@@ -35,7 +36,7 @@ async def hold_first(desk: Desk) -> None:
 
 async def claimed(desk: Desk, record: str) -> None:
     """Returns when the worker has claimed a record."""
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(WAIT_LIMIT_S):
         while (found := await desk.records.read(record)) is None or found.state != "processing":
             pass
 
@@ -113,7 +114,7 @@ async def test_job_that_a_worker_died_with_runs_alone(redis_url: str, tmp_path: 
         await hold_first(desk)
         # Published long ago, as what comes again is: its claim is waited for.
         await desk.send("suspect", request_id="suspect", age_s=10)
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             while (found := await desk.records.read("suspect")) is None or found.attempts < 2:
                 pass
         for text in ("aaaaaaa", "bbbbbbb"):
@@ -228,7 +229,7 @@ async def test_what_is_handed_back_is_not_suspected(redis_url: str, tmp_path: Pa
         assert desk.running is not None
         await claimed(desk, "first")
         desk.stop.set()
-        await asyncio.wait_for(desk.running, LIMIT_S)
+        await asyncio.wait_for(desk.running, WAIT_LIMIT_S)
         claims = await desk.records.claim(["first"])
         assert claims[0] is not None
         assert (claims[0].attempt, claims[0].unfinished) == (2, 0)
@@ -240,7 +241,7 @@ async def test_worker_whose_batches_all_fail_leaves(redis_url: str, tmp_path: Pa
         for number in range(FAILED_BATCHES_MAX):
             await desk.ask("!" * (number + 1), request_id=f"r{number}")
         with pytest.raises(ModelFailed, match="in a row"):
-            await asyncio.wait_for(asyncio.shield(desk.running), LIMIT_S)
+            await asyncio.wait_for(asyncio.shield(desk.running), WAIT_LIMIT_S)
 
 
 async def test_lane_batch_gets_its_turn_and_no_more(redis_url: str, tmp_path: Path) -> None:
@@ -300,7 +301,7 @@ async def test_progress_of_a_prediction_stands_in_its_record(redis_url: str, tmp
         desk.process.step_told = (3, 50)
         desk.process.gate.clear()
         await desk.send("cat", request_id="p", prediction="1", left_s=60)
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             while (record := await desk.records.read("p")) is None or record.step != 3:
                 desk.process.step_told = (3, 50)
         assert record.steps == 50

@@ -16,7 +16,8 @@ from shared.names import (
     workers_subscription_id,
 )
 from shared.transport import Message
-from tests.workers.desk import LIMIT_S, MODEL, HeldCache, working
+from tests.limits import WAIT_LIMIT_S
+from tests.workers.desk import MODEL, HeldCache, working
 
 pytestmark = pytest.mark.anyio
 
@@ -188,7 +189,7 @@ async def test_message_that_is_no_job_becomes_a_dead_letter(redis_url: str, tmp_
     async with working(redis_url, tmp_path) as desk:
         await desk.broker.publish(jobs_topic_id(MODEL.name), b"hello", {"from": "a stranger"})
         async with desk.broker.subscribe(dead_letter_subscription_id(MODEL.name), max_messages=1) as dead:
-            message: Message = await asyncio.wait_for(anext(aiter(dead)), LIMIT_S)
+            message: Message = await asyncio.wait_for(anext(aiter(dead)), WAIT_LIMIT_S)
             assert message.data == b"hello"
             assert message.attributes["from"] == "a stranger"
             assert "schema" in message.attributes["penstock_reason"]

@@ -10,6 +10,8 @@ from typing import Any
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import bigquery
 
+from tests.limits import WAIT_LIMIT_S
+
 
 @contextmanager
 def connected(endpoint: str, project: str) -> Iterator[bigquery.Client]:
@@ -23,12 +25,12 @@ def connected(endpoint: str, project: str) -> Iterator[bigquery.Client]:
 def rows_of(client: bigquery.Client, sql: str, **config: Any) -> list[tuple[Any, ...]]:
     """The result of a query, run as users run it."""
     job_config = bigquery.QueryJobConfig(**config) if config else None
-    return [row.values() for row in client.query(sql, job_config=job_config).result(timeout=10)]
+    return [row.values() for row in client.query(sql, job_config=job_config).result(timeout=WAIT_LIMIT_S)]
 
 
 def request(endpoint: str, verb: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, dict[str, str], Any]:
     """The status, the headers by lower-case name and the JSON of an answer; None where it has no body."""
-    connection = http.client.HTTPConnection(endpoint.removeprefix("http://"), timeout=10)
+    connection = http.client.HTTPConnection(endpoint.removeprefix("http://"), timeout=WAIT_LIMIT_S)
     try:
         connection.request(verb, path, body, headers)
         response = connection.getresponse()

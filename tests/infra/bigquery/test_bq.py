@@ -11,6 +11,7 @@ import pytest
 from google.cloud import bigquery
 
 from tests.infra.bigquery.connecting import rows_of
+from tests.limits import WAIT_LIMIT_S
 
 BQ = shutil.which("bq")
 Bq = Callable[..., str]
@@ -29,7 +30,7 @@ def bq(client: bigquery.Client, dataset: str, bigquery_endpoint: str, tmp_path: 
         environment = {**os.environ, "HOME": str(tmp_path), "CLOUDSDK_CONFIG": str(tmp_path)}
         command = [BQ or "", *flags, "--bigqueryrc", str(tmp_path / "none"), *arguments]
         ended = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30, check=False
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=False
         )
         assert ended.returncode == status, ended.stdout + ended.stderr
         # The tool breaks its messages into lines.

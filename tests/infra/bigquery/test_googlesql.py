@@ -10,6 +10,7 @@ from google.cloud import bigquery
 from infra.local.bigquery.googlesql.supported import SUPPORTED
 from tests.infra.bigquery.connecting import rows_of
 from tests.infra.bigquery.googlesql_cases import AGGREGATES, ARRAYS, CASTS, CHOICES, NUMBERS, TEXTS, TIMES, WINDOWS
+from tests.limits import WAIT_LIMIT_S
 
 _ROWS = "FROM (SELECT x, x * 1.0 AS y FROM UNNEST([1, 2, 4, NULL]) AS x)"
 
@@ -70,7 +71,7 @@ def test_every_supported_expression_has_its_line_here() -> None:
 )
 def test_what_bigquery_refuses_is_refused(client: bigquery.Client, sql: str, message: str) -> None:
     with pytest.raises(BadRequest, match=message):
-        client.query(sql).result(timeout=10)
+        client.query(sql).result(timeout=WAIT_LIMIT_S)
 
 
 @pytest.mark.parametrize(
@@ -95,4 +96,4 @@ def test_what_bigquery_refuses_is_refused(client: bigquery.Client, sql: str, mes
 )
 def test_what_would_be_wrong_is_refused(client: bigquery.Client, sql: str) -> None:
     with pytest.raises((MethodNotImplemented, BadRequest), match="not supported by the embedded BigQuery"):
-        client.query(sql).result(timeout=10)
+        client.query(sql).result(timeout=WAIT_LIMIT_S)

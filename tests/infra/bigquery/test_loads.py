@@ -11,6 +11,7 @@ from google.cloud import bigquery
 from google.cloud.bigquery import LoadJobConfig, SchemaField
 
 from tests.infra.bigquery.connecting import request, rows_of
+from tests.limits import WAIT_LIMIT_S
 
 SCHEMA = [SchemaField("id", "INT64", "REQUIRED"), SchemaField("name", "STRING")]
 PLACE = "d.loaded"
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("dataset")
 def load(client: bigquery.Client, content: str | bytes, **options: Any) -> bigquery.LoadJob:
     file = io.BytesIO(content if isinstance(content, bytes) else content.encode())
     job = client.load_table_from_file(file, PLACE, job_config=LoadJobConfig(**options))
-    return job.result(timeout=10)
+    return job.result(timeout=WAIT_LIMIT_S)
 
 
 def test_rows_of_json_make_their_table(client: bigquery.Client) -> None:
@@ -30,7 +31,7 @@ def test_rows_of_json_make_their_table(client: bigquery.Client) -> None:
         {"id": 2, "x": 1.5, "day": "2024-01-01", "mixed": 1},
         {"id": 3, "mixed": "text"},
     ]
-    job = client.load_table_from_json(rows, PLACE).result(timeout=10)
+    job = client.load_table_from_json(rows, PLACE).result(timeout=WAIT_LIMIT_S)
     assert job.output_rows == 3
     assert {field.name: (field.field_type, field.mode) for field in client.get_table(PLACE).schema} == {
         "id": ("INTEGER", "NULLABLE"),
@@ -101,16 +102,16 @@ def test_bad_records_are_counted_and_named(client: bigquery.Client) -> None:
 
 
 def test_a_load_appends_replaces_and_widens(client: bigquery.Client) -> None:
-    client.load_table_from_json([{"id": 1}], PLACE).result(timeout=10)
-    client.load_table_from_json([{"id": 2}], PLACE).result(timeout=10)
+    client.load_table_from_json([{"id": 1}], PLACE).result(timeout=WAIT_LIMIT_S)
+    client.load_table_from_json([{"id": 2}], PLACE).result(timeout=WAIT_LIMIT_S)
     wider = LoadJobConfig(schema_update_options=["ALLOW_FIELD_ADDITION"], schema=[*SCHEMA, SchemaField("x", "BOOL")])
-    client.load_table_from_json([{"id": 3, "x": True}], PLACE, job_config=wider).result(timeout=10)
+    client.load_table_from_json([{"id": 3, "x": True}], PLACE, job_config=wider).result(timeout=WAIT_LIMIT_S)
     assert rows_of(client, f"SELECT id, x FROM {PLACE} ORDER BY id") == [(1, None), (2, None), (3, True)]
     empty = LoadJobConfig(write_disposition="WRITE_EMPTY")
     with pytest.raises(GoogleAPICallError, match="Already Exists"):
-        client.load_table_from_json([{"id": 4}], PLACE, job_config=empty).result(timeout=10)
+        client.load_table_from_json([{"id": 4}], PLACE, job_config=empty).result(timeout=WAIT_LIMIT_S)
     replaced = LoadJobConfig(write_disposition="WRITE_TRUNCATE", autodetect=True)
-    client.load_table_from_json([{"other": "x"}], PLACE, job_config=replaced).result(timeout=10)
+    client.load_table_from_json([{"other": "x"}], PLACE, job_config=replaced).result(timeout=WAIT_LIMIT_S)
     assert rows_of(client, f"SELECT * FROM {PLACE}") == [("x",)]
 
 
@@ -120,21 +121,21 @@ def test_a_load_makes_a_partitioned_table(client: bigquery.Client) -> None:
         time_partitioning=bigquery.TimePartitioning(field="ts"),
         clustering_fields=["ts"],
     )
-    client.load_table_from_json([{"ts": "2024-01-01"}], PLACE, job_config=config).result(timeout=10)
+    client.load_table_from_json([{"ts": "2024-01-01"}], PLACE, job_config=config).result(timeout=WAIT_LIMIT_S)
     found = client.get_table(PLACE)
     assert (found.time_partitioning.field, found.clustering_fields) == ("ts", ["ts"])
 
 
 def test_a_table_is_copied(client: bigquery.Client) -> None:
-    client.load_table_from_json([{"id": 1}], PLACE).result(timeout=10)
-    client.copy_table(PLACE, "d.copied").result(timeout=10)
+    client.load_table_from_json([{"id": 1}], PLACE).result(timeout=WAIT_LIMIT_S)
+    client.copy_table(PLACE, "d.copied").result(timeout=WAIT_LIMIT_S)
     with pytest.raises(GoogleAPICallError, match="Already Exists"):
-        client.copy_table(PLACE, "d.copied").result(timeout=10)
+        client.copy_table(PLACE, "d.copied").result(timeout=WAIT_LIMIT_S)
     twice = bigquery.CopyJobConfig(write_disposition="WRITE_APPEND")
-    client.copy_table([PLACE, PLACE], "d.copied", job_config=twice).result(timeout=10)
+    client.copy_table([PLACE, PLACE], "d.copied", job_config=twice).result(timeout=WAIT_LIMIT_S)
     assert rows_of(client, "SELECT COUNT(*) FROM d.copied") == [(3,)]
     with pytest.raises(NotFound):
-        client.copy_table("d.missing", "d.other").result(timeout=10)
+        client.copy_table("d.missing", "d.other").result(timeout=WAIT_LIMIT_S)
 
 
 @pytest.mark.parametrize("kind", ["PARQUET", "AVRO"])
@@ -145,9 +146,9 @@ def test_other_formats_are_refused(client: bigquery.Client, kind: str) -> None:
 
 def test_what_lies_in_the_cloud_is_refused(client: bigquery.Client) -> None:
     with pytest.raises(GoogleAPICallError, match="Loading from Cloud Storage: not supported"):
-        client.load_table_from_uri("gs://bucket/file.csv", PLACE).result(timeout=10)
+        client.load_table_from_uri("gs://bucket/file.csv", PLACE).result(timeout=WAIT_LIMIT_S)
     with pytest.raises(GoogleAPICallError, match="Extract jobs: not supported"):
-        client.extract_table("d.t", "gs://bucket/file.csv").result(timeout=10)
+        client.extract_table("d.t", "gs://bucket/file.csv").result(timeout=WAIT_LIMIT_S)
 
 
 def test_a_broken_upload_goes_on_where_it_stopped(client: bigquery.Client, bigquery_endpoint: str) -> None:
@@ -169,6 +170,6 @@ def test_a_broken_upload_goes_on_where_it_stopped(client: bigquery.Client, bigqu
     assert put(b"", "*/8") == (308, "bytes=0-3")
     assert put(b"", "nonsense") == (400, None)
     assert put(b"2,b\n", "4-7/8") == (200, None)
-    client.get_job("resumed").result(timeout=10)
+    client.get_job("resumed").result(timeout=WAIT_LIMIT_S)
     assert rows_of(client, f"SELECT * FROM {PLACE} ORDER BY id") == [(1, "a"), (2, "b")]
     assert put(b"", "*/8") == (404, None)

@@ -12,6 +12,7 @@ from google.cloud import bigquery
 from google.cloud.bigquery import ArrayQueryParameter, QueryJobConfig, ScalarQueryParameter, StructQueryParameter
 
 from tests.infra.bigquery.connecting import rows_of
+from tests.limits import WAIT_LIMIT_S
 
 # Too many pairs to count in the time of a test.
 ENDLESS = (
@@ -39,7 +40,9 @@ def test_a_named_parameter_keeps_its_type_and_value(client: bigquery.Client, kin
     config = QueryJobConfig(
         query_parameters=[ScalarQueryParameter("v", kind, value), ArrayQueryParameter("vs", kind, [value] * 2)]
     )
-    result = client.query("SELECT @v AS v, @vs AS vs, @V IS NULL AS is_null", job_config=config).result(timeout=10)
+    result = client.query("SELECT @v AS v, @vs AS vs, @V IS NULL AS is_null", job_config=config).result(
+        timeout=WAIT_LIMIT_S
+    )
     assert [row.values() for row in result] == [(value, [value] * 2, False)]
     assert result.schema[0].field_type in (kind, "INTEGER", "FLOAT", "BOOLEAN")
 
@@ -68,7 +71,7 @@ def test_parameters_by_place_and_of_a_struct(client: bigquery.Client) -> None:
 def test_a_result_comes_in_pages_in_its_order(client: bigquery.Client, run: Callable[..., Any]) -> None:
     sql = "SELECT x FROM UNNEST(GENERATE_ARRAY(1, 25)) AS x ORDER BY x DESC"
     if run is bigquery.Client.query:
-        found = client.query(sql).result(page_size=10, timeout=10)
+        found = client.query(sql).result(page_size=10, timeout=WAIT_LIMIT_S)
     else:
         found = client.query_and_wait(sql, page_size=10)
     assert found.total_rows == 25
@@ -82,13 +85,13 @@ def test_more_rows_than_a_page_holds(client: bigquery.Client) -> None:
 
 
 def test_columns_without_a_name_get_bigquery_s(client: bigquery.Client) -> None:
-    schema = client.query("SELECT 1, 2 AS two, COUNT(*), STRUCT(1 AS a).a").result(timeout=10).schema
+    schema = client.query("SELECT 1, 2 AS two, COUNT(*), STRUCT(1 AS a).a").result(timeout=WAIT_LIMIT_S).schema
     assert [field.name for field in schema] == ["f0_", "two", "f1_", "a"]
 
 
 def test_a_finished_query_can_be_read_by_its_hidden_table(client: bigquery.Client) -> None:
     job = client.query("SELECT 1 AS a")
-    job.result(timeout=10)
+    job.result(timeout=WAIT_LIMIT_S)
     again = client.get_job(job.job_id)
     assert (again.state, again.statement_type, again.error_result) == ("DONE", "SELECT", None)
     assert [row.values() for row in client.list_rows(client.get_table(again.destination))] == [(1,)]
@@ -162,7 +165,7 @@ def test_tables_are_named_in_every_way(client: bigquery.Client) -> None:
 def test_a_query_that_fails_says_why_in_its_job(client: bigquery.Client) -> None:
     job = client.query("SELECT 1 / 0")
     with pytest.raises(BadRequest, match="division by zero"):
-        job.result(timeout=10)
+        job.result(timeout=WAIT_LIMIT_S)
     found = client.get_job(job.job_id)
     assert found.error_result == {"reason": "invalidQuery", "message": "division by zero", "location": "query"}
 
@@ -172,7 +175,7 @@ def test_a_query_under_way_can_be_cancelled(client: bigquery.Client) -> None:
     assert not job.done()
     job.cancel()
     with pytest.raises(GoogleAPICallError, match="cancelled"):
-        job.result(timeout=10, retry=None, job_retry=None)
+        job.result(timeout=WAIT_LIMIT_S, retry=None, job_retry=None)
     assert client.get_job(job.job_id).error_result["reason"] == "stopped"
     assert rows_of(client, "SELECT 1") == [(1,)]
 
@@ -180,7 +183,7 @@ def test_a_query_under_way_can_be_cancelled(client: bigquery.Client) -> None:
 def test_a_query_ends_at_its_own_limit(client: bigquery.Client) -> None:
     job = client.query(ENDLESS, job_config=QueryJobConfig(job_timeout_ms=100))
     with pytest.raises(GoogleAPICallError, match="timed out"):
-        job.result(timeout=10, retry=None, job_retry=None)
+        job.result(timeout=WAIT_LIMIT_S, retry=None, job_retry=None)
 
 
 @pytest.mark.usefixtures("dataset")

@@ -5,6 +5,7 @@ from google.api_core.exceptions import BadRequest, Conflict, GoogleAPICallError,
 from google.cloud import bigquery
 
 from tests.infra.bigquery.connecting import rows_of
+from tests.limits import WAIT_LIMIT_S
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +16,7 @@ def _table(client: bigquery.Client, dataset: str) -> None:
 
 def changed(client: bigquery.Client, sql: str) -> int | None:
     job = client.query(sql)
-    job.result(timeout=10)
+    job.result(timeout=WAIT_LIMIT_S)
     affected: int | None = job.num_dml_affected_rows
     return affected
 

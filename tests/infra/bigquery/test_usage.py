@@ -18,6 +18,7 @@ from shared.messages import Envelope, ItemOutcome, Receipt
 from shared.rows import fields_of
 from shared.usage import Row, row_of
 from tests.infra.bigquery.connecting import rows_of
+from tests.limits import WAIT_LIMIT_S
 
 NOW_S = round(time.time(), 6)
 PYTHON_TYPES = {"STRING": str, "INTEGER": int, "FLOAT": float, "TIMESTAMP": float}
@@ -44,7 +45,9 @@ def report(client: bigquery.Client, name: str, since_s: float = NOW_S - 60) -> l
         default_dataset=f"{client.project}.penstock",
         query_parameters=[bigquery.ScalarQueryParameter("since", "TIMESTAMP", since)],
     )
-    return [dict(row) for row in client.query(usage.reports()[name].sql, job_config=config).result(timeout=10)]
+    return [
+        dict(row) for row in client.query(usage.reports()[name].sql, job_config=config).result(timeout=WAIT_LIMIT_S)
+    ]
 
 
 def test_the_schema_and_the_row_agree() -> None:
@@ -94,7 +97,7 @@ def test_every_field_of_a_row_arrives(created: bigquery.Client) -> None:
     }
     sent = fields_of(Row(**full))
     insert(created, sent)
-    (kept,) = created.query("SELECT * FROM penstock.rows WHERE received_at > '2020-01-01'").result(timeout=10)
+    (kept,) = created.query("SELECT * FROM penstock.rows WHERE received_at > '2020-01-01'").result(timeout=WAIT_LIMIT_S)
     shown = {name: round(v.timestamp(), 6) if isinstance(v, dt.datetime) else v for name, v in kept.items()}
     assert shown == {name: round(v, 6) if name.endswith("_at") else v for name, v in sent.items()}
 

@@ -13,8 +13,8 @@ import yaml
 from infra.kubernetes.deployment import Deployment
 from infra.kubernetes.overlay import write_overlay
 from shared.catalogue import read_catalogue
+from tests.limits import WAIT_LIMIT_S
 
-RENDER_LIMIT_S = 30
 IMAGE = f"europe-west4-docker.pkg.dev/example-project/penstock/worker@sha256:{'0' * 64}"
 DEPLOYMENT = Deployment(
     project="example-project",
@@ -41,7 +41,7 @@ def render(out: Path, models_file: Path = Path("models.yaml"), **changes: object
     deployment = Deployment.model_validate(DEPLOYMENT.model_dump() | changes)
     write_overlay(out, read_catalogue(models_file), models_file, deployment)
     command = ["kubectl", "kustomize", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=RENDER_LIMIT_S, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.limits import START_LIMIT_S
+
 STAGES = Path("infra/terraform")
 CHECKER = os.environ.get("TFOFFLINE", "../shared/tools/tfoffline/tfoffline")
-PLAN_LIMIT_S = 120
 
 REGIONS = {"europe-west4": {"index": 0}, "europe-west1": {"index": 1}}
 PROJECT = "example-project"
@@ -80,7 +81,7 @@ def function_settings(plan: Plan, service: str) -> dict[str, str | None]:
 
 def _run(verb: str, *words: str) -> str:
     command = [CHECKER, "-q", verb, str(STAGES / "platform"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PLAN_LIMIT_S, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_LIMIT_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

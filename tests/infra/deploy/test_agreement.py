@@ -36,6 +36,7 @@ from shared.transport import SubscriptionSettings
 from tests.infra.deploy.manifests import Objects, of_kind, pod, settings_of
 from tests.infra.deploy.manifests import workers as deployments
 from tests.infra.deploy.terraform import PROJECT, REGIONS, Plan, api_container, api_settings
+from tests.limits import WAIT_LIMIT_S
 from workers.health import health_server
 
 CATALOGUE = read_catalogue(Path("models.yaml"))
@@ -169,7 +170,7 @@ def test_worker_answers_probes_and_scrapes(objects: Objects) -> None:
             probes = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
             for asked in [*probes, *monitoring["spec"]["endpoints"]]:
                 assert asked["port"] == port["name"]
-                with urllib.request.urlopen(f"http://127.0.0.1:{bound}{asked['path']}", timeout=5) as answer:
+                with urllib.request.urlopen(f"http://127.0.0.1:{bound}{asked['path']}", timeout=WAIT_LIMIT_S) as answer:
                     assert answer.status == 200
 
 

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.infra.deploy.test_images import run, tool
+from tests.limits import WAIT_LIMIT_S
 
 SCRIPTS = Path("infra/cloudbuild")
 FILES = [Path("cloudbuild.yaml"), SCRIPTS / "deploy.yaml", SCRIPTS / "rollback.yaml"]
@@ -193,7 +194,7 @@ def script(checkout: Path, shell: str, name: str, *words: str, **given: str) -> 
     environment = {"PATH": f"{checkout}/bin:{os.environ['PATH']}"} | given
     command = [shell, f"infra/cloudbuild/{name}", *words]
     return subprocess.run(
-        command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=30, check=False
+        command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=False
     )
 
 

@@ -18,10 +18,10 @@ from shared.settings import ApiSettings, Settings, WorkerSettings
 from tests.infra.deploy.dockerfiles import FOLDER, IMAGES, copied_files, file_of, image, is_sent, stages, upstream
 from tests.infra.deploy.manifests import Objects, pod, settings_of, workers
 from tests.infra.deploy.terraform import Plan
+from tests.limits import WAIT_LIMIT_S
 from workers.functions.settings import FunctionSettings
 
 OURS = ("api", "functions", "worker")
-LIMIT_S = 30
 MODULES = {
     "api": {"infra.cli", "api.__main__"},
     "functions": {"workers.functions.main"},
@@ -39,7 +39,7 @@ def tool(name: str) -> str:
 
 def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     given = os.environ | environment
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=given)
+    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=False, env=given)
 
 
 def test_linter_finds_nothing() -> None:

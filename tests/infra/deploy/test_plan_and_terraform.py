@@ -37,7 +37,6 @@ def test_two_regions_are_those_of_terraform(plan: Plan) -> None:
 
 
 # Two runs of Terraform: some 5 s where nobody else wants the machine.
-@pytest.mark.timeout(180)
 def test_variables_with_the_changes_are_taken_by_terraform(tmp_path: Path) -> None:
     given = {
         "api": {"image": IMAGE, "cpu": 4},

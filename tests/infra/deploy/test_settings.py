@@ -14,6 +14,7 @@ from shared.catalogue import read_catalogue
 from shared.settings import ApiSettings, Settings, WorkerSettings
 from tests.infra.deploy.manifests import Objects, settings_of, workers
 from tests.infra.deploy.terraform import PROJECT, REGIONS, Plan, api_settings, function_settings
+from tests.limits import WAIT_LIMIT_S
 from workers.functions.settings import FunctionSettings
 
 CATALOGUE = read_catalogue(Path("models.yaml"))
@@ -112,7 +113,7 @@ def test_workers_are_given_all_that_they_must_be(objects: Objects) -> None:
 def test_no_setting_is_misspelt_anywhere() -> None:
     known = variables(ApiSettings) | variables(WorkerSettings) | variables(FunctionSettings)
     files = subprocess.run(
-        ["git", "ls-files", "--", *WRITTEN_IN], capture_output=True, text=True, timeout=10, check=True
+        ["git", "ls-files", "--", *WRITTEN_IN], capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=True
     )
     for file in files.stdout.split():
         for name, family in re.findall(r"\b(PENSTOCK_[A-Z0-9_]*[A-Z0-9])(_\*)?", Path(file).read_text("utf-8")):

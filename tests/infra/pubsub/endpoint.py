@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-LIMIT_S = 8.0
+from tests.limits import WAIT_LIMIT_S
 
 
 class Endpoint:
@@ -20,7 +20,7 @@ class Endpoint:
         self.posts: queue.Queue[tuple[str, dict[str, str], bytes]] = queue.Queue()
 
     def next_post(self) -> tuple[str, dict[str, str], bytes]:
-        return self.posts.get(timeout=LIMIT_S)
+        return self.posts.get(timeout=WAIT_LIMIT_S)
 
     def next_status(self) -> int:
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]

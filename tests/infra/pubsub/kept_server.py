@@ -5,8 +5,7 @@ import sys
 from pathlib import Path
 
 from infra.local.process import free_port
-
-LIMIT_S = 30.0
+from tests.limits import WAIT_LIMIT_S
 
 
 class KeptServer:
@@ -32,4 +31,4 @@ class KeptServer:
     def kill(self) -> None:
         assert self._process is not None
         self._process.kill()
-        self._process.communicate(timeout=LIMIT_S)
+        self._process.communicate(timeout=WAIT_LIMIT_S)

@@ -13,12 +13,13 @@ from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
 from google.cloud.pubsub_v1.subscriber.message import Message
 from google.cloud.pubsub_v1.types import PublisherOptions
 
-from tests.infra.pubsub.kept_server import LIMIT_S, KeptServer
+from tests.infra.pubsub.kept_server import KeptServer
 from tests.infra.pubsub.wire import connect
+from tests.limits import WAIT_LIMIT_S
 
 TOPIC, SUBSCRIPTION, SECOND = "projects/p/topics/jobs", "projects/p/subscriptions/one", "projects/p/subscriptions/two"
 # As the client's own, which waits up to a minute between two tries.
-PUBLISH_AGAIN = Retry(if_exception_type(ServiceUnavailable), initial=0.1, maximum=0.3, timeout=LIMIT_S)
+PUBLISH_AGAIN = Retry(if_exception_type(ServiceUnavailable), initial=0.1, maximum=0.3, timeout=WAIT_LIMIT_S)
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def received_by(subscription: str, take: Callable[[Message], None]) -> Iterator[
             yield
         finally:
             streaming.cancel()
-            streaming.result(timeout=LIMIT_S)
+            streaming.result(timeout=WAIT_LIMIT_S)
 
 
 class Received:
@@ -59,7 +60,7 @@ class Received:
 
     def wait_for(self, message_ids: set[str]) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: message_ids <= self.times.keys(), LIMIT_S)
+            assert self._changed.wait_for(lambda: message_ids <= self.times.keys(), WAIT_LIMIT_S)
 
 
 def make(server: KeptServer) -> None:
@@ -69,7 +70,6 @@ def make(server: KeptServer) -> None:
             subscriber.create_subscription(name=path, topic=TOPIC)
 
 
-@pytest.mark.timeout(90)
 def test_every_answered_publish_is_delivered_though_the_server_is_killed_in_traffic(kept_server: KeptServer) -> None:
     make(kept_server)
     first, second = Received(), Received()
@@ -79,13 +79,13 @@ def test_every_answered_publish_is_delivered_though_the_server_is_killed_in_traf
             # Not open while the server is away: the client takes up to ten seconds to come back to a stream.
             with received_by(SUBSCRIPTION, first.take):
                 futures = [publisher.publish(TOPIC, b"x" * 200, retry=PUBLISH_AGAIN) for _ in range(500)]
-                futures[-100].result(timeout=LIMIT_S)
+                futures[-100].result(timeout=WAIT_LIMIT_S)
             futures += [publisher.publish(TOPIC, b"x" * 200, retry=PUBLISH_AGAIN) for _ in range(1500)]
-            futures[-1200].result(timeout=LIMIT_S)
+            futures[-1200].result(timeout=WAIT_LIMIT_S)
             kept_server.kill()
             kept_server.start()
             # What had no answer yet is published again by the client.
-            answered |= {future.result(timeout=LIMIT_S) for future in futures}
+            answered |= {future.result(timeout=WAIT_LIMIT_S) for future in futures}
     for subscription, received in ((SUBSCRIPTION, first), (SECOND, second)):
         with received_by(subscription, received.take):
             received.wait_for(answered)
@@ -136,7 +136,7 @@ def test_ordered_publishes_come_in_order_after_a_kill(kept_server: KeptServer) -
         subscriber.create_subscription(request=request)
         futures = [publisher.publish(TOPIC, str(number).encode(), ordering_key="k") for number in range(30)]
         for future in futures:
-            future.result(timeout=LIMIT_S)
+            future.result(timeout=WAIT_LIMIT_S)
     kept_server.kill()
     kept_server.start()
     order: list[bytes] = []
@@ -149,5 +149,5 @@ def test_ordered_publishes_come_in_order_after_a_kill(kept_server: KeptServer) -
             done.set()
 
     with received_by(SUBSCRIPTION, take):
-        assert done.wait(LIMIT_S)
+        assert done.wait(WAIT_LIMIT_S)
     assert order == [str(number).encode() for number in range(30)]

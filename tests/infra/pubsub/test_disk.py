@@ -19,9 +19,10 @@ from infra.local.pubsub.protos import message_class
 from infra.local.pubsub.server import PubsubServer, serve
 from infra.local.pubsub.timers import Timers
 from infra.local.pubsub.topic import Topic
-from tests.infra.pubsub.kept_server import LIMIT_S, KeptServer
+from tests.infra.pubsub.kept_server import KeptServer
 from tests.infra.pubsub.wire import Wire, connect, until
 from tests.infra.pubsub.world import KeptWorld, topic_path
+from tests.limits import WAIT_LIMIT_S
 
 TOPIC, SUBSCRIPTION = "projects/p/topics/jobs", "projects/p/subscriptions/one"
 MIB = 1024**2
@@ -29,7 +30,6 @@ MIB = 1024**2
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits another process's files by prlimit")
 @pytest.mark.anyio
-@pytest.mark.timeout(60)
 async def test_full_disk_refuses_and_loses_nothing_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
     server = KeptServer(tmp_path)
     process = psutil.Process(server.start())
@@ -114,7 +114,7 @@ class SlowDatabase(Database):
         self._answers = answers
 
     def write(self, changes: Changes) -> None:
-        assert self._answers.wait(LIMIT_S)
+        assert self._answers.wait(WAIT_LIMIT_S)
         super().write(changes)
 
 
@@ -150,7 +150,7 @@ async def publish_for_ever(wire: Wire, answered: list[str]) -> None:
 
 
 async def published_at_last(wire: Wire, data: str) -> list[str]:
-    deadline_s = time.monotonic() + LIMIT_S
+    deadline_s = time.monotonic() + WAIT_LIMIT_S
     while True:
         try:
             return await wire.publish(TOPIC, data)

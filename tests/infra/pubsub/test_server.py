@@ -17,6 +17,7 @@ from google.rpc import error_details_pb2, status_pb2
 from infra.local.pubsub.protos import message_class
 from infra.local.pubsub.server import serve
 from tests.infra.pubsub.wire import connect, until
+from tests.limits import WAIT_LIMIT_S
 
 COMMAND = [sys.executable, "-m", "infra.local.pubsub"]
 
@@ -45,7 +46,7 @@ def test_process_says_where_it_listens_and_stops_on_a_signal(number: signal.Sign
         assert host == "127.0.0.1"
         assert int(port) > 0
         process.send_signal(number)
-        _, complaints = process.communicate(timeout=8)
+        _, complaints = process.communicate(timeout=WAIT_LIMIT_S)
         assert process.returncode == 0
         assert complaints == ""
 
@@ -54,7 +55,7 @@ def test_taken_port_is_an_error_with_the_address() -> None:
     with running("--port", "0") as first:
         port = first_line(first).rpartition(":")[2]
         with running("--port", port) as second:
-            _, complaints = second.communicate(timeout=8)
+            _, complaints = second.communicate(timeout=WAIT_LIMIT_S)
             assert second.returncode == 1
             assert f"can't listen on 127.0.0.1:{port}" in complaints
 

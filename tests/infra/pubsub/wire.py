@@ -8,9 +8,9 @@ from typing import Any
 import grpc
 
 from infra.local.pubsub.protos import message_class
+from tests.limits import WAIT_LIMIT_S
 
 TOPIC = "projects/p/topics/jobs"
-LIMIT_S = 5.0
 _END = vars(grpc.aio)["EOF"]
 
 
@@ -20,7 +20,7 @@ class Wire:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
 
-    async def call(self, service: str, name: str, request: Any, response: str, limit_s: float = LIMIT_S) -> Any:
+    async def call(self, service: str, name: str, request: Any, response: str, limit_s: float = WAIT_LIMIT_S) -> Any:
         method = self._channel.unary_unary(
             f"/google.pubsub.v1.{service}/{name}",
             request_serializer=lambda message: message.SerializeToString(),
@@ -44,7 +44,9 @@ class Wire:
         request = message_class("PublishRequest")(topic=topic, messages=messages)
         return list((await self.call("Publisher", "Publish", request, "PublishResponse")).message_ids)
 
-    async def pull(self, subscription: str, max_messages: int = 100, limit_s: float = LIMIT_S, **fields: Any) -> Any:
+    async def pull(
+        self, subscription: str, max_messages: int = 100, limit_s: float = WAIT_LIMIT_S, **fields: Any
+    ) -> Any:
         request = message_class("PullRequest")(subscription=subscription, max_messages=max_messages, **fields)
         return await self.call("Subscriber", "Pull", request, "PullResponse", limit_s)
 
@@ -61,7 +63,7 @@ class Wire:
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=_deserializer("StreamingPullResponse"),
         )
-        return WireStream(method(timeout=LIMIT_S))
+        return WireStream(method(timeout=WAIT_LIMIT_S))
 
 
 class WireStream:
@@ -97,7 +99,7 @@ async def connect(endpoint: str) -> AsyncIterator[Wire]:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let the loop run until something is true inside a server of this process."""
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(WAIT_LIMIT_S):
         # A call that waits shows nothing on the wire, so there is no event to wait for.
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)

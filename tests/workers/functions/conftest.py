@@ -18,11 +18,11 @@ from shared.pubsub import PubSubTransport
 from shared.pubsub_admin import PubSubAdmin
 from shared.records import Records
 from shared.settings import environment_with
+from tests.limits import START_LIMIT_S
 from tests.workers.functions.receiver import Receiver
 from tests.workers.functions.tokens import ACCOUNT, AUDIENCE, Issuer, certificates_of
 from tests.workers.functions.world import World
 
-START_LIMIT_S = 20.0
 PROJECT, DATASET = "functions", "penstock"
 SECRETS = "whsec_" + "bmV3" * 11 + ",whsec_" + "b2xk" * 11
 

@@ -10,6 +10,8 @@ from typing import Self
 
 from aiohttp import web
 
+from tests.limits import WAIT_LIMIT_S
+
 
 @dataclass
 class Delivery:
@@ -50,7 +52,7 @@ class Receiver:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/hook"
 
-    async def wait(self, deliveries: int, limit_s: float = 8.0) -> list[Delivery]:
+    async def wait(self, deliveries: int, limit_s: float = WAIT_LIMIT_S) -> list[Delivery]:
         """Waits until so many have come."""
         async with asyncio.timeout(limit_s), self._arrived:
             await self._arrived.wait_for(lambda: len(self.deliveries) >= deliveries)

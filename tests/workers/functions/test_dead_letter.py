@@ -7,8 +7,9 @@ import asyncio
 import pytest
 
 from shared.messages import ReplyBody, encode_reply_body
+from tests.limits import WAIT_LIMIT_S
 from tests.workers.functions.receiver import Receiver
-from tests.workers.functions.world import LIMIT_S, World
+from tests.workers.functions.world import World
 
 pytestmark = pytest.mark.anyio
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.anyio
 async def test_job_that_pubsub_gave_up_is_answered(world: World) -> None:
     data, attributes = world.job()
     await world.broker.publish(world.jobs, data, attributes)
-    async with asyncio.timeout(LIMIT_S), world.broker.subscribe(world.workers, max_messages=1) as worker:
+    async with asyncio.timeout(WAIT_LIMIT_S), world.broker.subscribe(world.workers, max_messages=1) as worker:
         attempts = 0
         async for message in worker:
             worker.nack(message)

@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 
 from shared.errors import Unavailable
+from tests.limits import WAIT_LIMIT_S
 from tests.workers.functions.receiver import Receiver
 from tests.workers.functions.tokens import Issuer
 from tests.workers.functions.world import World
@@ -173,7 +174,7 @@ async def test_silence_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(destination, "TOTAL_LIMIT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             with pytest.raises(Unavailable):
                 await Destination(url, allow_private=True).post({}, b"")
 

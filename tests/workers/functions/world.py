@@ -32,8 +32,8 @@ from shared.pubsub_admin import PubSubAdmin
 from shared.records import Record, Records
 from shared.transport import SubscriptionSettings
 from shared.webhooks import Event, EventName, encode_event
+from tests.limits import WAIT_LIMIT_S
 
-LIMIT_S = 8.0
 EVENTS = ("start", "output", "logs", "completed")
 
 
@@ -140,7 +140,7 @@ class World:
 
     async def reply(self) -> Reply:
         """The next one in the inbox."""
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             message = await anext(aiter(self._replies))
         self._replies.ack(message)
         return decode_reply(message.data, message.attributes)
@@ -152,7 +152,7 @@ class World:
 
     async def rows(self, count: int) -> list[dict[str, Any]]:
         """This request's rows, once there are so many."""
-        until_s = time.monotonic() + LIMIT_S
+        until_s = time.monotonic() + WAIT_LIMIT_S
         while True:
             found = await asyncio.to_thread(self._rows)
             if len(found) >= count or time.monotonic() > until_s:
@@ -160,7 +160,7 @@ class World:
 
     async def count(self, metric: str, label: str, at_least: float = 1) -> float:
         """A counter of the functions, summed over what has `label` as a value, once it is so large."""
-        until_s = time.monotonic() + LIMIT_S
+        until_s = time.monotonic() + WAIT_LIMIT_S
         while True:
             found = await asyncio.to_thread(self._count, metric, label)
             if found >= at_least:
@@ -168,7 +168,7 @@ class World:
             assert time.monotonic() < until_s, f"{metric} is {found}"
 
     def _count(self, metric: str, label: str) -> float:
-        with urllib.request.urlopen(f"{self.functions_url}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"{self.functions_url}/metrics", timeout=WAIT_LIMIT_S) as answer:
             families = text_string_to_metric_families(answer.read().decode())
             samples = [sample for family in families for sample in family.samples if sample.name == metric]
         return sum(sample.value for sample in samples if label in sample.labels.values())

@@ -8,12 +8,11 @@ import pytest
 from shared.catalogue import Catalogue
 from shared.errors import Canceled
 from shared.messages import ImageInput, ImageResult
+from tests.limits import START_LIMIT_S
 from workers.model_pool import BatchDone, Hosted, ModelPool
 from workers.models.base import Prepared, Preparer
 
 pytestmark = pytest.mark.anyio
-
-TIMEOUT_S = 60.0
 
 
 def asked(preparer: Preparer, steps: int, count: int = 1) -> list[Prepared]:
@@ -38,7 +37,7 @@ async def test_image_canceled_at_step_3_stops_within_one_step(
                 process.cancel()
 
         batch = asked(tiny_preparer, 100, images)
-        done: BatchDone = await process.run(batch, timeout_s=TIMEOUT_S, on_step=on_step)
+        done: BatchDone = await process.run(batch, timeout_s=START_LIMIT_S, on_step=on_step)
         assert all(isinstance(result, Canceled) for result in done.results)
         assert len(done.results) == images
         canceled_at = next(step for step, _ in told if step >= 3)
@@ -47,5 +46,5 @@ async def test_image_canceled_at_step_3_stops_within_one_step(
         # The Cancel travels while the next step may be under way; these take some milliseconds each.
         assert 0 < done.steps_saved < 100 - canceled_at
         process.cancel()  # nothing runs: harmless
-        after = await asyncio.wait_for(process.run(asked(tiny_preparer, 2), timeout_s=TIMEOUT_S), TIMEOUT_S)
+        after = await asyncio.wait_for(process.run(asked(tiny_preparer, 2), timeout_s=START_LIMIT_S), START_LIMIT_S)
         assert isinstance(after.results[0], ImageResult)

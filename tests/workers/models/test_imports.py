@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import WAIT_LIMIT_S
+
 HEAVY = ["torch", "transformers", "diffusers", "sentence_transformers"]
 IO_PROCESS = """
 from pathlib import Path
@@ -92,7 +94,7 @@ def test_a_process_loads_only_what_it_needs(code: str, loaded: list[str]) -> Non
     done = subprocess.run(
         [sys.executable, "-c", f"{code}\n{report}"],
         check=True,
-        timeout=50,
+        timeout=WAIT_LIMIT_S,
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[3],

@@ -11,13 +11,13 @@ import numpy as np
 import onnx
 import pytest
 
+from tests.limits import START_LIMIT_S
 from tests.workers.optimize.tiny_bert import ENTRY, Optimize
 from workers.models.artifact import Artifact, Variant, read_calibration
 from workers.models.encoder_onnx import OnnxEncoder
 from workers.models.sentence_folder import read_sentence_folder
 
 ROOT = Path(__file__).parents[3]
-LIMIT_S = 60.0
 Made = Callable[[], Artifact]
 
 
@@ -158,5 +158,5 @@ def test_interrupted_making_leaves_nothing(tiny_bert: Path, tmp_path: Path) -> N
                 process.send_signal(signal.SIGTERM)
                 break
         process.stdout.read()
-        assert process.wait(LIMIT_S) == 130
+        assert process.wait(START_LIMIT_S) == 130
     assert list((tmp_path / "artifacts" / "tiny").iterdir()) == []

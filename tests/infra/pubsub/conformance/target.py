@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from infra.local.process import Process, free_port, listens
+from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 
 EMBEDDED = "embedded"
 EMBEDDED_KEPT = "embedded-kept"
 GOOGLE_EMULATOR = "google-emulator"
-START_LIMIT_S = 30.0
 
 _JAR_FOLDER = "platform/pubsub-emulator/lib"
 _SDK_ROOTS = (
@@ -98,6 +98,8 @@ def _sdk_roots() -> Iterator[Path]:
     gcloud = shutil.which("gcloud")
     if gcloud is not None:
         command = [gcloud, "info", "--format=value(installation.sdk_root)"]
-        found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout.strip()
+        found = subprocess.run(
+            command, capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=False
+        ).stdout.strip()
         if found:
             yield Path(found)

@@ -8,6 +8,7 @@ from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
 from google.pubsub_v1 import PublisherClient as GapicPublisherClient
 
 from tests.infra.pubsub.conformance.target import Target
+from tests.limits import WAIT_LIMIT_S
 
 Make = Callable[..., str]
 
@@ -43,7 +44,7 @@ def test_missing_resources_are_not_found(
     with pytest.raises(exceptions.NotFound):
         publisher.delete_topic(topic=f"{project}/topics/missing")
     with pytest.raises(exceptions.NotFound):
-        publisher.publish(f"{project}/topics/missing", b"x").result(timeout=5)
+        publisher.publish(f"{project}/topics/missing", b"x").result(timeout=WAIT_LIMIT_S)
     with pytest.raises(exceptions.NotFound):
         subscriber.get_subscription(subscription=f"{project}/subscriptions/missing")
     with pytest.raises(exceptions.NotFound):
@@ -136,7 +137,7 @@ def test_deleted_topic_is_shown_as_such_and_its_backlog_stays(
 ) -> None:
     topic = make_topic()
     path = make_subscription(topic)
-    publisher.publish(topic, b"kept").result(timeout=5)
+    publisher.publish(topic, b"kept").result(timeout=WAIT_LIMIT_S)
     publisher.delete_topic(topic=topic)
     assert subscriber.get_subscription(subscription=path).topic == "_deleted-topic_"
     pulled = subscriber.pull(subscription=path, max_messages=10).received_messages

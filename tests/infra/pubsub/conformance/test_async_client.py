@@ -11,9 +11,9 @@ from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcAsyncI
 from google.pubsub_v1.types import StreamingPullRequest
 
 from tests.infra.pubsub.conformance.target import Target
+from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
-LIMIT_S = 8.0
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ async def test_message_goes_round(clients: tuple[PublisherAsyncClient, Subscribe
     await publisher.create_topic(name=topic)
     await subscriber.create_subscription(name=path, topic=topic)
     published = await publisher.publish(topic=topic, messages=[{"data": b"a", "attributes": {"k": "v"}}])
-    pulled = await subscriber.pull(subscription=path, max_messages=5, timeout=LIMIT_S)
+    pulled = await subscriber.pull(subscription=path, max_messages=5, timeout=WAIT_LIMIT_S)
     (received,) = pulled.received_messages
     assert received.message.message_id == published.message_ids[0]
     assert received.message.attributes == {"k": "v"}
@@ -52,7 +52,7 @@ async def test_stream_delivers_and_ends_after_the_half_close(
             yield request
 
     requests.put_nowait(StreamingPullRequest(subscription=path, stream_ack_deadline_seconds=10))
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(WAIT_LIMIT_S):
         stream = await subscriber.streaming_pull(sent())
         await publisher.publish(topic=topic, messages=[{"data": b"1"}, {"data": b"2"}])
         data = []

@@ -14,9 +14,9 @@ from google.cloud.pubsub_v1.subscriber.message import Message
 from google.cloud.pubsub_v1.types import FlowControl
 
 from tests.infra.pubsub.conformance.target import Target
+from tests.limits import WAIT_LIMIT_S
 
 Make = Callable[..., str]
-LIMIT_S = 8.0
 # Deprecated by the client, and the one way to see that nothing is there without waiting for it.
 PULL_AT_ONCE = "ignore:The return_immediately flag:DeprecationWarning"
 
@@ -31,14 +31,14 @@ def subscribed(
         yield
     finally:
         streaming.cancel()
-        streaming.result(timeout=LIMIT_S)
+        streaming.result(timeout=WAIT_LIMIT_S)
 
 
 def pulled_data(subscriber: SubscriberClient, subscription: str, count: int) -> list[bytes]:
     """Pull and ack until `count` messages came; a pull may bring fewer than wait."""
     data: list[bytes] = []
     while len(data) < count:
-        pulled = subscriber.pull(subscription=subscription, max_messages=100, timeout=LIMIT_S).received_messages
+        pulled = subscriber.pull(subscription=subscription, max_messages=100, timeout=WAIT_LIMIT_S).received_messages
         data += [each.message.data for each in pulled]
         if pulled:
             subscriber.acknowledge(subscription=subscription, ack_ids=[each.ack_id for each in pulled])
@@ -63,8 +63,8 @@ def test_hundred_messages_reach_the_callback_once_each(
 
     with subscribed(subscriber, path, callback):
         ids = [publisher.publish(topic, str(number).encode(), kind="test") for number in range(100)]
-        messages = [received.get(timeout=LIMIT_S) for _ in range(100)]
-        assert {message.message_id for message in messages} == {each.result(timeout=LIMIT_S) for each in ids}
+        messages = [received.get(timeout=WAIT_LIMIT_S) for _ in range(100)]
+        assert {message.message_id for message in messages} == {each.result(timeout=WAIT_LIMIT_S) for each in ids}
         assert {message.attributes["kind"] for message in messages} == {"test"}
         assert received.empty()
 
@@ -85,7 +85,7 @@ def test_nacked_message_comes_again(
 
     with subscribed(subscriber, path, callback):
         publisher.publish(topic, b"again")
-        first, second = (received.get(timeout=LIMIT_S) for _ in range(2))
+        first, second = (received.get(timeout=WAIT_LIMIT_S) for _ in range(2))
         assert first == second
 
 
@@ -96,13 +96,13 @@ def test_flow_control_holds_the_second_message_back(
     path = make_subscription(topic)
     received: queue.Queue[Message] = queue.Queue()
     for each in [publisher.publish(topic, data) for data in (b"1", b"2")]:
-        each.result(timeout=LIMIT_S)
+        each.result(timeout=WAIT_LIMIT_S)
     with subscribed(subscriber, path, received.put, flow_control=FlowControl(max_messages=1)):
-        first = received.get(timeout=LIMIT_S)
+        first = received.get(timeout=WAIT_LIMIT_S)
         with pytest.raises(queue.Empty):
             received.get(timeout=0.3)
         first.ack()
-        second = received.get(timeout=LIMIT_S)
+        second = received.get(timeout=WAIT_LIMIT_S)
         assert {first.data, second.data} == {b"1", b"2"}
         second.ack()
 
@@ -116,7 +116,7 @@ def test_stream_of_a_deleted_subscription_ends_with_not_found(
         streaming.result(timeout=0.3)
     subscriber.delete_subscription(subscription=path)
     with pytest.raises(exceptions.NotFound):
-        streaming.result(timeout=LIMIT_S)
+        streaming.result(timeout=WAIT_LIMIT_S)
 
 
 @pytest.mark.filterwarnings(PULL_AT_ONCE)
@@ -125,10 +125,10 @@ def test_pull_ack_and_lease_end(
 ) -> None:
     topic = make_topic()
     path = make_subscription(topic)
-    publisher.publish(topic, b"a").result(timeout=LIMIT_S)
+    publisher.publish(topic, b"a").result(timeout=WAIT_LIMIT_S)
     (first,) = subscriber.pull(subscription=path, max_messages=10).received_messages
     subscriber.modify_ack_deadline(subscription=path, ack_ids=[first.ack_id], ack_deadline_seconds=1)
-    (second,) = subscriber.pull(subscription=path, max_messages=10, timeout=LIMIT_S).received_messages
+    (second,) = subscriber.pull(subscription=path, max_messages=10, timeout=WAIT_LIMIT_S).received_messages
     assert second.message.message_id == first.message.message_id
     assert second.ack_id != first.ack_id
     subscriber.acknowledge(subscription=path, ack_ids=[second.ack_id])
@@ -140,10 +140,10 @@ def test_ack_of_an_expired_id_is_no_error(
 ) -> None:
     topic = make_topic()
     path = make_subscription(topic)
-    publisher.publish(topic, b"a").result(timeout=LIMIT_S)
+    publisher.publish(topic, b"a").result(timeout=WAIT_LIMIT_S)
     (first,) = subscriber.pull(subscription=path, max_messages=10).received_messages
     subscriber.modify_ack_deadline(subscription=path, ack_ids=[first.ack_id], ack_deadline_seconds=0)
-    subscriber.pull(subscription=path, max_messages=10, timeout=LIMIT_S)
+    subscriber.pull(subscription=path, max_messages=10, timeout=WAIT_LIMIT_S)
     subscriber.acknowledge(subscription=path, ack_ids=[first.ack_id])
 
 
@@ -153,7 +153,7 @@ def test_every_subscription_gets_every_message(
     topic = make_topic()
     paths = [make_subscription(topic, f"sub-{number}") for number in range(3)]
     for each in [publisher.publish(topic, data) for data in (b"1", b"2")]:
-        each.result(timeout=LIMIT_S)
+        each.result(timeout=WAIT_LIMIT_S)
     for path in paths:
         assert sorted(pulled_data(subscriber, path, 2)) == [b"1", b"2"]
 
@@ -166,10 +166,10 @@ def test_failing_message_is_dead_lettered_with_its_attempts(
     policy = {"dead_letter_topic": dead, "max_delivery_attempts": 5}
     path = make_subscription(topic, dead_letter_policy=policy)
     morgue = make_subscription(dead, "morgue")
-    publisher.publish(topic, b"poison", model="m").result(timeout=LIMIT_S)
+    publisher.publish(topic, b"poison", model="m").result(timeout=WAIT_LIMIT_S)
     attempts = []
     for _ in range(5):
-        (pulled,) = subscriber.pull(subscription=path, max_messages=1, timeout=LIMIT_S).received_messages
+        (pulled,) = subscriber.pull(subscription=path, max_messages=1, timeout=WAIT_LIMIT_S).received_messages
         attempts.append(pulled.delivery_attempt)
         subscriber.modify_ack_deadline(subscription=path, ack_ids=[pulled.ack_id], ack_deadline_seconds=0)
     assert attempts == [1, 2, 3, 4, 5]
@@ -177,7 +177,7 @@ def test_failing_message_is_dead_lettered_with_its_attempts(
     assert pull_at_once(subscriber, path) == []
     letters: queue.Queue[Message] = queue.Queue()
     with subscribed(subscriber, morgue, letters.put):
-        letter = letters.get(timeout=LIMIT_S)
+        letter = letters.get(timeout=WAIT_LIMIT_S)
         letter.ack()
     assert letter.data == b"poison"
     assert letter.attributes["model"] == "m"
@@ -199,7 +199,7 @@ def test_ordering_key_keeps_the_order(
     with subscribed(subscriber, path, callback):
         for number in range(20):
             publisher.publish(topic, str(number).encode(), ordering_key="k")
-        data = [received.get(timeout=LIMIT_S) for _ in range(20)]
+        data = [received.get(timeout=WAIT_LIMIT_S) for _ in range(20)]
         assert data == [str(number).encode() for number in range(20)]
 
 
@@ -211,10 +211,10 @@ def test_exactly_once_acks_are_confirmed(
     received: queue.Queue[Message] = queue.Queue()
     with subscribed(subscriber, path, received.put):
         publisher.publish(topic, b"once")
-        message = received.get(timeout=LIMIT_S)
-        assert message.ack_with_response().result(timeout=LIMIT_S) is AcknowledgeStatus.SUCCESS
+        message = received.get(timeout=WAIT_LIMIT_S)
+        assert message.ack_with_response().result(timeout=WAIT_LIMIT_S) is AcknowledgeStatus.SUCCESS
         with pytest.raises(AcknowledgeError) as refusal:
-            message.modify_ack_deadline_with_response(30).result(timeout=LIMIT_S)
+            message.modify_ack_deadline_with_response(30).result(timeout=WAIT_LIMIT_S)
         assert refusal.value.error_code is AcknowledgeStatus.INVALID_ACK_ID
 
 
@@ -223,10 +223,10 @@ def test_exactly_once_refuses_an_older_id_with_its_reason(
 ) -> None:
     topic = make_topic()
     path = make_subscription(topic, enable_exactly_once_delivery=True)
-    publisher.publish(topic, b"once").result(timeout=LIMIT_S)
+    publisher.publish(topic, b"once").result(timeout=WAIT_LIMIT_S)
     (first,) = subscriber.pull(subscription=path, max_messages=1).received_messages
     subscriber.modify_ack_deadline(subscription=path, ack_ids=[first.ack_id], ack_deadline_seconds=0)
-    (second,) = subscriber.pull(subscription=path, max_messages=1, timeout=LIMIT_S).received_messages
+    (second,) = subscriber.pull(subscription=path, max_messages=1, timeout=WAIT_LIMIT_S).received_messages
     with pytest.raises(exceptions.InvalidArgument) as refusal:
         subscriber.acknowledge(subscription=path, ack_ids=[first.ack_id])
     assert refusal.value.reason == "EXACTLY_ONCE_ACKID_FAILURE"
@@ -242,7 +242,7 @@ def test_retry_policy_delays_the_redelivery(
     topic = make_topic()
     backoff = {"seconds": 600}
     path = make_subscription(topic, retry_policy={"minimum_backoff": backoff, "maximum_backoff": backoff})
-    publisher.publish(topic, b"a").result(timeout=LIMIT_S)
+    publisher.publish(topic, b"a").result(timeout=WAIT_LIMIT_S)
     (first,) = subscriber.pull(subscription=path, max_messages=1).received_messages
     subscriber.modify_ack_deadline(subscription=path, ack_ids=[first.ack_id], ack_deadline_seconds=0)
     assert pull_at_once(subscriber, path) == []

@@ -7,9 +7,9 @@ from google.api_core import exceptions
 from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
 
 from tests.infra.pubsub.conformance.target import Target
+from tests.limits import WAIT_LIMIT_S
 
 Make = Callable[..., str]
-LIMIT_S = 8.0
 
 
 @pytest.mark.parametrize(
@@ -36,10 +36,10 @@ def test_filter_keeps(
     topic = make_topic()
     path = make_subscription(topic, filter=text)
     assert subscriber.get_subscription(subscription=path).filter == text
-    publisher.publish(topic, b"com", name="com").result(timeout=LIMIT_S)
-    publisher.publish(topic, b"net", name="net").result(timeout=LIMIT_S)
-    publisher.publish(topic, b"absent", other="x").result(timeout=LIMIT_S)
-    pulled = subscriber.pull(subscription=path, max_messages=10, timeout=LIMIT_S).received_messages
+    publisher.publish(topic, b"com", name="com").result(timeout=WAIT_LIMIT_S)
+    publisher.publish(topic, b"net", name="net").result(timeout=WAIT_LIMIT_S)
+    publisher.publish(topic, b"absent", other="x").result(timeout=WAIT_LIMIT_S)
+    pulled = subscriber.pull(subscription=path, max_messages=10, timeout=WAIT_LIMIT_S).received_messages
     assert {each.message.data.decode() for each in pulled} == expected
 
 
