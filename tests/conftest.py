@@ -10,9 +10,12 @@ import pytest
 import redis
 from hypothesis import settings
 
+from api.answers import AnswerStore
 from infra.local.process import Process, free_port, listens
 from infra.local.redis import RedisServer
-from tests.limits import START_LIMIT_S, TEST_LIMIT_S
+from shared.cache import ResultCache
+from shared.records import Records
+from tests.limits import REDIS_LIMIT_S, START_LIMIT_S, TEST_LIMIT_S
 
 HEAVY = (
     "bench/test_gpu.py",
@@ -63,6 +66,13 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
         if name.startswith(("PENSTOCK_", "GOOGLE_", "BIGQUERY_", "PUBSUB_")):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _patient_redis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis may be slow on a busy machine; a test of how slow it may be gives its own limit."""
+    for kind in (ResultCache, Records, AnswerStore):
+        monkeypatch.setitem(kind.__init__.__kwdefaults__ or {}, "timeout_s", REDIS_LIMIT_S)
 
 
 @pytest.fixture(scope="session")

@@ -12,5 +12,7 @@ WAIT_LIMIT_S = 90.0 * PATIENCE
 """For an answer, a message, a row, the end of a short program: usually less than a second, a few at most."""
 START_LIMIT_S = 240.0 * PATIENCE
 """For a process or a stack until it is ready or gone: usually one second, 20 where models are loaded."""
+REDIS_LIMIT_S = 10.0 * PATIENCE
+"""For one round trip to Redis in a process of ours where nothing else is said: usually a millisecond."""
 TEST_LIMIT_S = 900.0 * PATIENCE
 """For one test with its set-ups, shared ones included: usually less than a minute."""

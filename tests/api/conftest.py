@@ -5,16 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.records import Records
 from tests.api.harness import ApiUnderTest, running_api, settings_for
-
-
-@pytest.fixture
-def patient_redis(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Redis may be slow on a busy machine; how long it may be is tested in tests/shared."""
-    defaults = Records.__init__.__kwdefaults__
-    assert defaults is not None
-    monkeypatch.setitem(defaults, "timeout_s", 5.0)
 
 
 @pytest.fixture

@@ -183,7 +183,7 @@ async def test_large_answer_lies_in_the_object_store(api: ApiUnderTest, redis_ur
 
 async def test_openai_client_that_gives_up_and_retries_costs_one_inference(api: ApiUnderTest) -> None:
     api.worker.go.clear()
-    client = api.openai(max_retries=2, timeout=0.3)
+    client = api.openai(max_retries=2, timeout=2.0)
     asked = asyncio.create_task(
         client.embeddings.create(
             model=TEXT_MODEL.name, input="a cat", extra_headers={"Idempotency-Key": "again", **UNCACHED}
@@ -253,7 +253,7 @@ async def test_second_waits_no_longer_than_its_own_deadline(tmp_path: Path, redi
         asked = asyncio.create_task(first.http.post("/v1/embeddings", json=TEXTS, headers=keyed()))
         await first.worker.until_taken(1)
         for http in (first.http, other):
-            busy = await http.post("/v1/embeddings", json=TEXTS, headers=keyed() | {"x-penstock-deadline-ms": "60"})
+            busy = await http.post("/v1/embeddings", json=TEXTS, headers=keyed() | {"x-penstock-deadline-ms": "500"})
             assert busy.status_code == 409
             assert busy.json()["error"]["code"] == "idempotency_key_in_use"
             assert int(busy.headers["retry-after"]) >= 1
@@ -280,12 +280,12 @@ async def test_key_of_an_instance_that_is_cut_off_is_taken_over(tmp_path: Path, 
 
 
 async def test_lease_outlives_a_long_computation(tmp_path: Path, redis_url: str) -> None:
-    async with two_apis(tmp_path, redis_url, idempotency_lease_s=0.3) as (first, url):
+    async with two_apis(tmp_path, redis_url, idempotency_lease_s=1.0) as (first, url):
         first.worker.go.clear()
         asked = asyncio.create_task(first.http.post("/v1/embeddings", json=TEXTS, headers=keyed()))
         await first.worker.until_taken(1)
         async with httpx.AsyncClient(base_url=url, timeout=WAIT_LIMIT_S) as other:
-            waits = {"x-penstock-deadline-ms": "900"}
+            waits = {"x-penstock-deadline-ms": "2500"}
             busy = await other.post("/v1/embeddings", json=TEXTS, headers=keyed() | waits)
             first.worker.go.set()
             assert (busy.status_code, (await asked).status_code) == (409, 200)

@@ -70,7 +70,7 @@ async def test_reply_reaches_its_waiter(broker: Broker) -> None:
             await reply_to(broker, other, "r2", 0, "for r2")
             await reply_to(broker, second, "r1", 1, "for r1/1")
             await reply_to(broker, first, "r1", 0, "for r1/0")
-            replies = [await waiter.reply(5) for waiter in (first, second, other)]
+            replies = [await waiter.reply(WAIT_LIMIT_S) for waiter in (first, second, other)]
     assert [reply.body.worker for reply in replies] == ["for r1/0", "for r1/1", "for r2"]
 
 
@@ -113,7 +113,7 @@ async def test_late_unknown_double_and_broken_replies_are_dropped(broker: Broker
             await reply_to(broker, waiter, "r1", worker="second")
             await reply_to(broker, last, "r2")
             await last.reply(5)
-            assert (await waiter.reply(5)).body.worker == "first"
+            assert (await waiter.reply(WAIT_LIMIT_S)).body.worker == "first"
     after = {outcome: counted("replies", outcome=outcome) - before[outcome] for outcome in outcomes}
     assert after == {"unknown": 2, "duplicate": 1, "undecodable": 1, "delivered": 2}
 
@@ -125,7 +125,7 @@ async def test_no_reply_in_time() -> None:
             with pytest.raises(DeadlineExceeded):
                 await waiter.reply(0.01)
             await reply_to(Broker(memory, memory), waiter, "r1")
-            assert (await waiter.reply(5)).request_id == "r1"
+            assert (await waiter.reply(WAIT_LIMIT_S)).request_id == "r1"
 
 
 async def test_own_inbox_is_removed_at_close(broker: Broker) -> None:
@@ -150,7 +150,7 @@ async def test_pool_gives_each_instance_another_inbox(broker: Broker, redis_url:
             with inbox.waiter("r1", 0) as waiter:
                 topics.append(waiter.inbox)
                 await reply_to(broker, waiter, "r1", worker=waiter.inbox)
-                assert (await waiter.reply(5)).body.worker == waiter.inbox
+                assert (await waiter.reply(WAIT_LIMIT_S)).body.worker == waiter.inbox
     assert set(topics[:2]) == {"inbox.0", "inbox.1"}
     assert topics[2].startswith("inbox.api-2-"), "the pool is empty, so the third made its own"
     with redis.Redis.from_url(redis_url) as client:
@@ -166,14 +166,14 @@ async def test_pool_of_another_region_starts_where_it_is_told(broker: Broker, re
 
 
 async def test_lost_lease_moves_to_another_inbox(broker: Broker, redis_url: str) -> None:
-    pool = settings(inbox_pool=1, redis_url=redis_url, inbox_lease_s=0.3)
+    pool = settings(inbox_pool=1, redis_url=redis_url, inbox_lease_s=1.5)
     await make_inbox(broker.admin, "0", 3)
     async with ReplyInbox(pool, broker.transport, broker.admin, "api-1") as inbox:
         with inbox.waiter("r1", 0) as waiter, redis.Redis.from_url(redis_url) as client:
             assert waiter.inbox == "inbox.0"
             client.set("penstock:inbox:0", "somebody else")
             with pytest.raises(InboxLost):
-                await waiter.reply(5)
+                await waiter.reply(WAIT_LIMIT_S)
         async with asyncio.timeout(WAIT_LIMIT_S):
             topic = await _next_inbox(inbox)
         assert topic.startswith("inbox.api-1-")
@@ -184,7 +184,7 @@ async def test_lost_lease_moves_to_another_inbox(broker: Broker, redis_url: str)
 async def test_lease_is_kept_while_redis_forgets(redis_url: str) -> None:
     memory = InMemoryTransport()
     await make_inbox(memory, "0", 1)
-    pool = settings(inbox_pool=1, redis_url=redis_url, inbox_lease_s=0.3, reply_slots=1)
+    pool = settings(inbox_pool=1, redis_url=redis_url, inbox_lease_s=1.5, reply_slots=1)
     async with ReplyInbox(pool, memory, memory, "api-1") as inbox, redis.asyncio.Redis.from_url(redis_url) as client:
         await client.flushall()
         async with asyncio.timeout(WAIT_LIMIT_S):
@@ -206,7 +206,7 @@ async def test_inbox_that_is_deleted_is_replaced(broker: Broker) -> None:
             for number in range(3):
                 await broker.admin.delete_subscription(f"{waiter.inbox}.slot.{number}")
             with pytest.raises(InboxLost):
-                await waiter.reply(9)
+                await waiter.reply(WAIT_LIMIT_S)
         async with asyncio.timeout(WAIT_LIMIT_S):
             assert await _next_inbox(inbox) != waiter.inbox
 
@@ -247,7 +247,7 @@ async def test_eighty_slots_open_fast(pubsub_endpoint: str) -> None:
         async with ReplyInbox(settings(reply_slots=80), broker.transport, broker.admin, "api-1") as inbox:
             took_s = asyncio.get_running_loop().time() - started_s
             assert inbox.ready
-        assert took_s < 5, "far above what it takes, far below one slot after another with a second each"
+        assert took_s < 40, "far above what it takes, below one slot after another with a second each"
 
 
 async def _next_inbox(inbox: ReplyInbox) -> str:

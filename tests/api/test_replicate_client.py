@@ -19,7 +19,7 @@ from tests.api.fake_worker import png_of, vector_of
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.limits import WAIT_LIMIT_S
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient_redis")]
+pytestmark = pytest.mark.anyio
 TEXT_REF, IMAGE_REF = f"anyone/{TEXT_MODEL.name}", f"anyone/{IMAGE_MODEL.name}"
 SECRET = "whsec_" + "A" * 43 + "="
 KEY = "k-1"

@@ -15,7 +15,7 @@ from tests.api.predicting import TEXT
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import Server, writer
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient_redis")]
+pytestmark = pytest.mark.anyio
 
 LONGEST = "q" * 128
 HASHED = re.compile(r"sha256:[0-9a-f]{32}")

@@ -17,6 +17,7 @@ from shared import redis_link
 from shared.cache import ResultCache
 from shared.errors import ConfigurationError
 from shared.messages import EmbeddingResult
+from tests.limits import REDIS_LIMIT_S, WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 
@@ -40,20 +41,20 @@ def metric(name: str, **labels: str) -> float:
 
 async def wait_for(condition: Callable[[], Awaitable[bool]]) -> None:
     """Asks until it holds; each asking is the work that makes it hold."""
-    with anyio.fail_after(8):
+    with anyio.fail_after(WAIT_LIMIT_S):
         while not await condition():
             pass
 
 
 @asynccontextmanager
-async def quick_cache(url: str) -> AsyncIterator[ResultCache]:
-    async with ResultCache(url, 0, retry_s=0.01) as cache:
+async def quick_cache(url: str, timeout_s: float = REDIS_LIMIT_S) -> AsyncIterator[ResultCache]:
+    async with ResultCache(url, 0, timeout_s=timeout_s, retry_s=0.01) as cache:
         yield cache
 
 
 async def trip(cache: ResultCache) -> None:
     """Asks until the breaker opens."""
-    with anyio.fail_after(8):
+    with anyio.fail_after(WAIT_LIMIT_S):
         while cache.redis_is_up:
             assert await cache.get_many(["k"]) == {}
 
@@ -65,7 +66,7 @@ async def test_opens_without_redis_and_finds_it_later(tmp_path: Path) -> None:
         await cache.put_many({"a": vector()}, ttl_s=60)
         assert await cache.get_many(["a"]) == {"a": (vector(), "memory")}
         with server:
-            assert await cache.wait_redis(8)
+            assert await cache.wait_redis(WAIT_LIMIT_S)
             async with quick_cache(server.url) as other:
                 await cache.put_many({"b": vector()}, ttl_s=60)
                 assert (await other.get_many(["b"]))["b"][1] == "redis"
@@ -81,31 +82,31 @@ async def test_redis_stops_and_comes_back(own_redis: RedisServer) -> None:
         assert metric("penstock_cache_errors_total", operation="get") > errors
         assert metric("penstock_cache_redis_up") == 0
         own_redis.start()
-        assert await cache.wait_redis(8)
+        assert await cache.wait_redis(WAIT_LIMIT_S)
         await cache.put_many({"a": vector()}, ttl_s=60)
         assert "a" in await cache.get_many(["a"])
         assert metric("penstock_cache_redis_up") == 1
 
 
 async def test_hanging_redis_costs_a_bounded_wait_then_none(own_redis: RedisServer) -> None:
-    async with quick_cache(own_redis.url) as cache:
+    async with quick_cache(own_redis.url, timeout_s=0.5) as cache:
         await cache.put_many({"a": vector()}, ttl_s=60)
         own_redis.pause()
-        with anyio.fail_after(5):
+        with anyio.fail_after(WAIT_LIMIT_S):
             await trip(cache)
             # With the breaker open nothing waits: far fewer seconds than one limit each would take.
             for _ in range(1000):
                 assert await cache.get_many(["a"]) == {}
                 await cache.put_many({"b": vector()}, ttl_s=60)
         own_redis.resume()
-        assert await cache.wait_redis(8)
+        assert await cache.wait_redis(WAIT_LIMIT_S)
         assert "a" in await cache.get_many(["a"])
 
 
 async def test_a_crowd_of_callers_is_let_go(own_redis: RedisServer) -> None:
-    async with quick_cache(own_redis.url) as cache:
+    async with quick_cache(own_redis.url, timeout_s=0.5) as cache:
         own_redis.pause()
-        with anyio.fail_after(5):
+        with anyio.fail_after(WAIT_LIMIT_S):
             async with anyio.create_task_group() as group:
                 for n in range(3000):
                     group.start_soon(cache.get_many, [f"k{n}"])
