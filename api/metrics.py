@@ -1,12 +1,22 @@
-"""The API's Prometheus metrics; served by /metrics together with those of the cache, the inbox and the rows."""
+"""The API's Prometheus metrics, and the port on which they are read with those of the cache, the inbox and the rows.
+
+That port is not the one that callers reach: what is counted (models, load, errors) is for those who run the API, and
+a rule on a path at the edge can be walked around by writing the path in another way.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram, start_http_server
+
+from shared.errors import ConfigurationError
 
 _SECONDS = (0.001, 0.002, 0.003, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+_STOP_LIMIT_S = 5.0
 
 REQUESTS = Counter("penstock_api_requests_total", "HTTP requests answered.", ["route", "model", "status"])
 REQUEST_SECONDS = Histogram(
@@ -51,3 +61,22 @@ def of_items(model: str, cache: str, status: str) -> Counter:
 def in_flight(model: str) -> Gauge:
     """Items of `model` in flight."""
     return IN_FLIGHT.labels(model)
+
+
+@contextmanager
+def served(host: str, port: int) -> Iterator[int]:
+    """Serves what this process counts until left; yields the port, which is another where `port` is 0.
+
+    Raises:
+        ConfigurationError: it can't be listened on.
+    """
+    try:
+        server, thread = start_http_server(port, host)
+    except OSError as error:
+        raise ConfigurationError(f"PENSTOCK_METRICS_PORT: {host}:{port}: {error}", field="metrics_port") from error
+    try:
+        yield int(server.server_port)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(_STOP_LIMIT_S)

@@ -53,6 +53,9 @@ def _parser() -> argparse.ArgumentParser:
         "--functions-port", type=int, default=Ports.functions, metavar="PORT", help="(default: %(default)s)"
     )
     up.add_argument(
+        "--metrics-port", type=int, default=Ports.metrics, metavar="PORT", help="of the API (default: %(default)s)"
+    )
+    up.add_argument(
         "--health-port", type=int, default=8091, metavar="PORT", help="of the first worker (default: %(default)s)"
     )
     up.set_defaults(run=_up)
@@ -103,7 +106,7 @@ def _up(options: argparse.Namespace) -> int:
 
     health = range(options.health_port, options.health_port + 100)
     own = (options.api_port, options.pubsub_port, options.bigquery_port, options.redis_port)
-    return stay_up(STATE_DIR, Ports(*own, health, options.functions_port), given_settings())
+    return stay_up(STATE_DIR, Ports(*own, health, options.functions_port, options.metrics_port), given_settings())
 
 
 def _demo(options: argparse.Namespace) -> int:

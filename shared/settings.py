@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -63,8 +64,14 @@ class ApiSettings(Settings):
 
     host: str = "127.0.0.1"
     port: int = Field(8080, ge=0, le=65535)
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = Field(9464, ge=0, le=65535)
+    """Where Prometheus reads what this process counts, apart from what callers reach; 0: nowhere."""
     public_url: str = ""
     """The URL callers reach this API by, for links in answers; empty: as the request came in."""
+    trusted_proxies: str = ""
+    """Addresses and networks of the proxies whose X-Forwarded-Proto is believed, comma-separated; empty: nobody's.
+    `*` is for where nothing but a proxy can connect, as on Cloud Run."""
     secret: str = ""
     """Signs links to results; empty: a random one per process, so links die with it."""
     api_keys: str = ""
@@ -88,6 +95,14 @@ class ApiSettings(Settings):
     """`whsec_…`, comma-separated, as the function that delivers webhooks has them; the first is handed out."""
     memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     request_max_bytes: int = Field(32 * 1024 * 1024, ge=1)
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _are_networks(cls, value: str) -> str:
+        for proxy in [] if value.strip() in ("", "*") else value.split(","):
+            # uvicorn takes what is no address for a name, and trusts nobody then; so would who mistypes one.
+            ip_network(proxy.strip())
+        return value
 
 
 class WorkerSettings(Settings):

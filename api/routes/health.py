@@ -1,10 +1,9 @@
-"""For those who run the API: /healthz, /readyz, /metrics."""
+"""For those who run the API: /healthz, /readyz. What it counts is on a port of its own (api/metrics.py)."""
 
 from __future__ import annotations
 
 import msgspec
 from fastapi import APIRouter
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,9 +24,3 @@ async def is_ready(request: Request) -> Response:
     found = await parts_of(request).readiness.check()
     body = {"status": found.status, "pubsub": found.pubsub, "redis": found.redis}
     return Response(msgspec.json.encode(body), 200 if found.is_ready else 503, media_type="application/json")
-
-
-@router.get("/metrics", summary="Prometheus metrics")
-async def metrics(request: Request) -> Response:
-    """Everything this process counts."""
-    return Response(generate_latest(), headers={"content-type": CONTENT_TYPE_LATEST})

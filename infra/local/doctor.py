@@ -110,7 +110,16 @@ def _redis_server() -> Finding:
 
 def _ports() -> Finding:
     ports = Ports()
-    wanted = (ports.api, ports.pubsub, ports.bigquery, ports.redis, ports.functions, ports.health[0], ports.health[1])
+    wanted = (
+        ports.api,
+        ports.pubsub,
+        ports.bigquery,
+        ports.redis,
+        ports.functions,
+        ports.metrics,
+        ports.health[0],
+        ports.health[1],
+    )
     taken = [port for port in wanted if listens(port)]
     if ports.api in taken and answers(ports.api, "/readyz"):
         return Finding("ports", f"an API of Penstock is ready on port {ports.api}")

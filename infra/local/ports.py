@@ -18,9 +18,11 @@ class Ports:
     redis: int = 6390
     health: Sequence[int] = field(default_factory=lambda: range(8091, 8191))
     functions: int = 8090
+    metrics: int = 9464
+    """Where the API's metrics are read."""
 
     @classmethod
     def free(cls, workers: int = 8) -> Ports:
         """Ports that were free a moment ago, with health ports for so many workers."""
         health = [free_port() for _ in range(workers)]
-        return cls(free_port(), free_port(), free_port(), free_port(), health, free_port())
+        return cls(free_port(), free_port(), free_port(), free_port(), health, free_port(), free_port())

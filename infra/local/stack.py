@@ -113,6 +113,7 @@ class Stack:
             "PENSTOCK_OBJECTS_URL": f"file://{self.state_dir / 'objects'}",
             "PENSTOCK_SPOOL_DIR": str(self.state_dir / "spool"),
             "PENSTOCK_PORT": str(self.ports.api),
+            "PENSTOCK_METRICS_PORT": str(self.ports.metrics),
         }
         return own | self._given
 
@@ -157,7 +158,8 @@ class Stack:
         """Refuses before anything starts: a port taken later would show only in some log."""
         if workers > len(self.ports.health):
             raise ConfigurationError(f"{workers} models need as many health ports, not {len(self.ports.health)}")
-        wanted = {"API": self.ports.api} | {name: getattr(self.ports, name) for name in self._own_servers()}
+        wanted = {"API": self.ports.api, "metrics of the API": self.ports.metrics}
+        wanted |= {name: getattr(self.ports, name) for name in self._own_servers()}
         wanted |= {"functions": self.ports.functions} if self.functions_url else {}
         wanted |= {f"health of worker {n}": port for n, port in enumerate(self.ports.health[:workers])}
         for part, port in wanted.items():

@@ -40,7 +40,7 @@ def stay_up(state_dir: Path, ports: Ports, settings: Mapping[str, str]) -> int:
 def _usage(stack: Stack) -> str:
     model = read_catalogue(stack.settings.models_file).models[0]
     lines = {
-        "API": f"{stack.api_url}/v1 (docs: {stack.api_url}/docs, metrics: {stack.api_url}/metrics)",
+        "API": f"{stack.api_url}/v1 (docs: {stack.api_url}/docs, metrics: http://127.0.0.1:{stack.ports.metrics}/metrics)",
         "Pub/Sub": stack.settings.pubsub_endpoint or "Google's own",
         "BigQuery": stack.settings.bigquery_endpoint or "Google's own",
         "Redis": stack.settings.redis_url.rpartition("@")[2],

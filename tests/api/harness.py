@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from api.app import create_app
+from api.listening import server_config
 from api.parts import Parts
 from shared.cache import ResultCache
 from shared.catalogue import Catalogue, read_catalogue
@@ -102,7 +103,7 @@ async def running_api(
             records = None if settings.redis_url == NO_REDIS else Records(settings.redis_url)
             worker = FakeWorker(broker, catalogue.models, cache, records and await opened.enter_async_context(records))
             await opened.enter_async_context(worker.running(inbox_admin))
-        url = await opened.enter_async_context(serving(app))
+        url = await opened.enter_async_context(serving(app, settings))
         http = await opened.enter_async_context(httpx.AsyncClient(base_url=url, timeout=WAIT_LIMIT_S))
         under_test = ApiUnderTest(url, app, worker, in_memory, rows.rows, http)
         try:
@@ -113,9 +114,8 @@ async def running_api(
 
 
 @asynccontextmanager
-async def serving(app: FastAPI) -> AsyncIterator[str]:
-    config = uvicorn.Config(app, port=0, http="httptools", lifespan="on", log_config=None, access_log=False)
-    server = uvicorn.Server(config)
+async def serving(app: FastAPI, settings: ApiSettings) -> AsyncIterator[str]:
+    server = uvicorn.Server(server_config(app, settings))
     serving = asyncio.create_task(server.serve())
     async with asyncio.timeout(WAIT_LIMIT_S):
         while not server.started:

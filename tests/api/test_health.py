@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from api import schemas
-from shared.errors import Unavailable
+from api import metrics, schemas
+from shared.errors import ConfigurationError, Unavailable
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
 
 pytestmark = pytest.mark.anyio
@@ -56,9 +56,24 @@ async def test_metrics_count_requests_and_items(api: ApiUnderTest) -> None:
 
 
 async def _metrics(api: ApiUnderTest) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    text = (await api.http.get("/metrics")).text
+    with metrics.served("127.0.0.1", 0) as port:
+        text = (await api.http.get(f"http://127.0.0.1:{port}/metrics")).text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     return {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples}
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/%6detrics", "/v1/../metrics", "//metrics", "/metrics/"])
+async def test_metrics_are_not_where_callers_are(api: ApiUnderTest, path: str) -> None:
+    assert (await api.http.get(path)).status_code == 404
+
+
+async def test_taken_port_for_metrics_is_told() -> None:
+    with (
+        metrics.served("127.0.0.1", 0) as port,
+        pytest.raises(ConfigurationError, match="METRICS_PORT"),
+        metrics.served("127.0.0.1", port),
+    ):
+        pass
 
 
 async def test_openapi_page_is_whole(api: ApiUnderTest) -> None:

@@ -35,11 +35,13 @@ class RunningApi:
     worker: FakeWorker
     http: httpx.AsyncClient
     log: Path
+    metrics_url: str
 
 
 @asynccontextmanager
 async def _api(pubsub_endpoint: str, folder: Path) -> AsyncIterator[RunningApi]:
     project, port, log = f"p-{uuid4().hex[:8]}", free_port(), folder / "api.log"
+    metrics_port = free_port()
     environment = os.environ | {
         "PENSTOCK_PROJECT": project,
         "PENSTOCK_PUBSUB_ENDPOINT": pubsub_endpoint,
@@ -48,6 +50,7 @@ async def _api(pubsub_endpoint: str, folder: Path) -> AsyncIterator[RunningApi]:
         "PENSTOCK_OBJECTS_URL": f"file://{folder}/objects",
         "PENSTOCK_SPOOL_DIR": str(folder / "spool"),
         "PENSTOCK_PORT": str(port),
+        "PENSTOCK_METRICS_PORT": str(metrics_port),
         "PENSTOCK_REPLY_SLOTS": "8",
     }
     async with AsyncExitStack() as opened:
@@ -63,7 +66,7 @@ async def _api(pubsub_endpoint: str, folder: Path) -> AsyncIterator[RunningApi]:
             )
         try:
             await _until_ready(process, http, log)
-            yield RunningApi(process, worker, http, log)
+            yield RunningApi(process, worker, http, log, f"http://127.0.0.1:{metrics_port}/metrics")
         finally:
             if process.returncode is None:
                 process.kill()
@@ -99,6 +102,7 @@ async def test_serves_over_pubsub_in_little_memory_and_stops_cleanly(pubsub_endp
         assert response.status_code == 200, _said(api.log)
         vector = np.float32(response.json()["data"][0]["embedding"])
         assert np.array_equal(vector, vector_of(TextInput("a")))
+        assert "penstock_api_requests_total{" in (await api.http.get(api.metrics_url)).text
         if sys.platform == "linux":
             assert _resident_kb(api.process.pid) < MEMORY_LIMIT_KB
         api.process.terminate()

@@ -81,11 +81,11 @@ def test_redis_hangs(stack: Stack, client: openai.OpenAI, rows: Rows, text: str)
     stack.processes["redis"].pause()
     try:
         request_ids = ask_all(client, [f"{text} {number}" for number in range(20)])
-        assert eventually(lambda: metric(stack.ports.api, "penstock_cache_redis_up") == 0)
+        assert eventually(lambda: metric(stack.ports.metrics, "penstock_cache_redis_up") == 0)
         request_ids += ask_all(client, [f"{text} later {number}" for number in range(20)])
     finally:
         stack.processes["redis"].resume()
-    assert eventually(lambda: metric(stack.ports.api, "penstock_cache_redis_up") == 1)
+    assert eventually(lambda: metric(stack.ports.metrics, "penstock_cache_redis_up") == 1)
     assert_one_row_each(rows, request_ids)
 
 

@@ -130,7 +130,7 @@ class World:
             "PENSTOCK_REDIS_URL": f"redis://127.0.0.1:{self.links.port(f'{name}.redis')}/0",
         }
         if name in APIS:
-            own |= {"PENSTOCK_PORT": str(self._ports[name])}
+            own |= {"PENSTOCK_PORT": str(self._ports[name]), "PENSTOCK_METRICS_PORT": "0"}
             return Process(name, [sys.executable, "-m", "api"], self._log_dir, environment=environment_with(own))
         own |= {
             "PENSTOCK_MODEL": MODEL,

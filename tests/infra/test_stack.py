@@ -51,7 +51,7 @@ def servers(redis_url: str, pubsub_endpoint: str, bigquery_endpoint: str) -> dic
 
 
 def all_ports(ports: Ports) -> list[int]:
-    return [ports.api, ports.pubsub, ports.bigquery, ports.redis, *ports.health, ports.functions]
+    return [ports.api, ports.pubsub, ports.bigquery, ports.redis, *ports.health, ports.functions, ports.metrics]
 
 
 def test_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def running_up(folder: Path, settings: dict[str, str]) -> Iterator[Up]:
     ports = Ports.free(workers=1)
     catalogue(folder, MINI)
     command = [sys.executable, "-m", "infra.cli", "up", "--health-port", str(ports.health[0])]
-    for name in ("api", "pubsub", "bigquery", "redis", "functions"):
+    for name in ("api", "pubsub", "bigquery", "redis", "functions", "metrics"):
         command += [f"--{name}-port", str(getattr(ports, name))]
     log_path = folder / "up.log"
     environment = os.environ | settings | {"PYTHONPATH": str(ROOT)}

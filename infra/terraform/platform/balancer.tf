@@ -131,15 +131,15 @@ resource "google_compute_security_policy" "api" {
     }
   }
 
-  # Probes and metrics are for those who run the API.
+  # Probes are for those who run the API.
   rule {
     action      = "deny(404)"
     priority    = 900
-    description = "Inner paths"
+    description = "Readiness"
 
     match {
       expr {
-        expression = "request.path.matches('^/(metrics|readyz)$')"
+        expression = "request.path.urlDecode().matches('^/readyz$')"
       }
     }
   }

@@ -25,7 +25,7 @@ locals {
       apiVersion = "monitoring.googleapis.com/v1beta"
       kind       = "RunMonitoring"
       metadata   = { name = "penstock-api" }
-      spec       = { endpoints = [{ interval = "10s", path = "/metrics", port = 8080 }] }
+      spec       = { endpoints = [{ interval = "10s", path = "/metrics", port = 9464 }] }
     })
   }
   secrets = {

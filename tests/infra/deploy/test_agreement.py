@@ -156,8 +156,14 @@ def test_api_is_scraped_where_it_answers(plan: Plan) -> None:
         if "RunMonitoring" in (version["secret_data"] or "")
     ]
     (endpoint,) = config["spec"]["endpoints"]
-    assert endpoint["port"] == api_container(plan, "europe-west4")["ports"][0]["container_port"]
-    assert endpoint["path"] in {route.path for route in health.router.routes if isinstance(route, APIRoute)}
+    assert str(endpoint["port"]) == api_settings(plan, "europe-west4")["PENSTOCK_METRICS_PORT"]
+    # Callers can reach the one port that the container names, and no other.
+    assert endpoint["port"] not in {port["container_port"] for port in api_container(plan, "europe-west4")["ports"]}
+    with (
+        api.metrics.served("127.0.0.1", 0) as port,
+        urllib.request.urlopen(f"http://127.0.0.1:{port}{endpoint['path']}", timeout=5) as answer,
+    ):
+        assert b"penstock_api_requests" in answer.read()
 
 
 def test_worker_answers_probes_and_scrapes(objects: Objects) -> None:

@@ -24,7 +24,7 @@ ON_ONE_MACHINE = {"PENSTOCK_PUBSUB_ENDPOINT", "PENSTOCK_BIGQUERY_ENDPOINT"}
 LEFT_ALONE: dict[type[Settings], set[str]] = {
     ApiSettings: {
         *("PENSTOCK_LOG_LEVEL", "PENSTOCK_MEMORY_CACHE_BYTES", "PENSTOCK_REQUEST_MAX_BYTES"),
-        *("PENSTOCK_INBOX_LEASE_S", "PENSTOCK_IDEMPOTENCY_LEASE_S"),
+        *("PENSTOCK_INBOX_LEASE_S", "PENSTOCK_IDEMPOTENCY_LEASE_S", "PENSTOCK_METRICS_HOST"),
         # Only where there is a domain, or a pool that does not begin at 0.
         *("PENSTOCK_PUBLIC_URL", "PENSTOCK_INBOX_FIRST"),
     },
@@ -138,7 +138,7 @@ def test_cloud_sets_what_the_stack_sets(plan: Plan, objects: Objects, tmp_path: 
     local = set(Stack(tmp_path, ports=ports).environment) - {REPLACED_BY["pubsub"], REPLACED_BY["bigquery"]}
     assert local <= set(api_settings(plan, "europe-west4"))
     for deployment in workers(objects).values():
-        assert local - {"PENSTOCK_PORT"} <= set(settings_of(objects, deployment))
+        assert local - {"PENSTOCK_PORT", "PENSTOCK_METRICS_PORT"} <= set(settings_of(objects, deployment))
 
 
 def test_shared_settings_are_the_same_on_both_sides(plan: Plan, objects: Objects) -> None:

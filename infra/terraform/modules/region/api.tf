@@ -7,6 +7,7 @@ locals {
     PENSTOCK_IDEMPOTENCY_KEEP_S = tostring(var.api.idempotency_keep_s)
     PENSTOCK_INBOX_POOL         = tostring(var.inboxes.count)
     PENSTOCK_MAX_IN_FLIGHT      = tostring(var.api.max_in_flight)
+    PENSTOCK_METRICS_PORT       = "9464"
     PENSTOCK_MODELS_FILE        = "/etc/penstock/models.yaml"
     PENSTOCK_OBJECTS_URL        = var.objects_url
     PENSTOCK_PORT               = tostring(local.port)
@@ -18,6 +19,9 @@ locals {
     PENSTOCK_REPLY_SLOTS        = tostring(var.inboxes.slots)
     PENSTOCK_SPOOL_DIR          = "/var/spool/penstock"
     PENSTOCK_SPOOL_MAX_BYTES    = tostring(256 * 1024 * 1024)
+    # Whatever connects to a container on Cloud Run is Google's front end,
+    # which ends TLS and writes this header itself.
+    PENSTOCK_TRUSTED_PROXIES = "*"
   }
   # Each region leases its inboxes from a Redis of its own: their numbers
   # must not meet.
@@ -122,7 +126,8 @@ resource "google_cloud_run_v2_service" "api" {
       }
     }
 
-    # Scrapes the API on localhost and writes to Managed Prometheus, which
+    # Scrapes the API on localhost, on a port that nobody can call from
+    # outside, and writes to Managed Prometheus, which
     # the autoscaler of the workers asks.
     containers {
       name       = "metrics"

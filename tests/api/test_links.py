@@ -1,0 +1,41 @@
+"""Whose word is taken for how callers reach this API, which links in answers are made from."""
+
+from pathlib import Path
+
+import pytest
+
+from shared.errors import ConfigurationError
+from tests.api.harness import IMAGE_MODEL, running_api, settings_for
+
+pytestmark = pytest.mark.anyio
+BODY = {"model": IMAGE_MODEL.name, "prompt": "a", "response_format": "url"}
+BY_A_PROXY = {"x-forwarded-proto": "https", "x-forwarded-for": "203.0.113.7", "host": "api.example.com"}
+
+
+@pytest.mark.parametrize(
+    ("trusted", "scheme"),
+    [
+        ("", "http"),
+        ("10.0.0.0/8, ::1", "http"),
+        ("127.0.0.1", "https"),
+        ("10.0.0.1,127.0.0.0/8", "https"),
+        ("*", "https"),
+    ],
+)
+async def test_links_are_https_where_a_trusted_proxy_says_so(tmp_path: Path, trusted: str, scheme: str) -> None:
+    async with running_api(settings_for(tmp_path, trusted_proxies=trusted)) as api:
+        response = await api.http.post("/v1/images/generations", json=BODY, headers=BY_A_PROXY)
+        assert response.json()["data"][0]["url"].startswith(f"{scheme}://api.example.com/v1/objects/")
+
+
+async def test_host_is_not_taken_from_a_header_that_callers_can_write(tmp_path: Path) -> None:
+    async with running_api(settings_for(tmp_path, trusted_proxies="*")) as api:
+        headers = BY_A_PROXY | {"x-forwarded-host": "evil.example.com", "x-forwarded-proto": "javascript"}
+        response = await api.http.post("/v1/images/generations", json=BODY, headers=headers)
+        assert response.json()["data"][0]["url"].startswith("http://api.example.com/v1/objects/")
+
+
+@pytest.mark.parametrize("trusted", ["proxy.example.com", "10.0.0.1/8", "10.0.0.1,*", "10.0.0.1,"])
+def test_proxies_that_are_no_networks_are_refused(tmp_path: Path, trusted: str) -> None:
+    with pytest.raises(ConfigurationError, match="PENSTOCK_TRUSTED_PROXIES"):
+        settings_for(tmp_path, trusted_proxies=trusted)
