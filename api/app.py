@@ -28,7 +28,7 @@ from api.prediction_jobs import PredictionSender
 from api.predictions import Predictions
 from api.readiness import Readiness
 from api.repeats import Repeats
-from api.routes import embeddings, health, images, models, objects, prediction_models
+from api.routes import embeddings, health, images, models, objects, pages, prediction_models
 from api.routes import predictions as prediction_routes
 from api.tenants import Tenants
 from shared.cache import ResultCache
@@ -71,9 +71,19 @@ def create_app(
             settle_heap()
             yield
 
-    app = DirectApp(settings.request_max_bytes, title="Penstock", description=_ABOUT, version="1", lifespan=lifespan)
-    for routes in (embeddings, images, models, objects, health):
+    app = DirectApp(
+        settings.request_max_bytes,
+        origins=[origin.strip() for origin in settings.cors_origins.split(",") if origin.strip()],
+        title="Penstock",
+        description=_ABOUT,
+        version="1",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    for routes in (embeddings, images, models, objects, health, pages):
         app.add(routes.router)
+    app.mount("/docs/assets", pages.assets)
     for router in (prediction_routes.router, prediction_models.router):
         app.include_router(router, prefix="/v1")
         app.include_router(router, include_in_schema=False)

@@ -5,16 +5,40 @@ Measured: a tenth of what the API spends on a request. FastAPI still knows these
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.context import ContextMiddleware
 from api.errors import EXPECTED, answer
 from api.idempotency import HEADER, once
+
+IS_HEAD = "penstock.is_head"
+"""In the scope of a HEAD that is served as a GET: for routes whose body is endless."""
+_TOLD_TO_SCRIPTS = (
+    *("x-request-id", "location", "retry-after", "x-should-retry", "idempotent-replayed", "x-penstock-cache"),
+    *("x-penstock-queue-ms", "x-penstock-batch-ms", "x-penstock-inference-ms", "x-penstock-total-ms"),
+    "x-penstock-seed",
+)
+_PREFLIGHT_KEPT_S = 7200
+"""Chromium's limit."""
+
+
+def _for_browsers(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    # A key is sent by the script itself, so nothing that a browser would send along of its own is allowed.
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "HEAD", "POST", "PUT"),
+        allow_headers=("*",),
+        expose_headers=_TOLD_TO_SCRIPTS,
+        max_age=_PREFLIGHT_KEPT_S,
+    )
 
 
 class DirectRoute(APIRoute):
@@ -26,11 +50,13 @@ class DirectApp(FastAPI):
 
     Args:
         body_max_bytes: the largest body that is read.
+        origins: whose pages may call it from a browser; `*`: all.
         given: as FastAPI takes it.
     """
 
-    def __init__(self, body_max_bytes: int, **given: Any) -> None:
+    def __init__(self, body_max_bytes: int, *, origins: Sequence[str] = (), **given: Any) -> None:
         super().__init__(**given)
+        self._entry: ASGIApp = _for_browsers(self._serve, origins) if origins else self._serve
         self._direct: dict[tuple[str, str], DirectRoute] = {}
         self._in_context = ContextMiddleware(self._answer, body_max_bytes)
         self.add_middleware(ContextMiddleware, body_max_bytes=body_max_bytes)
@@ -43,6 +69,12 @@ class DirectApp(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one connection."""
+        await self._entry(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            # Answered like GET; the server leaves the body out (RFC 9110, 9.3.2).
+            scope = dict(scope, method="GET", **{IS_HEAD: True})
         route = self._direct.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
         if route is None:
             await super().__call__(scope, receive, send)

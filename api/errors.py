@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from api.methods import allowed_methods
 from api.schemas import ErrorDetail, ErrorReply
 from shared.errors import BadInput, Canceled, InputTooLarge, Overloaded, PenstockError
 
@@ -178,7 +179,10 @@ def _without_route(request: Request, error: HTTPException) -> Response:
     if error.status_code == 404:
         return error_response(NotFound(f"there is no {request.url.path} here"))
     if error.status_code == 405:
+        allowed = {"allow": ", ".join(allowed_methods(request.app.routes, request.scope))}
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers=allowed)
         response = error_response(MethodNotAllowed(f"{request.url.path} does not take {request.method}"))
-        response.headers.update(error.headers or {})
+        response.headers.update(allowed)
         return response
     return error_response(BadInput(str(error.detail)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from ipaddress import ip_network
 from pathlib import Path
@@ -72,6 +73,8 @@ class ApiSettings(Settings):
     trusted_proxies: str = ""
     """Addresses and networks of the proxies whose X-Forwarded-Proto is believed, comma-separated; empty: nobody's.
     `*` is for where nothing but a proxy can connect, as on Cloud Run."""
+    cors_origins: str = ""
+    """Origins whose pages may call this API from a browser, comma-separated, or `*`; empty: none."""
     secret: str = ""
     """Signs links to results; empty: a random one per process, so links die with it."""
     api_keys: str = ""
@@ -95,6 +98,14 @@ class ApiSettings(Settings):
     """`whsec_…`, comma-separated, as the function that delivers webhooks has them; the first is handed out."""
     memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     request_max_bytes: int = Field(32 * 1024 * 1024, ge=1)
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, value: str) -> str:
+        for origin in [] if value.strip() in ("", "*") else value.split(","):
+            if not _ORIGIN.fullmatch(origin.strip()):
+                raise ValueError(f"{origin.strip()!r} is no origin, such as https://app.example.com")
+        return value
 
     @field_validator("trusted_proxies")
     @classmethod
@@ -138,6 +149,7 @@ class WorkerSettings(Settings):
         return list(dict.fromkeys(name.strip() for name in self.model.split(",")))
 
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@,\s]+")
 Kind = TypeVar("Kind", bound=Settings)
 
 

@@ -20,6 +20,7 @@ from starlette.responses import Response, StreamingResponse
 
 from api import openapi
 from api.context import context_of, while_connected
+from api.direct import IS_HEAD
 from api.idempotency import REPLAYED
 from api.inbound import (
     base_url_of,
@@ -142,8 +143,10 @@ async def stream(request: Request, prediction_id: str) -> Response:
     tenant, parts = tenant_of(request), parts_of(request)
     parts.streams.check()
     seen = await parts.predictions.read(tenant, prediction_id)
-    events = parts.streams.follow(seen, request.headers.get("last-event-id", ""))
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    if IS_HEAD in request.scope:
+        return Response(headers=headers, media_type="text/event-stream")
+    events = parts.streams.follow(seen, request.headers.get("last-event-id", ""))
     return StreamingResponse(events, headers=headers, media_type="text/event-stream")
 
 

@@ -1,0 +1,21 @@
+"""Which methods a path takes: for `Allow` (RFC 9110, 10.2.1), which the router would fill from one route only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from starlette.routing import BaseRoute, Match
+from starlette.types import Scope
+
+_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+
+
+def allowed_methods(routes: Iterable[BaseRoute], scope: Scope) -> list[str]:
+    """The methods that `routes` take on the path of `scope`, HEAD where there is GET, and OPTIONS."""
+    known = list(routes)
+    taken = [method for method in _METHODS if _is_taken(known, dict(scope, method=method))]
+    return [*taken[:1], "HEAD", *taken[1:], "OPTIONS"] if "GET" in taken else [*taken, "OPTIONS"]
+
+
+def _is_taken(routes: Iterable[BaseRoute], scope: Scope) -> bool:
+    return any(route.matches(scope)[0] is Match.FULL for route in routes)
