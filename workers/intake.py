@@ -30,8 +30,6 @@ from workers.waiting import Waiting
 
 INTAKE_MESSAGES = 256
 """Messages admitted in one go: one cache look-up and one tokenizer call for all of them."""
-DEATHS_MAX = 3
-"""Model processes that may die over an item before it is given up: with others, and then twice alone."""
 PROGRESS_EVERY_S = 0.5
 LINGER_S = 1.0
 """How long a computed item may still be joined: until its result has surely reached the cache."""
@@ -269,15 +267,11 @@ class Intake:
                 self._forget(entry)
 
     def survive(self, batch: list[Entry], reason: str) -> None:
-        """Takes back a batch over which its model process died: each runs alone from now on, but not for ever."""
-        self._queue.ended(batch)
-        for entry in batch:
-            entry.deaths += 1
-            if entry.deaths < DEATHS_MAX:
-                self._queue.add(entry)
-                continue
+        """Takes back a batch over which its model process died: it is tried again, but not for ever."""
+        for entry in self._queue.died(batch):
             self._forget(entry)
-            error = ModelFailed(f"{entry.deaths} model processes died over this item; the last: {reason}")
+            died = f"{entry.deaths} model processes died over this item, {entry.deaths_alone} of them with it alone"
+            error = ModelFailed(f"{died}; the last: {reason}")
             for hand, item in entry.waiting():
                 hand.dead_reason = error.message
                 self._finisher.settle(hand, failure(item.index, error, hand.receipt()))

@@ -103,6 +103,8 @@ class Entry:
     """The result is on its way to the cache."""
     deaths: int = 0
     """Model processes that died over it."""
+    deaths_alone: int = 0
+    """Those of them that had nothing else in hand."""
 
     @property
     def key(self) -> str:

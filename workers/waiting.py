@@ -1,8 +1,11 @@
 """What waits for one model in a worker: two lanes of jobs, and the suspects. Pure: no clock, no I/O.
 
 - Where both lanes wait, one batch in BATCH_TURN is of the lane `batch`: it may wait, but never for ever.
-- A suspect was in the hands of a model process or a worker that died. It runs alone, and one at a time, so that the
-  other processes stay up for its neighbours; where others wait too, they take turns.
+- A suspect was in the hands of a model process or a worker that died. The suspects of one death are tried again in
+  halves, until the one that kills is alone; one group at a time, so that the other processes stay up for its
+  neighbours. Where others wait too, they take turns.
+- Only who dies alone is blamed: DEATHS_ALONE_MAX times, and DEATHS_MAX times in all. So what dies for another reason
+  (a kill by hand, a machine short of memory) costs an innocent nothing but time, though it strikes in the middle.
 - A device that ran out of memory gets half the budget, and a tenth more again with each batch that fits.
 """
 
@@ -16,6 +19,8 @@ from workers.batching import BatchQueue
 from workers.job import Entry
 
 BATCH_TURN = 4
+DEATHS_MAX = 3
+DEATHS_ALONE_MAX = 2
 HEALING = 1.1
 
 
@@ -27,18 +32,19 @@ class Waiting:
         self._interactive: BatchQueue[Entry] = BatchQueue(budget, max_items)
         self._batch: BatchQueue[Entry] = BatchQueue(budget, max_items)
         self._lanes = (self._interactive, self._batch)
-        self._suspects: deque[Entry] = deque()
+        self._suspects: deque[list[Entry]] = deque()
         self._running: list[list[Entry]] = []
         self._turn = 0
         self._suspect_turn = False
 
     def __len__(self) -> int:
         """How many entries could be taken now."""
-        return len(self._interactive) + len(self._batch) + len(self._suspects) * (not self._a_suspect_runs)
+        suspects = 0 if self._a_suspect_runs else sum(map(len, self._suspects))
+        return len(self._interactive) + len(self._batch) + suspects
 
     def __iter__(self) -> Iterator[Entry]:
         """All entries that wait."""
-        return chain(self._interactive, self._batch, self._suspects)
+        return chain(self._interactive, self._batch, *self._suspects)
 
     @property
     def running(self) -> list[list[Entry]]:
@@ -52,13 +58,13 @@ class Waiting:
     @property
     def oldest_s(self) -> float:
         """When the oldest that could be taken was queued, unix seconds."""
-        suspects = () if self._a_suspect_runs else tuple(self._suspects)[:1]
+        suspects = self._suspects[0] if self._suspects and not self._a_suspect_runs else ()
         return min(entry.queued_at_s for entry in chain(*(lane.firsts() for lane in self._lanes), suspects))
 
     def add(self, entry: Entry) -> None:
         """Puts `entry` last in its lane, or among the suspects."""
         if entry.is_suspect:
-            self._suspects.append(entry)
+            self._suspects.append([entry])
         else:
             (self._batch if entry.lane == "batch" else self._interactive).add(entry)
 
@@ -77,7 +83,7 @@ class Waiting:
         free = len(self._interactive) + len(self._batch)
         if self._suspects and not self._a_suspect_runs and (self._suspect_turn or not free):
             self._suspect_turn = False
-            return [self._suspects.popleft()]
+            return self._suspects.popleft()
         self._suspect_turn = True
         self._turn += 1
         is_for_batch = self._turn % BATCH_TURN == 0 or not len(self._interactive)
@@ -90,11 +96,24 @@ class Waiting:
         """`batch`, as it was taken, runs no more."""
         self._running = [other for other in self._running if other is not batch]
 
+    def died(self, batch: list[Entry]) -> list[Entry]:
+        """Takes back `batch`, as it was taken, over which its model process died; returns who is to blame for it."""
+        self.ended(batch)
+        for entry in batch:
+            entry.deaths += 1
+            entry.deaths_alone += len(batch) == 1
+        if batch[0].deaths_alone >= DEATHS_ALONE_MAX and batch[0].deaths >= DEATHS_MAX:
+            return batch
+        middle = len(batch) // 2
+        self._suspects.extend(half for half in (batch[:middle], batch[middle:]) if half)
+        return []
+
     def sift(self, is_wanted: Callable[[Entry], bool]) -> None:
         """Removes the entries that are not wanted."""
         for lane in self._lanes:
             lane.sift(is_wanted)
-        self._suspects = deque(entry for entry in self._suspects if is_wanted(entry))
+        left = ([entry for entry in group if is_wanted(entry)] for group in self._suspects)
+        self._suspects = deque(group for group in left if group)
 
     def learn_memory(self, *, was_short: bool) -> None:
         """Takes over whether the device had memory enough for the last batch."""
