@@ -96,6 +96,8 @@ class ApiSettings(Settings):
     """How long a prediction and its result are kept after its end."""
     webhook_secrets: str = ""
     """`whsec_…`, comma-separated, as the function that delivers webhooks has them; the first is handed out."""
+    webhooks_private: bool = False
+    """Whether webhooks may go to private addresses, and over http, as the function has it; for one machine."""
     memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     request_max_bytes: int = Field(32 * 1024 * 1024, ge=1)
 

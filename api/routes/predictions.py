@@ -43,6 +43,7 @@ from shared.catalogue import Model
 from shared.errors import BadInput
 from shared.messages import Input, Item
 from shared.predictions import Prediction, body_of, record_of
+from shared.webhook_urls import Forbidden, judged_url
 
 router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
 
@@ -166,7 +167,7 @@ async def _create(
     base_url, controls = base_url_of(request), cache_controls(request)
     read = await parts.input_reader.read(body.input, model, tenant, base_url)
     prediction_id, record = _ids(tenant, own_id, key)
-    webhook, webhook_events = body.told
+    webhook, webhook_events = _told(body, allow_private=parts.settings.webhooks_private)
     new = NewPrediction(
         Prediction(
             id=prediction_id,
@@ -200,6 +201,18 @@ async def _create(
             # Whoever hangs up lets go of its place here, not of the prediction.
             await while_connected(request, creation.wait(wait_s - context.total_ms / 1000))
     return _created(parts, creation.seen, is_new=creation.is_new)
+
+
+def _told(body: PredictionBody, *, allow_private: bool) -> tuple[str, tuple[str, ...]]:
+    """Where to tell of what; nobody finds out later that nothing could ever be delivered."""
+    url, events = body.told
+    if url:
+        field = "webhook" if body.webhook else "webhook_completed"
+        try:
+            judged_url(url, allow_private=allow_private)
+        except Forbidden as error:
+            raise BadInput(f"{field}: {error.message}", field=field) from error
+    return url, events
 
 
 def _created(parts: Parts, seen: Seen, *, is_new: bool) -> Response:

@@ -220,6 +220,8 @@ class Stack:
         for name in workers:
             undo.callback(self.processes[name].ask_to_stop)
         signing = {name: value for name, value in kept_secrets(self.state_dir).items() if name not in self._given}
+        # Who tries things out receives webhooks on this machine.
+        signing |= {"PENSTOCK_WEBHOOKS_PRIVATE": self._given.get("PENSTOCK_WEBHOOKS_PRIVATE", "1")}
         self._start(undo, self._module("api", ["api"], self._sockets | signing, stop_limit_s=API_STOP_LIMIT_S))
         self._await("api", partial(answers, self.ports.api, "/readyz"), API_LIMIT_S, self.api_url)
         if self.functions_url:
@@ -231,12 +233,9 @@ class Stack:
             self._await("functions", partial(answers, self.ports.functions, "/"), FUNCTIONS_LIMIT_S, facts)
 
     def _functions(self, settings: Mapping[str, str]) -> Process:
-        """Both functions in one process, which the framework's own server runs; callers' webhooks may be local."""
+        """Both functions in one process, which the framework's own server runs."""
         where = ["--source", FUNCTIONS_SOURCE, "--host", "127.0.0.1", "--port", str(self.ports.functions)]
-        private = {"PENSTOCK_WEBHOOKS_PRIVATE": self._given.get("PENSTOCK_WEBHOOKS_PRIVATE", "1")}
-        return self._module(
-            "functions", ["functions_framework", "--target", "functions", *where], {**settings, **private}
-        )
+        return self._module("functions", ["functions_framework", "--target", "functions", *where], settings)
 
     def _module(
         self, name: str, module: list[str], settings: Mapping[str, str] | None = None, *, stop_limit_s: float = 10.0

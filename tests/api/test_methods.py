@@ -9,7 +9,7 @@ from shared.errors import ConfigurationError
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import TEXT
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient_redis")]
+pytestmark = pytest.mark.anyio
 PREFLIGHT = {
     "origin": "https://app.example.com",
     "access-control-request-method": "POST",

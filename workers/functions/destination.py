@@ -10,26 +10,20 @@ import asyncio
 import errno
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from ipaddress import ip_address
 from typing import Any, NamedTuple
 
 from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
 from aiohttp.abc import AbstractResolver, ResolveResult
-from yarl import URL
 
-from shared.errors import BadInput, Unavailable
+from shared.errors import Unavailable
+from shared.webhook_urls import Forbidden, is_public, judged_url
 
 CONNECT_LIMIT_S = 5.0
 TOTAL_LIMIT_S = 20.0
 READ_BYTES = 1024
 """Of the answer, for the log; only its status counts."""
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-
-
-class Forbidden(BadInput):
-    """The URL leads where webhooks must not go."""
-
-    code = "webhook_forbidden"
 
 
 class Answer(NamedTuple):
@@ -67,10 +61,10 @@ class Destination:
         """Posts once; follows no redirect.
 
         Raises:
-            Forbidden: the URL is none of https, or one of its addresses is not public.
+            Forbidden: the URL is not one for webhooks, or one of its addresses is not public.
             Unavailable: no answer in time.
         """
-        url = self._checked_url()
+        url = judged_url(self._url, allow_private=self._allow_private)
         addresses = await self._addresses(url.host or "", url.port or 0)
         connector = TCPConnector(
             resolver=_Judged(addresses), socket_factory=_only_to(addresses), force_close=True, happy_eyeballs_delay=None
@@ -85,17 +79,6 @@ class Destination:
         except (ClientError, OSError, ValueError) as error:
             # aiohttp's own time limits are TimeoutError, which is an OSError.
             raise Unavailable(f"{url.host}: {str(error) or type(error).__name__}") from error
-
-    def _checked_url(self) -> URL:
-        schemes = ("https", "http") if self._allow_private else ("https",)
-        try:
-            # The parser that the connection goes by: two parsers may see two hosts in one URL.
-            url = URL(self._url)
-        except ValueError as error:
-            raise Forbidden(f"{self._url!r} is no URL: {error}", field="webhook") from error
-        if url.scheme not in schemes or not url.host or not url.port:
-            raise Forbidden(f"{self._url!r} is no {' or '.join(schemes)} URL", field="webhook")
-        return url
 
     async def _addresses(self, host: str, port: int) -> list[str]:
         try:
@@ -154,14 +137,3 @@ async def _first_words(answer: ClientResponse) -> str:
         return (await answer.content.read(READ_BYTES)).decode(errors="replace")
     except (ClientError, OSError):
         return ""
-
-
-def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Whether an address is one of the public internet, and so is the one that it stands for, if any."""
-    if isinstance(address, IPv6Address):
-        if address.ipv4_mapped is not None:
-            return is_public(address.ipv4_mapped)
-        if address.sixtofour is not None and not is_public(address.sixtofour):
-            return False
-    # NAT64 (64:ff9b::/96), which may lead anywhere, is reserved.
-    return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)

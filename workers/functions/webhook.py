@@ -19,8 +19,9 @@ from shared.links import Links
 from shared.predictions import Prediction, body_of, decode_document
 from shared.records import Record, Records
 from shared.transport import Message
+from shared.webhook_urls import Forbidden
 from shared.webhooks import Event, decode_event, signature, tenant_secrets
-from workers.functions.destination import Answer, Destination, Forbidden
+from workers.functions.destination import Answer, Destination
 from workers.functions.notes import Notes
 
 GONE = 410

@@ -26,6 +26,7 @@ LEFT_ALONE: dict[type[Settings], set[str]] = {
         *("PENSTOCK_LOG_LEVEL", "PENSTOCK_MEMORY_CACHE_BYTES", "PENSTOCK_REQUEST_MAX_BYTES"),
         *("PENSTOCK_INBOX_LEASE_S", "PENSTOCK_IDEMPOTENCY_LEASE_S", "PENSTOCK_METRICS_HOST"),
         "PENSTOCK_CORS_ORIGINS",
+        "PENSTOCK_WEBHOOKS_PRIVATE",
         # Only where there is a domain, or a pool that does not begin at 0.
         *("PENSTOCK_PUBLIC_URL", "PENSTOCK_INBOX_FIRST"),
     },

@@ -15,12 +15,13 @@ import pytest
 from aiohttp import web
 
 from shared.errors import Unavailable
+from shared.webhook_urls import Forbidden, is_public
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.functions.receiver import Receiver
 from tests.workers.functions.tokens import Issuer
 from tests.workers.functions.world import World
 from workers.functions import destination
-from workers.functions.destination import Answer, Destination, Forbidden, is_public
+from workers.functions.destination import Answer, Destination
 
 pytestmark = pytest.mark.anyio
 

@@ -1,0 +1,71 @@
+"""Where webhooks may go, as far as a URL alone tells: one rule for the API that takes it and the function that posts.
+
+The function judges the addresses of a name too, as it connects (workers/functions/destination.py); a name is not
+resolved here, since what it resolves to may have changed by then.
+"""
+
+from __future__ import annotations
+
+import socket
+from ipaddress import IPv4Address, IPv6Address, ip_address
+
+from yarl import URL
+
+from shared.errors import BadInput
+
+
+class Forbidden(BadInput):
+    """The URL leads where webhooks must not go."""
+
+    code = "webhook_forbidden"
+
+
+def judged_url(given: str, *, allow_private: bool) -> URL:
+    """The URL, taken apart by the parser that the connection goes by: two parsers may see two hosts in one URL.
+
+    Args:
+        given: as the caller wrote it.
+        allow_private: whether any address may be reached, and http used; for one machine.
+
+    Raises:
+        Forbidden: nothing can be delivered there, whatever its name resolves to.
+    """
+    schemes = ("https", "http") if allow_private else ("https",)
+    try:
+        url = URL(given)
+        host, port = url.host, url.port
+    except ValueError as error:
+        raise Forbidden(f"{given!r} is no URL: {error}", field="webhook") from error
+    if url.scheme not in schemes or not host or not port:
+        raise Forbidden(f"{given!r} is no {' or '.join(schemes)} URL", field="webhook")
+    if url.user is not None or url.password is not None:
+        raise Forbidden("a webhook's URL carries no credentials: check the signature instead", field="webhook")
+    if not allow_private and (address := _address_in(host)) is not None and not is_public(address):
+        raise Forbidden(f"{host} is {address}, which is not public", field="webhook")
+    return url
+
+
+def is_public(address: IPv4Address | IPv6Address) -> bool:
+    """Whether an address is one of the public internet, and so is the one that it stands for, if any."""
+    if isinstance(address, IPv6Address):
+        if address.ipv4_mapped is not None:
+            return is_public(address.ipv4_mapped)
+        if address.sixtofour is not None and not is_public(address.sixtofour):
+            return False
+    # NAT64 (64:ff9b::/96), which may lead anywhere, is reserved.
+    return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)
+
+
+def _address_in(host: str) -> IPv4Address | IPv6Address | None:
+    """The address that a host is without being resolved, in any spelling that the system's resolver takes for one."""
+    name = host.rstrip(".").lower()
+    if name == "localhost" or name.endswith(".localhost"):  # RFC 6761, 6.3
+        return IPv4Address("127.0.0.1")
+    try:
+        return ip_address(name)
+    except ValueError:
+        pass
+    try:
+        return IPv4Address(socket.inet_aton(name))
+    except (OSError, ValueError):
+        return None

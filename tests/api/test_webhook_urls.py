@@ -1,0 +1,85 @@
+"""A webhook to which nothing can ever be delivered is refused before anything is promised or computed."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from yarl import URL
+
+from shared.webhook_urls import Forbidden, judged_url
+from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.api.predicting import TEXT
+
+pytestmark = pytest.mark.anyio
+UNDELIVERABLE = [
+    "http://receiver.example/hook",
+    "https://",
+    "https://:443/hook",
+    "https://receiver.example:0/",
+    "https://receiver.example:99999/",
+    "https://[::1/hook",
+    "https://user:secret@receiver.example/",
+    "https://key@receiver.example/",
+    "https://127.0.0.1/",
+    "https://127.1/",
+    "https://2130706433/",
+    "https://0x7f.1/",
+    "https://\uff11\uff12\uff17.0.0.1/",
+    "https://10.0.0.1:8443/",
+    "https://169.254.169.254/computeMetadata/v1/",
+    "https://[::1]/",
+    "https://[::ffff:10.0.0.1]/",
+    "https://[fe80::1%25eth0]/",
+    "https://[64:ff9b::7f00:1]/",
+    "https://localhost/",
+    "https://LOCALHOST./",
+    "https://app.localhost/",
+]
+
+
+@pytest.fixture
+async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
+    async with running_api(settings_for(tmp_path, redis_url=redis_url, secret="s")) as running:
+        yield running
+
+
+@pytest.mark.parametrize("name", ["webhook", "webhook_completed"])
+async def test_undeliverable_webhooks_are_refused_by_field_and_reason(api: ApiUnderTest, name: str) -> None:
+    for url in UNDELIVERABLE:
+        response = await api.http.post("/v1/predictions", json=TEXT | {name: url})
+        assert response.status_code == 422, url
+        (wrong,) = response.json()["invalid_fields"]
+        assert (wrong["field"], bool(wrong["description"])) == (name, True)
+    assert not api.worker.jobs
+    assert (await api.http.get("/v1/predictions")).json()["results"] == []
+
+
+@pytest.mark.parametrize(
+    "url", ["https://receiver.example/hook?a=b", "https://93.184.216.34:8443/", "https://[2606:2800:220:1::1]/"]
+)
+async def test_others_are_taken(api: ApiUnderTest, url: str) -> None:
+    assert (await api.http.post("/v1/predictions", json=TEXT | {"webhook": url})).status_code == 201
+
+
+async def test_one_machine_takes_its_own(tmp_path: Path, redis_url: str) -> None:
+    settings = settings_for(tmp_path, redis_url=redis_url, webhooks_private=True)
+    async with running_api(settings) as api:
+        for url, status in (("http://127.0.0.1:9000/hook", 201), ("http://a:b@127.0.0.1:9000/", 422)):
+            assert (await api.http.post("/v1/predictions", json=TEXT | {"webhook": url})).status_code == status
+
+
+HOSTS = st.text(alphabet="0123456789abcdefx.:[]%@\uff11\u3002-", max_size=30)
+
+
+@given(url=st.one_of(st.text(), st.builds("https://{}".format, st.one_of(st.text(), HOSTS))))
+@example(url="https://xn--/")
+def test_any_url_is_judged_one_way_or_the_other(url: str) -> None:
+    try:
+        judged = judged_url(url, allow_private=False)
+    except Forbidden:
+        return
+    assert isinstance(judged, URL)
+    assert judged.scheme == "https"
+    assert judged.host
