@@ -1,4 +1,4 @@
-"""GET /v1/models: the catalogue, as OpenAI's clients list it."""
+"""GET /v1/models: the catalogue, as OpenAI's clients list it, or Replicate's: both ask for this path."""
 
 from __future__ import annotations
 
@@ -7,22 +7,39 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.errors import EXPECTED
 from api.inbound import tenant_of
 from api.openapi import replies_with
 from api.parts import Parts, parts_of
+from api.problems import problem_response
+from api.routes import prediction_models
 from api.schemas import ModelItem, ModelsReply
+from api.versions import is_replicates_client
 from shared.catalogue import Model
 
 router = APIRouter()
+VARIES = {"vary": "user-agent"}
+"""For caches on the way: the same path has two answers."""
 
 
 @router.get("/v1/models", summary="List the served models", responses=replies_with(ModelsReply))
-async def list_models(request: Request) -> Response:
-    """All models of the catalogue."""
+async def list_models(request: Request, cursor: str = "") -> Response:
+    """All models of the catalogue, in OpenAI's shape; in pages of Replicate's where its own client asks."""
+    if is_replicates_client(request.headers.get("user-agent", "")):
+        return await _for_replicate(request, cursor)
     tenant_of(request)
     parts = parts_of(request)
     reply = ModelsReply([_item(model, parts) for model in parts.catalogue.models])
-    return Response(msgspec.json.encode(reply), media_type="application/json")
+    return Response(msgspec.json.encode(reply), headers=VARIES, media_type="application/json")
+
+
+async def _for_replicate(request: Request, cursor: str) -> Response:
+    try:
+        response = await prediction_models.list_models(request, cursor)
+    except EXPECTED as error:
+        response = problem_response(error)
+    response.headers.update(VARIES)
+    return response
 
 
 @router.get("/v1/models/{model}", summary="Look at one model", responses=replies_with(ModelItem))

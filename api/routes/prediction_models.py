@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -14,19 +15,33 @@ from starlette.responses import Response
 from api.errors import NotFound
 from api.files import File
 from api.inbound import base_url_of, link_to, tenant_of
-from api.parts import Parts, parts_of
-from api.prediction_schemas import openapi_schema_of
+from api.parts import parts_of
 from api.problems import ProblemRoute
-from api.versions import find_version, version_of
-from shared.catalogue import Model
+from api.versions import OWNER, find_version, model_body, version_body, version_of
 from shared.errors import BadInput, ConfigurationError
 from shared.predictions import MEDIA_TYPES, iso
 from shared.webhooks import tenant_secrets
 
 router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
 
-COG_VERSION = "0.16.0"
-"""Whose schemas ours are like: before 0.3.9 clients take every list for an iterator."""
+PAGE = 25
+_CURSOR = re.compile(r"\d{1,9}")
+
+
+@router.get("/models", include_in_schema=False)
+async def list_models(request: Request, cursor: str = "") -> Response:
+    """All models of the catalogue, a page at a time; under /v1 only for Replicate's clients (api/routes/models.py)."""
+    tenant_of(request)
+    if cursor and not _CURSOR.fullmatch(cursor):
+        raise BadInput("cursor: not one of ours", field="cursor")
+    parts, base_url, first = parts_of(request), base_url_of(request), int(cursor or 0)
+    shown, following = parts.catalogue.models[first : first + PAGE], first + PAGE
+    pages = {"previous": max(0, first - PAGE) if first else None, "next": None}
+    if following < len(parts.catalogue.models):
+        pages["next"] = following
+    links = {name: None if at is None else f"{base_url}/v1/models?cursor={at}" for name, at in pages.items()}
+    results = [model_body(model, OWNER, base_url, parts.started_at_s) for model in shown]
+    return _json({**links, "results": results})
 
 
 @router.get("/models/{owner}/{name}", summary="Look at a model as Replicate shows it")
@@ -35,21 +50,7 @@ async def get_model(request: Request, owner: str, name: str) -> Response:
     tenant_of(request)
     parts = parts_of(request)
     model = parts.catalogue.find(name)
-    body = {
-        "url": f"{base_url_of(request)}/v1/models/{owner}/{model.name}",
-        "owner": owner,
-        "name": model.name,
-        "description": f"{model.task}: {model.source}, revision {model.revision}",
-        "visibility": "public",
-        "github_url": None,
-        "paper_url": None,
-        "license_url": None,
-        "run_count": 0,
-        "cover_image_url": None,
-        "default_example": None,
-        "latest_version": _version(model, parts),
-    }
-    return _json(body)
+    return _json(model_body(model, owner, base_url_of(request), parts.started_at_s))
 
 
 @router.get("/models/{owner}/{name}/versions", summary="List the versions of a model")
@@ -57,7 +58,7 @@ async def list_versions(request: Request, owner: str, name: str) -> Response:
     """The only one."""
     tenant_of(request)
     parts = parts_of(request)
-    versions = [_version(parts.catalogue.find(name), parts)]
+    versions = [version_body(parts.catalogue.find(name), parts.started_at_s)]
     return _json({"previous": None, "next": None, "results": versions})
 
 
@@ -73,7 +74,7 @@ async def get_version(request: Request, owner: str, name: str, version: str) -> 
         is_this = False
     if not is_this:
         raise NotFound(f"{name} has no version {version[:80]!r}")
-    return _json(_version(model, parts))
+    return _json(version_body(model, parts.started_at_s))
 
 
 @router.get("/deployments/{owner}/{name}", summary="Look at a deployment")
@@ -132,15 +133,6 @@ async def get_secret(request: Request) -> Response:
     except ConfigurationError as error:
         raise NotFound("webhooks are not set up here: there is no secret") from error
     return _json({"key": first})
-
-
-def _version(model: Model, parts: Parts) -> dict[str, Any]:
-    return {
-        "id": version_of(model),
-        "created_at": iso(parts.started_at_s),
-        "cog_version": COG_VERSION,
-        "openapi_schema": openapi_schema_of(model),
-    }
 
 
 def _metadata(text: str | None) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from api.prediction_jobs import NewPrediction
 from api.prediction_schemas import PredictionBody, VersionedBody
 from api.predictions import OWN_ID, Seen
 from api.problems import ProblemRoute
-from api.versions import find_version, version_of
+from api.versions import OWNER, find_version, version_of
 from shared.cache import cache_key
 from shared.catalogue import Model
 from shared.errors import BadInput
@@ -47,8 +47,6 @@ from shared.webhook_urls import Forbidden, judged_url
 
 router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
 
-OWNER = "penstock"
-"""Shown where the caller named no other."""
 LONGEST_WAIT_S = 60.0
 EARLY_S = 0.25
 """Clients that wait n seconds hang up half a second later: the answer leaves before n."""

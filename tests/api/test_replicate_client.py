@@ -10,13 +10,14 @@ import pytest
 from replicate.client import Client
 from replicate.exceptions import ModelError, ReplicateError
 from replicate.helpers import FileOutput
+from replicate.pagination import async_paginate
 from replicate.webhook import Webhooks, WebhookSigningSecret
 
 from shared.messages import ImageInput, TextInput
 from shared.records import Records
 from shared.webhooks import signature
 from tests.api.fake_worker import png_of, vector_of
-from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.api.harness import CATALOGUE, IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -114,6 +115,38 @@ async def test_create_reload_wait_cancel_and_list(api: ApiUnderTest, client: Any
     assert first.status == "succeeded"
     page = await client.predictions.async_list()
     assert [(one.id, one.status) for one in page] == [(second.id, "canceled"), (first.id, "succeeded")]
+
+
+async def test_models_are_listed_for_each_client_in_its_shape(api: ApiUnderTest, client: Any) -> None:
+    names = [model.name for model in CATALOGUE.models]
+    page = await client.models.async_list()
+    assert [(model.owner, model.name) for model in page] == [("penstock", name) for name in names]
+    assert page[0].latest_version.id == (await client.models.async_get(TEXT_REF)).latest_version.id
+    assert [
+        model.name for one in [page async for page in async_paginate(client.models.async_list)] for model in one
+    ] == names
+    openai = api.openai(api_key=KEY)
+    assert [model.id async for model in openai.models.list()] == names
+    # Whatever names itself otherwise gets OpenAI's shape under /v1; without it there is only Replicate's.
+    keyed = {"authorization": f"Bearer {KEY}"}
+    assert (await api.http.get("/v1/models", headers=keyed)).json()["object"] == "list"
+    assert len((await api.http.get("/models", headers=keyed)).json()["results"]) == len(names)
+
+
+async def test_many_models_come_in_pages(api: ApiUnderTest, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("api.routes.prediction_models.PAGE", 1)
+    pages = [page async for page in async_paginate(client.models.async_list)]
+    assert [[model.name for model in page] for page in pages] == [[model.name] for model in CATALOGUE.models]
+    assert (pages[0].previous, pages[-1].next) == (None, None)
+    assert pages[-1].previous is not None
+    with pytest.raises(ReplicateError, match="not one of ours"):
+        await client.models.async_list("/v1/models?cursor=x")
+
+
+async def test_wrong_key_is_told_when_models_are_listed(api: ApiUnderTest) -> None:
+    with pytest.raises(ReplicateError) as caught:
+        await asyncio.to_thread(Client(api_token="wrong", base_url=api.url).models.list)
+    assert (caught.value.status, caught.value.title) == (401, "Unauthenticated")
 
 
 async def test_stream_tells_everything_once(api: ApiUnderTest, client: Any, redis_url: str) -> None:
