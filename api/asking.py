@@ -10,7 +10,7 @@ import msgspec
 from api.flights import Flight, JobInFlight, Landing
 from api.inference import Answer, InferenceRequest
 from shared.cache import cache_key
-from shared.errors import DeadlineExceeded, PenstockError
+from shared.errors import DeadlineExceeded, PenstockError, UndecodableMessage
 from shared.messages import Item, ItemOutcome, Receipt, Result, failure
 
 
@@ -53,8 +53,7 @@ class Asking:
     def take(self, index: int, flight: Flight, *, leads: bool) -> None:
         """Takes over how the flight landed; leaves the item open where asking again may still help."""
         landing = flight.landed.result() if flight.landed.done() else None
-        # What expired for its leader may still be in time for us.
-        is_over = landing is not None and (leads or landing.outcome.status != "expired")
+        is_over = landing is not None and (leads or not _is_of_leader(landing.outcome))
         if not is_over and self.remaining_s() > 0:
             return
         if landing is None or not is_over:
@@ -79,6 +78,12 @@ class Asking:
             if landing.published_at_s and landing.outcome.receipt.pulled_at_s
         ]
         return Answer([landing.outcome for landing in landings], max(0.0, *waits_ms, 0.0))
+
+
+def _is_of_leader(outcome: ItemOutcome) -> bool:
+    """Whether an item failed for its leader alone: what was too late, or not to be read, may still do for others."""
+    unreadable = outcome.error is not None and outcome.error.code == UndecodableMessage.code
+    return outcome.status == "expired" or unreadable
 
 
 def hit(item: Item, result: Result, level: str) -> ItemOutcome:

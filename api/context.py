@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api import metrics
 from api.errors import BodyTooLarge, BodyTooSlow, ClientGone, error_response
+from api.request_options import RequestOptions
 from shared.errors import PenstockError
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,8 @@ class RequestContext:
     model: str = ""
     headers: dict[str, str] = field(default_factory=dict)
     """Headers of the answer, beside those that every answer has."""
+    options: RequestOptions | None = None
+    """What its headers ask for, once they were read."""
     key_seed: int | None = None
     """With an Idempotency-Key: the seed of an image whose caller named none, the same whoever draws it."""
 

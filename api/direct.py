@@ -16,7 +16,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.context import ContextMiddleware
 from api.errors import EXPECTED, answer
-from api.idempotency import HEADER, once
+from api.idempotency import once
+from api.request_options import IDEMPOTENCY_HEADER
 
 IS_HEAD = "penstock.is_head"
 """In the scope of a HEAD that is served as a GET: for routes whose body is endless."""
@@ -85,7 +86,7 @@ class DirectApp(FastAPI):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, endpoint = Request(scope, receive, send), scope["route"].endpoint
         try:
-            response = await (once(request, endpoint) if HEADER in request.headers else endpoint(request))
+            response = await (once(request, endpoint) if IDEMPOTENCY_HEADER in request.headers else endpoint(request))
         except EXPECTED as error:
             response = await answer(request, error)
         await response(scope, receive, send)

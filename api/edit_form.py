@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 
-from api.inbound import read_json
+from api.inbound import check_charset, read_json
 from api.pictures import data_of_uri
 from api.schemas import EditBody, EditForm
 from shared.errors import BadInput
@@ -33,6 +33,7 @@ async def read_edit(request: Request) -> tuple[EditForm, bytes]:
 
 
 async def _read_form(request: Request) -> tuple[EditForm, bytes]:
+    check_charset(request)
     form_limits = {"max_files": 4, "max_fields": _MOST_FIELDS, "max_part_size": _LARGEST_FIELD_BYTES}
     async with request.form(**form_limits) as form:
         data = await _only_image(form)

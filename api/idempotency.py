@@ -20,15 +20,11 @@ from starlette.types import Message
 
 from api.context import RequestContext, context_of, while_connected
 from api.errors import EXPECTED, answer
-from api.inbound import given_deadline_s, tenant_of
+from api.inbound import options_of, tenant_of
 from api.parts import parts_of
 from api.repeats import KeptResponse
-from shared.errors import BadInput
 
-HEADER = "idempotency-key"
 REPLAYED = "idempotent-replayed"
-LONGEST_KEY = 255
-_KEY = re.compile(rf"[\x21-\x7e]{{1,{LONGEST_KEY}}}")
 _BOUNDARY = re.compile(r'boundary="?([^";,]+)"?', re.IGNORECASE)
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -44,10 +40,8 @@ async def once(request: Request, endpoint: Endpoint) -> Response:
         Unavailable: Redis is out of reach.
     """
     tenant = tenant_of(request)
-    key = request.headers[HEADER]
-    if not _KEY.fullmatch(key):
-        raise BadInput(f"{HEADER}: a key is 1 to {LONGEST_KEY} visible ASCII characters", field=HEADER)
-    parts, context = parts_of(request), context_of(request)
+    options, parts, context = options_of(request), parts_of(request), context_of(request)
+    key = options.idempotency_key
     body = await request.body()
     digest = hashlib.blake2b(f"{tenant}\0{key}".encode(), digest_size=32)
     context.key_seed = int.from_bytes(digest.digest()[:4], "big")
@@ -55,8 +49,7 @@ async def once(request: Request, endpoint: Endpoint) -> Response:
     async def compute() -> KeptResponse:
         return await _computed(Request(request.scope, _receive(body)), endpoint)
 
-    given_s, bound = given_deadline_s(request), parts.catalogue.deadline
-    wait_s = bound.default_s if given_s is None else min(given_s, bound.longest_s)
+    wait_s = options.limit_s(parts.catalogue.deadline)
     work = parts.repeats.answer(digest.hexdigest(), _fingerprint(request, body), compute, wait_s)
     answered, is_repeated = await while_connected(request, work)
     return _response(answered, context, is_repeated=is_repeated)

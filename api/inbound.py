@@ -1,26 +1,23 @@
-"""From an HTTP request to what the dispatcher takes: key, body, deadline, and what the caller says about the cache."""
+"""From an HTTP request to what the dispatcher takes: key, body, and what its headers ask for."""
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from typing import TypeVar
 
 from pydantic import BaseModel
+from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
 from api.context import context_of, while_connected
 from api.inference import Answer, InferenceRequest
 from api.parts import parts_of
+from api.request_options import RequestOptions, read_options
 from shared.catalogue import Model
 from shared.errors import BadInput
 from shared.messages import Input
 
-DEADLINE_HEADER = "x-penstock-deadline-ms"
-QUEUE_HEADER = "x-penstock-queue-limit-ms"
-LANE_HEADER = "x-penstock-lane"
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 B = TypeVar("B", bound=BaseModel)
 
 
@@ -43,6 +40,19 @@ async def read_json(request: Request, kind: type[B]) -> B:
     return kind.model_validate_json(await request.body(), strict=True)
 
 
+def check_charset(request: Request) -> None:
+    """Lets forms in UTF-8 pass, which all clients send: Python has codecs that fail, or make what is no text.
+
+    Raises:
+        BadInput: the texts of this form are in something else.
+    """
+    _, parameters = parse_options_header(request.headers.get("content-type", ""))
+    charset = parameters.get(b"charset", b"utf-8").lower()
+    if charset not in (b"utf-8", b"utf8"):
+        shown = charset[:40].decode("latin-1")
+        raise BadInput(f"content-type: forms are taken in utf-8, not {shown!r}", field="content-type")
+
+
 async def infer(
     request: Request, model: Model, tenant: str, inputs: Sequence[Input], *, is_repeatable: bool = True
 ) -> Answer:
@@ -52,9 +62,8 @@ async def infer(
         PenstockError: an item has no result, or the request could not be taken on.
         ClientGone: the caller hung up.
     """
-    context = context_of(request)
+    context, options = context_of(request), options_of(request)
     context.model = model.name
-    controls = cache_controls(request)
     wanted = InferenceRequest(
         request_id=context.request_id,
         client_request_id=context.client_request_id,
@@ -62,13 +71,13 @@ async def infer(
         tenant=tenant,
         inputs=inputs,
         received_at_s=context.received_at_s,
-        deadline_s=context.received_at_s + _deadline_s(request, model),
+        deadline_s=options.answer_by_s(context.received_at_s, model.deadline),
         is_repeatable=is_repeatable,
-        cache_read=not controls & {"no-cache", "no-store"},
-        cache_write="no-store" not in controls,
-        traceparent=traceparent_of(request),
-        lane=lane_of(request),
-        start_by_s=start_by_s(request),
+        cache_read=options.cache_read,
+        cache_write=options.cache_write,
+        traceparent=options.traceparent,
+        lane=options.lane,
+        start_by_s=options.start_by_s(context.received_at_s),
     )
     answer = await while_connected(request, parts_of(request).dispatcher.dispatch(wanted))
     context.headers |= answer.headers()
@@ -82,66 +91,21 @@ def check_room(request: Request, model: Model, items: int) -> None:
     Raises:
         Overloaded: the model's items in flight leave no room, or no time until the deadline.
     """
-    remaining_s = context_of(request).received_at_s + _deadline_s(request, model) - time.time()
-    parts_of(request).admission.check(model.name, items, remaining_s=remaining_s, lane=lane_of(request))
+    options = options_of(request)
+    remaining_s = options.answer_by_s(context_of(request).received_at_s, model.deadline) - time.time()
+    parts_of(request).admission.check(model.name, items, remaining_s=remaining_s, lane=options.lane)
 
 
-def _deadline_s(request: Request, model: Model) -> float:
-    """Seconds the caller gives, at most what the model allows."""
-    given_s = given_deadline_s(request)
-    return model.deadline.default_s if given_s is None else min(given_s, model.deadline.longest_s)
-
-
-def given_deadline_s(request: Request) -> float | None:
-    """Seconds the caller gives, if it says so.
+def options_of(request: Request) -> RequestOptions:
+    """What the headers of the request ask for; read once.
 
     Raises:
-        BadInput: it says something else.
+        BadInput: one of them has no such value.
     """
-    return _seconds(request, DEADLINE_HEADER)
-
-
-def start_by_s(request: Request) -> float:
-    """Unix time after which the request is not begun any more, if the caller says how long it may queue; else 0.
-
-    Raises:
-        BadInput: it says something else.
-    """
-    limit_s = _seconds(request, QUEUE_HEADER)
-    return 0.0 if limit_s is None else context_of(request).received_at_s + limit_s
-
-
-def _seconds(request: Request, header: str) -> float | None:
-    given = request.headers.get(header)
-    if given is None:
-        return None
-    if not (given.isascii() and given.isdigit() and int(given) > 0):
-        raise BadInput(f"{header}: {given!r} is not a number of milliseconds above 0", field=header)
-    return int(given) / 1000
-
-
-def lane_of(request: Request) -> str:
-    """`batch` where the caller says that its request may wait behind interactive ones, else nothing.
-
-    Raises:
-        BadInput: it names another lane.
-    """
-    given = request.headers.get(LANE_HEADER, "interactive").lower()
-    if given not in ("interactive", "batch"):
-        raise BadInput(f"{LANE_HEADER}: {given!r} is neither interactive nor batch", field=LANE_HEADER)
-    return "batch" if given == "batch" else ""
-
-
-def cache_controls(request: Request) -> set[str]:
-    """What the caller says about the cache: `no-cache`, `no-store`."""
-    given = request.headers.get("cache-control")
-    return {part.strip().lower() for part in given.split(",")} if given else set()
-
-
-def traceparent_of(request: Request) -> str:
-    """The trace this request belongs to (W3C Trace Context), if it says so in the right form."""
-    given = request.headers.get("traceparent", "")
-    return given if _TRACEPARENT.fullmatch(given) else ""
+    context = context_of(request)
+    if context.options is None:
+        context.options = read_options(request.scope["headers"])
+    return context.options
 
 
 def base_url_of(request: Request) -> str:

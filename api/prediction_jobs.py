@@ -74,8 +74,8 @@ class PredictionSender:
             start_by_s=new.start_by_s,
             client_request_id=prediction.client_request_id,
         )
-        data, attributes = encode_job(Job(envelope, JobBody(list(new.items), new.cache_read, new.cache_write)))
         try:
+            data, attributes = encode_job(Job(envelope, JobBody(list(new.items), new.cache_read, new.cache_write)))
             await self._publisher.publish(jobs_topic_id(prediction.model), data, attributes, timeout_s=PUBLISH_LIMIT_S)
         except PenstockError as error:
             await self._give_up(new, error)

@@ -57,7 +57,9 @@ class VersionedBody(PredictionBody):
         json_schema_extra={"example": {"version": "all-MiniLM-L6-v2", "input": {"text": "a cat on a mat"}}}
     )
 
-    version: str = Field(min_length=1, description="A model's name, `owner/name`, or the id of its version.")
+    version: str = Field(
+        min_length=1, max_length=512, description="A model's name, `owner/name`, or the id of its version."
+    )
 
 
 class TextsInput(Body):

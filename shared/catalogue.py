@@ -25,11 +25,15 @@ class Batch(_Entry):
     max_items: Positive = 64
 
 
+LONGEST_DEADLINE_S = 86_400
+"""No model, and no caller, asks for more."""
+
+
 class Deadline(_Entry):
     """Seconds from receipt to answer: the default, and the longest that a caller may ask for."""
 
-    default_s: float = Field(30.0, gt=0)
-    longest_s: float = Field(300.0, gt=0)
+    default_s: float = Field(30.0, gt=0, le=LONGEST_DEADLINE_S)
+    longest_s: float = Field(300.0, gt=0, le=LONGEST_DEADLINE_S)
 
 
 class Cache(_Entry):

@@ -17,6 +17,9 @@ PenstockError
 
 from __future__ import annotations
 
+LONGEST_MESSAGE = 8000
+"""Characters; messages repeat what callers sent, and go into answers, replies, records and logs."""
+
 
 class PenstockError(Exception):
     """Something went wrong inside Penstock."""
@@ -24,7 +27,7 @@ class PenstockError(Exception):
     code = "internal"
 
     def __init__(self, message: str | None = None, *, field: str | None = None) -> None:
-        self.message = message or (type(self).__doc__ or "").split("\n", 1)[0]
+        self.message = (message or (type(self).__doc__ or "").split("\n", 1)[0])[:LONGEST_MESSAGE]
         self.field = field
         super().__init__(self.message)
 

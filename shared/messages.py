@@ -27,6 +27,9 @@ SCHEMA_VERSION = "1"
 INLINE_LIMIT_BYTES = 48 * 1024
 """Results above this lie in the object store and the reply points to them."""
 
+LONGEST_ATTRIBUTE_BYTES = 1024
+LONGEST_DATA_BYTES = 9 * 1024 * 1024
+"""Pub/Sub takes 10 MB of data and attributes together (https://cloud.google.com/pubsub/quotas)."""
 
 UnixTime = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 """Seconds since 1970, checked where a message is read: a deadline of `nan` would never pass."""
@@ -230,8 +233,20 @@ _reply_decoder = msgspec.json.Decoder(ReplyBody)
 
 
 def encode_job(job: Job) -> tuple[bytes, dict[str, str]]:
-    """The data and the attributes of the job's message."""
-    return _encoder.encode(job.body), job.envelope.to_attributes()
+    """The data and the attributes of the job's message, which `decode_job` can read.
+
+    Reading it back takes microseconds, and whoever can't read a message has all that wait for it wait in vain.
+
+    Raises:
+        UndecodableMessage: nobody could read or carry it; `field` says where.
+    """
+    try:
+        data, attributes = _encoder.encode(job.body), job.envelope.to_attributes()
+    except (UnicodeError, OverflowError) as error:
+        raise UndecodableMessage(f"data: {error}", field="data") from error
+    _check_carried(data, attributes)
+    decode_job(data, attributes)
+    return data, attributes
 
 
 def decode_job(data: bytes, attributes: Mapping[str, str]) -> Job:
@@ -302,7 +317,18 @@ def failure(index: int, error: PenstockError, receipt: Receipt | None = None) ->
 
 def _check_schema(attributes: Mapping[str, str]) -> None:
     if attributes.get("schema") != SCHEMA_VERSION:
-        raise UndecodableMessage(f"schema is {attributes.get('schema')!r}, not {SCHEMA_VERSION!r}", field="schema")
+        raise UndecodableMessage(
+            f"schema is {attributes.get('schema', '')[:40]!r}, not {SCHEMA_VERSION!r}", field="schema"
+        )
+
+
+def _check_carried(data: bytes, attributes: Mapping[str, str]) -> None:
+    if len(data) > LONGEST_DATA_BYTES:
+        raise UndecodableMessage(f"data: {len(data)} bytes are too long for a message", field="data")
+    for name, value in attributes.items():
+        # A character has four bytes at most, so only long values are counted.
+        if len(value) * 4 > LONGEST_ATTRIBUTE_BYTES and len(value.encode()) > LONGEST_ATTRIBUTE_BYTES:
+            raise UndecodableMessage(f"attributes: {name} is too long for a message", field="attributes")
 
 
 def _text(value: str | int | float) -> str:

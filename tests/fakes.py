@@ -166,6 +166,8 @@ class InMemoryTransport:
             raise BadInput(f"publish to {topic_id}: NOT_FOUND")
         if not data and not attributes:
             raise BadInput(f"publish to {topic_id}: INVALID_ARGUMENT: an empty message")
+        if any(len(name.encode()) > 256 or len(value.encode()) > 1024 for name, value in attributes.items()):
+            raise BadInput(f"publish to {topic_id}: INVALID_ARGUMENT: an attribute is too long")
         return self._store(topic_id, data, attributes, ordering_key)
 
     @asynccontextmanager

@@ -36,6 +36,7 @@ from shared.messages import (
 from shared.names import WEBHOOKS_TOPIC_ID, dead_letter_topic_id
 from shared.objects import ObjectStore
 from shared.records import Claim, Records
+from shared.salvage import salvaged
 from shared.transport import Message, Publisher, Subscription
 from shared.usage import Row
 from shared.webhooks import Event, EventName, encode_event
@@ -49,8 +50,8 @@ KEEP_LIMIT_S = 60.0
 """How long a result is kept in hand while Redis (for a prediction) or the object store (for an image) is away."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 4.0
 FINISH_LIMIT_S = 1.0
-REASON_LIMIT = 1000
-"""Characters; an attribute has at most 1,024 bytes."""
+REASON_LIMIT_BYTES = 1000
+"""An attribute has at most 1,024."""
 
 
 class RowSink(Protocol):
@@ -125,7 +126,7 @@ class Finisher:
             ours = ReplyBody(outcomes, None, self._facts.worker, self._facts.device, time.time())
             answered = await (self._end_prediction if hand.envelope.prediction else self._end)(hand, ours)
             if hand.dead_reason:
-                attributes = {**hand.message.attributes, "penstock_reason": hand.dead_reason[:REASON_LIMIT]}
+                attributes = {**hand.message.attributes, "penstock_reason": _shortened(hand.dead_reason)}
                 await self._publisher.publish(dead_letter_topic_id(self._model.name), hand.message.data, attributes)
         except PenstockError as error:
             self._give_up(hand, error)
@@ -238,23 +239,22 @@ class Finisher:
             metrics.REPLIES_REFUSED.inc()
 
     def refuse(self, message: Message, error: UndecodableMessage, subscription: Subscription) -> None:
-        """Ends a message that is no job of ours: answered if it says whom, dead-lettered with the reason otherwise."""
+        """Ends a message that is no job of ours: answered at once if it says whom, and dead-lettered with the reason.
+
+        The function behind the dead letters ends its record and writes its row.
+        """
         log.warning("message is no job", extra={"message_id": message.message_id, "reason": error.message})
         metrics.UNDECODABLE.inc()
         self.spawn(self._refuse(message, error, subscription))
 
     async def _refuse(self, message: Message, error: UndecodableMessage, subscription: Subscription) -> None:
+        envelope = salvaged(message.attributes)
         try:
-            envelope = Envelope.from_attributes(message.attributes)
-        except UndecodableMessage:
-            envelope = None
-        try:
-            if envelope is not None and envelope.inbox:
+            if envelope is not None:
                 reason = ItemError(error.code, error.message, error.field)
                 await self._reply(envelope, ReplyBody([], reason, self._facts.worker, replied_at_s=time.time()))
-            else:
-                attributes = {**message.attributes, "penstock_reason": error.message[:REASON_LIMIT]}
-                await self._publisher.publish(dead_letter_topic_id(self._model.name), message.data, attributes)
+            attributes = {**message.attributes, "penstock_reason": _shortened(error.message)}
+            await self._publisher.publish(dead_letter_topic_id(self._model.name), message.data, attributes)
         except PenstockError as failed:
             log.warning("refusal not sent", extra={"message_id": message.message_id, "reason": failed.message})
             subscription.nack(message)
@@ -311,3 +311,7 @@ class Finisher:
     def _check_idle(self) -> None:
         if not self._in_hand and not self._tasks:
             self._idle.set()
+
+
+def _shortened(reason: str) -> str:
+    return reason.encode(errors="replace")[:REASON_LIMIT_BYTES].decode(errors="ignore")

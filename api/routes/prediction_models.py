@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from api.errors import NotFound
 from api.files import File
-from api.inbound import base_url_of, link_to, tenant_of
+from api.inbound import base_url_of, check_charset, link_to, tenant_of
 from api.parts import parts_of
 from api.problems import ProblemRoute
 from api.versions import OWNER, find_version, model_body, version_body, version_of
@@ -102,6 +102,7 @@ async def get_deployment(request: Request, owner: str, name: str) -> Response:
 async def create_file(request: Request) -> Response:
     """A form with the file as `content`, and perhaps a JSON object as `metadata`; kept for a day."""
     tenant, parts = tenant_of(request), parts_of(request)
+    check_charset(request)
     async with request.form(max_files=2, max_fields=4) as form:
         content, metadata = form.get("content"), form.get("metadata")
         if not isinstance(content, UploadFile):

@@ -22,16 +22,7 @@ from api import openapi
 from api.context import context_of, while_connected
 from api.direct import IS_HEAD
 from api.idempotency import REPLAYED
-from api.inbound import (
-    base_url_of,
-    cache_controls,
-    given_deadline_s,
-    lane_of,
-    read_json,
-    start_by_s,
-    tenant_of,
-    traceparent_of,
-)
+from api.inbound import base_url_of, options_of, read_json, tenant_of
 from api.parts import Parts, parts_of
 from api.prediction_jobs import NewPrediction
 from api.prediction_schemas import PredictionBody, VersionedBody
@@ -47,14 +38,9 @@ from shared.webhook_urls import Forbidden, judged_url
 
 router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
 
-LONGEST_WAIT_S = 60.0
 EARLY_S = 0.25
 """Clients that wait n seconds hang up half a second later: the answer leaves before n."""
-SHORTEST_CANCEL_AFTER_S = 1
-_CANCEL_AFTER = re.compile(r"(?=\d)(?:(\d{1,3})h)?(?:(\d{1,5})m)?(?:(\d{1,6})s?)?")
-_PREFER_WAIT = re.compile(r"wait(?:=(\d{1,4}))?")
-_CURSOR = re.compile(r"\d{1,12}(\.\d{1,9})?")
-_IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
+_CURSOR = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
 
 
 @router.post(
@@ -161,8 +147,8 @@ async def _create(
 ) -> Response:
     parts, context = parts_of(request), context_of(request)
     context.model = model.name
-    wait_s, deadline_s, key = _wait_s(request), _deadline_s(request, model), _idempotency_key(request)
-    base_url, controls = base_url_of(request), cache_controls(request)
+    base_url, options = base_url_of(request), options_of(request)
+    key, wait_s = options.idempotency_key, max(0.0, options.wait_s - EARLY_S)
     read = await parts.input_reader.read(body.input, model, tenant, base_url)
     prediction_id, record = _ids(tenant, own_id, key)
     webhook, webhook_events = _told(body, allow_private=parts.settings.webhooks_private)
@@ -182,17 +168,17 @@ async def _create(
             deployment=deployment,
             base_url=base_url,
             created_at_s=context.received_at_s,
-            deadline_s=context.received_at_s + deadline_s,
+            deadline_s=options.done_by_s(context.received_at_s, model.deadline),
             digest=_digest(body, model),
             client_request_id=context.client_request_id,
         ),
-        _items(model, read.inputs, tenant, is_kept=read.is_repeatable and "no-store" not in controls),
+        _items(model, read.inputs, tenant, is_kept=read.is_repeatable and options.cache_write),
         is_keyed=bool(own_id or key),
-        cache_read=not controls & {"no-cache", "no-store"},
-        cache_write="no-store" not in controls,
-        traceparent=traceparent_of(request),
-        lane=lane_of(request),
-        start_by_s=start_by_s(request),
+        cache_read=options.cache_read,
+        cache_write=options.cache_write,
+        traceparent=options.traceparent,
+        lane=options.lane,
+        start_by_s=options.start_by_s(context.received_at_s),
     )
     async with parts.predictions.creating(new, waits=wait_s > 0) as creation:
         if wait_s:
@@ -228,38 +214,6 @@ def _answer(parts: Parts, seen: Seen) -> Response:
 
 def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(body), status, headers, "application/json")
-
-
-def _wait_s(request: Request) -> float:
-    """Seconds for which the answer may be held back, by `Prefer: wait` or `wait=n` (RFC 7240); 0 without."""
-    preferences = [one.strip().lower() for one in request.headers.get("prefer", "").split(",")]
-    for found in filter(None, map(_PREFER_WAIT.fullmatch, preferences)):
-        asked_s = LONGEST_WAIT_S if found[1] is None else float(found[1])
-        return max(0.0, min(asked_s, LONGEST_WAIT_S) - EARLY_S)
-    return 0.0
-
-
-def _deadline_s(request: Request, model: Model) -> float:
-    """Seconds after which it is not worked on: the least that the model, Cancel-After and the deadline header say."""
-    limits_s = [model.deadline.longest_s]
-    if (given_s := given_deadline_s(request)) is not None:
-        limits_s.append(given_s)
-    if given := request.headers.get("cancel-after"):
-        found = _CANCEL_AFTER.fullmatch(given.strip())
-        hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0)
-        asked_s = (hours * 60 + minutes) * 60 + seconds
-        if asked_s < SHORTEST_CANCEL_AFTER_S:
-            reason = "a time such as 30s, 5m or 1h30m, of a second at least"
-            raise BadInput(f"cancel-after: {given[:40]!r} is not {reason}", field="cancel-after")
-        limits_s.append(asked_s)
-    return min(limits_s)
-
-
-def _idempotency_key(request: Request) -> str:
-    key = request.headers.get("idempotency-key", "")
-    if key and not _IDEMPOTENCY_KEY.fullmatch(key):
-        raise BadInput("idempotency-key: 1 to 255 visible ASCII characters", field="idempotency-key")
-    return key
 
 
 def _ids(tenant: str, own_id: str, key: str) -> tuple[str, str]:

@@ -22,6 +22,7 @@ from shared.messages import (
     ImageResult,
     Input,
     Item,
+    ItemError,
     ItemOutcome,
     Job,
     Receipt,
@@ -61,7 +62,7 @@ class FakeWorker:
 
     `go` cleared holds every answer back. `broken` texts and prompts fail. With a cache, results are kept as a real
     worker keeps them. `jobs` are those taken, in order of arrival; `is_silent` takes jobs and never answers;
-    `stores_results_in` takes all images;
+    `stores_results_in` takes all images; jobs of the requests `unreadable` are answered as what can't be read;
     `jitter` makes answers come out of order. With records, predictions are claimed and ended as a real worker does.
     """
 
@@ -84,6 +85,7 @@ class FakeWorker:
         self.claimed = asyncio.Event()
         self.broken = {"broken"}
         self.is_silent = False
+        self.unreadable: set[str] = set()
         self.stores_results_in: ObjectStore | None = None
         self.jitter: random.Random | None = None
 
@@ -140,10 +142,13 @@ class FakeWorker:
         if self.stores_results_in is not None:
             for outcome in outcomes:
                 await _store(outcome, self.stores_results_in)
-        if self._cache is not None and job.body.cache_write:
+        is_unreadable = envelope.request_id in self.unreadable
+        if self._cache is not None and job.body.cache_write and not is_unreadable:
             kept = {item.cache_key: outcome.result for item, outcome in zip(job.body.items, outcomes, strict=True)}
             await self._cache.put_many({key: result for key, result in kept.items() if key and result}, 60)
         body = ReplyBody(outcomes, worker="fake", device="none", replied_at_s=time.time())
+        if is_unreadable:
+            body = ReplyBody([], ItemError("undecodable_message", "attributes: it could not be read"), "fake")
         if is_prediction and self.records is not None:
             is_good = all(outcome.result is not None for outcome in outcomes)
             state: Literal["succeeded", "failed"] = "succeeded" if is_good else "failed"

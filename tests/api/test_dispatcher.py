@@ -93,6 +93,19 @@ async def test_leader_who_hangs_up_before_its_job_exists_hands_over(bench: Bench
     assert [(row.status, row.error_code) for row in bench.rows] == [("canceled", "canceled")]
 
 
+async def test_who_joined_a_job_that_no_worker_can_read_asks_anew(bench: Bench) -> None:
+    bench.worker.go.clear()
+    asks = [bench.ask("a"), bench.ask("b", "a"), bench.ask("a")]
+    bench.worker.unreadable = {asks[0].get_name()}
+    await bench.worker.until_taken(2)
+    bench.worker.go.set()
+    first, *others = await asyncio.gather(*asks)
+    assert ends(first) == ["undecodable_message"]
+    assert texts_right(others[0], "b", "a")
+    assert texts_right(others[1], "a")
+    assert len(bench.worker.jobs) == 3, "one of those who joined led the next flight"
+
+
 async def test_last_who_hangs_up_frees_everything_at_once(bench: Bench) -> None:
     unknown = REPLIES.labels("unknown")
     before = unknown._value.get()

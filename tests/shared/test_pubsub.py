@@ -226,6 +226,16 @@ async def test_empty_message_alone_is_refused(broker: Broker) -> None:
         assert {message.data for message in await take(subscription, 6)} == {b"1", b"2", b"3", b"4", b"5", b"6"}
 
 
+@pytest.mark.parametrize("attributes", [{"a": "\u2588" * 342}, {"a" * 257: "x"}], ids=["value", "name"])
+async def test_attribute_too_long_is_refused(broker: Broker, attributes: dict[str, str]) -> None:
+    if broker.kind == "google":
+        pytest.skip("this emulator takes attributes of any length")
+    topic = await broker.topic()
+    with pytest.raises(BadInput):
+        await broker.transport.publish(topic, b"1", attributes)
+    assert await broker.transport.publish(topic, b"1", {"a" * 256: "\u2588" * 341})
+
+
 async def test_message_too_large_is_refused(broker: Broker) -> None:
     if broker.kind == "memory":
         pytest.skip("the broker in memory has no limits")

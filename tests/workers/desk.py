@@ -91,6 +91,7 @@ class LetterProcess:
         self.gate = asyncio.Event()
         self.gate.set()
         self.deaths = 0
+        self.died_of = "killed"
         self.started = asyncio.Event()
         self.residence = Residence([0])
         self.canceled = False
@@ -110,7 +111,7 @@ class LetterProcess:
         await asyncio.wait_for(self.gate.wait(), timeout_s)
         if self.deaths or any("†" in text for text in texts):
             self.deaths = max(0, self.deaths - 1)
-            raise ModelProcessDied("killed")
+            raise ModelProcessDied(self.died_of)
         results: list[Result | PenstockError] = [self._result(text) for text in texts]
         was_canceled, self.canceled = self.canceled, False
         if was_canceled:

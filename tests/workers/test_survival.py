@@ -71,6 +71,16 @@ async def test_poison_is_given_up_with_its_reason_and_its_neighbours_finish(redi
         await desk.until(lambda: len(desk.rows) == 4)
 
 
+async def test_last_words_too_long_for_an_attribute_are_cut(redis_url: str, tmp_path: Path) -> None:
+    """Each character of a progress bar has three bytes."""
+    async with working(redis_url, tmp_path) as desk:
+        desk.process.died_of = "█" * 2000
+        assert [status for status, _ in await desk.ask("b†")] == ["failed"]
+        dead = await first_message(desk, dead_letter_subscription_id(MODEL.name))
+        assert dead.attributes["penstock_reason"].endswith("██")
+        await desk.until(lambda: len(desk.rows) == 1)
+
+
 async def test_job_that_is_answered_is_answered_again_and_not_computed(redis_url: str, tmp_path: Path) -> None:
     async with working(redis_url, tmp_path) as desk:
         await desk.send("cat", request_id="one")

@@ -171,18 +171,36 @@ async def test_reply_that_cannot_be_sent_keeps_the_job(redis_url: str, tmp_path:
         await desk.until(lambda: len(desk.rows) == 1)
 
 
-async def test_unreadable_body_is_answered(redis_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "data"),
+    [
+        ({}, b"{"),
+        ({"deadline_s": "99999999999999"}, b"{}"),
+        ({"published_at_s": "nan", "attempt": "many", "tenant": None}, b"{}"),
+        ({"schema": "2"}, b"{}"),
+        ({"model": "another"}, b'{"items": [{"index": 0, "input": {"type": "text", "text": "a"}}]}'),
+    ],
+    ids=str,
+)
+async def test_unreadable_job_is_answered_at_once(
+    redis_url: str, tmp_path: Path, change: dict[str, str | None], data: bytes
+) -> None:
+    """Whoever waits is told, in whatever part it can't be read, and the message goes where people look at it."""
     async with working(redis_url, tmp_path) as desk:
         now = repr(time.time() + 30)
         attributes = {
-            **{"schema": "1", "request_id": "odd", "part": "0", "model": MODEL.name, "tenant": "t", "slot": "0"},
+            **{"schema": "1", "request_id": "odd", "part": "3", "model": MODEL.name, "tenant": "t", "slot": "0"},
             **{"inbox": inbox_topic_id("1"), "deadline_s": now, "received_at_s": now, "published_at_s": now},
         }
-        await desk.broker.publish(jobs_topic_id(MODEL.name), b"{", attributes)
+        sent = {name: value for name, value in (attributes | change).items() if value is not None}
+        await desk.broker.publish(jobs_topic_id(MODEL.name), data, sent)
         reply = await desk.reply()
-        assert (reply.request_id, reply.body.outcomes) == ("odd", [])
+        assert (reply.request_id, reply.part, reply.body.outcomes) == ("odd", 3, [])
         assert reply.body.error is not None
         assert reply.body.error.code == "undecodable_message"
+        async with desk.broker.subscribe(dead_letter_subscription_id(MODEL.name), max_messages=1) as dead:
+            message: Message = await asyncio.wait_for(anext(aiter(dead)), WAIT_LIMIT_S)
+        assert (message.data, message.attributes["penstock_reason"]) == (data, reply.body.error.message)
 
 
 async def test_message_that_is_no_job_becomes_a_dead_letter(redis_url: str, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from shared.catalogue import Catalogue
 from shared.errors import BadInput, Canceled, ModelFailed, PenstockError, Unavailable, UndecodableMessage, UnknownModel
 from shared.messages import (
     Envelope,
+    ItemError,
     Reply,
     ReplyBody,
     decode_job,
@@ -28,6 +29,7 @@ from shared.messages import (
 )
 from shared.names import WEBHOOKS_TOPIC_ID
 from shared.records import Finish, Records, record_id
+from shared.salvage import salvaged
 from shared.transport import Message, Publisher
 from shared.usage import Row, row_of
 from shared.webhooks import Event, encode_event
@@ -79,9 +81,13 @@ class DeadLetters:
             UndecodableMessage: nothing in it says whose it is.
             PenstockError: something could not be done now; to be repeated.
         """
-        envelope = Envelope.from_attributes(message.attributes)
+        envelope = salvaged(message.attributes)
+        if envelope is None:
+            raise UndecodableMessage("its attributes do not say whose job it is", field="attributes")
         items, error = _reading(message)
         body = ReplyBody([failure(item, error) for item in items], worker=ANSWERED_BY, replied_at_s=time.time())
+        if isinstance(error, UndecodableMessage):  # its items are not known
+            body.error = ItemError(error.code, error.message, error.field)
         found = await self._end(envelope, body)
         if found is None:
             DEAD_LETTERS.labels("none").inc()

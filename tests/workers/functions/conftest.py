@@ -49,12 +49,24 @@ def functions_process(settings: dict[str, str], target: str, port: int, folder: 
 
 
 @pytest.fixture(scope="session")
-def functions_port(functions_settings: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+def functions_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("functions")
+
+
+@pytest.fixture(scope="session")
+def functions_port(functions_settings: dict[str, str], functions_folder: Path) -> Iterator[int]:
     """Both functions in one process, as on one machine."""
     port = free_port()
-    with functions_process(functions_settings, "functions", port, tmp_path_factory.mktemp("functions")) as process:
+    with functions_process(functions_settings, "functions", port, functions_folder) as process:
         process.wait_ready(lambda: answers(port, "/"), START_LIMIT_S)
         yield port
+
+
+@pytest.fixture
+def functions_log(functions_folder: Path) -> Path:
+    """What that process has printed and logged."""
+    (found,) = functions_folder.glob("*.log")
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from tests.workers.functions.receiver import Receiver
 from tests.workers.functions.world import World
 
 pytestmark = pytest.mark.anyio
+SECRET = b"what nobody but the model may read"
 
 
 async def test_job_that_pubsub_gave_up_is_answered(world: World) -> None:
@@ -56,6 +59,30 @@ async def test_body_that_cannot_be_read_has_one_row(world: World) -> None:
     assert outcome.error is not None
     assert outcome.error.code == "undecodable_message"
     assert [row["item"] for row in await world.rows(1)] == [0]
+
+
+async def test_attributes_that_cannot_be_read_are_answered_recorded_and_not_logged(
+    world: World, functions_log: Path
+) -> None:
+    await world.create()
+    data, attributes = world.job(1, prediction="1")
+    attributes |= {"deadline_s": "99999999999999", "received_at_s": "soon"}
+    await world.broker.publish(world.dead, data.replace(b"text 0", SECRET), attributes)
+    reply = await world.reply()
+    assert reply.body.error is not None
+    assert reply.body.error.code == "undecodable_message"
+    assert (await world.record()).state == "failed"
+    (row,) = await world.rows(1)
+    assert (row["model"], row["tenant"], row["error_code"]) == (world.model, "t", "undecodable_message")
+    unreadable = await world.count("penstock_functions_unreadable_total", "dead_letter", 0)
+    for nobodys in ({"request_id": "nobody"}, {"part": "0", "prompt": SECRET.decode()}):
+        await world.broker.publish(world.dead, SECRET, nobodys)
+    await world.count("penstock_functions_unreadable_total", "dead_letter", unreadable + 2)
+    logged = await asyncio.to_thread(functions_log.read_text)
+    assert "message unreadable" in logged
+    assert "nobody" in logged
+    assert SECRET.decode() not in logged
+    assert base64.b64encode(SECRET).decode() not in logged
 
 
 async def test_second_push_repeats_the_same(world: World) -> None:

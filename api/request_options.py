@@ -1,0 +1,162 @@
+"""What the headers of a request ask for, read once and checked: the only way from a header to a job's envelope.
+
+What passes here fits the bounds that workers decode with, so a job that is published can be read. What does not pass is
+refused by name. Of headers that standards tell us to ignore where they make no sense (Cache-Control, Prefer,
+traceparent), what makes none is ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from shared.catalogue import LONGEST_DEADLINE_S, Deadline
+from shared.errors import BadInput
+
+DEADLINE_HEADER = "x-penstock-deadline-ms"
+QUEUE_HEADER = "x-penstock-queue-limit-ms"
+LANE_HEADER = "x-penstock-lane"
+CANCEL_AFTER_HEADER = "cancel-after"
+IDEMPOTENCY_HEADER = "idempotency-key"
+LONGEST_MS = LONGEST_DEADLINE_S * 1000
+LONGEST_KEY = 255
+LONGEST_WAIT_S = 60.0
+_SHOWN = 40
+"""Characters of a wrong value that its refusal repeats."""
+_MS = re.compile(r"[0-9]{1,12}")
+_CANCEL_AFTER = re.compile(r"(?=[0-9])(?:([0-9]{1,3})h)?(?:([0-9]{1,5})m)?(?:([0-9]{1,6})s?)?")
+_WAIT = re.compile(r"wait(?:\s*=\s*\"?([0-9]+)\"?)?(?:\s*;.*)?", re.IGNORECASE)
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_KEY = re.compile(rf"[\x21-\x7e]{{1,{LONGEST_KEY}}}")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """The options of one request; None and empty: the caller did not say."""
+
+    deadline_s: float | None = None
+    """Seconds from receipt to answer."""
+    queue_limit_s: float | None = None
+    """Seconds from receipt after which the model does not begin any more."""
+    cancel_after_s: float | None = None
+    """Seconds from receipt after which a prediction is not worked on any more."""
+    wait_s: float = 0.0
+    """Seconds for which the answer about a prediction may be held back."""
+    lane: str = ""
+    """`batch`: may wait behind requests without one."""
+    cache_read: bool = True
+    cache_write: bool = True
+    traceparent: str = ""
+    """The trace this request belongs to (W3C Trace Context)."""
+    idempotency_key: str = ""
+
+    def answer_by_s(self, received_at_s: float, bound: Deadline) -> float:
+        """Unix time by which the request is to be answered; `bound` is its model's."""
+        return received_at_s + self.limit_s(bound)
+
+    def limit_s(self, bound: Deadline) -> float:
+        """The same in seconds from receipt."""
+        return bound.default_s if self.deadline_s is None else min(self.deadline_s, bound.longest_s)
+
+    def done_by_s(self, received_at_s: float, bound: Deadline) -> float:
+        """Unix time by which a prediction is to be done: the least that its model and its caller say."""
+        given_s = [limit_s for limit_s in (self.deadline_s, self.cancel_after_s) if limit_s is not None]
+        return received_at_s + min([bound.longest_s, *given_s])
+
+    def start_by_s(self, received_at_s: float) -> float:
+        """Unix time after which the model does not begin any more; 0 where the caller did not say."""
+        return 0.0 if self.queue_limit_s is None else received_at_s + self.queue_limit_s
+
+
+def read_options(headers: Iterable[tuple[bytes, bytes]]) -> RequestOptions:
+    """The options that raw headers, their names in lower case, ask for.
+
+    Raises:
+        BadInput: a header has no such value, or says two things; `field` names it.
+    """
+    given: dict[bytes, str] = {}
+    for name, value in headers:
+        if name in _READERS:
+            text = value.decode("latin-1").strip(" \t")
+            given[name] = _joined(name, given[name], text) if name in given else text
+    options: dict[str, Any] = {}
+    for name, text in given.items():
+        options |= _READERS[name](text)
+    return RequestOptions(**options)
+
+
+def _joined(name: bytes, first: str, second: str) -> str:
+    """Two headers of one name: a list goes on, and all others can say one thing only."""
+    if name in (b"cache-control", b"prefer"):
+        return f"{first}, {second}"
+    if name == b"traceparent":
+        return ""
+    raise BadInput(f"{name.decode()}: it came more than once", field=name.decode())
+
+
+def _milliseconds(header: str, option: str) -> Callable[[str], dict[str, Any]]:
+    def read(text: str) -> dict[str, Any]:
+        if not (_MS.fullmatch(text) and 1 <= int(text) <= LONGEST_MS):
+            raise _refusal(header, text, f"a whole number of milliseconds from 1 to {LONGEST_MS}")
+        return {option: int(text) / 1000}
+
+    return read
+
+
+def _cancel_after(text: str) -> dict[str, Any]:
+    found = _CANCEL_AFTER.fullmatch(text)
+    hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0)
+    asked_s = (hours * 60 + minutes) * 60 + seconds
+    if not 1 <= asked_s <= LONGEST_DEADLINE_S:
+        reason = f"a time such as 30s, 5m or 1h30m, from 1s to {LONGEST_DEADLINE_S // 3600}h"
+        raise _refusal(CANCEL_AFTER_HEADER, text, reason)
+    return {"cancel_after_s": float(asked_s)}
+
+
+def _lane(text: str) -> dict[str, Any]:
+    if text.lower() not in ("interactive", "batch"):
+        raise _refusal(LANE_HEADER, text, "interactive or batch")
+    return {"lane": "batch" if text.lower() == "batch" else ""}
+
+
+def _idempotency_key(text: str) -> dict[str, Any]:
+    if not _KEY.fullmatch(text):
+        raise _refusal(IDEMPOTENCY_HEADER, text, f"1 to {LONGEST_KEY} visible ASCII characters")
+    return {"idempotency_key": text}
+
+
+def _cache_control(text: str) -> dict[str, Any]:
+    controls = {part.strip().lower() for part in text.split(",")}
+    return {"cache_read": not controls & {"no-cache", "no-store"}, "cache_write": "no-store" not in controls}
+
+
+def _prefer(text: str) -> dict[str, Any]:
+    """RFC 7240: what can't be complied with is ignored, and the first of two counts."""
+    for found in filter(None, (_WAIT.fullmatch(one.strip()) for one in text.split(","))):
+        asked = found[1]
+        # Any number of digits may stand here, so they are counted before they are read.
+        return {"wait_s": LONGEST_WAIT_S if asked is None or len(asked) > 4 else min(float(asked), LONGEST_WAIT_S)}
+    return {}
+
+
+def _traceparent(text: str) -> dict[str, Any]:
+    return {"traceparent": text} if _TRACEPARENT.fullmatch(text) else {}
+
+
+def _refusal(header: str, text: str, wanted: str) -> BadInput:
+    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    return BadInput(f"{header}: {shown!r} is not {wanted}", field=header)
+
+
+_READERS = {
+    DEADLINE_HEADER.encode(): _milliseconds(DEADLINE_HEADER, "deadline_s"),
+    QUEUE_HEADER.encode(): _milliseconds(QUEUE_HEADER, "queue_limit_s"),
+    CANCEL_AFTER_HEADER.encode(): _cancel_after,
+    LANE_HEADER.encode(): _lane,
+    IDEMPOTENCY_HEADER.encode(): _idempotency_key,
+    b"cache-control": _cache_control,
+    b"prefer": _prefer,
+    b"traceparent": _traceparent,
+}

@@ -1,0 +1,35 @@
+"""What can be read of a message that is no job: enough to answer whoever waits for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from shared.messages import Envelope
+
+
+def salvaged(attributes: Mapping[str, str]) -> Envelope | None:
+    """The envelope, with what can't be read left at what says nothing; None where it does not say whose job it is.
+
+    Whatever its schema: request_id, part, inbox and slot are what replies have been sent to since the first one.
+    """
+    known: dict[str, Any] = {}
+    for field in msgspec.structs.fields(Envelope):
+        if field.name in attributes:
+            try:
+                known[field.name] = msgspec.convert(attributes[field.name], field.type, strict=False)
+            except msgspec.ValidationError:
+                continue
+    if "request_id" not in known or "part" not in known:
+        return None
+    unknown: dict[str, Any] = {
+        "model": "",
+        "tenant": "",
+        "deadline_s": 0.0,
+        "received_at_s": time.time(),
+        "published_at_s": 0.0,
+    }
+    return Envelope(**unknown | known)
