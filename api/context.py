@@ -49,6 +49,8 @@ class RequestContext:
     """Headers of the answer, beside those that every answer has."""
     options: RequestOptions | None = None
     """What its headers ask for, once they were read."""
+    shrinks: bool = False
+    """Whether the answer's body is worth compressing, if it is long."""
     key_seed: int | None = None
     """With an Idempotency-Key: the seed of an image whose caller named none, the same whoever draws it."""
 

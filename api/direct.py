@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from api.compression import compressed
 from api.context import ContextMiddleware
 from api.errors import EXPECTED, answer
 from api.idempotency import once
@@ -89,4 +90,5 @@ class DirectApp(FastAPI):
             response = await (once(request, endpoint) if IDEMPOTENCY_HEADER in request.headers else endpoint(request))
         except EXPECTED as error:
             response = await answer(request, error)
+        response = await compressed(request, response)
         await response(scope, receive, send)

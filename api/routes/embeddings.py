@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.context import context_of
 from api.direct import DirectRoute
 from api.inbound import check_room, infer, read_json, tenant_of
 from api.openapi import body_of, replies_with
@@ -44,6 +45,7 @@ async def create_embeddings(request: Request) -> Response:
         check_room(request, model, 1)
     answer = await infer(request, model, tenant, inputs)
     reply = _reply(answer.outcomes, model, dimensions, as_floats=body.encoding_format == "float")
+    context_of(request).shrinks = body.encoding_format == "float"
     return Response(_encoder.encode(reply), media_type="application/json")
 
 
