@@ -21,6 +21,7 @@ from api.files import Files
 from api.inbox import ReplyInbox
 from api.jobs import JobSender
 from api.parts import Parts
+from api.picture_pool import PicturePool
 from api.pictures import Studio
 from api.prediction_events import Streams
 from api.prediction_inputs import InputReader
@@ -133,7 +134,8 @@ async def _open(
         records, PredictionSender(records, broker, instance), inbox, admission, keep_s=settings.prediction_keep_s
     )
     readiness = Readiness(inbox, broker, settings.redis_url)
-    return _parts(given, admission, dispatcher, readiness, repeats, predictions)
+    pool = await opened.enter_async_context(PicturePool(settings.picture_processes, settings.picture_budget_bytes))
+    return _parts(given, admission, dispatcher, readiness, repeats, predictions, Studio(pool))
 
 
 def _parts(
@@ -143,9 +145,10 @@ def _parts(
     readiness: Readiness,
     repeats: Repeats,
     predictions: Predictions,
+    studio: Studio,
 ) -> Parts:
     """What the routes work with, from what is open and what need not be opened."""
-    studio, files = Studio(), Files(given.objects)
+    files = Files(given.objects)
     fetcher = Fetcher(given.objects, predictions, studio)
     return Parts(
         settings=given.settings,

@@ -28,7 +28,7 @@ async def read_edit(request: Request) -> tuple[EditForm, bytes]:
         return await _read_form(request)
     if kind in ("application/json", ""):
         body = await read_json(request, EditBody)
-        return body, data_of_uri(body.images[0].image_url, "images[0].image_url", field="images")
+        return body, await data_of_uri(body.images[0].image_url, "images[0].image_url", field="images")
     raise BadInput(f"content-type: {kind!r} is neither multipart/form-data nor application/json", field="content-type")
 
 

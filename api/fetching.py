@@ -23,11 +23,18 @@ class Fetcher:
         self._predictions = predictions
         self._studio = studio
 
-    async def fetch(self, key: str, media_type: str) -> bytes:
+    async def fetch(self, key: str, media_type: str, deadline_s: float) -> bytes:
         """The bytes behind a link whose signature was checked.
+
+        Args:
+            key: of the object.
+            media_type: that the link says.
+            deadline_s: Unix time until which a picture may be drawn in another format.
 
         Raises:
             NotFound: there is nothing, any more.
+            Overloaded: too many pictures wait to be encoded.
+            DeadlineExceeded: it was not done in time.
             Unavailable: Redis or the object store is out of reach.
         """
         try:
@@ -39,5 +46,5 @@ class Fetcher:
             raise NotFound("the image is no longer there") from error
         # Workers give PNG. Drawn again in another format at each fetch, it needs no second place to lie.
         if key.endswith(".png") and media_type in _FORMATS:
-            return await self._studio.encode(data, _FORMATS[media_type], None)
+            return await self._studio.encode(data, _FORMATS[media_type], None, deadline_s, is_new=True)
         return data

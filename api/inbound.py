@@ -71,7 +71,7 @@ async def infer(
         tenant=tenant,
         inputs=inputs,
         received_at_s=context.received_at_s,
-        deadline_s=options.answer_by_s(context.received_at_s, model.deadline),
+        deadline_s=answer_by_s(request, model),
         is_repeatable=is_repeatable,
         cache_read=options.cache_read,
         cache_write=options.cache_write,
@@ -91,9 +91,13 @@ def check_room(request: Request, model: Model, items: int) -> None:
     Raises:
         Overloaded: the model's items in flight leave no room, or no time until the deadline.
     """
-    options = options_of(request)
-    remaining_s = options.answer_by_s(context_of(request).received_at_s, model.deadline) - time.time()
-    parts_of(request).admission.check(model.name, items, remaining_s=remaining_s, lane=options.lane)
+    lane, remaining_s = options_of(request).lane, answer_by_s(request, model) - time.time()
+    parts_of(request).admission.check(model.name, items, remaining_s=remaining_s, lane=lane)
+
+
+def answer_by_s(request: Request, model: Model) -> float:
+    """Unix time of the deadline: what the caller gives, at most what the model allows."""
+    return options_of(request).answer_by_s(context_of(request).received_at_s, model.deadline)
 
 
 def options_of(request: Request) -> RequestOptions:

@@ -40,6 +40,12 @@ KEYED = Counter(
     "Requests with an Idempotency-Key: computed, joined or repeated; not_kept: answered, but only this once.",
     ["end"],
 )
+PICTURES = Counter(
+    "penstock_api_pictures_total",
+    "Pictures decoded or encoded, by end; …_waiting: nothing of it was begun. Shed: refused with 429.",
+    ["end"],
+)
+PICTURES_WAITING = Gauge("penstock_api_pictures_waiting", "Pictures that wait for a process to decode or encode them.")
 GAVE_UP = Counter(
     "penstock_api_jobs_canceled_total", "Jobs that every caller had left before the reply came.", ["model"]
 )

@@ -1,47 +1,33 @@
 """Pictures that come in and go out: source images are checked and brought to size, results to the format asked for.
 
-Both happen in threads (decoding takes milliseconds to a second), few at a time, since a decoded picture is large.
+The work is done in processes of its own (api/picture_pool.py): this one never decodes a picture.
 """
 
 from __future__ import annotations
 
-import base64
+import asyncio
 import binascii
-import io
-import math
-import struct
-import zlib
-from collections.abc import Callable
-from typing import TypeVar
 
-from anyio import CapacityLimiter, to_thread
-from PIL import Image, ImageOps
-
+from api.picture_frames import Encode, Limits, Prepare, Prepared
+from api.picture_pool import PicturePool
 from shared.catalogue import ImageDefaults
-from shared.errors import BadInput, InputTooLarge
+from shared.errors import BadInput, PenstockError
 from shared.messages import Blob
 
-SOURCE_LIMIT_PIXELS = 25_000_000
-"""Decoded, such a picture takes 75 to 100 MB."""
-SOURCE_FORMATS = ("PNG", "JPEG", "WEBP")
 MEDIA_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 USUAL_QUALITY = 90
-# What Pillow's decoders raise on broken data, each in its own way.
-_UNDECODABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
-T = TypeVar("T")
-
-# Pillow's own bound only warns at first, and it does so while the header is read; ours refuses right after that.
-Image.MAX_IMAGE_PIXELS = None
+BASE64_PIECE = 256 * 1024
+"""Characters decoded without a pause: 20 MB in one go would hold the event loop for 45 ms. A multiple of four."""
 
 
 class Studio:
-    """Does the work on pictures, `at_once` of them at a time."""
+    """Has the work on pictures done by `pool`."""
 
-    def __init__(self, at_once: int = 2) -> None:
-        self._limiter = CapacityLimiter(at_once)
+    def __init__(self, pool: PicturePool) -> None:
+        self._pool = pool
 
     async def prepare_source(
-        self, data: bytes, size: tuple[int, int] | None, defaults: ImageDefaults
+        self, data: bytes, size: tuple[int, int] | None, defaults: ImageDefaults, deadline_s: float
     ) -> tuple[Blob, tuple[int, int]]:
         """A source image as the model takes it: upright, RGB, PNG, and of the size to draw.
 
@@ -49,27 +35,55 @@ class Studio:
             data: a PNG, JPEG or WebP file.
             size: width and height to draw in pixels; None: the source's shape with as many pixels as the model's usual.
             defaults: of the model.
+            deadline_s: Unix time until which it is worth the work.
 
         Returns:
             The picture, and its (width, height).
 
         Raises:
             BadInput: it is no such picture, or broken.
-            InputTooLarge: it has more than SOURCE_LIMIT_PIXELS; told from its header, nothing is decoded.
+            InputTooLarge: it has too many pixels; told from its header, nothing is decoded.
+            Overloaded: too many wait to be decoded.
+            DeadlineExceeded: it was not done in time.
+            Unavailable: the process that had it died.
         """
-        return await self._work(lambda: _prepare_source(data, size, defaults))
+        limits = Limits(defaults.width, defaults.height, defaults.multiple, defaults.largest_pixels)
+        try:
+            answer, png = await self._pool.run(Prepare(size, limits), data, deadline_s=deadline_s, is_new=True)
+        except BadInput as error:
+            raise type(error)(f"image: {error.message}", field="image") from error
+        if not isinstance(answer, Prepared):
+            raise PenstockError(f"a picture process answered {type(answer).__name__}; this is a bug")
+        return Blob(MEDIA_TYPES["png"], data=png), (answer.width, answer.height)
 
-    async def encode(self, png: bytes, output_format: str, quality: int | None) -> bytes:
-        """A result in the format asked for; PNG is what workers give and passes as it is."""
+    async def encode(
+        self, png: bytes, output_format: str, quality: int | None, deadline_s: float, *, is_new: bool
+    ) -> bytes:
+        """A result in the format asked for; PNG is what workers give and passes as it is.
+
+        Args:
+            png: as a worker gave it.
+            output_format: a key of MEDIA_TYPES.
+            quality: of jpeg and webp, 0 to 100.
+            deadline_s: Unix time until which it is worth the work.
+            is_new: it may be asked for again; what was drawn for this request may not be refused.
+
+        Raises:
+            Overloaded: too many wait to be encoded.
+            DeadlineExceeded: it was not done in time.
+            Unavailable: the process that had it died.
+        """
         if output_format == "png":
             return png
-        return await self._work(lambda: _encode(png, output_format, quality))
+        order = Encode(output_format, USUAL_QUALITY if quality is None else quality)
+        try:
+            _, encoded = await self._pool.run(order, png, deadline_s=deadline_s, is_new=is_new)
+        except BadInput as error:
+            raise PenstockError(f"a worker gave what is no PNG: {error.message}; this is a bug") from error
+        return encoded
 
-    async def _work(self, work: Callable[[], T]) -> T:
-        return await to_thread.run_sync(work, limiter=self._limiter)
 
-
-def data_of_uri(uri: str, where: str, *, field: str) -> bytes:
+async def data_of_uri(uri: str, where: str, *, field: str) -> bytes:
     """The bytes of a data: URI (RFC 2397) in base64; `where` and `field` name it in errors.
 
     Raises:
@@ -78,52 +92,14 @@ def data_of_uri(uri: str, where: str, *, field: str) -> bytes:
     header, comma, text = uri.partition(",")
     if not comma or not header.startswith("data:") or not header.endswith(";base64"):
         raise BadInput(f"{where}: only data: URIs with ;base64 are taken", field=field)
+    pieces = []
     try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
+        if 0 <= text.find("=") < len(text) - 2:
+            raise ValueError("padding before the end")
+        for start in range(0, len(text), BASE64_PIECE):
+            pieces.append(binascii.a2b_base64(text[start : start + BASE64_PIECE], strict_mode=True))
+            if len(text) > BASE64_PIECE:
+                await asyncio.sleep(0)
+    except ValueError as error:
         raise BadInput(f"{where}: not base64: {error}", field=field) from error
-
-
-def _prepare_source(data: bytes, size: tuple[int, int] | None, defaults: ImageDefaults) -> tuple[Blob, tuple[int, int]]:
-    try:
-        with Image.open(io.BytesIO(data), formats=SOURCE_FORMATS) as opened:
-            if opened.width * opened.height > SOURCE_LIMIT_PIXELS:
-                limit = f"{SOURCE_LIMIT_PIXELS // 1_000_000} megapixels is the most"
-                raise InputTooLarge(f"image: {opened.width}x{opened.height} pixels, and {limit}", field="image")
-            ImageOps.exif_transpose(opened, in_place=True)
-            target = size or size_like(opened.width, opened.height, defaults)
-            drawn = _flat(opened).resize(target, Image.Resampling.LANCZOS)
-    except _UNDECODABLE as error:
-        raise BadInput("image: not a PNG, JPEG or WebP picture, or a broken one", field="image") from error
-    return Blob(MEDIA_TYPES["png"], data=_saved(drawn, "png", compress_level=1)), target
-
-
-def size_like(width: int, height: int, defaults: ImageDefaults) -> tuple[int, int]:
-    """The source's shape at the model's usual number of pixels, in the multiples the model needs."""
-    scale = math.sqrt(defaults.width * defaults.height / (width * height))
-    step, most = defaults.multiple, defaults.largest_pixels
-
-    def fitted(length: int, longest: int) -> int:
-        return max(step, min(round(length * scale), longest) // step * step)
-
-    fitted_width = fitted(width, most // step)
-    return fitted_width, fitted(height, most // fitted_width)
-
-
-def _flat(picture: Image.Image) -> Image.Image:
-    """Without transparency: laid on white, as a viewer shows it."""
-    if not picture.has_transparency_data:
-        return picture.convert("RGB")
-    layer = picture.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
-
-
-def _encode(png: bytes, output_format: str, quality: int | None) -> bytes:
-    with Image.open(io.BytesIO(png), formats=("PNG",)) as picture:
-        return _saved(picture.convert("RGB"), output_format, quality=USUAL_QUALITY if quality is None else quality)
-
-
-def _saved(picture: Image.Image, output_format: str, **options: int) -> bytes:
-    buffer = io.BytesIO()
-    picture.save(buffer, output_format, **options)
-    return buffer.getvalue()
+    return b"".join(pieces)

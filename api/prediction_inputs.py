@@ -57,7 +57,9 @@ class InputReader:
         self._links = links
         self._studio = studio
 
-    async def read(self, given: dict[str, Any], model: Model, tenant: str, base_url: str) -> Inputs:
+    async def read(
+        self, given: dict[str, Any], model: Model, tenant: str, base_url: str, *, deadline_s: float
+    ) -> Inputs:
         """The inputs of one prediction.
 
         Args:
@@ -65,16 +67,19 @@ class InputReader:
             model: that is to compute them.
             tenant: whose files may be named.
             base_url: what URLs of our own begin with, without a slash at the end.
+            deadline_s: Unix time until which a source picture may be worked on.
 
         Raises:
             InvalidFields: something in it is wrong.
+            Overloaded: too many pictures wait to be decoded.
+            DeadlineExceeded: the source picture was not decoded in time.
             Unavailable: the object store is out of reach.
         """
         with inside_input():
             if model.task == "embedding":
                 return _texts(TextsInput.model_validate(given, strict=True), given, model)
             wish = PictureInput.model_validate(given, strict=True)
-            return await self._pictures(wish, given, model, _Caller(tenant, base_url))
+            return await self._pictures(wish, given, model, _Caller(tenant, base_url, deadline_s))
 
     async def _pictures(self, wish: PictureInput, given: dict[str, Any], model: Model, caller: _Caller) -> Inputs:
         size, shown = _size(wish, model), given
@@ -83,7 +88,7 @@ class InputReader:
         else:
             strength = wish.strength or wish.prompt_strength or USUAL_STRENGTH
             data = await self._picture(wish.image, caller)
-            source, size = await self._studio.prepare_source(data, size, model.image)
+            source, size = await self._studio.prepare_source(data, size, model.image, caller.deadline_s)
             first = first_image(wish, model, size)
             check_strength(first.steps, strength)
             source = await self._travelling(source)
@@ -96,7 +101,7 @@ class InputReader:
     async def _picture(self, url: str, caller: _Caller) -> bytes:
         """The bytes that a data: URI holds, or one of our own URLs names."""
         if url.startswith("data:"):
-            return data_of_uri(url, "image", field="image")
+            return await data_of_uri(url, "image", field="image")
         if not url.startswith(f"{caller.base_url}/"):
             raise BadInput(f"image: {FOREIGN}", field="image")
         parts = urlsplit(url.removeprefix(caller.base_url))
@@ -108,7 +113,7 @@ class InputReader:
             if folder == "objects":
                 query = dict(parse_qsl(parts.query))
                 self._links.check(name, query["type"], int(query["expires"]), query["signature"])
-                return await self._fetcher.fetch(name, query["type"])
+                return await self._fetcher.fetch(name, query["type"], caller.deadline_s)
         except (LinkInvalid, NotFound, BadInput, KeyError, ValueError) as error:
             reason = getattr(error, "message", "not a link that this API signed")
             raise BadInput(f"image: {reason}", field="image") from error
@@ -133,6 +138,7 @@ class InputReader:
 class _Caller:
     tenant: str
     base_url: str
+    deadline_s: float
 
 
 def _texts(wish: TextsInput, given: dict[str, Any], model: Model) -> Inputs:

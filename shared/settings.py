@@ -100,6 +100,11 @@ class ApiSettings(Settings):
     """Whether webhooks may go to private addresses, and over http, as the function has it; for one machine."""
     memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     request_max_bytes: int = Field(32 * 1024 * 1024, ge=1)
+    picture_processes: int = Field(2, ge=1, le=64)
+    """Processes that decode and encode pictures, each one at a time; started when there are pictures."""
+    picture_budget_bytes: int = Field(256 * 1024 * 1024, ge=1)
+    """What pictures may take together while they are decoded; one that takes more (a WebP of 25 megapixels takes
+    400 MB) is decoded alone."""
 
     @field_validator("cors_origins")
     @classmethod

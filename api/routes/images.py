@@ -7,11 +7,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.context import context_of
+from api.context import context_of, while_connected
 from api.direct import DirectRoute
 from api.drawing import check_strength, first_image, size_of
 from api.edit_form import read_edit
-from api.inbound import check_room, infer, link_to, read_json, tenant_of
+from api.inbound import answer_by_s, check_room, infer, link_to, read_json, tenant_of
 from api.openapi import body_of, replies_with
 from api.parts import Parts, parts_of
 from api.pictures import MEDIA_TYPES
@@ -52,7 +52,9 @@ async def edit_image(request: Request) -> Response:
     body, data = await read_edit(request)
     model = _model(request, body)
     check_room(request, model, body.n)
-    source, size = await parts_of(request).studio.prepare_source(data, _size(body, model), model.image)
+    studio, deadline_s = parts_of(request).studio, answer_by_s(request, model)
+    preparing = studio.prepare_source(data, _size(body, model), model.image, deadline_s)
+    source, size = await while_connected(request, preparing)
     first = first_image(body, model, size)
     check_strength(first.steps, body.strength)
     return await _draw(
@@ -85,18 +87,22 @@ async def _draw(
     if len(drawn) < len(results):
         raise PenstockError(f"{model.name} gave a result that is no image; this is a bug")
     context_of(request).headers["x-penstock-seed"] = ",".join(str(result.seed) for result in drawn)
-    items = [await _item(request, body, result) for result in drawn]
+    deadline_s = answer_by_s(request, model)
+    items = [await _item(request, body, result, deadline_s) for result in drawn]
     reply = ImagesReply(items, model.name, f"{first.width}x{first.height}", body.output_format)
     return Response(msgspec.json.encode(reply), media_type="application/json")
 
 
-async def _item(request: Request, body: GenerationBody | EditForm, result: ImageResult) -> ImageItem:
+async def _item(request: Request, body: GenerationBody | EditForm, result: ImageResult, deadline_s: float) -> ImageItem:
     """One image as the caller wants it: bytes or link, in the format asked for."""
     parts = parts_of(request)
     stored_key = result.image.object_key
     if body.response_format == "url" and body.output_format == "png" and stored_key is not None:
         return ImageItem(result.seed, url=link_to(request, stored_key, result.image.media_type))
-    data = await parts.studio.encode(await _bytes(parts, result.image), body.output_format, body.output_compression)
+    encoding = parts.studio.encode(
+        await _bytes(parts, result.image), body.output_format, body.output_compression, deadline_s, is_new=False
+    )
+    data = await while_connected(request, encoding)
     if body.response_format == "b64_json":
         return ImageItem(result.seed, b64_json=data)
     media_type = MEDIA_TYPES[body.output_format]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.context import while_connected
 from api.parts import parts_of
 from shared.links import VALID_S
 
 router = APIRouter()
+LONGEST_S = 30.0
+"""For drawing a picture in another format; who fetches a link says nothing of a deadline."""
 
 
 @router.get("/v1/objects/{key:path}", summary="Fetch an image by its link")
@@ -17,6 +22,6 @@ async def get_object(request: Request, key: str, type: str, expires: int, signat
     """The bytes of a result, for as long as the link is valid."""
     parts = parts_of(request)
     parts.links.check(key, type, expires, signature)
-    data = await parts.fetcher.fetch(key, type)
+    data = await while_connected(request, parts.fetcher.fetch(key, type, time.time() + LONGEST_S))
     headers = {"cache-control": f"private, max-age={VALID_S}, immutable", "x-content-type-options": "nosniff"}
     return Response(data, headers=headers, media_type=type)

@@ -149,7 +149,9 @@ async def _create(
     context.model = model.name
     base_url, options = base_url_of(request), options_of(request)
     key, wait_s = options.idempotency_key, max(0.0, options.wait_s - EARLY_S)
-    read = await parts.input_reader.read(body.input, model, tenant, base_url)
+    deadline_s = options.done_by_s(context.received_at_s, model.deadline)
+    reading = parts.input_reader.read(body.input, model, tenant, base_url, deadline_s=deadline_s)
+    read = await while_connected(request, reading)
     prediction_id, record = _ids(tenant, own_id, key)
     webhook, webhook_events = _told(body, allow_private=parts.settings.webhooks_private)
     new = NewPrediction(
@@ -168,7 +170,7 @@ async def _create(
             deployment=deployment,
             base_url=base_url,
             created_at_s=context.received_at_s,
-            deadline_s=options.done_by_s(context.received_at_s, model.deadline),
+            deadline_s=deadline_s,
             digest=_digest(body, model),
             client_request_id=context.client_request_id,
         ),

@@ -143,11 +143,11 @@ async def test_wrong_setting_is_told_in_one_line(tmp_path: Path) -> None:
     assert errors.decode() == "penstock api: PENSTOCK_API_KEYS: an entry is not key=tenant\n"
 
 
-async def test_no_model_library_is_imported() -> None:
+async def test_neither_model_library_nor_decoder_is_imported() -> None:
     code = (
         "import api.__main__, sys;"
         "print(sorted({name.partition('.')[0] for name in sys.modules}"
-        " & {'torch', 'transformers', 'diffusers', 'tokenizers', 'sentence_transformers'}))"
+        " & {'torch', 'transformers', 'diffusers', 'tokenizers', 'sentence_transformers', 'PIL'}))"
     )
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
     output, _ = await asyncio.wait_for(process.communicate(), START_LIMIT_S)
