@@ -21,6 +21,7 @@ NAMES = (
     "soak",
     "footprint",
     "overload",
+    "pictures",
     "recovery",
     "profile",
 )
