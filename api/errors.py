@@ -89,6 +89,7 @@ class ErrorForm(NamedTuple):
 ANSWERS = {
     "invalid_input": ErrorForm(400, "invalid_request_error"),
     "input_too_large": ErrorForm(400, "invalid_request_error"),
+    "context_length_exceeded": ErrorForm(400, "invalid_request_error"),
     "invalid_api_key": ErrorForm(401, "authentication_error"),
     "link_invalid": ErrorForm(403, "permission_error"),
     "unknown_model": ErrorForm(404, "invalid_request_error"),

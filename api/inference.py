@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from api.errors import ANSWERS
 from shared.catalogue import Model
 from shared.errors import Overloaded, PenstockError, error_for_code
-from shared.messages import Input, ItemOutcome
+from shared.messages import Input, ItemOutcome, reason_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,9 @@ _WAYS = {"memory": "hit", "redis": "hit", "joined": "joined"}
 def _error_of(outcome: ItemOutcome, *, several: bool) -> PenstockError:
     error = outcome.error
     if error is None:
-        return PenstockError(f"item {outcome.index} has neither result nor error; this is a bug")
-    known = error_for_code(error.code, error.message, error.field)
-    if several and ANSWERS[known.code].status < 500 and not isinstance(known, Overloaded):
+        return PenstockError(reason_of(outcome))
+    known = error_for_code(error.code, reason_of(outcome), error.field)
+    is_told_apart = error.field == "input" or ANSWERS[known.code].status >= 500 or isinstance(known, Overloaded)
+    if several and not is_told_apart:
         known.message = f"item {outcome.index}: {known.message}"
     return known

@@ -142,7 +142,7 @@ class _Caller:
 
 
 def _texts(wish: TextsInput, given: dict[str, Any], model: Model) -> Inputs:
-    inputs = text_inputs(wish.given, model)
+    inputs = text_inputs(wish.given, model, truncate=wish.truncate or "none")
     if len(inputs) > MOST_TEXTS:
         raise BadInput(f"texts: {len(inputs)}, and {MOST_TEXTS} is the most of one prediction", field="texts")
     listed = [wish.given] if isinstance(wish.given, str) else wish.given

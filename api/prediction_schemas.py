@@ -68,6 +68,9 @@ class TextsInput(Body):
     text: Text | None = Field(None, description="One text; the output is its vector.")
     texts: Annotated[list[Text], Field(min_length=1)] | None = Field(None, description="The output is their vectors.")
     input: Text | Annotated[list[Text], Field(min_length=1)] | None = Field(None, description="Either of the two.")
+    truncate: Literal["end", "start"] | None = Field(
+        None, description="The side at which texts lose what exceeds the model's length; else the prediction fails."
+    )
 
     @model_validator(mode="after")
     def _exactly_one(self) -> TextsInput:

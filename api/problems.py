@@ -22,7 +22,7 @@ from starlette.responses import Response
 from api.errors import ANSWERS, EXPECTED, ClientGone, explained, headers_for
 from shared.errors import BadInput, PenstockError
 
-UNPROCESSABLE = frozenset({"invalid_input", "input_too_large"})
+UNPROCESSABLE = frozenset({"invalid_input", "input_too_large", "context_length_exceeded"})
 
 
 class InvalidField(msgspec.Struct):

@@ -56,7 +56,7 @@ def _shape(value: Any) -> str:
 
 
 class EmbeddingsBody(Body):
-    """Texts, or token ids of the model's own tokenizer, to turn into vectors."""
+    """Texts, or token ids of the model's own tokenizer (which `tokenizer` must say), to turn into vectors."""
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"model": "all-MiniLM-L6-v2", "input": ["a cat", "a kitten"]}},
@@ -72,6 +72,12 @@ class EmbeddingsBody(Body):
     ]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1, description="Keep the first so many numbers, normalised again.")
+    truncate: Literal["end", "start"] | None = Field(
+        None, description="Ours: the side at which texts lose what exceeds the model's length; else they are refused."
+    )
+    tokenizer: str | None = Field(
+        None, description="Ours: the model whose tokenizer made the token ids of `input`; without it, they are refused."
+    )
     user: str | None = None
 
 
@@ -165,11 +171,15 @@ class Usage(msgspec.Struct):
 
 
 class EmbeddingItem(msgspec.Struct):
-    """One vector: floats, or little-endian float32 bytes, which JSON carries as base64."""
+    """One vector: floats, or little-endian float32 bytes, which JSON carries as base64.
+
+    `truncated_tokens`, where the request has `truncate`: how many tokens of the text were left out.
+    """
 
     index: int
     embedding: list[float] | bytes
     object: Literal["embedding"] = "embedding"
+    truncated_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class EmbeddingsReply(msgspec.Struct):

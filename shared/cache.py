@@ -22,7 +22,7 @@ from shared.catalogue import Model
 from shared.errors import BadInput
 from shared.messages import Blob, ImageInput, Input, Result, TextInput
 
-KEY_SCHEME = 1
+KEY_SCHEME = 2
 """Part of every key; raised when a model's code changes what the same input gives."""
 ENTRY_SCHEMA = 1
 """Part of every Redis key; raised with the encoding, so that two releases side by side never read each other."""
@@ -42,8 +42,9 @@ def cache_key(model: Model, input: Input, tenant: str) -> str:
     """Names the result of `input` on `model`: 256 bits of BLAKE2b (RFC 7693) in hex.
 
     Covers everything that changes the output: name, revision, source, precision, tolerance and width of the model, the
-    text byte for byte, the token ids, every parameter of an image. A source image counts by the digest of its bytes,
-    or by its object_key where only that is known, so compute the key before the bytes move to the object store.
+    text byte for byte, the token ids, the side at which they are cut, every parameter of an image. A source image
+    counts by the digest of its bytes, or by its object_key where only that is known, so compute the key before the
+    bytes move to the object store.
 
     The backend is no part of it: it changes a result by less than the tolerance, and under `auto` the API could not
     know what each worker chose. What a key promises is a result of this precision within this tolerance.
@@ -69,9 +70,9 @@ def cache_key(model: Model, input: Input, tenant: str) -> str:
 def _canonical(input: Input) -> tuple[object, ...]:
     """The input as plain values in a fixed order; 7 and 7.0 are one guidance scale."""
     if isinstance(input, TextInput):
-        return ("text", input.text)
+        return ("text", input.text, input.truncate)
     if not isinstance(input, ImageInput):
-        return ("tokens", input.tokens)
+        return ("tokens", input.tokens, input.truncate)
     size = (input.width, input.height, input.steps)
     drawn = (float(input.guidance_scale), input.seed, input.scheduler, input.prompt, input.negative_prompt)
     if input.image is None:

@@ -4,6 +4,7 @@ PenstockError
 ├── BadInput                 the caller's request is wrong; names the field
 │   ├── UnknownModel
 │   └── InputTooLarge
+│       └── ContextLengthExceeded
 ├── Overloaded               full now; carries seconds to wait
 ├── DeadlineExceeded         the answer would come, or came, too late
 ├── Canceled                 nobody wants the answer any more
@@ -48,6 +49,12 @@ class InputTooLarge(BadInput):
     """The request is larger than this model takes."""
 
     code = "input_too_large"
+
+
+class ContextLengthExceeded(InputTooLarge):
+    """The text has more tokens than the model takes."""
+
+    code = "context_length_exceeded"
 
 
 class Overloaded(PenstockError):
@@ -100,6 +107,7 @@ _ON_THE_WIRE = (
     BadInput,
     UnknownModel,
     InputTooLarge,
+    ContextLengthExceeded,
     DeadlineExceeded,
     Canceled,
     ModelFailed,

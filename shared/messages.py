@@ -17,7 +17,7 @@ and its reply carries `slot`, `request_id` and `part` back, with one outcome per
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -43,16 +43,25 @@ class Blob(msgspec.Struct, omit_defaults=True):
     object_key: str | None = None
 
 
-class TextInput(msgspec.Struct, tag="text"):
+Truncate = Literal["none", "end", "start"]
+"""What becomes of a text that is longer than its model takes: it is refused, or loses tokens at that side.
+
+Left out, it is `end`: so APIs from before the choice meant it. APIs say `none` where their caller says nothing.
+"""
+
+
+class TextInput(msgspec.Struct, tag="text", omit_defaults=True):
     """One text to embed."""
 
     text: str
+    truncate: Truncate = "end"
 
 
-class TokensInput(msgspec.Struct, tag="tokens"):
+class TokensInput(msgspec.Struct, tag="tokens", omit_defaults=True):
     """One text to embed, as token ids of the model's own tokenizer, without special tokens."""
 
     tokens: list[int]
+    truncate: Truncate = "end"
 
 
 class ImageInput(msgspec.Struct, tag="image", omit_defaults=True):
@@ -73,11 +82,13 @@ class ImageInput(msgspec.Struct, tag="image", omit_defaults=True):
 Input = TextInput | TokensInput | ImageInput
 
 
-class EmbeddingResult(msgspec.Struct, tag="embedding"):
+class EmbeddingResult(msgspec.Struct, tag="embedding", omit_defaults=True):
     """One vector: little-endian float32, `dimensions` of them, and the tokens it took (special tokens included)."""
 
     vector: bytes
     tokens: int
+    truncated_tokens: int = 0
+    """Tokens that were left out, because the text was longer than the model takes."""
 
 
 class ImageResult(msgspec.Struct, tag="image"):
@@ -304,6 +315,14 @@ def decode_reply(data: bytes, attributes: Mapping[str, str]) -> Reply:
         return Reply(attributes["request_id"], part, attributes.get("slot", ""), _reply_decoder.decode(data))
     except (KeyError, ValueError, msgspec.MsgspecError) as error:
         raise UndecodableMessage(f"reply: {error}", field="data") from error
+
+
+def reason_of(outcome: ItemOutcome) -> str:
+    """Why an item has no result, in words that name the input where that is at fault."""
+    if outcome.error is None:
+        return f"item {outcome.index} has neither result nor error; this is a bug"
+    place = f"input[{outcome.index}]: " if outcome.error.field == "input" else ""
+    return place + outcome.error.message
 
 
 _STATUSES = {"deadline_exceeded": "expired", "canceled": "canceled"}

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from shared.links import Links
-from shared.messages import EmbeddingResult, ImageResult, Result
+from shared.messages import EmbeddingResult, ImageResult, Result, reason_of
 from shared.records import Record
 
 MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp"}
@@ -105,7 +105,7 @@ def body_of(prediction: Prediction, record: Record, links: Links) -> dict[str, A
         "output": output_of(prediction, record, links),
         "logs": logs_of(record),
         "error": error_of(record),
-        "metrics": _metrics(record),
+        "metrics": _metrics(prediction, record),
         "data_removed": False,
         "created_at": iso(prediction.created_at_s),
         "started_at": iso(record.started_at_s) if record.started_at_s else None,
@@ -143,9 +143,9 @@ def error_of(record: Record) -> str | None:
         return None
     if record.reply is None:
         return "failed"
-    errors = [outcome.error for outcome in record.reply.outcomes if outcome.error is not None]
-    first = record.reply.error or (errors[0] if errors else None)
-    return first.message if first is not None else "failed"
+    if record.reply.error is not None:
+        return record.reply.error.message
+    return next((reason_of(one) for one in record.reply.outcomes if one.error is not None), "failed")
 
 
 def logs_of(record: Record) -> str:
@@ -158,8 +158,8 @@ def logs_of(record: Record) -> str:
     return f"{int(share * 100):3d}%|{bar}| {step}/{record.steps}\n"
 
 
-def _metrics(record: Record) -> dict[str, float]:
-    """Seconds under Replicate's names, milliseconds (integers) under RunPod's."""
+def _metrics(prediction: Prediction, record: Record) -> dict[str, float]:
+    """Seconds under Replicate's names, milliseconds (integers) under RunPod's; and tokens that were cut."""
     found: dict[str, float] = {}
     if record.started_at_s:
         found["delayTime"] = max(0, round((record.started_at_s - record.created_at_s) * 1000))
@@ -171,6 +171,9 @@ def _metrics(record: Record) -> dict[str, float]:
     if times_ms:
         found["predict_time"] = round(max(times_ms) / 1000, 6)
         found["executionTime"] = round(max(times_ms))
+    if prediction.input.get("truncate") and record.state == "succeeded" and record.reply:
+        results = [outcome.result for outcome in record.reply.outcomes]
+        found["truncated_tokens"] = sum(getattr(result, "truncated_tokens", 0) for result in results)
     return found
 
 

@@ -23,6 +23,7 @@ from shared.errors import BadInput, PenstockError
 from shared.messages import EmbeddingResult, ItemOutcome
 
 router = APIRouter(route_class=DirectRoute)
+TRUNCATED_HEADER = "x-penstock-truncated-tokens"
 LARGE_ITEMS = 256
 """From so many on a request that finds no room is refused before its cache keys are made: they take milliseconds."""
 _encoder = msgspec.json.Encoder()
@@ -40,13 +41,23 @@ async def create_embeddings(request: Request) -> Response:
     body = await read_json(request, EmbeddingsBody)
     model = parts_of(request).catalogue.find(body.model, "embedding")
     dimensions = _dimensions(body, model)
-    inputs = text_inputs(body.input, model)
+    inputs = text_inputs(body.input, model, truncate=body.truncate or "none", tokenizer=body.tokenizer)
     if len(inputs) >= LARGE_ITEMS:
         check_room(request, model, 1)
     answer = await infer(request, model, tenant, inputs)
     reply = _reply(answer.outcomes, model, dimensions, as_floats=body.encoding_format == "float")
     context_of(request).shrinks = body.encoding_format == "float"
+    if body.truncate:
+        context_of(request).headers[TRUNCATED_HEADER] = str(_tell_truncated(reply, answer.outcomes))
     return Response(_encoder.encode(reply), media_type="application/json")
+
+
+def _tell_truncated(reply: EmbeddingsReply, outcomes: Sequence[ItemOutcome]) -> int:
+    """Says at each vector how many tokens of its text were left out; returns how many in all."""
+    found = [getattr(outcome.result, "truncated_tokens", 0) for outcome in outcomes]
+    for item, tokens in zip(reply.data, found, strict=True):
+        item.truncated_tokens = tokens
+    return sum(found)
 
 
 def _dimensions(body: EmbeddingsBody, model: Model) -> int:

@@ -106,7 +106,7 @@ def job_bytes(model: Model, input_bytes: int, items: int) -> int:
     if input_bytes > INLINE_LIMIT_BYTES:
         text, image = "", Blob("image/png", object_key="0" * 64)
     given = (
-        TextInput(text)
+        TextInput(text, "none")
         if model.task == "embedding"
         else ImageInput(
             text,

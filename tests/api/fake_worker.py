@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Literal
 
+import msgspec
 import numpy as np
 from PIL import Image
 
@@ -39,10 +40,13 @@ from shared.objects import ObjectStore, object_key
 from shared.records import Records
 from shared.transport import Admin, Subscription, SubscriptionSettings, Transport
 from tests.limits import WAIT_LIMIT_S
+from workers.models.base import PreparedText, Preparer
 
 
 def vector_of(given: Input, dimensions: int = 384) -> np.ndarray:
     """The vector of a text or token list: unit length, and another for every other input."""
+    if not isinstance(given, ImageInput):
+        given = msgspec.structs.replace(given, truncate="end")  # changes nothing for texts as short as these
     seed = zlib.crc32(repr(given).encode())
     vector = np.random.default_rng(seed).standard_normal(dimensions).astype("<f4")
     unit: np.ndarray = (vector / np.linalg.norm(vector)).astype("<f4")
@@ -63,6 +67,7 @@ class FakeWorker:
     `go` cleared holds every answer back. `broken` texts and prompts fail. With a cache, results are kept as a real
     worker keeps them. `jobs` are those taken, in order of arrival; `is_silent` takes jobs and never answers;
     `stores_results_in` takes all images; jobs of the requests `unreadable` are answered as what can't be read;
+    With a `preparer` a text is checked and cut as in a real worker, and its vector is its token ids.
     `jitter` makes answers come out of order. With records, predictions are claimed and ended as a real worker does.
     """
 
@@ -88,6 +93,7 @@ class FakeWorker:
         self.unreadable: set[str] = set()
         self.stores_results_in: ObjectStore | None = None
         self.jitter: random.Random | None = None
+        self.preparer: Preparer | None = None
 
     @property
     def items(self) -> list[Item]:
@@ -176,7 +182,14 @@ class FakeWorker:
             return failure(item.index, DeadlineExceeded(), receipt)
         if getattr(item.input, "text", getattr(item.input, "prompt", "")) in self.broken:
             return failure(item.index, ModelFailed("this input breaks the model"), receipt)
-        return ItemOutcome(item.index, "succeeded", receipt, _result(item.input))
+        result = _result(item.input)
+        if self.preparer is not None:
+            (prepared,) = self.preparer.prepare([item.input])
+            if isinstance(prepared, BadInput):
+                return failure(item.index, prepared, receipt)
+            assert isinstance(prepared, PreparedText)
+            result = EmbeddingResult(prepared.ids, prepared.length, prepared.truncated_tokens)
+        return ItemOutcome(item.index, "succeeded", receipt, result)
 
 
 async def _store(outcome: ItemOutcome, objects: ObjectStore) -> None:

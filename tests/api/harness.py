@@ -25,7 +25,9 @@ from tests.api.fake_worker import FakeWorker
 from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
 
-CATALOGUE = read_catalogue(Path(__file__).parents[2] / "models.yaml")
+SERVED = read_catalogue(Path(__file__).parents[2] / "models.yaml")
+CATALOGUE = Catalogue(tuple(model.model_copy(update={"aliases": (f"{model.name}-too",)}) for model in SERVED.models))
+"""What is shipped, each model under another name too."""
 TEXT_MODEL, IMAGE_MODEL = CATALOGUE.default("embedding"), CATALOGUE.default("image")
 T = TypeVar("T")
 NO_REDIS = "redis://127.0.0.1:1/0"

@@ -18,15 +18,15 @@ MODEL = TEXT_MODEL.name
 @pytest.mark.parametrize(
     ("given", "inputs"),
     [
-        ("a cat", [TextInput("a cat")]),
-        (["a cat", "a dog"], [TextInput("a cat"), TextInput("a dog")]),
-        ([7, 8], [TokensInput([7, 8])]),
-        ([[7, 8], [9]], [TokensInput([7, 8]), TokensInput([9])]),
+        ("a cat", [TextInput("a cat", "none")]),
+        (["a cat", "a dog"], [TextInput("a cat", "none"), TextInput("a dog", "none")]),
+        ([7, 8], [TokensInput([7, 8], "none")]),
+        ([[7, 8], [9]], [TokensInput([7, 8], "none"), TokensInput([9], "none")]),
     ],
     ids=["text", "texts", "tokens", "token lists"],
 )
 async def test_every_shape_of_input(api: ApiUnderTest, given: object, inputs: list[TextInput | TokensInput]) -> None:
-    reply = await api.openai().embeddings.create(model=MODEL, input=given)
+    reply = await api.openai().embeddings.create(model=MODEL, input=given, extra_body={"tokenizer": MODEL})
     assert [item.index for item in reply.data] == list(range(len(inputs)))
     for item, one in zip(reply.data, inputs, strict=True):
         assert np.array_equal(np.float32(item.embedding), vector_of(one))

@@ -15,7 +15,7 @@ from tests.api.fake_worker import FakeWorker
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.workers.desk import MODEL, Desk, working
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient_redis")]
+pytestmark = pytest.mark.anyio
 
 SECRET = "the merger is off"
 ACME, OTHER = "Bearer a", "Bearer o"

@@ -25,6 +25,8 @@ TEXTS = [
     "The penstock feeds the turbine with water from the reservoir. " * 60,
     "Short again, after one that is longer than the model takes.",
 ]
+CUT = {"truncate": "end"}
+"""As the reference does without being asked."""
 
 
 def vectors(answer: openai.types.CreateEmbeddingResponse) -> NDArray[np.float32]:
@@ -44,14 +46,19 @@ def assert_near(ours: NDArray[np.float32], expected: Sequence[NDArray[np.float32
 
 def test_one_text_equals_the_reference(client: openai.OpenAI, reference: Embed) -> None:
     for text in TEXTS:
-        answer = client.embeddings.create(model=EMBEDDER, input=text)
+        answer = client.embeddings.create(model=EMBEDDER, input=text, extra_body=CUT)
         assert_near(vectors(answer), [reference(text)])
 
 
 @pytest.mark.parametrize("encoding_format", ["float", "base64"])
 def test_list_equals_the_reference(client: openai.OpenAI, reference: Embed, encoding_format: str) -> None:
     inputs = [f"{encoding_format}: {text}" for text in TEXTS]
-    answer = client.embeddings.create(model=EMBEDDER, input=inputs, encoding_format=encoding_format)  # type: ignore[arg-type]
+    answer = client.embeddings.create(
+        model=EMBEDDER,
+        input=inputs,
+        encoding_format=encoding_format,  # type: ignore[arg-type]
+        extra_body=CUT,
+    )
     if encoding_format == "base64":
         for item in answer.data:
             assert isinstance(item.embedding, str)
@@ -59,11 +66,22 @@ def test_list_equals_the_reference(client: openai.OpenAI, reference: Embed, enco
     assert_near(vectors(answer), [reference(text) for text in inputs])
 
 
+def test_text_cut_at_its_start_equals_what_is_left(client: openai.OpenAI, reference: Embed, text: str) -> None:
+    left, long = "the mill wheel " * 80 + "turns round in the river " * 2, f"{text} " * 50
+    words = len(_tokenizer().encode(left, add_special_tokens=False).ids)
+    left = "and " * (254 - words) + left
+    answer = client.embeddings.create(model=EMBEDDER, input=long + left, extra_body={"truncate": "start"})
+    assert_near(vectors(answer), [reference(left)])
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 256 tokens"):
+        client.embeddings.create(model=EMBEDDER, input=long + left)
+
+
 @pytest.mark.parametrize("several", [False, True])
 def test_tokens_equal_their_text(client: openai.OpenAI, reference: Embed, several: bool) -> None:
     tokenizer = _tokenizer()
     tokens = [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS]
-    answer = client.embeddings.create(model=EMBEDDER, input=tokens if several else tokens[0])
+    says_whose = CUT | {"tokenizer": EMBEDDER}
+    answer = client.embeddings.create(model=EMBEDDER, input=tokens if several else tokens[0], extra_body=says_whose)
     expected = [reference(text) for text in (TEXTS if several else TEXTS[:1])]
     assert_near(vectors(answer), expected)
 

@@ -35,13 +35,14 @@ from shared.usage import row_of
 
 MINI = Model(name="mini", task="embedding", source="local:x", dimensions=1, batch=Batch(max_tokens=1))
 texts = st.text(max_size=40)
+cuts = st.sampled_from(["none", "end", "start"])
 names = st.text(min_size=1, max_size=20)
 counts = st.integers(0, 2**31)
 seconds = st.floats(0, 4e9)
 blobs = st.builds(Blob, names, data=st.binary(max_size=64)) | st.builds(Blob, names, object_key=names)
 inputs = st.one_of(
-    st.builds(TextInput, texts),
-    st.builds(TokensInput, st.lists(counts, max_size=5)),
+    st.builds(TextInput, texts, cuts),
+    st.builds(TokensInput, st.lists(counts, max_size=5), cuts),
     st.builds(
         ImageInput, prompt=texts, width=counts, height=counts, steps=counts, guidance_scale=st.floats(0, 50),
         seed=st.integers(0, 2**63 - 1), scheduler=names, negative_prompt=texts, image=st.none() | blobs,

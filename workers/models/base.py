@@ -28,11 +28,13 @@ class Prepared(msgspec.Struct, kw_only=True):
 class PreparedText(Prepared, tag="text"):
     """One text as token ids: `length` little-endian uint32, special tokens included.
 
-    `type_ids` has the same form and is empty where all are 0, as for single texts nearly everywhere.
+    `type_ids` has the same form and is empty where all are 0, as for single texts nearly everywhere. `truncated_tokens`
+    are those that were left out.
     """
 
     ids: bytes
     type_ids: bytes = b""
+    truncated_tokens: int = 0
 
 
 class PreparedImage(Prepared, tag="image", omit_defaults=True):

@@ -113,7 +113,7 @@ class EmbeddingModel:
         width = vectors.shape[1] * 4
         packed = vectors.astype("<f4", copy=False).tobytes()
         return [
-            EmbeddingResult(vector=packed[row * width : (row + 1) * width], tokens=text.length)
+            EmbeddingResult(packed[row * width : (row + 1) * width], text.length, text.truncated_tokens)
             for row, text in enumerate(texts)
         ]
 

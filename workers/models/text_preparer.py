@@ -1,19 +1,22 @@
-"""Texts to token ids, in the I/O process: tokenised in batch by the model's own tokenizer.json, cut, checked."""
+"""Texts to token ids, in the I/O process: tokenised in batch by the model's own tokenizer.json, checked, cut if asked.
+
+The tokenizer itself never cuts: it would not say so, and it spends as long on what it cuts off.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 from tokenizers.normalizers import Lowercase
 from tokenizers.normalizers import Sequence as NormalizerSequence
 
-from shared.errors import BadInput, ConfigurationError
-from shared.messages import Input, TextInput, TokensInput
+from shared.errors import BadInput, ConfigurationError, ContextLengthExceeded
+from shared.messages import Input, TextInput, TokensInput, Truncate
 from workers.models.base import PreparedText
 from workers.models.sentence_folder import SentenceFolder, read_sentence_folder
 
@@ -35,40 +38,69 @@ class TextPreparer:
         self._vocabulary = _vocabulary(self._settings.transformer, self._tokenizer)
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
-        """One outcome per input, in order; over-long inputs are cut to the model's length, as the reference does."""
+        """One outcome per input, in order; what is longer than the model takes is refused or cut, as the input says."""
         texts = [place for place, value in enumerate(inputs) if isinstance(value, TextInput)]
         outcomes = dict(zip(texts, self._tokenise([inputs[place] for place in texts]), strict=True))
         for place, value in enumerate(inputs):
             if isinstance(value, TokensInput):
-                outcomes[place] = self._frame(value.tokens)
+                outcomes[place] = self._frame(value)
             elif place not in outcomes:
                 outcomes[place] = BadInput("an embedding model takes texts or token ids", field="input")
         return [outcomes[place] for place in range(len(inputs))]
 
     def _tokenise(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
-        texts = [self._settings.prompt + value.text for value in inputs if isinstance(value, TextInput)]
+        given = [value for value in inputs if isinstance(value, TextInput)]
         try:
-            return [_prepared(encoding) for encoding in self._tokenizer.encode_batch_fast(texts)]
+            encodings = self._tokenizer.encode_batch_fast([self._settings.prompt + value.text for value in given])
         except (TypeError, ValueError) as error:
             # A lone surrogate is a str that is no Unicode text; it fails the whole call.
             if len(inputs) == 1:
                 return [BadInput(f"the text can't be tokenised: {error}", field="input")]
             return list(chain.from_iterable(self._tokenise([value]) for value in inputs))
+        pairs = zip(given, encodings, strict=True)
+        return [self._prepared(one.ids, one.type_ids, value.truncate) for value, one in pairs]
 
-    def _frame(self, tokens: list[int]) -> PreparedText | BadInput:
+    def _frame(self, given: TokensInput) -> PreparedText | BadInput:
         """Token ids between the special tokens that the tokenizer puts around one text."""
-        wrong = next((token for token in tokens if not 0 <= token < self._vocabulary), None)
-        if wrong is not None:
-            return BadInput(f"token {wrong} is not in the vocabulary of {self._vocabulary}", field="input")
-        room = self._settings.max_length - len(self._prefix) - len(self._suffix)
-        ids = [*self._prefix, *[*self._prompt_ids, *tokens][:room], *self._suffix]
-        return PreparedText(key="", length=len(ids), ids=np.array(ids, _IDS).tobytes())
+        for position, token in enumerate(given.tokens):
+            if not 0 <= token < self._vocabulary:
+                reason = f"the tokenizer has no token {token}, at position {position}: its ids end at"
+                return BadInput(f"{reason} {self._vocabulary - 1}", field="input")
+        ids = [*self._prefix, *self._prompt_ids, *given.tokens, *self._suffix]
+        return self._prepared(ids, (), given.truncate)
+
+    def _prepared(self, ids: list[int], type_ids: Sequence[int], truncate: Truncate) -> PreparedText | BadInput:
+        beyond = len(ids) - self._settings.max_length
+        if beyond > 0:
+            if truncate == "none":
+                return _too_long(len(ids), self._settings.max_length)
+            at = self._cut_at(ids, beyond, truncate)
+            ids, type_ids = [*ids[:at], *ids[at + beyond :]], [*type_ids[:at], *type_ids[at + beyond :]]
+        return PreparedText(
+            key="",
+            length=len(ids),
+            ids=np.array(ids, _IDS).tobytes(),
+            type_ids=np.array(type_ids, _IDS).tobytes() if any(type_ids) else b"",
+            truncated_tokens=max(0, beyond),
+        )
+
+    def _cut_at(self, ids: list[int], beyond: int, truncate: Truncate) -> int:
+        """Where `beyond` tokens are left out: never special tokens, and not the model's own prompt."""
+        end = len(ids) - len(self._suffix) - beyond
+        if truncate == "end":
+            return end
+        body = zip(ids[len(self._prefix) :], self._prompt_ids, strict=False)
+        prompt = takewhile(lambda pair: pair[0] == pair[1], body)
+        return min(end, len(self._prefix) + len(list(prompt)))
 
 
-def _prepared(encoding: Encoding) -> PreparedText:
-    ids, type_ids = encoding.ids, encoding.type_ids
-    types = np.array(type_ids, _IDS).tobytes() if any(type_ids) else b""
-    return PreparedText(key="", length=len(ids), ids=np.array(ids, _IDS).tobytes(), type_ids=types)
+def _too_long(tokens: int, limit: int) -> ContextLengthExceeded:
+    """Begins as OpenAI's does, which clients and proxies look for."""
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {limit} tokens, however you requested {tokens} tokens (special tokens "
+        'included). Shorten the text, or send "truncate": "end" or "start" to have it cut.',
+        field="input",
+    )
 
 
 def _open_tokenizer(settings: SentenceFolder) -> Tokenizer:
@@ -78,7 +110,7 @@ def _open_tokenizer(settings: SentenceFolder) -> Tokenizer:
     except Exception as error:  # the library raises bare Exception for a broken file
         raise ConfigurationError(f"{path}: {error}", field="source") from error
     tokenizer.no_padding()
-    tokenizer.enable_truncation(settings.max_length)
+    tokenizer.no_truncation()
     if settings.lower_case:
         steps = [Lowercase()] + ([tokenizer.normalizer] if tokenizer.normalizer else [])
         tokenizer.normalizer = NormalizerSequence(steps)

@@ -4,14 +4,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from shared.catalogue import Catalogue
-from shared.errors import BadInput, ConfigurationError
-from shared.messages import ImageInput, Input, TextInput, TokensInput
+from shared.errors import BadInput, ConfigurationError, ContextLengthExceeded
+from shared.messages import ImageInput, Input, TextInput, TokensInput, Truncate
 from workers.models import preparer_for
 from workers.models.base import PreparedText, Preparer
 
 CLS, SEP = 101, 102
+LONGEST = 256
+WORDS = ("cat", "Ünïcödé", "漢字", "antidisestablishmentarianism", "a", "\u200b", "🙂", "don't", "x" * 101)
 
 
 def ids(item: object) -> list[int]:
@@ -36,11 +41,56 @@ def test_bad_inputs_harm_no_neighbour(minilm_preparer: Preparer) -> None:
     assert all(isinstance(error, BadInput) and error.field == "input" for error in bad)
 
 
-@pytest.mark.parametrize("long", [TextInput("cat " * 5000), TokensInput([4937] * 5000)], ids=["text", "tokens"])
-def test_what_is_too_long_is_cut_with_its_special_tokens_kept(
-    minilm_preparer: Preparer, long: TextInput | TokensInput
+@pytest.mark.parametrize("side", ["end", "start"])
+@given(words=st.lists(st.sampled_from(WORDS), min_size=1, max_size=400), takes_tokens=st.booleans())
+def test_cuts_are_those_of_the_library(
+    minilm_preparer: Preparer, minilm_folder: Path, side: Truncate, words: list[str], takes_tokens: bool
 ) -> None:
-    assert ids(minilm_preparer.prepare([long])[0]) == [CLS, *[4937] * 254, SEP]
+    text = " ".join(words)
+    cutting, whole = (Tokenizer.from_file(str(minilm_folder / "tokenizer.json")) for _ in range(2))
+    for tokenizer in (cutting, whole):
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+    cutting.enable_truncation(LONGEST, direction={"end": "right", "start": "left"}[side])
+    expected, given_ids = cutting.encode(text).ids, whole.encode(text).ids
+    beyond = max(0, len(given_ids) - LONGEST)
+
+    def of(truncate: Truncate) -> Input:
+        return TokensInput(given_ids[1:-1], truncate) if takes_tokens else TextInput(text, truncate)
+
+    cut, refused = minilm_preparer.prepare([of(side), of("none")])
+    assert isinstance(cut, PreparedText)
+    assert (ids(cut), cut.truncated_tokens) == (expected, beyond)
+    if not beyond:
+        assert refused == cut
+        return
+    assert isinstance(refused, ContextLengthExceeded)
+    assert refused.field == "input"
+    assert f"maximum context length is {LONGEST} tokens, however you requested {len(given_ids)} tokens" in str(refused)
+
+
+def test_cut_at_the_start_keeps_the_prompt_of_the_model(
+    catalogue: Catalogue, minilm_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(minilm_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    prompts = {"prompts": {"q": "query: "}, "default_prompt_name": "q"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    preparer = preparer_for(catalogue.default("embedding"), folder)
+    query, colon, dog, cat = 23032, 1024, 3899, 4937
+    long: list[Input] = [
+        TextInput("dog " * 300 + "cat " * 250, "start"),
+        TokensInput([dog] * 300 + [cat] * 250, "start"),
+    ]
+    for prepared in preparer.prepare(long):
+        assert ids(prepared) == [CLS, query, colon, *[dog] * 2, *[cat] * 250, SEP]
+
+
+@pytest.mark.parametrize(("tokens", "position"), [([30522], 0), ([7, 8, 100_256, -1], 2), ([2**31 - 1] * 3, 0)])
+def test_ids_that_the_tokenizer_lacks_are_refused(minilm_preparer: Preparer, tokens: list[int], position: int) -> None:
+    (refused,) = minilm_preparer.prepare([TokensInput(tokens)])
+    assert isinstance(refused, BadInput)
+    assert f"no token {tokens[position]}, at position {position}: its ids end at 30521" in refused.message
 
 
 def test_nothing_to_prepare(minilm_preparer: Preparer) -> None:
