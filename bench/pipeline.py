@@ -1,4 +1,4 @@
-"""The pipeline under measurement: the local stack with one embedding worker, and what its processes cost."""
+"""The pipeline under measurement: the stack as `penstock up` serves it, and what its processes cost."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from bench.texts import Texts
 from infra.local.ports import Ports
 from infra.local.process import Process, answers, free_port
 from infra.local.stack import Stack
+from infra.local.up import served_stack
 from shared.catalogue import read_catalogue
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings, environment_with, read_settings
@@ -162,7 +163,7 @@ def running(changes: Mapping[str, object] | None = None, **settings: object) -> 
     """A warm pipeline of its own in a folder that is removed afterwards.
 
     Args:
-        changes: fields of the model's entry in the catalogue that differ from the shipped one.
+        changes: fields of the entry of MODEL in the catalogue that differ from the shipped one.
         settings: fields of ApiSettings that differ from the defaults.
 
     Raises:
@@ -170,22 +171,35 @@ def running(changes: Mapping[str, object] | None = None, **settings: object) -> 
     """
     with tempfile.TemporaryDirectory() as folder:
         state_dir = Path(folder)
-        models_file = only_model(state_dir, MODEL, changes or {})
+        models_file = catalogue_with(state_dir, changes or {})
         given = {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
         given["PENSTOCK_MODELS_FILE"] = str(models_file)
         model = read_catalogue(models_file).find(MODEL)
         model_folder = resolve(model.source, model.revision, state_dir)
         texts = Texts(model_folder, seed=1)
-        with Stack(state_dir, ports=Ports.free(1), settings=given, say=say_nothing) as stack:
+        with served_stack(state_dir, Ports.free(), given, say_nothing) as stack:
             pipeline = Pipeline(stack, texts, model_folder)
             drive(Order(pipeline.api.port, MODEL, texts.mixed(WARM_UP_TEXTS), 32))
             yield pipeline
 
 
+def catalogue_with(state_dir: Path, changes: Mapping[str, object]) -> Path:
+    """The shipped catalogue with the entry of MODEL changed; the other models are served beside it, as users do."""
+    if not changes:
+        return MODELS_FILE
+    catalogue = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))
+    catalogue["models"] = [entry | changes if entry["name"] == MODEL else entry for entry in catalogue["models"]]
+    return _written(state_dir, catalogue)
+
+
 def only_model(state_dir: Path, name: str, changes: Mapping[str, object]) -> Path:
-    """The shipped catalogue without the other models: their workers would share the cores that are measured."""
+    """The shipped catalogue without the other models, for what is measured of one alone."""
     catalogue = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))
     catalogue["models"] = [entry | changes for entry in catalogue["models"] if entry["name"] == name]
+    return _written(state_dir, catalogue)
+
+
+def _written(state_dir: Path, catalogue: Mapping[str, object]) -> Path:
     path = state_dir / "models.yaml"
     path.write_text(yaml.safe_dump(catalogue), encoding="utf-8")
     return path

@@ -25,7 +25,9 @@ from shared.records import Records
 from shared.rows import RowWriter
 from shared.settings import WorkerSettings, read_settings
 from workers.choose.asking import chosen
+from workers.choose.candidates import shared_layout
 from workers.choose.choice import Layout
+from workers.choose.machine import this_machine
 from workers.finisher import Finisher
 from workers.health import health_server
 from workers.intake import Intake
@@ -69,8 +71,9 @@ async def serve(settings: WorkerSettings, models: Sequence[Model]) -> None:
         )
         placed = [await _place(settings, model) for model in models]
         hosted = [one for one, _ in placed]
-        # Several models share the processes, so the layout that the first one was measured in is that of all.
         layout = placed[0][1]
+        if len(placed) > 1 and not settings.threads:
+            layout = shared_layout(layout, this_machine())
         worker = await _open(stack, settings, hosted, layout, name)
         running.append(worker)
         settle_heap()

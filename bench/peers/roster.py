@@ -205,7 +205,7 @@ def penstock(key: str, name: str, note: str, **entry: Any) -> Contender:
 
 
 OURS = (
-    penstock("penstock", "Penstock", "as `make up` serves it: API, Pub/Sub, worker, Redis, BigQuery rows"),
+    penstock("penstock", "Penstock", "as `make up` serves it, image model and BigQuery rows included"),
     penstock("penstock-fp32", "Penstock, torch fp32", "the same, torch fp32 only", backend="torch", precision="fp32"),
     penstock(
         "penstock-int8",

@@ -5,26 +5,25 @@ from __future__ import annotations
 import http.client
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
-import yaml
 
 from bench.peers.connection import PLACE, vector_of
 from bench.peers.environments import FOLDER, programs_of
 from bench.peers.generator import Order, Report, drive
 from bench.peers.roster import OFFLINE, Contender
 from bench.peers.tree import Tree
-from bench.pipeline import MODEL, MODELS_FILE
+from bench.pipeline import catalogue_with
 from infra.local.ports import Ports
 from infra.local.process import Process, free_port
 from infra.local.stack import Stack
+from infra.local.up import served_stack
 from shared.settings import environment_with
 
 HERE = Path(__file__).parent
@@ -110,21 +109,18 @@ def _gives_vector(contender: Contender, port: int) -> bool:
 
 
 def _stack(contender: Contender, state_dir: Path, model_folder: Path, stack: ExitStack) -> int:
-    """Starts the local stack with the one model, as `penstock up` does, and returns the API's port."""
-    catalogue = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))
-    catalogue["models"] = [_changed(entry, contender.entry) for entry in catalogue["models"] if entry["name"] == MODEL]
-    models_file = state_dir / "models.yaml"
-    models_file.write_text(yaml.safe_dump(catalogue), encoding="utf-8")
-    ports = Ports.free(1)
-    # Of its own: an artifact made for one way of serving lacks what another may choose from.
-    artifacts_dir = (FOLDER / "artifacts" / contender.key).resolve()
-    settings = {"PENSTOCK_MODELS_FILE": str(models_file), "PENSTOCK_ARTIFACTS_DIR": str(artifacts_dir)}
-    stack.enter_context(Stack(state_dir, ports=ports, settings=settings, say=_say_nothing))
-    return ports.api
+    """Starts Penstock and returns the API's port."""
+    return stack.enter_context(stack_of(contender, state_dir)).ports.api
 
 
-def _changed(entry: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    return entry | dict(changes)
+def stack_of(contender: Contender, state_dir: Path) -> Stack:
+    """The stack of `penstock up`, not yet started, but for what `contender` changes in the entry of the model."""
+    settings = {}
+    if contender.entry:
+        settings["PENSTOCK_MODELS_FILE"] = str(catalogue_with(state_dir, contender.entry))
+        # Of its own: an artifact made for one way of serving lacks what another may choose from.
+        settings["PENSTOCK_ARTIFACTS_DIR"] = str((FOLDER / "artifacts" / contender.key).resolve())
+    return served_stack(state_dir, Ports.free(), settings, _say_nothing)
 
 
 def _say_nothing(line: str) -> None:

@@ -1,9 +1,9 @@
-"""Optimised graphs that a model lacks at the first start on a machine, made beside the servers, which are idle then."""
+"""Optimised graphs that a model lacks at the first start on a machine, made while everything else starts."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from infra.local.process import Process
 from shared.catalogue import Catalogue, Model
@@ -32,8 +32,8 @@ def wanted_graphs(model: Model) -> str:
     return ",".join(graphs)
 
 
-def await_graphs(makers: Mapping[str, Process], tell: Callable[[str, str], None]) -> None:
-    """Returns when all have ended, in whichever way: a model without graphs is served by torch.
+def await_graphs(makers: Mapping[str, Process], tell: Callable[[str, str], None]) -> Iterator[str]:
+    """The models' names, each once its maker has ended, in whichever way: without graphs torch serves a model.
 
     Args:
         makers: started, by the model's name.
@@ -48,3 +48,4 @@ def await_graphs(makers: Mapping[str, Process], tell: Callable[[str, str], None]
         except Unavailable as error:
             maker.stop()
             tell("without", f"optimised graphs: {error.message}")
+        yield name

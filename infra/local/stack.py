@@ -7,7 +7,6 @@ What runs here is what runs in the cloud; only the endpoints, handed on by envir
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import signal
 import sys
@@ -28,7 +27,8 @@ from infra.local.provision import provision
 from infra.local.redis import RedisServer
 from infra.local.signing import kept_secrets
 from infra.reports import create_tables
-from shared.catalogue import Catalogue, read_catalogue
+from shared.catalogue import Catalogue, Model, read_catalogue
+from shared.cores import usable_cores
 from shared.errors import ConfigurationError
 from shared.pubsub_admin import PubSubAdmin
 from shared.settings import ApiSettings, environment_with, read_settings
@@ -136,8 +136,7 @@ class Stack:
             self._tell("made", "topics and subscriptions")
             create_tables(settings)
             self._tell("made", f"dataset {settings.dataset}")
-            await_graphs(makers, self._tell)
-            self._start_pipeline(undo, catalogue)
+            self._start_pipeline(undo, catalogue, makers)
             self._undo = undo.pop_all()
         return self
 
@@ -207,30 +206,43 @@ class Stack:
             self.state_dir / "redis", self.log_dir, self.ports.redis, socket_path=socket_path, persist=True
         )
 
-    def _start_pipeline(self, undo: ExitStack, catalogue: Catalogue) -> None:
-        workers: dict[str, int] = {}
-        processes = str(_model_processes(len(catalogue.models)))
-        for model, port in zip(catalogue.models, self.ports.health, strict=False):
-            name, settings = f"worker-{model.name}", {"PENSTOCK_MODEL": model.name, "PENSTOCK_HEALTH_PORT": str(port)}
-            settings |= self._sockets
-            settings |= {"PENSTOCK_PROCESSES": self._given.get("PENSTOCK_PROCESSES", processes)}
-            self._start(undo, self._module(name, ["workers"], settings, stop_limit_s=WORKER_STOP_LIMIT_S))
-            workers[name] = port
+    def _start_pipeline(self, undo: ExitStack, catalogue: Catalogue, makers: Mapping[str, Process]) -> None:
+        """Starts the API, the functions and the workers, each as early as what it needs is there.
+
+        A worker whose model lacks graphs comes last: it measures what computes the model fastest here, and waits for
+        that until nothing starts any more.
+        """
+        workers = {
+            model.name: self._worker(model, port, len(catalogue.models))
+            for model, port in zip(catalogue.models, self.ports.health, strict=False)
+        }
+        for worker in workers.values():
+            undo.callback(worker.stop)
         # Undone after the API has stopped and before the first worker is waited for: they wind down side by side.
-        for name in workers:
-            undo.callback(self.processes[name].ask_to_stop)
+        for worker in workers.values():
+            undo.callback(worker.ask_to_stop)
+        self.processes |= {worker.name: worker for worker in workers.values()}
+        for name in workers.keys() - makers.keys():
+            workers[name].start()
         signing = {name: value for name, value in kept_secrets(self.state_dir).items() if name not in self._given}
         # Who tries things out receives webhooks on this machine.
         signing |= {"PENSTOCK_WEBHOOKS_PRIVATE": self._given.get("PENSTOCK_WEBHOOKS_PRIVATE", "1")}
         self._start(undo, self._module("api", ["api"], self._sockets | signing, stop_limit_s=API_STOP_LIMIT_S))
-        self._await("api", partial(answers, self.ports.api, "/readyz"), API_LIMIT_S, self.api_url)
         if self.functions_url:
             self._start(undo, self._functions(self._sockets | signing))
-        for name, port in workers.items():
-            self._await(name, partial(answers, port, "/readyz"), WORKER_LIMIT_S, "warm")
+        for name in await_graphs(makers, self._tell):
+            workers[name].start()
+        self._await("api", partial(answers, self.ports.api, "/readyz"), API_LIMIT_S, self.api_url)
+        for worker, port in zip(workers.values(), self.ports.health, strict=False):
+            self._await(worker.name, partial(answers, port, "/readyz"), WORKER_LIMIT_S, "warm")
         if self.functions_url:
             facts = "dead letters, webhooks"
             self._await("functions", partial(answers, self.ports.functions, "/"), FUNCTIONS_LIMIT_S, facts)
+
+    def _worker(self, model: Model, port: int, models: int) -> Process:
+        own = {"PENSTOCK_MODEL": model.name, "PENSTOCK_HEALTH_PORT": str(port), **self._sockets}
+        settings = layout_settings(model, models) | self._given | own
+        return self._module(f"worker-{model.name}", ["workers"], settings, stop_limit_s=WORKER_STOP_LIMIT_S)
 
     def _functions(self, settings: Mapping[str, str]) -> Process:
         """Both functions in one process, which the framework's own server runs."""
@@ -259,9 +271,15 @@ class Stack:
         self._say(f"{time.monotonic() - self._began_s:6.1f} s  {word:<8}{facts}".rstrip())
 
 
-def _model_processes(workers: int) -> int:
-    """Model processes of each worker: they share the cores here; 0 leaves it to the worker, which knows its GPUs."""
-    return 0 if shutil.which("nvidia-smi") else max(1, (os.cpu_count() or 1) // workers)
+def layout_settings(model: Model, models: int) -> dict[str, str]:
+    """What the worker of `model`, one of so many, is told about its model processes.
+
+    Nothing where it serves embeddings, or has a GPU: it takes what it measures on all cores, and whoever has work gets
+    them from the OS. Processes for images hold half a gigabyte each, so there are fewer.
+    """
+    if model.task != "image" or shutil.which("nvidia-smi"):
+        return {}
+    return {"PENSTOCK_PROCESSES": str(max(1, usable_cores() // models))}
 
 
 async def _provision(settings: ApiSettings, catalogue: Catalogue, functions_url: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from infra.local.ports import Ports
@@ -12,6 +12,20 @@ from infra.local.stack import Stack
 from shared.catalogue import read_catalogue
 
 WATCH_S = 0.5
+
+
+def served_stack(
+    state_dir: Path, ports: Ports, settings: Mapping[str, str], say: Callable[[str], None] = print
+) -> Stack:
+    """The stack exactly as `penstock up` serves it, not yet started; benchmarks measure this one.
+
+    Args:
+        state_dir: as for Stack.
+        ports: as for Stack.
+        settings: as for Stack.
+        say: as for Stack.
+    """
+    return Stack(state_dir, ports=ports, settings=settings, keep_messages=True, say=say)
 
 
 def stay_up(state_dir: Path, ports: Ports, settings: Mapping[str, str]) -> int:
@@ -25,7 +39,7 @@ def stay_up(state_dir: Path, ports: Ports, settings: Mapping[str, str]) -> int:
     Raises:
         PenstockError: as Stack.
     """
-    with Stack(state_dir, ports=ports, settings=settings, keep_messages=True, say=_say) as stack:
+    with served_stack(state_dir, ports, settings, _say) as stack:
         print(_usage(stack), flush=True)
         try:
             while not (failure := stack.failure()):

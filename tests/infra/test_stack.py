@@ -1,6 +1,7 @@
 """The stack as `penstock up` runs it; what flows through it is tested in tests/end_to_end."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +17,9 @@ import pytest
 
 from infra.local.ports import Ports
 from infra.local.process import listens
-from infra.local.stack import Stack
+from infra.local.stack import Stack, layout_settings
+from shared.catalogue import read_catalogue
+from shared.cores import usable_cores
 from shared.errors import ConfigurationError, Unavailable
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 from tests.workers.optimize.tiny_bert import ENTRY, make_tiny_bert
@@ -100,6 +103,13 @@ def test_graphs_that_a_model_lacks_are_made_at_the_first_start(tmp_path: Path, s
     with Stack(tmp_path / "state", ports=Ports.free(workers=1), settings=servers | own, say=said.append):
         assert list(artifacts_dir.glob("tiny/*/fp32.onnx"))
     assert [line for line in said if "tiny's optimised graphs, once" in line]
+
+
+def test_embeddings_may_have_all_cores_and_images_a_part() -> None:
+    embedding, image = read_catalogue(ROOT / "models.yaml").models
+    assert layout_settings(embedding, 2) == {}
+    expected = {} if shutil.which("nvidia-smi") else {"PENSTOCK_PROCESSES": str(max(1, usable_cores() // 2))}
+    assert layout_settings(image, 2) == expected
 
 
 @dataclass

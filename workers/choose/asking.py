@@ -25,7 +25,7 @@ from workers.model_pool import child_environment
 from workers.models.artifact import Artifact, find_artifact, source_digest
 from workers.models.backend import unmeasured_backend
 
-SCHEME = 3
+SCHEME = 4
 """Part of every fingerprint; raised when a choice is made in another way."""
 CHOOSE_LIMIT_S = 180.0
 """Two workers' choices one after the other, each with torch's import on a busy machine."""
@@ -140,7 +140,7 @@ def _fallback(entry: Entry, terms: Terms, reason: str) -> Choice:
     log.warning("no backend could be chosen", extra={"model": entry.name, "reason": reason})
     machine = this_machine()
     layout = layouts(terms.processes, terms.threads, machine, is_gpu=machine.computes_on_gpu(terms.device))[0]
-    return Choice(backend=unmeasured_backend(entry), layout=layout, reason=reason)
+    return Choice(backend=unmeasured_backend(entry), layout=layout, reason=reason, is_provisional=True)
 
 
 def _tell(entry: Entry, choice: Choice, was_kept: bool, took_s: float) -> None:
@@ -156,6 +156,7 @@ def _tell(entry: Entry, choice: Choice, was_kept: bool, took_s: float) -> None:
             "call_tokens": backend.call_tokens,
             "reason": choice.reason,
             "candidates": msgspec.to_builtins(choice.findings),
+            "is_provisional": choice.is_provisional,
             "was_kept": was_kept,
             "took_s": round(took_s, 2),
         },

@@ -36,23 +36,31 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 class Finding(msgspec.Struct, kw_only=True):
     """What was found out about one candidate.
 
-    Cosines are to torch fp32 over the calibration set, texts_per_s by Layout.name. `reason`: why it is left out; empty
-    where it is not.
+    Cosines are to torch fp32 over the calibration set, texts_per_s by Layout.name. `disturbance`: the greatest share of
+    a timing in which others had the cores. `reason`: why it is left out; empty where it is not.
     """
 
     name: str
     cosine_min: float = 0.0
     cosine_mean: float = 0.0
     texts_per_s: dict[str, float] = {}
+    disturbance: float = 0.0
     reason: str = ""
 
 
 class Choice(msgspec.Struct, kw_only=True, tag="choice"):
-    """What a worker runs: the backend, its processes and the threads of each, and why."""
+    """What a worker runs: the backend, its processes and the threads of each, and why.
+
+    `is_provisional`: it rests on no measurement, or on one that real batches contradict, so it is measured again once
+    the worker is idle (workers/choose/renewal.py). `cpu_s_per_token`: what a computed token cost when it was measured;
+    0 where that is not known.
+    """
 
     backend: Backend
     layout: Layout
     reason: str
+    is_provisional: bool = False
+    cpu_s_per_token: float = 0.0
     findings: list[Finding] = []
 
 

@@ -16,26 +16,30 @@ from shared.catalogue import Model as Entry
 from shared.errors import ConfigurationError, PenstockError
 from workers.choose.candidates import candidates, layouts
 from workers.choose.choice import Choice, Finding, Layout
+from workers.choose.contest import DISTURBED, Contest, Option, Reading
 from workers.choose.machine import Machine
+from workers.choose.prior import prior_rank
 from workers.choose.probes import Probes
+from workers.choose.quiet import await_quiet
 from workers.models.artifact import Artifact, Calibration, read_calibration
 from workers.models.backend import Backend, unmeasured_backend
 from workers.models.base import PreparedText
 from workers.models.sentence_folder import read_sentence_folder
 
-MEASURE_LIMIT_S = 7.0
-"""After this no further candidate is begun; loading the libraries comes on top."""
-RATE_S = 0.6
-MARGIN = 1.05
-"""What comes later must be this much faster: the noise of such short measurements."""
+MEASURE_LIMIT_S = 10.0
+"""After this no further round is begun; loading the libraries comes on top."""
+RATE_S = 0.5
+ROUNDS = 2
+"""So many rounds have to agree."""
 CALIBRATION_TEXTS = 40
 _TOGETHER = 8
 _LENGTHS = (9, 11, 60, 13, 12, 210, 10, 70, 14, 44, 12, 8, 52, 16, 11, 240, 13, 88, 10, 36)
 """Tokens of the timed texts: 60 % about 12, 30 % about 60, 10 % about 230."""
 
-Meter = Callable[[Probes, Backend, Layout, Sequence[PreparedText]], float]
-"""Texts per second of an opened backend in a layout, at these texts."""
-_Rate = tuple[float, Backend, Layout]
+Meter = Callable[[Probes, Backend, Layout, Sequence[PreparedText]], Reading]
+"""Times an opened backend in a layout, at these texts."""
+
+LIBRARY_OF = {"torch": "workers.models.encoder_torch", "onnx": "workers.models.encoder_onnx"}
 
 log = logging.getLogger(__name__)
 
@@ -58,64 +62,128 @@ class Question:
         """Whether the model runs on a GPU."""
         return self.machine.computes_on_gpu(self.device)
 
+    def forms(self, backend: Backend) -> list[Layout]:
+        """The layouts to measure `backend` in, the one preferred first."""
+        return layouts(self.processes, self.threads, self.machine, is_gpu=self.is_gpu, backend=backend.backend)
 
-def measure(probes: Probes, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> float:
+
+def measure(probes: Probes, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
     """The meter that is used."""
-    return probes.texts_per_s(texts, backend.call_tokens, layout, RATE_S)
+    return probes.reading(texts, backend.call_tokens, layout, RATE_S)
 
 
-def choose(question: Question, *, meter: Meter = measure, clock: Callable[[], float] = time.monotonic) -> Choice:
-    """The fastest candidate within the tolerance, in its fastest layout.
+def choose(
+    question: Question,
+    *,
+    meter: Meter = measure,
+    clock: Callable[[], float] = time.monotonic,
+    quiet: Callable[[int], bool] = await_quiet,
+) -> Choice:
+    """The fastest candidate within the tolerance, in its fastest layout, or the hardware's prior where noise forbids.
+
+    Everything is loaded and checked against torch fp32 first, which noise does not harm; then it is waited for quiet.
 
     Args:
         question: what to choose for.
         meter: what times a candidate.
         clock: seconds, for the limit on measuring.
+        quiet: waits until so many cores are idle.
 
     Raises:
         ConfigurationError: the entry's backend or precision can't be had within its tolerance.
     """
-    entry = question.entry
-    listed, findings = candidates(entry, question.artifact, question.machine, is_gpu=question.is_gpu)
-    forms = layouts(question.processes, question.threads, question.machine, is_gpu=question.is_gpu)
-    rates: list[_Rate] = []
-    spent_s = 0.0
-    with Probes(entry, question.folder, question.device, len(question.machine.gpus)) as probes:
+    listed, findings = candidates(question.entry, question.artifact, question.machine, is_gpu=question.is_gpu)
+    listed.sort(key=lambda backend: prior_rank(backend, question.machine, is_gpu=question.is_gpu))
+    needed = [one for number, one in enumerate(listed) if not _outdone_by(one, listed[:number], question)]
+    libraries = [LIBRARY_OF[name] for name in dict.fromkeys(backend.backend for backend in needed)]
+    with Probes(question.entry, question.folder, question.device, question.machine, libraries) as probes:
         comparison = _Comparison(question, probes)
-        for backend in listed:
-            finding = Finding(name=backend.name)
-            findings.append(finding)
-            # Never before something is found that may serve.
-            if rates and spent_s > MEASURE_LIMIT_S:
-                finding.reason = f"not measured: {MEASURE_LIMIT_S:g} s were over"
-                continue
-            if _is_outdone(backend, rates):
-                finding.reason = "not measured: torch computes it faster in fewer bits"
-                continue
-            try:
-                comparison.prepare(forms[0])
-                probes.open(backend, forms[0])
-                began_s = clock()
-                if comparison.is_within(finding):
-                    rates += _rates(comparison, backend, forms, finding, meter)
-                spent_s += clock() - began_s
-            except PenstockError as error:
-                finding.reason = error.message
-    if not rates:
-        return _without_figures(entry, forms[0], findings)
-    rate, backend, layout = _fastest(rates)
+        fit = _fitting(question, comparison, listed, findings)
+        options = [Option(backend, question.forms(backend)[0], finding) for backend, finding in fit]
+        if len(options) > 1 or any(len(question.forms(backend)) > 1 for backend, _ in fit):
+            quiet(question.machine.cores)
+
+        def timed(option: Option) -> Reading:
+            probes.open(option.backend, option.layout)
+            if not option.backend.call_tokens:
+                cost = probes.call_tokens(comparison.texts[0], comparison.longest)
+                option.backend = msgspec.structs.replace(option.backend, call_tokens=cost)
+            return meter(probes, option.backend, option.layout, comparison.mix)
+
+        contest = Contest(timed, clock, MEASURE_LIMIT_S, ROUNDS if probes.keeps_several else 1)
+        return _decide(question, contest, options, findings)
+
+
+def _fitting(
+    question: Question, comparison: _Comparison, listed: Sequence[Backend], findings: list[Finding]
+) -> list[tuple[Backend, Finding]]:
+    """Those within the tolerance, with their findings; all findings are added to the given ones."""
+    fit: list[tuple[Backend, Finding]] = []
+    for backend in listed:
+        finding = Finding(name=backend.name)
+        findings.append(finding)
+        finding.reason = _outdone_by(backend, [one for one, _ in fit], question)
+        if finding.reason:
+            continue
+        form = question.forms(backend)[0]
+        try:
+            comparison.prepare(form)
+            comparison.probes.open(backend, form)
+            if comparison.is_within(finding):
+                fit.append((backend, finding))
+        except PenstockError as error:
+            finding.reason = error.message
+    return fit
+
+
+def _outdone_by(backend: Backend, fit: Sequence[Backend], question: Question) -> str:
+    """Why torch in fp32 need not be measured beside those that fit; empty where it must."""
+    if (backend.backend, backend.precision) != ("torch", "fp32"):
+        return ""
+    if any(one.backend == "torch" for one in fit):  # which are listed only where they are faster
+        return "not measured: torch computes it faster in fewer bits"
+    is_x86_cpu = "avx2" in question.machine.flags and not question.is_gpu
+    if is_x86_cpu and any((one.backend, one.precision) == ("onnx", "fp32") for one in fit):
+        return "not measured: ONNX Runtime computes fp32 faster on such a CPU"
+    return ""
+
+
+def _decide(question: Question, contest: Contest, options: Sequence[Option], findings: list[Finding]) -> Choice:
+    """The winner among backends, then among its layouts; what is listed first where no two rounds agree."""
+    winner = contest.decide(options) if options else None
+    usable = [option for option in options if not option.finding.reason]
+    if not usable:
+        return _without_figures(question.entry, question.forms(Backend())[0], findings)
+    if winner is None:
+        return _by_prior(usable[0], contest, findings)
+    forms = question.forms(winner.backend)
+    if len(forms) > 1:
+        others = [Option(winner.backend, form, winner.finding) for form in forms[1:]]
+        laid_out = contest.decide([winner, *others])
+        if laid_out is None:
+            return _by_prior(winner, contest, findings)
+        winner = laid_out
+    rounds = f" in {contest.rounds} rounds" if contest.counted >= contest.rounds > 1 else ""
+    reason = f"fastest within cosine {question.entry.tolerance.cosine:g} of torch fp32{rounds}"
+    best = winner.best
     return Choice(
-        backend=backend,
-        layout=layout,
-        reason=f"fastest within cosine {entry.tolerance.cosine:g} of torch fp32: {rate:.0f} texts/s",
+        backend=winner.backend,
+        layout=winner.layout,
+        reason=f"{reason}: {best.texts_per_s:.0f} texts/s",
+        cpu_s_per_token=0.0 if best.disturbance > DISTURBED else best.cpu_s_per_token,
         findings=findings,
     )
 
 
-def _is_outdone(backend: Backend, rates: Sequence[_Rate]) -> bool:
-    """Whether it is torch in fp32 where torch in fewer bits will do, which is listed only where that is faster."""
-    narrower = any(one.backend == "torch" and one.precision != "fp32" for _, one, _ in rates)
-    return (backend.backend, backend.precision) == ("torch", "fp32") and narrower
+def _by_prior(option: Option, contest: Contest, findings: list[Finding]) -> Choice:
+    told = f"{contest.disturbed} of {contest.disturbed + contest.counted} rounds were disturbed, no two others agree"
+    return Choice(
+        backend=option.backend,
+        layout=option.layout,
+        reason=f"usual on such hardware, not measured: {told}",
+        is_provisional=True,
+        findings=findings,
+    )
 
 
 class _Comparison:
@@ -172,29 +240,6 @@ def _mix_of(texts: Sequence[PreparedText], longest: int) -> list[PreparedText]:
 def _cosines(given: np.ndarray, reference: np.ndarray) -> np.ndarray:
     norms = np.linalg.norm(given, axis=1) * np.linalg.norm(reference, axis=1)
     return np.asarray((given * reference).sum(axis=1) / norms)
-
-
-def _rates(
-    comparison: _Comparison, backend: Backend, forms: Sequence[Layout], finding: Finding, meter: Meter
-) -> list[_Rate]:
-    """The rate of the opened backend in each layout."""
-    cost = comparison.probes.call_tokens(comparison.texts[0], comparison.longest)
-    backend = msgspec.structs.replace(backend, call_tokens=cost)
-    rates = []
-    for form in forms:
-        comparison.probes.open(backend, form)
-        rate = meter(comparison.probes, backend, form, comparison.mix)
-        finding.texts_per_s[form.name] = round(rate, 1)
-        rates.append((rate, backend, form))
-    return rates
-
-
-def _fastest(rates: Sequence[_Rate]) -> _Rate:
-    best = rates[0]
-    for other in rates[1:]:
-        if other[0] > best[0] * MARGIN:
-            best = other
-    return best
 
 
 def _without_figures(entry: Entry, layout: Layout, findings: list[Finding]) -> Choice:

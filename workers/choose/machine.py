@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,6 +12,8 @@ from shared.cores import usable_cores
 LIBRARIES = ("torch", "transformers", "onnxruntime", "onnxruntime-gpu", "numpy")
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Of /proc/cpuinfo, on x86 and on ARM."""
+_BEYOND_AVX2 = ("avx512", "amx", "avx_vnni")
+"""How the flags begin that oneDNN leaves alone where ONEDNN_MAX_CPU_ISA keeps it to AVX2 or less."""
 _TELLING_FLAGS = _BF16_FLAGS | {"avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"}
 
 
@@ -47,6 +50,9 @@ def this_machine() -> Machine:
 def _cpu() -> tuple[str, tuple[str, ...]]:
     facts = _read_facts(Path("/proc/cpuinfo"))
     flags = (facts.get("flags") or facts.get("Features") or "").split()
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    if limit in ("SSE41", "AVX", "AVX2"):
+        flags = [flag for flag in flags if not flag.startswith(_BEYOND_AVX2)]
     name = facts.get("model name") or " ".join(facts.get(key, "") for key in ("CPU implementer", "CPU part"))
     return name, tuple(sorted(_TELLING_FLAGS & set(flags)))
 

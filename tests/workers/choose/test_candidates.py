@@ -1,7 +1,7 @@
 import pytest
 
 from shared.catalogue import Model
-from workers.choose.candidates import candidates, layouts
+from workers.choose.candidates import candidates, layouts, shared_layout
 from workers.choose.choice import Layout
 from workers.choose.machine import Machine, this_machine
 
@@ -52,6 +52,38 @@ def test_layouts_fill_the_cores_and_leave_what_is_given(
 ) -> None:
     found = layouts(processes, threads, machine, is_gpu=bool(machine.gpus))
     assert found == [Layout(*one) for one in expected]
+
+
+@pytest.mark.parametrize(
+    ("processes", "threads", "cores", "expected"),
+    [
+        (0, 0, 1, [(1, 1)]),
+        (0, 0, 2, [(2, 2), (2, 1)]),
+        (0, 0, 16, [(4, 8), (4, 4)]),
+        (0, 0, 64, [(4, 16)]),
+        (1, 0, 2, [(1, 2)]),
+        (0, 1, 2, [(2, 1)]),
+        (2, 3, 2, [(2, 3)]),
+    ],
+)
+def test_processes_of_onnx_runtime_may_each_have_all_cores(
+    processes: int, threads: int, cores: int, expected: list[tuple[int, int]]
+) -> None:
+    found = layouts(processes, threads, machine_of(cores), is_gpu=False, backend="onnx")
+    assert found == [Layout(*one) for one in expected]
+
+
+def test_processes_of_several_models_divide_the_cores() -> None:
+    assert shared_layout(Layout(2, 2), machine_of(2)) == Layout(2, 1)
+    assert shared_layout(Layout(1, 2), machine_of(2)) == Layout(1, 2)
+    assert shared_layout(Layout(4, 16), machine_of(16)) == Layout(4, 4)
+
+
+def test_what_onednn_is_kept_from_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    machine = this_machine()
+    assert not machine.has_bf16
+    assert not [flag for flag in machine.flags if flag.startswith(("avx512", "amx"))]
 
 
 def test_this_machine_is_described() -> None:

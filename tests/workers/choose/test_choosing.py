@@ -1,8 +1,10 @@
 """What is chosen, with real encoders in real probe processes; only the speeds are given, so that no timing decides."""
 
 import multiprocessing
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,9 @@ from transformers import BertConfig, BertModel
 from shared.catalogue import Model
 from shared.errors import ConfigurationError
 from workers.choose.choice import Layout
-from workers.choose.choosing import MEASURE_LIMIT_S, Meter, Question, choose
+from workers.choose.choosing import MEASURE_LIMIT_S, Meter, Question
+from workers.choose.choosing import choose as choose_when_quiet
+from workers.choose.contest import Reading
 from workers.choose.machine import Machine
 from workers.choose.probes import Probes
 from workers.models.artifact import (
@@ -124,11 +128,14 @@ def question(folder: Path, artifacts_dir: Path) -> Question:
     return Question(entry, folder, artifact, PLAIN_CPU, "cpu", 0, 0, TEXTS)
 
 
-def speeds(**texts_per_s: float) -> Meter:
-    """A meter that knows the answer by the variant's name, with 2 x 1 ahead of 1 x 2."""
+choose = partial(choose_when_quiet, quiet=lambda cores: True)
 
-    def meter(probes: Probes, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> float:
-        return texts_per_s[backend.name.replace("-", "_")] * (1.2 if layout.processes == 2 else 1.0)
+
+def speeds(**texts_per_s: float) -> Meter:
+    """A meter that knows the answer by the variant's name, with 2 x 1 ahead of 2 x 2."""
+
+    def meter(probes: Probes, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
+        return Reading(texts_per_s[backend.name.replace("-", "_")] * (1.2 if layout.threads == 1 else 1.0), 0.001)
 
     return meter
 
@@ -142,8 +149,12 @@ def test_the_faster_of_two_within_the_tolerance_is_chosen(
     assert Path(choice.backend.graph).name == f"{best}.onnx"
     assert choice.backend.call_tokens > 0
     assert choice.layout == Layout(2, 1)
+    assert (choice.is_provisional, choice.cpu_s_per_token) == (False, 0.001)
     findings = {finding.name: finding for finding in choice.findings}
-    assert findings["exact"].texts_per_s == {"2 x 1": pytest.approx(exact * 1.2), "1 x 2": exact}
+    rate = {"exact": exact, "again": again}[best]
+    assert findings[best].texts_per_s == {"2 x 2": rate, "2 x 1": pytest.approx(1.2 * rate)}
+    other = "again" if best == "exact" else "exact"
+    assert list(findings[other].texts_per_s) == ["2 x 2"]  # layouts are for the winner alone
     assert findings["exact"].cosine_min == pytest.approx(1.0, abs=1e-6)
     assert findings["spoiled"].texts_per_s == {}
     assert findings["spoiled"].cosine_min < 0.9999
@@ -166,11 +177,11 @@ def test_given_processes_and_threads_stand(question: Question) -> None:
 
 
 def test_a_candidate_whose_process_dies_is_left_out(question: Question) -> None:
-    def meter(probes: Probes, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> float:
+    def meter(probes: Probes, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
         if backend.name == "exact":
             for process in multiprocessing.active_children():
                 process.kill()
-        return probes.texts_per_s(texts, backend.call_tokens, layout, 0.0)
+        return probes.reading(texts, backend.call_tokens, layout, 0.0)._replace(disturbance=0.0)
 
     choice = choose(question, meter=meter)
     assert choice.backend.name == "again"
@@ -178,13 +189,78 @@ def test_a_candidate_whose_process_dies_is_left_out(question: Question) -> None:
     assert all(rate > 0 for finding in choice.findings for rate in finding.texts_per_s.values())
 
 
+def replayed(*rounds: dict[str, tuple[float, float]]) -> Meter:
+    """A meter that gives texts/s and disturbance by the variant's name, round after round, the last for ever."""
+    turns: Counter[str] = Counter()
+
+    def meter(probes: Probes, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
+        turn = min(turns[backend.name], len(rounds) - 1)
+        turns[backend.name] += 1
+        texts_per_s, disturbance = rounds[turn][backend.name]
+        return Reading(texts_per_s, 0.001, disturbance)
+
+    return meter
+
+
+EXACT_WINS = {"exact": (100.0, 0.0), "again": (50.0, 0.0)}
+AGAIN_WINS = {"exact": (50.0, 0.1), "again": (100.0, 0.1)}
+NOISE = {"exact": (10.0, 0.0), "again": (100.0, 0.5)}
+
+
+@pytest.mark.parametrize(
+    ("rounds", "best"),
+    [
+        ((EXACT_WINS, AGAIN_WINS, AGAIN_WINS), "again"),
+        ((EXACT_WINS, AGAIN_WINS, EXACT_WINS), "exact"),
+        ((NOISE, NOISE, EXACT_WINS), "exact"),
+        ((NOISE, EXACT_WINS, NOISE, NOISE, EXACT_WINS), "exact"),
+    ],
+)
+def test_rounds_count_until_two_without_noise_agree(
+    question: Question, rounds: tuple[dict[str, tuple[float, float]], ...], best: str
+) -> None:
+    choice = choose(replace(question, threads=1), meter=replayed(*rounds))
+    assert (choice.backend.name, choice.is_provisional) == (best, False)
+
+
+def test_noise_without_end_leaves_the_hardwares_prior(question: Question) -> None:
+    choice = choose(question, meter=replayed(NOISE), quiet=lambda cores: False)
+    assert (choice.backend.name, choice.layout) == ("exact", Layout(2, 2))
+    assert choice.is_provisional
+    assert choice.backend.call_tokens > 0
+    assert "6 of 6 rounds were disturbed" in choice.reason
+    assert {finding.name: finding.disturbance for finding in choice.findings}["again"] == 0.5
+
+
+def test_layouts_that_no_two_rounds_agree_on_leave_the_usual_one(question: Question) -> None:
+    def meter(probes: Probes, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
+        is_noisy = layout.threads == 1
+        return Reading(100.0 if backend.name == "again" else 50.0, 0.001, 0.9 if is_noisy else 0.0)
+
+    choice = choose(question, meter=meter)
+    assert (choice.backend.name, choice.layout, choice.is_provisional) == ("again", Layout(2, 2), True)
+
+
 def test_measuring_ends_at_its_limit(question: Question) -> None:
     now_s: Iterator[float] = iter(np.arange(100) * 2 * MEASURE_LIMIT_S)
     clock: Callable[[], float] = lambda: next(now_s)  # noqa: E731
     choice = choose(question, meter=speeds(exact=50, again=1000), clock=clock)
-    assert choice.backend.name == "exact"
-    found = {finding.name: finding.reason for finding in choice.findings}
-    assert found["again"] == f"not measured: {MEASURE_LIMIT_S:g} s were over"
+    assert (choice.backend.name, choice.is_provisional) == ("exact", True)
+
+
+def test_all_is_loaded_before_it_is_waited_for_quiet_and_nothing_timed(question: Question) -> None:
+    happened: list[str] = []
+
+    def meter(probes: Probes, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
+        happened.append(backend.name)
+        return Reading(50.0)
+
+    def quiet(cores: int) -> bool:
+        happened.append(f"quiet for {cores}: {len(multiprocessing.active_children())} probes")
+        return True
+
+    choose(replace(question, threads=1), meter=meter, quiet=quiet)
+    assert happened[:3] == ["quiet for 2: 2 probes", "exact", "again"]
 
 
 def test_nothing_within_the_tolerance_is_refused(question: Question) -> None:
@@ -198,6 +274,17 @@ def with_bf16(question: Question, cosine: float) -> Question:
     machine = replace(PLAIN_CPU, flags=("avx512_bf16",))
     entry = ENTRY.model_copy(update={"tolerance": ENTRY.tolerance.model_copy(update={"cosine": cosine})})
     return replace(question, entry=entry, artifact=None, machine=machine, processes=1, threads=1)
+
+
+def test_on_x86_an_exact_graph_spares_measuring_torch_in_fp32(question: Question) -> None:
+    machine = replace(PLAIN_CPU, flags=("avx2",))
+    entry = question.entry.model_copy(update={"backend": "auto"})
+    choice = choose(
+        replace(question, entry=entry, machine=machine, threads=1), meter=speeds(exact=50, again=40, torch_fp32=500)
+    )
+    assert choice.backend.name == "exact"
+    reasons = {finding.name: finding.reason for finding in choice.findings}
+    assert reasons["torch-fp32"] == "not measured: ONNX Runtime computes fp32 faster on such a CPU"
 
 
 def test_torch_in_bf16_spares_measuring_it_in_fp32(question: Question) -> None:

@@ -1,0 +1,33 @@
+"""What is measured as Penstock is what `penstock up` starts; nothing is started here."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from bench.peers.roster import OURS
+from bench.peers.serving import stack_of
+from bench.pipeline import MODEL, MODELS_FILE, catalogue_with
+from infra.local.up import served_stack
+from shared.catalogue import read_catalogue
+
+SHIPPED, FP32, _ = OURS
+
+
+def test_penstock_is_measured_as_penstock_up_serves_it(tmp_path: Path) -> None:
+    measured = stack_of(SHIPPED, tmp_path)
+    served = served_stack(tmp_path, measured.ports, {})
+    assert measured.environment == served.environment
+    assert measured.settings.models_file == MODELS_FILE
+    assert vars(measured).keys() == vars(served).keys()
+    differing = {name for name, value in vars(measured).items() if value != vars(served)[name]}
+    assert differing <= {"_say", "_undo"}
+
+
+def test_a_changed_entry_changes_nothing_else(tmp_path: Path) -> None:
+    shipped, changed = read_catalogue(MODELS_FILE), read_catalogue(catalogue_with(tmp_path, FP32.entry))
+    assert [model.name for model in changed.models] == [model.name for model in shipped.models]
+    assert changed.find(MODEL).precision == "fp32"
+    others = [model for model in shipped.models if model.name != MODEL]
+    assert [model for model in changed.models if model.name != MODEL] == others
+    environment = stack_of(replace(FP32), tmp_path).environment
+    plain = served_stack(tmp_path, stack_of(FP32, tmp_path).ports, {}).environment
+    assert environment.keys() - plain.keys() == {"PENSTOCK_ARTIFACTS_DIR"}

@@ -1,0 +1,62 @@
+"""Waits until nothing else on this machine takes the cores, so that what is measured next is not what else starts."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+QUIET_LIMIT_S = 12.0
+"""The other workers of a local stack start in less on two cores; on a machine that is never quiet we go on after it."""
+_SAMPLE_S = 0.3
+_SAMPLES = 2
+"""So many quiet samples in a row: a process that starts rests for moments too."""
+_QUIET_SHARE = 0.85
+
+
+def idle_core_s() -> float | None:
+    """Seconds for which the cores that this process may use were idle so far, added up; None where nothing tells."""
+    try:
+        lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
+        ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        ticks = os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError):
+        return None
+    fields = [line.split() for line in lines if line.partition(" ")[0] in ours]
+    return sum(int(one[4]) + int(one[5]) for one in fields) / ticks
+
+
+def await_quiet(
+    cores: int,
+    *,
+    limit_s: float = QUIET_LIMIT_S,
+    idle_s: Callable[[], float | None] = idle_core_s,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Returns True as soon as so many cores are idle, False after `limit_s`; True at once where nothing tells.
+
+    Args:
+        cores: as many as will be measured with.
+        limit_s: how long to wait at most.
+        idle_s: as idle_core_s.
+        clock: seconds.
+        sleep: waits for so many of them.
+    """
+    began_s = before_s = clock()
+    before = idle_s()
+    quiet = 0
+    while before is not None:
+        sleep(_SAMPLE_S)
+        now_s, now = clock(), idle_s()
+        if now is None:
+            break
+        is_quiet = now - before >= _QUIET_SHARE * cores * (now_s - before_s)
+        quiet = quiet + 1 if is_quiet else 0
+        if quiet == _SAMPLES:
+            return True
+        if now_s - began_s >= limit_s:
+            return False
+        before, before_s = now, now_s
+    return True
