@@ -24,8 +24,6 @@ FREE_PORTS = (15_000, 32_000)
 PORT_TRIES = 1000
 _PR_SET_PDEATHSIG = 1
 _random = random.SystemRandom()
-_claims: list[socket.socket] = []
-"""One for each port that this process was given."""
 
 
 class Process:
@@ -236,6 +234,6 @@ def free_port() -> int:
         except OSError:
             claim.close()
             continue
-        _claims.append(claim)
+        claim.detach()  # it stays open, and nobody closes it
         return port
     raise Unavailable(f"no free port between {FREE_PORTS[0]} and {FREE_PORTS[1]} in {PORT_TRIES} tries")
