@@ -66,23 +66,24 @@ deploy-check: $(STAMP) ## schemas and policies of manifests and Terraform, insta
 unit: $(STAMP) ## pytest
 	$(call timed,pytest,$(PYTEST) --durations=10)
 
-constraints: $(STAMP) ## write constraints.txt from what is installed now
-	@{ sed -n '/^#/p' constraints.txt; \
-	  $(BIN)/pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//' | grep -E '^[A-Za-z0-9._-]+=='; } > constraints.new
-	@mv constraints.new constraints.txt
+constraints: ## write constraints.txt anew for pyproject.toml, with hashes; UPGRADE=1: with the newest versions
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/uv || { $(PYTHON) infra/lock.py only uv > $(VENV)/uv.txt && \
+	  $(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --requirement $(VENV)/uv.txt; }
+	@$(BIN)/uv pip compile --quiet $(if $(UPGRADE),--upgrade) --all-extras --universal --generate-hashes \
+	  --no-emit-index-url --no-annotate --custom-compile-command "make constraints" \
+	  --output-file constraints.txt pyproject.toml
 
 clean: ## remove what the stack left in var/ and what the tools cached; .venv stays
 	rm -rf var .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt infra/setup.sh
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or later is needed; name one with: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo "$(PYTHON) has no venv module; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
-	@echo "Installing into $(VENV): about 130 packages, some minutes the first time"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@infra/setup.sh $(PYTHON) $(EXTRAS)
 	@touch $(STAMP)
 
 # Runs $(2) under the title $(1) and says how long it took.

@@ -3,4 +3,5 @@
 set -euo pipefail
 python -m venv .venv
 python infra/docker/requirements.py pyproject.toml > requirements.txt
-.venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement requirements.txt
+python infra/lock.py pins > pins.txt
+.venv/bin/pip install --quiet --disable-pip-version-check --constraint pins.txt --requirement requirements.txt

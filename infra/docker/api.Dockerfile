@@ -3,13 +3,14 @@ ARG PYTHON_BASE
 
 FROM ${PYTHON_BASE} AS build
 WORKDIR /src
-COPY pyproject.toml constraints.txt infra/docker/requirements.py ./
+COPY pyproject.toml constraints.txt infra/lock.py infra/docker/requirements.py ./
 RUN python requirements.py pyproject.toml api > requirements.txt \
+    && python lock.py pins > pins.txt \
     && python -m venv --without-pip /opt/venv
 # The secret is a pip.conf, for those whose packages come from an index of their own.
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
     python -m pip --python /opt/venv/bin/python install --disable-pip-version-check \
-    --constraint constraints.txt --requirement requirements.txt
+    --constraint pins.txt --requirement requirements.txt
 COPY LICENSE README.md ./
 COPY shared shared
 COPY infra infra

@@ -15,14 +15,15 @@ prepare() { # IMAGE PATH...
   shift
   mkdir -p "$work/$image/src"
   tar --create --exclude __pycache__ --exclude infra/terraform pyproject.toml constraints.txt LICENSE README.md \
-    infra/docker/requirements.py "$@" | tar --extract --directory "$work/$image/src"
+    infra/lock.py infra/docker/requirements.py "$@" | tar --extract --directory "$work/$image/src"
   cd "$work/$image/src"
-  cp infra/docker/requirements.py .
+  cp infra/lock.py infra/docker/requirements.py .
   [ "$image" = api ] || rm -r infra
   "$python" requirements.py pyproject.toml "$image" > requirements.txt
+  "$python" lock.py pins > pins.txt
   "$python" -m venv --without-pip "$work/$image/venv"
   "$python" -m pip --python "$work/$image/venv/bin/python" install --quiet --disable-pip-version-check \
-    --constraint constraints.txt --requirement requirements.txt
+    --constraint pins.txt --requirement requirements.txt
   "$python" -m pip --python "$work/$image/venv/bin/python" install --quiet --disable-pip-version-check --no-deps \
     --target "$work/$image/app" .
   cd "$work/$image/app"

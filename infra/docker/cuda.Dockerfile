@@ -4,15 +4,16 @@ ARG PYTHON_BASE
 
 FROM ${PYTHON_BASE} AS build
 WORKDIR /src
-COPY constraints.txt ./
-RUN grep '^torch==' constraints.txt > torch.txt \
+COPY constraints.txt infra/lock.py ./
+RUN python lock.py pins > pins.txt \
+    && grep '^torch==' pins.txt > torch.txt \
     && python -m venv --without-pip /opt/venv
 # torch's wheel for Linux on the Python index is the CUDA one and brings CUDA's libraries as wheels; another build is
 # taken from an index of its own, as https://download.pytorch.org/whl/cu126, or .../cpu.
 ARG TORCH_INDEX=
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
     python -m pip --python /opt/venv/bin/python install --disable-pip-version-check \
-    ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} --constraint constraints.txt --requirement torch.txt
+    ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} --constraint pins.txt --requirement torch.txt
 
 FROM ${PYTHON_BASE}
 # torch.compile has Triton build its launchers with a C compiler when a model is warmed up.

@@ -6,8 +6,9 @@ FROM ${CUDA_BASE} AS asked
 # hadolint ignore=DL3002
 USER 0
 WORKDIR /src
-COPY pyproject.toml constraints.txt infra/docker/requirements.py ./
-RUN python requirements.py pyproject.toml worker gpu > requirements.txt
+COPY pyproject.toml constraints.txt infra/lock.py infra/docker/requirements.py ./
+RUN python requirements.py pyproject.toml worker gpu > requirements.txt \
+    && python lock.py pins > pins.txt
 
 FROM asked AS build
 COPY LICENSE README.md ./
@@ -27,7 +28,7 @@ ARG MODEL_PACKAGES=
 RUN --mount=type=bind,from=asked,source=/src,target=/src \
     --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
     /usr/local/bin/python -m pip --python /opt/venv/bin/python install --disable-pip-version-check \
-    --constraint /src/constraints.txt --requirement /src/requirements.txt $MODEL_PACKAGES
+    --constraint /src/pins.txt --requirement /src/requirements.txt $MODEL_PACKAGES
 # As the manifests say, for those who run the image without them.
 ENV HF_HOME=/var/cache/penstock/hub \
     HOME=/tmp \

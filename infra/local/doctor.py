@@ -34,7 +34,7 @@ REACH_LIMIT_S = 5.0
 _PLACES = {"project", "pubsub_endpoint", "bigquery_endpoint", "redis_url", "objects_url"}
 EXTRAS = ("api", "worker", "functions", "optimize", "local", "dev")
 """What `make setup` installs; the extra `gpu` is for machines that have one."""
-INSTALL = f"pip install -c constraints.txt -e '.[{','.join(EXTRAS)}]' (or: make setup)"
+INSTALL = "make setup"
 
 _PIN = re.compile(r"(?P<name>[\w.-]+)(\[[\w,]+\])?==(?P<version>[^;\s]+)(.*extra == ['\"](?P<extra>\w+))?")
 

@@ -14,6 +14,7 @@ import grimp
 import pytest
 
 from infra.docker.requirements import requirements
+from infra.lock import read_lock
 from shared.settings import ApiSettings, Settings, WorkerSettings
 from tests.infra.deploy.dockerfiles import FOLDER, IMAGES, copied_files, file_of, image, is_sent, stages, upstream
 from tests.infra.deploy.manifests import Objects, pod, settings_of, workers
@@ -129,8 +130,14 @@ def test_only_the_worker_has_torch() -> None:
 
 
 def test_base_has_the_torch_that_the_worker_asks_for() -> None:
-    (pinned,) = [line for line in Path("constraints.txt").read_text().splitlines() if line.startswith("torch==")]
-    assert pinned in requirements(Path("pyproject.toml"), ["worker"])
+    assert f"torch=={read_lock()['torch'].version}" in requirements(Path("pyproject.toml"), ["worker"])
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_versions_are_those_of_the_lock(name: str) -> None:
+    text = (FOLDER / f"{name}.Dockerfile").read_text(encoding="utf-8")
+    assert "python lock.py pins > pins.txt" in text
+    assert re.search(r"--constraint (/src/)?pins\.txt --requirement", text)
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -1,0 +1,84 @@
+"""constraints.txt is the lock: every package that anything here needs, its version, its hashes.
+
+`make constraints` writes it. As a program this prints the versions alone (`pins`), for pip, which wants a hash for all
+or none; one package with its hashes (`only NAME`); or what the lock lacks (`check`). It imports nothing that has to be
+installed.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+LOCK = Path("constraints.txt")
+PROJECT = Path("pyproject.toml")
+_PIN = re.compile(r"^(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(\[[^\]]*\])?==(?P<version>[^\s;\\]+)")
+_HASH = re.compile(r"--hash=(sha256:[0-9a-f]{64})")
+
+
+@dataclass
+class Locked:
+    """One package of the lock."""
+
+    version: str
+    hashes: list[str] = field(default_factory=list)
+
+
+def read_lock(path: Path = LOCK) -> dict[str, Locked]:
+    """The lock's packages, by their normalized names."""
+    found: dict[str, Locked] = {}
+    name = ""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if pin := _PIN.match(line):
+            name = normalized(pin["name"])
+            found[name] = Locked(pin["version"])
+        if hashed := _HASH.search(line):
+            found[name].hashes.append(hashed[1])
+    return found
+
+
+def lacking(project_file: Path = PROJECT, lock: Path = LOCK) -> list[str]:
+    """What the project asks for, as it asks, and the lock does not have in that version."""
+    locked, found = read_lock(lock), []
+    for asked in _asked(project_file):
+        pin = _PIN.match(asked)
+        has = locked.get(normalized(pin["name"])) if pin else None
+        if pin is None or has is None or has.version != pin["version"]:
+            found.append(asked)
+    return found
+
+
+def normalized(name: str) -> str:
+    """A package's name as indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _asked(project_file: Path) -> list[str]:
+    told = tomllib.loads(project_file.read_text(encoding="utf-8"))
+    project = told["project"]
+    extras = (asked for extra in project["optional-dependencies"].values() for asked in extra)
+    return [*told["build-system"]["requires"], *project["dependencies"], *extras]
+
+
+def main(words: list[str]) -> int:
+    """Runs one command; returns the exit status."""
+    if words == ["pins"]:
+        print("\n".join(f"{name}=={locked.version}" for name, locked in read_lock().items()))
+        return 0
+    if words[:1] == ["only"] and len(words) == 2:
+        locked = read_lock()[normalized(words[1])]
+        print(f"{words[1]}=={locked.version}", *(f"--hash={one}" for one in locked.hashes))
+        return 0
+    if words == ["check"]:
+        if missing := lacking():
+            print(f"{LOCK} lacks {', '.join(missing)}, which {PROJECT} asks for: make constraints", file=sys.stderr)
+        return 1 if missing else 0
+    print("usage: python infra/lock.py pins | only NAME | check", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

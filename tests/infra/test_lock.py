@@ -1,0 +1,96 @@
+"""constraints.txt: whole, with hashes, in agreement with pyproject.toml and with what is installed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from infra.local.doctor import EXTRAS
+from infra.lock import lacking, normalized, read_lock
+from tests.limits import WAIT_LIMIT_S
+
+PROJECT = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
+
+
+def installed(requirement: Requirement, seen: set[tuple[str, str]]) -> Iterator[str]:
+    """The packages that a requirement brings here, by name; torch's own libraries are its build's affair."""
+    for extra in ("", *requirement.extras):
+        key = (normalized(requirement.name), extra)
+        if key in seen:
+            continue
+        seen.add(key)
+        yield key[0]
+        for text in distribution(requirement.name).requires or ():
+            needed = Requirement(text)
+            if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                if key[0] == "torch" and needed.marker is not None:
+                    continue
+                yield from installed(needed, seen)
+
+
+def test_lock_has_what_the_project_asks_for() -> None:
+    assert lacking() == []
+
+
+def test_every_package_has_hashes() -> None:
+    assert [name for name, locked in read_lock().items() if not locked.hashes] == []
+
+
+def test_lock_has_all_that_is_installed_for_the_project() -> None:
+    asked = [*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"]]
+    for extra in EXTRAS:
+        asked += PROJECT["project"]["optional-dependencies"][extra]
+    seen: set[tuple[str, str]] = set()
+    found = {name for text in asked for name in installed(Requirement(text), seen)}
+    versions = {name: distribution(name).version.partition("+")[0] for name in found}
+    locked = {name: one.version for name, one in read_lock().items()}
+    assert versions.items() <= locked.items(), sorted(versions.items() - locked.items())
+    assert len(found) > 100
+
+
+def test_lock_names_no_index_and_no_place() -> None:
+    for line in Path("constraints.txt").read_text(encoding="utf-8").splitlines():
+        assert re.fullmatch(r"#.*|[a-z0-9.-]+==\S+( ; .*)? \\|    --hash=sha256:[0-9a-f]{64}( \\)?", line), line
+
+
+def test_torch_asks_for_what_the_lock_was_made_from() -> None:
+    (told,) = PROJECT["tool"]["uv"]["dependency-metadata"]
+    plain = {text for text in distribution("torch").requires or () if ";" not in text}
+    assert set(told["requires-dist"]) == plain
+    assert f"torch=={told['version']}" in PROJECT["project"]["optional-dependencies"]["worker"]
+
+
+@pytest.mark.parametrize("asked", ["six==0.1", "no-such-package==1.0", "six>=1"])
+def test_what_the_lock_lacks_is_named(asked: str, tmp_path: Path) -> None:
+    project = tmp_path / "pyproject.toml"
+    project.write_text(
+        f'[build-system]\nrequires = []\n[project]\ndependencies = ["{asked}"]\n[project.optional-dependencies]\n'
+    )
+    assert lacking(project) == [asked]
+
+
+def test_commands_print_for_pip() -> None:
+    def said(*words: str) -> str:
+        command = [sys.executable, "infra/lock.py", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_LIMIT_S).stdout
+
+    locked = read_lock()
+    assert said("pins").splitlines() == [f"{name}=={one.version}" for name, one in locked.items()]
+    assert said("only", "uv").split() == [
+        f"uv=={locked['uv'].version}",
+        *(f"--hash={one}" for one in locked["uv"].hashes),
+    ]
+    assert said("check") == ""
+
+
+def test_setup_installs_what_the_doctor_looks_for() -> None:
+    (line,) = re.findall(r"^EXTRAS := (.*)$", Path("Makefile").read_text(encoding="utf-8"), re.M)
+    assert tuple(line.split(",")) == EXTRAS
