@@ -55,7 +55,7 @@ async def test_late_answer_is_504_that_clients_do_not_repeat(api: ApiUnderTest) 
     assert envelope.deadline_s - envelope.received_at_s == pytest.approx(0.8, abs=1e-3)
 
 
-@pytest.mark.parametrize(("given_ms", "seconds"), [(None, 30.0), ("5000", 5.0), ("999999999", 300.0)])
+@pytest.mark.parametrize(("given_ms", "seconds"), [(None, 30.0), ("5000", 5.0), ("900000", 300.0)])
 async def test_deadline_is_bounded_by_the_model(api: ApiUnderTest, given_ms: str | None, seconds: float) -> None:
     headers = {"x-penstock-deadline-ms": given_ms} if given_ms else {}
     await api.http.post("/v1/embeddings", json=BODY, headers=headers)
