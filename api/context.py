@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api import metrics
-from api.errors import BodyTooLarge, BodyTooSlow, ClientGone, error_response
+from api.errors import BodyTooLarge, ClientGone, TooSlow, error_response
 from api.request_options import RequestOptions
 from shared.errors import PenstockError
 
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 BODY_IDLE_S = 30.0
 """The longest pause between two pieces of a body."""
+BODY_GRACE_S, LEAST_BYTES_PER_S = 60.0, 8192
+"""A body may take so long, and longer by what came of it: a byte now and then would last for ever."""
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 T = TypeVar("T")
 
@@ -150,11 +152,14 @@ class _Exchange:
             return await self._receive()
         if self._declared_bytes > self._body_max_bytes:
             raise self._too_large()
+        left_s = BODY_GRACE_S + self._body_bytes / LEAST_BYTES_PER_S - self.context.total_ms / 1000
         try:
-            async with asyncio.timeout(BODY_IDLE_S):
+            async with asyncio.timeout(min(BODY_IDLE_S, left_s)):
                 message = await self._receive()
         except TimeoutError as error:
-            raise BodyTooSlow(f"nothing more of the body came for {BODY_IDLE_S:g} s") from error
+            if left_s < BODY_IDLE_S:
+                raise TooSlow(f"the body comes with less than {LEAST_BYTES_PER_S} bytes/s") from error
+            raise TooSlow(f"nothing more of the body came for {BODY_IDLE_S:g} s") from error
         self._body_bytes += len(message.get("body", b""))
         if self._body_bytes > self._body_max_bytes:
             raise self._too_large()

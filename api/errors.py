@@ -30,8 +30,14 @@ class BodyTooLarge(InputTooLarge):
     code = "request_too_large"
 
 
-class BodyTooSlow(BadInput):
-    """The body of the request stopped coming."""
+class HeadTooLarge(InputTooLarge):
+    """The headers of the request, or its URL, are larger than this API takes."""
+
+    code = "request_headers_too_large"
+
+
+class TooSlow(BadInput):
+    """The request stopped coming."""
 
     code = "request_timeout"
 
@@ -100,6 +106,7 @@ ANSWERS = {
     "request_too_large": ErrorForm(413, "invalid_request_error"),
     "idempotency_key_reused": ErrorForm(422, "invalid_request_error"),
     "overloaded": ErrorForm(429, "rate_limit_error"),
+    "request_headers_too_large": ErrorForm(431, "invalid_request_error"),
     "canceled": ErrorForm(499, "invalid_request_error"),
     "model_failed": ErrorForm(500, "server_error", retry=False),
     "internal": ErrorForm(500, "server_error"),

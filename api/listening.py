@@ -5,6 +5,7 @@ from __future__ import annotations
 import uvicorn
 from starlette.types import ASGIApp
 
+from api.bounded_http import protocol_with
 from shared.settings import ApiSettings
 
 DRAIN_S = 4
@@ -20,7 +21,7 @@ def server_config(app: ASGIApp, settings: ApiSettings) -> uvicorn.Config:
         host=settings.host,
         port=settings.port,
         loop="uvloop",
-        http="httptools",
+        http=protocol_with(settings),
         lifespan="on",
         log_config=None,
         access_log=False,

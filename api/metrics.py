@@ -46,6 +46,11 @@ PICTURES = Counter(
     ["end"],
 )
 PICTURES_WAITING = Gauge("penstock_api_pictures_waiting", "Pictures that wait for a process to decode or encode them.")
+CONNECTIONS_CUT = Counter(
+    "penstock_api_connections_cut_total",
+    "Connections closed by this side: idle, full, invalid, head_too_large, head_too_slow.",
+    ["reason"],
+)
 GAVE_UP = Counter(
     "penstock_api_jobs_canceled_total", "Jobs that every caller had left before the reply came.", ["model"]
 )

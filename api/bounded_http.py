@@ -1,0 +1,167 @@
+"""uvicorn's HTTP protocol with the bounds that it lacks: heads in bytes and in time, pipelined requests, connections.
+
+With h11, uvicorn's other parser, `h11_max_incomplete_event_size` bounds a head; httptools has nothing like it, and
+copies what it has for each piece that comes, so that one endless header keeps everybody waiting. The usual request,
+whose head comes in one piece on a kept connection, sets no timer here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+from typing import Any, ClassVar
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from api import metrics
+from api.errors import HeadTooLarge, TooSlow, error_response
+from shared.errors import BadInput, Overloaded, PenstockError
+from shared.settings import ApiSettings
+
+HEAD_LIMIT_BYTES = 64 * 1024
+"""As Google's load balancer has it."""
+CHUNK_FRAME_BYTES = 24
+"""What a chunk of a body may have around its bytes; beyond that chunk extensions and trailers count as head."""
+MOST_PIPELINED = 16
+"""Requests behind the one that is being answered. One read may hold ten thousand."""
+UNREAD_LIMIT_S = 60
+"""A peer that takes nothing in, or is gone without a word, is given up after so long."""
+RESERVED_FILES = 128
+"""File descriptors that are not for callers."""
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """One connection; `protocol_with` gives the class its bounds."""
+
+    head_limit_s: ClassVar[float]
+    most_connections: ClassVar[int]
+    idle: ClassVar[dict[BoundedHttp, None]]
+    """Connections without a request, first the one that has had none for the longest."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._beside_bytes = 0
+        """What came since the last request's head or end, and belongs to no body."""
+        self._in_head = self._in_body = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._error: PenstockError | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Counts it in; where there are too many, the one that has asked for nothing for the longest goes."""
+        super().connection_made(transport)
+        opened = transport.get_extra_info("socket")
+        if opened is not None and opened.family != socket.AF_UNIX and hasattr(socket, "TCP_USER_TIMEOUT"):
+            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_LIMIT_S * 1000)
+        if len(self.connections) > self.most_connections:
+            if self.idle:
+                oldest = next(iter(self.idle))
+                del self.idle[oldest]
+                oldest._cut("idle")
+            else:
+                self._refuse("full", Overloaded("all connections are in use; try again later"))
+                return
+        self.idle[self] = None
+        self._arm()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Counts it out."""
+        self.idle.pop(self, None)
+        self._disarm()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parses what came; what is no body is bounded."""
+        self._beside_bytes += len(data)
+        super().data_received(data)
+        if self._beside_bytes > HEAD_LIMIT_BYTES and not self.transport.is_closing():
+            self._refuse("head_too_large", _too_large())
+        elif self._timer is None and self._beside_bytes and not self._in_body:
+            self._arm()
+
+    def on_message_begin(self) -> None:
+        """The head of a request begins."""
+        super().on_message_begin()
+        self._in_head = True
+
+    def on_headers_complete(self) -> None:
+        """The head is there: the request is begun, unless the head is too large or stands too far from its turn."""
+        if self._beside_bytes > HEAD_LIMIT_BYTES and self._head_bytes() > HEAD_LIMIT_BYTES:
+            self._error = _too_large()
+            raise self._error
+        if len(self.pipeline) >= MOST_PIPELINED:
+            self._error = BadInput(f"more than {MOST_PIPELINED} requests were sent before their turn")
+            raise self._error
+        self._disarm()
+        self.idle.pop(self, None)
+        self._beside_bytes, self._in_head, self._in_body = 0, False, True
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of a body."""
+        self._beside_bytes -= len(body) + CHUNK_FRAME_BYTES
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request came whole."""
+        self._beside_bytes, self._in_body = 0, False
+        self._disarm()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The answer is written; a body that nobody read may go on for as long as a head may take."""
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self.idle[self] = None
+            if self._in_body:
+                self._arm()
+
+    def send_400_response(self, msg: str) -> None:
+        """What the parser can't read, or what was refused while it read."""
+        self._refuse("invalid", self._error or BadInput("this is no HTTP/1.1 request"))
+
+    def _head_bytes(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+
+    def _arm(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.head_limit_s, self._is_late)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _is_late(self) -> None:
+        self._timer = None
+        if self._in_head:
+            self._refuse("head_too_slow", TooSlow(f"the request's head was not there within {self.head_limit_s:g} s"))
+        else:
+            self._cut("idle")
+
+    def _refuse(self, reason: str, error: PenstockError) -> None:
+        """Says why, unless another answer is being written, and hangs up."""
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            response = error_response(error)
+            fields = [*response.raw_headers, (b"connection", b"close")]
+            lines = b"".join(name + b": " + value + b"\r\n" for name, value in fields)
+            self.transport.write(STATUS_LINE[response.status_code] + lines + b"\r\n" + bytes(response.body))
+        self._cut(reason)
+
+    def _cut(self, reason: str) -> None:
+        metrics.CONNECTIONS_CUT.labels(reason).inc()
+        self.transport.close()
+
+
+def protocol_with(settings: ApiSettings) -> type[BoundedHttp]:
+    """The protocol of a server with these settings."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = settings.most_connections
+    if files != resource.RLIM_INFINITY:
+        most = max(1, min(most, files - RESERVED_FILES))
+    bounds = {"head_limit_s": settings.head_limit_s, "most_connections": most, "idle": {}}
+    return type("BoundedHttp", (BoundedHttp,), bounds)
+
+
+def _too_large() -> PenstockError:
+    return HeadTooLarge(f"the request's head is larger than {HEAD_LIMIT_BYTES} bytes")

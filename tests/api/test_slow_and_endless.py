@@ -1,0 +1,253 @@
+"""Callers that send too much before they ask, or too slowly, over real sockets: they are cut, and cost nobody else."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from api.bounded_http import HEAD_LIMIT_BYTES, MOST_PIPELINED
+from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
+
+pytestmark = pytest.mark.anyio
+BODY = json.dumps({"model": TEXT_MODEL.name, "input": "a"}).encode()
+POST = b"POST /v1/embeddings HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+WAIT_LIMIT_S = 60
+MUCH = 200 * HEAD_LIMIT_BYTES
+
+
+class Peer:
+    """A connection that sends what it likes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def send_until_cut(self, piece: bytes, most_bytes: int = MUCH) -> int:
+        """Sends `piece` again and again until the other side hangs up; the bytes that it took in."""
+        sent = 0
+        try:
+            while sent < most_bytes:
+                await self.send(piece)
+                sent += len(piece)
+                await asyncio.sleep(0)
+                if self.reader.at_eof():
+                    break
+        except OSError:
+            pass
+        return sent
+
+    async def said(self) -> bytes:
+        """All that comes until the other side hangs up."""
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            try:
+                return await self.reader.read()
+            except ConnectionError:
+                return b""
+
+    async def answer(self) -> tuple[int, bytes]:
+        """The next answer, its status and body."""
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            head = (await self.reader.readuntil(b"\r\n\r\n")).lower()
+            length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+            return int(head.split()[1]), await self.reader.readexactly(length)
+
+
+@asynccontextmanager
+async def _peer(api: ApiUnderTest) -> AsyncIterator[Peer]:
+    host, port = api.url.removeprefix("http://").split(":")
+    peer = Peer(*await asyncio.open_connection(host, int(port)))
+    try:
+        yield peer
+    finally:
+        peer.writer.transport.abort()
+
+
+@asynccontextmanager
+async def _api(tmp_path: Path, **settings: object) -> AsyncIterator[ApiUnderTest]:
+    async with running_api(settings_for(tmp_path, **settings)) as api:
+        yield api
+        assert (await api.http.get("/healthz")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [
+        (POST + b"x-endless: ", b"a" * 16384),
+        (POST + b"x-end", b"a" * 16384),
+        (POST, b"x-one: of many\r\n" * 1000),
+        (b"GET /", b"a" * 16384),
+        (b"", b"\r\n" * 8192),
+        (POST + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n", b"x-trailer: of many\r\n" * 800),
+        (POST + b"transfer-encoding: chunked\r\n\r\n1;", b"x=y;" * 4096),
+    ],
+)
+async def test_endless_head_is_cut(tmp_path: Path, begin: bytes, piece: bytes) -> None:
+    async with _api(tmp_path) as api, _peer(api) as peer:
+        await peer.send(begin)
+        assert await peer.send_until_cut(piece) < MUCH
+
+
+@pytest.mark.parametrize("head", [POST + b"x-large: " + b"a" * HEAD_LIMIT_BYTES, b"GET /" + b"a" * HEAD_LIMIT_BYTES])
+async def test_head_that_is_too_large_is_told(tmp_path: Path, head: bytes) -> None:
+    async with _api(tmp_path) as api, _peer(api) as peer:
+        await peer.send(head)
+        said = await peer.said()
+        # What it had still to read may have cost us its answer, never the hang-up.
+        assert not said or said.startswith(b"HTTP/1.1 431")
+
+
+async def test_large_head_that_comes_at_once_is_told(tmp_path: Path) -> None:
+    async with _api(tmp_path) as api, _peer(api) as peer:
+        await peer.send(POST + b"x-large: " + b"a" * HEAD_LIMIT_BYTES + b"\r\ncontent-length: 0\r\n\r\n")
+        status, body = await peer.answer()
+        assert status == 431
+        assert json.loads(body)["error"]["code"] == "request_headers_too_large"
+
+
+async def test_head_within_the_limit_passes_in_any_pieces(tmp_path: Path) -> None:
+    request = POST + b"x-large: " + b"a" * (HEAD_LIMIT_BYTES - 1000) + b"\r\n"
+    request += b"content-length: %d\r\n\r\n" % len(BODY) + BODY
+    async with _api(tmp_path) as api, _peer(api) as peer:
+        for _ in range(3):
+            for start in range(0, len(request), 3001):
+                await peer.send(request[start : start + 3001])
+            assert (await peer.answer())[0] == 200
+
+
+async def test_body_in_tiny_chunks_is_no_head(tmp_path: Path) -> None:
+    text = json.dumps({"model": TEXT_MODEL.name, "input": "a" * 20_000}).encode()
+    chunks = b"".join(b"1\r\n" + text[at : at + 1] + b"\r\n" for at in range(len(text)))
+    async with _api(tmp_path) as api, _peer(api) as peer:
+        for _ in range(2):
+            await peer.send(POST + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
+            assert (await peer.answer())[0] == 200
+
+
+async def test_dribbled_head_is_cut(tmp_path: Path) -> None:
+    async with _api(tmp_path, head_limit_s=0.3) as api, _peer(api) as peer:
+        await peer.send(POST)
+        await peer.send(b"x: y\r\n")
+        status, body = await peer.answer()
+        assert status == 408
+        assert json.loads(body)["error"]["code"] == "request_timeout"
+        assert not await peer.said()
+
+
+@pytest.mark.parametrize("begin", [b"", b"\r\n", b"GET"])
+async def test_connection_that_never_asks_is_closed(tmp_path: Path, begin: bytes) -> None:
+    async with _api(tmp_path, head_limit_s=0.3) as api, _peer(api) as peer:
+        await peer.send(begin)
+        said = await peer.said()
+        assert said.startswith(b"HTTP/1.1 408") == (begin == b"GET")
+
+
+async def test_second_head_has_its_limit_too_and_the_pause_before_it_has_none(tmp_path: Path) -> None:
+    async with _api(tmp_path, head_limit_s=0.3) as api, _peer(api) as peer, _peer(api) as other:
+        request = POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
+        await peer.send(request)
+        assert (await peer.answer())[0] == 200
+        # When this one is closed, the limit has passed for both.
+        assert not await other.said()
+        await peer.send(request)
+        assert (await peer.answer())[0] == 200
+        await peer.send(POST)
+        assert (await peer.answer())[0] == 408
+
+
+async def test_body_that_dribbles_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("api.context.BODY_GRACE_S", 0.2)
+    async with _api(tmp_path) as api, _peer(api) as peer:
+        await peer.send(POST + b"content-length: 1000000\r\n\r\n")
+        dribbling = asyncio.create_task(peer.send_until_cut(b" ", most_bytes=1))
+        status, body = await peer.answer()
+        await dribbling
+        assert status == 408
+        assert "bytes/s" in json.loads(body)["error"]["message"]
+
+
+async def test_body_that_nobody_reads_is_not_read_for_ever(tmp_path: Path) -> None:
+    async with _api(tmp_path, head_limit_s=0.3) as api, _peer(api) as peer:
+        await peer.send(POST.replace(b"/v1/embeddings", b"/nowhere") + b"content-length: 1000000000\r\n\r\n")
+        assert (await peer.answer())[0] == 404
+        assert not await peer.said()
+
+
+async def test_pipelined_requests_are_answered_in_order(tmp_path: Path) -> None:
+    async with _api(tmp_path) as api, _peer(api) as peer:
+        paths = [f"/nowhere/{number}" for number in range(MOST_PIPELINED)]
+        await peer.send(b"".join(f"GET {path} HTTP/1.1\r\nhost: a\r\n\r\n".encode() for path in paths))
+        for path in paths:
+            status, body = await peer.answer()
+            assert (status, path.encode() in body) == (404, True)
+
+
+async def test_too_many_pipelined_requests_are_refused(tmp_path: Path) -> None:
+    async with _api(tmp_path) as api, _peer(api) as peer:
+        api.worker.go.clear()
+        first = POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
+        await peer.send(first + b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n" * (MOST_PIPELINED + 1))
+        said = await peer.said()
+        api.worker.go.set()
+        assert said.startswith(b"HTTP/1.1 400")
+        assert b"before their turn" in said
+        await api.until_idle()
+
+
+async def test_full_house_closes_who_asks_for_nothing(tmp_path: Path) -> None:
+    async with (
+        _api(tmp_path, most_connections=4) as api,
+        _peer(api) as first,
+        _peer(api) as second,
+        _peer(api) as third,
+    ):
+        assert (await api.http.get("/healthz")).status_code == 200
+        # Of the four, `first` has asked for nothing for the longest.
+        async with _peer(api):
+            assert not await first.said()
+            for peer in (second, third):
+                await peer.send(b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n")
+                assert (await peer.answer())[0] == 200
+
+
+async def test_full_house_of_requests_refuses_the_next(tmp_path: Path) -> None:
+    async with _api(tmp_path, most_connections=2) as api, _peer(api) as first, _peer(api) as second:
+        api.worker.go.clear()
+        for number, peer in enumerate((first, second)):
+            body = BODY.replace(b'"a"', f'"text {number}"'.encode())
+            await peer.send(POST + b"content-length: %d\r\n\r\n" % len(body) + body)
+        await api.worker.until_taken(2)
+        async with _peer(api) as third:
+            said = await third.said()
+            assert said.startswith(b"HTTP/1.1 429")
+            assert b"retry-after" in said
+        api.worker.go.set()
+        for peer in (first, second):
+            assert (await peer.answer())[0] == 200
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"nonsense\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        POST + b"content-length: -1\r\n\r\n",
+        POST + b"content-length: " + b"9" * 5000 + b"\r\n\r\n",
+        POST + b"content-length: 5\r\ncontent-length: 6\r\n\r\n",
+        POST + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"GET http://[x/ HTTP/1.1\r\nhost: a\r\n\r\n",
+        b"GET /\x80 HTTP/1.1\r\nhost: a\r\n\r\n",
+    ],
+)
+async def test_what_is_no_request_is_refused(tmp_path: Path, request_: bytes) -> None:
+    async with _api(tmp_path) as api, _peer(api) as peer:
+        await peer.send(request_)
+        status, body = await peer.answer()
+        assert status == 400
+        assert json.loads(body)["error"]["code"] == "invalid_input"
