@@ -30,6 +30,7 @@ from shared.settings import WorkerSettings, environment_with, read_settings
 from workers.models.artifact import find_artifact, source_digest
 from workers.models.backend import Backend
 from workers.sources import resolve
+from workers.template_process import MODEL_PROCESS_NAME
 
 MODEL = "all-MiniLM-L6-v2"
 MODELS_FILE = Path("models.yaml")
@@ -68,8 +69,9 @@ class Part:
         return int(self._process.memory_info().rss)
 
     def children_rss_bytes(self) -> list[int]:
-        """Resident memory of each of its children."""
-        return [int(child.memory_info().rss) for child in self._process.children(recursive=True)]
+        """Resident memory of each of its model processes; what they share with their template counts for each."""
+        children = self._process.children(recursive=True)
+        return [int(child.memory_info().rss) for child in children if child.name() == MODEL_PROCESS_NAME]
 
 
 @dataclass(frozen=True)

@@ -38,12 +38,12 @@ class Call:
 def run() -> Outcome:
     """Kills each kind of part ROUNDS times, and says how long those who waited then had to wait."""
     figures, details = [], {}
-    for name, workers, processes, kill, limit_s in _CASES:
+    for name, backend, workers, processes, kill, limit_s in _CASES:
         waits_s, failed, starts_s = [], 0, []
         for _ in range(ROUNDS):
             with tempfile.TemporaryDirectory(prefix="penstock-recovery-") as folder:
                 began_s = time.monotonic()
-                with World(Path(folder), workers=workers, processes=processes) as world:
+                with World(Path(folder), workers=workers, processes=processes, backend=backend) as world:
                     starts_s.append(time.monotonic() - began_s)
                     killed_s, calls = asyncio.run(_measure(world, kill))
             hit = [call for call in calls if call.began_s <= killed_s < call.ended_s]
@@ -112,8 +112,9 @@ def _kill_worker(world: World) -> None:
     world.processes["worker-0"].kill()
 
 
-_CASES: tuple[tuple[str, int, int, Callable[[World], None], float], ...] = (
-    ("model process killed, another up", 1, 2, _kill_model_process, 1.0),
-    ("model process killed, the only one", 1, 1, _kill_model_process, 6.0),
-    ("worker killed, another up", 2, 1, _kill_worker, 12.0),
+_CASES: tuple[tuple[str, str, int, int, Callable[[World], None], float], ...] = (
+    ("model process killed, another up", "onnx", 1, 2, _kill_model_process, 1.0),
+    ("model process killed, the only one", "onnx", 1, 1, _kill_model_process, 2.0),
+    ("model process killed, the only one, torch", "torch", 1, 1, _kill_model_process, 2.0),
+    ("worker killed, another up", "onnx", 2, 1, _kill_worker, 12.0),
 )

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import sys
 
+from workers.child_process import ChildProcess
+
 DRAIN_LIMIT_S = 5.0
 _TAIL_BYTES = 4000
 
@@ -13,7 +15,7 @@ _TAIL_BYTES = 4000
 class ChildOutput:
     """What a model process prints: passed on to stderr, and the end of it kept for the error message."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: ChildProcess) -> None:
         assert process.stdout is not None, "started with a pipe; this is a bug"
         self._stream = process.stdout
         self._kept = b""

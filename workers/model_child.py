@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -15,6 +15,7 @@ import msgspec
 from shared.errors import ConfigurationError, ModelFailed, PenstockError, error_for_code
 from shared.messages import Result
 from workers.child_output import ChildOutput
+from workers.child_process import ChildProcess
 from workers.frames import (
     FRAME_MAX_BYTES,
     HEADER,
@@ -61,12 +62,15 @@ class BatchDone:
     steps_saved: int | None = None
 
 
+Start = Callable[[socket.socket], Awaitable[ChildProcess]]
+"""Starts a process with this end of the socket."""
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to start a model process."""
+    """How to start a model process, and how long it may take to be ready."""
 
-    command: tuple[str, ...]
-    environment: Mapping[str, str]
+    start: Start
     start_timeout_s: float
 
 
@@ -86,9 +90,7 @@ class ModelChild:
     it (batches of 1,000 tokens), and a batch formed late is a fuller one.
     """
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    def __init__(self, process: ChildProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._process = process
         self._reader = reader
         self._writer = writer
@@ -113,7 +115,7 @@ class ModelChild:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                process = await _spawn(launch, theirs.fileno())
+                process = await launch.start(theirs)
             except BaseException:
                 ours.close()
                 raise
@@ -266,24 +268,7 @@ def _batch_done(answer: Done) -> BatchDone:
     )
 
 
-async def _spawn(launch: Launch, fd: int) -> asyncio.subprocess.Process:
-    try:
-        return await asyncio.create_subprocess_exec(
-            *launch.command,
-            f"--fd={fd}",
-            pass_fds=[fd],
-            env=launch.environment,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-    except OSError as error:
-        raise ModelFailed(f"the model process could not be started: {error}") from error
-
-
-async def _connect(
-    ours: socket.socket, process: asyncio.subprocess.Process
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _connect(ours: socket.socket, process: ChildProcess) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     try:
         return await asyncio.open_unix_connection(sock=ours)
     except BaseException:

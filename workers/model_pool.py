@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -16,10 +17,12 @@ import msgspec
 from shared.catalogue import Model as Entry
 from shared.cores import usable_cores
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
+from workers.child_process import spawn
 from workers.frames import Residence
-from workers.model_child import BatchDone, Launch, ModelChild, ModelProcessDied
+from workers.model_child import BatchDone, Launch, ModelChild, ModelProcessDied, Start
 from workers.models.backend import Backend
 from workers.models.base import OnStep, Prepared
+from workers.template import Template, can_fork
 
 __all__ = ["BatchDone", "Hosted", "ModelPool", "ModelProcess", "ModelProcessDied"]
 
@@ -54,7 +57,7 @@ class ModelPool:
         memory_fraction: the part of a GPU's memory each process may take.
         memory_budget_bytes: what the models of each process may take together; 0: no bound.
         start_timeout_s: from start to ready.
-        command: what starts a model process.
+        command: what starts a model process, or the template that they are forked from.
     """
 
     def __init__(
@@ -75,10 +78,15 @@ class ModelPool:
         for entry, folder, backend in models:
             given += [f"--model={entry.model_dump_json()}", f"--folder={folder.resolve()}"]
             given.append(f"--backend={msgspec.json.encode(backend).decode()}")
-        self.processes = [
-            ModelProcess(Launch((*command, *given, f"--device={place}"), environment, start_timeout_s))
-            for place in _places(device, processes, threads)
-        ]
+        places = _places(device, processes, threads)
+        ahead = (*command, *given, f"--device={places[0]}")
+        self.template = Template(ahead, environment, start_timeout_s) if can_fork() else None
+        self.processes = []
+        for place in places:
+            start: Start = partial(spawn, (*command, *given, f"--device={place}"), environment)
+            if self.template is not None:
+                start = partial(self.template.fork, place)
+            self.processes.append(ModelProcess(Launch(start, start_timeout_s)))
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
@@ -106,6 +114,8 @@ class ModelPool:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.template is not None:
+            await self.template.close()
 
     @property
     def device_name(self) -> str:
@@ -242,7 +252,11 @@ def child_environment(threads: int) -> dict[str, str]:
         **os.environ,
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,
+        # A process with threads can't be forked from: see workers/template_process.py.
+        "OPENBLAS_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # Has torch ask the driver whether there are GPUs in a way that begins no CUDA, which no fork would survive.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         # Keeps glibc from handing each batch's activations back to the kernel: 3 to 5 % more tokens a second.
         "MALLOC_MMAP_THRESHOLD_": str(256 * 1024 * 1024),
         "MALLOC_TRIM_THRESHOLD_": str(512 * 1024 * 1024),

@@ -1,7 +1,8 @@
 """`python -m workers.model_process`: loads models and runs the batches that its I/O process hands it over a socket.
 
-Started by workers/model_pool.py with one end of a socket pair. It answers Ready (or Refused), then each batch in turn,
-and is gone as soon as the other end is closed, even in the middle of a batch.
+It gets one end of a socket pair. It answers Ready (or Refused), then each batch in turn, and is gone as soon as the
+other end is closed, even in the middle of a batch. As a rule it is forked from a template: the same program, which
+loads what all processes can share and then waits to be asked for forks (workers/template_process.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +26,8 @@ from shared.catalogue import Model as Entry
 from shared.errors import Canceled, ModelFailed, PenstockError
 from shared.logs import configure_logs
 from shared.messages import Result
-from workers import memory
+from workers import memory, template_process
+from workers.forks import Loaded
 from workers.frames import Answer, Cancel, Done, Failure, Progress, Ready, Refused, RunBatch, encode_answer, read_order
 from workers.models import model_for
 from workers.models.backend import Backend
@@ -33,14 +35,33 @@ from workers.models.base import Model, OnStep, OutOfMemory, PreparedItem
 from workers.residency import Residency
 
 PROGRESS_EVERY_S = 0.1
+_BEGAN_S = time.monotonic()
 
 log = logging.getLogger(__name__)
 
 
 def main() -> int:
     """Serves the given models until the socket closes; returns the exit status."""
+    given = _arguments()
+    configure_logs("WARNING")
+    # Signals to the whole group (Ctrl-C, a supervisor's TERM) are the I/O process's to obey: it drains, then hangs up.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    loaded: dict[int, Model] = {}
+    if given.fd is None:
+        loaded = _load_ahead(given)
+        child = _fork_for(given, loaded)
+        if child is None:
+            return 0
+        given.fd, given.device = child.fd, child.device
+    template_process.name_process(template_process.MODEL_PROCESS_NAME)
+    return serve(given, loaded)
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="workers.model_process", description=__doc__)
-    parser.add_argument("--fd", type=int, required=True, help="the inherited end of the socket pair")
+    parser.add_argument("--fd", type=int, help="the inherited end of the socket pair")
+    parser.add_argument("--template-fd", type=int, help="instead: where a template is asked for forks")
     parser.add_argument("--model", action="append", required=True, help="a catalogue entry as JSON; may be repeated")
     parser.add_argument("--folder", action="append", type=Path, required=True, help="its files; one for each --model")
     parser.add_argument("--memory-budget-bytes", type=int, default=0, help="of all models together; 0: no bound")
@@ -48,18 +69,50 @@ def main() -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--memory-fraction", type=float, default=1.0)
-    given = parser.parse_args()
-    configure_logs("WARNING")
-    # Signals to the whole group (Ctrl-C, a supervisor's TERM) are the I/O process's to obey: it drains, then hangs up.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return parser.parse_args()
+
+
+def _load_ahead(given: argparse.Namespace) -> dict[int, Model]:
+    """Imports what the models need, and loads those that forks can share; on one thread, so that they can be forked.
+
+    Weights are shared on a CPU, where no budget asks to drop them. A session of ONNX Runtime has threads of its own.
+    """
+    template_process.name_process(template_process.TEMPLATE_NAME)
+    template_process.die_with_parent()
+    loaded = {}
+    for number, make in enumerate(_makers(given, threads=1)):
+        try:
+            model = make()
+            backend = _backends(given)[number]
+            if given.device == "cpu" and not given.memory_budget_bytes and (backend is None or not backend.graph):
+                model.setup()
+                loaded[number] = model
+        except Exception:
+            # The boundary to the model libraries. A process that is forked tries again, and says what is wrong.
+            log.debug("model could not be loaded ahead", exc_info=True, extra={"model": number})
+    return loaded
+
+
+def _fork_for(given: argparse.Namespace, loaded: Mapping[int, Model]) -> template_process.Child | None:
+    """Forks on request; returns in each forked process, and in the template, with None, at its end."""
+    facts = Loaded(time.monotonic() - _BEGAN_S, len(loaded), memory.resident_bytes(), template_process.is_alone())
+    child = template_process.ForkServer(socket.socket(fileno=given.template_fd)).run(facts)
+    if child is not None and not child.is_sound:
+        template_process.start_anew(child)
+    if child is not None and (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(given.threads)
+    return child
+
+
+def serve(given: argparse.Namespace, loaded: Mapping[int, Model]) -> int:
+    """Brings the models in, answers Ready, and runs batches until the socket closes; returns the exit status."""
     connection = socket.socket(fileno=given.fd)
     threading.Thread(target=_leave_on_hangup, args=(given.fd,), daemon=True).start()
 
     def answer(frame: Answer) -> None:
         connection.sendall(encode_answer(frame))
 
-    residency = _residency(given)
+    residency = _residency(given, loaded)
     try:
         residency.open()
     except PenstockError as error:
@@ -80,15 +133,25 @@ def _leave_on_hangup(fd: int) -> None:
     os._exit(0)
 
 
-def _residency(given: argparse.Namespace) -> Residency:
-    makers, weights = [], []
-    backends = given.backend or ["null"] * len(given.model)
-    for entry, folder, encoded in zip(given.model, given.folder, backends, strict=True):
-        backend = msgspec.json.decode(encoded, type=Backend | None)
+def _backends(given: argparse.Namespace) -> list[Backend | None]:
+    encoded = given.backend or ["null"] * len(given.model)
+    return [msgspec.json.decode(one, type=Backend | None) for one in encoded]
+
+
+def _makers(given: argparse.Namespace, threads: int) -> list[Callable[[], Model]]:
+    makers: list[Callable[[], Model]] = []
+    for entry, folder, backend in zip(given.model, given.folder, _backends(given), strict=True):
         make = partial(model_for, Entry.model_validate_json(entry), folder, given.device, backend=backend)
-        makers.append(partial(make, threads=given.threads, memory_fraction=given.memory_fraction))
-        weights.append(Path(backend.graph) if backend is not None and backend.graph else folder)
-    return Residency(makers, weights, given.memory_budget_bytes)
+        makers.append(partial(make, threads=threads, memory_fraction=given.memory_fraction))
+    return makers
+
+
+def _residency(given: argparse.Namespace, loaded: Mapping[int, Model]) -> Residency:
+    weights = [
+        Path(backend.graph) if backend is not None and backend.graph else folder
+        for folder, backend in zip(given.folder, _backends(given), strict=True)
+    ]
+    return Residency(_makers(given, given.threads), weights, given.memory_budget_bytes, loaded)
 
 
 def _ready(residency: Residency) -> Ready:

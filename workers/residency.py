@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shared.errors import ConfigurationError
@@ -28,15 +28,23 @@ class Residency:
         weights: the file or folder with the weights of each, to estimate what it takes before it was loaded.
         budget_bytes: what the resident models may take together; a model above it alone is resident alone. 0: no
             bound but the device's own, which is met by dropping too.
+        loaded: those, by number, that were loaded before this process was forked.
     """
 
-    def __init__(self, makers: Sequence[Callable[[], Model]], weights: Sequence[Path], budget_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        makers: Sequence[Callable[[], Model]],
+        weights: Sequence[Path],
+        budget_bytes: int = 0,
+        loaded: Mapping[int, Model] | None = None,
+    ) -> None:
         self._makers = makers
         self._budget_bytes = budget_bytes
         self._size_bytes = {number: memory.weights_bytes(path) for number, path in enumerate(weights)}
         self._estimate_bytes = dict(self._size_bytes)
         self._resident: OrderedDict[int, Model] = OrderedDict()  # least recently used first
         self._parked: dict[int, Parked] = {}
+        self._loaded = dict(loaded or {})
         self._load_s: dict[int, float] = {}
         self._changes = Residence([])
         self.device_name = ""
@@ -102,11 +110,13 @@ class Residency:
         return model
 
     def _from_disk(self, number: int) -> Model:
-        model = self._makers[number]()
         is_first = number not in self._load_s
-        began_s = time.monotonic()
-        model.setup()
-        self.setup_s += time.monotonic() - began_s
+        model = self._loaded.pop(number, None)
+        if model is None:
+            began_s = time.monotonic()
+            model = self._makers[number]()
+            model.setup()
+            self.setup_s += time.monotonic() - began_s
         self.device_name = self.device_name or model.device_name
         if is_first or model.device_name != "cpu":
             # A CPU's libraries stay warm; graphs and kernels of a GPU went with the model.

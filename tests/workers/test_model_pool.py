@@ -169,18 +169,24 @@ async def test_a_command_that_is_not_there(entry: Model, folder: Path) -> None:
 
 
 ANSWERS_ODDLY = """
-import argparse, socket, sys
+import socket, sys
+from workers import model_process
 from workers.frames import Done, Progress, Ready, encode_answer, read_order
-parser = argparse.ArgumentParser()
-parser.add_argument("--fd", type=int)
-connection = socket.socket(fileno=parser.parse_known_args()[0].fd)
-connection.sendall(encode_answer(Ready("odd", 0.0, 0.0, 1)))
-number = read_order(connection).number
-done = Done(number=number, results=[], started_at_s=0.0, finished_at_s=0.0, inference_ms=0.0, real_work=0,
-            padded_work=0, out_of_memory=False, memory_bytes=1)
-connection.sendall({"few": encode_answer(done), "turn": encode_answer(Progress(number + 1, 1, 2)),
-                    "noise": bytes([4, 0, 0, 0]) + b"nono"}[sys.argv[1]])
-connection.recv(1)
+
+def serve(given, loaded):
+    connection = socket.socket(fileno=given.fd)
+    connection.sendall(encode_answer(Ready("odd", 0.0, 0.0, 1)))
+    number = read_order(connection).number
+    done = Done(number=number, results=[], started_at_s=0.0, finished_at_s=0.0, inference_ms=0.0, real_work=0,
+                padded_work=0, out_of_memory=False, memory_bytes=1)
+    connection.sendall({"few": encode_answer(done), "turn": encode_answer(Progress(number + 1, 1, 2)),
+                        "noise": bytes([4, 0, 0, 0]) + b"nono"}[kind])
+    connection.recv(1)
+
+kind = sys.argv.pop(1)
+model_process.serve = serve
+model_process.model_for = {}.__getitem__  # there is no model to load ahead
+sys.exit(model_process.main())
 """
 
 
@@ -199,7 +205,7 @@ async def test_an_answer_that_does_not_fit_ends_the_process(
 
 async def test_after_the_pool_nothing_runs(entry: Model, folder: Path, texts: list[PreparedText]) -> None:
     async with ModelPool(
-        [Hosted(entry, folder)], device="cpu", processes=2, command=(sys.executable, "-c", ANSWERS_ODDLY)
+        [Hosted(entry, folder)], device="cpu", processes=2, command=(sys.executable, "-c", ANSWERS_ODDLY, "few")
     ) as pool:
         pids = [process.pid for process in pool.processes]
     for process, pid in zip(pool.processes, pids, strict=True):

@@ -1,0 +1,175 @@
+"""The template that model processes are forked from: they share it, outlive it, and end with their worker."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from shared.catalogue import read_catalogue
+from shared.messages import EmbeddingResult
+from tests.limits import START_LIMIT_S
+from workers.model_pool import Hosted, ModelPool, ModelProcess, ModelProcessDied
+from workers.models.base import PreparedText
+from workers.sources import resolve
+from workers.template import Template
+from workers.template_process import MODEL_PROCESS_NAME, TEMPLATE_NAME
+
+pytestmark = pytest.mark.anyio
+
+TEXT = PreparedText(key="", length=4, ids=np.array([101, 4937, 4937, 102], "<u4").tobytes())
+
+
+def hosted(task: str) -> Hosted:
+    entry = next(one for one in read_catalogue(Path("models.yaml")).models if one.task == task)
+    return Hosted(entry, resolve(entry.source, entry.revision, Path("unused")))
+
+
+@pytest.fixture(scope="module")
+async def pool(anyio_backend: str) -> AsyncIterator[ModelPool]:
+    """Torch on two threads, which are begun after the fork."""
+    async with ModelPool([hosted("embedding")], device="cpu", processes=1, threads=2) as pool:
+        yield pool
+
+
+@pytest.fixture
+async def process(pool: ModelPool) -> ModelProcess:
+    await pool.processes[0].ready()
+    return pool.processes[0]
+
+
+@pytest.fixture
+def template(pool: ModelPool) -> Template:
+    assert pool.template is not None
+    return pool.template
+
+
+async def vector(process: ModelProcess) -> bytes:
+    (result,) = (await process.run([TEXT], timeout_s=START_LIMIT_S)).results
+    assert isinstance(result, EmbeddingResult)
+    return result.vector
+
+
+async def kill(process: ModelProcess) -> None:
+    """Kills the process, and returns when the next is ready."""
+    assert process.pid is not None
+    running = asyncio.create_task(process.run([TEXT], timeout_s=START_LIMIT_S))
+    await asyncio.sleep(0)
+    os.kill(process.pid, signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(ModelProcessDied):
+        await running
+    await process.ready()
+
+
+async def test_the_next_process_is_forked_from_the_same_template(process: ModelProcess, template: Template) -> None:
+    before, first = await vector(process), process.pid
+    origin = template.pid
+    await kill(process)
+    assert process.pid != first
+    assert psutil.Process(process.pid).ppid() == template.pid == origin
+    assert await vector(process) == before
+
+
+async def test_processes_are_told_apart_by_name(process: ModelProcess, template: Template) -> None:
+    assert psutil.Process(process.pid).name() == MODEL_PROCESS_NAME
+    assert psutil.Process(template.pid).name() == TEMPLATE_NAME
+    assert template.memory_bytes > 50e6
+
+
+async def test_what_a_process_computes_outlives_its_template(process: ModelProcess, template: Template) -> None:
+    before, first, origin = await vector(process), process.pid, template.pid
+    assert origin is not None
+    os.kill(origin, signal.SIGKILL)
+    assert await vector(process) == before
+    assert process.pid == first
+    await kill(process)
+    assert psutil.Process(process.pid).ppid() == template.pid != origin
+    assert await vector(process) == before
+
+
+@pytest.mark.parametrize(("task", "processes"), [("embedding", 2), ("image", 1)])
+async def test_a_template_starts_no_thread_and_loads_the_libraries(task: str, processes: int) -> None:
+    async with ModelPool([hosted(task)], device="cpu", processes=processes, threads=2) as pool:
+        assert pool.template is not None
+        template = psutil.Process(pool.template.pid)
+        assert template.num_threads() == 1
+        assert any("libtorch" in one.path for one in template.memory_maps())
+        assert {psutil.Process(process.pid).ppid() for process in pool.processes} == {template.pid}
+        own_bytes = [psutil.Process(process.pid).memory_full_info().uss for process in pool.processes]
+        assert max(own_bytes) < pool.template.memory_bytes / 2, "libraries and weights are shared"
+
+
+STARTS_A_THREAD = """
+import sys, threading, time
+from workers import model_process
+threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()
+sys.exit(model_process.main())
+"""
+
+
+async def test_from_a_template_with_threads_each_process_starts_anew() -> None:
+    command = (sys.executable, "-c", STARTS_A_THREAD)
+    async with ModelPool([hosted("embedding")], device="cpu", processes=1, command=command) as pool:
+        (process,) = pool.processes
+        assert "--device=cpu" in psutil.Process(process.pid).cmdline()[-1]
+        assert len(await vector(process)) == 4 * 384
+
+
+WORKER = """
+import asyncio, sys
+from tests.workers.test_template import hosted
+from workers.model_pool import ModelPool
+
+async def main():
+    async with ModelPool([hosted("embedding")], device="cpu", processes=2) as pool:
+        print(pool.template.pid, *(process.pid for process in pool.processes), flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_a_killed_worker_leaves_no_process_behind() -> None:
+    with subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        left = [psutil.Process(int(pid)) for pid in worker.stdout.readline().split()]
+        worker.kill()
+    assert len(left) == 3
+    assert not psutil.wait_procs(left, START_LIMIT_S)[1]
+
+
+LOADS_FOR_EVER = """
+import os, sys, time
+from workers import model_process
+model_process.model_for = lambda *given, **named: (print(os.getpid(), flush=True), time.sleep(1e6))
+sys.exit(model_process.main())
+"""
+STARTS_IT = """
+import asyncio, sys
+from tests.workers.test_template import hosted
+from workers.model_pool import ModelPool
+
+async def main():
+    async with ModelPool([hosted("embedding")], device="cpu", processes=1, command=(sys.executable, "-c", sys.argv[1])):
+        pass
+
+asyncio.run(main())
+"""
+
+
+def test_a_template_that_still_loads_ends_with_its_worker() -> None:
+    command = [sys.executable, "-c", STARTS_IT, LOADS_FOR_EVER]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as worker:
+        assert worker.stderr is not None
+        template = psutil.Process(int(worker.stderr.readline()))
+        worker.kill()
+    assert not psutil.wait_procs([template], START_LIMIT_S)[1]
