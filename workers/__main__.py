@@ -24,10 +24,11 @@ from shared.pubsub import PubSubTransport
 from shared.records import Records
 from shared.rows import RowWriter
 from shared.settings import WorkerSettings, read_settings
-from workers.choose.asking import chosen
+from workers.choose.asking import chosen, held
 from workers.choose.candidates import shared_layout
 from workers.choose.choice import Layout
 from workers.choose.machine import this_machine
+from workers.choose.renewal import Held, Renewal
 from workers.finisher import Finisher
 from workers.health import health_server
 from workers.intake import Intake
@@ -70,28 +71,34 @@ async def serve(settings: WorkerSettings, models: Sequence[Model]) -> None:
             health_server(settings.health_host, settings.health_port, loop, lambda: any(w.is_ready for w in running))
         )
         placed = [await _place(settings, model) for model in models]
-        hosted = [one for one, _ in placed]
+        hosted = [one for one, _, _ in placed]
         layout = placed[0][1]
         if len(placed) > 1 and not settings.threads:
             layout = shared_layout(layout, this_machine())
-        worker = await _open(stack, settings, hosted, layout, name)
+        renewal = await stack.enter_async_context(Renewal([choice for _, _, choice in placed]))
+        worker = await _open(stack, settings, hosted, layout, name, renewal)
         running.append(worker)
         settle_heap()
         log.info("worker ready", extra={"models": [model.name for model in models], "worker": name})
         await worker.run(stop)
 
 
-async def _place(settings: WorkerSettings, model: Model) -> tuple[Hosted, Layout]:
-    """The model with its files and what computes it, and the processes and threads to run it with (0: as usual)."""
+async def _place(settings: WorkerSettings, model: Model) -> tuple[Hosted, Layout, Held | None]:
+    """The model with what computes it, processes and threads to run it with (0: as usual), and the choice of both."""
     folder = await asyncio.to_thread(resolve, model.source, model.revision, settings.models_dir)
     if model.task == "image":
-        return Hosted(model, folder), Layout(settings.processes, settings.threads or 1)
+        return Hosted(model, folder), Layout(settings.processes, settings.threads or 1), None
     choice = await chosen(model, folder, settings)
-    return Hosted(model, folder, choice.backend), choice.layout
+    return Hosted(model, folder, choice.backend), choice.layout, held(model, folder, settings, choice)
 
 
 async def _open(
-    stack: AsyncExitStack, settings: WorkerSettings, hosted: Sequence[Hosted], layout: Layout, name: str
+    stack: AsyncExitStack,
+    settings: WorkerSettings,
+    hosted: Sequence[Hosted],
+    layout: Layout,
+    name: str,
+    renewal: Renewal,
 ) -> Worker:
     """Opens every part: rows first, as an earlier process may have left some; rows and models close last."""
     rows = await stack.enter_async_context(
@@ -137,6 +144,7 @@ async def _open(
         ack_deadline_s=settings.ack_deadline_s,
         max_outstanding_bytes=settings.max_outstanding_bytes,
         drain_s=settings.drain_s,
+        on_batch=renewal.ran,
     )
 
 

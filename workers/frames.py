@@ -95,6 +95,7 @@ class Done(msgspec.Struct, tag="done", kw_only=True):
     memory_bytes: int
     residence: Residence | None = None
     steps_saved: int | None = None
+    cpu_s: float = 0.0
 
 
 Answer = Ready | Refused | Progress | Done

@@ -48,7 +48,7 @@ class BatchDone:
     Times are unix seconds. `real_work` and `padded_work` are tokens or pixel-steps without and with padding.
     `out_of_memory`: the device had too little memory for the batch as it was, and it was run in parts. `switched`: the
     models that the process holds now, and what was brought in and dropped for this batch; None where nothing was.
-    `steps_saved`: the steps that were left out, where the batch was canceled.
+    `steps_saved`: the steps that were left out, where the batch was canceled. `cpu_s`: CPU seconds of the process.
     """
 
     results: list[Result | PenstockError]
@@ -60,6 +60,7 @@ class BatchDone:
     out_of_memory: bool = False
     switched: Residence | None = None
     steps_saved: int | None = None
+    cpu_s: float = 0.0
 
 
 Start = Callable[[socket.socket], Awaitable[ChildProcess]]
@@ -265,6 +266,7 @@ def _batch_done(answer: Done) -> BatchDone:
         out_of_memory=answer.out_of_memory,
         switched=answer.residence,
         steps_saved=answer.steps_saved,
+        cpu_s=answer.cpu_s,
     )
 
 

@@ -171,15 +171,16 @@ def _run(residency: Residency, batch: RunBatch, steps: _Steps) -> Done:
         # The boundary to the model libraries, as below: a model that can't be loaded any more fails its own items.
         log.warning("model could not be loaded", exc_info=True, extra={"model": batch.model})
         return _done(residency, batch, time.time(), 0.0, [_as_failure(error)] * len(batch.items))
-    started_at_s, began = time.time(), time.perf_counter()
+    started_at_s, began, began_cpu_s = time.time(), time.perf_counter(), time.process_time()
     run = _Run(model, steps)
     run.compute(batch.items)
-    inference_ms = (time.perf_counter() - began) * 1000
+    inference_ms, cpu_s = (time.perf_counter() - began) * 1000, time.process_time() - began_cpu_s
     if run.out_of_memory:
         residency.drop_others(keep=batch.model)  # for the next batch; this one was run in parts
     outcomes = [outcome for _, outcome in sorted(run.outcomes.items())]
     done = _done(residency, batch, started_at_s, inference_ms, outcomes)
     done.padded_work, done.out_of_memory, done.steps_saved = run.padded_work, run.out_of_memory, steps.saved
+    done.cpu_s = cpu_s
     return done
 
 

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from workers import metrics
 from workers.frames import Residence
 from workers.intake import Intake
 from workers.job import Entry
-from workers.model_pool import ModelPool, ModelProcess, ModelProcessDied
+from workers.model_pool import BatchDone, ModelPool, ModelProcess, ModelProcessDied
 from workers.turns import Pause, Turns
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class Worker:
         ack_deadline_s: leases are asked for, and extended, by so much.
         max_outstanding_bytes: of the messages in hand, of each lane, shared evenly by the models.
         drain_s: how long what is in hand may take to finish at the end.
+        on_batch: told of every batch that a model process ran, with the number of its model.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Worker:
         ack_deadline_s: int = 10,
         max_outstanding_bytes: int = 64 * 1024 * 1024,
         drain_s: float = 20.0,
+        on_batch: Callable[[int, BatchDone], None] = lambda number, done: None,
     ) -> None:
         self._intakes = intakes
         self._subscriber = subscriber
@@ -72,6 +74,7 @@ class Worker:
         self._ack_deadline_s = ack_deadline_s
         self._max_outstanding_bytes = max_outstanding_bytes
         self._drain_s = drain_s
+        self._on_batch = on_batch
         self._turns = Turns(len(intakes), len(pool.processes))
         self._queued = asyncio.Event()
         self._running: dict[ModelProcess, tuple[Intake, list[Entry]]] = {}
@@ -195,6 +198,7 @@ class Worker:
             del self._running[process]
         self._turns.ran(done.finished_at_s - done.started_at_s)
         metrics.observe_batch(done)
+        self._on_batch(number, done)
         intake.settle(batch, done)
         self._count_failed(has_failed=all(isinstance(result, ModelFailed) for result in done.results))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from workers.models.artifact import find_artifact
 from workers.models.base import PreparedText
 from workers.optimize.texts import calibration_texts, prepare_texts
 
+LEAST_PRIORITY = 19
+
 
 def main() -> int:
     """Chooses; returns the exit status."""
@@ -35,24 +38,29 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True, help="the model's files")
     parser.add_argument("--digest", required=True, help="of the model's files, as workers.models.artifact makes it")
     parser.add_argument("--terms", required=True, help="a workers.choose.choice.Terms as JSON")
+    parser.add_argument("--again", action="store_true", help="in the place of a provisional choice too")
+    parser.add_argument("--behind", action="store_true", help="give way to the worker that serves beside")
     given = parser.parse_args()
     configure_logs("WARNING")
+    if given.behind:
+        os.nice(LEAST_PRIORITY)
     entry = Entry.model_validate_json(given.model)
     terms = msgspec.json.decode(given.terms, type=Terms)
     try:
-        answer: Choice | Refusal = _choose(entry, given.folder, given.digest, terms)
+        answer: Choice | Refusal = _choose(entry, given.folder, given.digest, terms, again=given.again)
     except ConfigurationError as error:
         answer = Refusal(message=error.message)
     print(msgspec.json.encode(answer).decode(), flush=True)
     return 2 if isinstance(answer, Refusal) else 0
 
 
-def _choose(entry: Entry, folder: Path, digest: str, terms: Terms) -> Choice:
+def _choose(entry: Entry, folder: Path, digest: str, terms: Terms, *, again: bool) -> Choice:
     artifacts_dir = Path(terms.artifacts_dir)
     with _alone(artifacts_dir / "choosing.lock"):
         artifact = find_artifact(artifacts_dir, entry.name, digest)
         path = choice_path(entry, terms, digest, artifact)
-        if (kept := read_choice(path)) is not None:
+        kept = read_choice(path)
+        if kept is not None and not (again and kept.is_provisional):
             return kept
         question = Question(
             entry=entry,
@@ -66,7 +74,7 @@ def _choose(entry: Entry, folder: Path, digest: str, terms: Terms) -> Choice:
         )
         choice = choose(question)
         # What could not be measured may be measurable at the next start.
-        if choice.backend.call_tokens:
+        if choice.backend.call_tokens and not (kept is not None and choice.is_provisional):
             write_choice(path, choice)
         return choice
 

@@ -18,9 +18,11 @@ from prometheus_client import Gauge
 from shared.catalogue import Model as Entry
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
-from workers.choose.candidates import layouts
-from workers.choose.choice import Choice, Refusal, Terms, read_choice
-from workers.choose.machine import this_machine
+from workers.choose.candidates import CPU_PROCESSES_MAX, layouts
+from workers.choose.choice import Choice, Refusal, Terms, read_choice, write_choice
+from workers.choose.machine import KEPT_OPEN_MAX_BYTES, this_machine
+from workers.choose.renewal import Held
+from workers.memory import free_host_bytes, weights_bytes
 from workers.model_pool import child_environment
 from workers.models.artifact import Artifact, find_artifact, source_digest
 from workers.models.backend import unmeasured_backend
@@ -29,6 +31,10 @@ SCHEME = 4
 """Part of every fingerprint; raised when a choice is made in another way."""
 CHOOSE_LIMIT_S = 180.0
 """Two workers' choices one after the other, each with torch's import on a busy machine."""
+
+LIBRARIES_BYTES = 384 * 1024 * 1024
+CANDIDATES_MAX = 3
+"""Of each probe: its libraries, and the candidates that are open side by side."""
 
 BACKEND_INFO = Gauge(
     "penstock_worker_backend_info",
@@ -51,23 +57,69 @@ async def chosen(entry: Entry, folder: Path, settings: WorkerSettings) -> Choice
         ConfigurationError: the entry's backend or precision can't be had, or not within its tolerance.
     """
     began_s = time.monotonic()
-    digest = await asyncio.to_thread(source_digest, folder, entry.revision)
-    artifact = find_artifact(settings.artifacts_dir, entry.name, digest)
+    terms = _terms(settings)
+    digest, artifact = await asyncio.to_thread(_source, entry, folder, terms)
     if artifact is None:
         _tell_without_artifact(entry, settings)
-    terms = Terms(
+    choice = read_choice(choice_path(entry, terms, digest, artifact))
+    was_kept = choice is not None
+    if choice is None:
+        choice = await _choose(entry, folder, terms, digest)
+    elif choice.is_provisional and not _has_room(folder, terms):  # so it can't be measured later, beside the model
+        choice = await _choose(entry, folder, terms, digest, "--again")
+    _tell(entry, choice, was_kept, time.monotonic() - began_s)
+    return choice
+
+
+def held(entry: Entry, folder: Path, settings: WorkerSettings, choice: Choice) -> Held | None:
+    """What renewal needs to doubt `choice` and measure again; None where there is no room beside the model processes.
+
+    Args:
+        entry: as for `chosen`.
+        folder: as for `chosen`.
+        settings: as for `chosen`.
+        choice: what `chosen` gave for them.
+    """
+    terms = _terms(settings)
+    if not _has_room(folder, terms):
+        return None
+
+    async def doubt() -> None:
+        digest, artifact = await asyncio.to_thread(_source, entry, folder, terms)
+        path = choice_path(entry, terms, digest, artifact)
+        if (kept := read_choice(path)) is not None:
+            write_choice(path, msgspec.structs.replace(kept, is_provisional=True))
+
+    async def measure() -> Choice:
+        digest, _ = await asyncio.to_thread(_source, entry, folder, terms)
+        return await _choose(entry, folder, terms, digest, "--again", "--behind")
+
+    return Held(entry.name, choice, doubt, measure)
+
+
+def _terms(settings: WorkerSettings) -> Terms:
+    return Terms(
         artifacts_dir=str(settings.artifacts_dir),
         device=settings.device,
         processes=settings.processes,
         threads=settings.threads,
     )
-    path = choice_path(entry, terms, digest, artifact)
-    choice = read_choice(path)
-    was_kept = choice is not None
-    if choice is None:
-        choice = await _choose(entry, folder, terms, digest)
-    _tell(entry, choice, was_kept, time.monotonic() - began_s)
-    return choice
+
+
+def _source(entry: Entry, folder: Path, terms: Terms) -> tuple[str, Artifact | None]:
+    """The digest of the model's files, and the artifact made of them."""
+    digest = source_digest(folder, entry.revision)
+    return digest, find_artifact(Path(terms.artifacts_dir), entry.name, digest)
+
+
+def _has_room(folder: Path, terms: Terms) -> bool:
+    """Whether probes may run beside the model processes: a small model on a CPU with memory to spare."""
+    machine = this_machine()
+    weights = weights_bytes(folder)
+    if machine.computes_on_gpu(terms.device) or weights > KEPT_OPEN_MAX_BYTES:
+        return False
+    processes = terms.processes or min(CPU_PROCESSES_MAX, machine.cores)
+    return free_host_bytes() >= processes * (LIBRARIES_BYTES + CANDIDATES_MAX * weights)
 
 
 def choice_path(entry: Entry, terms: Terms, digest: str, artifact: Artifact | None) -> Path:
@@ -103,7 +155,7 @@ def _tell_without_artifact(entry: Entry, settings: WorkerSettings) -> None:
         log.info("no artifact, so torch only", extra={"model": entry.name, "make_it_with": command})
 
 
-async def _choose(entry: Entry, folder: Path, terms: Terms, digest: str) -> Choice:
+async def _choose(entry: Entry, folder: Path, terms: Terms, digest: str, *more: str) -> Choice:
     """Has a process of its own choose; if that fails, torch as it is."""
     words = [f"--model={entry.model_dump_json()}", f"--folder={folder}", f"--digest={digest}"]
     words += [f"--terms={msgspec.json.encode(terms).decode()}"]
@@ -112,6 +164,7 @@ async def _choose(entry: Entry, folder: Path, terms: Terms, digest: str) -> Choi
         "-m",
         "workers.choose",
         *words,
+        *more,
         env=child_environment(1),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from shared.cores import usable_cores
 
+KEPT_OPEN_MAX_BYTES = 256 * 1024 * 1024
+"""Weights of a model of which several candidates may be open at once, in each of several processes."""
 LIBRARIES = ("torch", "transformers", "onnxruntime", "onnxruntime-gpu", "numpy")
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Of /proc/cpuinfo, on x86 and on ARM."""

@@ -18,7 +18,7 @@ from shared.errors import ModelFailed, PenstockError
 from workers.choose import probe
 from workers.choose.choice import Layout
 from workers.choose.contest import Reading
-from workers.choose.machine import Machine
+from workers.choose.machine import KEPT_OPEN_MAX_BYTES, Machine
 from workers.memory import weights_bytes
 from workers.models.backend import Backend
 from workers.models.base import PreparedText
@@ -26,8 +26,6 @@ from workers.models.base import PreparedText
 OPEN_LIMIT_S = 60.0
 """Importing torch and loading the weights, on a busy machine."""
 CALL_LIMIT_S = 60.0
-KEPT_OPEN_MAX_BYTES = 256 * 1024 * 1024
-"""Weights of a model of which several candidates may be open at once, in each of several processes."""
 
 Given = ParamSpec("Given")
 Told = TypeVar("Told")

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, save
@@ -13,7 +14,7 @@ from prometheus_client import REGISTRY
 from shared.catalogue import Model
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
-from workers.choose.asking import chosen
+from workers.choose.asking import chosen, held
 from workers.choose.choice import Layout, read_choice, write_choice
 from workers.models.artifact import (
     Calibration,
@@ -185,3 +186,32 @@ async def test_an_artifact_outside_the_tolerance_is_refused(folder: Path, settin
     with pytest.raises(ConfigurationError, match="2 dimensions, not 3"):
         await chosen(entry, folder, settings)
     assert kept(settings) == []
+
+
+async def test_a_provisional_choice_is_taken_and_measured_again_beside_the_worker(
+    folder: Path, settings: WorkerSettings
+) -> None:
+    make_artifact(settings, folder)
+    await chosen(ENTRY, folder, settings)
+    (path,) = kept(settings)
+    doubted = read_choice(path)
+    assert doubted is not None
+    doubted.is_provisional, doubted.reason = True, "for want of quiet"
+    write_choice(path, doubted)
+    taken = await chosen(ENTRY, folder, settings)
+    assert taken.reason == "for want of quiet"
+    again = held(ENTRY, folder, settings, taken)
+    assert again is not None
+    measured = await again.measure()
+    assert not measured.is_provisional
+    assert read_choice(path) == measured
+
+
+async def test_a_doubt_is_kept(folder: Path, settings: WorkerSettings) -> None:
+    make_artifact(settings, folder)
+    choice = await chosen(ENTRY, folder, settings)
+    taken = held(ENTRY, folder, settings, choice)
+    assert taken is not None
+    await taken.doubt()
+    (path,) = kept(settings)
+    assert read_choice(path) == msgspec.structs.replace(choice, is_provisional=True)
