@@ -10,7 +10,7 @@ import msgspec
 from api.flights import Flight, JobInFlight, Landing
 from api.inference import Answer, InferenceRequest
 from shared.cache import cache_key
-from shared.errors import DeadlineExceeded, PenstockError, UndecodableMessage
+from shared.errors import PenstockError, UndecodableMessage
 from shared.messages import Item, ItemOutcome, Receipt, Result, failure
 
 
@@ -58,7 +58,7 @@ class Asking:
             return
         if landing is None or not is_over:
             was_published = leads and flight.job is not None and flight.job.published_at_s > 0
-            landing = Landing(failure(index, DeadlineExceeded()), was_published)
+            landing = Landing(failure(index, self.request.too_late()), was_published)
         elif not leads:
             landing = Landing(_joined(index, landing.outcome), by_worker=False)
         self.landings[index] = landing

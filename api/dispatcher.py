@@ -29,15 +29,13 @@ from api.flights import Flight, Flights, JobInFlight, Landing
 from api.inference import Answer, InferenceRequest
 from api.jobs import JobSender, envelope_of, split
 from shared.cache import ResultCache
-from shared.errors import DeadlineExceeded, PenstockError, Unavailable
+from shared.errors import PenstockError, Unavailable
 from shared.messages import ItemOutcome, failure
-from shared.records import Records, record_id
+from shared.records import LATE_LOOK_S, Records, record_id
 from shared.usage import Row, row_of
 
 log = logging.getLogger(__name__)
 
-LATE_LOOK_S = 0.5
-"""Beyond the deadline, for the last look at the record."""
 CLOSE_LIMIT_S = 2.0
 CLOSING = "this instance is shutting down"
 
@@ -141,11 +139,12 @@ class Dispatcher:
         missing = await self._land_hits(led) if asking.request.cache_read else led
         if not missing:
             return
+        request = asking.request
         if asking.remaining_s() <= 0:
             for flight in missing:
-                self._flights.end(flight, Landing(failure(flight.item.index, DeadlineExceeded()), by_worker=False))
+                late = failure(flight.item.index, request.too_late())
+                self._flights.end(flight, Landing(late, by_worker=False))
             return
-        request = asking.request
         self._admission.admit(request.model.name, len(missing), remaining_s=asking.remaining_s(), lane=request.lane)
         for flights in split(request.model, missing):
             job = asking.new_job(flights)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from api.errors import ANSWERS
 from shared.catalogue import Model
-from shared.errors import Overloaded, PenstockError, error_for_code
+from shared.errors import DeadlineExceeded, Overloaded, PenstockError, error_for_code
 from shared.messages import Input, ItemOutcome, reason_of
 
 
@@ -33,6 +34,11 @@ class InferenceRequest:
     """`batch`: may wait behind requests without one."""
     client_request_id: str = ""
     """The caller's own id of the request, for its rows."""
+
+    def too_late(self) -> DeadlineExceeded:
+        """What its caller is told who has waited until now."""
+        waited_s, limit_s = time.time() - self.received_at_s, round(self.deadline_s - self.received_at_s, 3)
+        return DeadlineExceeded(f"no answer came within the deadline of {limit_s:.10g} s; waited {waited_s:.2f} s")
 
 
 @dataclass(frozen=True, slots=True)

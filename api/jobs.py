@@ -104,19 +104,21 @@ class JobSender:
         with self._inbox.waiter(request.request_id, job.part) as waiter:
             published_at_s = await self._publish(request, job, items, waiter)
             job.published_at_s = published_at_s
-            return await self._wait(waiter, record_id(request.request_id, job.part), items, job.deadline_s)
+            return await self._wait(waiter, request, job, items)
 
-    async def _wait(self, waiter: Waiter, record: str, items: Sequence[Item], deadline_s: float) -> list[ItemOutcome]:
+    async def _wait(
+        self, waiter: Waiter, request: InferenceRequest, job: JobInFlight, items: Sequence[Item]
+    ) -> list[ItemOutcome]:
         """Waits for the reply, and looks at the record now and then: it is the truth, and a reply may get lost."""
         while True:
-            left_s = max(0.0, deadline_s - time.time())
+            left_s = max(0.0, job.deadline_s - time.time())
             try:
                 return _outcomes(items, (await waiter.reply(min(left_s, LOOK_EVERY_S))).body)
             except DeadlineExceeded:
-                if (answered := await self._answered(record)) is not None:
+                if (answered := await self._answered(record_id(request.request_id, job.part))) is not None:
                     return _outcomes(items, answered)
                 if left_s <= LOOK_EVERY_S:
-                    raise
+                    raise request.too_late() from None
 
     async def _answered(self, record: str) -> ReplyBody | None:
         """What a worker answered, as far as the record says and Redis can tell."""
@@ -153,7 +155,7 @@ class JobSender:
         data, attributes = encode_job(Job(envelope, body))
         timeout_s = min(PUBLISH_LIMIT_S, job.deadline_s - now_s)
         if timeout_s <= 0:
-            raise DeadlineExceeded
+            raise request.too_late()
         try:
             await self._publisher.publish(jobs_topic_id(request.model.name), data, attributes, timeout_s=timeout_s)
         except BadInput as error:
@@ -161,7 +163,7 @@ class JobSender:
             raise Unavailable(f"the broker refused the job: {error.message}") from error
         except Unavailable as error:
             if time.time() >= job.deadline_s - TIMER_EARLY_S:
-                raise DeadlineExceeded from error
+                raise request.too_late() from error
             raise
         return now_s
 

@@ -191,7 +191,7 @@ class Receipt(msgspec.Struct, omit_defaults=True):
 
     Times are unix seconds, durations milliseconds. `cache` says where the result came from: `miss` (computed),
     `memory`, `redis`, `joined` (an identical item was being computed) or `none` (cache not asked). `steps_saved` are
-    the steps of a canceled image that were not computed.
+    the steps of a canceled or late image that were not computed.
     """
 
     cache: str = "none"

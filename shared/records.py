@@ -35,6 +35,8 @@ OVER: frozenset[State] = frozenset({"succeeded", "failed", "canceled"})
 
 JOB_KEEP_S = 120
 """Seconds for which the record of a job that is no prediction is kept after its last change: for late attempts."""
+LATE_LOOK_S = 0.5
+"""After its deadline, in which who waits on a connection still looks whether a record was ended."""
 LISTED = 1000
 """Predictions of a tenant that can be listed."""
 LISTEN_POLL_S = 1.0

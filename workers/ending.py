@@ -10,6 +10,7 @@ import msgspec
 from shared.errors import Canceled, PenstockError, error_for_code
 from shared.messages import Item, ItemError, ItemOutcome, ReplyBody, decode_reply_body, failure
 from shared.records import Finish
+from workers.job import NOT_SENT, JobInHand
 
 
 def state_of(body: ReplyBody) -> Literal["succeeded", "failed", "canceled"]:
@@ -28,6 +29,17 @@ def answered_by(ours: ReplyBody, finish: Finish | None) -> ReplyBody:
         return ours
     outcomes = [failure(outcome.index, Canceled(), outcome.receipt) for outcome in ours.outcomes]
     return msgspec.structs.replace(ours, outcomes=outcomes)
+
+
+def in_time(hand: JobInHand, body: ReplyBody, now_s: float) -> ReplyBody:
+    """The answer, if at `now_s` its deadline has not passed; else with nothing in it that would be charged."""
+    if now_s < hand.envelope.deadline_s or not any(outcome.result for outcome in body.outcomes):
+        return body
+    late = [
+        outcome if outcome.result is None else hand.expired(outcome.index, outcome.receipt, NOT_SENT)
+        for outcome in body.outcomes
+    ]
+    return msgspec.structs.replace(body, outcomes=late)
 
 
 def one_for_each(items: Sequence[Item], answered: ReplyBody) -> list[ItemOutcome]:

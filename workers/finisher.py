@@ -35,13 +35,13 @@ from shared.messages import (
 )
 from shared.names import WEBHOOKS_TOPIC_ID, dead_letter_topic_id
 from shared.objects import ObjectStore
-from shared.records import Claim, Records
+from shared.records import LATE_LOOK_S, Claim, Records
 from shared.salvage import salvaged
 from shared.transport import Message, Publisher, Subscription
 from shared.usage import Row
 from shared.webhooks import Event, EventName, encode_event
 from workers import metrics
-from workers.ending import answered_by, one_for_each, state_of
+from workers.ending import answered_by, in_time, one_for_each, state_of
 from workers.job import JobInHand, WorkerFacts, row_for
 
 log = logging.getLogger(__name__)
@@ -97,16 +97,16 @@ class Finisher:
             return
         hand.outcomes[outcome.index] = outcome
         if len(hand.outcomes) == len(hand.items):
-            hand.is_over = True
+            hand.end()
             self.spawn(self._finish(hand))
 
     def conclude(self, hand: JobInHand, claim: Claim) -> None:
         """Ends a job that is over already: what was answered is answered again, in case it got lost."""
         if claim.reply is None:
             for item in hand.items:
-                self.settle(hand, hand.canceled(item))
+                self.settle(hand, hand.canceled(item.index))
         elif not hand.is_over:
-            hand.is_over = True
+            hand.end()
             self.spawn(self._conclude(hand, claim.reply))
 
     async def _conclude(self, hand: JobInHand, reply: bytes) -> None:
@@ -138,14 +138,17 @@ class Finisher:
 
         A caller takes one reply, whoever sent it, and Redis is not needed for that.
         """
+        ours = in_time(hand, ours, time.time())
         ending = asyncio.ensure_future(self._records.finish(hand.record, state_of(ours), encode_reply_body(ours)))
         try:
             await self._reply(hand.envelope, ours)
-            # Only now: a caller waits for the reply, nobody for the cache; until then a repeat joins the entry.
-            await self._fill_cache(hand, ours)
         finally:
             finish = await ending
-        return answered_by(ours, finish)
+        # By now whoever waited has given up, where the broker took so long: what nobody was handed is not charged.
+        answered = in_time(hand, answered_by(ours, finish), time.time() - LATE_LOOK_S)
+        # Only now: a caller waits for the reply, nobody for the cache; until then a repeat joins the entry.
+        await self._fill_cache(hand, answered)
+        return answered
 
     async def _end_prediction(self, hand: JobInHand, ours: ReplyBody) -> ReplyBody:
         """Ends the record, which was promised, and then tells who waits.
@@ -153,14 +156,18 @@ class Finisher:
         Raises:
             Unavailable: Redis did not take it in time.
         """
-        data, until_s = encode_reply_body(ours), time.monotonic() + KEEP_LIMIT_S
-        while (finish := await self._records.finish(hand.record, state_of(ours), data)) is None:
+        until_s = time.monotonic() + KEEP_LIMIT_S
+        while True:
+            ours = in_time(hand, ours, time.time())
+            finish = await self._records.finish(hand.record, state_of(ours), encode_reply_body(ours))
+            if finish is not None:
+                break
             left_s = until_s - time.monotonic()
             if left_s <= 0 or not await self._records.wait_up(left_s):
                 raise Unavailable("the record could not be ended")
         answered = answered_by(ours, finish)
         await self._reply(hand.envelope, answered)
-        await self._fill_cache(hand, ours)
+        await self._fill_cache(hand, answered)
         await self._publish_event(hand, "output")
         await self._publish_event(hand, "completed")
         return answered
@@ -276,7 +283,7 @@ class Finisher:
         for task in list(self._tasks):
             task.cancel()
         for hand in list(self._in_hand):
-            hand.is_over = True
+            hand.end()
             self._hand_back(hand)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=FINISH_LIMIT_S)

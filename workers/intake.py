@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from shared.cache import Level, ResultCache
 from shared.catalogue import Model
@@ -21,6 +21,7 @@ from shared.records import Records
 from shared.transport import Message, Subscription
 from workers import metrics
 from workers.claims import Claims
+from workers.deadlines import Deadlines
 from workers.finisher import Finisher
 from workers.job import Entry, JobInHand
 from workers.model_pool import BatchDone
@@ -52,6 +53,7 @@ class Intake:
         self._cache = cache
         self._records = records
         self._claims = Claims(records, finisher)
+        self._deadlines = Deadlines(self._pass_start, self._expire)
         self._finisher = finisher
         self._queue = Waiting(model.budget, model.batch.max_items)
         self._arrived: asyncio.Queue[tuple[Message, Subscription]] = asyncio.Queue(INTAKE_MESSAGES)
@@ -67,10 +69,18 @@ class Intake:
         """Whether jobs that are published now would arrive here."""
         return bool(self._subscriptions) and all(one.is_connected for one in self._subscriptions)
 
-    def start(self, subscriptions: Sequence[Subscription], on_queued: Callable[[], None]) -> list[asyncio.Task[None]]:
-        """Begins to pull and to admit; the tasks are the caller's, and end by themselves by an error only."""
+    def start(
+        self, subscriptions: Sequence[Subscription], on_queued: Callable[[], None], on_unwanted: Callable[[], None]
+    ) -> list[asyncio.Task[None]]:
+        """Begins to pull and to admit; the tasks are the caller's, and end by themselves by an error only.
+
+        Args:
+            subscriptions: where jobs come from.
+            on_queued: called when there is more to take.
+            on_unwanted: called when a batch that runs may have lost the last who wanted anything of it.
+        """
         self._subscriptions = subscriptions
-        self._on_queued = on_queued
+        self._on_queued, self._on_unwanted = on_queued, on_unwanted
         self._pulling = [asyncio.create_task(self._pull(one)) for one in subscriptions]
         return [*self._pulling, asyncio.create_task(self._admit_all())]
 
@@ -142,9 +152,10 @@ class Intake:
         hand = JobInHand(job, message, subscription, now_s)
         self._finisher.take(hand)
         if hand.start_by_s > now_s:
+            self._deadlines.watch(hand)
             return hand
         for item in hand.items:
-            self._finisher.settle(hand, hand.expired(item))
+            self._finisher.settle(hand, hand.expired(item.index))
         return None
 
     def _join(self, hand: JobInHand, item: Item) -> bool:
@@ -199,12 +210,14 @@ class Intake:
         return self._queue.take(processes, self._is_wanted)
 
     def _is_wanted(self, entry: Entry) -> bool:
-        """Whether somebody still waits for `entry`; those whose deadline passed are told so."""
+        """Whether somebody still waits for `entry`; those who do not are told so."""
         now_s = time.time()
         for hand, item in entry.waiting():
-            if hand.start_by_s <= now_s:
-                self._finisher.settle(hand, hand.expired(item))
-        entry.askers = [(h, i) for h, i in entry.waiting() if h.start_by_s > now_s]
+            if hand.is_unwanted:
+                self._finisher.settle(hand, hand.unwanted(item.index, begun=False))
+            elif hand.start_by_s <= now_s:
+                self._finisher.settle(hand, hand.expired(item.index))
+        entry.askers = [(h, i) for h, i in entry.waiting() if not h.is_unwanted and h.start_by_s > now_s]
         if not entry.askers:
             self._forget(entry)
         return bool(entry.askers)
@@ -213,21 +226,32 @@ class Intake:
         """Drops the job of `record`, wherever it is; items that run now end with their batch."""
         for hand in self._finisher.in_hand(record):
             hand.is_canceled = True
-            running = {
-                item.index
-                for batch in self._queue.running
-                if self.is_unwanted(batch)
-                for entry in batch
-                for asker, item in entry.askers
-                if asker is hand
-            }
-            for item in hand.items:
-                if item.index not in running:
-                    self._finisher.settle(hand, hand.canceled(item))
+            self._drop(hand)
+
+    def _expire(self, hand: JobInHand) -> None:
+        """Does the same at the job's deadline."""
+        hand.is_late = True
+        self._drop(hand)
+        self._on_unwanted()
+
+    def _drop(self, hand: JobInHand) -> None:
+        """Ends what need not be waited for: all but what runs in a batch that ends with the step it is at."""
+        running = self._queue.running
+        begun, stopping = _items_in(running, hand), _items_in(filter(self.is_unwanted, running), hand)
+        for item in hand.items:
+            if item.index not in stopping:
+                self._finisher.settle(hand, hand.unwanted(item.index, begun=item.index in begun))
+
+    def _pass_start(self, hand: JobInHand) -> None:
+        """Ends what no model has begun, at the job's queue limit."""
+        begun = _items_in(self._queue.running, hand)
+        for item in hand.items:
+            if item.index not in begun and item.index not in hand.outcomes:
+                self._finisher.settle(hand, hand.expired(item.index))
 
     def is_unwanted(self, batch: Sequence[Entry]) -> bool:
         """Whether nobody waits for anything of a batch."""
-        return all(hand.is_canceled or hand.is_over for entry in batch for hand, _ in entry.askers)
+        return all(hand.is_unwanted for entry in batch for hand, _ in entry.askers)
 
     async def recheck(self) -> None:
         """Looks which of the jobs in hand were canceled while nobody could tell."""
@@ -253,9 +277,9 @@ class Intake:
         self._queue.learn_memory(was_short=done.out_of_memory)
         for entry, result in zip(batch, done.results, strict=True):
             self._waits.observe(max(0.0, done.started_at_s - entry.queued_at_s))
-            if isinstance(result, Canceled) and (late := [one for one in entry.waiting() if not one[0].is_canceled]):
+            if isinstance(result, Canceled) and (late := [one for one in entry.waiting() if not one[0].is_unwanted]):
                 # They joined it when it was on its way out.
-                entry.askers = [one for one in entry.askers if one[0].is_canceled]
+                entry.askers = [one for one in entry.askers if one[0].is_unwanted]
                 self._queue.add(Entry(entry.prepared, None, time.time(), late))
                 self._on_queued()
             entry.computed = (result, done, len(batch))
@@ -281,3 +305,9 @@ class Intake:
         """Identical items are computed anew from now on, or found in the cache."""
         if entry.cache_key and self._by_cache_key.get(entry.cache_key) is entry:
             del self._by_cache_key[entry.cache_key]
+
+
+def _items_in(batches: Iterable[Sequence[Entry]], hand: JobInHand) -> set[int]:
+    """The items of a job that `batches` compute, by index."""
+    entries = (entry for batch in batches for entry in batch)
+    return {item.index for entry in entries for asker, item in entry.askers if asker is hand}

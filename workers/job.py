@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,9 @@ from workers.model_pool import BatchDone
 from workers.models.base import Prepared
 
 FRESH_S = 0.05
+NOT_STARTED, NOT_DONE = "the model could start", "the model was done"
+NOT_SENT = "the answer was on its way"
+"""What an item's time ran out before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +37,10 @@ class JobInHand:
     """Finishing, finished or handed back: entries of it that still wait are dropped."""
     is_canceled: bool = False
     """Nobody wants it any more; what runs of it ends with the step it is at."""
+    is_late: bool = False
+    """Its deadline passed, which ends it in the same way."""
+    timer: asyncio.TimerHandle | None = None
+    """Runs while it is not over."""
     unfinished: int = 0
     """Earlier claims that came to no end: it was in the hands of so many workers that died."""
     dead_reason: str = ""
@@ -73,14 +81,35 @@ class JobInHand:
         """A receipt of one item of this job."""
         return Receipt(pulled_at_s=self.pulled_at_s, **facts)
 
-    def expired(self, item: Item) -> ItemOutcome:
-        """The outcome of an item that nobody waits for any more."""
-        which = "deadline" if self.start_by_s == self.envelope.deadline_s else "queue limit"
-        return failure(item.index, DeadlineExceeded(f"the {which} passed before the model could start"), self.receipt())
+    @property
+    def is_unwanted(self) -> bool:
+        """Whether nobody wants anything of it any more."""
+        return self.is_over or self.is_canceled or self.is_late
 
-    def canceled(self, item: Item, receipt: Receipt | None = None) -> ItemOutcome:
+    def end(self) -> None:
+        """From now on it is over."""
+        self.is_over = True
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    def expired(self, index: int, receipt: Receipt | None = None, before: str = NOT_STARTED) -> ItemOutcome:
+        """The outcome of an item whose time ran out `before` something."""
+        is_queue_limit = before == NOT_STARTED and not self.is_late and self.start_by_s < self.envelope.deadline_s
+        which, at_s = ("queue limit", self.start_by_s) if is_queue_limit else ("deadline", self.envelope.deadline_s)
+        limit_s = round(at_s - self.envelope.received_at_s, 3)
+        error = DeadlineExceeded(f"the {which} of {limit_s:.10g} s passed before {before}")
+        return failure(index, error, receipt or self.receipt())
+
+    def canceled(self, index: int, receipt: Receipt | None = None) -> ItemOutcome:
         """The outcome of an item that nobody wants any more."""
-        return failure(item.index, Canceled(), receipt or self.receipt())
+        return failure(index, Canceled(), receipt or self.receipt())
+
+    def unwanted(self, index: int, receipt: Receipt | None = None, *, begun: bool) -> ItemOutcome:
+        """The outcome of an item of a job that is canceled or late."""
+        if self.is_canceled:
+            return self.canceled(index, receipt)
+        return self.expired(index, receipt, NOT_DONE if begun else NOT_STARTED)
 
     def hit(self, item: Item, result: Result, level: str) -> ItemOutcome:
         """The outcome of an item that the cache level `level` answers."""
@@ -158,9 +187,9 @@ class Entry:
             inference_ms=done.inference_ms,
             batch_size=batch_size,
         )
-        if isinstance(result, Canceled) or hand.is_canceled:
+        if hand.is_unwanted:
             receipt.steps_saved = done.steps_saved
-            return hand.canceled(item, receipt)
+            return hand.unwanted(item.index, receipt, begun=True)
         if isinstance(result, PenstockError):
             return failure(item.index, result, receipt)
         receipt.tokens = getattr(result, "tokens", None)

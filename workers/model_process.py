@@ -221,7 +221,8 @@ class _Steps:
         self.saved: int | None = None
 
     def __call__(self, step: int, steps: int) -> None:
-        if step < steps and self._is_canceled():
+        # After the last step too: what follows, decoding and encoding, takes as long as several steps.
+        if self._is_canceled():
             self.saved = steps - step
             raise Canceled
         if (now_s := time.monotonic()) - self._told_s >= PROGRESS_EVERY_S:  # not more often than anyone wants to see

@@ -121,7 +121,7 @@ class Worker:
                 ack_linger_s=ACK_LINGER_S,
             )
             subscriptions.append(await stack.enter_async_context(subscribing))
-        return intake.start(subscriptions, self._has_queued)
+        return intake.start(subscriptions, self._has_queued, self._stop_unwanted)
 
     def _has_queued(self) -> None:
         self._queued.set()
@@ -215,9 +215,12 @@ class Worker:
                     await intake.recheck()
                 else:
                     intake.cancel(record)
-            for process, (intake, batch) in self._running.items():
-                if intake.is_unwanted(batch):
-                    process.cancel()
+            self._stop_unwanted()
+
+    def _stop_unwanted(self) -> None:
+        for process, (intake, batch) in self._running.items():
+            if intake.is_unwanted(batch):
+                process.cancel()
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import openai
+import pytest
 from numpy.typing import NDArray
 from openai.types import ImagesResponse
 from PIL import Image
@@ -14,6 +15,7 @@ from models.shapes.draw import draw
 from models.shapes.judge import Seen, read
 from models.shapes.world import Figure, Scene
 from tests.end_to_end.rows import Rows
+from tests.limits import PATIENCE
 
 MODEL = "stable-diffusion-tiny"
 
@@ -71,6 +73,29 @@ def test_seed_gives_the_same_bytes_again(client: openai.OpenAI, rows: Rows, text
     found = rows.of([answer.headers["x-request-id"] for answer in answers])
     assert [row["pixel_steps"] for row in found][::2] == [64 * 64 * 20] * 2
     assert [bool(row["cost_usd"]) for row in found] == [True, False, True]
+
+
+def test_image_stops_at_its_deadline_and_costs_nothing(client: openai.OpenAI, rows: Rows, text: str) -> None:
+    """Of a minute's work on two cores; the next image does not wait for it."""
+    limit_ms = int(3000 * PATIENCE)
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.images.generate(
+            model=MODEL,
+            prompt=text,
+            size="512x512",
+            extra_body={"num_inference_steps": 100},
+            extra_headers={"X-Penstock-Deadline-Ms": str(limit_ms)},
+        )
+    assert (caught.value.status_code, caught.value.code) == (504, "deadline_exceeded")
+    assert f"deadline of {limit_ms / 1000:g} s" in caught.value.message
+    small = client.images.with_raw_response.generate(
+        model=MODEL, prompt=text, size="64x64", extra_body={"num_inference_steps": 2}
+    )
+    late, after = rows.of([one.headers["x-request-id"] for one in (caught.value.response, small)])
+    assert after["status"] == "succeeded"
+    assert (late["status"], late["error_code"], late["charged_share"]) == ("expired", "deadline_exceeded", 0.0)
+    assert 0 < late["steps_saved"] < 100
+    assert not late["cost_usd"]
 
 
 def test_n_images_have_seeds_that_count_up(client: openai.OpenAI, rows: Rows, text: str) -> None:

@@ -83,7 +83,8 @@ class LetterPreparer:
 class LetterProcess:
     """Answers with the text itself; `gate` holds it, `deaths` counts how often it dies first.
 
-    "!" fails alone, "†" kills it each time, and "short" runs out of memory with company.
+    "!" fails alone, "†" kills it each time, and "short" runs out of memory with company. `is_deaf`: has no steps, so
+    it hears of no cancel.
     """
 
     def __init__(self) -> None:
@@ -95,6 +96,7 @@ class LetterProcess:
         self.started = asyncio.Event()
         self.residence = Residence([0])
         self.canceled = False
+        self.is_deaf = False
         self.step_told: tuple[int, int] | None = None
 
     async def ready(self) -> None:
@@ -110,7 +112,7 @@ class LetterProcess:
             on_step(*self.step_told)
         await asyncio.wait_for(self.gate.wait(), timeout_s)
         if self.deaths or any("†" in text for text in texts):
-            self.deaths = max(0, self.deaths - 1)
+            self.deaths, self.canceled = max(0, self.deaths - 1), False
             raise ModelProcessDied(self.died_of)
         results: list[Result | PenstockError] = [self._result(text) for text in texts]
         was_canceled, self.canceled = self.canceled, False
@@ -127,8 +129,9 @@ class LetterProcess:
         return ModelFailed("a bang") if "!" in text else EmbeddingResult(text.encode(), len(text))
 
     def cancel(self) -> None:
-        self.canceled = True
-        self.gate.set()
+        if not self.is_deaf:
+            self.canceled = True
+            self.gate.set()
 
 
 class LetterPool:
@@ -246,10 +249,11 @@ async def working(
     cache_kind: type[ResultCache] = ResultCache,
     pool: ModelPool | LetterPool | None = None,
     objects: ObjectStore | None = None,
+    broker: InMemoryTransport | None = None,
 ) -> AsyncIterator[Desk]:
     """A worker at work, on model processes of its own or on one that the desk holds in its hands."""
     letters = LetterPool()
-    broker = InMemoryTransport()
+    broker = broker or InMemoryTransport()
     await broker.ensure_topic(jobs_topic_id(MODEL.name))
     await broker.ensure_topic(dead_letter_topic_id(MODEL.name))
     await broker.ensure_topic(inbox_topic_id("1"))

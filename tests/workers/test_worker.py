@@ -37,6 +37,7 @@ async def test_job_is_answered_in_order_with_one_row_an_item(redis_url: str, tmp
 async def test_repeat_is_answered_from_the_cache(redis_url: str, tmp_path: Path) -> None:
     async with working(redis_url, tmp_path) as desk:
         await desk.ask("cat")
+        await desk.until(lambda: len(desk.rows) == 1)
         assert await desk.ask("cat", request_id="again") == [("succeeded", b"cat")]
         assert desk.process.batches == [["cat"]]
         await desk.until(lambda: len(desk.rows) == 2)

@@ -1,0 +1,39 @@
+"""One timer for each job in hand: it tells when it is too late to begin the job, and when it is too late to answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from workers.job import JobInHand
+
+Act = Callable[[JobInHand], None]
+
+
+class Deadlines:
+    """Watches jobs until they are over.
+
+    Args:
+        on_unstartable: told of a job whose queue limit passed, if that is before its deadline.
+        on_late: told of a job whose deadline passed.
+    """
+
+    def __init__(self, on_unstartable: Act, on_late: Act) -> None:
+        self._on_unstartable = on_unstartable
+        self._on_late = on_late
+
+    def watch(self, hand: JobInHand) -> None:
+        """Begins to watch a job that was just taken in hand."""
+        if hand.start_by_s < hand.envelope.deadline_s:
+            hand.timer = _at(hand.start_by_s, self._pass_start, hand)
+        else:
+            hand.timer = _at(hand.envelope.deadline_s, self._on_late, hand)
+
+    def _pass_start(self, hand: JobInHand) -> None:
+        hand.timer = _at(hand.envelope.deadline_s, self._on_late, hand)
+        self._on_unstartable(hand)
+
+
+def _at(unix_s: float, act: Act, hand: JobInHand) -> asyncio.TimerHandle:
+    return asyncio.get_running_loop().call_later(max(0.0, unix_s - time.time()), act, hand)
