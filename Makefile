@@ -9,6 +9,9 @@ EXTRAS := api,worker,functions,optimize,local,dev
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
 SOURCES := api workers shared infra models bench tests
 
+# The tests alone start some hundred processes, each of which would compile our modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo up doctor bench bench-peers faults test test-fast check lint format types imports terraform-check deploy-check unit constraints clean
 
