@@ -18,17 +18,23 @@ from shared.records import Records
 from tests.limits import REDIS_LIMIT_S, START_LIMIT_S, TEST_LIMIT_S
 
 HEAVY = (
+    "api/test_openapi_fuzzed.py",
+    "api/test_process.py",
     "bench/test_gpu.py",
     "end_to_end/",
     "faults/",
+    "infra/bigquery/test_bq.py",
+    "infra/pubsub/test_crash.py",
+    "infra/test_cli.py",
     "infra/test_stack.py",
     "workers/choose/",
     "workers/models/",
     "workers/optimize/",
     "workers/test_model_pool.py",
     "workers/test_several_models.py",
+    "workers/test_template.py",
 )
-"""Files, and folders, whose tests load models or start whole stacks; `make test-fast` leaves them out."""
+"""Files, and folders, whose tests load models, start stacks or many programs; `make test-fast` leaves them out."""
 SHARING = ("end_to_end/", "workers/models/")
 """Folders whose tests share what takes long to start."""
 
