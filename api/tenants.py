@@ -9,6 +9,8 @@ from api.errors import Unauthorized
 from shared.errors import ConfigurationError
 
 DEFAULT_TENANT = "default"
+LONGEST_TENANT_BYTES = 256
+"""It goes into an attribute of each message, which has at most 1,024."""
 
 
 class Tenants:
@@ -27,6 +29,9 @@ class Tenants:
             key, separator, tenant = (part.strip() for part in entry.rpartition("="))
             if not (separator and key and tenant):
                 raise ConfigurationError("PENSTOCK_API_KEYS: an entry is not key=tenant", field="api_keys")
+            if not tenant.isprintable() or len(tenant.encode()) > LONGEST_TENANT_BYTES:
+                reason = f"a tenant's name is printable and has {LONGEST_TENANT_BYTES} bytes at most"
+                raise ConfigurationError(f"PENSTOCK_API_KEYS: {reason}", field="api_keys")
             if _digest(key) in self._tenants:
                 raise ConfigurationError(f"PENSTOCK_API_KEYS: the key of {tenant!r} stands twice", field="api_keys")
             self._tenants[_digest(key)] = tenant
