@@ -1,4 +1,9 @@
-"""The OpenAPI pages: bodies and replies that routes read and write themselves are described to FastAPI from here."""
+"""The OpenAPI document: bodies and replies that routes read and write themselves are described from here.
+
+What a route may answer stands at the route, in the `responses` of its decorator: `replies` for those that speak
+OpenAI's shapes, `problems` for those that speak Replicate's, each with the statuses that can come of it. A status that
+is new in api/errors.py gets its words in _WORDS, and stands at every route that can give it.
+"""
 
 from __future__ import annotations
 
@@ -10,82 +15,117 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from api import schemas
+from api import openapi_headers, prediction_replies, schemas
 from api.prediction_schemas import PredictionBody, VersionedBody
+from api.problems import Problem
 
+Described = dict[str, Any]
+Responses = dict[int | str, Described]
+
+KEYED: Described = {"security": [{"key": []}]}
+"""Of every route that asks for a key."""
+INFERENCE_ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 500, 503, 504)
+CREATION_ERRORS = (401, 404, 408, 413, 422, 429, 503, 504)
+"""Of routes that make predictions."""
 _REF = "#/components/schemas/{name}"
-_ERRORS = {
-    400: "The request is not valid; `param` names the field.",
+_WORDS = {
+    400: "The request is not valid; the message names the field.",
     401: "No valid API key.",
-    404: "No such model here.",
+    403: "The link was not signed here, or has expired.",
+    404: "There is no such thing here.",
+    408: "The body stopped coming.",
     409: "The first request with this `Idempotency-Key` is still being answered.",
     413: "The body is too large.",
-    422: "This `Idempotency-Key` came with another request before.",
+    422: "The request is not valid; `invalid_fields` says what of it.",
     429: "Too many items are waiting; come back after `Retry-After` seconds.",
-    503: "The broker is out of reach.",
+    500: "The model could not compute it.",
+    503: "The broker, or a store, is out of reach.",
     504: "The deadline passed; not retried by clients on their own (`x-should-retry: false`).",
 }
-_DEADLINE: dict[str, Any] = {
-    "name": "X-Penstock-Deadline-Ms",
-    "in": "header",
-    "required": False,
-    "description": "Milliseconds until the answer is of no use; at most the model's longest, which also is the bound.",
-    "schema": {"type": "integer", "minimum": 1},
-}
-_QUEUE_LIMIT: dict[str, Any] = {
-    "name": "X-Penstock-Queue-Limit-Ms",
-    "in": "header",
-    "required": False,
-    "description": "Milliseconds after which the request is not begun any more, even if the deadline is later.",
-    "schema": {"type": "integer", "minimum": 1},
-}
-_CACHE_CONTROL: dict[str, Any] = {
-    "name": "Cache-Control",
-    "in": "header",
-    "required": False,
-    "description": "`no-cache`: compute anew; `no-store`: also keep nothing.",
-    "schema": {"type": "string"},
-}
+_BODIES: tuple[type[BaseModel], ...] = (
+    *(schemas.EmbeddingsBody, schemas.GenerationBody, schemas.EditForm, schemas.EditBody),
+    *(PredictionBody, VersionedBody),
+)
+_REPLIES: tuple[type[msgspec.Struct], ...] = (
+    *(schemas.EmbeddingsReply, schemas.ImagesReply, schemas.ModelsReply, schemas.ModelItem, schemas.ErrorReply),
+    *(prediction_replies.PredictionReply, prediction_replies.PredictionsPage, prediction_replies.ReplicateModel),
+    *(prediction_replies.ModelsPage, prediction_replies.VersionReply, prediction_replies.VersionsPage),
+    *(prediction_replies.DeploymentReply, prediction_replies.FileReply, prediction_replies.SecretReply),
+    *(prediction_replies.HealthReply, prediction_replies.ReadinessReply, Problem),
+)
 
 
-_KEY: dict[str, Any] = {
-    "name": "Idempotency-Key",
-    "in": "header",
-    "required": False,
-    "description": "The same request under the same key is computed once; its answer is given again for a day.",
-    "schema": {"type": "string", "minLength": 1, "maxLength": 255},
-}
-_LANE: dict[str, Any] = {
-    "name": "X-Penstock-Lane",
-    "in": "header",
-    "required": False,
-    "description": "`batch`: may wait behind interactive requests.",
-    "schema": {"type": "string", "enum": ["interactive", "batch"], "default": "interactive"},
-}
-
-
-def body_of(json: type[BaseModel], form: type[BaseModel] | None = None) -> dict[str, Any]:
+def body_of(json: type[BaseModel], form: type[BaseModel] | None = None) -> Described:
     """What a route that infers takes: a JSON body, a form as well where given, and the headers."""
-    content = {"application/json": {"schema": _ref(json)}}
+    return _takes(openapi_headers.INFERRING, json, form)
+
+
+def prediction_of(json: type[BaseModel]) -> Described:
+    """What a route that makes predictions takes: a JSON body, and the headers."""
+    return _takes(openapi_headers.PREDICTING, json)
+
+
+def _takes(headers: list[Described], json: type[BaseModel], form: type[BaseModel] | None = None) -> Described:
+    content = {"application/json": {"schema": ref_to(json)}}
     if form is not None:
-        content = {"multipart/form-data": {"schema": _ref(form)}} | content
-    return {
-        "requestBody": {"required": True, "content": content},
-        "parameters": [_DEADLINE, _QUEUE_LIMIT, _CACHE_CONTROL, _KEY, _LANE],
-        "security": [{"key": []}],
+        content = {"multipart/form-data": {"schema": ref_to(form)}} | content
+    return {"requestBody": {"required": True, "content": content}, "parameters": headers} | KEYED
+
+
+def replies(reply: type[msgspec.Struct], *statuses: int, headers: tuple[str, ...] = ()) -> Responses:
+    """The answers of a route that speaks OpenAI's shapes: 200 with `reply` and `headers`, or one of the errors."""
+    return {200: done("Done.", reply, *headers)} | errors(*statuses)
+
+
+def errors(*statuses: int) -> Responses:
+    """The errors of a route that speaks OpenAI's shapes."""
+    return _errors(statuses, schemas.ErrorReply, "application/json")
+
+
+def inferred(reply: type[msgspec.Struct], *headers: str) -> Responses:
+    """The answers of a route that infers."""
+    answers = replies(reply, *INFERENCE_ERRORS, headers=(*openapi_headers.OF_INFERENCE, *headers))
+    answers[422]["description"] = "This `Idempotency-Key` came with another request before."
+    return answers
+
+
+def problems(*statuses: int) -> Responses:
+    """The errors of a route that speaks Replicate's shapes."""
+    return _errors(statuses, Problem, "application/problem+json")
+
+
+def created() -> Responses:
+    """The answers of a route that makes predictions: a new one, or the one that the same request made before."""
+    reply = prediction_replies.PredictionReply
+    answers: Responses = {
+        200: done("The same request made it before.", reply, "Location", "Idempotent-Replayed"),
+        201: done("Created.", reply, "Location"),
     }
+    return answers | problems(*CREATION_ERRORS)
 
 
-def replies_with(reply: type[msgspec.Struct]) -> dict[int | str, dict[str, Any]]:
-    """The replies of a route that infers: `reply`, or one of the errors."""
-    described: dict[int | str, dict[str, Any]] = {200: _described("Done.", reply)}
-    return described | {status: _described(text, schemas.ErrorReply) for status, text in _ERRORS.items()}
+def done(text: str, reply: type[msgspec.Struct], *headers: str) -> Described:
+    """One answer with a JSON body."""
+    content = {"application/json": {"schema": ref_to(reply)}}
+    return {"description": text, "content": content, "headers": openapi_headers.references(*headers)}
+
+
+def bytes_of(text: str, *media_types: str) -> Described:
+    """One answer whose body is no JSON."""
+    schema = {"type": "string", "format": "binary"}
+    content = {media_type: {"schema": schema} for media_type in media_types}
+    return {"description": text, "content": content, "headers": openapi_headers.references()}
+
+
+def ref_to(body: type[BaseModel] | type[msgspec.Struct]) -> dict[str, str]:
+    """A reference to the schema of a body."""
+    return {"$ref": _REF.format(name=body.__name__)}
 
 
 def describe(app: FastAPI) -> None:
     """Makes `app` describe itself with the schemas that the routes only refer to."""
 
-    def openapi() -> dict[str, Any]:
+    def openapi() -> Described:
         if app.openapi_schema is None:
             app.openapi_schema = _page(app)
         return app.openapi_schema
@@ -93,26 +133,36 @@ def describe(app: FastAPI) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _page(app: FastAPI) -> dict[str, Any]:
+def _page(app: FastAPI) -> Described:
     page = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    ours = (schemas.EmbeddingsBody, schemas.GenerationBody, schemas.EditForm, schemas.EditBody)
-    bodies: tuple[type[BaseModel], ...] = (*ours, PredictionBody, VersionedBody)
     template = _REF.replace("{name}", "{model}")
-    _, described = models_json_schema([(body, "validation") for body in bodies], ref_template=template)
-    replies = (schemas.EmbeddingsReply, schemas.ImagesReply, schemas.ModelsReply, schemas.ModelItem, schemas.ErrorReply)
-    _, structs = msgspec.json.schema_components(replies, ref_template=_REF)
-    components = page.setdefault("components", {})
-    components["schemas"] = {**components.get("schemas", {}), **described["$defs"], **structs}
-    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    _, described = models_json_schema([(body, "validation") for body in _BODIES], ref_template=template)
+    _, structs = msgspec.json.schema_components(_REPLIES, ref_template=_REF)
+    page["components"] = {
+        "schemas": {**described["$defs"], **structs},
+        "headers": openapi_headers.ANSWERED,
+        "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+    }
+    for path in page["paths"].values():
+        for operation in path.values():
+            _without_fastapis_errors(operation["responses"])
     return page
 
 
-def _described(text: str, reply: type[msgspec.Struct]) -> dict[str, Any]:
+def _without_fastapis_errors(responses: Described) -> None:
+    """FastAPI describes a 422 of its own wherever there are parameters, in a shape that nothing here answers in."""
+    content = responses.get("422", {}).get("content", {})
+    schema = content.get("application/json", {}).get("schema", {})
+    if schema.get("$ref", "").endswith("/HTTPValidationError"):
+        del responses["422"]
+
+
+def _errors(statuses: tuple[int, ...], reply: type[msgspec.Struct], media_type: str) -> Responses:
     return {
-        "description": text,
-        "content": {"application/json": {"schema": {"$ref": _REF.format(name=reply.__name__)}}},
+        status: {
+            "description": _WORDS[status],
+            "content": {media_type: {"schema": ref_to(reply)}},
+            "headers": openapi_headers.references(*openapi_headers.OF_STATUS.get(status, ())),
+        }
+        for status in statuses
     }
-
-
-def _ref(body: type[BaseModel]) -> dict[str, str]:
-    return {"$ref": _REF.format(name=body.__name__)}

@@ -27,6 +27,12 @@ from shared.schedulers import SCHEDULER_NAMES
 LARGEST_SEED = 2**53 - 11
 """JSON numbers above 2^53 are not exact everywhere; ten images count up from the seed."""
 LONGEST_PROMPT = 32_000
+_WHITE = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAIAAAAlC+aJAAAATUlEQVR42u3PQQ0AAAgEILV/5zOFDz"
+    "doQCepz6aeExAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQELi3cqoDfaKuZM4AAAAASUVORK5CYI"
+    "I="
+)
+"""A white PNG of 64 x 64 pixels: examples are there to be sent."""
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[list[Token], Field(min_length=1)]
@@ -38,7 +44,7 @@ def _known(name: str) -> str:
     return name
 
 
-SchedulerName = Annotated[str, AfterValidator(_known)]
+SchedulerName = Annotated[str, AfterValidator(_known), Field(json_schema_extra={"enum": list(SCHEDULER_NAMES)})]
 
 
 class Body(BaseModel):
@@ -100,8 +106,10 @@ class _ImageBody(Body):
     moderation: str | None = Field(None, description="Taken, without effect.")
     user: str | None = None
     safety_identifier: str | None = None
-    stream: bool | None = Field(None, description="Only false: images are not streamed.")
-    partial_images: int | None = Field(None, description="Only 0.")
+    stream: bool | None = Field(
+        None, description="Only false: images are not streamed.", json_schema_extra={"enum": [False, None]}
+    )
+    partial_images: int | None = Field(None, description="Only 0.", json_schema_extra={"enum": [0, None]})
 
     @field_validator("stream", "partial_images")
     @classmethod
@@ -154,7 +162,7 @@ class EditBody(EditForm):
         json_schema_extra={
             "example": {
                 "prompt": "a large blue circle on a white background",
-                "images": [{"image_url": "data:image/png;base64,iVBORw0KGgo…"}],
+                "images": [{"image_url": _WHITE}],
                 "strength": 0.6,
             }
         },

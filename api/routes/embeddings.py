@@ -14,7 +14,7 @@ from starlette.responses import Response
 from api.context import context_of
 from api.direct import DirectRoute
 from api.inbound import check_room, infer, read_json, tenant_of
-from api.openapi import body_of, replies_with
+from api.openapi import body_of, inferred
 from api.parts import parts_of
 from api.schemas import EmbeddingItem, EmbeddingsBody, EmbeddingsReply, Usage
 from api.texts import text_inputs
@@ -33,7 +33,7 @@ _encoder = msgspec.json.Encoder()
     "/v1/embeddings",
     summary="Turn texts into vectors",
     openapi_extra=body_of(EmbeddingsBody),
-    responses=replies_with(EmbeddingsReply),
+    responses=inferred(EmbeddingsReply),
 )
 async def create_embeddings(request: Request) -> Response:
     """Blocks until all vectors are there. Texts that were embedded before come from the cache, item by item."""

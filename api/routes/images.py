@@ -12,7 +12,7 @@ from api.direct import DirectRoute
 from api.drawing import check_strength, first_image, size_of
 from api.edit_form import read_edit
 from api.inbound import answer_by_s, check_room, infer, link_to, read_json, tenant_of
-from api.openapi import body_of, replies_with
+from api.openapi import body_of, inferred
 from api.parts import Parts, parts_of
 from api.pictures import MEDIA_TYPES
 from api.schemas import EditBody, EditForm, GenerationBody, ImageItem, ImagesReply
@@ -29,7 +29,7 @@ RESULT_LIMIT_BYTES = 64 * 1024 * 1024
     "/v1/images/generations",
     summary="Draw images from a prompt",
     openapi_extra=body_of(GenerationBody),
-    responses=replies_with(ImagesReply),
+    responses=inferred(ImagesReply, "X-Penstock-Seed"),
 )
 async def create_images(request: Request) -> Response:
     """Blocks until all images are drawn. With a seed the same request gives the same images, cached if it can be."""
@@ -44,7 +44,7 @@ async def create_images(request: Request) -> Response:
     "/v1/images/edits",
     summary="Draw images from another image",
     openapi_extra=body_of(EditBody, form=EditForm),
-    responses=replies_with(ImagesReply),
+    responses=inferred(ImagesReply, "X-Penstock-Seed"),
 )
 async def edit_image(request: Request) -> Response:
     """Image-to-image: the source is brought to the size to draw, and redrawn at `strength`."""

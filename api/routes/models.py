@@ -9,8 +9,9 @@ from starlette.responses import Response
 
 from api.errors import EXPECTED
 from api.inbound import tenant_of
-from api.openapi import replies_with
+from api.openapi import KEYED, Responses, done, ref_to, replies
 from api.parts import Parts, parts_of
+from api.prediction_replies import ModelsPage
 from api.problems import problem_response
 from api.routes import prediction_models
 from api.schemas import ModelItem, ModelsReply
@@ -22,7 +23,20 @@ VARIES = {"vary": "user-agent"}
 """For caches on the way: the same path has two answers."""
 
 
-@router.get("/v1/models", summary="List the served models", responses=replies_with(ModelsReply))
+_LISTED: Responses = {
+    200: {
+        **done("Done; a page of Replicate's shape for its own clients.", ModelsReply),
+        "content": {"application/json": {"schema": {"anyOf": [ref_to(ModelsReply), ref_to(ModelsPage)]}}},
+    }
+}
+
+
+@router.get(
+    "/v1/models",
+    summary="List the served models",
+    openapi_extra=KEYED,
+    responses=replies(ModelsReply, 401) | _LISTED,
+)
 async def list_models(request: Request, cursor: str = "") -> Response:
     """All models of the catalogue, in OpenAI's shape; in pages of Replicate's where its own client asks."""
     if is_replicates_client(request.headers.get("user-agent", "")):
@@ -42,7 +56,12 @@ async def _for_replicate(request: Request, cursor: str) -> Response:
     return response
 
 
-@router.get("/v1/models/{model}", summary="Look at one model", responses=replies_with(ModelItem))
+@router.get(
+    "/v1/models/{model}",
+    summary="Look at one model",
+    openapi_extra=KEYED,
+    responses=replies(ModelItem, 401, 404),
+)
 async def get_model(request: Request, model: str) -> Response:
     """One model, by its name or an alias."""
     tenant_of(request)

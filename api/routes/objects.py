@@ -9,15 +9,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.context import while_connected
+from api.openapi import bytes_of, errors
 from api.parts import parts_of
 from shared.links import VALID_S
+from shared.predictions import MEDIA_TYPES
 
 router = APIRouter()
+ANY_BYTES = "application/octet-stream"
 LONGEST_S = 30.0
 """For drawing a picture in another format; who fetches a link says nothing of a deadline."""
 
 
-@router.get("/v1/objects/{key:path}", summary="Fetch an image by its link")
+@router.get(
+    "/v1/objects/{key:path}",
+    summary="Fetch an image by its link",
+    response_class=Response,
+    responses={
+        200: bytes_of("The bytes, of the type that the link names.", *sorted(set(MEDIA_TYPES.values())), ANY_BYTES),
+        **errors(400, 403, 404, 503),
+    },
+)
 async def get_object(request: Request, key: str, type: str, expires: int, signature: str) -> Response:
     """The bytes of a result, for as long as the link is valid."""
     parts = parts_of(request)

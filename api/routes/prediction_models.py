@@ -15,7 +15,16 @@ from starlette.responses import Response
 from api.errors import NotFound
 from api.files import File
 from api.inbound import base_url_of, check_charset, link_to, tenant_of
+from api.openapi import KEYED, Described, done, problems
 from api.parts import parts_of
+from api.prediction_replies import (
+    DeploymentReply,
+    FileReply,
+    ReplicateModel,
+    SecretReply,
+    VersionReply,
+    VersionsPage,
+)
 from api.problems import ProblemRoute
 from api.versions import OWNER, find_version, model_body, version_body, version_of
 from shared.errors import BadInput, ConfigurationError
@@ -24,6 +33,24 @@ from shared.webhooks import tenant_secrets
 
 router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
 
+_FORM: Described = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["content"],
+                    "properties": {
+                        "content": {"type": "string", "format": "binary", "description": "The file."},
+                        "metadata": {"type": "object", "description": "Kept with it."},
+                    },
+                },
+                "encoding": {"metadata": {"contentType": "application/json"}},
+            }
+        },
+    }
+}
 PAGE = 25
 _CURSOR = re.compile(r"\d{1,9}")
 
@@ -44,7 +71,12 @@ async def list_models(request: Request, cursor: str = "") -> Response:
     return _json({**links, "results": results})
 
 
-@router.get("/models/{owner}/{name}", summary="Look at a model as Replicate shows it")
+@router.get(
+    "/models/{owner}/{name}",
+    summary="Look at a model as Replicate shows it",
+    openapi_extra=KEYED,
+    responses={200: done("Done.", ReplicateModel), **problems(401, 404)},
+)
 async def get_model(request: Request, owner: str, name: str) -> Response:
     """A model of the catalogue, whoever the owner, with its only version."""
     tenant_of(request)
@@ -53,7 +85,12 @@ async def get_model(request: Request, owner: str, name: str) -> Response:
     return _json(model_body(model, owner, base_url_of(request), parts.started_at_s))
 
 
-@router.get("/models/{owner}/{name}/versions", summary="List the versions of a model")
+@router.get(
+    "/models/{owner}/{name}/versions",
+    summary="List the versions of a model",
+    openapi_extra=KEYED,
+    responses={200: done("Done.", VersionsPage), **problems(401, 404)},
+)
 async def list_versions(request: Request, owner: str, name: str) -> Response:
     """The only one."""
     tenant_of(request)
@@ -62,7 +99,12 @@ async def list_versions(request: Request, owner: str, name: str) -> Response:
     return _json({"previous": None, "next": None, "results": versions})
 
 
-@router.get("/models/{owner}/{name}/versions/{version}", summary="Look at a version of a model")
+@router.get(
+    "/models/{owner}/{name}/versions/{version}",
+    summary="Look at a version of a model",
+    openapi_extra=KEYED,
+    responses={200: done("Done.", VersionReply), **problems(401, 404)},
+)
 async def get_version(request: Request, owner: str, name: str, version: str) -> Response:
     """With the schema of its input and output."""
     tenant_of(request)
@@ -77,7 +119,12 @@ async def get_version(request: Request, owner: str, name: str, version: str) -> 
     return _json(version_body(model, parts.started_at_s))
 
 
-@router.get("/deployments/{owner}/{name}", summary="Look at a deployment")
+@router.get(
+    "/deployments/{owner}/{name}",
+    summary="Look at a deployment",
+    openapi_extra=KEYED,
+    responses={200: done("Done.", DeploymentReply), **problems(401, 404)},
+)
 async def get_deployment(request: Request, owner: str, name: str) -> Response:
     """A model of the catalogue is its own and only deployment."""
     tenant_of(request)
@@ -98,7 +145,13 @@ async def get_deployment(request: Request, owner: str, name: str) -> Response:
     return _json({"owner": owner, "name": model.name, "current_release": release})
 
 
-@router.post("/files", summary="Send a file ahead", status_code=201)
+@router.post(
+    "/files",
+    summary="Send a file ahead",
+    status_code=201,
+    openapi_extra=_FORM | KEYED,
+    responses={201: done("Kept.", FileReply), **problems(400, 401, 408, 413, 422, 503)},
+)
 async def create_file(request: Request) -> Response:
     """A form with the file as `content`, and perhaps a JSON object as `metadata`; kept for a day."""
     tenant, parts = tenant_of(request), parts_of(request)
@@ -118,14 +171,24 @@ async def create_file(request: Request) -> Response:
     return _json(_shown(request, file), 201)
 
 
-@router.get("/files/{file_id}", summary="Look at a file")
+@router.get(
+    "/files/{file_id}",
+    summary="Look at a file",
+    openapi_extra=KEYED,
+    responses={200: done("Done.", FileReply), **problems(401, 404, 503)},
+)
 async def get_file(request: Request, file_id: str) -> Response:
     """What is known of it; `urls.download` is a link to its bytes."""
     tenant = tenant_of(request)
     return _json(_shown(request, await parts_of(request).files.find(tenant, file_id)))
 
 
-@router.get("/webhooks/default/secret", summary="The secret that signs your webhooks")
+@router.get(
+    "/webhooks/default/secret",
+    summary="The secret that signs your webhooks",
+    openapi_extra=KEYED,
+    responses={200: done("Done.", SecretReply), **problems(401, 404)},
+)
 async def get_secret(request: Request) -> Response:
     """Of this tenant; receivers check signatures with it."""
     tenant = tenant_of(request)

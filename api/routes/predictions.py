@@ -23,8 +23,10 @@ from api.context import context_of, while_connected
 from api.direct import IS_HEAD
 from api.idempotency import REPLAYED
 from api.inbound import base_url_of, options_of, read_json, tenant_of
+from api.openapi_headers import LAST_EVENT_ID
 from api.parts import Parts, parts_of
 from api.prediction_jobs import NewPrediction
+from api.prediction_replies import PredictionReply, PredictionsPage
 from api.prediction_schemas import PredictionBody, VersionedBody
 from api.predictions import OWN_ID, Seen
 from api.problems import ProblemRoute
@@ -42,9 +44,18 @@ EARLY_S = 0.25
 """Clients that wait n seconds hang up half a second later: the answer leaves before n."""
 _CURSOR = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
 
+_ONE: openapi.Responses = {
+    200: openapi.done("As it is now.", PredictionReply),
+    **openapi.problems(401, 404, 503),
+}
+
 
 @router.post(
-    "/predictions", summary="Create a prediction", status_code=201, openapi_extra=openapi.body_of(VersionedBody)
+    "/predictions",
+    summary="Create a prediction",
+    status_code=201,
+    openapi_extra=openapi.prediction_of(VersionedBody),
+    responses=openapi.created(),
 )
 async def create(request: Request) -> Response:
     """Of the model that `version` names. Answers at once, or with `Prefer: wait` when it is over."""
@@ -57,7 +68,9 @@ async def create(request: Request) -> Response:
 @router.put(
     "/predictions/{prediction_id}",
     summary="Create a prediction under an id of your own",
-    openapi_extra=openapi.body_of(VersionedBody),
+    status_code=201,
+    openapi_extra=openapi.prediction_of(VersionedBody),
+    responses=openapi.created(),
 )
 async def put(request: Request, prediction_id: str) -> Response:
     """The same request again finds the same prediction; another under the same id is refused."""
@@ -73,7 +86,8 @@ async def put(request: Request, prediction_id: str) -> Response:
     "/models/{owner}/{name}/predictions",
     summary="Create a prediction of a model",
     status_code=201,
-    openapi_extra=openapi.body_of(PredictionBody),
+    openapi_extra=openapi.prediction_of(PredictionBody),
+    responses=openapi.created(),
 )
 async def create_of_model(request: Request, owner: str, name: str) -> Response:
     """Of the model called `name`, whoever the owner."""
@@ -86,7 +100,8 @@ async def create_of_model(request: Request, owner: str, name: str) -> Response:
     "/deployments/{owner}/{name}/predictions",
     summary="Create a prediction of a deployment",
     status_code=201,
-    openapi_extra=openapi.body_of(PredictionBody),
+    openapi_extra=openapi.prediction_of(PredictionBody),
+    responses=openapi.created(),
 )
 async def create_of_deployment(request: Request, owner: str, name: str) -> Response:
     """The same: a model of the catalogue is its own and only deployment."""
@@ -96,7 +111,12 @@ async def create_of_deployment(request: Request, owner: str, name: str) -> Respo
     return await _create(request, tenant, body, model, owner=owner, deployment=f"{owner}/{name}")
 
 
-@router.get("/predictions", summary="List your predictions")
+@router.get(
+    "/predictions",
+    summary="List your predictions",
+    openapi_extra=openapi.KEYED,
+    responses={200: openapi.done("A page.", PredictionsPage), **openapi.problems(401, 422, 503)},
+)
 async def list_all(request: Request, cursor: str = "") -> Response:
     """Newest first, a page at a time; `next` is the URL of the next page."""
     tenant, parts = tenant_of(request), parts_of(request)
@@ -108,21 +128,40 @@ async def list_all(request: Request, cursor: str = "") -> Response:
     return _json({"previous": None, "next": following, "results": bodies})
 
 
-@router.get("/predictions/{prediction_id}", summary="Look at a prediction")
+@router.get(
+    "/predictions/{prediction_id}",
+    summary="Look at a prediction",
+    openapi_extra=openapi.KEYED,
+    responses=_ONE,
+)
 async def get(request: Request, prediction_id: str) -> Response:
     """As it is now."""
     tenant = tenant_of(request)
     return _answer(parts_of(request), await parts_of(request).predictions.read(tenant, prediction_id))
 
 
-@router.post("/predictions/{prediction_id}/cancel", summary="Cancel a prediction")
+@router.post(
+    "/predictions/{prediction_id}/cancel",
+    summary="Cancel a prediction",
+    openapi_extra=openapi.KEYED,
+    responses=_ONE,
+)
 async def cancel(request: Request, prediction_id: str) -> Response:
     """Ends it now; a worker that has it stops at its next step. What is over stays as it is."""
     tenant = tenant_of(request)
     return _answer(parts_of(request), await parts_of(request).predictions.cancel(tenant, prediction_id))
 
 
-@router.get("/predictions/{prediction_id}/stream", summary="Follow a prediction")
+@router.get(
+    "/predictions/{prediction_id}/stream",
+    summary="Follow a prediction",
+    response_class=Response,
+    openapi_extra={"parameters": [LAST_EVENT_ID]} | openapi.KEYED,
+    responses={
+        200: openapi.bytes_of("The events, as they come.", "text/event-stream"),
+        **openapi.problems(401, 404, 429, 503),
+    },
+)
 async def stream(request: Request, prediction_id: str) -> Response:
     """Server-sent events: logs, output, error, done; `Last-Event-ID` goes on from there."""
     tenant, parts = tenant_of(request), parts_of(request)

@@ -1,0 +1,182 @@
+"""What the Predictions API answers, as the OpenAPI document shows it; the routes write these bodies themselves.
+
+Field names are those of Replicate's API (https://replicate.com/docs/reference/http).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Moment = Annotated[str, msgspec.Meta(extra_json_schema={"format": "date-time"})]
+Link = Annotated[str, msgspec.Meta(extra_json_schema={"format": "uri"})]
+Vector = list[float]
+
+
+class PredictionUrls(msgspec.Struct):
+    """Where the prediction can be asked for, canceled and followed."""
+
+    get: Link
+    cancel: Link
+    stream: Link
+    web: Link
+
+
+class PredictionTimes(msgspec.Struct, omit_defaults=True):
+    """Seconds under Replicate's names, milliseconds under RunPod's; each once it is known."""
+
+    total_time: Seconds | msgspec.UnsetType = msgspec.UNSET
+    predict_time: Seconds | msgspec.UnsetType = msgspec.UNSET
+    delayTime: Count | msgspec.UnsetType = msgspec.UNSET
+    executionTime: Count | msgspec.UnsetType = msgspec.UNSET
+
+
+class PredictionReply(msgspec.Struct):
+    """A prediction as it is now."""
+
+    id: str
+    model: str
+    version: str
+    deployment: str | None
+    source: Literal["api"]
+    status: Literal["starting", "processing", "succeeded", "failed", "canceled"]
+    input: dict[str, Any]
+    output: list[Vector | str | float] | str | None
+    """A vector or vectors, or the URLs of images, as the model's `openapi_schema` says; null until it succeeded."""
+    logs: str
+    error: str | None
+    metrics: PredictionTimes
+    data_removed: bool
+    created_at: Moment
+    started_at: Moment | None
+    completed_at: Moment | None
+    deadline: Moment
+    urls: PredictionUrls
+
+
+class PredictionsPage(msgspec.Struct):
+    """A page of predictions, newest first."""
+
+    previous: Link | None
+    next: Link | None
+    results: list[PredictionReply]
+
+
+class VersionReply(msgspec.Struct):
+    """A version of a model, with the schema of its input and output."""
+
+    id: str
+    created_at: Moment
+    cog_version: str
+    openapi_schema: dict[str, Any]
+
+
+class VersionsPage(msgspec.Struct):
+    """The versions of a model."""
+
+    previous: None
+    next: None
+    results: list[VersionReply]
+
+
+class ReplicateModel(msgspec.Struct):
+    """A model as Replicate shows it."""
+
+    url: Link
+    owner: str
+    name: str
+    description: str
+    visibility: Literal["public"]
+    github_url: None
+    paper_url: None
+    license_url: None
+    run_count: Count
+    cover_image_url: None
+    default_example: None
+    latest_version: VersionReply
+
+
+class ModelsPage(msgspec.Struct):
+    """A page of models, for Replicate's clients."""
+
+    previous: Link | None
+    next: Link | None
+    results: list[ReplicateModel]
+
+
+class DeploymentConfiguration(msgspec.Struct):
+    """What the model runs on."""
+
+    hardware: str
+    min_instances: Count
+    max_instances: Count
+
+
+class Release(msgspec.Struct):
+    """What is deployed."""
+
+    number: Literal[1]
+    model: str
+    version: str
+    created_at: Moment
+    created_by: None
+    configuration: DeploymentConfiguration
+
+
+class DeploymentReply(msgspec.Struct):
+    """A deployment: a model of the catalogue is its own."""
+
+    owner: str
+    name: str
+    current_release: Release
+
+
+class Checksums(msgspec.Struct):
+    """Of a file's bytes."""
+
+    sha256: str
+
+
+class FileUrls(msgspec.Struct):
+    """Where the file can be asked for, and its bytes fetched for an hour."""
+
+    get: Link
+    download: Link
+
+
+class FileReply(msgspec.Struct):
+    """What is known of a file."""
+
+    id: str
+    name: str
+    content_type: str
+    size: Count
+    etag: str
+    checksums: Checksums
+    metadata: dict[str, Any]
+    created_at: Moment
+    expires_at: Moment
+    urls: FileUrls
+
+
+class SecretReply(msgspec.Struct):
+    """The secret that signs this tenant's webhooks."""
+
+    key: str
+
+
+class HealthReply(msgspec.Struct):
+    """Alive."""
+
+    status: Literal["ok"]
+
+
+class ReadinessReply(msgspec.Struct):
+    """What can be reached, and what follows from it."""
+
+    status: Literal["ready", "degraded", "unavailable"]
+    pubsub: str
+    redis: str

@@ -1,0 +1,88 @@
+"""The OpenAPI document is whole: every route, every status that it can give, examples that are taken as they stand."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from api import schemas
+from api.errors import ANSWERS
+from tests.api.harness import ApiUnderTest
+
+pytestmark = pytest.mark.anyio
+NOT_KEYED = {"/healthz", "/readyz", "/v1/objects/{key}"}
+NEVER_OF_A_ROUTE = {405, 499}
+"""Of no documented method; and for callers who are gone."""
+OUR_SHAPES = {"application/json": "ErrorReply", "application/problem+json": "Problem"}
+
+
+@pytest.fixture
+async def page(api: ApiUnderTest) -> dict[str, Any]:
+    found: dict[str, Any] = (await api.http.get("/openapi.json")).json()
+    return found
+
+
+def operations(page: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, methods in page["paths"].items():
+        for method, operation in methods.items():
+            yield path, method, operation
+
+
+async def test_every_reference_leads_somewhere(page: dict[str, Any]) -> None:
+    for reference in _references(page):
+        node: Any = page
+        for name in reference.removeprefix("#/").split("/"):
+            node = node[name]
+    assert not {"HTTPValidationError", "ValidationError"} & page["components"]["schemas"].keys()
+
+
+async def test_keys_are_asked_for_where_they_are_needed(api: ApiUnderTest, page: dict[str, Any]) -> None:
+    for path, _, operation in operations(page):
+        assert operation.get("security") == (None if path in NOT_KEYED else [{"key": []}]), path
+        assert ("401" in operation["responses"]) is (path not in NOT_KEYED), path
+
+
+async def test_errors_have_the_shape_that_their_routes_speak(page: dict[str, Any]) -> None:
+    for path, method, operation in operations(page):
+        shapes = set()
+        for status, response in operation["responses"].items():
+            assert response["description"] != "Successful Response", (path, method, status)
+            assert "X-Request-Id" in response["headers"], (path, method, status)
+            for media_type, body in response["content"].items():
+                assert body["schema"], (path, method, status)
+                if int(status) >= 400 and path != "/readyz":
+                    shapes.add((media_type, body["schema"]["$ref"].rpartition("/")[2]))
+        assert not shapes or shapes in [{shape} for shape in OUR_SHAPES.items()], (path, method, shapes)
+
+
+async def test_every_status_of_an_error_stands_at_some_route(page: dict[str, Any]) -> None:
+    documented = {int(status) for *_, operation in operations(page) for status in operation["responses"]}
+    missing = {answered.status for answered in ANSWERS.values()} - documented - NEVER_OF_A_ROUTE
+    assert not missing, f"{missing}: give them words in api/openapi.py, and name them at the routes that give them"
+
+
+async def test_examples_are_taken_as_they_stand(api: ApiUnderTest, page: dict[str, Any]) -> None:
+    for path, body in (
+        ("/v1/embeddings", schemas.EmbeddingsBody),
+        ("/v1/images/generations", schemas.GenerationBody),
+        ("/v1/images/edits", schemas.EditBody),
+    ):
+        example = page["components"]["schemas"][body.__name__]["example"]
+        assert (await api.http.post(path, json=example)).status_code == 200
+    assert "…" not in msgspec.json.encode(page).decode()
+
+
+async def test_forms_are_described(page: dict[str, Any]) -> None:
+    for path in ("/v1/images/edits", "/v1/files"):
+        assert "multipart/form-data" in page["paths"][path]["post"]["requestBody"]["content"]
+    for path in ("/v1/predictions", "/v1/models/{owner}/{name}/predictions"):
+        assert {"200", "201"} <= page["paths"][path]["post"]["responses"].keys()
+    assert {"200", "201"} <= page["paths"]["/v1/predictions/{prediction_id}"]["put"]["responses"].keys()
+
+
+def _references(node: object) -> set[str]:
+    if isinstance(node, dict):
+        own = {node["$ref"]} if isinstance(node.get("$ref"), str) else set()
+        return own.union(*(_references(value) for value in node.values()))
+    return set().union(*(_references(value) for value in node)) if isinstance(node, list) else set()
