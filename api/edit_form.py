@@ -13,7 +13,7 @@ from shared.errors import BadInput
 IMAGE_FIELDS = ("image", "image[]")
 NO_MASK = "mask: masks are not supported; the whole image is redrawn, as much as `strength` says"
 _LARGEST_FIELD_BYTES = 256 * 1024
-_MOST_FIELDS = 64
+MOST_FIELDS = 64
 
 
 async def read_edit(request: Request) -> tuple[EditForm, bytes]:
@@ -34,7 +34,7 @@ async def read_edit(request: Request) -> tuple[EditForm, bytes]:
 
 async def _read_form(request: Request) -> tuple[EditForm, bytes]:
     check_charset(request)
-    form_limits = {"max_files": 4, "max_fields": _MOST_FIELDS, "max_part_size": _LARGEST_FIELD_BYTES}
+    form_limits = {"max_files": 4, "max_fields": MOST_FIELDS, "max_part_size": _LARGEST_FIELD_BYTES}
     async with request.form(**form_limits) as form:
         data = await _only_image(form)
         fields = {name: value for name, value in form.items() if name not in IMAGE_FIELDS}

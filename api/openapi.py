@@ -110,6 +110,18 @@ def done(text: str, reply: type[msgspec.Struct], *headers: str) -> Described:
     return {"description": text, "content": content, "headers": openapi_headers.references(*headers)}
 
 
+def events_of(*kinds: str) -> Described:
+    """One answer that is a stream of server-sent events; the schema is that of one event."""
+    properties = {
+        "event": {"type": "string", "enum": list(kinds)},
+        "id": {"type": "string"},
+        "data": {"type": "string"},
+    }
+    event = {"type": "object", "required": list(properties), "properties": properties}
+    content = {"text/event-stream": {"schema": event}}
+    return {"description": "The events, as they come.", "content": content, "headers": openapi_headers.references()}
+
+
 def bytes_of(text: str, *media_types: str) -> Described:
     """One answer whose body is no JSON."""
     schema = {"type": "string", "format": "binary"}

@@ -25,11 +25,11 @@ LONGEST_S = 290.0
 """Below the 300 s after which Cloud Run cuts a response; clients come back by themselves."""
 SILENCE_S = 10.0
 """After which a comment is sent, so that no proxy takes the stream for dead."""
-_KINDS = ("logs", "output", "error", "done")
+KINDS = ("logs", "output", "error", "done")
 
 
 class Event(NamedTuple):
-    """One event: `kind` counts in _KINDS, `number` within the kind; later events compare greater."""
+    """One event: `kind` counts in KINDS, `number` within the kind; later events compare greater."""
 
     kind: int
     number: int
@@ -37,7 +37,7 @@ class Event(NamedTuple):
 
     def encoded(self) -> bytes:
         """The event on the wire; its data has one line."""
-        return f"event: {_KINDS[self.kind]}\nid: {self.kind}.{self.number}\ndata: {self.data}\n\n".encode()
+        return f"event: {KINDS[self.kind]}\nid: {self.kind}.{self.number}\ndata: {self.data}\n\n".encode()
 
 
 class Streams:

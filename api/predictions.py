@@ -36,7 +36,7 @@ TWIN_PUBLISHES_S = 2.0
 """After its creation, in which whoever created a record publishes its job, before a repeated request does."""
 TWIN_POLL_S = 0.05
 PAGE = 20
-OWN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+OWN_ID = re.compile(r"(?!pred_)[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _OUR_ID = re.compile(r"pred_[0-9a-f]{24}")
 
 

@@ -141,7 +141,15 @@ class SourceImage(Body):
     image_url: str = Field(pattern=r"^data:", description="A data: URI with base64; other URLs are not fetched.")
 
 
-def _with_file(schema: dict[str, Any]) -> None:
+def _as_form(schema: dict[str, Any]) -> None:
+    for field in schema["properties"].values():
+        # A form has no null: what is not given is not there.
+        kinds = [kind for kind in field.pop("anyOf", ()) if kind["type"] != "null"]
+        field |= kinds[0] if kinds else {}
+        if "enum" in field:
+            field["enum"] = [value for value in field["enum"] if value is not None]
+        if field.get("default", "") is None:
+            del field["default"]
     schema["properties"]["image"] = {"type": "string", "format": "binary", "description": "PNG, JPEG or WebP."}
     schema["required"].append("image")
 
@@ -149,7 +157,7 @@ def _with_file(schema: dict[str, Any]) -> None:
 class EditForm(_ImageBody):
     """An image to draw from another one and a prompt, as the fields of a form; the file is the field `image`."""
 
-    model_config = ConfigDict(json_schema_extra=_with_file)
+    model_config = ConfigDict(json_schema_extra=_as_form)
 
     strength: float = Field(0.8, gt=0, le=1, description="Ours: 1 leaves nothing of the source image.")
     input_fidelity: str | None = Field(None, description="Taken, without effect.")

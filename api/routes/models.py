@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -37,7 +39,7 @@ _LISTED: Responses = {
     openapi_extra=KEYED,
     responses=replies(ModelsReply, 401) | _LISTED,
 )
-async def list_models(request: Request, cursor: str = "") -> Response:
+async def list_models(request: Request, cursor: Annotated[str, Query(include_in_schema=False)] = "") -> Response:
     """All models of the catalogue, in OpenAI's shape; in pages of Replicate's where its own client asks."""
     if is_replicates_client(request.headers.get("user-agent", "")):
         return await _for_replicate(request, cursor)

@@ -12,6 +12,7 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.edit_form import MOST_FIELDS
 from api.errors import NotFound
 from api.files import File
 from api.inbound import base_url_of, check_charset, link_to, tenant_of
@@ -156,7 +157,7 @@ async def create_file(request: Request) -> Response:
     """A form with the file as `content`, and perhaps a JSON object as `metadata`; kept for a day."""
     tenant, parts = tenant_of(request), parts_of(request)
     check_charset(request)
-    async with request.form(max_files=2, max_fields=4) as form:
+    async with request.form(max_files=2, max_fields=MOST_FIELDS) as form:
         content, metadata = form.get("content"), form.get("metadata")
         if not isinstance(content, UploadFile):
             raise BadInput("content: a file is needed", field="content")

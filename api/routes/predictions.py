@@ -11,10 +11,10 @@ import json
 import re
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Path, Query
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -25,6 +25,7 @@ from api.idempotency import REPLAYED
 from api.inbound import base_url_of, options_of, read_json, tenant_of
 from api.openapi_headers import LAST_EVENT_ID
 from api.parts import Parts, parts_of
+from api.prediction_events import KINDS
 from api.prediction_jobs import NewPrediction
 from api.prediction_replies import PredictionReply, PredictionsPage
 from api.prediction_schemas import PredictionBody, VersionedBody
@@ -42,8 +43,11 @@ router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
 
 EARLY_S = 0.25
 """Clients that wait n seconds hang up half a second later: the answer leaves before n."""
-_CURSOR = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
+_CURSOR = re.compile(r"([0-9]{1,12}(\.[0-9]{1,9})?)?")
 
+# They say what is checked, and do not check: what is wrong is told in our words.
+Cursor = Annotated[str, Query(json_schema_extra={"pattern": f"^{_CURSOR.pattern}$"})]
+OwnId = Annotated[str, Path(json_schema_extra={"pattern": f"^{OWN_ID.pattern}$"})]
 _ONE: openapi.Responses = {
     200: openapi.done("As it is now.", PredictionReply),
     **openapi.problems(401, 404, 503),
@@ -72,10 +76,10 @@ async def create(request: Request) -> Response:
     openapi_extra=openapi.prediction_of(VersionedBody),
     responses=openapi.created(),
 )
-async def put(request: Request, prediction_id: str) -> Response:
+async def put(request: Request, prediction_id: OwnId) -> Response:
     """The same request again finds the same prediction; another under the same id is refused."""
     tenant = tenant_of(request)
-    if not OWN_ID.fullmatch(prediction_id) or prediction_id.startswith("pred_"):
+    if not OWN_ID.fullmatch(prediction_id):
         raise BadInput("id: letters, digits, '.', '_' and '-', at most 64, and not beginning with 'pred_'", field="id")
     body = await read_json(request, VersionedBody)
     model = find_version(parts_of(request).catalogue, body.version)
@@ -117,10 +121,10 @@ async def create_of_deployment(request: Request, owner: str, name: str) -> Respo
     openapi_extra=openapi.KEYED,
     responses={200: openapi.done("A page.", PredictionsPage), **openapi.problems(401, 422, 503)},
 )
-async def list_all(request: Request, cursor: str = "") -> Response:
+async def list_all(request: Request, cursor: Cursor = "") -> Response:
     """Newest first, a page at a time; `next` is the URL of the next page."""
     tenant, parts = tenant_of(request), parts_of(request)
-    if cursor and not _CURSOR.fullmatch(cursor):
+    if not _CURSOR.fullmatch(cursor):
         raise BadInput("cursor: not one of ours", field="cursor")
     found, next_s = await parts.predictions.page(tenant, float(cursor) if cursor else None)
     following = None if next_s is None else f"{base_url_of(request)}/v1/predictions?cursor={next_s!r}"
@@ -158,7 +162,7 @@ async def cancel(request: Request, prediction_id: str) -> Response:
     response_class=Response,
     openapi_extra={"parameters": [LAST_EVENT_ID]} | openapi.KEYED,
     responses={
-        200: openapi.bytes_of("The events, as they come.", "text/event-stream"),
+        200: openapi.events_of(*KINDS),
         **openapi.problems(401, 404, 429, 503),
     },
 )

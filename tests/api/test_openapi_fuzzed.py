@@ -1,0 +1,49 @@
+"""Whatever is asked, the OpenAPI document knows the answer: schemathesis asks, in the same way each time.
+
+Its phases: the document's examples, each bound of each schema, random requests, and requests made of earlier answers.
+"""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.api.harness import running_api, settings_for
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
+ROOT = Path(__file__).parents[2]
+CONFIG = "tests/api/openapi/schemathesis.toml"
+CASES_OF_A_ROUTE = 10
+"""Random ones, of each kind; those of the bounds are about 1,500 in all."""
+LIMIT_S = 500
+HOW_TO_MEND = """
+An answer is not as the OpenAPI document says. Is the answer right? Then say so at its route: a status in the
+`responses` of its decorator (words for a new one: api/openapi.py, _WORDS), a header in api/openapi_headers.py, a field
+of a body in api/schemas.py or api/prediction_schemas.py, of a reply in api/schemas.py or api/prediction_replies.py.
+"""
+
+
+async def test_answers_are_as_documented(tmp_path: Path, redis_url: str) -> None:
+    secret = "whsec_" + "A" * 43 + "="
+    settings = settings_for(tmp_path, redis_url=redis_url, secret="s", api_keys="k=t", webhook_secrets=secret)
+    async with running_api(settings) as api:
+        # The document's own bounds, not this instance's load, are what is asked for here.
+        command = [sys.executable, "-m", "schemathesis.cli", "--no-color", "--config-file", CONFIG, "run"]
+        command += [f"{api.url}/openapi.json", "--header", "Authorization: Bearer k"]
+        command += ["--generation-deterministic", "--max-examples", str(CASES_OF_A_ROUTE)]
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        try:
+            output, _ = await asyncio.wait_for(process.communicate(), LIMIT_S)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    assert process.returncode == 0, output.decode(errors="replace") + HOW_TO_MEND
