@@ -54,6 +54,11 @@ _REPLIES: tuple[type[msgspec.Struct], ...] = (
     *(prediction_replies.HealthReply, prediction_replies.ReadinessReply, Problem),
 )
 
+_HEAD_TOO_LARGE: Described = {
+    "description": "The head is too large.",
+    "content": {"application/json": {"schema": {"$ref": _REF.format(name=schemas.ErrorReply.__name__)}}},
+}
+
 
 def body_of(json: type[BaseModel], form: type[BaseModel] | None = None) -> Described:
     """What a route that infers takes: a JSON body, a form as well where given, and the headers."""
@@ -153,11 +158,14 @@ def _page(app: FastAPI) -> Described:
     page["components"] = {
         "schemas": {**described["$defs"], **structs},
         "headers": openapi_headers.ANSWERED,
+        "responses": {"HeadTooLarge": _HEAD_TOO_LARGE},
         "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
     }
     for path in page["paths"].values():
         for operation in path.values():
             _without_fastapis_errors(operation["responses"])
+            # The server's own, before any route is known; so are 400, 408 and 429 of a head (api/bounded_http.py).
+            operation["responses"]["431"] = {"$ref": "#/components/responses/HeadTooLarge"}
     return page
 
 

