@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 from pydantic import BaseModel
 from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
@@ -19,6 +20,8 @@ from shared.errors import BadInput
 from shared.messages import Input
 
 B = TypeVar("B", bound=BaseModel)
+MOST_NESTED = 100
+"""Levels of a JSON text; pydantic has a bound of its own, of 200."""
 
 
 def tenant_of(request: Request) -> str:
@@ -38,6 +41,39 @@ async def read_json(request: Request, kind: type[B]) -> B:
         BodyTooLarge: it is larger than the API takes.
     """
     return kind.model_validate_json(await request.body(), strict=True)
+
+
+def object_in(text: str | bytes, field: str) -> dict[str, Any]:
+    """The JSON object in `text`, such that it can be written as JSON again; `field` names it in errors.
+
+    Raises:
+        BadInput: it is none, or nested deeper than MOST_NESTED.
+    """
+    try:
+        found = msgspec.json.decode(text)
+        _check_depth(found)
+    # A surrogate without its other half is neither text nor JSON (RFC 8259, section 8.2).
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise BadInput(f"{field}: not JSON: {error}", field=field) from error
+    except RecursionError as error:
+        raise BadInput(f"{field}: nested deeper than {MOST_NESTED}", field=field) from error
+    if not isinstance(found, dict):
+        raise BadInput(f"{field}: a JSON object is needed", field=field)
+    return found
+
+
+def _check_depth(found: object) -> None:
+    level = [found]
+    for _ in range(MOST_NESTED):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return
+    raise RecursionError
 
 
 def check_charset(request: Request) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote
 
 import msgspec
 
@@ -104,14 +104,15 @@ class InputReader:
             return await data_of_uri(url, "image", field="image")
         if not url.startswith(f"{caller.base_url}/"):
             raise BadInput(f"image: {FOREIGN}", field="image")
-        parts = urlsplit(url.removeprefix(caller.base_url))
-        folder, _, name = unquote(parts.path).removeprefix("/v1/").partition("/")
+        # What follows our own address is a path and a query, which need no parser: urlsplit raises on `//[`.
+        path, _, query_text = url.removeprefix(caller.base_url).partition("#")[0].partition("?")
+        folder, _, name = unquote(path.removeprefix("/").removeprefix("v1/")).partition("/")
         try:
             if folder == "files":
                 file = await self._files.find(caller.tenant, name)
                 return await self._files.read(file)
             if folder == "objects":
-                query = dict(parse_qsl(parts.query))
+                query = dict(parse_qsl(query_text))
                 self._links.check(name, query["type"], int(query["expires"]), query["signature"])
                 return await self._fetcher.fetch(name, query["type"], caller.deadline_s)
         except (LinkInvalid, NotFound, BadInput, KeyError, ValueError) as error:

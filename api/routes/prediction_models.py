@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -15,7 +14,7 @@ from starlette.responses import Response
 from api.edit_form import MOST_FIELDS
 from api.errors import NotFound
 from api.files import File
-from api.inbound import base_url_of, check_charset, link_to, tenant_of
+from api.inbound import base_url_of, check_charset, link_to, object_in, tenant_of
 from api.openapi import KEYED, Described, done, problems
 from api.parts import parts_of
 from api.prediction_replies import (
@@ -161,13 +160,13 @@ async def create_file(request: Request) -> Response:
         content, metadata = form.get("content"), form.get("metadata")
         if not isinstance(content, UploadFile):
             raise BadInput("content: a file is needed", field="content")
-        text = (await metadata.read()).decode("utf-8", "replace") if isinstance(metadata, UploadFile) else metadata
+        text = await metadata.read() if isinstance(metadata, UploadFile) else metadata
         file = await parts.files.add(
             tenant,
             await content.read(),
             name=content.filename or "file",
             content_type=content.content_type or "",
-            metadata=_metadata(text),
+            metadata=object_in(text, "metadata") if text else {},
         )
     return _json(_shown(request, file), 201)
 
@@ -198,16 +197,6 @@ async def get_secret(request: Request) -> Response:
     except ConfigurationError as error:
         raise NotFound("webhooks are not set up here: there is no secret") from error
     return _json({"key": first})
-
-
-def _metadata(text: str | None) -> dict[str, Any]:
-    try:
-        found = json.loads(text or "{}")
-    except ValueError as error:
-        raise BadInput(f"metadata: not JSON: {error}", field="metadata") from error
-    if not isinstance(found, dict):
-        raise BadInput("metadata: a JSON object is needed", field="metadata")
-    return found
 
 
 def _shown(request: Request, file: File) -> dict[str, Any]:
