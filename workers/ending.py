@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from shared.errors import Canceled, PenstockError, error_for_code
+from shared.errors import Canceled, PenstockError, Unavailable, error_for_code
 from shared.messages import Item, ItemError, ItemOutcome, ReplyBody, decode_reply_body, failure
 from shared.records import Finish
 from workers.job import NOT_SENT, JobInHand
@@ -40,6 +40,13 @@ def in_time(hand: JobInHand, body: ReplyBody, now_s: float) -> ReplyBody:
         for outcome in body.outcomes
     ]
     return msgspec.structs.replace(body, outcomes=late)
+
+
+def undelivered(body: ReplyBody) -> ReplyBody:
+    """The answer that found nobody: the instance that asked is gone, and with it the connection of its caller."""
+    gone = Unavailable("the API instance that asked is gone")
+    outcomes = [one if one.result is None else failure(one.index, gone, one.receipt) for one in body.outcomes]
+    return msgspec.structs.replace(body, outcomes=outcomes)
 
 
 def one_for_each(items: Sequence[Item], answered: ReplyBody) -> list[ItemOutcome]:

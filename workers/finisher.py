@@ -41,7 +41,7 @@ from shared.transport import Message, Publisher, Subscription
 from shared.usage import Row
 from shared.webhooks import Event, EventName, encode_event
 from workers import metrics
-from workers.ending import answered_by, in_time, one_for_each, state_of
+from workers.ending import answered_by, in_time, one_for_each, state_of, undelivered
 from workers.job import JobInHand, WorkerFacts, row_for
 
 log = logging.getLogger(__name__)
@@ -141,11 +141,12 @@ class Finisher:
         ours = in_time(hand, ours, time.time())
         ending = asyncio.ensure_future(self._records.finish(hand.record, state_of(ours), encode_reply_body(ours)))
         try:
-            await self._reply(hand.envelope, ours)
+            is_sent, sent_s = await self._reply(hand.envelope, ours), time.time()
         finally:
             finish = await ending
-        # By now whoever waited has given up, where the broker took so long: what nobody was handed is not charged.
-        answered = in_time(hand, answered_by(ours, finish), time.time() - LATE_LOOK_S)
+        # Where the broker took too long, whoever waited has given up: what nobody was handed is not charged.
+        answered = answered_by(ours, finish)
+        answered = in_time(hand, answered, sent_s - LATE_LOOK_S) if is_sent else undelivered(answered)
         # Only now: a caller waits for the reply, nobody for the cache; until then a repeat joins the entry.
         await self._fill_cache(hand, answered)
         return answered
@@ -233,10 +234,13 @@ class Finisher:
         if kept and self._model.cache.ttl_s:
             await self._cache.put_many(kept, self._model.cache.ttl_s)
 
-    async def _reply(self, envelope: Envelope, body: ReplyBody) -> None:
-        """Publishes the reply and waits until the broker has it; a job without an inbox has nobody to tell."""
+    async def _reply(self, envelope: Envelope, body: ReplyBody) -> bool:
+        """Publishes the reply and waits until the broker has it; False where there is no inbox any more.
+
+        A job that names none has nobody to tell.
+        """
         if not envelope.inbox:
-            return
+            return True
         data, attributes = encode_reply(Reply(envelope.request_id, envelope.part, envelope.slot, body))
         try:
             await self._publisher.publish(envelope.inbox, data, attributes)
@@ -244,6 +248,8 @@ class Finisher:
             # The inbox went with its instance: nobody waits, and handing the job back would repeat it for ever.
             log.warning("inbox refused a reply", extra={"inbox": envelope.inbox, "reason": error.message})
             metrics.REPLIES_REFUSED.inc()
+            return False
+        return True
 
     def refuse(self, message: Message, error: UndecodableMessage, subscription: Subscription) -> None:
         """Ends a message that is no job of ours: answered at once if it says whom, and dead-lettered with the reason.

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from shared.cache import ResultCache
 from shared.messages import ItemOutcome
-from shared.names import WEBHOOKS_SUBSCRIPTION_ID
+from shared.names import WEBHOOKS_SUBSCRIPTION_ID, inbox_topic_id
 from shared.records import LATE_LOOK_S
 from shared.webhooks import decode_event
 from tests.fakes import InMemoryTransport
@@ -185,6 +186,19 @@ async def test_reply_that_nobody_waited_for_any_more_is_not_charged(redis_url: s
         await desk.until(lambda: len(desk.rows) == 1)
         (row,) = desk.rows
         assert (row.status, row.charged_share, row.cost_usd) == ("expired", 0.0, 0.0)
+
+
+async def test_answer_to_an_instance_that_is_gone_is_neither_charged_nor_kept(redis_url: str, tmp_path: Path) -> None:
+    async with working(redis_url, tmp_path) as desk:
+        await held(desk, "cat")
+        await desk.broker.delete_topic(inbox_topic_id("1"))
+        desk.process.gate.set()
+        await desk.until(lambda: len(desk.rows) == 1)
+        (row,) = desk.rows
+        assert (row.status, row.error_code, row.charged_share, row.cost_usd) == ("failed", "unavailable", 0.0, 0.0)
+    async with ResultCache(redis_url, 1_000_000) as cache:
+        assert await cache.wait_redis(WAIT_LIMIT_S)
+        assert await cache.get_many(["key-cat"]) == {}
 
 
 LAST_STEP = """
