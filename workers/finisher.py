@@ -144,9 +144,10 @@ class Finisher:
             is_sent, sent_s = await self._reply(hand.envelope, ours), time.time()
         finally:
             finish = await ending
-        # Where the broker took too long, whoever waited has given up: what nobody was handed is not charged.
         answered = answered_by(ours, finish)
-        answered = in_time(hand, answered, sent_s - LATE_LOOK_S) if is_sent else undelivered(answered)
+        if finish is None or finish.is_ours:  # else another attempt's reply was taken, whatever became of this one
+            # Where the broker took too long, whoever waited has given up: what nobody was handed is not charged.
+            answered = in_time(hand, answered, sent_s - LATE_LOOK_S) if is_sent else undelivered(answered)
         # Only now: a caller waits for the reply, nobody for the cache; until then a repeat joins the entry.
         await self._fill_cache(hand, answered)
         return answered

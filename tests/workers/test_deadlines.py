@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shared.cache import ResultCache
-from shared.messages import ItemOutcome
+from shared.messages import EmbeddingResult, ItemOutcome, Receipt, ReplyBody, encode_reply_body
 from shared.names import WEBHOOKS_SUBSCRIPTION_ID, inbox_topic_id
 from shared.records import LATE_LOOK_S
 from shared.webhooks import decode_event
@@ -199,6 +199,18 @@ async def test_answer_to_an_instance_that_is_gone_is_neither_charged_nor_kept(re
     async with ResultCache(redis_url, 1_000_000) as cache:
         assert await cache.wait_redis(WAIT_LIMIT_S)
         assert await cache.get_many(["key-cat"]) == {}
+
+
+async def test_late_attempt_repeats_what_was_answered_in_time(redis_url: str, tmp_path: Path) -> None:
+    """Its worker died between its reply and its rows: the answer was delivered, so it is charged."""
+    async with working(redis_url, tmp_path) as desk:
+        result = EmbeddingResult(b"cat", 3)
+        first = ReplyBody([ItemOutcome(0, "succeeded", Receipt("miss", tokens=3), result)], worker="first")
+        await desk.records.finish("req", "succeeded", encode_reply_body(first))
+        await desk.send("cat", left_s=-10.0)
+        assert (await ended(desk))[1].status == "expired"
+        await desk.until(lambda: len(desk.rows) == 1)
+        assert (desk.rows[0].status, desk.rows[0].charged_share, desk.rows[0].tokens) == ("succeeded", 1.0, 3)
 
 
 LAST_STEP = """
