@@ -7,7 +7,6 @@ What runs here is what runs in the cloud; only the endpoints, handed on by envir
 from __future__ import annotations
 
 import asyncio
-import shutil
 import signal
 import sys
 import tempfile
@@ -28,7 +27,6 @@ from infra.local.redis import RedisServer
 from infra.local.signing import kept_secrets
 from infra.reports import create_tables
 from shared.catalogue import Catalogue, Model, read_catalogue
-from shared.cores import usable_cores
 from shared.errors import ConfigurationError
 from shared.pubsub_admin import PubSubAdmin
 from shared.settings import ApiSettings, environment_with, read_settings
@@ -213,7 +211,7 @@ class Stack:
         that until nothing starts any more.
         """
         workers = {
-            model.name: self._worker(model, port, len(catalogue.models))
+            model.name: self._worker(model, port)
             for model, port in zip(catalogue.models, self.ports.health, strict=False)
         }
         for worker in workers.values():
@@ -239,9 +237,9 @@ class Stack:
             facts = "dead letters, webhooks"
             self._await("functions", partial(answers, self.ports.functions, "/"), FUNCTIONS_LIMIT_S, facts)
 
-    def _worker(self, model: Model, port: int, models: int) -> Process:
-        own = {"PENSTOCK_MODEL": model.name, "PENSTOCK_HEALTH_PORT": str(port), **self._sockets}
-        settings = layout_settings(model, models) | self._given | own
+    def _worker(self, model: Model, port: int) -> Process:
+        """A worker that may have all cores, as each of the others: the OS gives them to whoever has work."""
+        settings = {"PENSTOCK_MODEL": model.name, "PENSTOCK_HEALTH_PORT": str(port), **self._sockets}
         return self._module(f"worker-{model.name}", ["workers"], settings, stop_limit_s=WORKER_STOP_LIMIT_S)
 
     def _functions(self, settings: Mapping[str, str]) -> Process:
@@ -269,17 +267,6 @@ class Stack:
 
     def _tell(self, word: str, facts: str) -> None:
         self._say(f"{time.monotonic() - self._began_s:6.1f} s  {word:<8}{facts}".rstrip())
-
-
-def layout_settings(model: Model, models: int) -> dict[str, str]:
-    """What the worker of `model`, one of so many, is told about its model processes.
-
-    Nothing where it serves embeddings, or has a GPU: it takes what it measures on all cores, and whoever has work gets
-    them from the OS. Processes for images hold half a gigabyte each, so there are fewer.
-    """
-    if model.task != "image" or shutil.which("nvidia-smi"):
-        return {}
-    return {"PENSTOCK_PROCESSES": str(max(1, usable_cores() // models))}
 
 
 async def _provision(settings: ApiSettings, catalogue: Catalogue, functions_url: str) -> None:

@@ -1,7 +1,6 @@
 """The stack as `penstock up` runs it; what flows through it is tested in tests/end_to_end."""
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,8 +16,7 @@ import pytest
 
 from infra.local.ports import Ports
 from infra.local.process import listens
-from infra.local.stack import Stack, layout_settings
-from shared.catalogue import read_catalogue
+from infra.local.stack import Stack
 from shared.cores import usable_cores
 from shared.errors import ConfigurationError, Unavailable
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
@@ -105,11 +103,20 @@ def test_graphs_that_a_model_lacks_are_made_at_the_first_start(tmp_path: Path, s
     assert [line for line in said if "tiny's optimised graphs, once" in line]
 
 
-def test_embeddings_may_have_all_cores_and_images_a_part() -> None:
-    embedding, image = read_catalogue(ROOT / "models.yaml").models
-    assert layout_settings(embedding, 2) == {}
-    expected = {} if shutil.which("nvidia-smi") else {"PENSTOCK_PROCESSES": str(max(1, usable_cores() // 2))}
-    assert layout_settings(image, 2) == expected
+def test_every_worker_may_have_all_cores(tmp_path: Path, servers: dict[str, str]) -> None:
+    models_file = catalogue(tmp_path, MINI)
+    _, _, entry = (
+        models_file.read_text().replace("    dimensions", "    precision: fp32\n    dimensions").partition("models:\n")
+    )
+    models_file.write_text(f"models:\n{entry}{entry.replace('name: mini', 'name: other')}")
+    # One thread each: what is left open is how many processes there are.
+    own = {"PENSTOCK_MODELS_FILE": str(models_file), "PENSTOCK_ARTIFACTS_DIR": str(tmp_path), "PENSTOCK_THREADS": "1"}
+    ports = Ports.free(workers=2)
+    with Stack(tmp_path / "state", ports=ports, settings=servers | own, say=lambda line: None):
+        for port in ports.health:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_LIMIT_S) as answer:
+                (told,) = [line for line in answer.read().decode().splitlines() if "backend_info{" in line]
+            assert f'processes="{min(4, usable_cores())}"' in told
 
 
 @dataclass

@@ -28,6 +28,8 @@ from workers.models.sentence_folder import read_sentence_folder
 
 MEASURE_LIMIT_S = 10.0
 """After this no further round is begun; loading the libraries comes on top."""
+BUSY_LIMIT_S = 2.0
+"""The same where the machine did not become quiet: rounds are likely to be disturbed."""
 RATE_S = 0.5
 ROUNDS = 2
 """So many rounds have to agree."""
@@ -100,8 +102,8 @@ def choose(
         comparison = _Comparison(question, probes)
         fit = _fitting(question, comparison, listed, findings)
         options = [Option(backend, question.forms(backend)[0], finding) for backend, finding in fit]
-        if len(options) > 1 or any(len(question.forms(backend)) > 1 for backend, _ in fit):
-            quiet(question.machine.cores)
+        is_open = len(options) > 1 or any(len(question.forms(backend)) > 1 for backend, _ in fit)
+        limit_s = MEASURE_LIMIT_S if not is_open or quiet(question.machine.cores) else BUSY_LIMIT_S
 
         def timed(option: Option) -> Reading:
             probes.open(option.backend, option.layout)
@@ -110,7 +112,7 @@ def choose(
                 option.backend = msgspec.structs.replace(option.backend, call_tokens=cost)
             return meter(probes, option.backend, option.layout, comparison.mix)
 
-        contest = Contest(timed, clock, MEASURE_LIMIT_S, ROUNDS if probes.keeps_several else 1)
+        contest = Contest(timed, clock, limit_s, ROUNDS if probes.keeps_several else 1)
         return _decide(question, contest, options, findings)
 
 

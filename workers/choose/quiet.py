@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-QUIET_LIMIT_S = 12.0
+QUIET_LIMIT_S = 10.0
 """The other workers of a local stack start in less on two cores; on a machine that is never quiet we go on after it."""
 _SAMPLE_S = 0.3
 _SAMPLES = 2

@@ -248,6 +248,18 @@ def test_measuring_ends_at_its_limit(question: Question) -> None:
     assert (choice.backend.name, choice.is_provisional) == ("exact", True)
 
 
+@pytest.mark.parametrize(("is_quiet", "best"), [(True, "again"), (False, "exact")])
+def test_on_a_machine_that_is_not_quiet_fewer_rounds_are_begun(question: Question, is_quiet: bool, best: str) -> None:
+    now_s: Iterator[float] = iter(np.arange(100) * 1.5)  # for each reading
+    choice = choose_when_quiet(
+        replace(question, threads=1),
+        meter=replayed(NOISE, AGAIN_WINS),
+        clock=lambda: next(now_s),
+        quiet=lambda cores: is_quiet,
+    )
+    assert (choice.backend.name, choice.is_provisional) == (best, not is_quiet)
+
+
 def test_all_is_loaded_before_it_is_waited_for_quiet_and_nothing_timed(question: Question) -> None:
     happened: list[str] = []
 
