@@ -14,7 +14,7 @@ from api import openapi
 from api.admission import Admission
 from api.answers import AnswerStore
 from api.direct import DirectApp
-from api.dispatcher import Dispatcher, RowSink
+from api.dispatcher import Dispatcher
 from api.errors import add_handlers
 from api.fetching import Fetcher
 from api.files import Files
@@ -28,6 +28,7 @@ from api.prediction_inputs import InputReader
 from api.prediction_jobs import PredictionSender
 from api.predictions import Predictions
 from api.readiness import Readiness
+from api.refusals import Refusals, RowSink
 from api.repeats import Repeats
 from api.routes import embeddings, health, images, models, objects, pages, prediction_models
 from api.routes import predictions as prediction_routes
@@ -135,13 +136,15 @@ async def _open(
     )
     readiness = Readiness(inbox, broker, settings.redis_url)
     pool = await opened.enter_async_context(PicturePool(settings.picture_processes, settings.picture_budget_bytes))
-    return _parts(given, admission, dispatcher, readiness, repeats, predictions, Studio(pool))
+    refusals = Refusals(row_sink, api_instance=instance, region=settings.region)
+    return _parts(given, admission, dispatcher, refusals, readiness, repeats, predictions, Studio(pool))
 
 
 def _parts(
     given: _Given,
     admission: Admission,
     dispatcher: Dispatcher,
+    refusals: Refusals,
     readiness: Readiness,
     repeats: Repeats,
     predictions: Predictions,
@@ -156,6 +159,7 @@ def _parts(
         tenants=given.tenants,
         admission=admission,
         dispatcher=dispatcher,
+        refusals=refusals,
         objects=given.objects,
         links=given.links,
         studio=studio,

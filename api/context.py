@@ -11,7 +11,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -30,6 +30,9 @@ BODY_IDLE_S = 30.0
 """The longest pause between two pieces of a body."""
 BODY_GRACE_S, LEAST_BYTES_PER_S = 60.0, 8192
 """A body may take so long, and longer by what came of it: a byte now and then would last for ever."""
+CLIENT_GONE = 499
+ASKING = frozenset({"POST", "PUT"})
+"""Methods of requests that leave a row where they are refused: who only looks leaves none where it succeeds either."""
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 T = TypeVar("T")
 
@@ -46,7 +49,10 @@ class RequestContext:
     """What the caller sent as `x-request-id`, as rows keep it: at most 128 characters; empty where it sent none."""
     received_at_s: float = field(default_factory=time.time)
     started_s: float = field(default_factory=time.perf_counter)
+    tenant: str = ""
+    """Who asks; empty before that is known."""
     model: str = ""
+    """The model that is asked; empty before that is known."""
     headers: dict[str, str] = field(default_factory=dict)
     """Headers of the answer, beside those that every answer has."""
     options: RequestOptions | None = None
@@ -55,6 +61,12 @@ class RequestContext:
     """Whether the answer's body is worth compressing, if it is long."""
     key_seed: int | None = None
     """With an Idempotency-Key: the seed of an image whose caller named none, the same whoever draws it."""
+    error_code: str = ""
+    """The code of the error that is the answer."""
+    has_rows: bool = False
+    """Its items leave rows, however they end."""
+    record_refusal: Callable[[RequestContext], None] | None = None
+    """Writes the row of a refused request, once the tenant is known."""
 
     @property
     def total_ms(self) -> float:
@@ -172,6 +184,8 @@ class _Exchange:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
+            if self._status >= 400:
+                self._count_error()
             context = self.context
             ours = {"x-request-id": context.shown_id, "x-penstock-total-ms": f"{context.total_ms:.2f}"}
             pairs = (context.headers | ours).items()
@@ -181,16 +195,28 @@ class _Exchange:
     async def answer_unexpected(self, error: Exception) -> None:
         if self._status:
             raise error
+        self.context.error_code = PenstockError.code
         log.error("request failed unexpectedly", extra={"request_id": self.context.request_id}, exc_info=error)
         await error_response(PenstockError("something went wrong here; the request_id helps to find it"))(
             self._scope, self._receive, self.send
         )
 
     def count(self) -> None:
-        route = getattr(self._scope.get("route"), "path", "unmatched")
-        answered, seconds = metrics.of_requests(route, self.context.model, self._status)
+        answered, seconds = metrics.of_requests(self._route, self.context.model, self._status)
         answered.inc()
         seconds.observe(self.context.total_ms / 1000)
+
+    @property
+    def _route(self) -> str:
+        """Its path with names for what differs between requests, so that there are few of them."""
+        return getattr(self._scope.get("route"), "path", "unmatched")
+
+    def _count_error(self) -> None:
+        context, route = self.context, self._route
+        metrics.of_errors(route, self._status, context.error_code or "unknown").inc()
+        is_refused = self._status < 500 and self._status != CLIENT_GONE and self._scope["method"] in ASKING
+        if is_refused and not context.has_rows and context.record_refusal is not None:
+            context.record_refusal(context)
 
 
 def _digest_of(given: str) -> str:

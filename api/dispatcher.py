@@ -7,7 +7,7 @@ Who writes the row of an item (each leaves exactly one, `row_id` = request_id:in
 - an item whose job the broker took: the worker writes it, also when the answer came too late for the caller or the
   caller hung up. Where it is not known whether the broker took the job (the publish was cut off), both may write; the
   row_id is the same, so the deduplicated view counts one;
-- a request refused as a whole (bad input, 429) was never taken on and leaves none; metrics count it.
+- a request refused as a whole (bad input, 429) was never taken on: api/refusals.py writes one row for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from api import metrics
 from api.admission import Admission
@@ -28,23 +28,17 @@ from api.errors import ClientGone
 from api.flights import Flight, Flights, JobInFlight, Landing
 from api.inference import Answer, InferenceRequest
 from api.jobs import JobSender, envelope_of, split
+from api.refusals import RowSink
 from shared.cache import ResultCache
 from shared.errors import PenstockError, Unavailable
 from shared.messages import ItemOutcome, failure
 from shared.records import LATE_LOOK_S, Records, record_id
-from shared.usage import Row, row_of
+from shared.usage import row_of
 
 log = logging.getLogger(__name__)
 
 CLOSE_LIMIT_S = 2.0
 CLOSING = "this instance is shutting down"
-
-
-class RowSink(Protocol):
-    """Takes rows; never blocks and never raises."""
-
-    def write(self, row: Row) -> None:
-        """Queues one row."""
 
 
 class Dispatcher:

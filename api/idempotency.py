@@ -14,6 +14,7 @@ import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
@@ -23,6 +24,7 @@ from api.errors import EXPECTED, answer
 from api.inbound import options_of, tenant_of
 from api.parts import parts_of
 from api.repeats import KeptResponse
+from api.schemas import ErrorReply
 
 REPLAYED = "idempotent-replayed"
 _BOUNDARY = re.compile(r'boundary="?([^";,]+)"?', re.IGNORECASE)
@@ -95,5 +97,7 @@ async def _computed(request: Request, endpoint: Endpoint) -> KeptResponse:
 
 def _response(answered: KeptResponse, context: RequestContext, *, is_repeated: bool) -> Response:
     context.model = answered.model
+    if answered.status >= 400 and not context.error_code:
+        context.error_code = msgspec.json.decode(answered.body, type=ErrorReply).error.code
     headers = answered.headers | {REPLAYED: "true"} if is_repeated else answered.headers
     return Response(answered.body, answered.status, headers)

@@ -30,7 +30,10 @@ def tenant_of(request: Request) -> str:
     Raises:
         Unauthorized: a key is needed, and none or a wrong one was sent.
     """
-    return parts_of(request).tenants.tenant_of(request.headers.get("authorization"))
+    parts, context = parts_of(request), context_of(request)
+    context.tenant = parts.tenants.tenant_of(request.headers.get("authorization"))
+    context.record_refusal = parts.refusals.record
+    return context.tenant
 
 
 async def read_json(request: Request, kind: type[B]) -> B:
@@ -116,6 +119,7 @@ async def infer(
         start_by_s=options.start_by_s(context.received_at_s),
     )
     answer = await while_connected(request, parts_of(request).dispatcher.dispatch(wanted))
+    context.has_rows = True
     context.headers |= answer.headers()
     answer.raise_failed()
     return answer

@@ -22,6 +22,7 @@ REQUESTS = Counter("penstock_api_requests_total", "HTTP requests answered.", ["r
 REQUEST_SECONDS = Histogram(
     "penstock_api_request_seconds", "From the first byte read to the answer.", ["route", "model"], buckets=_SECONDS
 )
+ERRORS = Counter("penstock_api_errors_total", "Answers that are errors, by their code.", ["route", "status", "code"])
 REQUESTS_OPEN = Gauge("penstock_api_requests_open", "HTTP requests being answered.")
 ITEMS = Counter(
     "penstock_api_items_total",
@@ -60,6 +61,12 @@ GAVE_UP = Counter(
 def of_requests(route: str, model: str, status: int) -> tuple[Counter, Histogram]:
     """What counts and times such requests; kept, because looking up labels costs more than counting."""
     return REQUESTS.labels(route, model, str(status)), REQUEST_SECONDS.labels(route, model)
+
+
+@lru_cache(maxsize=1024)
+def of_errors(route: str, status: int, code: str) -> Counter:
+    """What counts such errors."""
+    return ERRORS.labels(route, str(status), code)
 
 
 @lru_cache(maxsize=1024)

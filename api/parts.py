@@ -15,6 +15,7 @@ from api.prediction_events import Streams
 from api.prediction_inputs import InputReader
 from api.predictions import Predictions
 from api.readiness import Readiness
+from api.refusals import Refusals
 from api.repeats import Repeats
 from api.tenants import Tenants
 from shared.catalogue import Catalogue
@@ -32,6 +33,7 @@ class Parts:
     tenants: Tenants
     admission: Admission
     dispatcher: Dispatcher
+    refusals: Refusals
     objects: ObjectStore
     links: Links
     studio: Studio

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from api.errors import ANSWERS, EXPECTED, ClientGone, explained, headers_for
+from api.errors import ANSWERS, EXPECTED, ClientGone, explained, headers_for, note
 from shared.errors import BadInput, PenstockError
 
 UNPROCESSABLE = frozenset({"invalid_input", "input_too_large", "context_length_exceeded"})
@@ -61,7 +61,7 @@ class ProblemRoute(APIRoute):
             try:
                 return await handle(request)
             except EXPECTED as error:
-                return problem_response(error)
+                return problem_response(request, error)
 
         return handled
 
@@ -80,8 +80,9 @@ def inside_input() -> Iterator[None]:
         raise InvalidFields([InvalidField(error.code, f"input.{error.field}", description)]) from error
 
 
-def problem_response(error: Exception) -> Response:
+def problem_response(request: Request, error: Exception) -> Response:
     """The answer that tells a caller of this API about one of the EXPECTED errors."""
+    note(request, error)
     match error:
         case PenstockError():
             return _answer(error)

@@ -40,6 +40,7 @@ async def create_embeddings(request: Request) -> Response:
     tenant = tenant_of(request)
     body = await read_json(request, EmbeddingsBody)
     model = parts_of(request).catalogue.find(body.model, "embedding")
+    context_of(request).model = model.name
     dimensions = _dimensions(body, model)
     inputs = text_inputs(body.input, model, truncate=body.truncate or "none", tokenizer=body.tokenizer)
     if len(inputs) >= LARGE_ITEMS:

@@ -64,7 +64,9 @@ async def edit_image(request: Request) -> Response:
 
 def _model(request: Request, body: GenerationBody | EditForm) -> Model:
     catalogue = parts_of(request).catalogue
-    return catalogue.find(body.model, "image") if body.model is not None else catalogue.default("image")
+    model = catalogue.find(body.model, "image") if body.model is not None else catalogue.default("image")
+    context_of(request).model = model.name
+    return model
 
 
 def _size(body: GenerationBody | EditForm, model: Model) -> tuple[int, int] | None:

@@ -53,7 +53,7 @@ async def _for_replicate(request: Request, cursor: str) -> Response:
     try:
         response = await prediction_models.list_models(request, cursor)
     except EXPECTED as error:
-        response = problem_response(error)
+        response = problem_response(request, error)
     response.headers.update(VARIES)
     return response
 

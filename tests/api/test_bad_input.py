@@ -195,4 +195,4 @@ def _check_refusal(api: ApiUnderTest, status: int, content: bytes, param: str | 
     assert error["type"] == "invalid_request_error"
     assert (error["param"], reason in error["message"]) == (param, True), error
     assert not api.worker.jobs
-    assert not api.rows
+    assert {row.status for row in api.rows} == {"refused"}

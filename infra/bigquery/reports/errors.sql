@@ -1,4 +1,4 @@
--- What failed or came too late, by model and error code, with the share of the model's items.
+-- What failed, came too late or was refused, by model and error code, with the share of the model's items.
 WITH once AS (
   SELECT *
   FROM `rows`

@@ -1,4 +1,4 @@
--- What each tenant used of each model, per day: items, hits, latencies, tokens, pixel-steps, device seconds, cost.
+-- What each tenant used of each model, per day: items, hits, refused requests, latencies, tokens, pixel-steps, device seconds, cost.
 -- Charged tokens times the price of a token are the cost; tokens of hits and of joined items count as the catalogue says.
 -- The filter stands beside the table and not around the view, as a table that demands one wants it.
 WITH once AS (
@@ -14,17 +14,18 @@ SELECT
   DATE(received_at) AS day,
   tenant,
   model,
-  COUNT(*) AS items,
+  COUNTIF(status != 'refused') AS items,
   COUNT(DISTINCT request_id) AS requests,
+  COUNTIF(status = 'refused') AS refused,
   COUNTIF(status = 'succeeded') AS succeeded,
-  ROUND(100 * SAFE_DIVIDE(COUNTIF(cache IN ('memory', 'redis')), COUNT(*)), 1) AS hit_percent,
+  ROUND(100 * SAFE_DIVIDE(COUNTIF(cache IN ('memory', 'redis')), COUNTIF(status != 'refused')), 1) AS hit_percent,
   COUNTIF(cache = 'joined') AS joined,
   ROUND(APPROX_QUANTILES(queue_ms, 100)[SAFE_OFFSET(50)], 1) AS queue_p50_ms,
   ROUND(APPROX_QUANTILES(queue_ms, 100)[SAFE_OFFSET(95)], 1) AS queue_p95_ms,
   ROUND(APPROX_QUANTILES(inference_ms, 100)[SAFE_OFFSET(50)], 1) AS inference_p50_ms,
   ROUND(APPROX_QUANTILES(inference_ms, 100)[SAFE_OFFSET(95)], 1) AS inference_p95_ms,
-  ROUND(APPROX_QUANTILES(total_ms, 100)[SAFE_OFFSET(50)], 1) AS total_p50_ms,
-  ROUND(APPROX_QUANTILES(total_ms, 100)[SAFE_OFFSET(95)], 1) AS total_p95_ms,
+  ROUND(APPROX_QUANTILES(IF(status = 'refused', NULL, total_ms), 100)[SAFE_OFFSET(50)], 1) AS total_p50_ms,
+  ROUND(APPROX_QUANTILES(IF(status = 'refused', NULL, total_ms), 100)[SAFE_OFFSET(95)], 1) AS total_p95_ms,
   SUM(tokens) AS tokens,
   SUM(tokens * share) AS charged_tokens,
   SUM(pixel_steps) AS pixel_steps,

@@ -139,6 +139,20 @@ def test_usage_adds_up_by_day_tenant_and_model(created: bigquery.Client) -> None
     assert len(report(created, "usage", NOW_S - 4 * 86_400)) == 3
 
 
+def test_refused_requests_are_counted_apart_from_items(created: bigquery.Client) -> None:
+    items = [row(f"r{n}", cache="memory", total_ms=10.0, tokens=5) for n in range(4)]
+    refused = [row(f"f{n}", status="refused", total_ms=0.1, error_code="overloaded", cost_usd=0.0) for n in range(6)]
+    unknown = row("u", status="refused", model="", error_code="invalid_input")
+    insert(created, *items, *refused, unknown)
+    lines = {line["model"]: line for line in report(created, "usage")}
+    known = lines["m"]
+    assert (known["items"], known["refused"], known["requests"], known["succeeded"]) == (4, 6, 10, 4)
+    assert (known["hit_percent"], known["total_p50_ms"], known["tokens"], known["cost_usd"]) == (100.0, 10.0, 20, 0.0)
+    assert (lines[""]["items"], lines[""]["refused"], lines[""]["hit_percent"]) == (0, 1, None)
+    found = {(line["model"], line["error_code"]): line["items"] for line in report(created, "errors")}
+    assert found == {("m", "overloaded"): 6, ("", "invalid_input"): 1}
+
+
 def test_report_equals_the_same_sums_in_exact_arithmetic(created: bigquery.Client) -> None:
     """Charged tokens times the price are the cost, to the last digits of a double, whoever writes the rows."""
     drawn = random.Random(16)

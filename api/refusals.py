@@ -1,0 +1,51 @@
+"""The row that a refused request of a known tenant leaves; one for the request, since it has no items yet.
+
+Who has no key leaves none: an outsider must not be able to fill the table. Metrics count both. Nothing that the caller
+sent stands in the row but its `x-request-id`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from api.context import RequestContext
+from shared.usage import Row
+
+
+class RowSink(Protocol):
+    """Takes rows; never blocks and never raises."""
+
+    def write(self, row: Row) -> None:
+        """Queues one row."""
+
+
+class Refusals:
+    """Writes the rows of refused requests."""
+
+    def __init__(self, rows: RowSink, *, api_instance: str, region: str) -> None:
+        self._rows = rows
+        self._api_instance = api_instance
+        self._region = region
+
+    def record(self, context: RequestContext) -> None:
+        """Writes the row of a request that was just refused."""
+        self._rows.write(
+            Row(
+                row_id=f"{context.request_id}:refused",
+                request_id=context.request_id,
+                item=0,
+                model=context.model,
+                received_at_s=context.received_at_s,
+                status="refused",
+                tenant=context.tenant,
+                region=self._region,
+                api_instance=self._api_instance,
+                replied_at_s=time.time(),
+                total_ms=context.total_ms,
+                error_code=context.error_code or None,
+                cost_usd=0.0,
+                client_request_id=context.client_request_id or None,
+                charged_share=0.0,
+            )
+        )
