@@ -19,7 +19,7 @@ from typing import Self
 from shared.errors import Unavailable
 
 POLL_S = 0.02
-KILL_LIMIT_S = 5.0
+KILL_LIMIT_S = 30.0
 FREE_PORTS = (15_000, 32_000)
 PORT_TRIES = 1000
 _PR_SET_PDEATHSIG = 1

@@ -11,7 +11,7 @@ from pathlib import Path
 from infra.local.process import Process, free_port
 from shared.errors import ConfigurationError
 
-START_LIMIT_S = 10.0
+START_LIMIT_S = 60.0
 
 
 def find_redis_server() -> Path:

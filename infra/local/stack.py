@@ -31,16 +31,16 @@ from shared.errors import ConfigurationError
 from shared.pubsub_admin import PubSubAdmin
 from shared.settings import ApiSettings, environment_with, read_settings
 
-SERVER_LIMIT_S = 20.0
+SERVER_LIMIT_S = 60.0
 WORKER_LIMIT_S = 180.0
 """A worker loads its model from disk and warms it up; the shipped ones take about ten seconds."""
-API_LIMIT_S = 30.0
+API_LIMIT_S = 120.0
 TEMP_DIR_LONGEST = 60
 API_STOP_LIMIT_S = 12.0
 WORKER_STOP_LIMIT_S = 30.0
 
 FUNCTIONS_SOURCE = str(Path(__file__).parents[2] / "workers/functions/main.py")
-FUNCTIONS_LIMIT_S = 30.0
+FUNCTIONS_LIMIT_S = 120.0
 
 REPLACED_BY = {
     "redis": "PENSTOCK_REDIS_URL",
