@@ -38,7 +38,8 @@ bench-peers: $(STAMP) ## measure it beside other servers of the same model; QUIC
 faults: $(STAMP) ## break the pipeline 66 times under traffic, and count what was lost: about 8 minutes
 	@$(BIN)/python -m tests.faults
 
-test: check terraform-check unit ## everything that a change must pass
+test: lint ## everything that a change must pass; the checks that run nothing go beside the tests
+	@$(MAKE) --no-print-directory --jobs=2 unit types imports terraform-check
 
 test-fast: lint ## what a change in hand is tried with: ruff, and the tests that load no model and start no stack
 	$(call timed,pytest without heavy,$(PYTEST) -m "not heavy")
