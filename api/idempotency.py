@@ -27,6 +27,8 @@ from api.repeats import KeptResponse
 from api.schemas import ErrorReply
 
 REPLAYED = "idempotent-replayed"
+LARGE_BYTES = 256 * 1024
+"""A larger body is digested on a thread: 30 MB take 40 ms, and leave the interpreter to others meanwhile."""
 _BOUNDARY = re.compile(r'boundary="?([^";,]+)"?', re.IGNORECASE)
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -52,7 +54,9 @@ async def once(request: Request, endpoint: Endpoint) -> Response:
         return await _computed(Request(request.scope, _receive(body)), endpoint)
 
     wait_s = options.limit_s(parts.catalogue.deadline)
-    work = parts.repeats.answer(digest.hexdigest(), _fingerprint(request, body), compute, wait_s)
+    large = len(body) > LARGE_BYTES
+    fingerprint = await asyncio.to_thread(_fingerprint, request, body) if large else _fingerprint(request, body)
+    work = parts.repeats.answer(digest.hexdigest(), fingerprint, compute, wait_s)
     answered, is_repeated = await while_connected(request, work)
     return _response(answered, context, is_repeated=is_repeated)
 

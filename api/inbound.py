@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgspec
 from pydantic import BaseModel
 from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
 from api.context import context_of, while_connected
+from api.given_json import check_amount
 from api.inference import Answer, InferenceRequest
 from api.parts import parts_of
 from api.request_options import RequestOptions, read_options
@@ -20,8 +20,6 @@ from shared.errors import BadInput
 from shared.messages import Input
 
 B = TypeVar("B", bound=BaseModel)
-MOST_NESTED = 100
-"""Levels of a JSON text; pydantic has a bound of its own, of 200."""
 
 
 def tenant_of(request: Request) -> str:
@@ -42,41 +40,11 @@ async def read_json(request: Request, kind: type[B]) -> B:
     Raises:
         ValidationError: it is not JSON, or not such a body.
         BodyTooLarge: it is larger than the API takes.
+        InputTooLarge: it has more values than any request needs.
     """
-    return kind.model_validate_json(await request.body(), strict=True)
-
-
-def object_in(text: str | bytes, field: str) -> dict[str, Any]:
-    """The JSON object in `text`, such that it can be written as JSON again; `field` names it in errors.
-
-    Raises:
-        BadInput: it is none, or nested deeper than MOST_NESTED.
-    """
-    try:
-        found = msgspec.json.decode(text)
-        _check_depth(found)
-    # A surrogate without its other half is neither text nor JSON (RFC 8259, section 8.2).
-    except (msgspec.MsgspecError, UnicodeError) as error:
-        raise BadInput(f"{field}: not JSON: {error}", field=field) from error
-    except RecursionError as error:
-        raise BadInput(f"{field}: nested deeper than {MOST_NESTED}", field=field) from error
-    if not isinstance(found, dict):
-        raise BadInput(f"{field}: a JSON object is needed", field=field)
-    return found
-
-
-def _check_depth(found: object) -> None:
-    level = [found]
-    for _ in range(MOST_NESTED):
-        level = [
-            inner
-            for one in level
-            if isinstance(one, dict | list)
-            for inner in (one.values() if isinstance(one, dict) else one)
-        ]
-        if not level:
-            return
-    raise RecursionError
+    body = await request.body()
+    check_amount(body)
+    return kind.model_validate_json(body, strict=True)
 
 
 def check_charset(request: Request) -> None:

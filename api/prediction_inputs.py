@@ -27,6 +27,7 @@ from shared.links import LinkInvalid, Links
 from shared.messages import INLINE_LIMIT_BYTES, Blob, Input
 from shared.objects import ObjectStore, object_key
 
+MOST_FIELDS = 100
 MOST_TEXTS = 128
 """A prediction is one message, its answer another: both are to stay far below Pub/Sub's 10 MB."""
 MOST_TEXT_BYTES = 1024 * 1024
@@ -75,6 +76,8 @@ class InputReader:
             DeadlineExceeded: the source picture was not decoded in time.
             Unavailable: the object store is out of reach.
         """
+        if len(given) > MOST_FIELDS:
+            raise BadInput(f"input: {len(given)} fields, and {MOST_FIELDS} is the most", field="input")
         with inside_input():
             if model.task == "embedding":
                 return _texts(TextsInput.model_validate(given, strict=True), given, model)

@@ -66,8 +66,12 @@ class TextsInput(Body):
     """The input of embedding models: one text, or several; exactly one of the three is given."""
 
     text: Text | None = Field(None, description="One text; the output is its vector.")
-    texts: Annotated[list[Text], Field(min_length=1)] | None = Field(None, description="The output is their vectors.")
-    input: Text | Annotated[list[Text], Field(min_length=1)] | None = Field(None, description="Either of the two.")
+    texts: Annotated[list[Text], Field(min_length=1, fail_fast=True)] | None = Field(
+        None, description="The output is their vectors."
+    )
+    input: Text | Annotated[list[Text], Field(min_length=1, fail_fast=True)] | None = Field(
+        None, description="Either of the two."
+    )
     truncate: Literal["end", "start"] | None = Field(
         None, description="The side at which texts lose what exceeds the model's length; else the prediction fails."
     )

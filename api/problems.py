@@ -22,6 +22,8 @@ from starlette.responses import Response
 from api.errors import ANSWERS, EXPECTED, ClientGone, explained, headers_for, note
 from shared.errors import BadInput, PenstockError
 
+MOST_FIELDS = 100
+"""That one answer names."""
 UNPROCESSABLE = frozenset({"invalid_input", "input_too_large", "context_length_exceeded"})
 
 
@@ -116,7 +118,7 @@ def _json(problem: Problem, headers: dict[str, str]) -> Response:
 
 def _fields(error: ValidationError | RequestValidationError, prefix: str = "") -> list[InvalidField]:
     found = []
-    for one in error.errors():
+    for one in error.errors()[:MOST_FIELDS]:
         where, reason = explained(one)
         found.append(InvalidField(one["type"], f"{prefix}{where}".rstrip(".") or "body", reason))
     return found

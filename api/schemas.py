@@ -35,7 +35,7 @@ _WHITE = (
 """A white PNG of 64 x 64 pixels: examples are there to be sent."""
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
-Tokens = Annotated[list[Token], Field(min_length=1)]
+Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 
 
 def _known(name: str) -> str:
@@ -71,9 +71,9 @@ class EmbeddingsBody(Body):
     model: str
     input: Annotated[
         Annotated[Text, Tag("text:")]
-        | Annotated[list[Text], Field(min_length=1), Tag("texts:")]
+        | Annotated[list[Text], Field(min_length=1, fail_fast=True), Tag("texts:")]
         | Annotated[Tokens, Tag("tokens:")]
-        | Annotated[list[Tokens], Field(min_length=1), Tag("token_lists:")],
+        | Annotated[list[Tokens], Field(min_length=1, fail_fast=True), Tag("token_lists:")],
         Discriminator(_shape),
     ]
     encoding_format: Literal["float", "base64"] = "float"

@@ -14,7 +14,8 @@ from starlette.responses import Response
 from api.edit_form import MOST_FIELDS
 from api.errors import NotFound
 from api.files import File
-from api.inbound import base_url_of, check_charset, link_to, object_in, tenant_of
+from api.given_json import object_in
+from api.inbound import base_url_of, check_charset, link_to, tenant_of
 from api.openapi import KEYED, Described, done, problems
 from api.parts import parts_of
 from api.prediction_replies import (

@@ -251,3 +251,47 @@ async def test_paths_and_headers(
     header = name.encode() + b": " + value + b"\r\n"
     asked = _request(method, path.format(*given_segments), b"", host, header)
     _check(*await _answered(api, asked))
+
+
+PATHS_OF_JSON = ["/v1/predictions", "/v1/embeddings", "/v1/images/generations", "/v1/images/edits"]
+JSON = b"content-type: application/json\r\n"
+
+
+@pytest.mark.parametrize("path", PATHS_OF_JSON)
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"input": [' + b"1," * 300_000 + b"1]}", "300000 values"),
+        (b'{"input": ["a"' + b",1" * 300_000 + b"]}", "300000 values"),
+        (b"{" + b",".join(b'"k%d": 1' % number for number in range(20_001)) + b"}", "20000 texts and fields"),
+        (b'{"input": {' + b",".join(b'"k%d": 1' % number for number in range(20_001)) + b"}}", "20000 texts"),
+        (b"[" + b'"",' * 20_001 + b'""]', "20000 texts and fields"),
+    ],
+    ids=["numbers", "wrong numbers", "fields", "fields of input", "texts"],
+)
+async def test_more_values_than_any_request_needs(api: ApiUnderTest, path: str, body: bytes, reason: str) -> None:
+    status, answer = await _answered(api, _request("POST", path, body, headers=JSON))
+    assert status in (400, 422)
+    assert reason.encode() in answer
+
+
+async def test_commas_and_quotes_inside_texts_are_no_values(api: ApiUnderTest) -> None:
+    texts = ['"quoted", ' * 2000 + "\\", *[f"{number}, " * 1000 for number in range(100)]]
+    body = json.dumps({"model": TEXT_MODEL.name, "input": texts, "truncate": "end"}).encode()
+    status, answer = await _answered(api, _request("POST", "/v1/embeddings", body, headers=JSON))
+    assert status == 200, answer[:500]
+
+
+async def test_only_the_first_wrong_element_is_told(api: ApiUnderTest) -> None:
+    body = json.dumps({"version": TEXT_MODEL.name, "input": {"texts": [1] * 10_000}}).encode()
+    status, answer = await _answered(api, _request("POST", "/v1/predictions", body, headers=JSON))
+    assert status == 422
+    assert [one["field"] for one in json.loads(answer)["invalid_fields"]] == ["input.texts[0]"]
+
+
+async def test_input_of_too_many_fields_is_refused_as_a_whole(api: ApiUnderTest) -> None:
+    given = {f"field {number}": 1 for number in range(101)}
+    body = json.dumps({"version": TEXT_MODEL.name, "input": given}).encode()
+    status, answer = await _answered(api, _request("POST", "/v1/predictions", body, headers=JSON))
+    assert status == 422
+    assert [one["field"] for one in json.loads(answer)["invalid_fields"]] == ["input"]

@@ -1,0 +1,79 @@
+"""JSON that callers send, looked at before it is parsed or kept: how much of what there is, and how deep.
+
+A parser holds the event loop until it is done, and pydantic describes every single thing that is wrong: 15 MB of wrong
+numbers took 5 s, 18 MB of unknown fields 1.7 s.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from shared.errors import BadInput, InputTooLarge
+
+MOST_VALUES = 300_000
+"""Numbers and texts in one body; of token ids, OpenAI's API takes as many."""
+MOST_STRINGS = 20_000
+"""Of those, texts and names of fields; any of them may be one that is not known."""
+SURELY_FEW = 1000
+"""Commas up to which nothing is counted."""
+MOST_NESTED = 100
+"""Levels; pydantic has a bound of its own, of 200."""
+# Possessive, and with its end left out where there is none: each byte is looked at once, whatever it is.
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+
+
+def check_amount(body: bytes) -> None:
+    """Lets a body pass that is parsed, and refused, in a moment. Of the usual one only the commas are counted.
+
+    Raises:
+        InputTooLarge: it has more values or texts than any request needs.
+    """
+    if body.count(b",") <= SURELY_FEW:
+        return
+    strings = commas = end = 0
+    for found in _STRING.finditer(body):
+        strings += 1
+        commas += body.count(b",", end, found.start())
+        end = found.end()
+        if strings > MOST_STRINGS or commas >= MOST_VALUES:
+            break
+    if strings > MOST_STRINGS:
+        raise InputTooLarge(f"the body has more than {MOST_STRINGS} texts and fields, the most of one request")
+    if commas + body.count(b",", end) >= MOST_VALUES:
+        raise InputTooLarge(f"the body has more than {MOST_VALUES} values, the most of one request")
+
+
+def object_in(text: str | bytes, field: str) -> dict[str, Any]:
+    """The JSON object in `text`, such that it can be written as JSON again; `field` names it in errors.
+
+    Raises:
+        BadInput: it is none, or nested deeper than MOST_NESTED.
+    """
+    try:
+        found = msgspec.json.decode(text)
+        _check_depth(found)
+    # A surrogate without its other half is neither text nor JSON (RFC 8259, section 8.2).
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise BadInput(f"{field}: not JSON: {error}", field=field) from error
+    except RecursionError as error:
+        raise BadInput(f"{field}: nested deeper than {MOST_NESTED}", field=field) from error
+    if not isinstance(found, dict):
+        raise BadInput(f"{field}: a JSON object is needed", field=field)
+    return found
+
+
+def _check_depth(found: object) -> None:
+    level = [found]
+    for _ in range(MOST_NESTED):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return
+    raise RecursionError
