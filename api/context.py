@@ -10,6 +10,7 @@ import hashlib
 import logging
 import re
 import secrets
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -225,4 +226,7 @@ def _digest_of(given: str) -> str:
 
 
 def _number(text: str | None) -> int:
-    return int(text) if text and text.isascii() and text.isdigit() else 0
+    """What Content-Length says; of many digits only that they are many, for Python does not read them."""
+    if not (text and text.isascii() and text.isdigit()):
+        return 0
+    return int(text) if len(text) < 20 else sys.maxsize

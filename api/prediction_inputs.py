@@ -18,7 +18,7 @@ from api.errors import NotFound
 from api.fetching import Fetcher
 from api.files import Files
 from api.pictures import Studio, data_of_uri
-from api.prediction_schemas import PictureInput, TextsInput
+from api.prediction_schemas import LONGEST_URL, PictureInput, TextsInput
 from api.problems import inside_input
 from api.texts import text_inputs
 from shared.catalogue import Model
@@ -107,6 +107,8 @@ class InputReader:
             return await data_of_uri(url, "image", field="image")
         if not url.startswith(f"{caller.base_url}/"):
             raise BadInput(f"image: {FOREIGN}", field="image")
+        if len(url) > LONGEST_URL:  # it is kept in the record
+            raise BadInput(f"image: longer than {LONGEST_URL} characters", field="image")
         # What follows our own address is a path and a query, which need no parser: urlsplit raises on `//[`.
         path, _, query_text = url.removeprefix(caller.base_url).partition("#")[0].partition("?")
         folder, _, name = unquote(path.removeprefix("/").removeprefix("v1/")).partition("/")

@@ -80,6 +80,16 @@ async def test_links_lead_to_images_in_the_format_asked_for(
     assert (await api.http.get(url.replace("signature=", "signature=0"))).status_code == 403
 
 
+async def test_url_of_a_file_is_bounded(api: ApiUnderTest) -> None:
+    """What is not looked at of a URL is kept in the record all the same."""
+    png = png_of(ImageInput("a", 64, 64, 1, 1.0, 1, "ddim"))
+    sent = (await api.http.post("/v1/files", files={"content": ("a.png", png, "image/png")})).json()
+    wish = {"prompt": "a", "image": f"{sent['urls']['get']}?{'x' * 3000}"}
+    answer = await api.http.post("/v1/predictions", json={"version": IMAGE_MODEL.name, "input": wish})
+    assert (answer.status_code, answer.json()["invalid_fields"][0]["field"]) == (422, "input.image")
+    assert "longer than 2048 characters" in answer.text
+
+
 async def test_source_images_come_as_data_file_or_earlier_result(api: ApiUnderTest) -> None:
     png = png_of(ImageInput("", 64, 64, 1, 1.0, 99, "ddim"))
     uri = f"data:image/png;base64,{base64.b64encode(png).decode()}"
