@@ -67,6 +67,10 @@ ANSWERED: dict[str, Described] = {
     "X-Penstock-Queue-Ms": _of_answers("Waited for a worker.", _AMOUNT),
     "X-Penstock-Batch-Ms": _of_answers("Waited for the batch.", _AMOUNT),
     "X-Penstock-Inference-Ms": _of_answers("Computed.", _AMOUNT),
+    "X-Penstock-Truncated-Tokens": _of_answers(
+        "Where the request has `truncate`: how many tokens of its texts were left out.",
+        {"type": "integer", "minimum": 0},
+    ),
     "X-Penstock-Seed": _of_answers("The seeds of the images, comma-separated.", {"type": "string"}),
     "Idempotent-Replayed": _of_answers(
         "There, where the answer was given before.", {"type": "string", "enum": ["true"]}

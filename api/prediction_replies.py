@@ -26,12 +26,16 @@ class PredictionUrls(msgspec.Struct):
 
 
 class PredictionTimes(msgspec.Struct, omit_defaults=True):
-    """Seconds under Replicate's names, milliseconds under RunPod's; each once it is known."""
+    """Seconds under Replicate's names, milliseconds under RunPod's; each once it is known.
+
+    `truncated_tokens`, where the input has `truncate`: how many tokens of the texts were left out.
+    """
 
     total_time: Seconds | msgspec.UnsetType = msgspec.UNSET
     predict_time: Seconds | msgspec.UnsetType = msgspec.UNSET
     delayTime: Count | msgspec.UnsetType = msgspec.UNSET
     executionTime: Count | msgspec.UnsetType = msgspec.UNSET
+    truncated_tokens: Count | msgspec.UnsetType = msgspec.UNSET
 
 
 class PredictionReply(msgspec.Struct):

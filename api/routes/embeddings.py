@@ -33,7 +33,7 @@ _encoder = msgspec.json.Encoder()
     "/v1/embeddings",
     summary="Turn texts into vectors",
     openapi_extra=body_of(EmbeddingsBody),
-    responses=inferred(EmbeddingsReply),
+    responses=inferred(EmbeddingsReply, "X-Penstock-Truncated-Tokens"),
 )
 async def create_embeddings(request: Request) -> Response:
     """Blocks until all vectors are there. Texts that were embedded before come from the cache, item by item."""

@@ -122,3 +122,15 @@ async def test_prediction_cuts_where_asked(api: ApiUnderTest, side: str) -> None
     assert (found["metrics"]["truncated_tokens"], found["input"]) == (46, given)
     schema = (await api.http.get(f"/v1/models/any/{MODEL}")).json()["latest_version"]["openapi_schema"]
     assert "truncate" in schema["components"]["schemas"]["Input"]["properties"]
+
+
+async def test_what_is_said_of_cuts_is_documented(api: ApiUnderTest) -> None:
+    page = (await api.http.get("/openapi.json")).json()
+    schemas = page["components"]["schemas"]
+    for name, field in (("EmbeddingsBody", "truncate"), ("EmbeddingsBody", "tokenizer")):
+        assert schemas[name]["properties"][field]["description"]
+    for name in ("EmbeddingItem", "PredictionTimes"):
+        assert "truncated_tokens" in schemas[name]["properties"]
+        assert "truncated_tokens" not in schemas[name].get("required", [])
+    done = page["paths"]["/v1/embeddings"]["post"]["responses"]["200"]
+    assert "X-Penstock-Truncated-Tokens" in done["headers"]
