@@ -111,15 +111,22 @@ def with_strength(given: st.SearchStrategy[dict[str, Any]], **more: Any) -> st.S
 token_ids = mostly(st.integers(0, 2**31 - 1), integers)
 tokens: st.SearchStrategy[Any] = st.lists(token_ids, max_size=3) | st.lists(st.lists(token_ids, max_size=3), max_size=2)
 models = st.sampled_from(["gpt-9", "", "m" * 5000, "a\x00b", "\ud800", "../x", IMAGE_MODEL.name, TEXT_MODEL.name])
+sides = chosen("end", "start", bad=strange)
 embeddings = st.fixed_dictionaries(
     {
         "model": chosen(TEXT_MODEL.name, bad=models),
         "input": mostly(texts | st.lists(texts, min_size=1, max_size=3) | tokens, anything),
     },
-    optional={"dimensions": chosen(1, 384, bad=anything), "user": texts},
+    optional={
+        "dimensions": chosen(1, 384, bad=anything),
+        "truncate": sides,
+        "tokenizer": chosen(TEXT_MODEL.name, bad=models),
+        "user": texts,
+    },
 )
 inputs = {
-    TEXT_MODEL.name: st.fixed_dictionaries({"text": texts}) | st.fixed_dictionaries({"texts": st.lists(texts)}),
+    TEXT_MODEL.name: st.fixed_dictionaries({"text": texts}, optional={"truncate": sides})
+    | st.fixed_dictionaries({"texts": st.lists(texts)}),
     IMAGE_MODEL.name: drawn(OF_PREDICTIONS) | with_strength(drawn(OF_PREDICTIONS), image=URI),
 }
 URLS = ["https://[", "http:///x", "https://a\x00b", "https://" + "a" * 3000, "\ud800", "ftp://a", "https://a:99999999/"]

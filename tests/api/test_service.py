@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -50,6 +51,9 @@ async def test_late_answer_is_504_that_clients_do_not_repeat(api: ApiUnderTest) 
         await client.embeddings.create(model=MODEL, input="a", extra_headers=headers)
     assert caught.value.status_code == 504
     assert caught.value.code == "deadline_exceeded"
+    said = re.search(r"no answer came within the deadline of 0\.8 s; waited ([\d.]+) s", caught.value.message)
+    assert said is not None
+    assert float(said[1]) >= 0.79
     assert len(api.worker.jobs) == 1
     envelope = api.worker.jobs[0].envelope
     assert envelope.deadline_s - envelope.received_at_s == pytest.approx(0.8, abs=1e-3)
