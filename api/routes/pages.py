@@ -15,8 +15,8 @@ from starlette.staticfiles import StaticFiles
 
 FOLDER = Path(__file__).parents[1] / "docs_page"
 HEADERS = {
-    # Swagger UI sets styles in elements and draws its icons from data: URLs.
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    # Swagger UI draws its icons from data: URLs.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
