@@ -241,6 +241,8 @@ class Intake:
         for item in hand.items:
             if item.index not in stopping:
                 self._finisher.settle(hand, hand.unwanted(item.index, begun=item.index in begun))
+        # Ended jobs make room for others: what waited for them must not stay and grow in number.
+        self.drop_unwanted()
 
     def _pass_start(self, hand: JobInHand) -> None:
         """Ends what no model has begun, at the job's queue limit."""
@@ -248,6 +250,7 @@ class Intake:
         for item in hand.items:
             if item.index not in begun and item.index not in hand.outcomes:
                 self._finisher.settle(hand, hand.expired(item.index))
+        self.drop_unwanted()
 
     def is_unwanted(self, batch: Sequence[Entry]) -> bool:
         """Whether nobody waits for anything of a batch."""

@@ -154,6 +154,7 @@ class Desk:
         self.broker, self.process, self.rows, self.records, self.stop = broker, process, rows, records, stop
         self.replies: asyncio.Queue[Reply] = asyncio.Queue()
         self.running: asyncio.Task[None] | None = None
+        self.intake: Intake | None = None
 
     async def send(
         self,
@@ -274,6 +275,7 @@ async def working(
         objects = objects or ObjectStore(f"file://{folder}")
         finisher = Finisher(MODEL, broker, cache, records, objects, rows, WorkerFacts("w", "here", "letters"))
         intake = Intake(MODEL, LetterPreparer(), cache, records, objects, finisher)
+        desk.intake = intake
         worker = Worker([intake], broker, records, pool or letters, drain_s=drain_s)  # type: ignore[arg-type]
         desk.running = asyncio.create_task(worker.run(stop))
         receiving = asyncio.create_task(_receive(desk))
