@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from api import openapi
 from api.admission import Admission
 from api.answers import AnswerStore
+from api.context import Bodies
 from api.direct import DirectApp
 from api.dispatcher import Dispatcher
 from api.errors import add_handlers
@@ -74,7 +75,7 @@ def create_app(
             yield
 
     app = DirectApp(
-        settings.request_max_bytes,
+        Bodies(settings.request_max_bytes, settings.bodies_max_bytes),
         origins=[origin.strip() for origin in settings.cors_origins.split(",") if origin.strip()],
         title="Penstock",
         description=_ABOUT,

@@ -23,12 +23,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api import metrics
 from api.errors import BodyTooLarge, ClientGone, TooSlow, error_response
 from api.request_options import RequestOptions
-from shared.errors import PenstockError
+from shared.errors import Overloaded, PenstockError
 
 log = logging.getLogger(__name__)
 
 BODY_IDLE_S = 30.0
 """The longest pause between two pieces of a body."""
+SMALL_BODY_BYTES = 64 * 1024
+FULL_RETRY_S = 1.0
 BODY_GRACE_S, LEAST_BYTES_PER_S = 60.0, 8192
 """A body may take so long, and longer by what came of it: a byte now and then would last for ever."""
 CLIENT_GONE = 499
@@ -114,39 +116,50 @@ async def _until_gone(request: Request) -> None:
         pass
 
 
+@dataclass(slots=True)
+class Bodies:
+    """The bodies of all requests in hand: a body stays in memory until its request is answered."""
+
+    largest_bytes: int
+    """Of one; more is not read."""
+    together_bytes: int
+    """Of all; above it only small ones are taken in."""
+    held_bytes: int = 0
+
+
 class ContextMiddleware:
     """Gives each HTTP request its RequestContext and each answer its headers.
 
     Args:
         app: what it stands around.
-        body_max_bytes: the largest body that is read, counted while it comes.
+        bodies: their bounds; the same for all that stand in this process.
     """
 
-    def __init__(self, app: ASGIApp, body_max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, bodies: Bodies) -> None:
         self._app = app
-        self._body_max_bytes = body_max_bytes
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one connection; what is not HTTP passes."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = _Exchange(scope, receive, send, self._body_max_bytes)
+        exchange = _Exchange(scope, receive, send, self._bodies)
         with metrics.REQUESTS_OPEN.track_inprogress():
             try:
                 await self._app(scope, exchange.receive, exchange.send)
             except Exception as error:
                 await exchange.answer_unexpected(error)
             finally:
-                exchange.count()
+                exchange.end()
 
 
 class _Exchange:
     """One request and its answer, seen from outside."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, body_max_bytes: int) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, bodies: Bodies) -> None:
         self._scope, self._receive, self._send = scope, receive, send
-        self._body_max_bytes = body_max_bytes
+        self._bodies = bodies
         self._body_bytes, self._body_ended = 0, False
         self._status = 0
         headers = Headers(scope=scope)
@@ -163,7 +176,7 @@ class _Exchange:
     async def receive(self) -> Message:
         if self._body_ended:
             return await self._receive()
-        if self._declared_bytes > self._body_max_bytes:
+        if self._declared_bytes > self._bodies.largest_bytes:
             raise self._too_large()
         left_s = BODY_GRACE_S + self._body_bytes / LEAST_BYTES_PER_S - self.context.total_ms / 1000
         try:
@@ -173,14 +186,18 @@ class _Exchange:
             if left_s < BODY_IDLE_S:
                 raise TooSlow(f"the body comes with less than {LEAST_BYTES_PER_S} bytes/s") from error
             raise TooSlow(f"nothing more of the body came for {BODY_IDLE_S:g} s") from error
-        self._body_bytes += len(message.get("body", b""))
-        if self._body_bytes > self._body_max_bytes:
+        size = len(message.get("body", b""))
+        self._body_bytes += size
+        self._bodies.held_bytes += size
+        if self._body_bytes > self._bodies.largest_bytes:
             raise self._too_large()
+        if self._body_bytes > SMALL_BODY_BYTES and self._bodies.held_bytes > self._bodies.together_bytes:
+            raise Overloaded("too many large bodies are being taken in; try again later", retry_after_s=FULL_RETRY_S)
         self._body_ended = not message.get("more_body", False)
         return message
 
     def _too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(f"the body is larger than {self._body_max_bytes} bytes")
+        return BodyTooLarge(f"the body is larger than {self._bodies.largest_bytes} bytes")
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -202,7 +219,8 @@ class _Exchange:
             self._scope, self._receive, self.send
         )
 
-    def count(self) -> None:
+    def end(self) -> None:
+        self._bodies.held_bytes -= self._body_bytes
         answered, seconds = metrics.of_requests(self._route, self.context.model, self._status)
         answered.inc()
         seconds.observe(self.context.total_ms / 1000)

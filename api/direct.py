@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.compression import compressed
-from api.context import ContextMiddleware
+from api.context import Bodies, ContextMiddleware
 from api.errors import EXPECTED, answer
 from api.idempotency import once
 from api.request_options import IDEMPOTENCY_HEADER
@@ -51,17 +51,17 @@ class DirectApp(FastAPI):
     """FastAPI that calls the endpoints of direct routes itself.
 
     Args:
-        body_max_bytes: the largest body that is read.
+        bodies: how much of them is read.
         origins: whose pages may call it from a browser; `*`: all.
         given: as FastAPI takes it.
     """
 
-    def __init__(self, body_max_bytes: int, *, origins: Sequence[str] = (), **given: Any) -> None:
+    def __init__(self, bodies: Bodies, *, origins: Sequence[str] = (), **given: Any) -> None:
         super().__init__(**given)
         self._entry: ASGIApp = _for_browsers(self._serve, origins) if origins else self._serve
         self._direct: dict[tuple[str, str], DirectRoute] = {}
-        self._in_context = ContextMiddleware(self._answer, body_max_bytes)
-        self.add_middleware(ContextMiddleware, body_max_bytes=body_max_bytes)
+        self._in_context = ContextMiddleware(self._answer, bodies)
+        self.add_middleware(ContextMiddleware, bodies=bodies)
 
     def add(self, router: APIRouter) -> None:
         """Serves the routes of `router`, the direct ones directly."""

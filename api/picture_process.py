@@ -51,10 +51,10 @@ ADDRESS_SPACE_BYTES = 1024 * 1024 * 1024
 """The largest picture takes 400 MB."""
 REDUCING_GAP = 3
 """Pixels are averaged in boxes down to three times the target, and only those resampled, as for thumbnails."""
-STRIP_PIXELS = 1 << 20
+STRIP_PIXELS = 1 << 18
 """Of the decoded picture, what is flattened and reduced at once."""
-STRIPS_BYTES = 32 * 1024 * 1024
-"""What strips, target and encoder take besides, at most."""
+WORKING_BYTES = 24 * 1024 * 1024
+"""What decoder, strips and encoder take besides, at most."""
 
 # Pillow's own bound only warns at first, and it does so while the header is read; ours refuses right after that.
 Image.MAX_IMAGE_PIXELS = None
@@ -138,11 +138,14 @@ def _prepared(data: bytes, order: Prepare, wait_for_room: Callable[[int], None])
     """The picture in `data` upright, in RGB, and of the size to draw."""
     with _opened(data, SOURCE_FORMATS) as picture:
         shape = picture.size
+        # Of a PNG the orientation may come after its pixels; until then it is taken for upright.
+        target = order.size or size_like(*shape, order.limits)
         if isinstance(picture, JpegImageFile):
-            # The decoder drops what the target does not need. (Of a PNG the orientation may come after its pixels.)
-            width, height = _unturned(_target(picture, shape, order), picture)
+            target = _target(picture, shape, order)
+            width, height = _unturned(target, picture)
+            # The decoder drops what the target does not need.
             picture.draft(None, (2 * width, 2 * height))
-        wait_for_room(_cost_bytes(picture, shape))
+        wait_for_room(_cost_bytes(picture, shape, target))
         picture.load()
         target = _target(picture, shape, order)
         drawn = _reduced(picture, _unturned(target, picture))
@@ -185,19 +188,37 @@ def _unturned(size: tuple[int, int], picture: Image.Image) -> tuple[int, int]:
     return (size[1], size[0]) if _orientation(picture) in _SIDEWAYS else size
 
 
-def _cost_bytes(picture: Image.Image, shape: tuple[int, int]) -> int:
-    """What decoding takes, measured: Pillow keeps four bytes a pixel for all modes but the smallest."""
+def _cost_bytes(picture: Image.Image, shape: tuple[int, int], target: tuple[int, int] | None = None) -> int:
+    """What the work takes at most, measured: Pillow keeps four bytes a pixel for all modes but the smallest."""
     pixels = picture.width * picture.height
+    decoded = _SMALL_MODES.get(picture.mode, 4) * pixels
+    loading = decoded
     if picture.format == "WEBP":
-        return STRIPS_BYTES + 16 * pixels
-    # A progressive JPEG is held whole in coefficients of two bytes, in whatever size it is decoded.
-    coefficients = 8 * shape[0] * shape[1] if picture.info.get("progressive") else 0
-    return STRIPS_BYTES + coefficients + _SMALL_MODES.get(picture.mode, 4) * pixels
+        loading = 16 * pixels
+    elif picture.info.get("progressive"):
+        # A JPEG of this kind is held whole in coefficients of two bytes, in whatever size it is decoded.
+        loading += 8 * shape[0] * shape[1]
+    # How it is turned may stand behind its pixels.
+    targets = [target, target[::-1]] if target else []
+    made = max([_reduced_bytes(picture.size, one) for one in targets], default=4 * pixels)
+    return WORKING_BYTES + max(loading, decoded + made)
+
+
+def _reduced_bytes(have: tuple[int, int], want: tuple[int, int]) -> int:
+    """Of what `_reduced` makes: averaged, resampled along one side, then along the other, and turned."""
+    across, down = _factors(have, want)
+    height = math.ceil(have[1] / down)
+    return 4 * (math.ceil(have[0] / across) * height + want[0] * height + 2 * want[0] * want[1])
+
+
+def _factors(have: tuple[int, int], want: tuple[int, int]) -> tuple[int, int]:
+    """How many pixels are averaged into one, across and down."""
+    return max(1, int(have[0] / want[0] / REDUCING_GAP)), max(1, int(have[1] / want[1] / REDUCING_GAP))
 
 
 def _reduced(picture: Image.Image, size: tuple[int, int]) -> Image.Image:
     """The picture flat and in `size`; a strip at a time, so that no second whole one lies in memory."""
-    across, down = (max(1, int(have / want / REDUCING_GAP)) for have, want in zip(picture.size, size, strict=True))
+    across, down = _factors(picture.size, size)
     width, height = picture.size
     small = Image.new("RGB", (math.ceil(width / across), math.ceil(height / down)))
     rows = max(1, STRIP_PIXELS // width // down) * down

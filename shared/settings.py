@@ -100,6 +100,8 @@ class ApiSettings(Settings):
     """Whether webhooks may go to private addresses, and over http, as the function has it; for one machine."""
     memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     request_max_bytes: int = Field(32 * 1024 * 1024, ge=1)
+    bodies_max_bytes: int = Field(256 * 1024 * 1024, ge=1)
+    """What bodies may take together until their requests are answered; above it those of more than 64 KiB get 429."""
     head_limit_s: float = Field(20.0, gt=0)
     """For a connection's first request, and for each head from its first byte to its last; then 408 and closed."""
     most_connections: int = Field(4096, ge=1)

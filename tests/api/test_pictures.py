@@ -3,8 +3,11 @@
 import base64
 import io
 import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +23,7 @@ from shared.messages import ImageInput
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 
 pytestmark = pytest.mark.anyio
+ROOT = Path(__file__).parents[2]
 LIMITS = Limits(width=64, height=64, multiple=8, largest_pixels=64 * 64)
 
 
@@ -204,3 +208,43 @@ async def test_data_uri_of_any_length_is_read(size: int) -> None:
 async def test_data_uri_that_is_not_base64_is_refused(text: str) -> None:
     with pytest.raises(BadInput, match="not base64"):
         await data_of_uri(f"data:image/png;base64,{text}", "image", field="image")
+
+
+MEASURED = """
+import sys
+from pathlib import Path
+from api.picture_frames import Limits, Prepare, Prepared
+from api.picture_process import done
+
+def peak_bytes():
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024
+
+data, costs = sys.stdin.buffer.read(), []
+before = peak_bytes()
+answer, _ = done(Prepare((512, 512), Limits(512, 512, 8, 262144)), data, costs.append)
+assert isinstance(answer, Prepared), answer
+print(costs[0], peak_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells the peak of a process's memory in a file")
+@pytest.mark.parametrize(
+    ("kind", "mode", "options"),
+    [
+        ("png", "RGBA", {}),
+        ("png", "L", {}),
+        ("png", "P", {}),
+        ("jpeg", "RGB", {}),
+        ("jpeg", "RGB", {"progressive": True, "subsampling": 0}),
+        ("jpeg", "CMYK", {"progressive": True}),
+        ("webp", "RGBA", {}),
+        ("webp", "RGB", {"lossless": True}),
+    ],
+)
+def test_picture_takes_no_more_memory_than_is_reckoned(kind: str, mode: str, options: dict[str, object]) -> None:
+    buffer = io.BytesIO()
+    Image.radial_gradient("L").resize((3000, 3000)).convert(mode).save(buffer, kind, **options)
+    command = [sys.executable, "-c", MEASURED]
+    found = subprocess.run(command, input=buffer.getvalue(), stdout=subprocess.PIPE, check=True, cwd=ROOT)
+    cost_bytes, taken_bytes = (int(number) for number in found.stdout.split())
+    assert taken_bytes <= cost_bytes

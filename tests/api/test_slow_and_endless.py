@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from api.bounded_http import HEAD_LIMIT_BYTES, MOST_PIPELINED
+from api.context import SMALL_BODY_BYTES
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
 
 pytestmark = pytest.mark.anyio
@@ -251,3 +252,23 @@ async def test_what_is_no_request_is_refused(tmp_path: Path, request_: bytes) ->
         status, body = await peer.answer()
         assert status == 400
         assert json.loads(body)["error"]["code"] == "invalid_input"
+
+
+async def test_bodies_are_bounded_together(tmp_path: Path) -> None:
+    length = 2 * SMALL_BODY_BYTES
+    head = POST + b"content-length: %d\r\n\r\n" % length
+    async with _api(tmp_path, bodies_max_bytes=3 * SMALL_BODY_BYTES) as api, _peer(api) as first, _peer(api) as second:
+        await first.send(head + b" " * (length - 1))
+        # How much of it was taken in shows in what is refused.
+        statuses = []
+        while 429 not in statuses:
+            await second.send(head + b" " * length)
+            statuses.append((await second.answer())[0])
+        assert set(statuses) <= {400, 429}
+        small = await api.http.post("/v1/embeddings", content=BODY, headers={"content-type": "application/json"})
+        assert small.status_code == 200
+        await first.send(b" ")
+        assert (await first.answer())[0] == 400
+        async with _peer(api) as third:
+            await third.send(head + b" " * length)
+            assert (await third.answer())[0] == 400
