@@ -21,12 +21,14 @@ CATALOGUE = read_catalogue(Path("models.yaml"))
 WRITTEN_IN = ("*.tf", "*.yaml", "*.sh", "*.md", "*Dockerfile*", "infra/*.py")
 ON_ONE_MACHINE = {"PENSTOCK_PUBSUB_ENDPOINT", "PENSTOCK_BIGQUERY_ENDPOINT"}
 """Empty in the cloud: Google's own."""
+OF_TESTS = {"PENSTOCK_TEST_PATIENCE"}
 LEFT_ALONE: dict[type[Settings], set[str]] = {
     ApiSettings: {
         *("PENSTOCK_LOG_LEVEL", "PENSTOCK_MEMORY_CACHE_BYTES", "PENSTOCK_REQUEST_MAX_BYTES"),
         *("PENSTOCK_INBOX_LEASE_S", "PENSTOCK_IDEMPOTENCY_LEASE_S", "PENSTOCK_METRICS_HOST"),
-        "PENSTOCK_CORS_ORIGINS",
-        "PENSTOCK_WEBHOOKS_PRIVATE",
+        *("PENSTOCK_CORS_ORIGINS", "PENSTOCK_WEBHOOKS_PRIVATE"),
+        *("PENSTOCK_HEAD_LIMIT_S", "PENSTOCK_MOST_CONNECTIONS"),
+        *("PENSTOCK_PICTURE_PROCESSES", "PENSTOCK_PICTURE_BUDGET_BYTES"),
         # Only where there is a domain, or a pool that does not begin at 0.
         *("PENSTOCK_PUBLIC_URL", "PENSTOCK_INBOX_FIRST"),
     },
@@ -113,7 +115,7 @@ def test_workers_are_given_all_that_they_must_be(objects: Objects) -> None:
 
 
 def test_no_setting_is_misspelt_anywhere() -> None:
-    known = variables(ApiSettings) | variables(WorkerSettings) | variables(FunctionSettings)
+    known = variables(ApiSettings) | variables(WorkerSettings) | variables(FunctionSettings) | OF_TESTS
     files = subprocess.run(
         ["git", "ls-files", "--", *WRITTEN_IN], capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=True
     )
