@@ -152,7 +152,9 @@ def _outdone_by(backend: Backend, fit: Sequence[Backend], question: Question) ->
 
 def _decide(question: Question, contest: Contest, options: Sequence[Option], findings: list[Finding]) -> Choice:
     """The winner among backends, then among its layouts; what is listed first where no two rounds agree."""
-    winner = contest.decide(options) if options else None
+    is_alone = len(options) == 1 and len(question.forms(options[0].backend)) > 1
+    # One backend alone is timed with its layouts.
+    winner = options[0] if is_alone else contest.decide(options) if options else None
     usable = [option for option in options if not option.finding.reason]
     if not usable:
         return _without_figures(question.entry, question.forms(Backend())[0], findings)
@@ -162,6 +164,8 @@ def _decide(question: Question, contest: Contest, options: Sequence[Option], fin
     if len(forms) > 1:
         others = [Option(winner.backend, form, winner.finding) for form in forms[1:]]
         laid_out = contest.decide([winner, *others])
+        if not winner.readings:
+            return _without_figures(question.entry, question.forms(Backend())[0], findings)
         if laid_out is None:
             return _by_prior(winner, contest, findings)
         winner = laid_out

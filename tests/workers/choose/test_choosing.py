@@ -307,6 +307,18 @@ def test_torch_in_bf16_spares_measuring_it_in_fp32(question: Question) -> None:
     assert (wide.name, wide.reason) == ("torch-fp32", "not measured: torch computes it faster in fewer bits")
 
 
+def test_one_backend_alone_is_timed_with_its_layouts_only(question: Question) -> None:
+    timed: list[str] = []
+
+    def meter(probes: Probes, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
+        timed.append(layout.name)
+        return Reading(100.0)
+
+    choice = choose(replace(with_bf16(question, 0.99), processes=0, threads=0), meter=meter)
+    assert timed == ["2 x 1", "1 x 2"] * 2
+    assert (choice.layout, choice.is_provisional) == (Layout(2, 1), False)
+
+
 def test_without_an_artifact_torch_is_compared_with_itself(question: Question) -> None:
     choice = choose(with_bf16(question, 0.999999), meter=speeds(torch_bf16=100, torch_fp32=50))
     assert choice.backend.name == "torch-fp32"
