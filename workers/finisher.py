@@ -15,16 +15,11 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-import msgspec
-
 from shared.cache import ResultCache
 from shared.catalogue import Model
 from shared.errors import BadInput, PenstockError, Unavailable, UndecodableMessage
 from shared.messages import (
-    INLINE_LIMIT_BYTES,
-    Blob,
     Envelope,
-    ImageResult,
     ItemError,
     ItemOutcome,
     Reply,
@@ -43,12 +38,12 @@ from shared.webhooks import Event, EventName, encode_event
 from workers import metrics
 from workers.ending import answered_by, in_time, one_for_each, state_of, undelivered
 from workers.job import JobInHand, WorkerFacts, row_for
+from workers.large_results import LargeResults
 
 log = logging.getLogger(__name__)
 
 KEEP_LIMIT_S = 60.0
 """How long a result is kept in hand while Redis (for a prediction) or the object store (for an image) is away."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 4.0
 FINISH_LIMIT_S = 1.0
 REASON_LIMIT_BYTES = 1000
 """An attribute has at most 1,024."""
@@ -78,7 +73,7 @@ class Finisher:
         self._publisher = publisher
         self._cache = cache
         self._records = records
-        self._objects = objects
+        self._large = LargeResults(objects, KEEP_LIMIT_S)
         self._rows = rows
         self._facts = facts
         self._in_hand: set[JobInHand] = set()
@@ -122,7 +117,7 @@ class Finisher:
     async def _finish(self, hand: JobInHand) -> None:
         outcomes = [hand.outcomes[item.index] for item in hand.items]
         try:
-            outcomes = [await self._store_large(hand.envelope, outcome) for outcome in outcomes]
+            outcomes = [await self._large.stored(hand.envelope, outcome) for outcome in outcomes]
             ours = ReplyBody(outcomes, None, self._facts.worker, self._facts.device, time.time())
             answered = await (self._end_prediction if hand.envelope.prediction else self._end)(hand, ours)
             if hand.dead_reason:
@@ -203,30 +198,6 @@ class Finisher:
     async def _publish_event(self, hand: JobInHand, event: EventName, sequence: int = 0) -> None:
         if event in hand.envelope.webhook.split(","):
             await self._publisher.publish(WEBHOOKS_TOPIC_ID, *encode_event(Event(hand.record, event, sequence)))
-
-    async def _store_large(self, envelope: Envelope, outcome: ItemOutcome) -> ItemOutcome:
-        """Images above the inline limit go to the object store; the reply and the cache carry their key."""
-        result = outcome.result
-        if not isinstance(result, ImageResult) or result.image.data is None:
-            return outcome
-        if len(result.image.data) <= INLINE_LIMIT_BYTES:
-            return outcome
-        key = f"results/{envelope.request_id}/{outcome.index}"
-        await self._put(key, result.image.data, result.image.media_type, envelope.deadline_s)
-        image = Blob(result.image.media_type, object_key=key)
-        return msgspec.structs.replace(outcome, result=msgspec.structs.replace(result, image=image))
-
-    async def _put(self, key: str, data: bytes, media_type: str, deadline_s: float) -> None:
-        """Stores an object, again and again while the store is out of reach: to draw it anew would cost more."""
-        until_s, pause_s = min(deadline_s, time.time() + KEEP_LIMIT_S), FIRST_PAUSE_S
-        while True:
-            try:
-                return await self._objects.put(key, data, media_type)
-            except Unavailable:
-                if time.time() + pause_s > until_s:
-                    raise
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _fill_cache(self, hand: JobInHand, ours: ReplyBody) -> None:
         results = {outcome.index: outcome.result for outcome in ours.outcomes}
