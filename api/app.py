@@ -83,6 +83,9 @@ def create_app(
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        # A path with a slash too many is not known: a redirect would name this API's own idea of its scheme and host,
+        # and clients would send their keys there.
+        redirect_slashes=False,
     )
     for routes in (embeddings, images, models, objects, health, pages):
         app.add(routes.router)

@@ -35,6 +35,14 @@ async def test_host_is_not_taken_from_a_header_that_callers_can_write(tmp_path: 
         assert response.json()["data"][0]["url"].startswith("http://api.example.com/v1/objects/")
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings/", "/v1/predictions/", "/predictions/", "/docs/", "/v1/models/"])
+async def test_nobody_is_sent_elsewhere(tmp_path: Path, path: str) -> None:
+    async with running_api(settings_for(tmp_path)) as api:
+        response = await api.http.post(path, json={}, headers=BY_A_PROXY)
+        assert response.status_code == 404
+        assert "location" not in response.headers
+
+
 @pytest.mark.parametrize("trusted", ["proxy.example.com", "10.0.0.1/8", "10.0.0.1,*", "10.0.0.1,"])
 def test_proxies_that_are_no_networks_are_refused(tmp_path: Path, trusted: str) -> None:
     with pytest.raises(ConfigurationError, match="PENSTOCK_TRUSTED_PROXIES"):
