@@ -28,6 +28,7 @@ from workers.models.artifact import (
     take_over,
     write_manifest,
 )
+from workers.models.cpu import this_cpu
 from workers.optimize.verdict import Made, verdict_table
 from workers.optimize.wishes import (
     CALIBRATIONS,
@@ -178,6 +179,7 @@ def _manifest(entry: Entry, digest: str, variants: list[Variant]) -> Manifest:
         revision=entry.revision,
         source_digest=digest,
         made_by=made_by,
+        measured_on=this_cpu()[1],
         task=entry.task,
         variants=variants,
     )

@@ -13,6 +13,7 @@ import pytest
 
 from tests.limits import START_LIMIT_S
 from tests.workers.optimize.tiny_bert import ENTRY, Optimize
+from workers.choose.machine import this_machine
 from workers.models.artifact import Artifact, Variant, read_calibration
 from workers.models.encoder_onnx import OnnxEncoder
 from workers.models.sentence_folder import read_sentence_folder
@@ -45,6 +46,7 @@ def test_artifact_is_what_its_manifest_says(optimize: Optimize, made: Made, tiny
     assert variants["onnx-fp32"].cosine_min > 0.999999
     assert variants["onnx-int8"].size_bytes < 0.5 * variants["onnx-fp32"].size_bytes
     assert "Attention" in variants["onnx-fp32"].note
+    assert artifact.manifest.measured_on == this_machine().flags
     assert sorted(path.name for path in artifact.folder.iterdir()) == [
         "calibration.npz",
         "fp32.onnx",
