@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Names the images of this build as the release's, by digest; writes what Terraform and the manifests are given.
 set -euo pipefail
-version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+version=$(sed -n '/^\[project\]/,/^\[/s/^version = "\(.*\)"/\1/p' pyproject.toml)
 for image in api functions worker; do
   docker buildx imagetools create --tag "$REGISTRY/$image:$version-${BUILD_ID%%-*}" --tag "$REGISTRY/$image:latest" \
     "$(cat "release/$image.image")"

@@ -20,7 +20,7 @@ if [[ ${!base} != *@sha256:* && ${UNPINNED:-} != yes ]]; then
   echo "$base is '${!base}', without a digest: run infra/docker/pin.sh, or set UNPINNED=yes for a trial" >&2
   exit 2
 fi
-version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+version=$(sed -n '/^\[project\]/,/^\[/s/^version = "\(.*\)"/\1/p' pyproject.toml)
 revision=${REVISION:-$(git rev-parse HEAD 2>/dev/null || echo unknown)}
 # The builder may be two words.
 # shellcheck disable=SC2086
