@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests.api.harness import running_api, settings_for
+from tests.limits import PATIENCE
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).parents[2]
 CONFIG = "tests/api/openapi/schemathesis.toml"
 CASES_OF_A_ROUTE = 10
 """Random ones, of each kind; those of the bounds are about 1,500 in all."""
-LIMIT_S = 500
+LIMIT_S = 500 * PATIENCE
 HOW_TO_MEND = """
 An answer is not as the OpenAPI document says. Is the answer right? Then say so at its route: a status in the
 `responses` of its decorator (words for a new one: api/openapi.py, _WORDS), a header in api/openapi_headers.py, a field

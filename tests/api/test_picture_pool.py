@@ -23,6 +23,7 @@ from api.picture_frames import Limits, Prepare
 from api.picture_pool import PicturePool
 from shared.errors import BadInput, Unavailable
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest, running_api, settings_for
+from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 LIMITS = Limits(64, 64, 8, 4096)
@@ -53,7 +54,9 @@ PNG = _png()
 
 async def _edit(api: ApiUnderTest, prompt: str, **headers: str) -> httpx.Response:
     fields = {"prompt": prompt, "seed": "7", "model": IMAGE_MODEL.name}
-    return await api.http.post("/v1/images/edits", files={"image": PNG}, data=fields, headers=headers, timeout=60)
+    return await api.http.post(
+        "/v1/images/edits", files={"image": PNG}, data=fields, headers=headers, timeout=WAIT_LIMIT_S
+    )
 
 
 def _processes() -> list[psutil.Process]:
@@ -74,7 +77,7 @@ def _waiting() -> float:
 
 
 async def _until(is_so: object) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_LIMIT_S):
         while not is_so():  # type: ignore[operator]  # noqa: ASYNC110 - the product has no use for an event here
             await asyncio.sleep(0.005)
 

@@ -24,13 +24,11 @@ from tests.end_to_end.rows import Rows, eventually
 from tests.faults.world import model_processes
 from tests.limits import WAIT_LIMIT_S
 
-LIMIT_S = 8.0
-
 
 def readiness(stack: Stack) -> tuple[int, str]:
     """Status and body of /readyz."""
     try:
-        with urllib.request.urlopen(f"{stack.api_url}/readyz", timeout=LIMIT_S) as answer:
+        with urllib.request.urlopen(f"{stack.api_url}/readyz", timeout=WAIT_LIMIT_S) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -165,7 +163,7 @@ async def _first(transport: PubSubTransport, subscription_id: str, is_it: object
     """The first message of a subscription that `is_it` accepts; the others are acked too."""
     assert callable(is_it)
     async with (
-        asyncio.timeout(LIMIT_S),
+        asyncio.timeout(WAIT_LIMIT_S),
         transport.subscribe(subscription_id, max_messages=10) as subscription,
     ):
         async for message in subscription:

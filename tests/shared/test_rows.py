@@ -14,11 +14,10 @@ from infra.bigquery import create, schema
 from shared.rows import fields_of
 from shared.rows_journal import BATCH_ROWS
 from shared.usage import Row
+from tests.limits import WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import DATASET, PROJECT, Server, row, segments, writer
 
 pytestmark = pytest.mark.anyio
-
-LIMIT_S = 8.0
 
 
 @pytest.fixture
@@ -31,7 +30,7 @@ async def test_rows_arrive_with_their_values(server: Server, tmp_path: Path) -> 
         async with writer(server, tmp_path / "spool") as rows:
             for number in range(BATCH_ROWS + 7):
                 rows.write(row(number, tokens=number, queue_ms=1.25, started_at_s=1_750_000_000.5))
-            assert await rows.flush(LIMIT_S)
+            assert await rows.flush(WAIT_LIMIT_S)
             assert rows.pending == 0
         assert server.row_ids() == [f"req:{number:05}" for number in range(BATCH_ROWS + 7)]
         query = f"SELECT * FROM {DATASET}.rows WHERE received_at > TIMESTAMP '2020-01-01' AND item = 7"
@@ -47,7 +46,7 @@ async def test_outage_loses_no_row(server: Server, tmp_path: Path) -> None:
         rows.write(row(2))
         assert rows.pending == 2
         with server.running():
-            assert await rows.flush(LIMIT_S)
+            assert await rows.flush(WAIT_LIMIT_S)
             assert server.row_ids("rows_deduplicated") == ["req:00001", "req:00002"]
     assert segments(tmp_path / "spool") == 0
 
@@ -62,7 +61,7 @@ async def test_close_during_an_outage_leaves_rows_to_the_next(server: Server, tm
         async with writer(server, spool_dir) as rows:
             assert rows.pending == 3
             rows.write(row(3))
-            assert await rows.flush(LIMIT_S)
+            assert await rows.flush(WAIT_LIMIT_S)
             assert server.row_ids("rows_deduplicated") == [f"req:{number:05}" for number in range(4)]
     assert segments(spool_dir) == 0
 
@@ -85,7 +84,7 @@ async def test_refused_row_is_kept_with_its_reason_and_harms_no_other(server: Se
             rows.write(row(1))
             rows.write(row(2, tokens="many"))
             rows.write(row(3))
-            assert await rows.flush(LIMIT_S)
+            assert await rows.flush(WAIT_LIMIT_S)
         assert server.row_ids() == ["req:00001", "req:00003"]
     rejected = [json.loads(line) for line in (tmp_path / "spool" / "rejected.jsonl").read_text().splitlines()]
     assert [entry["row"]["row_id"] for entry in rejected] == ["req:00002"]
@@ -97,7 +96,7 @@ async def test_row_that_spoils_its_request_is_alone_in_its_fate(server: Server, 
         async with writer(server, tmp_path / "spool") as rows:
             for number in range(9):
                 rows.write(row(number, **({"tenant": "x" * 11_000_000} if number == 4 else {})))
-            assert await rows.flush(LIMIT_S)
+            assert await rows.flush(WAIT_LIMIT_S)
         assert server.row_ids() == [f"req:{number:05}" for number in range(9) if number != 4]
 
 
@@ -116,7 +115,7 @@ async def test_what_exceeds_memory_waits_on_disk(
                 assert rows.pending == 200
     with server.running():
         async with writer(server, tmp_path / "spool") as rows:
-            assert await rows.flush(LIMIT_S)
+            assert await rows.flush(WAIT_LIMIT_S)
         assert server.row_ids("rows_deduplicated") == [f"req:{number:05}" for number in range(200)]
 
 
@@ -131,13 +130,13 @@ async def test_table_of_an_older_release_takes_rows_without_its_missing_columns(
             rows.write(row(1, cost_usd=0.5, charged_share=1.0))
             rows.write(row(2, cost_usd=0.5))
             rows.write(row(3, tokens="many", charged_share=1.0))
-            assert await rows.flush(LIMIT_S)
+            assert await rows.flush(WAIT_LIMIT_S)
         assert server.row_ids() == ["req:00001", "req:00002"]
         with server.client() as client:
             create(client, DATASET)
         async with writer(server, tmp_path / "spool") as rows:
             rows.write(row(4, cost_usd=0.5, charged_share=1.0))
-            assert await rows.flush(LIMIT_S)
+            assert await rows.flush(WAIT_LIMIT_S)
         query = (
             f"SELECT row_id, cost_usd, charged_share FROM {DATASET}.rows WHERE received_at > '2020-01-01' ORDER BY 1"
         )
@@ -153,7 +152,7 @@ async def test_repeated_row_counts_once(server: Server, tmp_path: Path) -> None:
         for spool in ("one", "two"):
             async with writer(server, tmp_path / spool) as rows:
                 rows.write(row(1))
-                assert await rows.flush(LIMIT_S)
+                assert await rows.flush(WAIT_LIMIT_S)
         assert server.row_ids("rows_deduplicated") == ["req:00001"]
 
 

@@ -161,7 +161,7 @@ def test_api_is_scraped_where_it_answers(plan: Plan) -> None:
     assert endpoint["port"] not in {port["container_port"] for port in api_container(plan, "europe-west4")["ports"]}
     with (
         api.metrics.served("127.0.0.1", 0) as port,
-        urllib.request.urlopen(f"http://127.0.0.1:{port}{endpoint['path']}", timeout=5) as answer,
+        urllib.request.urlopen(f"http://127.0.0.1:{port}{endpoint['path']}", timeout=WAIT_LIMIT_S) as answer,
     ):
         assert b"penstock_api_requests" in answer.read()
 

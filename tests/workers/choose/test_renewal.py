@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from shared.errors import ModelFailed
+from tests.limits import WAIT_LIMIT_S
 from workers.choose.choice import Choice, Layout
 from workers.choose.renewal import FAR, FEWEST_TOKENS, WINDOW_CPU_S, WINDOWS, Held, Renewal, Watch
 from workers.models.backend import Backend
@@ -86,7 +87,7 @@ class Measurements:
 
 async def test_a_provisional_choice_is_measured_once_the_worker_is_idle() -> None:
     made = Measurements()
-    async with asyncio.timeout(20), Renewal([made.held(is_provisional=True)], idle_s=0.0):
+    async with asyncio.timeout(WAIT_LIMIT_S), Renewal([made.held(is_provisional=True)], idle_s=0.0):
         (await made.begun.get()).set_result(choice(is_provisional=True))
         await asyncio.sleep(0)
         assert made.begun.empty()  # once, even where it is provisional still
@@ -95,7 +96,7 @@ async def test_a_provisional_choice_is_measured_once_the_worker_is_idle() -> Non
 
 async def test_work_goes_before_measuring() -> None:
     made = Measurements()
-    async with asyncio.timeout(20), Renewal([None, made.held(is_provisional=True)], idle_s=0.0) as renewal:
+    async with asyncio.timeout(WAIT_LIMIT_S), Renewal([None, made.held(is_provisional=True)], idle_s=0.0) as renewal:
         first = await made.begun.get()
         renewal.ran(0, Batch(10, 0.1))
         second = await made.begun.get()
@@ -105,7 +106,7 @@ async def test_work_goes_before_measuring() -> None:
 
 async def test_a_choice_that_batches_contradict_is_doubted_and_measured() -> None:
     made = Measurements()
-    async with asyncio.timeout(20), Renewal([made.held(is_provisional=False)], idle_s=0.0) as renewal:
+    async with asyncio.timeout(WAIT_LIMIT_S), Renewal([made.held(is_provisional=False)], idle_s=0.0) as renewal:
         for batch in window(2 * FAR) * WINDOWS:
             renewal.ran(0, batch)
         await made.doubted.wait()
@@ -114,7 +115,7 @@ async def test_a_choice_that_batches_contradict_is_doubted_and_measured() -> Non
 
 async def test_what_fits_is_left_alone() -> None:
     made = Measurements()
-    async with asyncio.timeout(20), Renewal([made.held(is_provisional=False)], idle_s=0.0) as renewal:
+    async with asyncio.timeout(WAIT_LIMIT_S), Renewal([made.held(is_provisional=False)], idle_s=0.0) as renewal:
         for batch in window(1.0) * 2 * WINDOWS:
             renewal.ran(0, batch)
         await asyncio.sleep(0)
@@ -124,7 +125,7 @@ async def test_what_fits_is_left_alone() -> None:
 
 async def test_a_measurement_that_fails_ends_the_matter() -> None:
     made = Measurements()
-    async with asyncio.timeout(20), Renewal([made.held(is_provisional=True)], idle_s=0.0) as renewal:
+    async with asyncio.timeout(WAIT_LIMIT_S), Renewal([made.held(is_provisional=True)], idle_s=0.0) as renewal:
         (await made.begun.get()).set_exception(ModelFailed("broken"))
         await asyncio.sleep(0)
         renewal.ran(0, Batch(10, 0.1))
@@ -138,7 +139,10 @@ async def test_idle_means_that_no_batch_ran_for_a_while() -> None:
         return now_s[0]
 
     made = Measurements()
-    async with asyncio.timeout(20), Renewal([made.held(is_provisional=True)], idle_s=0.01, clock=clock) as renewal:
+    async with (
+        asyncio.timeout(WAIT_LIMIT_S),
+        Renewal([made.held(is_provisional=True)], idle_s=0.01, clock=clock) as renewal,
+    ):
         slept.clear()
         await slept.wait()
         assert made.begun.empty()
