@@ -126,7 +126,7 @@ def _memory(api: Part, peak: list[int]) -> Iterator[None]:
         while not stop.wait(LOOK_S):
             peak[0] = max(peak[0], api.rss_bytes())
             try:
-                peak[1] = max(peak[1], sum(api.children_rss_bytes()))
+                peak[1] = max(peak[1], sum(api.picture_rss_bytes()))
             except psutil.NoSuchProcess:
                 continue
 

@@ -73,6 +73,10 @@ class Part:
         children = self._process.children(recursive=True)
         return [int(child.memory_info().rss) for child in children if child.name() == MODEL_PROCESS_NAME]
 
+    def picture_rss_bytes(self) -> list[int]:
+        """Resident memory of each of an API's picture processes, which are all the children it has."""
+        return [int(child.memory_info().rss) for child in self._process.children(recursive=True)]
+
 
 @dataclass(frozen=True)
 class Work:
@@ -135,8 +139,10 @@ class Pipeline:
     def another_api(self, **settings: object) -> Iterator[Part]:
         """One more API on the same pipeline, with `settings` of its own (fields of ApiSettings)."""
         port = free_port()
-        given = {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
-        with another(self.stack, "another-api", "api", port, given | {"PENSTOCK_PORT": str(port)}) as part:
+        # The port of the stack's own metrics is taken.
+        given = {"PENSTOCK_METRICS_PORT": "0", "PENSTOCK_PORT": str(port)}
+        given |= {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
+        with another(self.stack, "another-api", "api", port, given) as part:
             yield part
 
     @contextmanager
