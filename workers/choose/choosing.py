@@ -16,7 +16,7 @@ from shared.catalogue import Model as Entry
 from shared.errors import ConfigurationError, PenstockError
 from workers.choose.candidates import candidates, layouts
 from workers.choose.choice import Choice, Finding, Layout
-from workers.choose.contest import DISTURBED, Contest, Option, Reading
+from workers.choose.contest import DISTURBED, LAYOUT_MARGIN, Contest, Option, Reading
 from workers.choose.machine import Machine
 from workers.choose.prior import prior_rank
 from workers.choose.probes import Probes
@@ -163,7 +163,7 @@ def _decide(question: Question, contest: Contest, options: Sequence[Option], fin
     forms = question.forms(winner.backend)
     if len(forms) > 1:
         others = [Option(winner.backend, form, winner.finding) for form in forms[1:]]
-        laid_out = contest.decide([winner, *others])
+        laid_out = contest.decide([winner, *others], LAYOUT_MARGIN)
         if not winner.readings:
             return _without_figures(question.entry, question.forms(Backend())[0], findings)
         if laid_out is None:

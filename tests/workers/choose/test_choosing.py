@@ -307,6 +307,16 @@ def test_torch_in_bf16_spares_measuring_it_in_fp32(question: Question) -> None:
     assert (wide.name, wide.reason) == ("torch-fp32", "not measured: torch computes it faster in fewer bits")
 
 
+@pytest.mark.parametrize(("narrow", "best"), [(110.0, Layout(2, 2)), (120.0, Layout(2, 1))])
+def test_the_layout_that_is_better_for_a_lone_text_may_be_a_little_slower(
+    question: Question, narrow: float, best: Layout
+) -> None:
+    def meter(probes: Probes, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
+        return Reading(narrow if layout.threads == 1 else 100.0)
+
+    assert choose(question, meter=meter).layout == best
+
+
 def test_one_backend_alone_is_timed_with_its_layouts_only(question: Question) -> None:
     timed: list[str] = []
 
