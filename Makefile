@@ -46,9 +46,10 @@ test-fast: lint ## what a change in hand is tried with: ruff, and the tests that
 
 check: lint types imports ## the checks that run nothing
 
-lint: $(STAMP) ## ruff: rules and format
+lint: $(STAMP) ## ruff: rules and format; codespell: American spelling
 	$(call timed,ruff check,$(BIN)/ruff check)
 	$(call timed,ruff format,$(BIN)/ruff format --check)
+	$(call timed,codespell,git ls-files -z | xargs -0 $(BIN)/codespell)
 
 format: $(STAMP) ## ruff: mend what can be mended
 	@$(BIN)/ruff check --fix

@@ -11,7 +11,7 @@ import uvicorn
 from api import metrics
 from api.app import create_app
 from api.listening import server_config
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from shared.errors import ConfigurationError
 from shared.logs import configure_logs
 from shared.pubsub import PubSubTransport
@@ -36,7 +36,7 @@ def _serve(settings: ApiSettings) -> int:
     configure_logs(settings.log_level)
     app = create_app(
         settings,
-        read_catalogue(settings.models_file),
+        read_catalog(settings.models_file),
         PubSubTransport(settings.project, settings.pubsub_endpoint),
         PubSubAdmin(settings.project, settings.pubsub_endpoint),
         RowWriter(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 from api import metrics
 from api.pace import Pace
-from shared.catalogue import Model
+from shared.catalog import Model
 from shared.errors import Overloaded
 
 SHORTEST_RETRY_S, LONGEST_RETRY_S = 0.25, 60.0
@@ -32,7 +32,7 @@ class Admission:
 
     Args:
         max_in_flight: items in flight from which on requests are refused.
-        models: the catalogue's; each has a bound of its own.
+        models: the catalog's; each has a bound of its own.
         clock: monotonic seconds, for tests.
     """
 

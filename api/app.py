@@ -35,7 +35,7 @@ from api.routes import embeddings, health, images, models, objects, pages, predi
 from api.routes import predictions as prediction_routes
 from api.tenants import Tenants
 from shared.cache import ResultCache
-from shared.catalogue import Catalogue
+from shared.catalog import Catalog
 from shared.heap import settle_heap
 from shared.links import Links
 from shared.objects import ObjectStore
@@ -46,7 +46,7 @@ from shared.transport import Admin, Transport
 
 def create_app(
     settings: ApiSettings,
-    catalogue: Catalogue,
+    catalog: Catalog,
     transport: AbstractAsyncContextManager[Transport],
     admin: AbstractAsyncContextManager[Admin],
     rows: AbstractAsyncContextManager[RowSink],
@@ -55,7 +55,7 @@ def create_app(
 
     Args:
         settings: of this process.
-        catalogue: the models to serve.
+        catalog: the models to serve.
         transport: the connection to the broker, not yet open.
         admin: makes an inbox where no pool has one; not yet open.
         rows: takes the rows that the API writes; not yet open.
@@ -64,7 +64,7 @@ def create_app(
         ConfigurationError: an API key or the object store's URL is wrong.
     """
     given = _Given(
-        settings, catalogue, Tenants(settings.api_keys), ObjectStore(settings.objects_url), Links(settings.secret)
+        settings, catalog, Tenants(settings.api_keys), ObjectStore(settings.objects_url), Links(settings.secret)
     )
 
     @asynccontextmanager
@@ -102,7 +102,7 @@ class _Given(NamedTuple):
     """What stands before anything is opened, so that a wrong setting is refused at once."""
 
     settings: ApiSettings
-    catalogue: Catalogue
+    catalog: Catalog
     tenants: Tenants
     objects: ObjectStore
     links: Links
@@ -126,7 +126,7 @@ async def _open(
     # expires, but rows are to be on disk before the process is killed.
     row_sink = await opened.enter_async_context(rows)
     sender = JobSender(inbox, broker, given.objects, records, instance)
-    admission = Admission(settings.max_in_flight, given.catalogue.models)
+    admission = Admission(settings.max_in_flight, given.catalog.models)
     dispatcher = await opened.enter_async_context(
         Dispatcher(sender, cache, records, admission, row_sink, api_instance=instance, region=settings.region)
     )
@@ -159,7 +159,7 @@ def _parts(
     fetcher = Fetcher(given.objects, predictions, studio)
     return Parts(
         settings=given.settings,
-        catalogue=given.catalogue,
+        catalog=given.catalog,
         tenants=given.tenants,
         admission=admission,
         dispatcher=dispatcher,

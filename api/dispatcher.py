@@ -64,7 +64,7 @@ class Dispatcher:
         self._region = region
         self._flights = Flights()
         self._tasks: set[asyncio.Task[list[ItemOutcome]]] = set()
-        self._cancelling: set[asyncio.Task[None]] = set()
+        self._canceling: set[asyncio.Task[None]] = set()
         self._is_closing = False
 
     async def __aenter__(self) -> Self:
@@ -76,7 +76,7 @@ class Dispatcher:
         self._is_closing = True
         for task in self._tasks:
             task.cancel()
-        if tasks := self._tasks | self._cancelling:
+        if tasks := self._tasks | self._canceling:
             await asyncio.wait(tasks, timeout=CLOSE_LIMIT_S)
 
     @property
@@ -87,7 +87,7 @@ class Dispatcher:
     async def dispatch(self, request: InferenceRequest) -> Answer:
         """Gets the outcomes of all inputs, by the deadline or soon after it.
 
-        Items fail alone: an outcome without a result has an error. Cancelling the call lets go of everything that
+        Items fail alone: an outcome without a result has an error. Canceling the call lets go of everything that
         nobody else waits for, at once.
 
         Raises:
@@ -178,9 +178,9 @@ class Dispatcher:
         if task.cancelled():
             metrics.GAVE_UP.labels(model).inc()
             if job.published_at_s and not self._is_closing:
-                cancelling = asyncio.create_task(self._cancel(record_id(request.request_id, job.part)))
-                self._cancelling.add(cancelling)
-                cancelling.add_done_callback(self._cancelling.discard)
+                canceling = asyncio.create_task(self._cancel(record_id(request.request_id, job.part)))
+                self._canceling.add(canceling)
+                canceling.add_done_callback(self._canceling.discard)
             if self._is_closing:
                 outcomes = [failure(flight.item.index, Unavailable(CLOSING)) for flight in flights]
         elif error := task.exception():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import Protocol
 
-from shared.catalogue import Model
+from shared.catalog import Model
 from shared.errors import BadInput
 from shared.messages import ImageInput
 

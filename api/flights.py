@@ -76,7 +76,7 @@ class Flights:
         return flight, is_leader
 
     def leave(self, flight: Flight) -> None:
-        """One place fewer waits; a job for which nobody waits any more is cancelled."""
+        """One place fewer waits; a job for which nobody waits any more is canceled."""
         flight.waiting -= 1
         if flight.waiting or flight.landed.done() or flight.job is None:
             return

@@ -53,7 +53,7 @@ async def once(request: Request, endpoint: Endpoint) -> Response:
     async def compute() -> KeptResponse:
         return await _computed(Request(request.scope, _receive(body)), endpoint)
 
-    wait_s = options.limit_s(parts.catalogue.deadline)
+    wait_s = options.limit_s(parts.catalog.deadline)
     large = len(body) > LARGE_BYTES
     fingerprint = await asyncio.to_thread(_fingerprint, request, body) if large else _fingerprint(request, body)
     work = parts.repeats.answer(digest.hexdigest(), fingerprint, compute, wait_s)

@@ -15,7 +15,7 @@ from api.given_json import check_amount
 from api.inference import Answer, InferenceRequest
 from api.parts import parts_of
 from api.request_options import RequestOptions, read_options
-from shared.catalogue import Model
+from shared.catalog import Model
 from shared.errors import BadInput
 from shared.messages import Input
 

@@ -270,7 +270,7 @@ class ReplyInbox:
             raise Unavailable(f"no inbox from the pool, and none may be made: {error.message}") from error
 
     async def _hold(self, tenancy: Tenancy, opened: asyncio.Future[None]) -> None:
-        """Receives on every slot until the inbox is lost, which raises, or until cancelled."""
+        """Receives on every slot until the inbox is lost, which raises, or until canceled."""
         inbox = _OpenInbox(inbox_topic_id(tenancy.inbox), self._settings.reply_slots)
         try:
             async with asyncio.TaskGroup() as group:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from api.errors import ANSWERS
-from shared.catalogue import Model
+from shared.catalog import Model
 from shared.errors import DeadlineExceeded, Overloaded, PenstockError, error_for_code
 from shared.messages import Input, ItemOutcome, reason_of
 

@@ -12,7 +12,7 @@ import msgspec
 
 from api.flights import Flight, JobInFlight
 from api.inference import InferenceRequest
-from shared.catalogue import Model
+from shared.catalog import Model
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, Unavailable, error_for_code
 from shared.messages import (
     INLINE_LIMIT_BYTES,

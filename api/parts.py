@@ -18,7 +18,7 @@ from api.readiness import Readiness
 from api.refusals import Refusals
 from api.repeats import Repeats
 from api.tenants import Tenants
-from shared.catalogue import Catalogue
+from shared.catalog import Catalog
 from shared.links import Links
 from shared.objects import ObjectStore
 from shared.settings import ApiSettings
@@ -29,7 +29,7 @@ class Parts:
     """Everything an endpoint may need; open for as long as the app runs."""
 
     settings: ApiSettings
-    catalogue: Catalogue
+    catalog: Catalog
     tenants: Tenants
     admission: Admission
     dispatcher: Dispatcher

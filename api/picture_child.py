@@ -74,7 +74,7 @@ class PictureChild:
         return self._process.returncode is None and not self._writer.is_closing() and not self._reader.at_eof()
 
     async def run(self, order: Order, data: bytes, room: Room) -> tuple[Answer, bytes]:
-        """Has one order done on the picture in `data`; cancelled in the middle, it is good for nothing any more.
+        """Has one order done on the picture in `data`; canceled in the middle, it is good for nothing any more.
 
         Args:
             order: what to do.

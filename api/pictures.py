@@ -10,7 +10,7 @@ import binascii
 
 from api.picture_frames import Encode, Limits, Prepare, Prepared
 from api.picture_pool import PicturePool
-from shared.catalogue import ImageDefaults
+from shared.catalog import ImageDefaults
 from shared.errors import BadInput, PenstockError
 from shared.messages import Blob
 

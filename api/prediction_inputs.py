@@ -21,7 +21,7 @@ from api.pictures import Studio, data_of_uri
 from api.prediction_schemas import LONGEST_URL, PictureInput, TextsInput
 from api.problems import inside_input
 from api.texts import text_inputs
-from shared.catalogue import Model
+from shared.catalog import Model
 from shared.errors import BadInput, InputTooLarge
 from shared.links import LinkInvalid, Links
 from shared.messages import INLINE_LIMIT_BYTES, Blob, Input
@@ -94,7 +94,7 @@ class InputReader:
             source, size = await self._studio.prepare_source(data, size, model.image, caller.deadline_s)
             first = first_image(wish, model, size)
             check_strength(first.steps, strength)
-            source = await self._travelling(source)
+            source = await self._traveling(source)
             first = msgspec.structs.replace(first, image=source, strength=strength)
             if wish.image.startswith("data:"):
                 shown = given | {"image": await self._url_of(wish.image, data, caller)}
@@ -131,7 +131,7 @@ class InputReader:
         file = await self._files.add(caller.tenant, data, name="image", content_type=media_type)
         return f"{caller.base_url}/v1/files/{file.id}"
 
-    async def _travelling(self, source: Blob) -> Blob:
+    async def _traveling(self, source: Blob) -> Blob:
         """The source as it travels: too large for a message, it lies in the object store."""
         if source.data is None or len(source.data) <= INLINE_LIMIT_BYTES:
             return source

@@ -131,7 +131,7 @@ class Release(msgspec.Struct):
 
 
 class DeploymentReply(msgspec.Struct):
-    """A deployment: a model of the catalogue is its own."""
+    """A deployment: a model of the catalog is its own."""
 
     owner: str
     name: str

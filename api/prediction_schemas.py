@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from api.schemas import LARGEST_SEED, LONGEST_PROMPT, Body, SchedulerName, Text
-from shared.catalogue import Model
+from shared.catalog import Model
 from shared.schedulers import SCHEDULER_NAMES
 
 LONGEST_URL = 2048

@@ -27,7 +27,7 @@ from shared.objects import ObjectStore, object_key
 log = logging.getLogger(__name__)
 
 KEPT_STATUSES = frozenset({*range(200, 300), 400, 422})
-"""What the request alone decided; 401, 404 and 413 depend on keys, catalogue and settings, which change."""
+"""What the request alone decided; 401, 404 and 413 depend on keys, catalog and settings, which change."""
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.025, 0.25
 """Pauses between two looks at a key that another instance holds."""
 MOST_WAITING = 1000
@@ -94,7 +94,7 @@ class Repeats:
     async def answer(self, name: str, fingerprint: str, compute: Compute, wait_s: float) -> tuple[KeptResponse, bool]:
         """The answer to the request `fingerprint` under the key `name`, and whether it is a repeated one.
 
-        Cancelling the call leaves what is computed going on.
+        Canceling the call leaves what is computed going on.
 
         Args:
             name: of tenant and key.
@@ -222,7 +222,7 @@ class Repeats:
         return msgspec.structs.replace(kept, body=body)
 
     async def _renew(self) -> None:
-        """Renews the leases of all that is computed here, with one call, until cancelled."""
+        """Renews the leases of all that is computed here, with one call, until canceled."""
         while True:
             await asyncio.sleep(self._store.lease_s / RENEWALS_PER_LEASE)
             if claims := [running.claim for running in self._running.values()]:

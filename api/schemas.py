@@ -77,7 +77,7 @@ class EmbeddingsBody(Body):
         Discriminator(_shape),
     ]
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = Field(None, ge=1, description="Keep the first so many numbers, normalised again.")
+    dimensions: int | None = Field(None, ge=1, description="Keep the first so many numbers, normalized again.")
     truncate: Literal["end", "start"] | None = Field(
         None, description="Ours: the side at which texts lose what exceeds the model's length; else they are refused."
     )
@@ -89,7 +89,7 @@ class EmbeddingsBody(Body):
 
 class _ImageBody(Body):
     prompt: str = Field(min_length=1, max_length=LONGEST_PROMPT)
-    model: str | None = Field(None, description="The first image model of the catalogue, when not given.")
+    model: str | None = Field(None, description="The first image model of the catalog, when not given.")
     n: int = Field(1, ge=1, le=10)
     size: str = Field("auto", pattern=r"^(auto|[1-9]\d{0,4}x[1-9]\d{0,4})$", description="WIDTHxHEIGHT, or auto.")
     response_format: Literal["url", "b64_json"] = "b64_json"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.catalogue import Model
+from shared.catalog import Model
 from shared.errors import BadInput, InputTooLarge
 from shared.messages import TextInput, TokensInput, Truncate
 

@@ -1,4 +1,4 @@
-"""How Replicate's clients name a catalogue's models, and see them: each with its only version."""
+"""How Replicate's clients name a catalog's models, and see them: each with its only version."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from api.prediction_schemas import openapi_schema_of
-from shared.catalogue import Catalogue, Model
+from shared.catalog import Catalog, Model
 from shared.errors import BadInput, UnknownModel
 from shared.predictions import iso
 
@@ -24,7 +24,7 @@ def version_of(model: Model) -> str:
     return hashlib.blake2b(facts.encode(), digest_size=32).hexdigest()
 
 
-def find_version(catalogue: Catalogue, version: str) -> Model:
+def find_version(catalog: Catalog, version: str) -> Model:
     """The model that `version` names: its name or alias, with or without an owner before it, or a version's id.
 
     Raises:
@@ -32,11 +32,11 @@ def find_version(catalogue: Catalogue, version: str) -> Model:
     """
     named, _, given_id = version.partition(":")
     name = given_id or named.rpartition("/")[2]
-    for model in catalogue.models:
+    for model in catalog.models:
         if name == version_of(model):
             return model
     try:
-        return catalogue.find(name)
+        return catalog.find(name)
     except UnknownModel as error:
         raise BadInput(f"version: {error.message}", field="version") from error
 

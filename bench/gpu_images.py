@@ -1,7 +1,7 @@
 """Stable Diffusion 1.5's architecture with seeded random weights: plain diffusers, run eagerly, beside our ImageModel.
 
 Nothing is downloaded: speed does not depend on what the weights are. Ours ends in PNG files, plain diffusers in PIL
-images, so the comparison is in its favour by the time that encoding takes.
+images, so the comparison is in its favor by the time that encoding takes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 from bench.gpu_card import DTYPES, seconds
 from bench.gpu_scale import Scale
 from models.shapes import PIPELINE
-from shared.catalogue import Batch, ImageDefaults
-from shared.catalogue import Model as Entry
+from shared.catalog import Batch, ImageDefaults
+from shared.catalog import Model as Entry
 from shared.messages import ImageResult
 from workers.models.base import PreparedImage
 from workers.models.device import Device
@@ -142,7 +142,7 @@ def _item(task: str, number: int, scale: Scale) -> PreparedImage:
 
 
 def image_entry(folder: Path, scale: Scale) -> Entry:
-    """What a catalogue would say of the folder; everything else is left to the device."""
+    """What a catalog would say of the folder; everything else is left to the device."""
     largest = max(scale.batches)
     return Entry(
         name="stable-diffusion-random",

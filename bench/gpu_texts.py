@@ -14,15 +14,15 @@ from transformers import AutoModel, BertConfig, BertModel
 
 from bench.gpu_card import DTYPES, seconds
 from bench.gpu_scale import Scale
-from shared.catalogue import Batch, read_catalogue
-from shared.catalogue import Model as Entry
+from shared.catalog import Batch, read_catalog
+from shared.catalog import Model as Entry
 from workers.models import model_for
 from workers.models.base import PreparedText
 from workers.models.sentence_folder import read_sentence_folder
 from workers.sources import resolve
 
 VOCABULARY = 30522
-_CATALOGUE = Path(__file__).resolve().parent.parent / "models.yaml"
+_CATALOG = Path(__file__).resolve().parent.parent / "models.yaml"
 
 
 def measure(scale: Scale, folder: Path) -> list[dict[str, Any]]:
@@ -86,7 +86,7 @@ def texts(length: int, count: int) -> list[PreparedText]:
 
 
 def text_entry(name: str, place: Path, dimensions: int, precision: str, scale: Scale) -> Entry:
-    """What a catalogue would say of the folder."""
+    """What a catalog would say of the folder."""
     return Entry.model_validate(
         {
             "name": name,
@@ -102,7 +102,7 @@ def text_entry(name: str, place: Path, dimensions: int, precision: str, scale: S
 
 def minilm_folder() -> Path:
     """The real MiniLM of models.yaml."""
-    entry = read_catalogue(_CATALOGUE).default("embedding")
+    entry = read_catalog(_CATALOG).default("embedding")
     return resolve(entry.source, entry.revision, Path("var/models"))
 
 

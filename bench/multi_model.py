@@ -28,7 +28,7 @@ from bench.pipeline import MODEL, MODELS_FILE, SCRAPE_LIMIT_S, Part, Pipeline, r
 from bench.report import Figure, Outcome
 from bench.texts import Texts
 from infra.local.provision import provision
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from shared.pubsub_admin import PubSubAdmin
 from workers.memory import weights_bytes
 from workers.turns import Turns
@@ -98,8 +98,8 @@ def _measure(processes: int) -> list[dict[str, float]]:
 
 def _three_names(folder: Path) -> Path:
     """The shipped model alone, and twice more under other names."""
-    catalogue = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))
-    alone = next(entry for entry in catalogue["models"] if entry["name"] == MODEL) | BACKEND
+    catalog = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))
+    alone = next(entry for entry in catalog["models"] if entry["name"] == MODEL) | BACKEND
     others = [alone | {"name": name, "aliases": []} for name in (COMMON, RARE)]
     path = folder / "models.yaml"
     path.write_text(yaml.safe_dump({"models": [alone, *others]}), encoding="utf-8")
@@ -109,7 +109,7 @@ def _three_names(folder: Path) -> Path:
 async def _provision(pipeline: Pipeline, models_file: Path) -> None:
     settings = pipeline.stack.settings
     async with PubSubAdmin(settings.project, settings.pubsub_endpoint) as admin:
-        await provision(admin, read_catalogue(models_file), settings.inbox_pool, settings.reply_slots)
+        await provision(admin, read_catalog(models_file), settings.inbox_pool, settings.reply_slots)
 
 
 def _round(pipeline: Pipeline, api_port: int, worker: Part, processes: int) -> dict[str, float]:

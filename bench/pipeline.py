@@ -24,7 +24,7 @@ from infra.local.ports import Ports
 from infra.local.process import Process, answers, free_port
 from infra.local.stack import Stack
 from infra.local.up import served_stack
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings, environment_with, read_settings
 from workers.models.artifact import find_artifact, source_digest
@@ -122,7 +122,7 @@ class Pipeline:
         if named.backend == "torch":
             return named
         settings = read_settings(WorkerSettings, model=MODEL)
-        model = read_catalogue(MODELS_FILE).find(MODEL)
+        model = read_catalog(MODELS_FILE).find(MODEL)
         artifact = find_artifact(settings.artifacts_dir, MODEL, source_digest(self.model_folder, model.revision))
         if artifact is None:
             raise ConfigurationError(f"no artifact of {MODEL} in {settings.artifacts_dir}", field="artifacts_dir")
@@ -171,7 +171,7 @@ def running(changes: Mapping[str, object] | None = None, **settings: object) -> 
     """A warm pipeline of its own in a folder that is removed afterwards.
 
     Args:
-        changes: fields of the entry of MODEL in the catalogue that differ from the shipped one.
+        changes: fields of the entry of MODEL in the catalog that differ from the shipped one.
         settings: fields of ApiSettings that differ from the defaults.
 
     Raises:
@@ -179,10 +179,10 @@ def running(changes: Mapping[str, object] | None = None, **settings: object) -> 
     """
     with tempfile.TemporaryDirectory() as folder:
         state_dir = Path(folder)
-        models_file = catalogue_with(state_dir, changes or {})
+        models_file = catalog_with(state_dir, changes or {})
         given = {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
         given["PENSTOCK_MODELS_FILE"] = str(models_file)
-        model = read_catalogue(models_file).find(MODEL)
+        model = read_catalog(models_file).find(MODEL)
         model_folder = resolve(model.source, model.revision, state_dir)
         texts = Texts(model_folder, seed=1)
         with served_stack(state_dir, Ports.free(), given, say_nothing) as stack:
@@ -191,25 +191,25 @@ def running(changes: Mapping[str, object] | None = None, **settings: object) -> 
             yield pipeline
 
 
-def catalogue_with(state_dir: Path, changes: Mapping[str, object]) -> Path:
-    """The shipped catalogue with the entry of MODEL changed; the other models are served beside it, as users do."""
+def catalog_with(state_dir: Path, changes: Mapping[str, object]) -> Path:
+    """The shipped catalog with the entry of MODEL changed; the other models are served beside it, as users do."""
     if not changes:
         return MODELS_FILE
-    catalogue = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))
-    catalogue["models"] = [entry | changes if entry["name"] == MODEL else entry for entry in catalogue["models"]]
-    return _written(state_dir, catalogue)
+    catalog = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))
+    catalog["models"] = [entry | changes if entry["name"] == MODEL else entry for entry in catalog["models"]]
+    return _written(state_dir, catalog)
 
 
 def only_model(state_dir: Path, name: str, changes: Mapping[str, object]) -> Path:
-    """The shipped catalogue without the other models, for what is measured of one alone."""
-    catalogue = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))
-    catalogue["models"] = [entry | changes for entry in catalogue["models"] if entry["name"] == name]
-    return _written(state_dir, catalogue)
+    """The shipped catalog without the other models, for what is measured of one alone."""
+    catalog = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))
+    catalog["models"] = [entry | changes for entry in catalog["models"] if entry["name"] == name]
+    return _written(state_dir, catalog)
 
 
-def _written(state_dir: Path, catalogue: Mapping[str, object]) -> Path:
+def _written(state_dir: Path, catalog: Mapping[str, object]) -> Path:
     path = state_dir / "models.yaml"
-    path.write_text(yaml.safe_dump(catalogue), encoding="utf-8")
+    path.write_text(yaml.safe_dump(catalog), encoding="utf-8")
     return path
 
 

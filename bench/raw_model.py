@@ -1,4 +1,4 @@
-"""The yardstick of `throughput`: the model alone, no server, on texts that are tokenised and sorted beforehand.
+"""The yardstick of `throughput`: the model alone, no server, on texts that are tokenized and sorted beforehand.
 
 The parent half starts child processes and sends them ways to batch; the child half (`python -m bench.raw_model THREADS
 FOLDER BACKEND`) loads the model with the library alone, none of our code, and says when it has run what it holds.

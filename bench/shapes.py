@@ -17,7 +17,7 @@ from bench.report import Figure, Outcome
 from infra.local.ports import Ports
 from infra.local.process import free_port
 from infra.local.stack import Stack
-from shared.catalogue import Model, read_catalogue
+from shared.catalog import Model, read_catalog
 
 PICTURES = 10
 STARTS = 3
@@ -32,7 +32,7 @@ Ask = Callable[[int], Any]
 
 def run() -> Outcome:
     """Pictures one after the other, from text and from a picture, each with a seed of its own; and eight at once."""
-    model = read_catalogue(Path("models.yaml")).default("image")
+    model = read_catalog(Path("models.yaml")).default("image")
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "PENSTOCK_MODELS_FILE": str(only_model(Path(folder), model.name, {})),

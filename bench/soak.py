@@ -12,7 +12,7 @@ from google.cloud import bigquery
 from bench.load import Order, drive
 from bench.pipeline import MODEL, Pipeline, running
 from bench.report import Figure, Outcome
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 
 REQUESTS = 10_000
 IN_FLIGHT = 64
@@ -30,7 +30,7 @@ def run() -> Outcome:
         report = drive(Order(pipeline.api.port, MODEL, texts, IN_FLIGHT, limit_s=LIMIT_S))
         request_ids = {exchange.request_id for exchange in report.exchanges}
         rows = _rows(pipeline, request_ids)
-        max_items = read_catalogue(pipeline.stack.settings.models_file).find(MODEL).batch.max_items
+        max_items = read_catalog(pipeline.stack.settings.models_file).find(MODEL).batch.max_items
     late_ms = overtaken_ms(rows, max_items)
     answered = report.statuses().get(200, 0)
     overtaken = sum(one > SIDE_BY_SIDE_MS for one in late_ms)

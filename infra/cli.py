@@ -77,11 +77,11 @@ def _parser() -> argparse.ArgumentParser:
     api.set_defaults(run=_api)
 
     worker = commands.add_parser("worker", help="one worker alone, as the PENSTOCK_* settings say")
-    worker.add_argument("--model", required=True, help="the entry of the catalogue that it serves")
+    worker.add_argument("--model", required=True, help="the entry of the catalog that it serves")
     worker.set_defaults(run=_worker)
 
     optimize = commands.add_parser(
-        "optimize", add_help=False, help="make an optimised artifact of a model, judged first"
+        "optimize", add_help=False, help="make an optimized artifact of a model, judged first"
     )
     optimize.set_defaults(run=_optimize)
 

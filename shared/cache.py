@@ -18,7 +18,7 @@ import msgspec
 from prometheus_client import Counter
 
 from shared.cache_redis import RedisLevel
-from shared.catalogue import Model
+from shared.catalog import Model
 from shared.errors import BadInput
 from shared.messages import Blob, ImageInput, Input, Result, TextInput
 
@@ -50,7 +50,7 @@ def cache_key(model: Model, input: Input, tenant: str) -> str:
     know what each worker chose. What a key promises is a result of this precision within this tolerance.
 
     Args:
-        model: the entry of the catalogue that serves the item.
+        model: the entry of the catalog that serves the item.
         input: the item's input.
         tenant: who asks; part of the key only where the model's cache scope is `tenant`.
 

@@ -11,7 +11,7 @@ PenstockError
 ├── ModelFailed              the model could not compute this item
 ├── Unavailable              a part we need (broker, store) is out of reach
 ├── UndecodableMessage       a message on a topic that is no job or reply
-└── ConfigurationError       a catalogue or a setting is wrong; names line or variable
+└── ConfigurationError       a catalog or a setting is wrong; names line or variable
 
 `code` is stable and goes on the wire, into rows and into metrics; HTTP statuses are the API's business (api/errors.py).
 """
@@ -98,7 +98,7 @@ class UndecodableMessage(PenstockError):
 
 
 class ConfigurationError(PenstockError):
-    """The catalogue or a setting is wrong."""
+    """The catalog or a setting is wrong."""
 
     code = "configuration"
 

@@ -34,7 +34,7 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     record: str
     tenant: str
     model: str
-    """The name in the catalogue."""
+    """The name in the catalog."""
     owner: str
     version: str
     input: dict[str, Any]

@@ -145,7 +145,7 @@ class _PullChannel:
 
 
 async def _finish(closing: Coroutine[Any, Any, None]) -> None:
-    """Waits for `closing` to its end even if cancelled meanwhile: a cancelled owner still hands its messages back."""
+    """Waits for `closing` to its end even if canceled meanwhile: a canceled owner still hands its messages back."""
     task = asyncio.create_task(closing)
     try:
         await asyncio.shield(task)

@@ -145,7 +145,7 @@ class Leases:
         return ids
 
     async def keep(self) -> None:
-        """Extends leases until cancelled."""
+        """Extends leases until canceled."""
         period_s = self._ack_deadline_s / 3
         while True:
             await asyncio.sleep(jittered(period_s))

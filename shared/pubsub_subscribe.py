@@ -122,7 +122,7 @@ class StreamSubscription:
             return
         self._is_stopped = True
         if self._call is not None:
-            # Half-closed and not cancelled: what is on its way to us still arrives, and can be handed back at once.
+            # Half-closed and not canceled: what is on its way to us still arrives, and can be handed back at once.
             await self._half_close(self._call)
         self._tasks[0].cancel()
         await asyncio.gather(self._tasks[0], return_exceptions=True)

@@ -229,7 +229,7 @@ class Lane(Generic[Sent, Got]):
         return answers.result() if answers.done() else None
 
     async def run(self) -> None:
-        """Does the round trips, until cancelled; the link runs it."""
+        """Does the round trips, until canceled; the link runs it."""
         while True:
             await self._arrived.wait()
             self._arrived.clear()
@@ -277,7 +277,7 @@ async def _within(limit_s: float, call: Coroutine[Any, Any, Got]) -> Got:
     loop, and there the timer would win; waiting on a task sees the answer.
 
     Raises:
-        TimeoutError: it did not; it was cancelled.
+        TimeoutError: it did not; it was canceled.
     """
     task = asyncio.ensure_future(call)
     try:

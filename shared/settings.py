@@ -130,7 +130,7 @@ class ApiSettings(Settings):
 
 
 class WorkerSettings(Settings):
-    """A worker process; `model` names the entry of the catalogue that it serves, or several, comma-separated."""
+    """A worker process; `model` names the entry of the catalog that it serves, or several, comma-separated."""
 
     model: str
     health_host: str = "127.0.0.1"
@@ -140,7 +140,7 @@ class WorkerSettings(Settings):
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:N`, or `auto`: cuda where there is one."""
     artifacts_dir: Path = Path("var/artifacts")
-    """Where optimised artifacts lie, and which backend was chosen on this machine."""
+    """Where optimized artifacts lie, and which backend was chosen on this machine."""
     processes: int = Field(0, ge=0)
     """Model processes; 0: as measured (embeddings on a CPU), else one per GPU or per core (at most 4)."""
     threads: int = Field(0, ge=0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from shared.catalogue import Model
+from shared.catalog import Model
 from shared.messages import Envelope, ItemOutcome
 
 SHARED = frozenset({"memory", "redis", "joined"})
@@ -56,7 +56,7 @@ class Row(msgspec.Struct, omit_defaults=True):
 
 
 def charged_share(model: Model, outcome: ItemOutcome) -> float:
-    """The part of its price that an item is charged: all of it, the catalogue's share, or nothing. Decided here only.
+    """The part of its price that an item is charged: all of it, the catalog's share, or nothing. Decided here only.
 
     What was not delivered costs nothing, whatever was computed for it. What was delivered and computed for this item
     costs its price; what came from the cache, or from an identical item in flight, costs `price.cached_share` of it.
@@ -74,7 +74,7 @@ def row_of(
     Args:
         envelope: of the item's job, or of the request.
         outcome: how the item ended.
-        model: the catalogue's entry; None where it has none of this name (any more).
+        model: the catalog's entry; None where it has none of this name (any more).
         replied_at_s: unix time of the answer; now, when not given.
         facts: further fields of the row.
     """

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 import uvloop
 
 from shared.cache import ResultCache
-from shared.catalogue import Model, read_catalogue
+from shared.catalog import Model, read_catalog
 from shared.errors import ConfigurationError, PenstockError
 from shared.heap import settle_heap
 from shared.logs import configure_logs
@@ -46,8 +46,8 @@ def main() -> int:
     try:
         settings = read_settings(WorkerSettings)
         configure_logs(settings.log_level)
-        catalogue = read_catalogue(settings.models_file)
-        found = [catalogue.find(name) for name in settings.model_names]
+        catalog = read_catalog(settings.models_file)
+        found = [catalog.find(name) for name in settings.model_names]
         uvloop.run(serve(settings, list({model.name: model for model in found}.values())))  # an alias may repeat one
     except ConfigurationError as error:
         print(f"penstock worker: {error.message}", file=sys.stderr)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from shared.cache import ResultCache
-from shared.catalogue import Model
+from shared.catalog import Model
 from shared.errors import BadInput, PenstockError, Unavailable, UndecodableMessage
 from shared.messages import (
     Envelope,

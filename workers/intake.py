@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from shared.cache import Level, ResultCache
-from shared.catalogue import Model
+from shared.catalog import Model
 from shared.errors import Canceled, ModelFailed, PenstockError, Unavailable, UndecodableMessage
 from shared.messages import Item, Result, decode_job, failure
 from shared.objects import ObjectStore

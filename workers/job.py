@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.catalogue import Model
+from shared.catalog import Model
 from shared.errors import Canceled, DeadlineExceeded, PenstockError
 from shared.messages import Envelope, Item, ItemOutcome, Job, Receipt, Result, failure
 from shared.records import record_id

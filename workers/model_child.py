@@ -165,7 +165,7 @@ class ModelChild:
         Raises:
             ModelProcessDied: the process ended, or was ended because the batch took too long or came back wrong.
         """
-        # The turn ends with the batch, not with the caller: one who is cancelled leaves a process that still computes.
+        # The turn ends with the batch, not with the caller: one who is canceled leaves a process that still computes.
         await self._turn.acquire()
         if self._reason:
             self._turn.release()

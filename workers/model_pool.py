@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from shared.catalogue import Model as Entry
+from shared.catalog import Model as Entry
 from shared.cores import usable_cores
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
 from workers.child_process import spawn
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Hosted(NamedTuple):
-    """A model of a worker: its entry in the catalogue, the folder with its files, and what computes it.
+    """A model of a worker: its entry in the catalog, the folder with its files, and what computes it.
 
     `backend` counts for embeddings; None: torch in the entry's precision.
     """
@@ -171,7 +171,7 @@ class ModelProcess:
             self._child.cancel()
 
     async def keep_alive(self) -> None:
-        """Starts the process, and again when it ends, until cancelled or until it can't be started any more."""
+        """Starts the process, and again when it ends, until canceled or until it can't be started any more."""
         try:
             await self._keep_alive()
         finally:

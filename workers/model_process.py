@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from shared.catalogue import Model as Entry
+from shared.catalog import Model as Entry
 from shared.errors import Canceled, ModelFailed, PenstockError
 from shared.logs import configure_logs
 from shared.messages import Result
@@ -62,7 +62,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="workers.model_process", description=__doc__)
     parser.add_argument("--fd", type=int, help="the inherited end of the socket pair")
     parser.add_argument("--template-fd", type=int, help="instead: where a template is asked for forks")
-    parser.add_argument("--model", action="append", required=True, help="a catalogue entry as JSON; may be repeated")
+    parser.add_argument("--model", action="append", required=True, help="a catalog entry as JSON; may be repeated")
     parser.add_argument("--folder", action="append", type=Path, required=True, help="its files; one for each --model")
     parser.add_argument("--memory-budget-bytes", type=int, default=0, help="of all models together; 0: no bound")
     parser.add_argument("--backend", action="append", help="what computes it, as JSON; null or left out: torch")

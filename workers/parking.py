@@ -1,7 +1,7 @@
 """Weights out of a GPU's memory and back: a parked model keeps its objects, its weights lie in pinned host memory.
 
 Back by copy is some twenty times faster than from disk. Only models whose weights are plain parameters can be parked:
-a compiled one or a CUDA graph has their addresses written in, a quantised one hides them in objects of its own.
+a compiled one or a CUDA graph has their addresses written in, a quantized one hides them in objects of its own.
 """
 
 from __future__ import annotations

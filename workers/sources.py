@@ -1,4 +1,4 @@
-"""Where a model's files come from: turns a catalogue entry's `source` into a folder on this machine."""
+"""Where a model's files come from: turns a catalog entry's `source` into a folder on this machine."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 - Where both lanes wait, one batch in BATCH_TURN is of the lane `batch`: it may wait, but never for ever.
 - A suspect was in the hands of a model process or a worker that died. The suspects of one death are tried again in
   halves, until the one that kills is alone; one group at a time, so that the other processes stay up for its
-  neighbours. Where others wait too, they take turns.
+  neighbors. Where others wait too, they take turns.
 - Only who dies alone is blamed: DEATHS_ALONE_MAX times, and DEATHS_MAX times in all. So what dies for another reason
   (a kill by hand, a machine short of memory) costs an innocent nothing but time, though it strikes in the middle.
 - A device that ran out of memory gets half the budget, and a tenth more again with each batch that fits.

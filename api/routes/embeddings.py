@@ -18,7 +18,7 @@ from api.openapi import body_of, inferred
 from api.parts import parts_of
 from api.schemas import EmbeddingItem, EmbeddingsBody, EmbeddingsReply, Usage
 from api.texts import text_inputs
-from shared.catalogue import Model
+from shared.catalog import Model
 from shared.errors import BadInput, PenstockError
 from shared.messages import EmbeddingResult, ItemOutcome
 
@@ -39,7 +39,7 @@ async def create_embeddings(request: Request) -> Response:
     """Blocks until all vectors are there. Texts that were embedded before come from the cache, item by item."""
     tenant = tenant_of(request)
     body = await read_json(request, EmbeddingsBody)
-    model = parts_of(request).catalogue.find(body.model, "embedding")
+    model = parts_of(request).catalog.find(body.model, "embedding")
     context_of(request).model = model.name
     dimensions = _dimensions(body, model)
     inputs = text_inputs(body.input, model, truncate=body.truncate or "none", tokenizer=body.tokenizer)
@@ -62,7 +62,7 @@ def _tell_truncated(reply: EmbeddingsReply, outcomes: Sequence[ItemOutcome]) -> 
 
 
 def _dimensions(body: EmbeddingsBody, model: Model) -> int:
-    assert model.dimensions is not None, "the catalogue refuses embedding models without; this is a bug"
+    assert model.dimensions is not None, "the catalog refuses embedding models without; this is a bug"
     if body.dimensions is not None and body.dimensions > model.dimensions:
         raise BadInput(f"dimensions: {model.name} has {model.dimensions}, not {body.dimensions}", field="dimensions")
     return body.dimensions or model.dimensions

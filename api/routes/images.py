@@ -16,7 +16,7 @@ from api.openapi import body_of, inferred
 from api.parts import Parts, parts_of
 from api.pictures import MEDIA_TYPES
 from api.schemas import EditBody, EditForm, GenerationBody, ImageItem, ImagesReply
-from shared.catalogue import Model
+from shared.catalog import Model
 from shared.errors import PenstockError
 from shared.messages import Blob, ImageInput, ImageResult
 from shared.objects import object_key
@@ -63,8 +63,8 @@ async def edit_image(request: Request) -> Response:
 
 
 def _model(request: Request, body: GenerationBody | EditForm) -> Model:
-    catalogue = parts_of(request).catalogue
-    model = catalogue.find(body.model, "image") if body.model is not None else catalogue.default("image")
+    catalog = parts_of(request).catalog
+    model = catalog.find(body.model, "image") if body.model is not None else catalog.default("image")
     context_of(request).model = model.name
     return model
 

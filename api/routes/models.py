@@ -1,4 +1,4 @@
-"""GET /v1/models: the catalogue, as OpenAI's clients list it, or Replicate's: both ask for this path."""
+"""GET /v1/models: the catalog, as OpenAI's clients list it, or Replicate's: both ask for this path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from api.problems import problem_response
 from api.routes import prediction_models
 from api.schemas import ModelItem, ModelsReply
 from api.versions import is_replicates_client
-from shared.catalogue import Model
+from shared.catalog import Model
 
 router = APIRouter()
 VARIES = {"vary": "user-agent"}
@@ -40,12 +40,12 @@ _LISTED: Responses = {
     responses=replies(ModelsReply, 401) | _LISTED,
 )
 async def list_models(request: Request, cursor: Annotated[str, Query(include_in_schema=False)] = "") -> Response:
-    """All models of the catalogue, in OpenAI's shape; in pages of Replicate's where its own client asks."""
+    """All models of the catalog, in OpenAI's shape; in pages of Replicate's where its own client asks."""
     if is_replicates_client(request.headers.get("user-agent", "")):
         return await _for_replicate(request, cursor)
     tenant_of(request)
     parts = parts_of(request)
-    reply = ModelsReply([_item(model, parts) for model in parts.catalogue.models])
+    reply = ModelsReply([_item(model, parts) for model in parts.catalog.models])
     return Response(msgspec.json.encode(reply), headers=VARIES, media_type="application/json")
 
 
@@ -68,7 +68,7 @@ async def get_model(request: Request, model: str) -> Response:
     """One model, by its name or an alias."""
     tenant_of(request)
     parts = parts_of(request)
-    return Response(msgspec.json.encode(_item(parts.catalogue.find(model), parts)), media_type="application/json")
+    return Response(msgspec.json.encode(_item(parts.catalog.find(model), parts)), media_type="application/json")
 
 
 def _item(model: Model, parts: Parts) -> ModelItem:

@@ -58,14 +58,14 @@ _CURSOR = re.compile(r"\d{1,9}")
 
 @router.get("/models", include_in_schema=False)
 async def list_models(request: Request, cursor: str = "") -> Response:
-    """All models of the catalogue, a page at a time; under /v1 only for Replicate's clients (api/routes/models.py)."""
+    """All models of the catalog, a page at a time; under /v1 only for Replicate's clients (api/routes/models.py)."""
     tenant_of(request)
     if cursor and not _CURSOR.fullmatch(cursor):
         raise BadInput("cursor: not one of ours", field="cursor")
     parts, base_url, first = parts_of(request), base_url_of(request), int(cursor or 0)
-    shown, following = parts.catalogue.models[first : first + PAGE], first + PAGE
+    shown, following = parts.catalog.models[first : first + PAGE], first + PAGE
     pages = {"previous": max(0, first - PAGE) if first else None, "next": None}
-    if following < len(parts.catalogue.models):
+    if following < len(parts.catalog.models):
         pages["next"] = following
     links = {name: None if at is None else f"{base_url}/v1/models?cursor={at}" for name, at in pages.items()}
     results = [model_body(model, OWNER, base_url, parts.started_at_s) for model in shown]
@@ -79,10 +79,10 @@ async def list_models(request: Request, cursor: str = "") -> Response:
     responses={200: done("Done.", ReplicateModel), **problems(401, 404)},
 )
 async def get_model(request: Request, owner: str, name: str) -> Response:
-    """A model of the catalogue, whoever the owner, with its only version."""
+    """A model of the catalog, whoever the owner, with its only version."""
     tenant_of(request)
     parts = parts_of(request)
-    model = parts.catalogue.find(name)
+    model = parts.catalog.find(name)
     return _json(model_body(model, owner, base_url_of(request), parts.started_at_s))
 
 
@@ -96,7 +96,7 @@ async def list_versions(request: Request, owner: str, name: str) -> Response:
     """The only one."""
     tenant_of(request)
     parts = parts_of(request)
-    versions = [version_body(parts.catalogue.find(name), parts.started_at_s)]
+    versions = [version_body(parts.catalog.find(name), parts.started_at_s)]
     return _json({"previous": None, "next": None, "results": versions})
 
 
@@ -110,9 +110,9 @@ async def get_version(request: Request, owner: str, name: str, version: str) -> 
     """With the schema of its input and output."""
     tenant_of(request)
     parts = parts_of(request)
-    model = parts.catalogue.find(name)
+    model = parts.catalog.find(name)
     try:
-        is_this = find_version(parts.catalogue, version) is model
+        is_this = find_version(parts.catalog, version) is model
     except BadInput:
         is_this = False
     if not is_this:
@@ -127,10 +127,10 @@ async def get_version(request: Request, owner: str, name: str, version: str) -> 
     responses={200: done("Done.", DeploymentReply), **problems(401, 404)},
 )
 async def get_deployment(request: Request, owner: str, name: str) -> Response:
-    """A model of the catalogue is its own and only deployment."""
+    """A model of the catalog is its own and only deployment."""
     tenant_of(request)
     parts = parts_of(request)
-    model = parts.catalogue.find(name)
+    model = parts.catalog.find(name)
     release = {
         "number": 1,
         "model": f"{owner}/{model.name}",

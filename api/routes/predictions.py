@@ -1,6 +1,6 @@
 """The Predictions API, as Replicate's clients call it (https://replicate.com/docs/reference/http).
 
-A version is the name of a model in the catalogue, or the id that its entry gives; an owner is anything, since names are
+A version is the name of a model in the catalog, or the id that its entry gives; an owner is anything, since names are
 unique here. Every path is served with and without /v1, because clients differ in who adds it.
 """
 
@@ -34,7 +34,7 @@ from api.predictions import OWN_ID, Seen
 from api.problems import ProblemRoute
 from api.versions import OWNER, find_version, version_of
 from shared.cache import cache_key
-from shared.catalogue import Model
+from shared.catalog import Model
 from shared.errors import BadInput
 from shared.messages import Input, Item
 from shared.predictions import Prediction, body_of, record_of
@@ -66,7 +66,7 @@ async def create(request: Request) -> Response:
     """Of the model that `version` names. Answers at once, or with `Prefer: wait` when it is over."""
     tenant = tenant_of(request)
     body = await read_json(request, VersionedBody)
-    model = find_version(parts_of(request).catalogue, body.version)
+    model = find_version(parts_of(request).catalog, body.version)
     return await _create(request, tenant, body, model, owner=_owner(body.version))
 
 
@@ -83,7 +83,7 @@ async def put(request: Request, prediction_id: OwnId) -> Response:
     if not OWN_ID.fullmatch(prediction_id):
         raise BadInput("id: letters, digits, '.', '_' and '-', at most 64, and not beginning with 'pred_'", field="id")
     body = await read_json(request, VersionedBody)
-    model = find_version(parts_of(request).catalogue, body.version)
+    model = find_version(parts_of(request).catalog, body.version)
     return await _create(request, tenant, body, model, owner=_owner(body.version), own_id=prediction_id)
 
 
@@ -97,7 +97,7 @@ async def put(request: Request, prediction_id: OwnId) -> Response:
 async def create_of_model(request: Request, owner: str, name: str) -> Response:
     """Of the model called `name`, whoever the owner."""
     tenant = tenant_of(request)
-    model = parts_of(request).catalogue.find(name)
+    model = parts_of(request).catalog.find(name)
     return await _create(request, tenant, await read_json(request, PredictionBody), model, owner=owner)
 
 
@@ -109,9 +109,9 @@ async def create_of_model(request: Request, owner: str, name: str) -> Response:
     responses=openapi.created(),
 )
 async def create_of_deployment(request: Request, owner: str, name: str) -> Response:
-    """The same: a model of the catalogue is its own and only deployment."""
+    """The same: a model of the catalog is its own and only deployment."""
     tenant = tenant_of(request)
-    model = parts_of(request).catalogue.find(name)
+    model = parts_of(request).catalog.find(name)
     body = await read_json(request, PredictionBody)
     return await _create(request, tenant, body, model, owner=owner, deployment=f"{owner}/{name}")
 

@@ -15,7 +15,7 @@ LONGEST = 256
 
 
 def vectors_of(texts: Iterable[str], model_folder: Path) -> dict[str, np.ndarray]:
-    """The unit vector (float32 [384]) of each text: mean over its tokens, normalised."""
+    """The unit vector (float32 [384]) of each text: mean over its tokens, normalized."""
     transformers_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModel.from_pretrained(model_folder, dtype=torch.float32).eval()

@@ -36,7 +36,7 @@ class Contender:
         commands: what is started, in this order; `{port}` is where it must listen, `{spare}` another free port (as
             `{spare2}`), `{bin}` the environment's programs, `{home}` its folder, `{model}` the model's.
         environment: variables beside those of this process; the same places are filled in.
-        entry: what Penstock's catalogue entry of the model has different from the shipped one.
+        entry: what Penstock's catalog entry of the model has different from the shipped one.
     """
 
     key: str
@@ -199,7 +199,7 @@ PEERS = (
 
 
 def penstock(key: str, name: str, note: str, **entry: Any) -> Contender:
-    """Penstock with `entry` changed in the catalogue; it answers JSON lists of floats, as the peers do."""
+    """Penstock with `entry` changed in the catalog; it answers JSON lists of floats, as the peers do."""
     body = {"model": MODEL, "input": PLACE, "encoding_format": "float"}
     return Contender(key, name, "ours", note, "/v1/embeddings", body, ("data", 0, "embedding"), entry=entry)
 

@@ -19,7 +19,7 @@ from bench.peers.environments import FOLDER, programs_of
 from bench.peers.generator import Order, Report, drive
 from bench.peers.roster import OFFLINE, Contender
 from bench.peers.tree import Tree
-from bench.pipeline import catalogue_with
+from bench.pipeline import catalog_with
 from infra.local.ports import Ports
 from infra.local.process import Process, free_port
 from infra.local.stack import Stack
@@ -117,7 +117,7 @@ def stack_of(contender: Contender, state_dir: Path) -> Stack:
     """The stack of `penstock up`, not yet started, but for what `contender` changes in the entry of the model."""
     settings = {}
     if contender.entry:
-        settings["PENSTOCK_MODELS_FILE"] = str(catalogue_with(state_dir, contender.entry))
+        settings["PENSTOCK_MODELS_FILE"] = str(catalog_with(state_dir, contender.entry))
         # Of its own: an artifact made for one way of serving lacks what another may choose from.
         settings["PENSTOCK_ARTIFACTS_DIR"] = str((FOLDER / "artifacts" / contender.key).resolve())
     return served_stack(state_dir, Ports.free(), settings, _say_nothing)

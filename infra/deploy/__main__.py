@@ -13,7 +13,7 @@ from infra.deploy.prices import read_prices
 from infra.deploy.rates import rates_of_words, read_rates
 from infra.deploy.show import as_json, text
 from infra.kubernetes.deployment import Deployment, read_gpu_types
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from shared.errors import ConfigurationError
 
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the plan; 0, or 1 where something given is wrong."""
     options = _parser().parse_args(argv)
     try:
-        catalogue = read_catalogue(options.models)
+        catalog = read_catalog(options.models)
         if options.rates is not None and options.seconds:
             raise ConfigurationError(
                 "--seconds goes with --rate; a file of rates has seconds_per_item", field="seconds"
@@ -29,13 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.buffer < 0:
             raise ConfigurationError("--buffer: 0 or more", field="buffer")
         if options.rates is None:
-            rates = rates_of_words(options.rate, options.seconds, catalogue)
+            rates = rates_of_words(options.rate, options.seconds, catalog)
         else:
-            rates = read_rates(options.rates, catalogue)
+            rates = read_rates(options.rates, catalog)
         platform = read_platform(options.tfvars)
         if options.region:
             platform = platform.in_regions(list(dict.fromkeys(options.region)))
-        plan = make_plan(catalogue, rates, platform, read_prices(options.prices), read_gpu_types(), options.buffer)
+        plan = make_plan(catalog, rates, platform, read_prices(options.prices), read_gpu_types(), options.buffer)
     except ConfigurationError as error:
         print(f"penstock deploy plan: {error.message}", file=sys.stderr)
         return 1
@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     plan = parser.add_subparsers(metavar="COMMAND", required=True).add_parser(
         "plan", help="GPUs, nodes, subscriptions, quotas and monthly cost for the rates one expects"
     )
-    plan.add_argument("--models", type=Path, default=Path("models.yaml"), help="the catalogue (default: %(default)s)")
+    plan.add_argument("--models", type=Path, default=Path("models.yaml"), help="the catalog (default: %(default)s)")
     asked = plan.add_mutually_exclusive_group(required=True)
     asked.add_argument(
         "--rates", type=Path, metavar="FILE", help="rates of all models; infra/deploy/rates.example.yaml"

@@ -1,4 +1,4 @@
-"""`penstock deploy plan`: sizes everything from catalogue, rates, variables and prices, and says what to set first."""
+"""`penstock deploy plan`: sizes everything from catalog, rates, variables and prices, and says what to set first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infra.deploy.sizing import Site, inboxes_for, size_site, size_workers
 from infra.deploy.topology import gpu_pools, subscriptions, topics
 from infra.deploy.volumes import volume
 from infra.kubernetes.deployment import GpuType
-from shared.catalogue import Catalogue
+from shared.catalog import Catalog
 from shared.errors import ConfigurationError
 
 AUTO_PROVISIONED_GPUS = 64
@@ -49,7 +49,7 @@ class Plan:
 
 
 def make_plan(
-    catalogue: Catalogue,
+    catalog: Catalog,
     rates: Rates,
     platform: Platform,
     prices: Prices,
@@ -59,7 +59,7 @@ def make_plan(
     """The plan.
 
     Args:
-        catalogue: the models; those without a rate are made too, and have no more workers than replicas.min.
+        catalog: the models; those without a rate are made too, and have no more workers than replicas.min.
         rates: what is expected.
         platform: the variables of infra/terraform/platform.
         prices: what things cost.
@@ -67,14 +67,14 @@ def make_plan(
         buffer: places kept warm for each class of GPU nodes, as `python -m infra.kubernetes --buffer`.
 
     Raises:
-        ConfigurationError: rates, variables and catalogue do not fit together; the message names the field.
+        ConfigurationError: rates, variables and catalog do not fit together; the message names the field.
     """
     shares = _shares(rates, platform)
-    sites = tuple(_site(name, share, catalogue, rates, platform, gpus, buffer) for name, share in shares.items())
+    sites = tuple(_site(name, share, catalog, rates, platform, gpus, buffer) for name, share in shares.items())
     wanted, changes = _changed(platform, sites)
     changes += _too_few_replicas(sites)
-    volumes = [volume(model, rates.models.get(model.name, ModelRate(mean_per_s=0))) for model in catalogue.models]
-    made_topics, made_subscriptions = topics(catalogue.models, wanted), subscriptions(catalogue.models, wanted)
+    volumes = [volume(model, rates.models.get(model.name, ModelRate(mean_per_s=0))) for model in catalog.models]
+    made_topics, made_subscriptions = topics(catalog.models, wanted), subscriptions(catalog.models, wanted)
     costs = cost_table(sites, volumes, wanted, prices)
     used = dict.fromkeys(cost.source for cost in costs if cost.source)
     return Plan(
@@ -83,11 +83,11 @@ def make_plan(
         changes=tuple(changes),
         topics=tuple(made_topics),
         subscriptions=tuple(made_subscriptions),
-        pools=tuple(gpu_pools(catalogue.models, wanted)),
+        pools=tuple(gpu_pools(catalog.models, wanted)),
         quotas=tuple(quotas(sites, wanted, volumes, gpus, len(made_topics), len(made_subscriptions))),
         costs=tuple(costs),
         on_demand_usd=on_demand_usd(sites, prices),
-        notes=(*_notes(catalogue, rates, wanted, sites), *_of_slots(wanted, costs)),
+        notes=(*_notes(catalog, rates, wanted, sites), *_of_slots(wanted, costs)),
         sources={name: prices.sources[name] for name in used},
     )
 
@@ -107,7 +107,7 @@ def _shares(rates: Rates, platform: Platform) -> dict[str, float]:
 def _site(
     region: str,
     share: float,
-    catalogue: Catalogue,
+    catalog: Catalog,
     rates: Rates,
     platform: Platform,
     gpus: dict[str, GpuType],
@@ -115,7 +115,7 @@ def _site(
 ) -> Site:
     workers = [
         size_workers(model, rates.models.get(model.name, ModelRate(mean_per_s=0)), share, region, rates)
-        for model in catalogue.models
+        for model in catalog.models
     ]
     return size_site(region, share, workers, rates, platform, gpus, buffer)
 
@@ -168,9 +168,9 @@ def _too_few_replicas(sites: Sequence[Site]) -> list[Change]:
     ]
 
 
-def _notes(catalogue: Catalogue, rates: Rates, platform: Platform, sites: Sequence[Site]) -> list[str]:
+def _notes(catalog: Catalog, rates: Rates, platform: Platform, sites: Sequence[Site]) -> list[str]:
     notes = []
-    without = [model.name for model in catalogue.models if model.name not in rates.models]
+    without = [model.name for model in catalog.models if model.name not in rates.models]
     if without:
         notes.append(f"no rate is given for {', '.join(without)}: planned without load")
     if len(sites) > 1:

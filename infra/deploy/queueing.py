@@ -1,4 +1,4 @@
-"""How many workers a load needs: utilisation below a target, and a wait that stays within the deadline.
+"""How many workers a load needs: utilization below a target, and a wait that stays within the deadline.
 
 Workers of one model are the servers of one queue, as all of them pull from one subscription. Arrivals are taken as
 Poisson and service times as exponential (M/M/c); batches of one model differ less than that, and M/D/c waits less than
@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 
 
-def servers_needed(load: float, service_s: float, wait_s: float, *, utilisation: float, late_share: float) -> int:
+def servers_needed(load: float, service_s: float, wait_s: float, *, utilization: float, late_share: float) -> int:
     """The least number of servers that keeps to both bounds.
 
     Args:
         load: offered load in Erlangs: arrivals per second x seconds of one server that each takes.
         service_s: seconds for which one server is taken at a time.
         wait_s: seconds that an arrival may wait for a server; above 0.
-        utilisation: the share of its time that a server may be busy, between 0 and 1.
+        utilization: the share of its time that a server may be busy, between 0 and 1.
         late_share: the share of arrivals that may wait longer.
 
     Returns:
@@ -27,7 +27,7 @@ def servers_needed(load: float, service_s: float, wait_s: float, *, utilisation:
     if load <= 0:
         return 0
     # A load that fills its servers exactly must not need one more because of the last bit.
-    servers = max(1, math.ceil(load / utilisation * (1 - 1e-12)))
+    servers = max(1, math.ceil(load / utilization * (1 - 1e-12)))
     while late(servers, load, service_s, wait_s) > late_share:
         servers += 1
     return servers

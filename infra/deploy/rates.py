@@ -9,12 +9,12 @@ from typing import Any, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from shared.catalogue import Catalogue
+from shared.catalog import Catalog
 from shared.errors import ConfigurationError
 
 GIVEN_HERE = "given on the command line"
 HOW_TO_MEASURE = (
-    "what a worker takes for an item on the GPU of the catalogue. Where the model runs on it already, `penstock report "
+    "what a worker takes for an item on the GPU of the catalog. Where the model runs on it already, `penstock report "
     "batches` says it (inference_ms_per_item / 1000); else `python -m bench.gpu` on a machine with that GPU measures it"
 )
 
@@ -74,7 +74,7 @@ class Rates(_Entry):
     models: dict[str, ModelRate] = Field(min_length=1)
     regions: dict[str, float] = {}
     """Share of all requests that each region gets; evenly, if not given."""
-    target_utilisation: float = Field(0.7, gt=0, lt=1)
+    target_utilization: float = Field(0.7, gt=0, lt=1)
     """Share of its time that a worker may be busy at the peak."""
     late_share: float = Field(0.001, gt=0, lt=1)
     """Of the requests at the peak, those that may wait past the deadline."""
@@ -88,7 +88,7 @@ class Rates(_Entry):
         return self
 
 
-def read_rates(path: Path, catalogue: Catalogue) -> Rates:
+def read_rates(path: Path, catalog: Catalog) -> Rates:
     """Reads a rates file.
 
     Raises:
@@ -100,10 +100,10 @@ def read_rates(path: Path, catalogue: Catalogue) -> Rates:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: {error}") from error
-    return _checked(given, catalogue, str(path))
+    return _checked(given, catalog, str(path))
 
 
-def rates_of_words(rates: Sequence[str], seconds: Sequence[str], catalogue: Catalogue) -> Rates:
+def rates_of_words(rates: Sequence[str], seconds: Sequence[str], catalog: Catalog) -> Rates:
     """The rates that `--rate MODEL=MEAN[:PEAK]` and `--seconds MODEL=SECONDS` say.
 
     Raises:
@@ -120,7 +120,7 @@ def rates_of_words(rates: Sequence[str], seconds: Sequence[str], catalogue: Cata
         if name not in models:
             raise ConfigurationError(f"--seconds {word}: no --rate for {name!r}", field=name)
         models[name] |= {"seconds_per_item": value, "measured": GIVEN_HERE}
-    return _checked({"models": models}, catalogue, "--rate")
+    return _checked({"models": models}, catalog, "--rate")
 
 
 def _split(word: str, form: str, most: int) -> tuple[str, list[float]]:
@@ -134,16 +134,16 @@ def _split(word: str, form: str, most: int) -> tuple[str, list[float]]:
     return name, values
 
 
-def _checked(given: object, catalogue: Catalogue, where: str) -> Rates:
+def _checked(given: object, catalog: Catalog, where: str) -> Rates:
     try:
         rates = Rates.model_validate(given)
     except ValidationError as error:
         raise _explained(error, where) from error
-    known = {model.name for model in catalogue.models}
+    known = {model.name for model in catalog.models}
     for name in rates.models:
         if name not in known:
             served = ", ".join(sorted(known))
-            raise ConfigurationError(f"{where}: models.{name}: not in the catalogue; it has: {served}", field=name)
+            raise ConfigurationError(f"{where}: models.{name}: not in the catalog; it has: {served}", field=name)
     return rates
 
 

@@ -11,7 +11,7 @@ from infra.deploy.queueing import mean_wait_s, servers_needed
 from infra.deploy.rates import ModelRate, Rates
 from infra.kubernetes.deployment import GpuType, gpu_class
 from infra.kubernetes.placement import CPU_ONLY
-from shared.catalogue import Gpu, Model
+from shared.catalog import Gpu, Model
 from shared.errors import ConfigurationError
 
 TRIP_S = 0.1
@@ -82,7 +82,7 @@ class Site:
 def size_workers(model: Model, rate: ModelRate, share: float, region: str, rates: Rates) -> Workers:
     """Workers for the part `share` of a model's rate.
 
-    Offered load = items per second x (1 - hit share) x seconds per item; as many workers as keep their utilisation at
+    Offered load = items per second x (1 - hit share) x seconds per item; as many workers as keep their utilization at
     the target and let no more than `late_share` wait past the deadline (infra/deploy/queueing.py). Time-sharing gives
     each of n workers an n-th of a GPU: with n places taken an item takes n times as long as with one, and longer by
     what sharing itself costs.
@@ -106,7 +106,7 @@ def size_workers(model: Model, rate: ModelRate, share: float, region: str, rates
 
     def processes(requests_per_s: float) -> int:
         load = requests_per_s * rate.items_per_request * (1 - rate.hit_share) * service_s
-        bounds = {"utilisation": rates.target_utilisation, "late_share": rates.late_share}
+        bounds = {"utilization": rates.target_utilization, "late_share": rates.late_share}
         return servers_needed(load, batch * service_s, spare_s, **bounds)
 
     peak_per_s, mean_per_s = rate.peak * share, rate.mean_per_s * share

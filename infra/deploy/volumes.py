@@ -9,7 +9,7 @@ import msgspec
 
 from infra import bigquery
 from infra.deploy.rates import ModelRate
-from shared.catalogue import Model
+from shared.catalog import Model
 from shared.messages import (
     INLINE_LIMIT_BYTES,
     Blob,

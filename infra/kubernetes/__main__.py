@@ -9,7 +9,7 @@ from pathlib import Path
 
 from infra.kubernetes.deployment import read_deployment
 from infra.kubernetes.overlay import write_overlay
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from shared.errors import ConfigurationError
 
 
@@ -25,12 +25,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             buffer=options.buffer,
             capacity_buffers=options.capacity_buffers,
         )
-        catalogue = read_catalogue(options.models_file)
-        write_overlay(options.out, catalogue, options.models_file, deployment)
+        catalog = read_catalog(options.models_file)
+        write_overlay(options.out, catalog, options.models_file, deployment)
     except ConfigurationError as error:
         print(f"infra.kubernetes: {error.message}", file=sys.stderr)
         return 2
-    print(f"{options.out}: {len(catalogue.models)} models; render with: kubectl kustomize {options.out}")
+    print(f"{options.out}: {len(catalog.models)} models; render with: kubectl kustomize {options.out}")
     return 0
 
 

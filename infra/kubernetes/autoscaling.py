@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from infra.kubernetes.deployment import Deployment
-from shared.catalogue import Model
+from shared.catalog import Model
 from shared.names import batch_subscription_id, workers_subscription_id
 
 WAIT_SHARE = 0.1

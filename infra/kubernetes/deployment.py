@@ -1,4 +1,4 @@
-"""What an overlay is made from besides the catalogue: where the workers run and what they reach, and the GPU types."""
+"""What an overlay is made from besides the catalog: where the workers run and what they reach, and the GPU types."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from shared.catalogue import Gpu
+from shared.catalog import Gpu
 from shared.errors import ConfigurationError
 
 GPU_TYPES_FILE = Path(__file__).parent / "gpus.yaml"
@@ -47,7 +47,7 @@ class Deployment(BaseModel):
     audience: str = Field("", pattern=r"^(//iam\.googleapis\.com/\S+)?$")
     """What the workers' tokens are made for; empty: they run on GKE, which has no need of tokens."""
     models: tuple[str, ...] | None = None
-    """Those of the catalogue that run there; None: all."""
+    """Those of the catalog that run there; None: all."""
     spot: bool
     overflow: Literal["l4", "a100"] | None
     """GPU type that takes over where another is out of stock."""

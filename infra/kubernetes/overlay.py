@@ -1,4 +1,4 @@
-"""Writes the Kustomize overlay of a region: one folder per model of the catalogue, over the tree beside this file.
+"""Writes the Kustomize overlay of a region: one folder per model of the catalog, over the tree beside this file.
 
 Kustomize does the rest: `kubectl kustomize OUT` renders it, `kubectl apply -k OUT` puts it into a cluster, and the
 Terraform stage `workloads` takes the rendered file.
@@ -19,7 +19,7 @@ from infra.kubernetes.autoscaling import hpa_patch, keda_patch
 from infra.kubernetes.deployment import Deployment, GpuType, gpu_class, read_gpu_types
 from infra.kubernetes.identity import CREDENTIALS_FILE, credentials, identity_settings, token_volume
 from infra.kubernetes.placement import Placement, compute_class, place, share_of
-from shared.catalogue import Catalogue, Gpu, Model
+from shared.catalog import Catalog, Gpu, Model
 from shared.errors import ConfigurationError
 
 TREE = Path(__file__).parent
@@ -38,21 +38,21 @@ def slug(model: str) -> str:
     return f"{plain[:31].strip('-')}-{hashlib.sha256(model.encode()).hexdigest()[:8]}"
 
 
-def write_overlay(out: Path, catalogue: Catalogue, models_file: Path, deployment: Deployment) -> None:
+def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: Deployment) -> None:
     """Writes the overlay, in place of what is there.
 
     Args:
         out: the folder; what an earlier run left in it goes.
-        catalogue: the models to run workers of.
+        catalog: the models to run workers of.
         models_file: where it was read; each worker gets its own entry, so that a change restarts no other.
         deployment: where and with what.
 
     Raises:
-        ConfigurationError: two models would get the same name, one that is to run there is not in the catalogue, or
+        ConfigurationError: two models would get the same name, one that is to run there is not in the catalog, or
             `out` is a folder that is no overlay.
     """
     slugs: dict[str, str] = {}
-    models = _chosen(catalogue, deployment)
+    models = _chosen(catalog, deployment)
     for model in models:
         other = slugs.setdefault(slug(model.name), model.name)
         if other != model.name:
@@ -71,14 +71,12 @@ def write_overlay(out: Path, catalogue: Catalogue, models_file: Path, deployment
     _write(out, ["cluster", *folders], patches=[])
 
 
-def _chosen(catalogue: Catalogue, deployment: Deployment) -> list[Model]:
+def _chosen(catalog: Catalog, deployment: Deployment) -> list[Model]:
     if deployment.models is None:
-        return list(catalogue.models)
-    chosen = [model for model in catalogue.models if model.name in deployment.models]
+        return list(catalog.models)
+    chosen = [model for model in catalog.models if model.name in deployment.models]
     if missing := set(deployment.models) - {model.name for model in chosen}:
-        raise ConfigurationError(
-            f"models of {deployment.region} are not in the catalogue: {', '.join(sorted(missing))}"
-        )
+        raise ConfigurationError(f"models of {deployment.region} are not in the catalog: {', '.join(sorted(missing))}")
     return chosen
 
 

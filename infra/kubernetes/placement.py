@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infra.kubernetes.deployment import Deployment, GpuType, gpu_class
-from shared.catalogue import Gpu, Model
+from shared.catalog import Gpu, Model
 
 SHARED_MEMORY = 0.92
 """Of a shared GPU's memory is handed out to torch: each process also has a CUDA context outside of torch's books."""
@@ -70,7 +70,7 @@ def share_of(gpu: Gpu, gpu_types: dict[str, GpuType]) -> dict[str, str]:
 
 
 def _resources(share: dict[str, str], *, gpu: bool = False) -> dict[str, dict[str, str]]:
-    # No limit on CPU: what the neighbours leave is there for the taking. On a shared node a GPU is asked for once.
+    # No limit on CPU: what the neighbors leave is there for the taking. On a shared node a GPU is asked for once.
     one = {"nvidia.com/gpu": "1"} if gpu else {}
     return {"requests": share | one, "limits": {"memory": share["memory"]} | one}
 

@@ -24,7 +24,7 @@ from infra.local.stack import Stack
 from infra.reports import run_report
 from infra.table import table, transposed
 from models.shapes.judge import UNNAMED, Seen, read
-from shared.catalogue import Catalogue, read_catalogue
+from shared.catalog import Catalog, read_catalog
 from shared.errors import ModelFailed, Unavailable
 
 CALL_LIMIT_S = 60.0
@@ -83,7 +83,7 @@ def run_demo(demo_dir: Path, prompt: str = PROMPT, edit_prompt: str = EDIT_PROMP
     shutil.rmtree(state_dir, ignore_errors=True)
     _print("Penstock: the whole pipeline on this machine, started, used and stopped.\n\nStarting")
     with Stack(state_dir, ports=Ports.free(), say=_print) as stack:
-        visitor = Visitor(stack, read_catalogue(stack.settings.models_file))
+        visitor = Visitor(stack, read_catalog(stack.settings.models_file))
         visitor.compare_sentences()
         visitor.draw_pictures(demo_dir, prompt, edit_prompt)
         visitor.show_timings()
@@ -97,10 +97,10 @@ def run_demo(demo_dir: Path, prompt: str = PROMPT, edit_prompt: str = EDIT_PROMP
 class Visitor:
     """A customer of the stack: calls the API and keeps how long each call took."""
 
-    def __init__(self, stack: Stack, catalogue: Catalogue) -> None:
+    def __init__(self, stack: Stack, catalog: Catalog) -> None:
         self._stack = stack
-        self._embedding = catalogue.default("embedding")
-        self._image = catalogue.default("image")
+        self._embedding = catalog.default("embedding")
+        self._image = catalog.default("image")
         self._client = openai.OpenAI(
             base_url=f"{stack.api_url}/v1", api_key="none", timeout=CALL_LIMIT_S, max_retries=0
         )
@@ -215,8 +215,8 @@ def what_it_shows(png: bytes) -> str:
 
 
 def _in_words(figure: Seen) -> str:
-    article = "an" if figure.colour == "orange" else "a"
-    return f"{article} {figure.colour} {'figure' if figure.shape == UNNAMED else figure.shape}"
+    article = "an" if figure.color == "orange" else "a"
+    return f"{article} {figure.color} {'figure' if figure.shape == UNNAMED else figure.shape}"
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from infra.local.ports import Ports
 from infra.local.process import answers, listens
 from infra.local.redis import find_redis_server
 from infra.reports import check_bigquery
-from shared.catalogue import Catalogue, read_catalogue
+from shared.catalog import Catalog, read_catalog
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 from shared.objects import ObjectStore
 from shared.pubsub_admin import PubSubAdmin
@@ -72,7 +72,7 @@ def _findings() -> Iterator[Finding]:
     except ConfigurationError as error:
         yield Finding("settings", error.message, "correct the variable, or unset it")
         return
-    yield from _catalogue(settings)
+    yield from _catalog(settings)
     yield from _endpoints(settings)
 
 
@@ -147,19 +147,19 @@ def _memory() -> Finding:
     return Finding("memory", f"{free_bytes / 1e9:.1f} GB available", mend)
 
 
-def _catalogue(settings: Settings) -> Iterator[Finding]:
+def _catalog(settings: Settings) -> Iterator[Finding]:
     try:
-        catalogue = read_catalogue(settings.models_file)
+        catalog = read_catalog(settings.models_file)
     except ConfigurationError as error:
-        yield Finding("catalogue", error.message, f"correct {settings.models_file}, or set PENSTOCK_MODELS_FILE")
+        yield Finding("catalog", error.message, f"correct {settings.models_file}, or set PENSTOCK_MODELS_FILE")
         return
-    yield Finding("catalogue", f"{settings.models_file}: {', '.join(model.name for model in catalogue.models)}")
-    yield from _sources(catalogue)
+    yield Finding("catalog", f"{settings.models_file}: {', '.join(model.name for model in catalog.models)}")
+    yield from _sources(catalog)
 
 
-def _sources(catalogue: Catalogue) -> Iterator[Finding]:
+def _sources(catalog: Catalog) -> Iterator[Finding]:
     """The models whose files must be on this machine before a worker starts."""
-    for model in catalogue.models:
+    for model in catalog.models:
         kind, _, place = model.source.partition(":")
         if kind == "local" and not Path(place).expanduser().is_dir():
             yield Finding("model", f"{model.name}: there is no folder {place}", "put the model's files there")

@@ -1,4 +1,4 @@
-"""Optimised graphs that a model lacks at the first start on a machine, made while everything else starts."""
+"""Optimized graphs that a model lacks at the first start on a machine, made while everything else starts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 
 from infra.local.process import Process
-from shared.catalogue import Catalogue, Model
+from shared.catalog import Catalog, Model
 from shared.errors import Unavailable
 
 MAKE_LIMIT_S = 180.0
@@ -14,14 +14,14 @@ LOOSE_COSINE = 0.999
 """INT8 graphs stay below this, so they are made only for models that tolerate it."""
 
 
-def graph_commands(catalogue: Catalogue) -> dict[str, list[str]]:
+def graph_commands(catalog: Catalog) -> dict[str, list[str]]:
     """The module and words that make each model's graphs, by the model's name; models that need none are left out."""
-    wanted = {model.name: wanted_graphs(model) for model in catalogue.models}
+    wanted = {model.name: wanted_graphs(model) for model in catalog.models}
     return {name: ["workers.optimize", name, "--variants", graphs] for name, graphs in wanted.items() if graphs}
 
 
 def wanted_graphs(model: Model) -> str:
-    """The optimised graphs that a worker here may choose from, as `workers.optimize` names them; empty: none."""
+    """The optimized graphs that a worker here may choose from, as `workers.optimize` names them; empty: none."""
     if model.task != "embedding" or model.backend == "torch":
         return ""
     graphs = ["fp32"]
@@ -42,10 +42,10 @@ def await_graphs(makers: Mapping[str, Process], tell: Callable[[str, str], None]
     for name, maker in makers.items():
         # Silent where the graphs are there from an earlier start, which takes half a second to see.
         if maker.is_running:
-            tell("making", f"{name}'s optimised graphs, once")
+            tell("making", f"{name}'s optimized graphs, once")
         try:
             maker.wait_done(MAKE_LIMIT_S)
         except Unavailable as error:
             maker.stop()
-            tell("without", f"optimised graphs: {error.message}")
+            tell("without", f"optimized graphs: {error.message}")
         yield name

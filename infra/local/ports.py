@@ -10,7 +10,7 @@ from infra.local.process import free_port
 
 @dataclass(frozen=True)
 class Ports:
-    """Where the parts listen on 127.0.0.1; worker number n of the catalogue answers probes on `health[n]`."""
+    """Where the parts listen on 127.0.0.1; worker number n of the catalog answers probes on `health[n]`."""
 
     api: int = 8080
     pubsub: int = 8085

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from shared.catalogue import Catalogue, Model
+from shared.catalog import Catalog, Model
 from shared.names import (
     BATCH_FILTER,
     INTERACTIVE_FILTER,
@@ -33,12 +33,12 @@ DEAD_LETTER_RETRY_S, WEBHOOK_RETRY_S = (1.0, 600.0), (5.0, 600.0)
 """From the first failure on; receivers of webhooks are other people's machines."""
 
 
-async def provision(admin: Admin, catalogue: Catalogue, inbox_pool: int, slots: int, functions_url: str = "") -> None:
+async def provision(admin: Admin, catalog: Catalog, inbox_pool: int, slots: int, functions_url: str = "") -> None:
     """Makes everything that is missing; what is there already stays as it is.
 
     Args:
         admin: an open connection with the right to create; bounds how many calls are under way.
-        catalogue: its models get a jobs topic, a subscription of each lane for their workers, and a place for dead
+        catalog: its models get a jobs topic, a subscription of each lane for their workers, and a place for dead
             letters.
         inbox_pool: how many reply inboxes to make, numbered from 0.
         slots: filtered subscriptions of each inbox.
@@ -48,9 +48,9 @@ async def provision(admin: Admin, catalogue: Catalogue, inbox_pool: int, slots: 
         PenstockError: the broker refused or did not answer.
     """
     await admin.ensure_topic(WEBHOOKS_TOPIC_ID)
-    await asyncio.gather(*(_provision_model(admin, model) for model in catalogue.models))
+    await asyncio.gather(*(_provision_model(admin, model) for model in catalog.models))
     if functions_url:
-        await _provision_pushes(admin, catalogue, functions_url)
+        await _provision_pushes(admin, catalog, functions_url)
     for number in range(inbox_pool):
         await make_inbox(admin, str(number), slots)
 
@@ -69,7 +69,7 @@ async def _provision_model(admin: Admin, model: Model) -> None:
     )
 
 
-async def _provision_pushes(admin: Admin, catalogue: Catalogue, functions_url: str) -> None:
+async def _provision_pushes(admin: Admin, catalog: Catalog, functions_url: str) -> None:
     dead_letters = {
         dead_letter_push_subscription_id(model.name): SubscriptionSettings(
             dead_letter_topic_id(model.name),
@@ -79,7 +79,7 @@ async def _provision_pushes(admin: Admin, catalogue: Catalogue, functions_url: s
             retry_max_s=DEAD_LETTER_RETRY_S[1],
             push_endpoint=f"{functions_url}/dead_letter",
         )
-        for model in catalogue.models
+        for model in catalog.models
     }
     webhooks = SubscriptionSettings(
         WEBHOOKS_TOPIC_ID,

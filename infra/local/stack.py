@@ -1,4 +1,4 @@
-"""The whole pipeline on one machine, as real processes: servers, one worker per model of the catalogue, the API.
+"""The whole pipeline on one machine, as real processes: servers, one worker per model of the catalog, the API.
 
 What runs here is what runs in the cloud; only the endpoints, handed on by environment, differ. Started by
 `penstock up`, by `penstock demo` and by the end-to-end tests.
@@ -26,7 +26,7 @@ from infra.local.provision import provision
 from infra.local.redis import RedisServer
 from infra.local.signing import kept_secrets
 from infra.reports import create_tables
-from shared.catalogue import Catalogue, Model, read_catalogue
+from shared.catalog import Catalog, Model, read_catalog
 from shared.errors import ConfigurationError
 from shared.pubsub_admin import PubSubAdmin
 from shared.settings import ApiSettings, environment_with, read_settings
@@ -62,7 +62,7 @@ class Stack:
         say: gets one line of progress at a time.
 
     Raises:
-        ConfigurationError: a port is taken, the catalogue or a setting is wrong.
+        ConfigurationError: a port is taken, the catalog or a setting is wrong.
         Unavailable: a part ended or was not ready in time; the message has the end of its log.
     """
 
@@ -126,15 +126,15 @@ class Stack:
         with ExitStack() as undo:
             undo.callback(self._tell, "stopped", "")
             settings = self.settings
-            catalogue = read_catalogue(settings.models_file)
-            self._check_ports(len(catalogue.models))
-            makers = self._start_makers(undo, catalogue)
+            catalog = read_catalog(settings.models_file)
+            self._check_ports(len(catalog.models))
+            makers = self._start_makers(undo, catalog)
             self._start_servers(undo)
-            asyncio.run(_provision(settings, catalogue, self.functions_url))
+            asyncio.run(_provision(settings, catalog, self.functions_url))
             self._tell("made", "topics and subscriptions")
             create_tables(settings)
             self._tell("made", f"dataset {settings.dataset}")
-            self._start_pipeline(undo, catalogue, makers)
+            self._start_pipeline(undo, catalog, makers)
             self._undo = undo.pop_all()
         return self
 
@@ -192,9 +192,9 @@ class Stack:
             port = getattr(self.ports, name)
             self._await(name, partial(listens, port), SERVER_LIMIT_S, f"127.0.0.1:{port}")
 
-    def _start_makers(self, undo: ExitStack, catalogue: Catalogue) -> dict[str, Process]:
-        """Has the optimised graphs made that the models lack, by the models' names."""
-        commands = graph_commands(catalogue)
+    def _start_makers(self, undo: ExitStack, catalog: Catalog) -> dict[str, Process]:
+        """Has the optimized graphs made that the models lack, by the models' names."""
+        commands = graph_commands(catalog)
         return {
             name: undo.enter_context(self._module(f"optimize-{name}", command)) for name, command in commands.items()
         }
@@ -204,7 +204,7 @@ class Stack:
             self.state_dir / "redis", self.log_dir, self.ports.redis, socket_path=socket_path, persist=True
         )
 
-    def _start_pipeline(self, undo: ExitStack, catalogue: Catalogue, makers: Mapping[str, Process]) -> None:
+    def _start_pipeline(self, undo: ExitStack, catalog: Catalog, makers: Mapping[str, Process]) -> None:
         """Starts the API, the functions and the workers, each as early as what it needs is there.
 
         A worker whose model lacks graphs comes last: it measures what computes the model fastest here, and waits for
@@ -212,7 +212,7 @@ class Stack:
         """
         workers = {
             model.name: self._worker(model, port)
-            for model, port in zip(catalogue.models, self.ports.health, strict=False)
+            for model, port in zip(catalog.models, self.ports.health, strict=False)
         }
         for worker in workers.values():
             undo.callback(worker.stop)
@@ -269,10 +269,10 @@ class Stack:
         self._say(f"{time.monotonic() - self._began_s:6.1f} s  {word:<8}{facts}".rstrip())
 
 
-async def _provision(settings: ApiSettings, catalogue: Catalogue, functions_url: str) -> None:
+async def _provision(settings: ApiSettings, catalog: Catalog, functions_url: str) -> None:
     """Creates the topics and subscriptions that Terraform creates in the cloud."""
     async with PubSubAdmin(settings.project, settings.pubsub_endpoint) as admin:
-        await provision(admin, catalogue, settings.inbox_pool, settings.reply_slots, functions_url)
+        await provision(admin, catalog, settings.inbox_pool, settings.reply_slots, functions_url)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from infra.local.ports import Ports
 from infra.local.stack import Stack
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 
 WATCH_S = 0.5
 
@@ -52,7 +52,7 @@ def stay_up(state_dir: Path, ports: Ports, settings: Mapping[str, str]) -> int:
 
 
 def _usage(stack: Stack) -> str:
-    model = read_catalogue(stack.settings.models_file).models[0]
+    model = read_catalog(stack.settings.models_file).models[0]
     lines = {
         "API": f"{stack.api_url}/v1 (docs: {stack.api_url}/docs, metrics: http://127.0.0.1:{stack.ports.metrics}/metrics)",
         "Pub/Sub": stack.settings.pubsub_endpoint or "Google's own",

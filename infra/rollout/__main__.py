@@ -16,7 +16,7 @@ from infra.rollout.judge import Judge
 from infra.rollout.rollout import Rollout
 from infra.rollout.service import Service
 from infra.rollout.smoke import smoke
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from shared.errors import ConfigurationError, PenstockError
 
 
@@ -69,7 +69,7 @@ def _rollout(options: argparse.Namespace) -> Rollout:
     if options.command == "back" and not options.revision:
         raise ConfigurationError("back needs --revision", field="revision")
     google = Google(default_credentials())
-    catalogue = read_catalogue(options.models_file)
+    catalog = read_catalog(options.models_file)
     where = f"projects/{options.project}/locations"
     services = {
         region: Service(google, f"{where}/{region}/services/{options.service}") for region in options.regions.split(",")
@@ -85,7 +85,7 @@ def _rollout(options: argparse.Namespace) -> Rollout:
     def check(url: str) -> list[str]:
         # `KEY=TENANT,KEY=TENANT`: the first was made with the secret. Read when needed, as the first apply makes it.
         key = google.secret(options.project, options.keys_secret).split("=")[0]
-        return smoke(url, key, catalogue)
+        return smoke(url, key, catalog)
 
     urls: dict[str, str] = json.loads(options.urls_file.read_text(encoding="utf-8")) if options.urls_file else {}
     steps = [int(percent) for percent in options.steps.split(",")]

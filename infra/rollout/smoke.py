@@ -9,12 +9,12 @@ import urllib.request
 import uuid
 from typing import Any
 
-from shared.catalogue import Catalogue, Model
+from shared.catalog import Catalog, Model
 from shared.errors import Unavailable
 
 
-def smoke(url: str, key: str, catalogue: Catalogue) -> list[str]:
-    """Asks the API at `url` for each model of `catalogue` with replicas.min >= 1; returns a line for each.
+def smoke(url: str, key: str, catalog: Catalog) -> list[str]:
+    """Asks the API at `url` for each model of `catalog` with replicas.min >= 1; returns a line for each.
 
     Models that scale to zero are left out: their first answer waits for a GPU, which says nothing of the API.
 
@@ -22,7 +22,7 @@ def smoke(url: str, key: str, catalogue: Catalogue) -> list[str]:
         Unavailable: no answer in the model's deadline, or a wrong one.
     """
     _call(f"{url}/healthz", "", None, 10.0)
-    asked = [model for model in catalogue.models if model.replicas.min >= 1]
+    asked = [model for model in catalog.models if model.replicas.min >= 1]
     return [f"{url} answers"] + [_ask(url, key, model) for model in asked]
 
 

@@ -8,7 +8,7 @@ from models.shapes.world import USUAL_BACKGROUND, Figure, Scene
 
 _OPENINGS = ("", "", "", "a picture of ", "a drawing of ", "draw ", "there is ", "please draw ")
 _PLACES: dict[str, tuple[str, ...]] = {
-    "centre": ("", "", "in the middle", "in the center"),
+    "center": ("", "", "in the middle", "in the center"),
     "top": ("at the top",),
     "bottom": ("at the bottom",),
     "left": ("on the left", "at the left"),
@@ -41,7 +41,7 @@ def tell(scene: Scene, rng: random.Random) -> str:
     """A caption of the scene; the wording is `rng`'s choice."""
     figures = [_figure(figure, rng) for figure in scene.figures]
     if scene.relation is None:
-        what = f"{figures[0]} {rng.choice(_PLACES[scene.place or 'centre'])}".rstrip()
+        what = f"{figures[0]} {rng.choice(_PLACES[scene.place or 'center'])}".rstrip()
     else:
         what = rng.choice(_RELATIONS[scene.relation]).format(a=figures[0], b=figures[1])
     ground = _background(scene.background, rng)
@@ -53,8 +53,8 @@ def tell(scene: Scene, rng: random.Random) -> str:
 
 def _figure(figure: Figure, rng: random.Random) -> str:
     sizes = {"small": ("small", "small", "little"), "medium": ("",), "large": ("large", "big")}
-    article = "an" if figure.size == "medium" and figure.colour == "orange" else "a"
-    return " ".join(word for word in (article, rng.choice(sizes[figure.size]), figure.colour, figure.shape) if word)
+    article = "an" if figure.size == "medium" and figure.color == "orange" else "a"
+    return " ".join(word for word in (article, rng.choice(sizes[figure.size]), figure.color, figure.shape) if word)
 
 
 def _background(name: str, rng: random.Random) -> str:

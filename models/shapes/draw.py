@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw
 
-from models.shapes.world import BACKGROUNDS, COLOURS, SIDE, Figure, Scene
+from models.shapes.world import BACKGROUNDS, COLORS, SIDE, Figure, Scene
 
 FINER = 4
 """Drawn so many times larger and averaged down: the edges' shades."""
@@ -35,14 +35,14 @@ def draw(scene: Scene) -> Image.Image:
 
 def _draw_figure(pen: ImageDraw.ImageDraw, figure: Figure, background: tuple[int, int, int]) -> None:
     x, y, radius = figure.x * FINER, figure.y * FINER, figure.radius * FINER
-    colour = COLOURS[figure.colour]
+    color = COLORS[figure.color]
     if figure.shape in ("circle", "ring"):
-        pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=colour)
+        pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=color)
         if figure.shape == "ring":
             hole = radius * RING_HOLE
             pen.ellipse((x - hole, y - hole, x + hole, y + hole), fill=background)
         return
-    pen.polygon([(x + radius * right, y + radius * down) for right, down in _OUTLINES[figure.shape]], fill=colour)
+    pen.polygon([(x + radius * right, y + radius * down) for right, down in _OUTLINES[figure.shape]], fill=color)
 
 
 def _star() -> list[tuple[float, float]]:

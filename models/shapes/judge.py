@@ -1,6 +1,6 @@
-"""Reads background, figures, their colours, shapes and places off a picture by plain image processing.
+"""Reads background, figures, their colors, shapes and places off a picture by plain image processing.
 
-It knows no model and none of the drawing code: colours by their nearest name, shapes by how well they cover outlines
+It knows no model and none of the drawing code: colors by their nearest name, shapes by how well they cover outlines
 that are written here as inequalities. After training, score.py asks it what the pipeline has drawn.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import ndimage
 
-from models.shapes.world import BACKGROUNDS, COLOURS
+from models.shapes.world import BACKGROUNDS, COLORS
 
 Pixels = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float64]
@@ -36,7 +36,7 @@ class Seen:
     """One figure as read: x, y is its middle in pixels from the top left, radius half its longer side."""
 
     shape: str
-    colour: str
+    color: str
     x: float
     y: float
     radius: float
@@ -66,9 +66,9 @@ def _figure(pixels: Floats, ground: Floats, part: Mask) -> Seen | None:
     if part.sum() < AREA_MIN:
         return None
     inner = ndimage.binary_erosion(part)
-    colour = np.median(pixels[inner if inner.sum() >= AREA_MIN // 3 else part], axis=0)
-    # Edges are shades between the two colours: the figure ends half way.
-    along = (pixels - ground) @ (colour - ground) / max(float(np.sum((colour - ground) ** 2)), 1.0)
+    color = np.median(pixels[inner if inner.sum() >= AREA_MIN // 3 else part], axis=0)
+    # Edges are shades between the two colors: the figure ends half way.
+    along = (pixels - ground) @ (color - ground) / max(float(np.sum((color - ground) ** 2)), 1.0)
     solid = (along > 0.5) & ndimage.binary_dilation(part)
     if solid.sum() < AREA_MIN:
         return None
@@ -79,15 +79,15 @@ def _figure(pixels: Floats, ground: Floats, part: Mask) -> Seen | None:
     )
     return Seen(
         shape,
-        _nearest(colour, COLOURS),
+        _nearest(color, COLORS),
         x=float(left + right) / 2,
         y=float(top + bottom) / 2,
         radius=float(max(bottom - top, right - left)) / 2,
     )
 
 
-def _nearest(colour: Floats, names: dict[str, tuple[int, int, int]]) -> str:
-    return min(names, key=lambda name: math.dist(colour.tolist(), names[name]))
+def _nearest(color: Floats, names: dict[str, tuple[int, int, int]]) -> str:
+    return min(names, key=lambda name: math.dist(color.tolist(), names[name]))
 
 
 def _shape(cover: Floats) -> str:

@@ -23,7 +23,7 @@ from models.shapes.captions import tell
 from models.shapes.card import SCORES, SHEET, captioned_sheet, write_scores
 from models.shapes.draw import draw
 from models.shapes.judge import Pixels, Reading, Seen, read
-from models.shapes.world import COLOURS, Figure, Scene, sample_scene
+from models.shapes.world import COLORS, Figure, Scene, sample_scene
 
 STEPS = 20
 GUIDANCE = 2.0
@@ -64,11 +64,11 @@ class Tally:
 
 
 TARGETS = {
-    "colour right": 0.95,
+    "color right": 0.95,
     "shape right": 0.90,
     "two objects both right": 0.75,
     "relation right": 0.70,
-    "recoloured, place kept": 0.80,
+    "recolored, place kept": 0.80,
 }
 """What the model must reach, by the names in the table."""
 
@@ -114,7 +114,7 @@ def held_out(number: int, seed: int = SEED) -> list[Asked]:
 
 def score_text(pipeline: Any, asked: Sequence[Asked], guidance: float = GUIDANCE) -> dict[str, Tally]:
     """The table's part for text-to-image."""
-    table = {name: Tally() for name in ("colour right", "shape right", "two objects both right", "relation right")}
+    table = {name: Tally() for name in ("color right", "shape right", "two objects both right", "relation right")}
     table |= {name: Tally() for name in ("one object right", "place right", "background right", "number right")}
     for at in range(0, len(asked), _AT_ONCE):
         some = asked[at : at + _AT_ONCE]
@@ -136,11 +136,11 @@ def draw_asked(pipeline: Any, asked: Sequence[Asked], guidance: float = GUIDANCE
 
 def _count(table: dict[str, Tally], scene: Scene, reading: Reading) -> None:
     pairs = matched(scene.figures, reading.figures)
-    colours = [seen is not None and seen.colour == figure.colour for figure, seen in pairs]
+    colors = [seen is not None and seen.color == figure.color for figure, seen in pairs]
     shapes = [seen is not None and seen.shape == figure.shape for figure, seen in pairs]
     as_many = len(reading.figures) == len(scene.figures)
-    whole = as_many and all(colours) and all(shapes)
-    table["colour right"].add(sum(colours), len(colours))
+    whole = as_many and all(colors) and all(shapes)
+    table["color right"].add(sum(colors), len(colors))
     table["shape right"].add(sum(shapes), len(shapes))
     table["number right"].add(as_many)
     table["background right"].add(reading.background == scene.background)
@@ -155,7 +155,7 @@ def _count(table: dict[str, Tally], scene: Scene, reading: Reading) -> None:
 
 
 def matched(asked: Sequence[Figure], seen: Sequence[Seen]) -> list[tuple[Figure, Seen | None]]:
-    """Each asked figure with what was seen of it: the pairing with the most colours and shapes right."""
+    """Each asked figure with what was seen of it: the pairing with the most colors and shapes right."""
     padded: list[Seen | None] = [*seen, *[None] * len(asked)]
     ways = itertools.permutations(padded[: len(seen) + len(asked)], len(asked))
     best = max(ways, key=lambda way: sum(_likeness(figure, other) for figure, other in zip(asked, way, strict=True)))
@@ -165,7 +165,7 @@ def matched(asked: Sequence[Figure], seen: Sequence[Seen]) -> list[tuple[Figure,
 def _likeness(asked: Figure, seen: Seen | None) -> float:
     if seen is None:
         return 0.0
-    return 1.0 + 2 * (asked.colour == seen.colour) + 2 * (asked.shape == seen.shape)
+    return 1.0 + 2 * (asked.color == seen.color) + 2 * (asked.shape == seen.shape)
 
 
 def _is_near(figure: Figure, seen: Seen) -> bool:
@@ -174,22 +174,22 @@ def _is_near(figure: Figure, seen: Seen) -> bool:
 
 
 def _is_related(scene: Scene, first: Seen | None, second: Seen | None) -> bool:
-    """Whether both figures are there, each with its colour or its shape, and stand to each other as told."""
+    """Whether both figures are there, each with its color or its shape, and stand to each other as told."""
     if first is None or second is None:
         return False
     for figure, seen in zip(scene.figures, (first, second), strict=True):
-        if figure.colour != seen.colour and figure.shape != seen.shape:
+        if figure.color != seen.color and figure.shape != seen.shape:
             return False
     across, down = second.x - first.x, second.y - first.y
     one, other = scene.figures
-    if (one.shape, one.colour) == (other.shape, other.colour):
+    if (one.shape, one.color) == (other.shape, other.color):
         # Either may be the first.
         across, down = abs(across), abs(down)
     return across > abs(down) if scene.relation == "left of" else down > abs(across)
 
 
 def score_edits(pipeline: Any, number: int, guidance: float = GUIDANCE) -> dict[str, Tally]:
-    """Image-to-image with a new colour: the colour changed, the figure's place kept."""
+    """Image-to-image with a new color: the color changed, the figure's place kept."""
     from diffusers import StableDiffusionImg2ImgPipeline
 
     image_to_image = StableDiffusionImg2ImgPipeline(**pipeline.components, requires_safety_checker=False)
@@ -199,8 +199,8 @@ def score_edits(pipeline: Any, number: int, guidance: float = GUIDANCE) -> dict[
     for seed in range(number):
         scene = sample_scene(rng, held_out=True, figures=1)
         before = scene.figures[0]
-        colour = rng.choice([name for name in COLOURS if name not in (before.colour, scene.background)])
-        after = Scene(scene.background, (recoloured(before, colour),), place=scene.place)
+        color = rng.choice([name for name in COLORS if name not in (before.color, scene.background)])
+        after = Scene(scene.background, (recolored(before, color),), place=scene.place)
         drawn = image_to_image(
             tell(after, rng),
             image=draw(scene),
@@ -210,13 +210,13 @@ def score_edits(pipeline: Any, number: int, guidance: float = GUIDANCE) -> dict[
             generator=torch.Generator("cpu").manual_seed(seed),
         ).images[0]
         seen = matched(after.figures, read(np.asarray(drawn)).figures)[0][1]
-        tally.add(seen is not None and seen.colour == colour and _has_stayed(before, seen))
-    return {"recoloured, place kept": tally}
+        tally.add(seen is not None and seen.color == color and _has_stayed(before, seen))
+    return {"recolored, place kept": tally}
 
 
-def recoloured(figure: Figure, colour: str) -> Figure:
-    """The same figure in another colour."""
-    return Figure(figure.shape, colour, figure.size, figure.x, figure.y, figure.radius)
+def recolored(figure: Figure, color: str) -> Figure:
+    """The same figure in another color."""
+    return Figure(figure.shape, color, figure.size, figure.x, figure.y, figure.radius)
 
 
 def _has_stayed(before: Figure, seen: Seen) -> bool:

@@ -20,7 +20,7 @@ _WORD_END = "</w>"
 
 
 def make_tokenizer() -> Any:
-    """A CLIPTokenizer; its merges are learnt from captions, until every word of theirs is whole."""
+    """A CLIPTokenizer; its merges are learned from captions, until every word of theirs is whole."""
     rng = random.Random(0)
     words = sorted({word for _ in range(_CAPTIONS) for word in tell(sample_scene(rng), rng).replace(",", " ,").split()})
     tokenizer = Tokenizer(models.BPE(end_of_word_suffix=_WORD_END))

@@ -20,20 +20,20 @@ from torch.nn import functional
 from models.shapes.captions import tell
 from models.shapes.checkpoint import load_state, save_state
 from models.shapes.parts import Widths, make_text_encoder
-from models.shapes.world import BACKGROUNDS, COLOURS, PLACES, RELATIONS, SHAPES, SIZES, Scene, sample_scene
+from models.shapes.world import BACKGROUNDS, COLORS, PLACES, RELATIONS, SHAPES, SIZES, Scene, sample_scene
 
 SAVE_EVERY_S = 60.0
 IGNORED = -100
 """A target that a scene does not have (cross_entropy's own default)."""
-_COLOURS, _PLACES, _BACKGROUNDS = tuple(COLOURS), tuple(PLACES), tuple(BACKGROUNDS)
+_COLORS, _PLACES, _BACKGROUNDS = tuple(COLORS), tuple(PLACES), tuple(BACKGROUNDS)
 _CHOICES = (
     len(_BACKGROUNDS),
     len(_PLACES),
     len(RELATIONS),
-    *(len(choices) for _ in range(2) for choices in (SHAPES, _COLOURS, SIZES)),
+    *(len(choices) for _ in range(2) for choices in (SHAPES, _COLORS, SIZES)),
 )
 """What there is to choose from in each target of _ordered."""
-_KINDS = len(SHAPES) * len(_COLOURS)
+_KINDS = len(SHAPES) * len(_COLORS)
 _OUTPUTS = sum(_CHOICES) + _KINDS
 
 
@@ -118,7 +118,7 @@ def _loss(outputs: torch.Tensor, scenes: Sequence[Scene], owner: torch.Tensor) -
 
 
 def _ordered(scene: Scene) -> list[int]:
-    """Background, place, relation, then shape, colour and size of each figure where the caption says which is which."""
+    """Background, place, relation, then shape, color and size of each figure where the caption says which is which."""
     targets = [
         _BACKGROUNDS.index(scene.background),
         _PLACES.index(scene.place) if scene.place else IGNORED,
@@ -126,13 +126,13 @@ def _ordered(scene: Scene) -> list[int]:
     ]
     figures = () if scene.relation == "beside" else scene.figures
     for figure in figures:
-        targets += [SHAPES.index(figure.shape), _COLOURS.index(figure.colour), SIZES.index(figure.size)]
+        targets += [SHAPES.index(figure.shape), _COLORS.index(figure.color), SIZES.index(figure.size)]
     return targets + [IGNORED] * (len(_CHOICES) - len(targets))
 
 
 def _shown(scene: Scene) -> list[float]:
-    """1 for each pair of shape and colour that the scene shows."""
+    """1 for each pair of shape and color that the scene shows."""
     shown = [0.0] * _KINDS
     for figure in scene.figures:
-        shown[SHAPES.index(figure.shape) * len(_COLOURS) + _COLOURS.index(figure.colour)] = 1.0
+        shown[SHAPES.index(figure.shape) * len(_COLORS) + _COLORS.index(figure.color)] = 1.0
     return shown

@@ -1,4 +1,4 @@
-"""The world of the pictures: which shapes, colours, sizes, places and relations there are, and scenes drawn at random.
+"""The world of the pictures: which shapes, colors, sizes, places and relations there are, and scenes drawn at random.
 
 First on the path of training: a scene is sampled here, drawn in draw.py and told in captions.py.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 SIDE = 64
 """Pixels of a picture's side."""
 
-COLOURS: dict[str, tuple[int, int, int]] = {
+COLORS: dict[str, tuple[int, int, int]] = {
     "red": (220, 30, 40),
     "orange": (250, 140, 20),
     "yellow": (250, 225, 40),
@@ -25,11 +25,11 @@ COLOURS: dict[str, tuple[int, int, int]] = {
     "black": (15, 15, 15),
     "white": (250, 250, 250),
 }
-"""sRGB of each figure's colour."""
+"""sRGB of each figure's color."""
 
 BACKGROUNDS: dict[str, tuple[int, int, int]] = {
-    "white": COLOURS["white"],
-    "black": COLOURS["black"],
+    "white": COLORS["white"],
+    "black": COLORS["black"],
     "gray": (205, 205, 205),
     "light blue": (185, 215, 245),
 }
@@ -44,7 +44,7 @@ RADII_OF_TWO = {"small": (9.0, 9.8), "medium": (11.0, 11.8), "large": (13.0, 13.
 """Pixels from least to most, half the side of the square that a figure fills."""
 
 PLACES: dict[str, tuple[int, int]] = {
-    "centre": (0, 0),
+    "center": (0, 0),
     "top": (0, -1),
     "bottom": (0, 1),
     "left": (-1, 0),
@@ -73,7 +73,7 @@ class Figure:
     """One shape in a picture; x, y (its middle, from the top left) and radius in pixels."""
 
     shape: str
-    colour: str
+    color: str
     size: str
     x: float
     y: float
@@ -92,7 +92,7 @@ class Scene:
     @property
     def kind(self) -> str:
         """The scene without its jitter: what a caption can tell."""
-        figures = [f"{figure.size} {figure.colour} {figure.shape}" for figure in self.figures]
+        figures = [f"{figure.size} {figure.color} {figure.shape}" for figure in self.figures]
         if self.relation == "beside":
             figures.sort()
         return f"{self.background}: {self.place or self.relation}: {', '.join(figures)}"
@@ -120,7 +120,7 @@ def sample_scene(rng: random.Random, *, held_out: bool = False, figures: int | N
 
 def _one(rng: random.Random) -> Scene:
     background = _background(rng)
-    place = rng.choice(tuple(PLACES)) if rng.random() < 0.6 else "centre"
+    place = rng.choice(tuple(PLACES)) if rng.random() < 0.6 else "center"
     right, down = PLACES[place]
     figure = _figure(rng, background, RADII_ALONE, (right * PLACE_STEP, down * PLACE_STEP), jitter=2.5)
     return Scene(background, (figure,), place=place)
@@ -152,5 +152,5 @@ def _figure(
     radius = rng.uniform(*radii[size])
     least, most = EDGE + radius, SIDE - EDGE - radius
     x, y = (min(max(SIDE / 2 + step + rng.uniform(-jitter, jitter), least), most) for step in offset)
-    colour = rng.choice([name for name in COLOURS if name != background])
-    return Figure(rng.choice(SHAPES), colour, size, x, y, radius)
+    color = rng.choice([name for name in COLORS if name != background])
+    return Figure(rng.choice(SHAPES), color, size, x, y, radius)

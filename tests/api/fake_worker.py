@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from shared.cache import ResultCache
-from shared.catalogue import Model
+from shared.catalog import Model
 from shared.errors import BadInput, DeadlineExceeded, ModelFailed
 from shared.messages import (
     Blob,
@@ -54,10 +54,10 @@ def vector_of(given: Input, dimensions: int = 384) -> np.ndarray:
 
 
 def png_of(given: ImageInput) -> bytes:
-    """A picture of one colour, made from the seed, or half way from the source's mean colour to it."""
-    colour = (given.seed % 256, given.seed // 256 % 256, given.steps % 256)
+    """A picture of one color, made from the seed, or half way from the source's mean color to it."""
+    color = (given.seed % 256, given.seed // 256 % 256, given.steps % 256)
     buffer = io.BytesIO()
-    Image.new("RGB", (given.width, given.height), colour).save(buffer, "png")
+    Image.new("RGB", (given.width, given.height), color).save(buffer, "png")
     return buffer.getvalue()
 
 

@@ -16,7 +16,7 @@ from api.app import create_app
 from api.listening import server_config
 from api.parts import Parts
 from shared.cache import ResultCache
-from shared.catalogue import Catalogue, read_catalogue
+from shared.catalog import Catalog, read_catalog
 from shared.records import Records
 from shared.settings import ApiSettings, read_settings
 from shared.transport import Admin, Transport
@@ -25,10 +25,10 @@ from tests.api.fake_worker import FakeWorker
 from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
 
-SERVED = read_catalogue(Path(__file__).parents[2] / "models.yaml")
-CATALOGUE = Catalogue(tuple(model.model_copy(update={"aliases": (f"{model.name}-too",)}) for model in SERVED.models))
+SERVED = read_catalog(Path(__file__).parents[2] / "models.yaml")
+CATALOG = Catalog(tuple(model.model_copy(update={"aliases": (f"{model.name}-too",)}) for model in SERVED.models))
 """What is shipped, each model under another name too."""
-TEXT_MODEL, IMAGE_MODEL = CATALOGUE.default("embedding"), CATALOGUE.default("image")
+TEXT_MODEL, IMAGE_MODEL = CATALOG.default("embedding"), CATALOG.default("image")
 T = TypeVar("T")
 NO_REDIS = "redis://127.0.0.1:1/0"
 
@@ -92,18 +92,18 @@ async def running_api(
     settings: ApiSettings,
     transport: Transport | None = None,
     admin: Admin | None = None,
-    catalogue: Catalogue = CATALOGUE,
+    catalog: Catalog = CATALOG,
     cache: ResultCache | None = None,
     worker: FakeWorker | None = None,
 ) -> AsyncIterator[ApiUnderTest]:
     """An API and a worker; with `worker` that one, which somebody else keeps running, serves it."""
     in_memory = InMemoryTransport()
     broker, inbox_admin, rows = transport or in_memory, admin or in_memory, RowList()
-    app = create_app(settings, catalogue, _already_open(broker), _already_open(inbox_admin), rows)
+    app = create_app(settings, catalog, _already_open(broker), _already_open(inbox_admin), rows)
     async with AsyncExitStack() as opened:
         if worker is None:
             records = None if settings.redis_url == NO_REDIS else Records(settings.redis_url)
-            worker = FakeWorker(broker, catalogue.models, cache, records and await opened.enter_async_context(records))
+            worker = FakeWorker(broker, catalog.models, cache, records and await opened.enter_async_context(records))
             await opened.enter_async_context(worker.running(inbox_admin))
         url = await opened.enter_async_context(serving(app, settings))
         http = await opened.enter_async_context(httpx.AsyncClient(base_url=url, timeout=WAIT_LIMIT_S))

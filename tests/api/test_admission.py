@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from api.admission import LONGEST_RETRY_S, SHORTEST_RETRY_S, Admission
 from api.pace import FIRST_GUESS_S, Pace
-from shared.catalogue import Model, read_catalogue
+from shared.catalog import Model, read_catalog
 from shared.errors import Overloaded
 
 # Names of their own: gauges of this process show what others' tests left in flight.
 TEXT, IMAGE = (
-    model.model_copy(update={"name": f"admitted {model.name}"}) for model in read_catalogue(Path("models.yaml")).models
+    model.model_copy(update={"name": f"admitted {model.name}"}) for model in read_catalog(Path("models.yaml")).models
 )
 GUESS_S = FIRST_GUESS_S["embedding"]
 

@@ -46,7 +46,7 @@ async def test_floats_are_the_vector(api: ApiUnderTest) -> None:
 
 
 @pytest.mark.parametrize("encoding_format", ["float", "base64"])
-async def test_dimensions_cut_and_normalise_again(api: ApiUnderTest, encoding_format: str) -> None:
+async def test_dimensions_cut_and_normalize_again(api: ApiUnderTest, encoding_format: str) -> None:
     body = {"model": MODEL, "input": ["a", "b"], "dimensions": 5, "encoding_format": encoding_format}
     data = (await api.http.post("/v1/embeddings", json=body)).json()["data"]
     for item, text in zip(data, "ab", strict=True):

@@ -15,14 +15,14 @@ from infra.local.redis import RedisServer
 from shared.messages import decode_job
 from shared.names import jobs_topic_id
 from tests.api.asked import Asked, Headers, headers, requests
-from tests.api.harness import CATALOGUE, ApiUnderTest, running_api, settings_for
+from tests.api.harness import CATALOG, ApiUnderTest, running_api, settings_for
 from tests.fakes import InMemoryTransport
 
 pytestmark = pytest.mark.anyio
 
 EXAMPLES = 500
 LATE = {503, 504}
-JOBS = {jobs_topic_id(model.name) for model in CATALOGUE.models}
+JOBS = {jobs_topic_id(model.name) for model in CATALOG.models}
 LONGEST_DATA_BYTES, LONGEST_NAME_BYTES, LONGEST_VALUE_BYTES = 10_000_000, 256, 1024
 """Of a message; https://cloud.google.com/pubsub/quotas."""
 

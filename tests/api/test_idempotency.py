@@ -51,7 +51,7 @@ async def two_apis(
     given = settings_for(tmp_path, redis_url=redis_url, **settings)
     async with running_api(given.model_copy(update={"redis_url": way or redis_url})) as first:
         broker = first.broker
-        app = create_app(given, first.parts.catalogue, _open(broker), _open(broker), RowList())
+        app = create_app(given, first.parts.catalog, _open(broker), _open(broker), RowList())
         async with serving(app, given) as url:
             yield first, url
 

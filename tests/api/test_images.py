@@ -25,7 +25,7 @@ def drawn(api: ApiUnderTest) -> list[ImageInput]:
 
 
 def source_of(given: ImageInput) -> Image.Image:
-    """The source image that travelled with the job."""
+    """The source image that traveled with the job."""
     assert given.image is not None
     assert given.image.data is not None
     return Image.open(io.BytesIO(given.image.data))

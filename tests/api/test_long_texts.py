@@ -48,7 +48,7 @@ async def test_long_text_is_refused_as_openai_does(api: ApiUnderTest) -> None:
     error = caught.value
     assert (error.code, error.param, error.type) == ("context_length_exceeded", "input", "invalid_request_error")
     assert "input[1]: This model's maximum context length is 256 tokens, however you requested 302" in error.message
-    # Nothing is remembered of it, and its neighbour is as good as ever.
+    # Nothing is remembered of it, and its neighbor is as good as ever.
     assert (await embed(api, "a cat")).parse().data[0].embedding
 
 

@@ -20,7 +20,7 @@ from shared.messages import TextInput
 from shared.pubsub import PubSubTransport
 from shared.pubsub_admin import PubSubAdmin
 from tests.api.fake_worker import FakeWorker, vector_of
-from tests.api.harness import CATALOGUE, NO_REDIS, TEXT_MODEL
+from tests.api.harness import CATALOG, NO_REDIS, TEXT_MODEL
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -56,7 +56,7 @@ async def _api(pubsub_endpoint: str, folder: Path) -> AsyncIterator[RunningApi]:
     async with AsyncExitStack() as opened:
         transport = await opened.enter_async_context(PubSubTransport(project, pubsub_endpoint))
         admin = await opened.enter_async_context(PubSubAdmin(project, pubsub_endpoint))
-        worker = await opened.enter_async_context(FakeWorker(transport, CATALOGUE.models).running(admin))
+        worker = await opened.enter_async_context(FakeWorker(transport, CATALOG.models).running(admin))
         http = await opened.enter_async_context(
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=WAIT_LIMIT_S)
         )

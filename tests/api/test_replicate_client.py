@@ -17,7 +17,7 @@ from shared.messages import ImageInput, TextInput
 from shared.records import Records
 from shared.webhooks import signature
 from tests.api.fake_worker import png_of, vector_of
-from tests.api.harness import CATALOGUE, IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.api.harness import CATALOG, IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -118,7 +118,7 @@ async def test_create_reload_wait_cancel_and_list(api: ApiUnderTest, client: Any
 
 
 async def test_models_are_listed_for_each_client_in_its_shape(api: ApiUnderTest, client: Any) -> None:
-    names = [model.name for model in CATALOGUE.models]
+    names = [model.name for model in CATALOG.models]
     page = await client.models.async_list()
     assert [(model.owner, model.name) for model in page] == [("penstock", name) for name in names]
     assert page[0].latest_version.id == (await client.models.async_get(TEXT_REF)).latest_version.id
@@ -133,7 +133,7 @@ async def test_models_are_listed_for_each_client_in_its_shape(api: ApiUnderTest,
 async def test_many_models_come_in_pages(api: ApiUnderTest, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("api.routes.prediction_models.PAGE", 1)
     pages = [page async for page in async_paginate(client.models.async_list)]
-    assert [[model.name for model in page] for page in pages] == [[model.name] for model in CATALOGUE.models]
+    assert [[model.name for model in page] for page in pages] == [[model.name] for model in CATALOG.models]
     assert (pages[0].previous, pages[-1].next) == (None, None)
     assert pages[-1].previous is not None
     with pytest.raises(ReplicateError, match="not one of ours"):

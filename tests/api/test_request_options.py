@@ -9,7 +9,7 @@ import redis
 
 from infra.local.redis import RedisServer
 from tests.api.asked import PNG, URI
-from tests.api.harness import CATALOGUE, IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.api.harness import CATALOG, IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 
 pytestmark = pytest.mark.anyio
 
@@ -109,7 +109,7 @@ async def test_longest_limits_are_the_models(api: ApiUnderTest, path: str) -> No
     assert (await api.http.post(path, json=ROUTES[path], headers=headers)).status_code in (200, 201)
     await api.worker.until_taken(taken + 1)
     envelope = api.worker.jobs[-1].envelope
-    longest_s = CATALOGUE.find(envelope.model).deadline.longest_s
+    longest_s = CATALOG.find(envelope.model).deadline.longest_s
     assert envelope.deadline_s - envelope.received_at_s == pytest.approx(longest_s)
     assert envelope.start_by_s - envelope.received_at_s == pytest.approx(86_400)
 

@@ -11,7 +11,7 @@ import pytest
 
 from shared.cache import ResultCache
 from shared.errors import Unavailable
-from tests.api.harness import CATALOGUE, TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.api.harness import CATALOG, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -139,7 +139,7 @@ async def test_caller_who_hangs_up_in_the_middle_of_its_body_does_no_harm(api: A
 
 async def test_models_are_listed_and_found(api: ApiUnderTest) -> None:
     client = api.openai()
-    assert [model.id async for model in client.models.list()] == [model.name for model in CATALOGUE.models]
+    assert [model.id async for model in client.models.list()] == [model.name for model in CATALOG.models]
     found = await client.models.retrieve(TEXT_MODEL.aliases[0])
     assert (found.id, found.object, found.owned_by) == (MODEL, "model", "penstock")
     with pytest.raises(openai.NotFoundError):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.catalogue import Cache, Catalogue, Model
+from shared.catalog import Cache, Catalog, Model
 from shared.names import workers_subscription_id
 from shared.usage import Row
 from tests.api.fake_worker import FakeWorker
@@ -64,9 +64,9 @@ async def deployed(redis_url: str, tmp_path: Path, model: Model = MODEL) -> Asyn
     settings = settings_for(tmp_path, redis_url=redis_url, api_keys="a=acme,o=other")
     async with AsyncExitStack() as opened:
         desk = await opened.enter_async_context(working(redis_url, tmp_path))
-        catalogue, nobody = Catalogue((model,)), FakeWorker(desk.broker, ())
+        catalog, nobody = Catalog((model,)), FakeWorker(desk.broker, ())
         here, there = [
-            await opened.enter_async_context(running_api(settings, desk.broker, desk.broker, catalogue, worker=nobody))
+            await opened.enter_async_context(running_api(settings, desk.broker, desk.broker, catalog, worker=nobody))
             for _ in range(2)
         ]
         yield Deployment(here, there, desk)
@@ -103,7 +103,7 @@ async def test_text_of_another_tenant_in_flight_is_not_joined(redis_url: str, tm
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25])
-async def test_global_scope_is_a_choice_and_hits_cost_what_the_catalogue_says(
+async def test_global_scope_is_a_choice_and_hits_cost_what_the_catalog_says(
     redis_url: str, tmp_path: Path, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     price = MODEL.price.model_copy(update={"cached_share": share})

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from bench.peers.roster import OURS
 from bench.peers.serving import stack_of
-from bench.pipeline import MODEL, MODELS_FILE, catalogue_with
+from bench.pipeline import MODEL, MODELS_FILE, catalog_with
 from infra.local.up import served_stack
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 
 SHIPPED, FP32, _ = OURS
 
@@ -23,7 +23,7 @@ def test_penstock_is_measured_as_penstock_up_serves_it(tmp_path: Path) -> None:
 
 
 def test_a_changed_entry_changes_nothing_else(tmp_path: Path) -> None:
-    shipped, changed = read_catalogue(MODELS_FILE), read_catalogue(catalogue_with(tmp_path, FP32.entry))
+    shipped, changed = read_catalog(MODELS_FILE), read_catalog(catalog_with(tmp_path, FP32.entry))
     assert [model.name for model in changed.models] == [model.name for model in shipped.models]
     assert changed.find(MODEL).precision == "fp32"
     others = [model for model in shipped.models if model.name != MODEL]

@@ -7,7 +7,7 @@ import pytest
 
 from infra.local.stack import Stack
 from infra.reports import run_report
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from tests.end_to_end.conftest import EMBEDDER, REPORTING_KEY
 from tests.end_to_end.rows import Rows
 
@@ -46,16 +46,16 @@ def test_usage_report_adds_up(stack: Stack, client: openai.OpenAI, rows: Rows, t
     heads, lines = run_report(stack.settings, "usage", days=1)
     found = [dict(zip(heads, line, strict=True)) for line in lines]
     usage = {line["model"]: line for line in found if line["tenant"] == "reporting"}
-    catalogue = read_catalogue(stack.settings.models_file)
+    catalog = read_catalog(stack.settings.models_file)
     tokens, pixel_steps = embedded[0].parse().usage.total_tokens, 2 * 64 * 64 * 20
 
-    texts_line, images_line = usage[EMBEDDER], usage[catalogue.default("image").name]
+    texts_line, images_line = usage[EMBEDDER], usage[catalog.default("image").name]
     assert (texts_line["items"], texts_line["requests"], texts_line["succeeded"]) == (6, 2, 6)
     assert texts_line["hit_percent"] == 50.0
-    assert texts_line["cost_usd"] == pytest.approx(catalogue.find(EMBEDDER).cost_usd(tokens=tokens), abs=1e-6)
+    assert texts_line["cost_usd"] == pytest.approx(catalog.find(EMBEDDER).cost_usd(tokens=tokens), abs=1e-6)
     assert (images_line["items"], images_line["requests"], images_line["hit_percent"]) == (2, 1, 0.0)
     assert images_line["pixel_steps"] == pixel_steps
     assert images_line["cost_usd"] == pytest.approx(
-        catalogue.default("image").cost_usd(pixel_steps=pixel_steps), abs=1e-6
+        catalog.default("image").cost_usd(pixel_steps=pixel_steps), abs=1e-6
     )
     assert images_line["device_s"] > 0

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from infra.local.stack import Stack
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from tests.end_to_end.conftest import EMBEDDER, Embed
 from tests.end_to_end.rows import Rows
 
-TOLERANCE = read_catalogue(Path("models.yaml")).find(EMBEDDER).tolerance.cosine
+TOLERANCE = read_catalog(Path("models.yaml")).find(EMBEDDER).tolerance.cosine
 TEXTS = [
     "Steam drives the turbine.",
     "a",
@@ -36,7 +36,7 @@ def vectors(answer: openai.types.CreateEmbeddingResponse) -> NDArray[np.float32]
 
 
 def assert_near(ours: NDArray[np.float32], expected: Sequence[NDArray[np.float32]]) -> None:
-    """Unit vectors within the tolerance that the catalogue promises, whatever backend the worker chose.
+    """Unit vectors within the tolerance that the catalog promises, whatever backend the worker chose.
 
     How near each backend is by itself, 1e-5 in fp32, is tested in tests/workers/models.
     """

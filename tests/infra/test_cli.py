@@ -75,7 +75,7 @@ def test_api_with_a_wrong_setting_says_so() -> None:
     assert "PENSTOCK_PORT" in told.stderr
 
 
-def test_up_with_a_wrong_catalogue_says_so(tmp_path: Path) -> None:
+def test_up_with_a_wrong_catalog_says_so(tmp_path: Path) -> None:
     told = penstock("up", cwd=tmp_path)
     assert (told.returncode, told.stderr) == (1, "penstock: models.yaml: No such file or directory\n")
 
@@ -133,7 +133,7 @@ def test_doctor_names_what_is_missing_and_the_mend(tmp_path: Path) -> None:
         PENSTOCK_BIGQUERY_ENDPOINT="http://127.0.0.1:9",
     )
     assert told.returncode == 1
-    for what in ("catalogue", "Pub/Sub", "BigQuery", "Redis  "):
+    for what in ("catalog", "Pub/Sub", "BigQuery", "Redis  "):
         assert f"\nMISS  {what}" in told.stdout
     assert told.stdout.count("mend: ") >= 4
     assert "secret" not in told.stdout

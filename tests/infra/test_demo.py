@@ -20,7 +20,7 @@ ORANGE_STAR = Figure("star", "orange", "medium", 47.0, 32.0, 10.0)
             Scene("light blue", (RED_CIRCLE, ORANGE_STAR), relation="beside"),
             "a red circle and an orange star on light blue",
         ),
-        (Scene("black", (), place="centre"), "no figure on black"),
+        (Scene("black", (), place="center"), "no figure on black"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

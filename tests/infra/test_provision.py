@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from infra.local.provision import provision
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from shared.names import (
     WEBHOOKS_TOPIC_ID,
     batch_subscription_id,
@@ -24,16 +24,16 @@ from shared.pubsub import PubSubTransport
 from shared.pubsub_admin import PubSubAdmin
 from tests.limits import WAIT_LIMIT_S
 
-CATALOGUE = read_catalogue(Path("models.yaml"))
+CATALOG = read_catalog(Path("models.yaml"))
 
 
 @pytest.mark.anyio
 async def test_everything_in_use_is_created(pubsub_endpoint: str) -> None:
     async with PubSubAdmin("provisioned", pubsub_endpoint) as admin:
         for _ in range(2):
-            await provision(admin, CATALOGUE, inbox_pool=2, slots=3)
+            await provision(admin, CATALOG, inbox_pool=2, slots=3)
         wanted = [slot_subscription_id(inbox, slot) for inbox in "01" for slot in range(3)]
-        for model in CATALOGUE.models:
+        for model in CATALOG.models:
             wanted += [workers_subscription_id(model.name), batch_subscription_id(model.name)]
             wanted += [dead_letter_subscription_id(model.name)]
         assert [await admin.subscription_exists(subscription_id) for subscription_id in wanted] == [True] * len(wanted)
@@ -43,7 +43,7 @@ async def test_everything_in_use_is_created(pubsub_endpoint: str) -> None:
 @pytest.mark.anyio
 async def test_reply_reaches_its_slot_only(pubsub_endpoint: str) -> None:
     async with PubSubAdmin("slots", pubsub_endpoint) as admin, PubSubTransport("slots", pubsub_endpoint) as broker:
-        await provision(admin, CATALOGUE, inbox_pool=1, slots=2)
+        await provision(admin, CATALOG, inbox_pool=1, slots=2)
         async with (
             broker.subscribe(slot_subscription_id("0", 0), max_messages=5) as first,
             broker.subscribe(slot_subscription_id("0", 1), max_messages=5) as second,
@@ -56,9 +56,9 @@ async def test_reply_reaches_its_slot_only(pubsub_endpoint: str) -> None:
 
 @pytest.mark.anyio
 async def test_job_has_one_lane(pubsub_endpoint: str) -> None:
-    name = CATALOGUE.models[0].name
+    name = CATALOG.models[0].name
     async with PubSubAdmin("lanes", pubsub_endpoint) as admin, PubSubTransport("lanes", pubsub_endpoint) as broker:
-        await provision(admin, CATALOGUE, inbox_pool=0, slots=1)
+        await provision(admin, CATALOG, inbox_pool=0, slots=1)
         async with (
             broker.subscribe(workers_subscription_id(name), max_messages=5) as interactive,
             broker.subscribe(batch_subscription_id(name), max_messages=5) as batch,
@@ -85,8 +85,8 @@ async def test_pushes_follow_the_functions(pubsub_endpoint: str) -> None:
     nowhere, here = "http://127.0.0.1:9", f"http://127.0.0.1:{runner.addresses[0][1]}"
     async with PubSubAdmin("pushes", pubsub_endpoint) as admin, PubSubTransport("pushes", pubsub_endpoint) as broker:
         for functions_url in (nowhere, here):
-            await provision(admin, CATALOGUE, 0, 1, functions_url)
-        await broker.publish(dead_letter_topic_id(CATALOGUE.models[0].name), b"", {"of": "course"})
+            await provision(admin, CATALOG, 0, 1, functions_url)
+        await broker.publish(dead_letter_topic_id(CATALOG.models[0].name), b"", {"of": "course"})
         await broker.publish(WEBHOOKS_TOPIC_ID, b"", {"of": "course"})
         async with asyncio.timeout(WAIT_LIMIT_S):
             found = [await pushed.get() for _ in range(2)]
@@ -96,9 +96,9 @@ async def test_pushes_follow_the_functions(pubsub_endpoint: str) -> None:
 
 @pytest.mark.anyio
 async def test_job_that_nobody_can_do_becomes_a_dead_letter(pubsub_endpoint: str) -> None:
-    name = CATALOGUE.models[0].name
+    name = CATALOG.models[0].name
     async with PubSubAdmin("dead", pubsub_endpoint) as admin, PubSubTransport("dead", pubsub_endpoint) as broker:
-        await provision(admin, CATALOGUE, inbox_pool=0, slots=1)
+        await provision(admin, CATALOG, inbox_pool=0, slots=1)
         await broker.publish(jobs_topic_id(name), b"poison", {"of": "course"})
         async with (
             broker.subscribe(workers_subscription_id(name), max_messages=1) as workers,

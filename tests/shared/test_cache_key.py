@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shared.cache import cache_key
-from shared.catalogue import Model, Tolerance
+from shared.catalog import Model, Tolerance
 from shared.errors import BadInput
 from shared.messages import Blob, ImageInput, Input, TextInput, TokensInput
 

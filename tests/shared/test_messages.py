@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.catalogue import Batch, Model, Price
+from shared.catalog import Batch, Model, Price
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, UndecodableMessage
 from shared.messages import (
     Blob,

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from shared.cache import ResultCache
-from shared.catalogue import Batch, Cache, Model, Price
+from shared.catalog import Batch, Cache, Model, Price
 from shared.errors import BadInput, Canceled, ModelFailed, PenstockError, Unavailable
 from shared.messages import (
     INLINE_LIMIT_BYTES,

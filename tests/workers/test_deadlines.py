@@ -67,7 +67,7 @@ async def test_batch_stops_at_the_deadline_of_the_last_who_wants_it(redis_url: s
         assert await desk.ask("next", request_id="next") == [("succeeded", b"next")]
 
 
-async def test_neighbours_in_the_batch_go_on(redis_url: str, tmp_path: Path) -> None:
+async def test_neighbors_in_the_batch_go_on(redis_url: str, tmp_path: Path) -> None:
     async with working(redis_url, tmp_path) as desk:
         await both(desk, "late", "early", short="late")
         request_id, outcome = await ended(desk)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.catalogue import Model, read_catalogue
+from shared.catalog import Model, read_catalog
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
 from shared.messages import EmbeddingResult, Input, TextInput
 from tests.limits import WAIT_LIMIT_S
@@ -29,7 +29,7 @@ UNHEARD_OF = 10**6
 
 @pytest.fixture(scope="module")
 def entry() -> Model:
-    return read_catalogue(Path("models.yaml")).default("embedding")
+    return read_catalog(Path("models.yaml")).default("embedding")
 
 
 @pytest.fixture(scope="module")

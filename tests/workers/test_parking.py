@@ -77,9 +77,9 @@ def test_what_is_compiled_is_not_parked(kind: str) -> None:
 
 
 def test_weights_of_a_kind_of_their_own_are_not_parked() -> None:
-    class Quantised(torch.nn.Parameter):
+    class Quantized(torch.nn.Parameter):
         pass
 
     model = holder()
-    model.network[0].weight = Quantised(torch.zeros(8, 8))
+    model.network[0].weight = Quantized(torch.zeros(8, 8))
     assert park(model, ROOM) is None

@@ -1,4 +1,4 @@
-"""A job that kills its process each time, on real model processes: it is given up, and its neighbours never know."""
+"""A job that kills its process each time, on real model processes: it is given up, and its neighbors never know."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ sys.exit(model_process.main())
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_neighbours_of_a_poison_job_finish_and_its_caller_gets_the_reason(
+async def test_neighbors_of_a_poison_job_finish_and_its_caller_gets_the_reason(
     redis_url: str, tmp_path: Path, processes: int
 ) -> None:
     command = (sys.executable, "-c", LETTERS)

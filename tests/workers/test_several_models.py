@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from shared.cache import ResultCache
-from shared.catalogue import Cache, Model, read_catalogue
+from shared.catalog import Cache, Model, read_catalog
 from shared.messages import EmbeddingResult, Envelope, Item, Job, JobBody, TextInput, decode_reply, encode_job
 from shared.names import (
     BATCH_FILTER,
@@ -74,7 +74,7 @@ def make_tiny(folder: Path, minilm: Path) -> None:
 
 @pytest.fixture(scope="module")
 def hosted(tmp_path_factory: pytest.TempPathFactory) -> list[Hosted]:
-    minilm = read_catalogue(Path("models.yaml")).find("all-MiniLM-L6-v2")
+    minilm = read_catalog(Path("models.yaml")).find("all-MiniLM-L6-v2")
     minilm = minilm.model_copy(update={"cache": Cache(ttl_s=0)})
     folder = resolve(minilm.source, minilm.revision, Path("unused"))
     tiny_folder = tmp_path_factory.mktemp("models") / "tiny"

@@ -48,7 +48,7 @@ async def queued(desk: Desk) -> None:
         await asyncio.sleep(0)
 
 
-async def test_poison_is_given_up_with_its_reason_and_its_neighbours_finish(redis_url: str, tmp_path: Path) -> None:
+async def test_poison_is_given_up_with_its_reason_and_its_neighbors_finish(redis_url: str, tmp_path: Path) -> None:
     async with working(redis_url, tmp_path) as desk:
         await hold_first(desk)
         for text in ("aa", "b†", "cc"):

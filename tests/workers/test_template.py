@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from shared.messages import EmbeddingResult
 from tests.limits import START_LIMIT_S
 from workers.model_pool import Hosted, ModelPool, ModelProcess, ModelProcessDied
@@ -29,7 +29,7 @@ TEXT = PreparedText(key="", length=4, ids=np.array([101, 4937, 4937, 102], "<u4"
 
 
 def hosted(task: str) -> Hosted:
-    entry = next(one for one in read_catalogue(Path("models.yaml")).models if one.task == task)
+    entry = next(one for one in read_catalog(Path("models.yaml")).models if one.task == task)
     return Hosted(entry, resolve(entry.source, entry.revision, Path("unused")))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from shared.catalogue import Model as Entry
+from shared.catalog import Model as Entry
 from shared.errors import ConfigurationError
 from shared.logs import configure_logs
 from workers.choose.asking import choice_path
@@ -34,7 +34,7 @@ LEAST_PRIORITY = 19
 def main() -> int:
     """Chooses; returns the exit status."""
     parser = argparse.ArgumentParser(prog="workers.choose", description=__doc__)
-    parser.add_argument("--model", required=True, help="the catalogue entry as JSON")
+    parser.add_argument("--model", required=True, help="the catalog entry as JSON")
     parser.add_argument("--folder", type=Path, required=True, help="the model's files")
     parser.add_argument("--digest", required=True, help="of the model's files, as workers.models.artifact makes it")
     parser.add_argument("--terms", required=True, help="a workers.choose.choice.Terms as JSON")

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 from prometheus_client import Gauge
 
-from shared.catalogue import Model as Entry
+from shared.catalog import Model as Entry
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
 from workers.choose.candidates import CPU_PROCESSES_MAX, layouts
@@ -49,7 +49,7 @@ async def chosen(entry: Entry, folder: Path, settings: WorkerSettings) -> Choice
     """What computes the embedding model `entry` here: as chosen by an earlier start, or measured now.
 
     Args:
-        entry: of the catalogue.
+        entry: of the catalog.
         folder: the model's files.
         settings: device, processes and threads (0: open), and where artifacts and choices lie.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.catalogue import Model as Entry
+from shared.catalog import Model as Entry
 from workers.choose.choice import Finding, Layout
 from workers.choose.machine import Machine
 from workers.models.artifact import Artifact, Variant

@@ -65,7 +65,7 @@ class Choice(msgspec.Struct, kw_only=True, tag="choice"):
 
 
 class Refusal(msgspec.Struct, kw_only=True, tag="refusal"):
-    """There is nothing the catalogue's entry allows; the message of a ConfigurationError."""
+    """There is nothing the catalog's entry allows; the message of a ConfigurationError."""
 
     message: str
 

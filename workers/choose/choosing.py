@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from shared.catalogue import Model as Entry
+from shared.catalog import Model as Entry
 from shared.errors import ConfigurationError, PenstockError
 from workers.choose.candidates import candidates, layouts
 from workers.choose.choice import Choice, Finding, Layout

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shared.catalogue import Model as Entry
+from shared.catalog import Model as Entry
 from shared.messages import EmbeddingResult
 from workers.models import model_for
 from workers.models.backend import Backend

@@ -13,7 +13,7 @@ from typing import ParamSpec, Self, TypeVar
 import msgspec
 import numpy as np
 
-from shared.catalogue import Model as Entry
+from shared.catalog import Model as Entry
 from shared.errors import ModelFailed, PenstockError
 from workers.choose import probe
 from workers.choose.choice import Layout
@@ -40,7 +40,7 @@ class Probes:
     Raises (every method): ModelFailed where a process died or took too long, and what the model itself raises.
 
     Args:
-        entry: of the catalogue.
+        entry: of the catalog.
         folder: the model's files.
         device: as WorkerSettings.device.
         machine: this one.

@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 from prometheus_client import Counter
 
-from shared.catalogue import Catalogue
+from shared.catalog import Catalog
 from shared.errors import BadInput, Canceled, ModelFailed, PenstockError, Unavailable, UndecodableMessage, UnknownModel
 from shared.messages import (
     Envelope,
@@ -63,15 +63,15 @@ class DeadLetters:
         records: ends the records.
         publisher: for replies and events.
         table: for rows.
-        catalogue: says what the rows say of a model.
+        catalog: says what the rows say of a model.
         region: where this runs, for the rows.
     """
 
-    def __init__(self, records: Records, publisher: Publisher, table: Table, catalogue: Catalogue, region: str) -> None:
+    def __init__(self, records: Records, publisher: Publisher, table: Table, catalog: Catalog, region: str) -> None:
         self._records = records
         self._publisher = publisher
         self._table = table
-        self._catalogue = catalogue
+        self._catalog = catalog
         self._region = region
 
     async def answer(self, message: Message) -> None:
@@ -131,7 +131,7 @@ class DeadLetters:
 
     def _row(self, envelope: Envelope, answered: ReplyBody, item: int) -> Row:
         try:
-            model = self._catalogue.find(envelope.model)
+            model = self._catalog.find(envelope.model)
         except UnknownModel:
             model = None
         return row_of(

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from contextlib import AsyncExitStack
 
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from shared.links import Links
 from shared.pubsub import PubSubTransport
 from shared.records import Records
@@ -58,10 +58,10 @@ class Parts:
 
     async def _open_dead_letters(self) -> Handler:
         settings = self._settings
-        catalogue = read_catalogue(settings.models_file)
+        catalog = read_catalog(settings.models_file)
         publisher = await self._stack.enter_async_context(PubSubTransport(settings.project, settings.pubsub_endpoint))
         table = RowTable(settings)
-        return DeadLetters(await self._open_records(), publisher, table, catalogue, settings.region).answer
+        return DeadLetters(await self._open_records(), publisher, table, catalog, settings.region).answer
 
     async def _open_webhooks(self) -> Handler:
         settings = self._settings

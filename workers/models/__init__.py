@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shared.catalogue import Model as Entry
+from shared.catalog import Model as Entry
 from workers.models.backend import Backend, unmeasured_backend
 from workers.models.base import Model, Preparer
 from workers.models.embedding import EmbeddingModel, Encoder

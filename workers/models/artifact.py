@@ -1,4 +1,4 @@
-"""An optimised artifact: what `python -m workers.optimize` makes of a model's folder, read and checked by the workers.
+"""An optimized artifact: what `python -m workers.optimize` makes of a model's folder, read and checked by the workers.
 
 It is the folder `<artifacts_dir>/<model>/<digest>/` with manifest.json, calibration.npz (embedding models) and the
 graphs that the manifest names. The digest is of the source files, so an artifact of other weights is never found.

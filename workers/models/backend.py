@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from shared.catalogue import Model as Entry
+from shared.catalog import Model as Entry
 from shared.errors import ConfigurationError
 
 

@@ -76,7 +76,7 @@ class Model(Protocol):
         """Loads the model.
 
         Raises:
-            ConfigurationError: the folder is not a model of this task, or not what the catalogue says.
+            ConfigurationError: the folder is not a model of this task, or not what the catalog says.
         """
 
     def warmup(self) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from shared.catalogue import Model as Entry
+from shared.catalog import Model as Entry
 from shared.errors import ConfigurationError, PenstockError
 from shared.messages import EmbeddingResult, Result
 from workers.models.base import OnStep, PreparedItem, PreparedText
@@ -23,7 +23,7 @@ _WARMUP_LENGTHS = (8, 64)
 
 
 class Encoder(Protocol):
-    """A transformer with the pooling and normalisation of its folder, in one library and precision."""
+    """A transformer with the pooling and normalization of its folder, in one library and precision."""
 
     device_name: str
     """What computes: the GPU's name, or `cpu`. Known after `open`."""
@@ -68,7 +68,7 @@ class EmbeddingModel:
         """Loads the weights.
 
         Raises:
-            ConfigurationError: the folder can't be loaded, or its vectors have not the catalogue's dimensions.
+            ConfigurationError: the folder can't be loaded, or its vectors have not the catalog's dimensions.
         """
         dimensions = self._encoder.open()
         self.device_name, self.pads = self._encoder.device_name, self._encoder.pads

@@ -1,4 +1,4 @@
-"""The ONNX Runtime encoder of an embedding model; pools and normalises in numpy, and never imports torch.
+"""The ONNX Runtime encoder of an embedding model; pools and normalizes in numpy, and never imports torch.
 
 A model process with it is up in well under a second and takes a fraction of the memory of one with torch.
 """
@@ -28,7 +28,7 @@ class OnnxEncoder:
     The states are the first output, [items, longest, width]; their type may be narrower than float32.
 
     Args:
-        settings: the folder of the model, for pooling and normalisation.
+        settings: the folder of the model, for pooling and normalization.
         graph: the .onnx file.
         device: as WorkerSettings.device.
         threads: on a CPU.

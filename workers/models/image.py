@@ -15,7 +15,7 @@ import diffusers
 import numpy as np
 import torch
 
-from shared.catalogue import Model as Entry
+from shared.catalog import Model as Entry
 from shared.errors import BadInput, ModelFailed, PenstockError
 from shared.messages import Blob, ImageResult, Result
 from shared.schedulers import OWN_SCHEDULER, SCHEDULERS

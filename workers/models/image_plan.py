@@ -1,4 +1,4 @@
-"""How an image pipeline is run on this device: decided once, from what the device can and what the catalogue asks."""
+"""How an image pipeline is run on this device: decided once, from what the device can and what the catalog asks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shared.catalogue import Model as Entry
+from shared.catalog import Model as Entry
 from shared.errors import ConfigurationError
 
 _AMPERE = (8, 0)
@@ -39,7 +39,7 @@ def capability_of(device: torch.device) -> Capability:
 class ImagePlan:
     """How to run the pipeline.
 
-    `is_compiled`: UNet and VAE go through torch.compile for each of `batch_sizes` at the catalogue's usual size (other
+    `is_compiled`: UNet and VAE go through torch.compile for each of `batch_sizes` at the catalog's usual size (other
     shapes run eagerly), the VAE image by image. `is_int8`: the linear layers of the UNet's transformers in INT8.
     `is_tuned`: channels-last weights and fused query-key-value projections.
     """
@@ -52,7 +52,7 @@ class ImagePlan:
 
 
 def plan_for(entry: Entry, capability: Capability) -> ImagePlan:
-    """The plan for an image model of the catalogue.
+    """The plan for an image model of the catalog.
 
     Raises:
         ConfigurationError: the entry asks for INT8, and torchao is not installed.

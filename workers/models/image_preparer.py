@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from shared.catalogue import ImageDefaults
+from shared.catalog import ImageDefaults
 from shared.errors import BadInput, InputTooLarge
 from shared.messages import Blob, ImageInput, Input
 from shared.schedulers import SCHEDULER_NAMES, SCHEDULERS
@@ -22,7 +22,7 @@ SEED_LIMIT = 2**63
 
 
 class ImagePreparer:
-    """Makes PreparedImage of ImageInput, within the bounds that the catalogue sets."""
+    """Makes PreparedImage of ImageInput, within the bounds that the catalog sets."""
 
     def __init__(self, bounds: ImageDefaults) -> None:
         self._bounds = bounds

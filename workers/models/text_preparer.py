@@ -1,4 +1,4 @@
-"""Texts to token ids, in the I/O process: tokenised in batch by the model's own tokenizer.json, checked, cut if asked.
+"""Texts to token ids, in the I/O process: tokenized in batch by the model's own tokenizer.json, checked, cut if asked.
 
 The tokenizer itself never cuts: it would not say so, and it spends as long on what it cuts off.
 """
@@ -40,7 +40,7 @@ class TextPreparer:
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
         """One outcome per input, in order; what is longer than the model takes is refused or cut, as the input says."""
         texts = [place for place, value in enumerate(inputs) if isinstance(value, TextInput)]
-        outcomes = dict(zip(texts, self._tokenise([inputs[place] for place in texts]), strict=True))
+        outcomes = dict(zip(texts, self._tokenize([inputs[place] for place in texts]), strict=True))
         for place, value in enumerate(inputs):
             if isinstance(value, TokensInput):
                 outcomes[place] = self._frame(value)
@@ -48,15 +48,15 @@ class TextPreparer:
                 outcomes[place] = BadInput("an embedding model takes texts or token ids", field="input")
         return [outcomes[place] for place in range(len(inputs))]
 
-    def _tokenise(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
+    def _tokenize(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
         given = [value for value in inputs if isinstance(value, TextInput)]
         try:
             encodings = self._tokenizer.encode_batch_fast([self._settings.prompt + value.text for value in given])
         except (TypeError, ValueError) as error:
             # A lone surrogate is a str that is no Unicode text; it fails the whole call.
             if len(inputs) == 1:
-                return [BadInput(f"the text can't be tokenised: {error}", field="input")]
-            return list(chain.from_iterable(self._tokenise([value]) for value in inputs))
+                return [BadInput(f"the text can't be tokenized: {error}", field="input")]
+            return list(chain.from_iterable(self._tokenize([value]) for value in inputs))
         pairs = zip(given, encodings, strict=True)
         return [self._prepared(one.ids, one.type_ids, value.truncate) for value, one in pairs]
 
@@ -118,7 +118,7 @@ def _open_tokenizer(settings: SentenceFolder) -> Tokenizer:
 
 
 def _template(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The special tokens before and after one text, seen by tokenising one with and without them."""
+    """The special tokens before and after one text, seen by tokenizing one with and without them."""
     bare = tokenizer.encode("a", add_special_tokens=False).ids
     full = tokenizer.encode("a").ids
     start = next((at for at in range(len(full)) if full[at : at + len(bare)] == bare), 0)

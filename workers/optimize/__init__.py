@@ -1,1 +1,1 @@
-"""`penstock optimize`: makes, judges and writes the optimised artifacts that workers/models/artifact.py reads."""
+"""`penstock optimize`: makes, judges and writes the optimized artifacts that workers/models/artifact.py reads."""

@@ -14,8 +14,8 @@ from types import FrameType
 
 import msgspec
 
-from shared.catalogue import Model as Entry
-from shared.catalogue import read_catalogue
+from shared.catalog import Model as Entry
+from shared.catalog import read_catalog
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
 from shared.settings import WorkerSettings, read_settings
 from workers.models.artifact import (
@@ -68,9 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="penstock optimize", description="Make an optimised artifact of a model.")
-    parser.add_argument("model", help="an entry of the catalogue")
-    parser.add_argument("--models-file", type=Path, metavar="FILE", help="the catalogue (default: as the settings say)")
+    parser = argparse.ArgumentParser(prog="penstock optimize", description="Make an optimized artifact of a model.")
+    parser.add_argument("model", help="an entry of the catalog")
+    parser.add_argument("--models-file", type=Path, metavar="FILE", help="the catalog (default: as the settings say)")
     parser.add_argument("--artifacts-dir", type=Path, metavar="DIR", help="(default: as the settings say)")
     parser.add_argument(
         "--variants",
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"embeddings: {', '.join(EMBEDDING_VARIANTS)}; images: {', '.join(IMAGE_VARIANTS)}",
     )
     parser.add_argument(
-        "--tolerance", type=float, metavar="X", help="the least cosine (images: PSNR in dB) instead of the catalogue's"
+        "--tolerance", type=float, metavar="X", help="the least cosine (images: PSNR in dB) instead of the catalog's"
     )
     parser.add_argument("--prune", type=_part, default=0.0, metavar="PART", help="cut this part of the inner neurons")
     parser.add_argument("--prune-heads", type=_part, default=0.0, metavar="PART", help="cut this part of the heads")
@@ -99,7 +99,7 @@ def _part(word: str) -> float:
 def _optimize(options: argparse.Namespace) -> int:
     given = {"models_file": options.models_file, "artifacts_dir": options.artifacts_dir}
     settings = read_settings(WorkerSettings, model=options.model, **{k: v for k, v in given.items() if v is not None})
-    entry = read_catalogue(settings.models_file).find(options.model)
+    entry = read_catalog(settings.models_file).find(options.model)
     wishes = Wishes(
         variants=tuple(filter(None, options.variants.split(","))),
         tolerance=options.tolerance,

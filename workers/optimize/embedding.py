@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from shared.catalogue import Model as Entry
+from shared.catalog import Model as Entry
 from shared.errors import PenstockError
 from workers.models import preparer_for
 from workers.models.artifact import Calibration, Variant, write_calibration
@@ -46,7 +46,7 @@ def make_embedding_variants(
     """Writes the graphs of the accepted variants and calibration.npz.
 
     Args:
-        entry: of the catalogue.
+        entry: of the catalog.
         folder: the model's files.
         target: an empty folder.
         wishes: what to try.
@@ -213,7 +213,7 @@ def _judge(entry: Entry, workshop: _Workshop, yardstick: Yardstick, name: str, w
         variant,
         cosine_mean=quality.cosine_mean,
         cosine_min=quality.cosine_min,
-        ranking_agreement=quality.neighbours,
+        ranking_agreement=quality.neighbors,
         relative_speed=rate / original_rate,
         recipe=recipe,
     )
@@ -227,6 +227,6 @@ def _figures(variant: Variant, quality: VectorQuality, rate: float) -> dict[str,
         "speed": f"{variant.relative_speed:.2f}",
         "cosine mean": f"{quality.cosine_mean:.5f}",
         "min": f"{quality.cosine_min:.5f}",
-        "top 10": f"{quality.neighbours:.3f}",
+        "top 10": f"{quality.neighbors:.3f}",
         "rank corr.": f"{quality.rank_correlation:.5f}",
     }

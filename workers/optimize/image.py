@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from shared.catalogue import Model as Entry
+from shared.catalog import Model as Entry
 from shared.errors import ConfigurationError
 from workers.models.artifact import Variant
 from workers.models.device import Device
@@ -145,7 +145,7 @@ def _stored_bytes(weight: torch.Tensor) -> int:
 
 
 def _source(width: int, height: int) -> Image.Image:
-    """A picture of smooth colours with hard edges."""
+    """A picture of smooth colors with hard edges."""
     down, across = np.mgrid[0:height, 0:width]
     stripes = ((down // max(1, height // 8) + across // max(1, width // 8)) % 2) * 64
     pixels = np.stack([down * 191 // height + stripes, across * 191 // width + stripes, 191 - down * 191 // height], -1)

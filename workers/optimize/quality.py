@@ -8,7 +8,7 @@ import numpy as np
 from scipy.ndimage import uniform_filter
 from scipy.stats import spearmanr
 
-NEIGHBOURS = 10
+NEIGHBORS = 10
 _SSIM_WINDOW = 7
 _NO_DIFFERENCE_DB = 100.0
 """What PSNR is given as where two images are equal to the last bit and the formula has no value."""
@@ -18,13 +18,13 @@ _NO_DIFFERENCE_DB = 100.0
 class VectorQuality:
     """Vectors against the reference's, all from -1 or 0 to 1.
 
-    `neighbours`: the part of each text's ten nearest that it keeps, on average; `rank_correlation`: Spearman's, over
+    `neighbors`: the part of each text's ten nearest that it keeps, on average; `rank_correlation`: Spearman's, over
     the similarities of all pairs of texts.
     """
 
     cosine_mean: float
     cosine_min: float
-    neighbours: float
+    neighbors: float
     rank_correlation: float
 
 
@@ -37,7 +37,7 @@ def compare_vectors(vectors: np.ndarray, reference: np.ndarray) -> VectorQuality
     return VectorQuality(
         cosine_mean=float(cosines.mean()),
         cosine_min=float(cosines.min()),
-        neighbours=_kept_neighbours(our_pairs, their_pairs),
+        neighbors=_kept_neighbors(our_pairs, their_pairs),
         rank_correlation=float(spearmanr(our_pairs[upper], their_pairs[upper]).statistic),
     )
 
@@ -47,8 +47,8 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
     return np.asarray(exact / np.linalg.norm(exact, axis=1, keepdims=True))
 
 
-def _kept_neighbours(ours: np.ndarray, theirs: np.ndarray) -> float:
-    count = min(NEIGHBOURS, len(ours) - 1)
+def _kept_neighbors(ours: np.ndarray, theirs: np.ndarray) -> float:
+    count = min(NEIGHBORS, len(ours) - 1)
     kept = [
         len(set(one) & set(other)) for one, other in zip(_nearest(ours, count), _nearest(theirs, count), strict=True)
     ]

@@ -1,4 +1,4 @@
-"""INT8 graphs by ONNX Runtime's quantiser: weights per channel; activations scaled per call or once, by calibration."""
+"""INT8 graphs by ONNX Runtime's quantizer: weights per channel; activations scaled per call or once, by calibration."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class _Feeds(CalibrationDataReader):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Without the quantiser's words about preprocessing, and the calibrator's prints."""
+    """Without the quantizer's words about preprocessing, and the calibrator's prints."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -6,7 +6,7 @@ import math
 import shutil
 from dataclasses import dataclass
 
-from shared.catalogue import Model as Entry
+from shared.catalog import Model as Entry
 from shared.errors import ConfigurationError
 from workers.models.artifact import Manifest
 
@@ -20,7 +20,7 @@ class Wishes:
     """The options of the command line.
 
     `variants`: names from EMBEDDING_VARIANTS or IMAGE_VARIANTS; empty: the usual ones. `tolerance`: the least cosine
-    (images: PSNR in dB) in the place of the catalogue's. `prune_neurons`, `prune_heads`: the part to cut, 0 to 1.
+    (images: PSNR in dB) in the place of the catalog's. `prune_neurons`, `prune_heads`: the part to cut, 0 to 1.
     `calibration`: how int8-static takes ranges. `threads`: of the reference and of every variant alike.
     """
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shared.catalogue import Model as Entry
+from shared.catalog import Model as Entry
 from shared.messages import EmbeddingResult
 from workers.models.base import PreparedText
 from workers.models.device import Device

@@ -1,6 +1,6 @@
 """Mosec tuned by hand: two workers of one thread, batches sorted by length and run four texts at a time.
 
-The precision is in MINILM_DTYPE (float32 or bfloat16). Texts are tokenised once for the whole batch.
+The precision is in MINILM_DTYPE (float32 or bfloat16). Texts are tokenized once for the whole batch.
 """
 # mypy: disable-error-code="import-not-found,import-untyped,misc"
 
@@ -21,7 +21,7 @@ LONGEST = 256
 
 
 class Embedding(Worker):
-    """MiniLM on one thread, pooled and normalised as its folder says."""
+    """MiniLM on one thread, pooled and normalized as its folder says."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)

@@ -1,5 +1,5 @@
 -- What each tenant used of each model, per day: items, hits, refused requests, latencies, tokens, pixel-steps, device seconds, cost.
--- Charged tokens times the price of a token are the cost; tokens of hits and of joined items count as the catalogue says.
+-- Charged tokens times the price of a token are the cost; tokens of hits and of joined items count as the catalog says.
 -- The filter stands beside the table and not around the view, as a table that demands one wants it.
 WITH once AS (
   SELECT

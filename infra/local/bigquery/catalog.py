@@ -1,4 +1,4 @@
-"""The catalogue of data sets, tables and views: kept in the database beside the rows, held in memory to read.
+"""The catalog of data sets, tables and views: kept in the database beside the rows, held in memory to read.
 
 Between the API or a query's DDL and the store. Methods that change something run in the server's writer.
 """

@@ -1,4 +1,4 @@
-"""GoogleSQL's data definition: CREATE, DROP, TRUNCATE and ALTER, put into the catalogue.
+"""GoogleSQL's data definition: CREATE, DROP, TRUNCATE and ALTER, put into the catalog.
 
 A job runs it in the server's writer. What a statement does not say is as tables.insert has it.
 """
@@ -40,7 +40,7 @@ class Definitions:
 
     Args:
         store: the open database.
-        catalog: the catalogue.
+        catalog: the catalog.
         names: where the statement's names are looked up.
     """
 

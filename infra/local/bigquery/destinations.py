@@ -55,7 +55,7 @@ def put_rows(store: Store, catalog: Catalog, destination: Destination, schema: S
 
     Args:
         store: the open database.
-        catalog: the catalogue.
+        catalog: the catalog.
         destination: where and how.
         schema: the fields of the rows.
         source: the DuckDB table that holds them.

@@ -112,7 +112,7 @@ class BytesBilledError(ServiceError):
 
 
 class StoppedError(ServiceError):
-    """The job was cancelled or ran out of time."""
+    """The job was canceled or ran out of time."""
 
     status, reason, grpc_status = 499, "stopped", "CANCELLED"
 

@@ -60,7 +60,7 @@ class Job:
         return TableKey(self.project, "_anonymous", f"anon{self.job_id}")
 
     def watch(self, cursor: Cursor) -> None:
-        """Remembers the session at work; refuses it where the job was cancelled meanwhile.
+        """Remembers the session at work; refuses it where the job was canceled meanwhile.
 
         Raises:
             StoppedError: if so.
@@ -206,7 +206,7 @@ class Jobs:
 
 
 async def _interruptible(job: Job, work: Work) -> None:
-    # A thread can't be cancelled; a task beside it interrupts its session, so that DuckDB raises there.
+    # A thread can't be canceled; a task beside it interrupts its session, so that DuckDB raises there.
     finished = anyio.Event()
     async with anyio.create_task_group() as group:
         group.start_soon(_interrupt_when_stopped, job, finished)

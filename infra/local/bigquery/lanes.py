@@ -25,5 +25,5 @@ class Lanes:
         return await to_thread.run_sync(function, *args, limiter=self._readers)
 
     async def write(self, function: Callable[..., _Found], *args: object) -> _Found:
-        """Runs what may change the data or the catalogue; waits for the others."""
+        """Runs what may change the data or the catalog; waits for the others."""
         return await to_thread.run_sync(function, *args, limiter=self._writer)

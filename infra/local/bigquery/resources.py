@@ -1,6 +1,6 @@
 """What the server knows of a data set and of a table or view, and how the API shows it.
 
-The catalogue keeps these; a record is never changed, a change makes a new one.
+The catalog keeps these; a record is never changed, a change makes a new one.
 """
 
 import base64

@@ -71,7 +71,7 @@ async def serve(host: str, port: int, data_dir: Path | None) -> AsyncIterator[Bi
 
 def _bound(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Without the protocol asyncio leaves Nagle on, and each answer waits 40 ms for an acknowledgement.
+    # Without the protocol asyncio leaves Nagle on, and each answer waits 40 ms for an acknowledgment.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

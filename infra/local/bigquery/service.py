@@ -1,6 +1,6 @@
 """The embedded BigQuery behind its HTTP routes: the parts of one server, and how a job's work is done with them.
 
-Routes call it; it calls the catalogue, the translator and the queries, through the lanes.
+Routes call it; it calls the catalog, the translator and the queries, through the lanes.
 """
 
 from collections.abc import Sequence

@@ -74,7 +74,7 @@ class Broker:
             request: the raw protobuf request of that call; a Publish takes over its messages.
 
         Returns:
-            The raw protobuf response; it is the broker's own and must be serialised before the next call.
+            The raw protobuf response; it is the broker's own and must be serialized before the next call.
 
         Raises:
             PubsubError: the call was refused and changed nothing.

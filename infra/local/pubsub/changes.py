@@ -6,7 +6,7 @@ MESSAGE_OVERHEAD_BYTES = 200
 """What a small message costs here beside its own bytes."""
 
 ResourceRow = tuple[int, float, bytes]
-"""Holder number, moment in seconds since the epoch, serialised proto."""
+"""Holder number, moment in seconds since the epoch, serialized proto."""
 HeldRow = tuple[int, int]
 """The delivery's number, and its hand-outs so far or `journal.ACKED`."""
 

@@ -104,11 +104,11 @@ class Database:
         self._connection = connection
 
     def resources(self) -> Iterator[tuple[str, int, float, bytes]]:
-        """Yield path, holder number, moment and serialised proto of each topic, subscription and snapshot."""
+        """Yield path, holder number, moment and serialized proto of each topic, subscription and snapshot."""
         yield from self._connection.execute("SELECT path, holder, moment_s, proto FROM resource ORDER BY holder")
 
     def messages(self) -> Iterator[tuple[int, bytes]]:
-        """Yield sequence and serialised proto of each message, oldest first."""
+        """Yield sequence and serialized proto of each message, oldest first."""
         yield from self._connection.execute("SELECT sequence, data FROM message ORDER BY sequence")
 
     def held(self) -> Iterator[tuple[int, int, int, int]]:

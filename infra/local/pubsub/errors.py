@@ -36,8 +36,8 @@ class AckIdsRefused(InvalidArgument):
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
         super().__init__(
-            "Some acknowledgement ids in the request were invalid. This could be because the "
-            "acknowledgement ids have expired or the acknowledgement ids were malformed."
+            "Some acknowledgment ids in the request were invalid. This could be because the "
+            "acknowledgment ids have expired or the acknowledgment ids were malformed."
         )
         self.reasons = dict(reasons)
 

@@ -65,7 +65,7 @@ class Timers:
                 action()
 
     def note_cancelled(self) -> None:
-        """Count a cancelled timer; the heap is rebuilt when most of it is dead.
+        """Count a canceled timer; the heap is rebuilt when most of it is dead.
 
         Nearly every lease is acked long before it is due, so without this a minute of traffic would stay.
         """

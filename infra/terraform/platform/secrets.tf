@@ -17,7 +17,7 @@ ephemeral "random_password" "first_key" {
 }
 
 locals {
-  # The catalogue and the scraping are no secrets, but Cloud Run mounts
+  # The catalog and the scraping are no secrets, but Cloud Run mounts
   # files from nowhere else.
   _files = {
     models = file(local.models_file)

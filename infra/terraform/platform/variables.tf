@@ -234,7 +234,7 @@ variable "labels" {
 }
 
 variable "models_file" {
-  description = "The catalogue; null: models.yaml at the top of the repository."
+  description = "The catalog; null: models.yaml at the top of the repository."
   type        = string
   default     = null
 
@@ -328,7 +328,7 @@ variable "objects_days" {
   # A hit in a cache's last second may be given to a prediction, and to a link that opens for an hour.
   validation {
     condition     = var.objects_days.results * 86400 >= local.longest_ttl_s + local.longest_deadline_s + max(var.api.prediction_keep_s, 3600)
-    error_message = "A result outlives the longest cache.ttl_s of the catalogue and api.prediction_keep_s together: raise objects_days.results."
+    error_message = "A result outlives the longest cache.ttl_s of the catalog and api.prediction_keep_s together: raise objects_days.results."
   }
 }
 

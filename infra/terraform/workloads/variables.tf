@@ -31,7 +31,7 @@ variable "keda" {
 }
 
 variable "models_file" {
-  description = "The catalogue that the objects were rendered from; null: models.yaml at the top of the repository."
+  description = "The catalog that the objects were rendered from; null: models.yaml at the top of the repository."
   type        = string
   default     = null
 

@@ -1,4 +1,4 @@
-"""Query jobs as Google's client runs them: parameters, pages, dry runs, destinations, errors, cancelling."""
+"""Query jobs as Google's client runs them: parameters, pages, dry runs, destinations, errors, canceling."""
 
 import datetime as dt
 from collections.abc import Callable

@@ -13,7 +13,7 @@ from google.api_core.exceptions import BadRequest
 from google.cloud import bigquery
 
 from infra import bigquery as usage
-from shared.catalogue import Batch, Model, Price
+from shared.catalog import Batch, Model, Price
 from shared.messages import Envelope, ItemOutcome, Receipt
 from shared.rows import fields_of
 from shared.usage import Row, row_of

@@ -12,7 +12,7 @@ import yaml
 
 from infra.kubernetes.deployment import Deployment
 from infra.kubernetes.overlay import write_overlay
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from tests.limits import WAIT_LIMIT_S
 
 IMAGE = f"europe-west4-docker.pkg.dev/example-project/penstock/worker@sha256:{'0' * 64}"
@@ -39,7 +39,7 @@ def render(out: Path, models_file: Path = Path("models.yaml"), **changes: object
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl, which has Kustomize built in, is not installed")
     deployment = Deployment.model_validate(DEPLOYMENT.model_dump() | changes)
-    write_overlay(out, read_catalogue(models_file), models_file, deployment)
+    write_overlay(out, read_catalog(models_file), models_file, deployment)
     command = ["kubectl", "kustomize", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr

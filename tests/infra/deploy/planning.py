@@ -1,4 +1,4 @@
-"""Catalogues, rates and plans that the tests of `penstock deploy plan` are made of."""
+"""Catalogs, rates and plans that the tests of `penstock deploy plan` are made of."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from infra.deploy.platform import Platform
 from infra.deploy.prices import Prices
 from infra.deploy.rates import ModelRate, Rates
 from infra.kubernetes.deployment import read_gpu_types
-from shared.catalogue import Catalogue, Model
+from shared.catalog import Catalog, Model
 
 NO_PRICES = Prices(sources={}, prices={})
 
@@ -44,4 +44,4 @@ def plan_of(
 ) -> Plan:
     """The plan of these models; without a buffer, so that counts are those of the rates."""
     asked = Rates(models=rates, **given)
-    return make_plan(Catalogue(models), asked, platform or Platform(), prices, read_gpu_types(), buffer)
+    return make_plan(Catalog(models), asked, platform or Platform(), prices, read_gpu_types(), buffer)

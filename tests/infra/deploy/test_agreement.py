@@ -29,7 +29,7 @@ from api.routes import health
 from infra import bigquery
 from infra.local.provision import provision
 from infra.local.pubsub.filter import parse_filter
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from shared.messages import Envelope, Reply, ReplyBody, encode_reply
 from shared.names import batch_subscription_id, workers_subscription_id
 from shared.transport import SubscriptionSettings
@@ -39,7 +39,7 @@ from tests.infra.deploy.terraform import PROJECT, REGIONS, Plan, api_container, 
 from tests.limits import WAIT_LIMIT_S
 from workers.health import health_server
 
-CATALOGUE = read_catalogue(Path("models.yaml"))
+CATALOG = read_catalog(Path("models.yaml"))
 EXPORTERS = (api.inbox, api.metrics, shared.cache, shared.rows, workers.metrics)
 """Imported, because that registers their metrics."""
 FUNCTIONS_URL = "https://functions.example.com"
@@ -73,7 +73,7 @@ class RecordingAdmin:
 @pytest.fixture(scope="module")
 def provisioned() -> RecordingAdmin:
     admin = RecordingAdmin()
-    asyncio.run(provision(admin, CATALOGUE, inbox_pool=2 * len(REGIONS), slots=2, functions_url=FUNCTIONS_URL))
+    asyncio.run(provision(admin, CATALOG, inbox_pool=2 * len(REGIONS), slots=2, functions_url=FUNCTIONS_URL))
     return admin
 
 
@@ -113,7 +113,7 @@ def _as_planned(settings: SubscriptionSettings) -> tuple[Any, ...]:
 @pytest.mark.parametrize("lane", ["", "batch"])
 def test_each_job_has_one_lane(plan: Plan, lane: str) -> None:
     filters = {found["name"]: parse_filter(found["filter"] or "") for found in plan.of("google_pubsub_subscription")}
-    for model in CATALOGUE.models:
+    for model in CATALOG.models:
         envelope = job_envelope(model.name, lane)
         ids = (workers_subscription_id(model.name), batch_subscription_id(model.name))
         taken = [name for name in ids if (chosen := filters[name]) and chosen.matches(envelope.to_attributes())]

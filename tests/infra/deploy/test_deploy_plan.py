@@ -112,7 +112,7 @@ def test_quotas_are_those_of_the_peak() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("models: {none: {mean_per_s: 1, seconds_per_item: 1, measured: x}}", "models.none: not in the catalogue"),
+        ("models: {none: {mean_per_s: 1, seconds_per_item: 1, measured: x}}", "models.none: not in the catalog"),
         (f"models: {{{MINILM}: {{mean_per_s: -1}}}}", f"models.{MINILM}.mean_per_s: Input should be greater than or"),
         (f"models: {{{MINILM}: {{mean_per_s: .inf}}}}", f"models.{MINILM}.mean_per_s: Input should be a finite number"),
         (f"models: {{{MINILM}: {{mean_per_s: 1}}}}", f"models.{MINILM}: seconds_per_item is missing: what a worker"),

@@ -9,7 +9,7 @@ import pytest
 
 from api import files
 from shared import links
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from shared.settings import ApiSettings
 from tests.infra.deploy.terraform import Plan, api_settings
 
@@ -33,7 +33,7 @@ def test_every_folder_that_is_written_has_its_end(kept_s: dict[str, int]) -> Non
 
 def test_results_outlive_cache_and_predictions(kept_s: dict[str, int], plan: Plan) -> None:
     prediction_keep_s = int(api_settings(plan, "europe-west4")["PENSTOCK_PREDICTION_KEEP_S"] or 0)
-    for model in read_catalogue(Path("models.yaml")).models:
+    for model in read_catalog(Path("models.yaml")).models:
         pointed_to_s = model.cache.ttl_s + model.deadline.longest_s + max(prediction_keep_s, links.VALID_S)
         assert kept_s["results"] >= pointed_to_s
 
@@ -57,12 +57,12 @@ def test_terraform_keeps_as_long_as_the_code_by_default(plan: Plan) -> None:
         assert float(given[f"PENSTOCK_{name.upper()}"] or 0) == fields[name].default
 
 
-def test_terraform_knows_the_defaults_of_the_catalogue(tmp_path: Path) -> None:
+def test_terraform_knows_the_defaults_of_the_catalog(tmp_path: Path) -> None:
     models = tmp_path / "models.yaml"
     models.write_text(
         "models: [{name: tiny, task: embedding, source: 'hf:a/b', dimensions: 4, batch: {max_tokens: 8}}]"
     )
-    (model,) = read_catalogue(models).models
+    (model,) = read_catalog(models).models
     terraform = Path("infra/terraform/platform/models.tf").read_text("utf-8")
     assert f"try(entry.cache.ttl_s, {model.cache.ttl_s})" in terraform
     assert f"try(entry.deadline.longest_s, {model.deadline.longest_s:g})" in terraform

@@ -12,24 +12,24 @@ from pydantic import ValidationError
 from infra.kubernetes.__main__ import main
 from infra.kubernetes.deployment import Deployment
 from infra.kubernetes.overlay import slug, write_overlay
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from shared.errors import ConfigurationError
 from tests.infra.deploy.manifests import DEPLOYMENT, Objects, of_kind, pod, render, settings_of, workers
 
-CATALOGUE = read_catalogue(Path("models.yaml"))
+CATALOG = read_catalog(Path("models.yaml"))
 GOLDEN = Path("infra/terraform/workloads/tests")
 COMPLETE = json.dumps({"europe-west4": DEPLOYMENT.model_dump(exclude={"image"})})
 
 
 def test_a_deployment_a_budget_and_an_autoscaler_per_model(objects: Objects) -> None:
-    wanted = {f"worker-{slug(model.name)}" for model in CATALOGUE.models}
+    wanted = {f"worker-{slug(model.name)}" for model in CATALOG.models}
     assert set(workers(objects)) == wanted
     assert set(of_kind(objects, "PodDisruptionBudget")) == wanted
     assert {found["spec"]["scaleTargetRef"]["name"] for found in of_kind(objects, "ScaledObject").values()} == wanted
 
 
 def test_replicas_are_the_autoscalers(objects: Objects) -> None:
-    for model in CATALOGUE.models:
+    for model in CATALOG.models:
         name = f"worker-{slug(model.name)}"
         spec = of_kind(objects, "ScaledObject")[name]["spec"]
         assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (model.replicas.min, model.replicas.max)
@@ -42,7 +42,7 @@ def test_scaling_asks_prometheus_and_never_pubsub_itself(objects: Objects) -> No
 
 
 def test_shares_of_a_gpu_fit_together(objects: Objects) -> None:
-    for model in CATALOGUE.models:
+    for model in CATALOG.models:
         deployment = workers(objects)[f"worker-{slug(model.name)}"]
         fraction = float(settings_of(objects, deployment)["PENSTOCK_MEMORY_FRACTION"])
         assert fraction * model.gpu.share <= 1
@@ -115,7 +115,7 @@ def test_each_worker_reads_its_own_entry(objects: Objects) -> None:
         for name, found in of_kind(objects, "ConfigMap").items()
         if "models.yaml" in found["data"]
     }
-    assert read == {f"models-{slug(model.name)}": [model.name] for model in CATALOGUE.models}
+    assert read == {f"models-{slug(model.name)}": [model.name] for model in CATALOG.models}
 
 
 def test_compute_classes_and_capacity_buffers(tmp_path: Path) -> None:
@@ -197,13 +197,13 @@ def test_names_that_meet_are_refused(tmp_path: Path) -> None:
     entry = {"task": "embedding", "source": "hf:a/b", "dimensions": 4, "batch": {"max_tokens": 8}}
     models.write_text(yaml.safe_dump({"models": [entry | {"name": name} for name in ("bge.small", "bge-small")]}))
     with pytest.raises(ConfigurationError, match="are both 'bge-small'"):
-        write_overlay(tmp_path / "out", read_catalogue(models), models, DEPLOYMENT)
+        write_overlay(tmp_path / "out", read_catalog(models), models, DEPLOYMENT)
 
 
 def test_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "letters.txt").write_text("mine")
     with pytest.raises(ConfigurationError, match="something else"):
-        write_overlay(tmp_path, CATALOGUE, Path("models.yaml"), DEPLOYMENT)
+        write_overlay(tmp_path, CATALOG, Path("models.yaml"), DEPLOYMENT)
     assert (tmp_path / "letters.txt").read_text() == "mine"
 
 

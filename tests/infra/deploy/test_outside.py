@@ -10,7 +10,7 @@ import pytest
 
 from infra.kubernetes.identity import credentials
 from infra.kubernetes.overlay import write_overlay
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from shared.errors import ConfigurationError
 from tests.infra.deploy.manifests import DEPLOYMENT, Objects, of_kind, pod, render, settings_of, workers
 from tests.infra.deploy.terraform import Plan, plan_platform
@@ -109,11 +109,11 @@ def test_only_the_models_that_have_rights_there(tmp_path: Path) -> None:
     assert {settings_of(rendered, found)["PENSTOCK_MODEL"] for found in workers(rendered).values()} == {name}
 
 
-def test_model_that_is_not_in_the_catalogue_is_refused(tmp_path: Path) -> None:
+def test_model_that_is_not_in_the_catalog_is_refused(tmp_path: Path) -> None:
     models_file = Path("models.yaml")
     deployment = DEPLOYMENT.model_copy(update={**CHANGES, "models": ("none",)})
-    with pytest.raises(ConfigurationError, match="not in the catalogue: none"):
-        write_overlay(tmp_path, read_catalogue(models_file), models_file, deployment)
+    with pytest.raises(ConfigurationError, match="not in the catalog: none"):
+        write_overlay(tmp_path, read_catalog(models_file), models_file, deployment)
 
 
 def test_credentials_are_what_google_auth_reads(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from infra.deploy.plan import Plan as Deployed
 from infra.deploy.platform import Platform
 from infra.deploy.topology import gpu_pools, redis
 from infra.deploy.volumes import LARGEST_JOB_ITEMS
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from tests.infra.deploy.planning import plan_of, rate
 from tests.infra.deploy.terraform import REGIONS, Plan, plan_platform
 
-CATALOGUE = read_catalogue(Path("models.yaml"))
+CATALOG = read_catalog(Path("models.yaml"))
 IMAGE = "registry.example.com/api@sha256:0"
 PLATFORM = Path("infra/terraform/platform/variables.tf")
 CLUSTER = Path("infra/terraform/modules/cluster/variables.tf")
@@ -31,7 +31,7 @@ def test_two_regions_are_those_of_terraform(plan: Plan) -> None:
         "inboxes": {"per_region": 2, "slots": 2},
         "regions": REGIONS,
     }
-    ours = plan_of(*CATALOGUE.models, rates={"all-MiniLM-L6-v2": rate(1)}, platform=Platform.model_validate(given))
+    ours = plan_of(*CATALOG.models, rates={"all-MiniLM-L6-v2": rate(1)}, platform=Platform.model_validate(given))
     assert ours.changes == ()
     agree(ours, plan)
 
@@ -45,7 +45,7 @@ def test_variables_with_the_changes_are_taken_by_terraform(tmp_path: Path) -> No
         "regions": {"europe-west4": {"max_gpus": 1}},
     }
     asked = {"all-MiniLM-L6-v2": rate(2000, seconds_per_item=0.002)}
-    ours = plan_of(*CATALOGUE.models, rates=asked, platform=Platform.model_validate(given))
+    ours = plan_of(*CATALOG.models, rates=asked, platform=Platform.model_validate(given))
     assert {change.setting for change in ours.changes} == {
         "api.max_instances",
         "inboxes.per_region",
@@ -81,7 +81,7 @@ def agree(ours: Deployed, made: Plan) -> None:
 
 
 def test_compute_classes_leave_no_pool_to_terraform() -> None:
-    assert gpu_pools(CATALOGUE.models, Platform.model_validate({"nodes": {"compute_classes": True}})) == []
+    assert gpu_pools(CATALOG.models, Platform.model_validate({"nodes": {"compute_classes": True}})) == []
 
 
 def test_disks_are_those_of_terraform() -> None:

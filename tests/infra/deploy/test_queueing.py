@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from infra.deploy.queueing import erlang_c, late, mean_wait_s, servers_needed
 
-BOUNDS = {"utilisation": 0.7, "late_share": 0.001}
+BOUNDS = {"utilization": 0.7, "late_share": 0.001}
 loads = st.floats(0.001, 200)
 
 

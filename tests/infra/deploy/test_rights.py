@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from shared.names import WEBHOOKS_TOPIC_ID, batch_subscription_id, dead_letter_topic_id, workers_subscription_id
 from tests.infra.deploy.terraform import Plan
 
-MODELS = [model.name for model in read_catalogue(Path("models.yaml")).models]
+MODELS = [model.name for model in read_catalog(Path("models.yaml")).models]
 API = "serviceAccount:penstock-api@example-project.iam.gserviceaccount.com"
 ON_THE_PROJECT = {
     "roles/monitoring.metricWriter",

@@ -15,7 +15,7 @@ import shared.records
 import shared.rows
 import workers.functions.parts
 import workers.metrics
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from tests.infra.deploy.terraform import Plan
 
 RUNBOOK = Path("docs/operations.md").read_text(encoding="utf-8")
@@ -33,7 +33,7 @@ def part(title: str) -> str:
 
 def test_every_alert_has_its_line(plan: Plan) -> None:
     made = {policy["display_name"].removeprefix("penstock: ") for policy in plan.of("google_monitoring_alert_policy")}
-    for model in read_catalogue(Path("models.yaml")).models:
+    for model in read_catalog(Path("models.yaml")).models:
         made = {title.replace(f"{model.name}:", "MODEL:") for title in made}
     explained = set(re.findall(r"^\| ([^|]+?) \|", part("What each alert means"), re.MULTILINE)) - {"alert", "---"}
     assert explained - {"Budget"} == made

@@ -10,14 +10,14 @@ import pytest
 
 from infra.local.ports import Ports
 from infra.local.stack import REPLACED_BY, Stack
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from shared.settings import ApiSettings, Settings, WorkerSettings
 from tests.infra.deploy.manifests import Objects, settings_of, workers
 from tests.infra.deploy.terraform import PROJECT, REGIONS, Plan, api_settings, function_settings
 from tests.limits import WAIT_LIMIT_S
 from workers.functions.settings import FunctionSettings
 
-CATALOGUE = read_catalogue(Path("models.yaml"))
+CATALOG = read_catalog(Path("models.yaml"))
 WRITTEN_IN = ("*.tf", "*.yaml", "*.sh", "*.md", "*Dockerfile*", "infra/*.py")
 ON_ONE_MACHINE = {"PENSTOCK_PUBSUB_ENDPOINT", "PENSTOCK_BIGQUERY_ENDPOINT"}
 """Empty in the cloud: Google's own."""
@@ -79,7 +79,7 @@ def test_workers_know_and_accept_what_kubernetes_sets(objects: Objects, monkeypa
             for name, value in given.items():
                 environment.setenv(name, value)
             served.update(WorkerSettings().model_names)
-    assert served == {model.name for model in CATALOGUE.models}
+    assert served == {model.name for model in CATALOG.models}
 
 
 FUNCTIONS = {"penstock-dead-letters": "dead_letter", "penstock-webhooks": "webhook"}

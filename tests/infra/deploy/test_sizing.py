@@ -15,7 +15,7 @@ from tests.infra.deploy.planning import entry, plan_of, rate
 rates = st.floats(0.001, 2000)
 
 
-def test_workers_are_load_over_utilisation() -> None:
+def test_workers_are_load_over_utilization() -> None:
     # 100 requests a second x 2 items x 60 % misses x 10 ms = 1.2 Erlangs; 1.2 / 0.7 = 1.71.
     plan = plan_of(entry(), rates={"texts": rate(100, items_per_request=2, hit_share=0.4)})
     (workers,) = plan.sites[0].workers

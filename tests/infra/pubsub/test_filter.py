@@ -154,7 +154,7 @@ def test_filtered_subscription_gets_only_what_matches(world: World) -> None:
     assert world.pull_data() == ["a", "b", "c", "d"]
 
 
-def test_deleted_filtered_subscription_gets_nothing_and_its_neighbour_goes_on(world: World) -> None:
+def test_deleted_filtered_subscription_gets_nothing_and_its_neighbor_goes_on(world: World) -> None:
     world.subscription("first", filter='attributes.slot = "1"')
     world.subscription("second", filter='attributes.slot = "1"')
     path = subscription_path("first")

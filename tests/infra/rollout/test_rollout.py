@@ -13,7 +13,7 @@ from infra.rollout.judge import Judge
 from infra.rollout.rollout import Rollout
 from infra.rollout.service import Service
 from infra.rollout.smoke import smoke
-from shared.catalogue import Catalogue, read_catalogue
+from shared.catalog import Catalog, read_catalog
 from shared.errors import ConfigurationError, Unavailable
 from tests.infra.rollout.google_apis import KEY, PROJECT, SERVICE, GoogleApis, Region, serving
 
@@ -33,14 +33,14 @@ def apis() -> Iterator[GoogleApis]:
 
 
 @pytest.fixture
-def catalogue(tmp_path: Path) -> Catalogue:
+def catalog(tmp_path: Path) -> Catalog:
     file = tmp_path / "models.yaml"
     file.write_text(ENTRY)
-    return read_catalogue(file)
+    return read_catalog(file)
 
 
 def rollout(
-    apis: GoogleApis, catalogue: Catalogue, said: list[str] | None = None, on_pause: Callable[[], None] = lambda: None
+    apis: GoogleApis, catalog: Catalog, said: list[str] | None = None, on_pause: Callable[[], None] = lambda: None
 ) -> Rollout:
     google = Google(AnonymousCredentials(), dict.fromkeys(("run", "monitoring", "secretmanager"), apis.url))
     services = {
@@ -50,7 +50,7 @@ def rollout(
     judge = Judge(google, PROJECT, SERVICE, error_ratio=0.02, least_requests=50)
 
     def check(url: str) -> list[str]:
-        return smoke(url, google.secret(PROJECT, "penstock-api-keys").split("=")[0], catalogue)
+        return smoke(url, google.secret(PROJECT, "penstock-api-keys").split("=")[0], catalog)
 
     return Rollout(
         services,
@@ -62,8 +62,8 @@ def rollout(
     )
 
 
-def test_hold_names_what_serves_so_that_an_apply_moves_nobody(apis: GoogleApis, catalogue: Catalogue) -> None:
-    rolling = rollout(apis, catalogue)
+def test_hold_names_what_serves_so_that_an_apply_moves_nobody(apis: GoogleApis, catalog: Catalog) -> None:
+    rolling = rollout(apis, catalog)
     with pytest.raises(ConfigurationError, match="hold"):
         rolling.require_held()
     rolling.hold()
@@ -72,16 +72,16 @@ def test_hold_names_what_serves_so_that_an_apply_moves_nobody(apis: GoogleApis, 
     assert apis.regions[WEST].shares == {"api-1": 100}
 
 
-def test_no_service_yet_is_held(apis: GoogleApis, catalogue: Catalogue) -> None:
-    rolling = rollout(apis, catalogue)
+def test_no_service_yet_is_held(apis: GoogleApis, catalog: Catalog) -> None:
+    rolling = rollout(apis, catalog)
     apis.regions.clear()
     rolling.require_held()
     rolling.hold()
     assert apis.regions == {}
 
 
-def test_candidate_is_asked_before_it_gets_traffic(apis: GoogleApis, catalogue: Catalogue) -> None:
-    rolling = rollout(apis, catalogue)
+def test_candidate_is_asked_before_it_gets_traffic(apis: GoogleApis, catalog: Catalog) -> None:
+    rolling = rollout(apis, catalog)
     rolling.hold()
     for region in apis.regions.values():
         region.deploy("api-2")
@@ -90,8 +90,8 @@ def test_candidate_is_asked_before_it_gets_traffic(apis: GoogleApis, catalogue: 
     assert len(apis.asked) == len(set(apis.asked)) == 2
 
 
-def test_bad_answer_of_the_candidate_is_told(apis: GoogleApis, catalogue: Catalogue) -> None:
-    rolling = rollout(apis, catalogue)
+def test_bad_answer_of_the_candidate_is_told(apis: GoogleApis, catalog: Catalog) -> None:
+    rolling = rollout(apis, catalog)
     rolling.hold()
     apis.regions[WEST].deploy("api-2")
     apis.dimensions = 4
@@ -99,8 +99,8 @@ def test_bad_answer_of_the_candidate_is_told(apis: GoogleApis, catalogue: Catalo
         rolling.try_candidate()
 
 
-def test_candidate_gets_all_step_by_step_in_one_region_after_the_other(apis: GoogleApis, catalogue: Catalogue) -> None:
-    rolling = rollout(apis, catalogue)
+def test_candidate_gets_all_step_by_step_in_one_region_after_the_other(apis: GoogleApis, catalog: Catalog) -> None:
+    rolling = rollout(apis, catalog)
     rolling.hold()
     for region in apis.regions.values():
         region.deploy("api-2")
@@ -113,8 +113,8 @@ def test_candidate_gets_all_step_by_step_in_one_region_after_the_other(apis: Goo
         assert region.shares == {"api-2": 100}
 
 
-def test_too_many_failures_give_everything_back_in_every_region(apis: GoogleApis, catalogue: Catalogue) -> None:
-    rolling = rollout(apis, catalogue)
+def test_too_many_failures_give_everything_back_in_every_region(apis: GoogleApis, catalog: Catalog) -> None:
+    rolling = rollout(apis, catalog)
     rolling.hold()
     for region in apis.regions.values():
         region.deploy("api-2")
@@ -128,8 +128,8 @@ def test_too_many_failures_give_everything_back_in_every_region(apis: GoogleApis
     assert {"api-2": 100} in apis.regions[WEST].history
 
 
-def test_few_requests_say_nothing(apis: GoogleApis, catalogue: Catalogue) -> None:
-    rolling = rollout(apis, catalogue)
+def test_few_requests_say_nothing(apis: GoogleApis, catalog: Catalog) -> None:
+    rolling = rollout(apis, catalog)
     rolling.hold()
     apis.regions[WEST].deploy("api-2")
     apis.regions[WEST].counts["api-2"] = {"5xx": 49}
@@ -137,11 +137,11 @@ def test_few_requests_say_nothing(apis: GoogleApis, catalogue: Catalogue) -> Non
     assert apis.regions[WEST].shares == {"api-2": 100}
 
 
-def test_bad_answer_at_the_public_url_gives_everything_back(apis: GoogleApis, catalogue: Catalogue) -> None:
+def test_bad_answer_at_the_public_url_gives_everything_back(apis: GoogleApis, catalog: Catalog) -> None:
     def break_it() -> None:
         apis.dimensions = 4
 
-    rolling = rollout(apis, catalogue, on_pause=break_it)
+    rolling = rollout(apis, catalog, on_pause=break_it)
     rolling.hold()
     apis.regions[WEST].deploy("api-2")
     with pytest.raises(Unavailable):
@@ -149,12 +149,12 @@ def test_bad_answer_at_the_public_url_gives_everything_back(apis: GoogleApis, ca
     assert apis.regions[WEST].shares == {"api-1": 100}
 
 
-def test_end_of_the_step_gives_everything_back(apis: GoogleApis, catalogue: Catalogue) -> None:
+def test_end_of_the_step_gives_everything_back(apis: GoogleApis, catalog: Catalog) -> None:
     def stop() -> None:
         raise KeyboardInterrupt
 
     said: list[str] = []
-    rolling = rollout(apis, catalogue, said, on_pause=stop)
+    rolling = rollout(apis, catalog, said, on_pause=stop)
     rolling.hold()
     apis.regions[WEST].deploy("api-2")
     with pytest.raises(KeyboardInterrupt):
@@ -163,8 +163,8 @@ def test_end_of_the_step_gives_everything_back(apis: GoogleApis, catalogue: Cata
     assert f"{WEST}: back to api-1 100 %" in said
 
 
-def test_rollout_that_was_cut_off_goes_on_from_what_callers_know(apis: GoogleApis, catalogue: Catalogue) -> None:
-    rolling = rollout(apis, catalogue)
+def test_rollout_that_was_cut_off_goes_on_from_what_callers_know(apis: GoogleApis, catalog: Catalog) -> None:
+    rolling = rollout(apis, catalog)
     region = apis.regions[WEST]
     rolling.hold()
     region.deploy("api-2")
@@ -175,9 +175,9 @@ def test_rollout_that_was_cut_off_goes_on_from_what_callers_know(apis: GoogleApi
     assert region.shares == {"api-3": 100}
 
 
-def test_back_to_a_revision_by_name(apis: GoogleApis, catalogue: Catalogue) -> None:
+def test_back_to_a_revision_by_name(apis: GoogleApis, catalog: Catalog) -> None:
     del apis.regions[EAST]
-    rolling = rollout(apis, catalogue)
+    rolling = rollout(apis, catalog)
     apis.regions[WEST].deploy("api-2")
     rolling.go_back("api-1")
     assert apis.regions[WEST].shares == {"api-1": 100}
@@ -185,10 +185,10 @@ def test_back_to_a_revision_by_name(apis: GoogleApis, catalogue: Catalogue) -> N
         rolling.go_back("api-9")
 
 
-def test_smoke_needs_the_right_key(apis: GoogleApis, catalogue: Catalogue) -> None:
-    assert smoke(apis.url, KEY, catalogue)[1] == "minilm: a unit vector of 3"
+def test_smoke_needs_the_right_key(apis: GoogleApis, catalog: Catalog) -> None:
+    assert smoke(apis.url, KEY, catalog)[1] == "minilm: a unit vector of 3"
     with pytest.raises(Unavailable, match="401"):
-        smoke(apis.url, "wrong", catalogue)
+        smoke(apis.url, "wrong", catalog)
 
 
 @pytest.mark.parametrize("steps", [(), (5, 50), (50, 25, 100), (5, 5, 100)])

@@ -5,7 +5,7 @@ import pytest
 
 from models.shapes.draw import draw
 from models.shapes.judge import UNNAMED, read
-from models.shapes.world import BACKGROUNDS, COLOURS, SHAPES, Figure, Scene, sample_scene
+from models.shapes.world import BACKGROUNDS, COLORS, SHAPES, Figure, Scene, sample_scene
 
 WHITE = np.full((64, 64, 3), 250, np.uint8)
 
@@ -16,8 +16,8 @@ def test_judge_is_right_on_99_percent_of_generated_pictures() -> None:
     for _ in range(500):
         scene = sample_scene(rng)
         reading = read(np.asarray(draw(scene)))
-        asked = sorted((figure.shape, figure.colour) for figure in scene.figures)
-        seen = sorted((figure.shape, figure.colour) for figure in reading.figures)
+        asked = sorted((figure.shape, figure.color) for figure in scene.figures)
+        seen = sorted((figure.shape, figure.color) for figure in reading.figures)
         near = all(
             min(abs(figure.x - other.x) + abs(figure.y - other.y) for other in reading.figures) < 4
             for figure in scene.figures
@@ -28,11 +28,11 @@ def test_judge_is_right_on_99_percent_of_generated_pictures() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("colour", ["red", "green", "pink"])
-def test_judge_reads_a_figure(shape: str, colour: str) -> None:
-    figure = Figure(shape, colour, "medium", 30.0, 35.0, 12.0)
-    (seen,) = read(np.asarray(draw(Scene("gray", (figure,), place="centre")))).figures
-    assert (seen.shape, seen.colour) == (shape, colour)
+@pytest.mark.parametrize("color", ["red", "green", "pink"])
+def test_judge_reads_a_figure(shape: str, color: str) -> None:
+    figure = Figure(shape, color, "medium", 30.0, 35.0, 12.0)
+    (seen,) = read(np.asarray(draw(Scene("gray", (figure,), place="center")))).figures
+    assert (seen.shape, seen.color) == (shape, color)
     assert abs(seen.x - 30) < 1.5
     assert abs(seen.y - 35) < 2.5
     assert abs(seen.radius - 12) < 1.5
@@ -47,7 +47,7 @@ def test_empty_picture_has_a_background_and_no_figure(background: str) -> None:
 
 def test_specks_and_noise_are_no_figures() -> None:
     picture = WHITE.copy()
-    picture[10:13, 10:13] = COLOURS["red"]
+    picture[10:13, 10:13] = COLORS["red"]
     assert read(picture).figures == ()
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     assert all(figure.shape == UNNAMED for figure in read(noise).figures)
@@ -55,6 +55,6 @@ def test_specks_and_noise_are_no_figures() -> None:
 
 def test_bar_and_blob_have_no_name() -> None:
     picture = WHITE.copy()
-    picture[30:36, 8:56] = COLOURS["blue"]
+    picture[30:36, 8:56] = COLORS["blue"]
     (bar,) = read(picture).figures
-    assert (bar.shape, bar.colour) == (UNNAMED, "blue")
+    assert (bar.shape, bar.color) == (UNNAMED, "blue")

@@ -12,7 +12,7 @@ from transformers import CLIPTokenizer
 from models.shapes import PIPELINE
 from models.shapes.card import BEGIN, CARD, END, SCORES, SHEET, weights_sha256
 from models.shapes.score import GUIDANCE, STEPS, TARGETS, Tally, as_text
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 
 LARGEST_BYTES = 12_000_000
 OTHER_WEIGHTS = {".bin", ".ckpt", ".pt", ".pth", ".pkl"}
@@ -55,7 +55,7 @@ def test_scores_are_of_these_weights_and_reach_the_targets(kept: dict[str, Any],
     assert kept["weights_sha256"] == weights_sha256(PIPELINE)
     assert (kept["steps"], kept["guidance"]) == (STEPS, GUIDANCE)
     assert table["one object right"].of + table["two objects both right"].of == 500
-    assert table["recoloured, place kept"].of >= 100
+    assert table["recolored, place kept"].of >= 100
     assert {name: table[name].part for name, target in TARGETS.items() if table[name].part < target} == {}
 
 
@@ -66,8 +66,8 @@ def test_card_tells_the_scores(table: dict[str, Tally]) -> None:
     assert f"]({SHEET})" in card
 
 
-def test_catalogue_draws_as_the_score_does() -> None:
-    entry = read_catalogue(Path("models.yaml")).default("image")
+def test_catalog_draws_as_the_score_does() -> None:
+    entry = read_catalog(Path("models.yaml")).default("image")
     assert entry.source == "package:models/shapes/pipeline"
     assert (entry.image.width, entry.image.height, entry.image.steps) == (64, 64, STEPS)
     assert (entry.image.guidance_scale, entry.image.scheduler) == (GUIDANCE, "default")

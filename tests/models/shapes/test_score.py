@@ -21,14 +21,14 @@ class Painter:
 
 
 def are_alike(scene: Scene) -> bool:
-    return len({(figure.shape, figure.colour) for figure in scene.figures}) == 1
+    return len({(figure.shape, figure.color) for figure in scene.figures}) == 1
 
 
 def test_right_pictures_score_full_marks() -> None:
     asked = held_out(60)
     table = score_text(Painter([one.scene for one in asked]), asked)
     assert all(tally.part >= 0.98 for tally in table.values())
-    assert table["colour right"].of == 90
+    assert table["color right"].of == 90
     assert table["two objects both right"].of == 30
     assert 0 < table["relation right"].of < 30
 

@@ -6,7 +6,7 @@ import numpy as np
 from models.shapes.captions import tell
 from models.shapes.draw import draw, draw_many
 from models.shapes.tokenizer import make_tokenizer
-from models.shapes.world import BACKGROUNDS, COLOURS, RELATIONS, SHAPES, SIDE, Figure, Scene, sample_scene
+from models.shapes.world import BACKGROUNDS, COLORS, RELATIONS, SHAPES, SIDE, Figure, Scene, sample_scene
 
 
 def scenes(number: int, seed: int = 3, *, held_out: bool = False) -> list[Scene]:
@@ -38,11 +38,11 @@ def test_whole_world_is_sampled_and_nothing_leaves_the_picture() -> None:
     for scene in scenes(3000):
         seen.update([scene.background, scene.relation or "alone"])
         for figure in scene.figures:
-            seen.update([figure.shape, figure.colour])
-            assert figure.colour != scene.background
+            seen.update([figure.shape, figure.color])
+            assert figure.color != scene.background
             assert min(figure.x, figure.y) >= figure.radius
             assert max(figure.x, figure.y) <= SIDE - figure.radius
-    assert set(seen) == {*BACKGROUNDS, *COLOURS, *SHAPES, *RELATIONS, "alone"}
+    assert set(seen) == {*BACKGROUNDS, *COLORS, *SHAPES, *RELATIONS, "alone"}
 
 
 def test_two_figures_stand_to_each_other_as_told() -> None:
@@ -53,11 +53,11 @@ def test_two_figures_stand_to_each_other_as_told() -> None:
             assert scene.figures[1].y - scene.figures[0].y > scene.figures[0].radius + scene.figures[1].radius
 
 
-def test_picture_has_its_colours() -> None:
+def test_picture_has_its_colors() -> None:
     figure = Figure("circle", "red", "medium", 32, 32, 13)
-    picture = draw(Scene("light blue", (figure,), place="centre"))
+    picture = draw(Scene("light blue", (figure,), place="center"))
     assert picture.size == (SIDE, SIDE)
-    assert picture.getpixel((32, 32)) == COLOURS["red"]
+    assert picture.getpixel((32, 32)) == COLORS["red"]
     assert picture.getpixel((0, 0)) == BACKGROUNDS["light blue"]
 
 

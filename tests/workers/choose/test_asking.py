@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, save
 from prometheus_client import REGISTRY
 
-from shared.catalogue import Model
+from shared.catalog import Model
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
 from workers.choose.asking import chosen, held

@@ -1,6 +1,6 @@
 import pytest
 
-from shared.catalogue import Model
+from shared.catalog import Model
 from workers.choose.candidates import candidates, layouts, shared_layout
 from workers.choose.choice import Layout
 from workers.choose.machine import Machine, this_machine

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from shared.catalogue import Model
+from shared.catalog import Model
 from shared.errors import ConfigurationError
 from workers.choose.choice import Layout
 from workers.choose.choosing import MEASURE_LIMIT_S, Meter, Question

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.catalogue import Catalogue
+from shared.catalog import Catalog
 from shared.errors import Canceled
 from shared.messages import ImageInput, ImageResult
 from tests.limits import START_LIMIT_S
@@ -24,9 +24,9 @@ def asked(preparer: Preparer, steps: int, count: int = 1) -> list[Prepared]:
 
 @pytest.mark.parametrize("images", [1, 2])
 async def test_image_canceled_at_step_3_stops_within_one_step(
-    catalogue: Catalogue, tiny_folder: Path, tiny_preparer: Preparer, images: int
+    catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, images: int
 ) -> None:
-    entry = catalogue.default("image")
+    entry = catalog.default("image")
     told: list[tuple[int, int]] = []
     async with ModelPool([Hosted(entry, tiny_folder)], device="cpu", processes=1) as pool:
         process = pool.processes[0]

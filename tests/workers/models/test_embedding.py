@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import RobertaProcessing
 from transformers import RobertaConfig, RobertaModel
 
-from shared.catalogue import Catalogue
+from shared.catalog import Catalog
 from shared.errors import ConfigurationError
 from shared.messages import EmbeddingResult, Input, TextInput, TokensInput
 from workers.models import model_for, preparer_for
@@ -127,13 +127,13 @@ def variant(minilm_folder: Path, tmp_path: Path) -> Callable[..., Path]:
             },
         ),
     ],
-    ids=["cls", "max-unnormalised", "two-modes", "prompt-and-short"],
+    ids=["cls", "max-unnormalized", "two-modes", "prompt-and-short"],
 )
 def test_what_the_folder_says_is_done(
-    catalogue: Catalogue, variant: Callable[..., Path], dimensions: int, settings: dict[str, object]
+    catalog: Catalog, variant: Callable[..., Path], dimensions: int, settings: dict[str, object]
 ) -> None:
     folder = variant(**settings)
-    entry = catalogue.default("embedding").model_copy(update={"dimensions": dimensions})
+    entry = catalog.default("embedding").model_copy(update={"dimensions": dimensions})
     model, preparer = model_for(entry, folder, "cpu"), preparer_for(entry, folder)
     model.setup()
     texts = ["A Cat", "the mill wheel turns " * 10, "漢字 and more of it"]
@@ -141,7 +141,7 @@ def test_what_the_folder_says_is_done(
     assert np.abs(vectors(model, preparer, [TextInput(text) for text in texts]) - expected).max() < 1e-5
 
 
-def test_a_transformer_of_another_family_equals_the_reference(catalogue: Catalogue, tmp_path: Path) -> None:
+def test_a_transformer_of_another_family_equals_the_reference(catalog: Catalog, tmp_path: Path) -> None:
     """RoBERTa counts positions from its padding id and has no token types; its folder has no modules.json."""
     letters = ["<s>", "<pad>", "</s>", "<unk>", *sorted(ByteLevel.alphabet())]
     tokenizer = Tokenizer(BPE({letter: number for number, letter in enumerate(letters)}, [], unk_token="<unk>"))
@@ -160,7 +160,7 @@ def test_a_transformer_of_another_family_equals_the_reference(catalogue: Catalog
         type_vocab_size=1,
     )
     RobertaModel(settings).save_pretrained(tmp_path)
-    entry = catalogue.default("embedding").model_copy(update={"dimensions": 32})
+    entry = catalog.default("embedding").model_copy(update={"dimensions": 32})
     model, preparer = model_for(entry, tmp_path, "cpu"), preparer_for(entry, tmp_path)
     model.setup()
     texts = ["a", "some words", "a text that is much too long for forty tokens of one byte"]
@@ -168,10 +168,8 @@ def test_a_transformer_of_another_family_equals_the_reference(catalogue: Catalog
     assert np.abs(vectors(model, preparer, [TextInput(text) for text in texts]) - expected).max() < 1e-5
 
 
-def test_bf16_stays_near_fp32(
-    catalogue: Catalogue, minilm: Model, minilm_preparer: Preparer, minilm_folder: Path
-) -> None:
-    entry = catalogue.default("embedding").model_copy(update={"precision": "bf16"})
+def test_bf16_stays_near_fp32(catalog: Catalog, minilm: Model, minilm_preparer: Preparer, minilm_folder: Path) -> None:
+    entry = catalog.default("embedding").model_copy(update={"precision": "bf16"})
     model = model_for(entry, minilm_folder, "cpu")
     model.setup()
     inputs = [TextInput("a cat"), TextInput("the mill wheel turns in the river")]
@@ -179,12 +177,12 @@ def test_bf16_stays_near_fp32(
     assert (similarity > 0.995).all()
 
 
-def test_a_wrong_number_of_dimensions_is_refused(catalogue: Catalogue, minilm_folder: Path) -> None:
-    entry = catalogue.default("embedding").model_copy(update={"dimensions": 768})
+def test_a_wrong_number_of_dimensions_is_refused(catalog: Catalog, minilm_folder: Path) -> None:
+    entry = catalog.default("embedding").model_copy(update={"dimensions": 768})
     with pytest.raises(ConfigurationError, match="384 dimensions, not 768"):
         model_for(entry, minilm_folder, "cpu").setup()
 
 
-def test_an_absent_gpu_is_refused(catalogue: Catalogue, minilm_folder: Path) -> None:
+def test_an_absent_gpu_is_refused(catalog: Catalog, minilm_folder: Path) -> None:
     with pytest.raises(ConfigurationError, match="no such GPU"):
-        model_for(catalogue.default("embedding"), minilm_folder, "cuda:99").setup()
+        model_for(catalog.default("embedding"), minilm_folder, "cuda:99").setup()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModel, BertConfig, BertModel
 
-from shared.catalogue import Catalogue
+from shared.catalog import Catalog
 from shared.errors import ConfigurationError, ModelFailed
 from shared.messages import TextInput
 from workers.models import model_for
@@ -148,8 +148,8 @@ def test_onnx_refuses_what_it_can_not_load(tiny: Path, tmp_path: Path) -> None:
         OnnxEncoder(settings_of(tiny), tiny / "typed.onnx", device="tpu", threads=1).open()
 
 
-def test_an_entry_for_onnx_needs_a_graph(catalogue: Catalogue, minilm_folder: Path) -> None:
-    entry = catalogue.default("embedding").model_copy(update={"backend": "onnx"})
+def test_an_entry_for_onnx_needs_a_graph(catalog: Catalog, minilm_folder: Path) -> None:
+    entry = catalog.default("embedding").model_copy(update={"backend": "onnx"})
     with pytest.raises(ConfigurationError, match=r"workers\.optimize all-MiniLM-L6-v2"):
         model_for(entry, minilm_folder, "cpu")
 
@@ -198,13 +198,13 @@ def test_minilm_in_onnx_fp32_is_that_in_torch(
 
 
 def test_minilm_in_bf16_keeps_to_the_default_tolerance(
-    catalogue: Catalogue, minilm_folder: Path, texts: list[PreparedText], reference: np.ndarray
+    catalog: Catalog, minilm_folder: Path, texts: list[PreparedText], reference: np.ndarray
 ) -> None:
     encoder = TorchEncoder(read_sentence_folder(minilm_folder), Device("cpu", 1, 1.0), "bf16")
     encoder.open()
     ours = encoder.encode(padded(texts)[0], None, padded(texts)[1])
     cosines = (ours * reference).sum(axis=1)
-    assert cosines.min() > catalogue.default("embedding").tolerance.cosine
+    assert cosines.min() > catalog.default("embedding").tolerance.cosine
     assert np.abs(ours - reference).max() > 1e-5  # else it was no bf16
 
 
@@ -219,10 +219,10 @@ def test_minilm_in_int8_is_near(
     assert 0.97 < cosines.min() < 0.9999
 
 
-def test_the_measured_cost_of_a_call_decides_the_cut(catalogue: Catalogue, minilm_folder: Path) -> None:
+def test_the_measured_cost_of_a_call_decides_the_cut(catalog: Catalog, minilm_folder: Path) -> None:
     batch = [PreparedText(key="", length=length, ids=b"") for length in (10, 10, 40, 40)]
     groups = {
-        cost: model_for(catalogue.default("embedding"), minilm_folder, "cpu", backend=Backend(call_tokens=cost)).groups(
+        cost: model_for(catalog.default("embedding"), minilm_folder, "cpu", backend=Backend(call_tokens=cost)).groups(
             batch
         )
         for cost in (1, 1000)

@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-from shared.catalogue import Catalogue
+from shared.catalog import Catalog
 from shared.errors import BadInput, ConfigurationError, ModelFailed
 from shared.messages import Blob, ImageInput, ImageResult, Input
 from shared.schedulers import SCHEDULER_NAMES
@@ -108,7 +108,7 @@ def test_steps_are_told_and_paid_for(tiny: Model, tiny_preparer: Preparer, value
     assert result.pixel_steps == item.length == 64 * 64 * steps
 
 
-def test_sdxl_runs_from_the_same_code(catalogue: Catalogue, tiny_folder: Path, tmp_path: Path) -> None:
+def test_sdxl_runs_from_the_same_code(catalog: Catalog, tiny_folder: Path, tmp_path: Path) -> None:
     tokenizer = CLIPTokenizer.from_pretrained(tiny_folder / "tokenizer")
     text = CLIPTextConfig(
         vocab_size=len(tokenizer),
@@ -148,7 +148,7 @@ def test_sdxl_runs_from_the_same_code(catalogue: Catalogue, tiny_folder: Path, t
         force_zeros_for_empty_prompt=True,
         add_watermarker=False,
     ).save_pretrained(tmp_path)
-    entry = catalogue.default("image")
+    entry = catalog.default("image")
     model, preparer = model_for(entry, tmp_path, "cpu"), preparer_for(entry, tmp_path)
     model.setup()
     for value in (TEXT, FROM_IMAGE):
@@ -158,7 +158,7 @@ def test_sdxl_runs_from_the_same_code(catalogue: Catalogue, tiny_folder: Path, t
 
 
 def test_a_model_with_a_scheduler_of_its_own_takes_no_other(
-    catalogue: Catalogue, tiny_folder: Path, tiny_preparer: Preparer, tmp_path: Path
+    catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, tmp_path: Path
 ) -> None:
     folder = tmp_path / "flow"
     shutil.copytree(tiny_folder, folder)
@@ -167,7 +167,7 @@ def test_a_model_with_a_scheduler_of_its_own_takes_no_other(
     (folder / "model_index.json").write_text(json.dumps(index))
     config = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000}
     (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(config))
-    model = model_for(catalogue.default("image"), folder, "cpu")
+    model = model_for(catalog.default("image"), folder, "cpu")
     model.setup()
     (item,) = tiny_preparer.prepare([TEXT])
     assert isinstance(item, PreparedImage)
@@ -176,9 +176,7 @@ def test_a_model_with_a_scheduler_of_its_own_takes_no_other(
     assert error.field == "scheduler"
 
 
-def test_an_image_of_nan_fails(
-    catalogue: Catalogue, tiny_folder: Path, tiny_preparer: Preparer, tmp_path: Path
-) -> None:
+def test_an_image_of_nan_fails(catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, tmp_path: Path) -> None:
     folder = tmp_path / "nan"
     shutil.copytree(tiny_folder, folder)
     weights = load_file(folder / "vae" / "diffusion_pytorch_model.safetensors")
@@ -186,13 +184,13 @@ def test_an_image_of_nan_fails(
         {name: tensor * float("nan") for name, tensor in weights.items()},
         folder / "vae" / "diffusion_pytorch_model.safetensors",
     )
-    model = model_for(catalogue.default("image"), folder, "cpu")
+    model = model_for(catalog.default("image"), folder, "cpu")
     model.setup()
     (item,) = tiny_preparer.prepare([TEXT])
     assert isinstance(item, PreparedImage)
     assert isinstance(model.predict([item], lambda step, steps: None)[0], ModelFailed)
 
 
-def test_a_folder_without_a_pipeline_is_refused(catalogue: Catalogue, tmp_path: Path) -> None:
+def test_a_folder_without_a_pipeline_is_refused(catalog: Catalog, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"model_index\.json"):
-        model_for(catalogue.default("image"), tmp_path, "cpu").setup()
+        model_for(catalog.default("image"), tmp_path, "cpu").setup()

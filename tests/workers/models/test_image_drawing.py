@@ -13,7 +13,7 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image
 
-from shared.catalogue import Catalogue
+from shared.catalog import Catalog
 from shared.messages import Blob, ImageInput, ImageResult, Input
 from workers.models import model_for
 from workers.models.base import Model, OutOfMemory, PreparedImage, Preparer
@@ -84,9 +84,9 @@ def test_the_pixels_are_those_of_plain_diffusers(
 
 
 @pytest.fixture(scope="module")
-def in_sizes(catalogue: Catalogue, tiny_folder: Path) -> ImageModel:
+def in_sizes(catalog: Catalog, tiny_folder: Path) -> ImageModel:
     """A model planned for batches of 1, 2 and 4, with the compiler itself left out (test_compiled.py runs it)."""
-    entry = catalogue.default("image")
+    entry = catalog.default("image")
     image = entry.image.model_copy(update={"compile": "always"})
     batch = entry.batch.model_copy(update={"max_items": 4})
     place = Device("cpu", threads=1, memory_fraction=1.0)
@@ -123,7 +123,7 @@ def test_a_size_that_is_not_compiled_is_drawn_as_it_is(in_sizes: ImageModel, tin
 
 
 def test_the_vae_takes_parts_where_memory_is_short(
-    tiny: Model, catalogue: Catalogue, tiny_folder: Path, tiny_preparer: Preparer, monkeypatch: pytest.MonkeyPatch
+    tiny: Model, catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device that decodes 64 x 64 pixels at once and no more: batches one by one, larger pictures in tiles."""
     decode = AutoencoderKL._decode
@@ -135,7 +135,7 @@ def test_the_vae_takes_parts_where_memory_is_short(
 
     inputs = [msgspec.structs.replace(TEXT, seed=seed) for seed in (1, 2)]
     expected = [pixels(result) for result in drawn(tiny, tiny_preparer, inputs)]
-    model = model_for(catalogue.default("image"), tiny_folder, "cpu")
+    model = model_for(catalog.default("image"), tiny_folder, "cpu")
     model.setup()
     monkeypatch.setattr(AutoencoderKL, "_decode", decode_small)
     for mine, other in zip(drawn(model, tiny_preparer, inputs), expected, strict=True):
@@ -145,9 +145,9 @@ def test_the_vae_takes_parts_where_memory_is_short(
 
 
 def test_memory_that_no_parts_can_save_is_told(
-    catalogue: Catalogue, tiny_folder: Path, tiny_preparer: Preparer, monkeypatch: pytest.MonkeyPatch
+    catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = model_for(catalogue.default("image"), tiny_folder, "cpu")
+    model = model_for(catalog.default("image"), tiny_folder, "cpu")
     model.setup()
 
     def refuse(vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared.catalogue import Catalogue, Model
+from shared.catalog import Catalog, Model
 from shared.errors import ConfigurationError
 from workers.models.image_plan import Capability, capability_of, plan_for
 
@@ -13,8 +13,8 @@ L4 = Capability("cuda", (8, 9), has_triton=True, has_torchao=True)
 
 
 @pytest.fixture
-def entry(catalogue: Catalogue) -> Model:
-    return catalogue.default("image").model_copy(update={"precision": "auto"})
+def entry(catalog: Catalog) -> Model:
+    return catalog.default("image").model_copy(update={"precision": "auto"})
 
 
 def changed(entry: Model, **image: Any) -> Model:
@@ -75,6 +75,6 @@ def test_sizes_are_those_the_budget_lets_through(
     assert plan_for(entry.model_copy(update={"batch": batch}), L4).batch_sizes == sizes
 
 
-def test_a_cpu_is_recognised() -> None:
+def test_a_cpu_is_recognized() -> None:
     capability = capability_of(torch.device("cpu"))
     assert (capability.kind, capability.compute) == ("cpu", (0, 0))

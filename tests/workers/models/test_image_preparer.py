@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from shared.catalogue import ImageDefaults
+from shared.catalog import ImageDefaults
 from shared.errors import BadInput, InputTooLarge
 from shared.messages import Blob, ImageInput, TextInput
 from workers.models.base import PreparedImage
@@ -61,7 +61,7 @@ PICTURE = encoded(Image.linear_gradient("L").convert("RGB"))
     ],
     ids=str,
 )
-def test_a_bad_field_is_named_and_harms_no_neighbour(fields: dict[str, Any]) -> None:
+def test_a_bad_field_is_named_and_harms_no_neighbor(fields: dict[str, Any]) -> None:
     first, error, last = PREPARER.prepare([GOOD, changed(**fields), GOOD])
     assert isinstance(error, BadInput)
     assert error.field == next(iter(fields))

@@ -12,12 +12,12 @@ from tests.limits import WAIT_LIMIT_S
 HEAVY = ["torch", "transformers", "diffusers", "sentence_transformers"]
 IO_PROCESS = """
 from pathlib import Path
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from shared.messages import ImageInput, TextInput
 from workers.model_pool import Hosted, ModelPool
 from workers.models import preparer_for
 from workers.sources import resolve
-texts, images = read_catalogue(Path("models.yaml")).models
+texts, images = read_catalog(Path("models.yaml")).models
 folder = resolve(texts.source, texts.revision, Path("unused"))
 ModelPool([Hosted(texts, folder)])
 preparer_for(texts, folder).prepare([TextInput("a cat")])
@@ -25,10 +25,10 @@ preparer_for(images, folder).prepare([ImageInput("a", 64, 64, 1, 1.0, 1, "ddim")
 """
 EMBEDDING_PROCESS = """
 from pathlib import Path
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from workers.models import model_for
 from workers.sources import resolve
-texts, images = read_catalogue(Path("models.yaml")).models
+texts, images = read_catalog(Path("models.yaml")).models
 model_for(texts, resolve(texts.source, texts.revision, Path("unused")), "cpu")
 """
 
@@ -36,12 +36,12 @@ model_for(texts, resolve(texts.source, texts.revision, Path("unused")), "cpu")
 CHOOSING = """
 import asyncio, tempfile
 from pathlib import Path
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
 from workers.choose.asking import chosen
 from workers.sources import resolve
-texts = read_catalogue(Path("models.yaml")).models[0].model_copy(update={"backend": "onnx"})
+texts = read_catalog(Path("models.yaml")).models[0].model_copy(update={"backend": "onnx"})
 folder = resolve(texts.source, texts.revision, Path("unused"))
 try:
     asyncio.run(chosen(texts, folder, WorkerSettings(model=texts.name, artifacts_dir=Path(tempfile.mkdtemp()))))
@@ -53,12 +53,12 @@ import json, tempfile
 from pathlib import Path
 import numpy as np
 from onnx import TensorProto, helper, save
-from shared.catalogue import read_catalogue
+from shared.catalog import read_catalog
 from workers.models import model_for
 from workers.models.backend import Backend
 from workers.models.base import PreparedText
 import workers.model_process
-texts = read_catalogue(Path("models.yaml")).models[0].model_copy(update={"dimensions": 2})
+texts = read_catalog(Path("models.yaml")).models[0].model_copy(update={"dimensions": 2})
 folder = Path(tempfile.mkdtemp())
 (folder / "tokenizer.json").write_text("{}")
 given = [helper.make_tensor_value_info(name, TensorProto.INT64, ["items", "tokens"])

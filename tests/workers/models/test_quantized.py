@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from shared.catalogue import Catalogue
+from shared.catalog import Catalog
 from shared.messages import ImageInput, ImageResult
 from workers.models import model_for
 from workers.models.base import Model, Preparer
@@ -27,8 +27,8 @@ TOLERANCE_PSNR_DB = 40.0
 
 
 @pytest.fixture
-def int8(catalogue: Catalogue, tiny_folder: Path) -> Model:
-    model = model_for(catalogue.default("image").model_copy(update={"precision": "int8"}), tiny_folder, "cpu")
+def int8(catalog: Catalog, tiny_folder: Path) -> Model:
+    model = model_for(catalog.default("image").model_copy(update={"precision": "int8"}), tiny_folder, "cpu")
     model.setup()
     return model
 
@@ -47,6 +47,6 @@ def drawn(model: Model, preparer: Preparer, seeds: list[int]) -> np.ndarray:
 def test_int8_draws_nearly_the_same(tiny: Model, int8: Model, tiny_preparer: Preparer) -> None:
     ours = drawn(int8, tiny_preparer, [1, 2])
     error = np.square(ours - drawn(tiny, tiny_preparer, [1, 2])).mean()
-    assert error > 0, "nothing was quantised"
+    assert error > 0, "nothing was quantized"
     assert 10 * np.log10(255**2 / error) >= TOLERANCE_PSNR_DB
     assert np.abs(ours[:1] - drawn(int8, tiny_preparer, [1])).max() <= 1

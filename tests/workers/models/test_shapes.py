@@ -15,7 +15,7 @@ from PIL import Image
 from models.shapes.draw import draw
 from models.shapes.judge import Pixels, Seen, read
 from models.shapes.world import Figure, Scene
-from shared.catalogue import Catalogue
+from shared.catalog import Catalog
 from shared.messages import Blob, ImageInput, ImageResult
 from workers.models.base import Model, PreparedImage, Preparer
 
@@ -27,9 +27,9 @@ Draw = Callable[..., list[Pixels]]
 
 
 @pytest.fixture(scope="module")
-def asked(catalogue: Catalogue) -> ImageInput:
-    """A request in which only the prompt is missing: the catalogue's defaults."""
-    usual = catalogue.default("image").image
+def asked(catalog: Catalog) -> ImageInput:
+    """A request in which only the prompt is missing: the catalog's defaults."""
+    usual = catalog.default("image").image
     return ImageInput("", usual.width, usual.height, usual.steps, usual.guidance_scale, 0, usual.scheduler)
 
 
@@ -63,7 +63,7 @@ def pixels(result: ImageResult) -> Pixels:
 def shown(picture: Pixels, order: Callable[[Seen], float] = lambda figure: figure.x) -> str:
     """What a picture shows: its figures in `order` (from the left, if not told), and its background."""
     reading = read(picture)
-    figures = ", ".join(f"{figure.colour} {figure.shape}" for figure in sorted(reading.figures, key=order))
+    figures = ", ".join(f"{figure.color} {figure.shape}" for figure in sorted(reading.figures, key=order))
     return f"{figures} on {reading.background}"
 
 
@@ -81,7 +81,7 @@ ALONE = {
 }
 
 
-def test_one_figure_has_the_colour_shape_and_background_asked_for(draw_with: Draw) -> None:
+def test_one_figure_has_the_color_shape_and_background_asked_for(draw_with: Draw) -> None:
     seen = [shown(picture) for picture in draw_with(list(ALONE))]
     assert hits(seen, list(ALONE.values())) >= 5, seen
 
@@ -124,7 +124,7 @@ def ninth(figure: Seen) -> tuple[int, int]:
     return round((figure.x - 32) / 15), round((figure.y - 32) / 15)
 
 
-RECOLOURED = (
+RECOLORED = (
     (Figure("circle", "red", "large", 32.0, 32.0, 19.0), "blue", "a large blue circle"),
     (Figure("square", "blue", "medium", 19.0, 31.0, 13.0), "green", "a green square on the left"),
     (Figure("star", "purple", "large", 33.0, 30.0, 20.0), "orange", "a large orange star"),
@@ -134,14 +134,14 @@ RECOLOURED = (
 )
 
 
-def test_image_to_image_changes_the_colour_and_keeps_the_place(draw_with: Draw) -> None:
-    sources = [draw(Scene("white", (figure,), place="centre")) for figure, _, _ in RECOLOURED]
-    pictures = draw_with([prompt for _, _, prompt in RECOLOURED], sources)
+def test_image_to_image_changes_the_color_and_keeps_the_place(draw_with: Draw) -> None:
+    sources = [draw(Scene("white", (figure,), place="center")) for figure, _, _ in RECOLORED]
+    pictures = draw_with([prompt for _, _, prompt in RECOLORED], sources)
     seen = [
-        [(one.colour, one.shape, is_near(one, before)) for one in read(picture).figures]
-        for picture, (before, _, _) in zip(pictures, RECOLOURED, strict=True)
+        [(one.color, one.shape, is_near(one, before)) for one in read(picture).figures]
+        for picture, (before, _, _) in zip(pictures, RECOLORED, strict=True)
     ]
-    assert hits(seen, [[(colour, before.shape, True)] for before, colour, _ in RECOLOURED]) >= 5, seen
+    assert hits(seen, [[(color, before.shape, True)] for before, color, _ in RECOLORED]) >= 5, seen
 
 
 def is_near(seen: Seen, before: Figure) -> bool:
@@ -180,7 +180,7 @@ def test_pixels_are_those_of_plain_diffusers(
     draw_with: Draw, plain: dict[str, Any], asked: ImageInput, task: str
 ) -> None:
     prompt = "a large blue circle on a white background"
-    source = draw(Scene("white", (RECOLOURED[0][0],), place="centre"))
+    source = draw(Scene("white", (RECOLORED[0][0],), place="center"))
     (ours,) = draw_with([prompt], [source] if task == "image" else ())
     given = {"image": source, "strength": STRENGTH} if task == "image" else {}
     drawn = plain[task](

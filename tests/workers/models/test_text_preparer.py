@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from shared.catalogue import Catalogue
+from shared.catalog import Catalog
 from shared.errors import BadInput, ConfigurationError, ContextLengthExceeded
 from shared.messages import ImageInput, Input, TextInput, TokensInput, Truncate
 from workers.models import preparer_for
@@ -26,7 +26,7 @@ def ids(item: object) -> list[int]:
     return [int(number) for number in np.frombuffer(item.ids, "<u4")]
 
 
-def test_bad_inputs_harm_no_neighbour(minilm_preparer: Preparer) -> None:
+def test_bad_inputs_harm_no_neighbor(minilm_preparer: Preparer) -> None:
     picture = ImageInput(prompt="", width=64, height=64, steps=1, guidance_scale=1.0, seed=0, scheduler="ddim")
     inputs: list[Input] = [
         TextInput("a cat"),
@@ -69,14 +69,12 @@ def test_cuts_are_those_of_the_library(
     assert f"maximum context length is {LONGEST} tokens, however you requested {len(given_ids)} tokens" in str(refused)
 
 
-def test_cut_at_the_start_keeps_the_prompt_of_the_model(
-    catalogue: Catalogue, minilm_folder: Path, tmp_path: Path
-) -> None:
+def test_cut_at_the_start_keeps_the_prompt_of_the_model(catalog: Catalog, minilm_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(minilm_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     prompts = {"prompts": {"q": "query: "}, "default_prompt_name": "q"}
     (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
-    preparer = preparer_for(catalogue.default("embedding"), folder)
+    preparer = preparer_for(catalog.default("embedding"), folder)
     query, colon, dog, cat = 23032, 1024, 3899, 4937
     long: list[Input] = [
         TextInput("dog " * 300 + "cat " * 250, "start"),
@@ -113,7 +111,7 @@ def test_nothing_to_prepare(minilm_preparer: Preparer) -> None:
     ],
 )
 def test_a_folder_that_can_not_be_run_is_refused(
-    catalogue: Catalogue, minilm_folder: Path, tmp_path: Path, name: str, content: str | None, reason: str
+    catalog: Catalog, minilm_folder: Path, tmp_path: Path, name: str, content: str | None, reason: str
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(minilm_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -121,4 +119,4 @@ def test_a_folder_that_can_not_be_run_is_refused(
     if content is not None:
         (folder / name).write_text(content)
     with pytest.raises(ConfigurationError, match=reason):
-        preparer_for(catalogue.default("embedding"), folder)
+        preparer_for(catalog.default("embedding"), folder)

@@ -22,9 +22,9 @@ def optimize(tiny_bert: Path, tmp_path: Path) -> Optimize:
     """Runs the command on the model `tiny`; artifacts go below tmp_path/artifacts."""
 
     def run(*words: str, tolerance: float = 0.9999) -> int:
-        catalogue = tmp_path / "models.yaml"
-        catalogue.write_text(ENTRY.format(folder=tiny_bert, tolerance=tolerance))
-        places = ["--models-file", str(catalogue), "--artifacts-dir", str(tmp_path / "artifacts")]
+        catalog = tmp_path / "models.yaml"
+        catalog.write_text(ENTRY.format(folder=tiny_bert, tolerance=tolerance))
+        places = ["--models-file", str(catalog), "--artifacts-dir", str(tmp_path / "artifacts")]
         return main(["tiny", *places, *words])
 
     return run

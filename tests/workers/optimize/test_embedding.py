@@ -148,9 +148,9 @@ def test_wrong_wish_is_refused(
 
 
 def test_interrupted_making_leaves_nothing(tiny_bert: Path, tmp_path: Path) -> None:
-    catalogue = tmp_path / "models.yaml"
-    catalogue.write_text(ENTRY.format(folder=tiny_bert, tolerance=0.9))
-    words = ["tiny", "--models-file", str(catalogue), "--artifacts-dir", str(tmp_path / "artifacts")]
+    catalog = tmp_path / "models.yaml"
+    catalog.write_text(ENTRY.format(folder=tiny_bert, tolerance=0.9))
+    words = ["tiny", "--models-file", str(catalog), "--artifacts-dir", str(tmp_path / "artifacts")]
     with subprocess.Popen(
         [sys.executable, "-m", "workers.optimize", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ
     ) as process:

@@ -19,9 +19,9 @@ models:
 
 
 def run(tmp_path: Path, *words: str) -> int:
-    catalogue = tmp_path / "models.yaml"
-    catalogue.write_text(ENTRY.format(folder=PIPELINE))
-    return main(["small", "--models-file", str(catalogue), "--artifacts-dir", str(tmp_path / "artifacts"), *words])
+    catalog = tmp_path / "models.yaml"
+    catalog.write_text(ENTRY.format(folder=PIPELINE))
+    return main(["small", "--models-file", str(catalog), "--artifacts-dir", str(tmp_path / "artifacts"), *words])
 
 
 def test_accepted_ways_are_in_the_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ PICTURE = RANDOM.random((32, 24, 3)).astype(np.float32)
 
 def test_same_vectors_at_another_length_are_perfect() -> None:
     quality = compare_vectors(3 * VECTORS, VECTORS)
-    assert (quality.cosine_min, quality.neighbours, quality.rank_correlation) == pytest.approx((1, 1, 1))
+    assert (quality.cosine_min, quality.neighbors, quality.rank_correlation) == pytest.approx((1, 1, 1))
 
 
 def test_one_wrong_vector_shows_in_the_minimum() -> None:
@@ -26,7 +26,7 @@ def test_one_wrong_vector_shows_in_the_minimum() -> None:
 def test_unrelated_vectors_keep_no_ranking() -> None:
     quality = compare_vectors(RANDOM.normal(size=(40, 16)), VECTORS)
     assert abs(quality.rank_correlation) < 0.2
-    assert quality.neighbours < 0.5
+    assert quality.neighbors < 0.5
 
 
 def test_psnr_of_a_known_error() -> None:

@@ -1,4 +1,4 @@
-"""INT8 products with fixed scales: small graphs in, and what ONNX Runtime makes of the quantised ones."""
+"""INT8 products with fixed scales: small graphs in, and what ONNX Runtime makes of the quantized ones."""
 
 from pathlib import Path
 

@@ -50,7 +50,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Translator:
-    """Translates with one catalogue.
+    """Translates with one catalog.
 
     Args:
         find: returns a table by its full name or raises NotFoundError.

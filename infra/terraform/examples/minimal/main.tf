@@ -1,4 +1,4 @@
-# One region, no domain, few slots: enough to serve the catalogue and to be
+# One region, no domain, few slots: enough to serve the catalog and to be
 # deleted again.
 
 module "platform" {

@@ -3,7 +3,7 @@
 
 resource "google_container_cluster" "default" {
   # checkov:skip=CKV_GCP_12: Dataplane V2 enforces network policies by itself
-  # checkov:skip=CKV_GCP_20: there is no IP endpoint to authorise networks for, only the DNS one, which IAM guards
+  # checkov:skip=CKV_GCP_20: there is no IP endpoint to authorize networks for, only the DNS one, which IAM guards
   # checkov:skip=CKV_GCP_21: labels are the caller's to give
   # checkov:skip=CKV_GCP_65: rights in the cluster come from IAM; groups need a domain that not every project has
   # checkov:skip=CKV_GCP_66: a variable, as its policy has to exist first

@@ -36,7 +36,7 @@ variable "general_nodes" {
 }
 
 variable "gpu_types" {
-  description = "Accelerator and machine type of each GPU type of the catalogue (infra/kubernetes/gpus.yaml)."
+  description = "Accelerator and machine type of each GPU type of the catalog (infra/kubernetes/gpus.yaml)."
   type        = map(object({ accelerator = string, machine_type = string }))
   nullable    = false
 }

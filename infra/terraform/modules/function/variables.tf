@@ -33,7 +33,7 @@ variable "max_instances" {
 }
 
 variable "models" {
-  description = "Secret with the catalogue, and which version of it; null: the function needs none."
+  description = "Secret with the catalog, and which version of it; null: the function needs none."
   type        = object({ secret = string, version = string })
   default     = null
 }

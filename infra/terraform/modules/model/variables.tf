@@ -70,7 +70,7 @@ variable "worker_members" {
 }
 
 variable "workers" {
-  description = "The workers' subscription: lease, retention and redelivery. Retention is longer than any deadline of the catalogue."
+  description = "The workers' subscription: lease, retention and redelivery. Retention is longer than any deadline of the catalog."
   type = object({
     ack_deadline_s        = optional(number, 10)
     max_delivery_attempts = optional(number, 5)

@@ -7,7 +7,7 @@ variables {
   inboxes    = { per_region = 2, slots = 2 }
 }
 
-run "every_model_of_the_catalogue" {
+run "every_model_of_the_catalog" {
   command = plan
 
   assert {
@@ -135,7 +135,7 @@ run "functions_with_their_images" {
     condition = toset([for binding in google_secret_manager_secret_iam_member.functions : binding.secret_id]) == (
       toset(["penstock-models"])
     )
-    error_message = "It reads the catalogue, and no secret."
+    error_message = "It reads the catalog, and no secret."
   }
 }
 

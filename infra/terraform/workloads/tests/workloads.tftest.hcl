@@ -15,7 +15,7 @@ run "deployment_per_model" {
 
   assert {
     condition     = output.workers == { pictures = "worker-pictures", sentences = "worker-sentences" }
-    error_message = "Every model of the catalogue has its workers."
+    error_message = "Every model of the catalog has its workers."
   }
 
   assert {
@@ -48,7 +48,7 @@ run "keda_first" {
   }
 }
 
-run "rendered_from_another_catalogue" {
+run "rendered_from_another_catalog" {
   command = plan
 
   variables {

@@ -38,7 +38,7 @@ run "time_sharing_where_shared" {
 
   assert {
     condition     = google_container_node_pool.gpu["l4-x4"].node_config[0].guest_accelerator[0].gpu_sharing_config[0].max_shared_clients_per_gpu == 4
-    error_message = "As many share a GPU as the catalogue says."
+    error_message = "As many share a GPU as the catalog says."
   }
 
   assert {

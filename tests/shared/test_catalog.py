@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.catalogue import Catalogue, read_catalogue
+from shared.catalog import Catalog, read_catalog
 from shared.errors import ConfigurationError, UnknownModel
 
 GOOD = """\
@@ -30,46 +30,46 @@ def models_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_shipped_catalogue_is_valid() -> None:
-    catalogue = read_catalogue(Path(__file__).parents[2] / "models.yaml")
-    assert catalogue.default("embedding").dimensions
-    assert catalogue.default("image").image.steps
+def test_shipped_catalog_is_valid() -> None:
+    catalog = read_catalog(Path(__file__).parents[2] / "models.yaml")
+    assert catalog.default("embedding").dimensions
+    assert catalog.default("image").image.steps
 
 
 def test_find_by_name_and_alias(models_file: Path) -> None:
-    catalogue = read_catalogue(models_file)
-    assert catalogue.find("mini") is catalogue.find("small", "embedding")
-    assert catalogue.default("image").name == "painter"
-    assert [model.budget for model in catalogue.models] == [64, 4096]
+    catalog = read_catalog(models_file)
+    assert catalog.find("mini") is catalog.find("small", "embedding")
+    assert catalog.default("image").name == "painter"
+    assert [model.budget for model in catalog.models] == [64, 4096]
 
 
 def test_only_an_embedding_model_leaves_its_backend_open(models_file: Path) -> None:
-    mini, painter = read_catalogue(models_file).models
+    mini, painter = read_catalog(models_file).models
     assert (mini.backend, mini.precision, mini.tolerance.cosine) == ("auto", "auto", 0.9999)
     assert (painter.backend, painter.precision) == ("torch", "auto")
 
 
 def test_cost_counts_what_was_computed(models_file: Path) -> None:
-    mini = read_catalogue(models_file).find("mini")
+    mini = read_catalog(models_file).find("mini")
     assert mini.cost_usd(tokens=2_000_000) == pytest.approx(1.0)
     assert mini.cost_usd(pixel_steps=2_000_000) == 0
 
 
 def test_unknown_model_lists_what_is_served(models_file: Path) -> None:
     with pytest.raises(UnknownModel, match=r"'none' is not served here; served: mini, painter"):
-        read_catalogue(models_file).find("none")
+        read_catalog(models_file).find("none")
     with pytest.raises(UnknownModel, match=r"'none' .* served: painter$"):
-        read_catalogue(models_file).find("none", "image")
+        read_catalog(models_file).find("none", "image")
 
 
 def test_model_of_other_task_is_unknown(models_file: Path) -> None:
     with pytest.raises(UnknownModel, match="serves embedding, not image"):
-        read_catalogue(models_file).find("mini", "image")
+        read_catalog(models_file).find("mini", "image")
 
 
 def test_no_model_of_a_task() -> None:
     with pytest.raises(UnknownModel, match="no image model"):
-        Catalogue(()).default("image")
+        Catalog(()).default("image")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_wrong_entry_is_refused_with_line_and_reason(
     assert GOOD.count(wrong) == 1
     models_file.write_text(GOOD.replace(wrong, right))
     with pytest.raises(ConfigurationError) as caught:
-        read_catalogue(models_file)
+        read_catalog(models_file)
     place, _, rest = caught.value.message.partition(": ")
     assert place == f"{models_file}:{line}"
     assert reason in rest.replace("\n", " ")
@@ -124,26 +124,26 @@ def test_wrong_entry_is_refused_with_line_and_reason(
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", ":1: a catalogue is a mapping"),
+        ("", ":1: a catalog is a mapping"),
         ("models: []", "at least one entry"),
-        ("- name: mini", "a catalogue is a mapping"),
-        ("models: {mini: 1}", "a catalogue is a mapping"),
+        ("- name: mini", "a catalog is a mapping"),
+        ("models: {mini: 1}", "a catalog is a mapping"),
         ("models: [mini]", ":1: entry: Input should be a valid dictionary"),
         ("models:\n  - name: [", "line 2"),
     ],
 )
-def test_file_that_is_no_catalogue(tmp_path: Path, text: str, reason: str) -> None:
+def test_file_that_is_no_catalog(tmp_path: Path, text: str, reason: str) -> None:
     path = tmp_path / "models.yaml"
     path.write_text(text)
     with pytest.raises(ConfigurationError) as caught:
-        read_catalogue(path)
+        read_catalog(path)
     assert caught.value.message.startswith(str(path))
     assert reason in caught.value.message
 
 
 def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"none\.yaml: No such file"):
-        read_catalogue(tmp_path / "none.yaml")
+        read_catalog(tmp_path / "none.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigurationError, match=r"binary\.yaml"):
-        read_catalogue(tmp_path / "binary.yaml")
+        read_catalog(tmp_path / "binary.yaml")

@@ -1,4 +1,4 @@
-"""The catalogue (`models.yaml`): what is served; read by every process at start, a wrong entry is refused."""
+"""The catalog (`models.yaml`): what is served; read by every process at start, a wrong entry is refused."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class Model(_Entry):
     def budget(self) -> int:
         """The most work (tokens or pixel-steps) in one batch."""
         budget = self.batch.max_tokens if self.task == "embedding" else self.batch.max_pixel_steps
-        assert budget is not None, "checked when the catalogue was read; this is a bug"
+        assert budget is not None, "checked when the catalog was read; this is a bug"
         return budget
 
     def cost_usd(self, tokens: int = 0, pixel_steps: int = 0) -> float:
@@ -178,7 +178,7 @@ class Model(_Entry):
         return (tokens * price.per_million_tokens_usd + pixel_steps * price.per_million_pixel_steps_usd) / 1e6
 
 
-class Catalogue:
+class Catalog:
     """All served models, by name and alias."""
 
     def __init__(self, models: tuple[Model, ...]) -> None:
@@ -209,15 +209,15 @@ class Catalogue:
         )
 
     def default(self, task: str) -> Model:
-        """The first model of `task` in the catalogue, for callers who name none."""
+        """The first model of `task` in the catalog, for callers who name none."""
         for model in self.models:
             if model.task == task:
                 return model
         raise UnknownModel(f"no {task} model is served here", field="model")
 
 
-def read_catalogue(path: Path) -> Catalogue:
-    """Reads and checks a catalogue file.
+def read_catalog(path: Path) -> Catalog:
+    """Reads and checks a catalog file.
 
     Raises:
         ConfigurationError: the file can't be read or an entry is wrong; the message has file, line and reason.
@@ -236,7 +236,7 @@ def read_catalogue(path: Path) -> Catalogue:
             if name in seen:
                 raise ConfigurationError(f"{path}:{_line(node)}: the name {name!r} is taken by line {seen[name]}")
             seen[name] = _line(node)
-    return Catalogue(models)
+    return Catalog(models)
 
 
 def _entries(path: Path, root: yaml.Node | None) -> list[yaml.Node]:
@@ -244,7 +244,7 @@ def _entries(path: Path, root: yaml.Node | None) -> list[yaml.Node]:
         for key, value in root.value:
             if key.value == "models" and isinstance(value, yaml.SequenceNode) and value.value:
                 return list(value.value)
-    raise ConfigurationError(f"{path}:1: a catalogue is a mapping with a list `models` of at least one entry")
+    raise ConfigurationError(f"{path}:1: a catalog is a mapping with a list `models` of at least one entry")
 
 
 def _read_entry(path: Path, node: yaml.Node) -> Model:
