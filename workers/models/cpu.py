@@ -7,9 +7,11 @@ from pathlib import Path
 
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Of /proc/cpuinfo, on x86 and on ARM."""
+VNNI_FLAGS = frozenset({"avx512_vnni", "avx_vnni"})
+"""With one of them x86 adds products of 8 bits in 32, instead of 16, where they saturate."""
 _BEYOND_AVX2 = ("avx512", "amx", "avx_vnni")
 """How the flags begin that oneDNN leaves alone where ONEDNN_MAX_CPU_ISA keeps it to AVX2 or less."""
-TELLING_FLAGS = BF16_FLAGS | {"avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"}
+TELLING_FLAGS = BF16_FLAGS | VNNI_FLAGS | {"avx2", "avx512f", "amx_int8", "asimddp", "i8mm"}
 
 
 def this_cpu() -> tuple[str, tuple[str, ...]]:
@@ -21,6 +23,11 @@ def this_cpu() -> tuple[str, tuple[str, ...]]:
         flags = [flag for flag in flags if not flag.startswith(_BEYOND_AVX2)]
     name = facts.get("model name") or " ".join(facts.get(key, "") for key in ("CPU implementer", "CPU part"))
     return name, tuple(sorted(TELLING_FLAGS & set(flags)))
+
+
+def has_vnni() -> bool:
+    """Whether it has VNNI."""
+    return bool(VNNI_FLAGS & set(this_cpu()[1]))
 
 
 def read_facts(path: Path) -> dict[str, str]:
