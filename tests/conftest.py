@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -69,6 +69,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(scope="session", autouse=True)
+async def _one_event_loop(anyio_backend: str) -> AsyncIterator[None]:
+    """Keeps one event loop for all tests of a process, as a process of ours has.
+
+    gRPC's poller serves all loops of a process: what a closed one still had under way it would hand to the next test as
+    "Event loop is closed".
+    """
+    yield  # noqa: PT022  what follows a yield keeps the loop
 
 
 @pytest.fixture(autouse=True)

@@ -42,7 +42,7 @@ def await_graphs(makers: Mapping[str, Process], tell: Callable[[str, str], None]
     for name, maker in makers.items():
         # Silent where the graphs are there from an earlier start, which takes half a second to see.
         if maker.is_running:
-            tell("making", f"{name}'s optimized graphs, once")
+            tell("graphs", f"{name}: looked for, and made at the first start")
         try:
             maker.wait_done(MAKE_LIMIT_S)
         except Unavailable as error:

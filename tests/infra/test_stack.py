@@ -100,7 +100,7 @@ def test_graphs_that_a_model_lacks_are_made_at_the_first_start(tmp_path: Path, s
     said: list[str] = []
     with Stack(tmp_path / "state", ports=Ports.free(workers=1), settings=servers | own, say=said.append):
         assert list(artifacts_dir.glob("tiny/*/fp32.onnx"))
-    assert [line for line in said if "tiny's optimized graphs, once" in line]
+    assert [line for line in said if "tiny: looked for, and made at the first start" in line]
 
 
 def test_every_worker_may_have_all_cores(tmp_path: Path, servers: dict[str, str]) -> None:
