@@ -55,12 +55,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives each test the group that pytest-xdist keeps on one worker: its file, or its folder."""
+    """Gives each test its group, file or folder, that pytest-xdist keeps on one worker, and async tests their loop."""
     folder = Path(__file__).parent
     for item in items:
         where = item.path.relative_to(folder).as_posix()
         if where.startswith(HEAVY):
             item.add_marker(pytest.mark.heavy)
+        if isinstance(item, pytest.Function) and "anyio_backend" in item.fixturenames:
+            item.fixturenames.insert(0, "_one_event_loop")
         item.add_marker(pytest.mark.xdist_group(next((name for name in SHARING if where.startswith(name)), where)))
     # What takes longest begins first, so that no worker is left alone with it.
     items.sort(key=lambda item: item.get_closest_marker("heavy") is None)
@@ -71,7 +73,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 async def _one_event_loop(anyio_backend: str) -> AsyncIterator[None]:
     """Keeps one event loop for all tests of a process, as a process of ours has.
 
