@@ -26,7 +26,7 @@ demo: $(STAMP) ## start the whole pipeline, send real input, show what came of i
 up: $(STAMP) ## start the whole pipeline and keep it up
 	@$(BIN)/penstock up
 
-doctor: $(STAMP) ## say what is missing on this machine, and the mend
+doctor: $(STAMP) ## say what is missing on this machine, and how to fix it
 	@$(BIN)/penstock doctor
 
 bench: $(STAMP) ## measure the pipeline on this machine
@@ -51,7 +51,7 @@ lint: $(STAMP) ## ruff: rules and format; codespell: American spelling
 	$(call timed,ruff format,$(BIN)/ruff format --check)
 	$(call timed,codespell,git ls-files -z | xargs -0 $(BIN)/codespell)
 
-format: $(STAMP) ## ruff: mend what can be mended
+format: $(STAMP) ## ruff: fix what it can
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 

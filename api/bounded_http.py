@@ -34,8 +34,8 @@ RESERVED_FILES = 128
 class BoundedHttp(HttpToolsProtocol):
     """One connection; `protocol_with` gives the class its bounds."""
 
-    head_limit_s: ClassVar[float]
-    most_connections: ClassVar[int]
+    head_timeout_s: ClassVar[float]
+    max_connections: ClassVar[int]
     idle: ClassVar[dict[BoundedHttp, None]]
     """Connections without a request, first the one that has had none for the longest."""
 
@@ -53,7 +53,7 @@ class BoundedHttp(HttpToolsProtocol):
         opened = transport.get_extra_info("socket")
         if opened is not None and opened.family != socket.AF_UNIX and hasattr(socket, "TCP_USER_TIMEOUT"):
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_LIMIT_S * 1000)
-        if len(self.connections) > self.most_connections:
+        if len(self.connections) > self.max_connections:
             if self.idle:
                 oldest = next(iter(self.idle))
                 del self.idle[oldest]
@@ -125,7 +125,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _arm(self) -> None:
         if self._timer is None:
-            self._timer = self.loop.call_later(self.head_limit_s, self._is_late)
+            self._timer = self.loop.call_later(self.head_timeout_s, self._is_late)
 
     def _disarm(self) -> None:
         if self._timer is not None:
@@ -135,7 +135,7 @@ class BoundedHttp(HttpToolsProtocol):
     def _is_late(self) -> None:
         self._timer = None
         if self._in_head:
-            self._refuse("head_too_slow", TooSlow(f"the request's head was not there within {self.head_limit_s:g} s"))
+            self._refuse("head_too_slow", TooSlow(f"the request's head was not there within {self.head_timeout_s:g} s"))
         else:
             self._cut("idle")
 
@@ -156,10 +156,10 @@ class BoundedHttp(HttpToolsProtocol):
 def protocol_with(settings: ApiSettings) -> type[BoundedHttp]:
     """The protocol of a server with these settings."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = settings.most_connections
+    most = settings.max_connections
     if files != resource.RLIM_INFINITY:
         most = max(1, min(most, files - RESERVED_FILES))
-    bounds = {"head_limit_s": settings.head_limit_s, "most_connections": most, "idle": {}}
+    bounds = {"head_timeout_s": settings.head_timeout_s, "max_connections": most, "idle": {}}
     return type("BoundedHttp", (BoundedHttp,), bounds)
 
 

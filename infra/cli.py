@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--edit-prompt", metavar="TEXT", help="of the picture to make from that one")
     demo.set_defaults(run=_demo)
 
-    doctor = commands.add_parser("doctor", help="say what is missing or out of reach, and the mend")
+    doctor = commands.add_parser("doctor", help="say what is missing or out of reach, and how to fix it")
     doctor.set_defaults(run=_doctor)
 
     pubsub = commands.add_parser("pubsub", add_help=False, help="the embedded Pub/Sub alone (--host --port --data-dir)")

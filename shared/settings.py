@@ -102,9 +102,9 @@ class ApiSettings(Settings):
     request_max_bytes: int = Field(32 * 1024 * 1024, ge=1)
     bodies_max_bytes: int = Field(256 * 1024 * 1024, ge=1)
     """What bodies may take together until their requests are answered; above it those of more than 64 KiB get 429."""
-    head_limit_s: float = Field(20.0, gt=0)
+    head_timeout_s: float = Field(20.0, gt=0)
     """For a connection's first request, and for each head from its first byte to its last; then 408 and closed."""
-    most_connections: int = Field(4096, ge=1)
+    max_connections: int = Field(4096, ge=1)
     """Of callers, as far as the process may have so many files; above it, one that asks for nothing is closed."""
     picture_processes: int = Field(2, ge=1, le=64)
     """Processes that decode and encode pictures, each one at a time; started when there are pictures."""

@@ -1,4 +1,4 @@
-"""`penstock doctor`: looks at this machine and at the endpoints of the settings; says what is missing, and the mend."""
+"""`penstock doctor`: checks this machine and the endpoints of the settings, and says how to fix what is missing."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ _PIN = re.compile(r"(?P<name>[\w.-]+)(\[[\w,]+\])?==(?P<version>[^;\s]+)(.*extra
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at; with a `mend` it is missing, without one it is well."""
+    """One thing that was checked. With a `fix` it is missing or wrong, without one it is fine."""
 
     what: str
     facts: str
-    mend: str = ""
+    fix: str = ""
 
 
 def examine() -> int:
-    """Prints every finding; returns 1 when one of them needs a mend."""
+    """Prints every finding. Returns 1 when one of them needs a fix."""
     missing = 0
     for finding in _findings():
-        missing += bool(finding.mend)
-        print(f"{'MISS' if finding.mend else 'ok':<5} {finding.what:<12} {finding.facts}", flush=True)
-        if finding.mend:
-            print(f"{'':<18} mend: {finding.mend}", flush=True)
-    print(f"\n{missing} to mend" if missing else "\nall is well")
+        missing += bool(finding.fix)
+        print(f"{'MISS' if finding.fix else 'ok':<5} {finding.what:<12} {finding.facts}", flush=True)
+        if finding.fix:
+            print(f"{'':<18} fix: {finding.fix}", flush=True)
+    print(f"\n{missing} to fix" if missing else "\nnothing is missing")
     return 1 if missing else 0
 
 
@@ -131,8 +131,8 @@ def _ports() -> Finding:
 
 def _disk() -> Finding:
     free_bytes = shutil.disk_usage(Path.cwd()).free
-    mend = "" if free_bytes >= FREE_DISK_BYTES else f"free {FREE_DISK_BYTES / 1e9:.0f} GB in {Path.cwd()}"
-    return Finding("disk", f"{free_bytes / 1e9:.0f} GB free", mend)
+    fix = "" if free_bytes >= FREE_DISK_BYTES else f"free {FREE_DISK_BYTES / 1e9:.0f} GB in {Path.cwd()}"
+    return Finding("disk", f"{free_bytes / 1e9:.0f} GB free", fix)
 
 
 def _memory() -> Finding:
@@ -143,8 +143,8 @@ def _memory() -> Finding:
         free_bytes = int(available[1]) * 1024 if available else free_bytes
     except OSError:
         pass
-    mend = "" if free_bytes >= FREE_MEMORY_BYTES else "stop other programs: the stack takes about 2 GB"
-    return Finding("memory", f"{free_bytes / 1e9:.1f} GB available", mend)
+    fix = "" if free_bytes >= FREE_MEMORY_BYTES else "stop other programs: the stack takes about 2 GB"
+    return Finding("memory", f"{free_bytes / 1e9:.1f} GB available", fix)
 
 
 def _catalog(settings: Settings) -> Iterator[Finding]:

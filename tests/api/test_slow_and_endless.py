@@ -132,7 +132,7 @@ async def test_body_in_tiny_chunks_is_no_head(tmp_path: Path) -> None:
 
 
 async def test_dribbled_head_is_cut(tmp_path: Path) -> None:
-    async with _api(tmp_path, head_limit_s=0.3) as api, _peer(api) as peer:
+    async with _api(tmp_path, head_timeout_s=0.3) as api, _peer(api) as peer:
         await peer.send(POST)
         await peer.send(b"x: y\r\n")
         status, body = await peer.answer()
@@ -143,14 +143,14 @@ async def test_dribbled_head_is_cut(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("begin", [b"", b"\r\n", b"GET"])
 async def test_connection_that_never_asks_is_closed(tmp_path: Path, begin: bytes) -> None:
-    async with _api(tmp_path, head_limit_s=0.3) as api, _peer(api) as peer:
+    async with _api(tmp_path, head_timeout_s=0.3) as api, _peer(api) as peer:
         await peer.send(begin)
         said = await peer.said()
         assert said.startswith(b"HTTP/1.1 408") == (begin == b"GET")
 
 
 async def test_second_head_has_its_limit_too_and_the_pause_before_it_has_none(tmp_path: Path) -> None:
-    async with _api(tmp_path, head_limit_s=0.3) as api, _peer(api) as peer, _peer(api) as other:
+    async with _api(tmp_path, head_timeout_s=0.3) as api, _peer(api) as peer, _peer(api) as other:
         request = POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
         await peer.send(request)
         assert (await peer.answer())[0] == 200
@@ -174,7 +174,7 @@ async def test_body_that_dribbles_is_cut(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 async def test_body_that_nobody_reads_is_not_read_for_ever(tmp_path: Path) -> None:
-    async with _api(tmp_path, head_limit_s=0.3) as api, _peer(api) as peer:
+    async with _api(tmp_path, head_timeout_s=0.3) as api, _peer(api) as peer:
         await peer.send(POST.replace(b"/v1/embeddings", b"/nowhere") + b"content-length: 1000000000\r\n\r\n")
         assert (await peer.answer())[0] == 404
         assert not await peer.said()
@@ -203,7 +203,7 @@ async def test_too_many_pipelined_requests_are_refused(tmp_path: Path) -> None:
 
 async def test_full_house_closes_who_asks_for_nothing(tmp_path: Path) -> None:
     async with (
-        _api(tmp_path, most_connections=4) as api,
+        _api(tmp_path, max_connections=4) as api,
         _peer(api) as first,
         _peer(api) as second,
         _peer(api) as third,
@@ -218,7 +218,7 @@ async def test_full_house_closes_who_asks_for_nothing(tmp_path: Path) -> None:
 
 
 async def test_full_house_of_requests_refuses_the_next(tmp_path: Path) -> None:
-    async with _api(tmp_path, most_connections=2) as api, _peer(api) as first, _peer(api) as second:
+    async with _api(tmp_path, max_connections=2) as api, _peer(api) as first, _peer(api) as second:
         api.worker.go.clear()
         for number, peer in enumerate((first, second)):
             body = BODY.replace(b'"a"', f'"text {number}"'.encode())

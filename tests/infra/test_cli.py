@@ -122,7 +122,7 @@ def test_doctor_reaches_what_the_settings_name(
     assert "all-MiniLM-L6-v2" in told.stdout
 
 
-def test_doctor_names_what_is_missing_and_the_mend(tmp_path: Path) -> None:
+def test_doctor_names_what_is_missing_and_the_fix(tmp_path: Path) -> None:
     models_file = tmp_path / "models.yaml"
     models_file.write_text("models: []")
     told = penstock(
@@ -135,7 +135,7 @@ def test_doctor_names_what_is_missing_and_the_mend(tmp_path: Path) -> None:
     assert told.returncode == 1
     for what in ("catalog", "Pub/Sub", "BigQuery", "Redis  "):
         assert f"\nMISS  {what}" in told.stdout
-    assert told.stdout.count("mend: ") >= 4
+    assert told.stdout.count("fix: ") >= 4
     assert "secret" not in told.stdout
 
 

@@ -17,13 +17,26 @@ def test_numbers_stand_to_the_right() -> None:
         (0.1 + 0.2, "0.30"),
         (1234.5678912345, "1234.567891"),
         (123_456_789_012.345, "123456789012.35"),
-        (-2.0, "-2.00"),
-        (0.0, "0.00"),
+        (-2.0, "-2"),
+        (0.0, "0"),
         (float("inf"), "inf"),
     ],
 )
 def test_money_is_shown_to_the_last_fraction_of_a_cent(value: float, shown: str) -> None:
     assert table(("cost_usd",), [(value,)]).split()[-1] == shown
+
+
+def test_whole_numbers_have_no_decimals() -> None:
+    heads, rows = ("model", "charged_tokens", "cost_usd"), [("mini", 64.0, 0.0), ("painter", 131072.0, 0.1425408)]
+
+    assert table(heads, rows) == (
+        "  model    charged_tokens   cost_usd\n"
+        "  mini                 64       0.00\n"
+        "  painter          131072  0.1425408"
+    )
+    assert transposed(heads, rows) == (
+        "  model           mini    painter\n  charged_tokens    64     131072\n  cost_usd        0.00  0.1425408"
+    )
 
 
 def test_columns_of_words_stand_to_the_left() -> None:
