@@ -41,6 +41,7 @@ class Findings:
             ("lost", len(self.tally.lost)),
             ("answered twice", len(self.tally.answered_twice)),
             ("wrong payload", len(self.tally.wrong)),
+            ("not healed", len(self.tally.not_healed)),
             ("rows missing", len(self.rows_missing)),
             ("rows double", len(self.rows_double)),
             ("rows wrong", len(self.rows_wrong)),
@@ -52,6 +53,7 @@ class Findings:
             "lost": self.tally.lost,
             "answered twice": self.tally.answered_twice,
             "wrong payload": self.tally.wrong,
+            "not healed": self.tally.not_healed,
             "row missing": self.rows_missing,
             "row double": self.rows_double,
             "row wrong": self.rows_wrong,
@@ -85,7 +87,9 @@ async def _run(world: World, traffic: Traffic, plan: Iterator[Fault], say: Calla
     async with traffic:
         injecting = asyncio.create_task(inject(world, plan, say))
         await traffic.run(lambda: not injecting.done())
-        return await injecting
+        done = await injecting
+        await traffic.alone()
+        return done
 
 
 def _check_rows(world: World, tally: Tally) -> tuple[list[str], list[str], list[str]]:

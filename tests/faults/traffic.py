@@ -25,6 +25,8 @@ TRY_LIMIT_S = 45.0
 DEADLINE_MS = "30000"
 COSINE = 0.9999
 TEXTS = 64
+ALONE = 4
+"""Requests at the end, one after the other: what only a next message would wake is seen with nothing behind it."""
 PREDICTION_SHARE, CANCEL_SHARE, REPEAT_SHARE = 0.1, 0.1, 0.02
 TRANSIENT = frozenset({409, 429, 500, 502, 503, 504})
 
@@ -42,6 +44,8 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
     tries: Counter[str] = field(default_factory=Counter)
     """Failed tries, by what the caller saw."""
+    not_healed: list[str] = field(default_factory=list)
+    """Requests after the last fault that waited for their deadline."""
     expected_rows: dict[str, str] = field(default_factory=dict)
     """By request id: the status that its row must have; `any` for canceled ones."""
     longest_s: float = 0.0
@@ -96,6 +100,14 @@ class Traffic:
         async with asyncio.TaskGroup() as callers:
             for _ in range(self._in_flight):
                 callers.create_task(self._call(goes_on))
+
+    async def alone(self) -> None:
+        """Sends requests one after the other, with nothing wrong any more; none of them may wait for its deadline."""
+        for number in range(ALONE):
+            late = self.tally.tries["504"]
+            found = await self._insist("POST", "/v1/embeddings", _body(number), None, {"Cache-Control": "no-store"})
+            if found is None or self.tally.tries["504"] > late:
+                self.tally.not_healed.append(f"text {number}, alone")
 
     async def _reference(self, number: int) -> Vector:
         async with self._session.post(f"{self._urls[0]}/v1/embeddings", json=_body(number)) as response:

@@ -56,7 +56,8 @@ class Consumers:
         self._joined.add(consumer)
 
     def leave(self, consumer: Consumer, ready: int) -> None:
-        """Forget it; one that was woken hands its turn on."""
+        """Forget it; one that was woken hands its turn on, and what it still leases wakes it no more."""
+        consumer.is_waiting = False
         self._joined.discard(consumer)
         self._hungry.pop(consumer, None)
         self._woken.discard(consumer)

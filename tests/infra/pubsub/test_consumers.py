@@ -72,6 +72,22 @@ def test_consumer_that_was_woken_and_writes_something_else_hands_its_turn_on(wor
     assert idle.wakes == 1
 
 
+def test_consumer_that_left_is_woken_for_nothing(world: World) -> None:
+    """A worker dies with a message in hand: what its lease gives back, and all that follows, is for those who stay."""
+    gone, idle = world.consumer(), world.consumer()
+    world.publish("a")
+    in_hand = world.take(gone)
+    for reader in (gone, idle):
+        assert world.take(reader) == []
+    world.leave(gone)
+    world.ack(in_hand)
+    for wakes in (1, 2):
+        world.publish("b")
+        assert [gone.wakes, idle.wakes] == [0, wakes]
+        assert [each.data for each in world.take(idle)] == ["b"]
+        world.take(idle)
+
+
 def test_idle_consumers_share_what_came_together(world: World) -> None:
     readers = [world.consumer() for _ in range(2)]
     for reader in readers:

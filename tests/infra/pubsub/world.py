@@ -78,6 +78,10 @@ class World:
         """The consumer, which found nothing to take, begins to write something else."""
         self.broker.registry.subscriptions[subscription_path(subscription_id)].backlog.busy(consumer)
 
+    def leave(self, consumer: Consumer, subscription_id: str = "workers") -> None:
+        """The consumer goes, with or without messages in hand."""
+        self.broker.registry.subscriptions[subscription_path(subscription_id)].leave(consumer)
+
     def pull(self, subscription_id: str = "workers", max_messages: int = 1000) -> list[Pulled]:
         """Take what is ready, as one Pull that returns at once."""
         subscription = self.broker.pullable(subscription_path(subscription_id))
