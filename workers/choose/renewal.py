@@ -7,7 +7,6 @@ kept for the next start; this worker goes on with what it has.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -131,14 +130,14 @@ class Renewal:
         while True:
             await self._has_doubt.wait()
             held = self._doubtful[0]
-            if not held.choice.is_provisional:
-                held.choice.is_provisional = True
-                await held.doubt()  # kept, should this worker end before it is idle
-            await self._idle()
             try:
+                if not held.choice.is_provisional:
+                    held.choice.is_provisional = True
+                    await held.doubt()  # kept, should this worker end before it is idle
+                await self._idle()
                 choice = await self._measured(held)
-            except PenstockError as error:
-                log.warning("backend not measured again", extra={"model": held.model, "reason": error.message})
+            except (PenstockError, OSError) as error:  # no such backend any more, no process, no room on the disk
+                log.warning("backend not measured again", extra={"model": held.model, "reason": str(error)})
             else:
                 if choice is None:
                     continue  # work came, which goes first
@@ -168,8 +167,7 @@ class Renewal:
         finally:
             for task in (measuring, working):
                 task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.gather(measuring, working, return_exceptions=True)
+            await asyncio.gather(measuring, working, return_exceptions=True)
 
 
 def _tell(held: Held, choice: Choice) -> None:

@@ -17,18 +17,18 @@ EXPECTED_S = 0.001
 
 
 @dataclass
-class Batch:
+class RanBatch:
     """A batch as a model process tells of it."""
 
     padded_work: int
     cpu_s: float
 
 
-def window(times_expected: float) -> list[Batch]:
+def window(times_expected: float) -> list[RanBatch]:
     """Batches of a whole window that cost so many times what was expected."""
     tokens = 1000
     cpu_s = tokens * EXPECTED_S * times_expected
-    return [Batch(tokens, cpu_s)] * (int(WINDOW_CPU_S / cpu_s) + 1)
+    return [RanBatch(tokens, cpu_s)] * (int(WINDOW_CPU_S / cpu_s) + 1)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_only_windows_in_a_row_contradict(windows: list[float], is_contradicted:
 def test_small_batches_and_unknown_expectations_say_nothing() -> None:
     for watch, tokens in ((Watch(EXPECTED_S), FEWEST_TOKENS - 1), (Watch(0.0), 1000)):
         for _ in range(1000):
-            watch.ran(Batch(tokens, 1.0))
+            watch.ran(RanBatch(tokens, 1.0))
         assert not watch.is_contradicted
 
 
@@ -98,7 +98,7 @@ async def test_work_goes_before_measuring() -> None:
     made = Measurements()
     async with asyncio.timeout(WAIT_LIMIT_S), Renewal([None, made.held(is_provisional=True)], idle_s=0.0) as renewal:
         first = await made.begun.get()
-        renewal.ran(0, Batch(10, 0.1))
+        renewal.ran(0, RanBatch(10, 0.1))
         second = await made.begun.get()
         assert first.cancelled()
         second.set_result(choice(is_provisional=False))
@@ -123,12 +123,54 @@ async def test_what_fits_is_left_alone() -> None:
         assert made.begun.empty()
 
 
-async def test_a_measurement_that_fails_ends_the_matter() -> None:
-    made = Measurements()
-    async with asyncio.timeout(WAIT_LIMIT_S), Renewal([made.held(is_provisional=True)], idle_s=0.0) as renewal:
-        (await made.begun.get()).set_exception(ModelFailed("broken"))
+@pytest.mark.parametrize("error", [ModelFailed("broken"), OSError("no space left on device")])
+async def test_a_measurement_that_fails_ends_the_matter_and_no_other(error: Exception) -> None:
+    broken, whole = Measurements(), Measurements()
+    both = [broken.held(is_provisional=True), whole.held(is_provisional=True)]
+    async with asyncio.timeout(WAIT_LIMIT_S), Renewal(both, idle_s=0.0) as renewal:
+        (await broken.begun.get()).set_exception(error)
+        (await whole.begun.get()).set_result(choice(is_provisional=False))
+        for batch in window(2 * FAR) * WINDOWS:
+            renewal.ran(0, batch)
         await asyncio.sleep(0)
-        renewal.ran(0, Batch(10, 0.1))
+        assert broken.begun.empty()  # nor is it doubted again
+    assert not broken.doubted.is_set()
+
+
+async def test_a_doubt_that_cannot_be_kept_is_no_end_of_the_others() -> None:
+    made, other = Measurements(), Measurements()
+
+    async def fail() -> None:
+        raise OSError("no space left on device")
+
+    unkept = Held("a model", choice(is_provisional=False), fail, made.measure)
+    held = [unkept, other.held(is_provisional=False)]
+    async with asyncio.timeout(WAIT_LIMIT_S), Renewal(held, idle_s=0.0) as renewal:
+        for number in (0, 1):
+            for batch in window(2 * FAR) * WINDOWS:
+                renewal.ran(number, batch)
+        (await other.begun.get()).set_result(choice(is_provisional=False))
+    assert made.begun.empty()
+
+
+async def test_a_worker_leaves_while_a_measurement_ends() -> None:
+    """It was stopped for work that came, and its processes take their time to go."""
+    begun, ending = asyncio.Event(), asyncio.Event()
+
+    async def measure() -> Choice:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ending.set()
+            await asyncio.Event().wait()
+        raise AssertionError("nothing ends it but a cancellation")
+
+    held = Held("a model", choice(is_provisional=True), Measurements().doubt, measure)
+    async with asyncio.timeout(WAIT_LIMIT_S), Renewal([held], idle_s=0.0) as renewal:
+        await begun.wait()
+        renewal.ran(0, RanBatch(10, 0.1))
+        await ending.wait()
 
 
 async def test_idle_means_that_no_batch_ran_for_a_while() -> None:
@@ -146,6 +188,6 @@ async def test_idle_means_that_no_batch_ran_for_a_while() -> None:
         slept.clear()
         await slept.wait()
         assert made.begun.empty()
-        renewal.ran(0, Batch(10, 0.1))
+        renewal.ran(0, RanBatch(10, 0.1))
         now_s[0] += 1.0
         (await made.begun.get()).set_result(choice(is_provisional=False))
