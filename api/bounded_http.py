@@ -12,6 +12,7 @@ import resource
 import socket
 from typing import Any, ClassVar
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from api import metrics
@@ -46,6 +47,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._in_head = self._in_body = False
         self._timer: asyncio.TimerHandle | None = None
         self._error: PenstockError | None = None
+        self._offers_protocol = False
+        """The head that is being read offers to go on in another protocol."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Counts it in; where there are too many, the one that has asked for nothing for the longest goes."""
@@ -72,8 +75,9 @@ class BoundedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parses what came; what is no body is bounded."""
+        self._unset_keepalive_if_required()
         self._beside_bytes += len(data)
-        super().data_received(data)
+        self._parse(data)
         if self._beside_bytes > HEAD_LIMIT_BYTES and not self.transport.is_closing():
             self._refuse("head_too_large", _too_large())
         elif self._timer is None and self._beside_bytes and not self._in_body:
@@ -86,6 +90,12 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The head is there: the request is begun, unless the head is too large or stands too far from its turn."""
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                self._error = BadInput("CONNECT asks for a tunnel, and this is no proxy")
+                raise self._error
+            self._offers_protocol = True
+            return
         if self._beside_bytes > HEAD_LIMIT_BYTES and self._head_bytes() > HEAD_LIMIT_BYTES:
             self._error = _too_large()
             raise self._error
@@ -96,6 +106,8 @@ class BoundedHttp(HttpToolsProtocol):
         self.idle.pop(self, None)
         self._beside_bytes, self._in_head, self._in_body = 0, False, True
         super().on_headers_complete()
+        # What the parser names from here on are trailers (RFC 9110, 6.5.1): no header may come from them.
+        self.headers = []
 
     def on_body(self, body: bytes) -> None:
         """A piece of a body."""
@@ -104,6 +116,8 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request came whole."""
+        if self._offers_protocol:
+            return
         self._beside_bytes, self._in_body = 0, False
         self._disarm()
         super().on_message_complete()
@@ -119,6 +133,33 @@ class BoundedHttp(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """What the parser can't read, or what was refused while it read."""
         self._refuse("invalid", self._error or BadInput("this is no HTTP/1.1 request"))
+
+    def _parse(self, data: bytes) -> None:
+        """Has the parser read what came.
+
+        Offers of another protocol (RFC 9110, 7.8) are passed over: Java's client offers h2c with every request.
+        httptools takes such a request for one without a body, and what is its body for the next request. So another
+        parser is given the head once more, without the offer.
+        """
+        head = b""
+        while True:
+            try:
+                self.parser.feed_data(head + data)
+            except httptools.HttpParserUpgrade as offer:
+                data, head = (head + data)[offer.args[0] :], self._head_without_offer()
+                # This one would read nothing more where the head says that the connection ends.
+                self.parser, self._offers_protocol = httptools.HttpRequestParser(self), False
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            except httptools.HttpParserError:
+                self.send_400_response("")
+                return
+            else:
+                return
+
+    def _head_without_offer(self) -> bytes:
+        fields = b"".join(b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade")
+        version = self.parser.get_http_version().encode()
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (self.parser.get_method(), self.url, version, fields)
 
     def _head_bytes(self) -> int:
         return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)

@@ -22,6 +22,7 @@ def server_config(app: ASGIApp, settings: ApiSettings) -> uvicorn.Config:
         port=settings.port,
         loop="uvloop",
         http=protocol_with(settings),
+        ws="none",
         lifespan="on",
         log_config=None,
         access_log=False,

@@ -241,7 +241,14 @@ async def test_full_house_of_requests_refuses_the_next(tmp_path: Path) -> None:
         POST + b"content-length: -1\r\n\r\n",
         POST + b"content-length: " + b"9" * 5000 + b"\r\n\r\n",
         POST + b"content-length: 5\r\ncontent-length: 6\r\n\r\n",
+        POST + b"content-length: 5\r\ncontent-length: 5\r\n\r\n",
         POST + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n",
+        POST + b"transfer-encoding: identity\r\n\r\n",
+        POST + b"transfer-encoding: chunked, identity\r\n\r\n",
+        POST + b"transfer-encoding : chunked\r\n\r\n",
+        POST + b"transfer-encoding:\r\n chunked\r\n\r\n",
+        POST + b"x-folded: a\r\n b\r\ncontent-length: 0\r\n\r\n",
+        POST + b"x-bare: a\ncontent-length: 0\r\n\r\n",
         b"GET http://[x/ HTTP/1.1\r\nhost: a\r\n\r\n",
         b"GET /\x80 HTTP/1.1\r\nhost: a\r\n\r\n",
     ],
@@ -252,6 +259,75 @@ async def test_what_is_no_request_is_refused(tmp_path: Path, request_: bytes) ->
         status, body = await peer.answer()
         assert status == 400
         assert json.loads(body)["error"]["code"] == "invalid_input"
+
+
+OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAABAAMAAABk\r\n"
+"""As Java's client sends it with each request over http."""
+
+
+@pytest.mark.parametrize("offer", [OFFER, b"connection: upgrade\r\nupgrade: websocket\r\n"], ids=["h2c", "websocket"])
+@pytest.mark.parametrize("piece_bytes", [1, 7, 100_000])
+async def test_offer_of_another_protocol_is_passed_over(tmp_path: Path, offer: bytes, piece_bytes: int) -> None:
+    sized = POST + offer + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
+    chunked = POST + offer + b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+    empty = b"GET /v1/models HTTP/1.1\r\nhost: a\r\n" + offer + b"\r\n"
+    sent = sized + empty + chunked + sized
+    async with _api(tmp_path) as api, _peer(api) as peer:
+        for start in range(0, len(sent), piece_bytes):
+            await peer.send(sent[start : start + piece_bytes])
+            await asyncio.sleep(0)
+        assert [(await peer.answer())[0] for _ in range(4)] == [200] * 4
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        b"GET /healthz HTTP/1.0\r\nconnection: upgrade",
+        b"GET /healthz HTTP/1.1\r\nhost: a\r\nconnection: close, upgrade",
+    ],
+)
+async def test_offer_in_the_last_request_of_a_connection_is_passed_over(tmp_path: Path, last: bytes) -> None:
+    async with _api(tmp_path) as api, _peer(api) as peer:
+        await peer.send(last + b"\r\nupgrade: h2c\r\n\r\n")
+        assert (await peer.said()).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("offer", [b"", OFFER], ids=["plain", "with an offer"])
+@pytest.mark.parametrize("target", [b"a:443", b"/healthz"])
+async def test_tunnels_are_refused(tmp_path: Path, target: bytes, offer: bytes) -> None:
+    async with _api(tmp_path) as api, _peer(api) as peer:
+        await peer.send(b"CONNECT " + target + b" HTTP/1.1\r\nhost: a\r\n" + offer + b"\r\n")
+        said = await peer.said()
+        assert said.startswith(b"HTTP/1.1 400")
+        assert b"no proxy" in said
+
+
+async def test_trailers_are_no_headers(tmp_path: Path) -> None:
+    """A proxy looks at headers only: what it strips or checks there must not come in behind the body."""
+    chunked = POST + b"transfer-encoding: chunked\r\nconnection: close\r\n\r\n%x\r\n%b\r\n0\r\n" % (len(BODY), BODY)
+    async with _api(tmp_path) as api, _peer(api) as peer:
+        await peer.send(chunked + b"x-request-id: trailing\r\n\r\n")
+        said = await peer.said()
+        assert said.startswith(b"HTTP/1.1 200")
+        assert b"trailing" not in said
+
+
+async def test_body_beside_an_offer_is_no_request(tmp_path: Path) -> None:
+    """A proxy that passes the offer on would otherwise mix up whose answer is whose."""
+    hidden = b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n"
+    async with _api(tmp_path) as api, _peer(api) as peer:
+        await peer.send(POST + OFFER + b"content-length: %d\r\n\r\n" % len(hidden))
+        await asyncio.sleep(0)
+        await peer.send(hidden + b"GET /v1/models HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+        said = await peer.said()
+        assert said.count(b"HTTP/1.1 ") == 2
+        assert said.startswith(b"HTTP/1.1 400")
+
+
+async def test_many_offers_at_once_are_bounded_as_requests_are(tmp_path: Path) -> None:
+    async with _api(tmp_path) as api, _peer(api) as peer:
+        await peer.send((b"GET /healthz HTTP/1.1\r\nhost: a\r\n" + OFFER + b"\r\n") * (MOST_PIPELINED + 2))
+        assert b"before their turn" in await peer.said()
 
 
 async def test_bodies_are_bounded_together(tmp_path: Path) -> None:
