@@ -29,7 +29,7 @@ from api.prediction_inputs import InputReader
 from api.prediction_jobs import PredictionSender
 from api.predictions import Predictions
 from api.readiness import Readiness
-from api.refusals import Refusals, RowSink
+from api.refusals import Refusals
 from api.repeats import Repeats
 from api.routes import embeddings, health, images, models, objects, pages, prediction_models
 from api.routes import predictions as prediction_routes
@@ -42,6 +42,7 @@ from shared.objects import ObjectStore
 from shared.records import Records
 from shared.settings import ApiSettings
 from shared.transport import Admin, Transport
+from shared.usage import RowSink
 
 
 def create_app(

@@ -28,12 +28,11 @@ from api.errors import ClientGone
 from api.flights import Flight, Flights, JobInFlight, Landing
 from api.inference import Answer, InferenceRequest
 from api.jobs import JobSender, envelope_of, split
-from api.refusals import RowSink
 from shared.cache import ResultCache
 from shared.errors import PenstockError, Unavailable
 from shared.messages import ItemOutcome, failure
 from shared.records import LATE_LOOK_S, Records, record_id
-from shared.usage import row_of
+from shared.usage import RowSink, row_of
 
 log = logging.getLogger(__name__)
 

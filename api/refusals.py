@@ -7,17 +7,9 @@ sent stands in the row but its `x-request-id`.
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
 from api.context import RequestContext
-from shared.usage import Row
-
-
-class RowSink(Protocol):
-    """Takes rows; never blocks and never raises."""
-
-    def write(self, row: Row) -> None:
-        """Queues one row."""
+from shared.usage import Row, RowSink
 
 
 class Refusals:

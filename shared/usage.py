@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import msgspec
 
@@ -53,6 +54,13 @@ class Row(msgspec.Struct, omit_defaults=True):
     cost_usd: float | None = None
     client_request_id: str | None = None
     charged_share: float | None = None
+
+
+class RowSink(Protocol):
+    """Takes rows. Never blocks and never raises."""
+
+    def write(self, row: Row, on_safe: Callable[[], None] | None = None) -> None:
+        """Queues one row. `on_safe` is called once the death of this process can't lose it any more."""
 
 
 def charged_share(model: Model, outcome: ItemOutcome) -> float:

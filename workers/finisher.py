@@ -12,8 +12,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from collections.abc import Coroutine
+from typing import Any
 
 from shared.cache import ResultCache
 from shared.catalog import Model
@@ -33,7 +33,7 @@ from shared.objects import ObjectStore
 from shared.records import LATE_LOOK_S, Claim, Records
 from shared.salvage import salvaged
 from shared.transport import Message, Publisher, Subscription
-from shared.usage import Row
+from shared.usage import RowSink
 from shared.webhooks import Event, EventName, encode_event
 from workers import metrics
 from workers.ending import answered_by, in_time, one_for_each, state_of, undelivered
@@ -47,13 +47,6 @@ KEEP_LIMIT_S = 60.0
 FINISH_LIMIT_S = 1.0
 REASON_LIMIT_BYTES = 1000
 """An attribute has at most 1,024."""
-
-
-class RowSink(Protocol):
-    """Takes rows; never blocks and never raises."""
-
-    def write(self, row: Row, on_safe: Callable[[], None] | None = None) -> None:
-        """Queues one row; `on_safe` is called once it can't be lost any more by the death of this process."""
 
 
 class Finisher:

@@ -1,7 +1,7 @@
 """The API as callers meet it: a real uvicorn on a port of its own, over a broker in memory with a fake worker."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,8 +45,10 @@ class RowList:
     async def __aexit__(self, *exc: object) -> None:
         return None
 
-    def write(self, row: Row) -> None:
+    def write(self, row: Row, on_safe: Callable[[], None] | None = None) -> None:
         self.rows.append(row)
+        if on_safe is not None:
+            asyncio.get_running_loop().call_soon(on_safe)
 
 
 @dataclass

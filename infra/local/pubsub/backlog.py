@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any, Protocol
 
-from infra.local.pubsub.consumers import Consumer, Consumers
-from infra.local.pubsub.delivery import Delivery, State
+from infra.local.pubsub.consumers import Consumer, Consumers, Delivery, State
 from infra.local.pubsub.errors import INVALID_ACK_ID, InvalidArgument
 from infra.local.pubsub.journal import Journal
 from infra.local.pubsub.message import StoredMessage

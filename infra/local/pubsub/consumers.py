@@ -1,13 +1,15 @@
-"""Who takes from a subscription, and who is woken when something can be taken.
+"""The deliveries of a subscription, who takes them, and who is woken when something can be taken.
 
 Consumers take what they have room for; nothing is queued for them here. So a stream that can't write leaves
 the messages to the others, and what waits while it writes goes out in one response.
 """
 
 from collections.abc import Callable
+from enum import Enum, auto
 
-from infra.local.pubsub.delivery import Delivery
 from infra.local.pubsub.errors import PubsubError
+from infra.local.pubsub.message import StoredMessage
+from infra.local.pubsub.timers import Timer
 
 
 class Consumer:
@@ -38,6 +40,44 @@ class Consumer:
         return (self.max_messages <= 0 or self.outstanding_messages < self.max_messages) and (
             self.max_bytes <= 0 or self.outstanding_bytes < self.max_bytes
         )
+
+
+class State(Enum):
+    """Where a delivery stands; every delivery is in exactly one place."""
+
+    READY = auto()
+    """Can be handed to the next consumer."""
+    HELD = auto()
+    """Waits behind an older message of its ordering key."""
+    BACKOFF = auto()
+    """Was nacked or ran out, and the retry policy holds it back."""
+    LEASED = auto()
+    """Is with a consumer until acked, nacked or out of time."""
+    SETTLED = auto()
+    """Has left the subscription."""
+
+
+class Delivery:
+    """A message on its way to being acked; `number` is unique in the subscription, also after a seek.
+
+    `attempts` counts hand-outs: 1 + nacks + expired leases at any delivery, as `delivery_attempt` is defined.
+    """
+
+    __slots__ = ("attempts", "consumer", "message", "number", "state", "timer")
+
+    def __init__(self, number: int, message: StoredMessage) -> None:
+        self.number = number
+        self.message = message
+        self.attempts = 0
+        self.state = State.READY
+        self.consumer: Consumer | None = None
+        self.timer: Timer | None = None
+
+    def stop_timer(self) -> None:
+        """Cancel the lease's or the backoff's end."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
 
 class Consumers:

@@ -2,7 +2,7 @@
 
 import bisect
 
-from infra.local.pubsub.delivery import Delivery, State
+from infra.local.pubsub.consumers import Delivery, State
 
 
 class OrderingLines:

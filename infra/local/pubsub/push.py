@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from infra.local.pubsub.broker import Broker
-from infra.local.pubsub.consumers import Consumer
-from infra.local.pubsub.delivery import Delivery
+from infra.local.pubsub.consumers import Consumer, Delivery
 from infra.local.pubsub.push_connection import PushConnection, PushFailed
 from infra.local.pubsub.push_payload import push_payload
 from infra.local.pubsub.subscription import Subscription

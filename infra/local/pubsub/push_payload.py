@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any
 
-from infra.local.pubsub.delivery import Delivery
+from infra.local.pubsub.consumers import Delivery
 from infra.local.pubsub.subscription import Subscription
 
 _USER_AGENT = ("User-Agent", "CloudPubSub-Google")

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
 
-from infra.local.pubsub.delivery import Delivery
+from infra.local.pubsub.consumers import Delivery
 from infra.local.pubsub.errors import resource_not_found
 from infra.local.pubsub.journal import Journal
 from infra.local.pubsub.message import Storage, StoredMessage

@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from infra.local.pubsub.backlog import Backlog
-from infra.local.pubsub.consumers import Consumer
-from infra.local.pubsub.delivery import Delivery
+from infra.local.pubsub.consumers import Consumer, Delivery
 from infra.local.pubsub.errors import FailedPrecondition, PubsubError
 from infra.local.pubsub.filter import parse_filter
 from infra.local.pubsub.journal import ACKED, Journal
