@@ -179,7 +179,7 @@ def _parts(
     )
 
 
-_ABOUT = """Embeddings and images, in the shapes of OpenAI's API; and predictions, in those of Replicate's.
+_ABOUT = """Embeddings and images in the shapes of OpenAI's API, and predictions in those of Replicate's.
 
-Every answer has `x-request-id`; those that infer also say where the result came from (`x-penstock-cache`: hit, miss,
-partial or joined) and what took how long (`x-penstock-queue-ms`, `-batch-ms`, `-inference-ms`, `-total-ms`)."""
+Every answer has `x-request-id`. Answers with results also say where these came from (`x-penstock-cache`: hit, miss,
+partial or joined) and how long each step took (`x-penstock-queue-ms`, `-batch-ms`, `-inference-ms`, `-total-ms`)."""

@@ -1,8 +1,8 @@
-"""uvicorn's HTTP protocol with the bounds that it lacks: heads in bytes and in time, pipelined requests, connections.
+"""uvicorn's HTTP protocol with limits on the size and time of a head, on pipelined requests and on connections.
 
-With h11, uvicorn's other parser, `h11_max_incomplete_event_size` bounds a head; httptools has nothing like it, and
-copies what it has for each piece that comes, so that one endless header keeps everybody waiting. The usual request,
-whose head comes in one piece on a kept connection, sets no timer here.
+A head is a request's URL and headers. h11, uvicorn's other parser, limits its size. httptools does not, and copies all
+that it has of a header for each piece that arrives, so one endless header blocks all other requests. The usual request,
+whose head arrives in one piece on a kept connection, sets no timer here.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._error = _too_large()
             raise self._error
         if len(self.pipeline) >= MOST_PIPELINED:
-            self._error = BadInput(f"more than {MOST_PIPELINED} requests were sent before their turn")
+            self._error = BadInput(f"more than {MOST_PIPELINED} pipelined requests wait on this connection")
             raise self._error
         self._disarm()
         self.idle.pop(self, None)
@@ -132,7 +132,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What the parser can't read, or what was refused while it read."""
-        self._refuse("invalid", self._error or BadInput("this is no HTTP/1.1 request"))
+        self._refuse("invalid", self._error or BadInput("this is not a valid HTTP/1.1 request"))
 
     def _parse(self, data: bytes) -> None:
         """Has the parser read what came.
@@ -176,7 +176,8 @@ class BoundedHttp(HttpToolsProtocol):
     def _is_late(self) -> None:
         self._timer = None
         if self._in_head:
-            self._refuse("head_too_slow", TooSlow(f"the request's head was not there within {self.head_timeout_s:g} s"))
+            reason = f"the URL and headers did not arrive within {self.head_timeout_s:g} s"
+            self._refuse("head_too_slow", TooSlow(reason))
         else:
             self._cut("idle")
 
@@ -205,4 +206,4 @@ def protocol_with(settings: ApiSettings) -> type[BoundedHttp]:
 
 
 def _too_large() -> PenstockError:
-    return HeadTooLarge(f"the request's head is larger than {HEAD_LIMIT_BYTES} bytes")
+    return HeadTooLarge(f"the URL and headers are larger than {HEAD_LIMIT_BYTES} bytes")

@@ -1,4 +1,4 @@
-"""Compresses answers where that pays: floats as text, which shrink to half, when there are many and the caller asks.
+"""Compresses large answers that hold vectors as floats, which shrink to half, for callers that accept gzip.
 
 Measured: docs/decisions/0021-what-is-compressed.md.
 """

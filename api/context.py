@@ -184,15 +184,15 @@ class _Exchange:
                 message = await self._receive()
         except TimeoutError as error:
             if left_s < BODY_IDLE_S:
-                raise TooSlow(f"the body comes with less than {LEAST_BYTES_PER_S} bytes/s") from error
-            raise TooSlow(f"nothing more of the body came for {BODY_IDLE_S:g} s") from error
+                raise TooSlow(f"the body arrives slower than {LEAST_BYTES_PER_S} bytes/s") from error
+            raise TooSlow(f"no more of the body arrived for {BODY_IDLE_S:g} s") from error
         size = len(message.get("body", b""))
         self._body_bytes += size
         self._bodies.held_bytes += size
         if self._body_bytes > self._bodies.largest_bytes:
             raise self._too_large()
         if self._body_bytes > SMALL_BODY_BYTES and self._bodies.held_bytes > self._bodies.together_bytes:
-            raise Overloaded("too many large bodies are being taken in; try again later", retry_after_s=FULL_RETRY_S)
+            raise Overloaded("too many large bodies are being received; try again later", retry_after_s=FULL_RETRY_S)
         self._body_ended = not message.get("more_body", False)
         return message
 
@@ -215,7 +215,7 @@ class _Exchange:
             raise error
         self.context.error_code = PenstockError.code
         log.error("request failed unexpectedly", extra={"request_id": self.context.request_id}, exc_info=error)
-        await error_response(PenstockError("something went wrong here; the request_id helps to find it"))(
+        await error_response(PenstockError("internal error; x-request-id identifies this request"))(
             self._scope, self._receive, self.send
         )
 

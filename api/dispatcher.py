@@ -184,7 +184,7 @@ class Dispatcher:
                 outcomes = [failure(flight.item.index, Unavailable(CLOSING)) for flight in flights]
         elif error := task.exception():
             log.error("job failed unexpectedly", extra={"request_id": request.request_id}, exc_info=error)
-            outcomes = [failure(flight.item.index, PenstockError("something went wrong here")) for flight in flights]
+            outcomes = [failure(flight.item.index, PenstockError("internal error")) for flight in flights]
         else:
             outcomes = task.result()
         self._remember(request, flights, outcomes)

@@ -48,7 +48,9 @@ def checked_size(width: int, height: int, model: Model) -> tuple[int, int]:
     if width % limits.multiple or height % limits.multiple:
         raise BadInput(f"size: width and height of {model.name} are multiples of {limits.multiple}", field="size")
     if width * height > limits.largest_pixels:
-        reason = f"{width}x{height} is above {limits.largest_pixels} pixels, the most of {model.name}"
+        reason = (
+            f"{width}x{height} is {width * height} pixels; at most {limits.largest_pixels} are allowed for {model.name}"
+        )
         raise BadInput(f"size: {reason}", field="size")
     return width, height
 
@@ -68,7 +70,7 @@ def first_image(wish: Wish, model: Model, size: tuple[int, int]) -> ImageInput:
     defaults = model.image
     steps = defaults.steps if wish.num_inference_steps is None else wish.num_inference_steps
     if steps > defaults.longest_steps:
-        reason = f"{steps}, and {defaults.longest_steps} is the most of {model.name}"
+        reason = f"{steps} steps; at most {defaults.longest_steps} are allowed for {model.name}"
         raise BadInput(f"num_inference_steps: {reason}", field="num_inference_steps")
     return ImageInput(
         prompt=wish.prompt,

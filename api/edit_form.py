@@ -39,7 +39,7 @@ async def _read_form(request: Request) -> tuple[EditForm, bytes]:
         data = await _only_image(form)
         fields = {name: value for name, value in form.items() if name not in IMAGE_FIELDS}
         if misplaced := [name for name, value in fields.items() if isinstance(value, UploadFile)]:
-            raise BadInput(f"{misplaced[0]}: this field is no file", field=misplaced[0])
+            raise BadInput(f"{misplaced[0]}: this field is not a file", field=misplaced[0])
         # Everything in a form is text, so numbers may stand in quotes here.
         return EditForm.model_validate(fields), data
 

@@ -31,13 +31,13 @@ class BodyTooLarge(InputTooLarge):
 
 
 class HeadTooLarge(InputTooLarge):
-    """The headers of the request, or its URL, are larger than this API takes."""
+    """The URL and headers of the request are larger than this API takes."""
 
     code = "request_headers_too_large"
 
 
 class TooSlow(BadInput):
-    """The request stopped coming."""
+    """The request arrives too slowly."""
 
     code = "request_timeout"
 
@@ -49,7 +49,7 @@ class Unauthorized(PenstockError):
 
 
 class NotFound(PenstockError):
-    """There is no such thing here."""
+    """This resource does not exist."""
 
     code = "not_found"
 
@@ -61,7 +61,7 @@ class MethodNotAllowed(PenstockError):
 
 
 class KeyReused(PenstockError):
-    """This Idempotency-Key came with another request before; a key stands for one request."""
+    """This Idempotency-Key was used with another request; a key stands for one request."""
 
     code = "idempotency_key_reused"
 
@@ -194,13 +194,13 @@ def explained(wrong: Mapping[str, Any]) -> tuple[str, str]:
     places = [place for place in wrong["loc"] if not (isinstance(place, str) and place.endswith(":"))]
     where = "".join(f"[{place}]" if isinstance(place, int) else f".{place}" for place in places).removeprefix(".")
     if wrong["type"] == "extra_forbidden":
-        return where, "this parameter is not known here"
+        return where, "unknown parameter"
     return where, wrong["msg"].removeprefix("Value error, ")
 
 
 def _without_route(request: Request, error: HTTPException) -> Response:
     if error.status_code == 404:
-        return error_response(NotFound(f"there is no {request.url.path} here"))
+        return error_response(NotFound(f"{request.url.path} does not exist"))
     if error.status_code == 405:
         allowed = {"allow": ", ".join(allowed_methods(request.app.routes, request.scope))}
         if request.method == "OPTIONS":

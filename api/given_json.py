@@ -1,4 +1,4 @@
-"""JSON that callers send, looked at before it is parsed or kept: how much of what there is, and how deep.
+"""Checks of JSON that callers send, before it is parsed or kept: how many values it has, and how deep they nest.
 
 A parser holds the event loop until it is done, and pydantic describes every single thing that is wrong: 15 MB of wrong
 numbers took 5 s, 18 MB of unknown fields 1.7 s.
@@ -26,10 +26,10 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 def check_amount(body: bytes) -> None:
-    """Lets a body pass that is parsed, and refused, in a moment. Of the usual one only the commas are counted.
+    """Refuses a body with too many values to parse quickly. In a usual body, only the commas are counted.
 
     Raises:
-        InputTooLarge: it has more values or texts than any request needs.
+        InputTooLarge: it has more values or strings than any request needs.
     """
     if body.count(b",") <= SURELY_FEW:
         return
@@ -41,27 +41,27 @@ def check_amount(body: bytes) -> None:
         if strings > MOST_STRINGS or commas >= MOST_VALUES:
             break
     if strings > MOST_STRINGS:
-        raise InputTooLarge(f"the body has more than {MOST_STRINGS} texts and fields, the most of one request")
+        raise InputTooLarge(f"the body has more than {MOST_STRINGS} strings and field names")
     if commas + body.count(b",", end) >= MOST_VALUES:
-        raise InputTooLarge(f"the body has more than {MOST_VALUES} values, the most of one request")
+        raise InputTooLarge(f"the body has more than {MOST_VALUES} values")
 
 
 def object_in(text: str | bytes, field: str) -> dict[str, Any]:
     """The JSON object in `text`, such that it can be written as JSON again; `field` names it in errors.
 
     Raises:
-        BadInput: it is none, or nested deeper than MOST_NESTED.
+        BadInput: it is not a JSON object, or nested deeper than MOST_NESTED.
     """
     try:
         found = msgspec.json.decode(text)
         _check_depth(found)
     # A surrogate without its other half is neither text nor JSON (RFC 8259, section 8.2).
     except (msgspec.MsgspecError, UnicodeError) as error:
-        raise BadInput(f"{field}: not JSON: {error}", field=field) from error
+        raise BadInput(f"{field}: not valid JSON: {error}", field=field) from error
     except RecursionError as error:
-        raise BadInput(f"{field}: nested deeper than {MOST_NESTED}", field=field) from error
+        raise BadInput(f"{field}: nested deeper than {MOST_NESTED} levels", field=field) from error
     if not isinstance(found, dict):
-        raise BadInput(f"{field}: a JSON object is needed", field=field)
+        raise BadInput(f"{field}: must be a JSON object", field=field)
     return found
 
 

@@ -57,7 +57,7 @@ def check_charset(request: Request) -> None:
     charset = parameters.get(b"charset", b"utf-8").lower()
     if charset not in (b"utf-8", b"utf8"):
         shown = charset[:40].decode("latin-1")
-        raise BadInput(f"content-type: forms are taken in utf-8, not {shown!r}", field="content-type")
+        raise BadInput(f"content-type: forms must be in UTF-8, not {shown!r}", field="content-type")
 
 
 async def infer(

@@ -1,4 +1,4 @@
-"""Which methods a path takes: for `Allow` (RFC 9110, 10.2.1), which the router would fill from one route only."""
+"""All methods of a path, for the header `Allow` (RFC 9110, 10.2.1). The router would name those of one route only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The API's Prometheus metrics, and the port on which they are read with those of the cache, the inbox and the rows.
+"""The API's Prometheus metrics, and the port that serves them and those of the cache, the inbox and the rows.
 
-That port is not the one that callers reach: what is counted (models, load, errors) is for those who run the API, and
-a rule on a path at the edge can be walked around by writing the path in another way.
+Callers must not reach that port: models, load and errors are for operators. A path on the public port would not do,
+because a rule that denies a path can be bypassed by spelling the path in another way.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _STOP_LIMIT_S = 5.0
 
 REQUESTS = Counter("penstock_api_requests_total", "HTTP requests answered.", ["route", "model", "status"])
 REQUEST_SECONDS = Histogram(
-    "penstock_api_request_seconds", "From the first byte read to the answer.", ["route", "model"], buckets=_SECONDS
+    "penstock_api_request_seconds", "Seconds from receipt to the answer.", ["route", "model"], buckets=_SECONDS
 )
-ERRORS = Counter("penstock_api_errors_total", "Answers that are errors, by their code.", ["route", "status", "code"])
+ERRORS = Counter("penstock_api_errors_total", "Error answers.", ["route", "status", "code"])
 REQUESTS_OPEN = Gauge("penstock_api_requests_open", "HTTP requests being answered.")
 ITEMS = Counter(
     "penstock_api_items_total",
-    "Items answered, by origin and end.",
+    "Items answered, by cache level and status.",
     ["model", "cache", "status"],
 )
 IN_FLIGHT = Gauge("penstock_api_items_in_flight", "Items waiting for a worker.", ["model"])
@@ -38,23 +38,21 @@ PREDICTIONS = Counter(
 SHED = Counter("penstock_api_items_shed_total", "Items refused with 429.", ["model"])
 KEYED = Counter(
     "penstock_api_keyed_requests_total",
-    "Requests with an Idempotency-Key: computed, joined or repeated; not_kept: answered, but only this once.",
+    "Requests with an Idempotency-Key: computed, joined or repeated. not_kept: answered, but the answer was not kept.",
     ["end"],
 )
 PICTURES = Counter(
     "penstock_api_pictures_total",
-    "Pictures decoded or encoded, by end; …_waiting: nothing of it was begun. Shed: refused with 429.",
+    "Pictures to decode or encode, by end. shed: refused with 429. *_waiting: ended before the work began.",
     ["end"],
 )
-PICTURES_WAITING = Gauge("penstock_api_pictures_waiting", "Pictures that wait for a process to decode or encode them.")
+PICTURES_WAITING = Gauge("penstock_api_pictures_waiting", "Pictures waiting to be decoded or encoded.")
 CONNECTIONS_CUT = Counter(
     "penstock_api_connections_cut_total",
-    "Connections closed by this side: idle, full, invalid, head_too_large, head_too_slow.",
+    "Connections that the API closed: idle, full, invalid, head_too_large, head_too_slow.",
     ["reason"],
 )
-GAVE_UP = Counter(
-    "penstock_api_jobs_canceled_total", "Jobs that every caller had left before the reply came.", ["model"]
-)
+GAVE_UP = Counter("penstock_api_jobs_canceled_total", "Jobs canceled because all of their callers hung up.", ["model"])
 
 
 @lru_cache(maxsize=1024)

@@ -31,16 +31,16 @@ _REF = "#/components/schemas/{name}"
 _WORDS = {
     400: "The request is not valid; the message names the field.",
     401: "No valid API key.",
-    403: "The link was not signed here, or has expired.",
-    404: "There is no such thing here.",
-    408: "The body stopped coming.",
+    403: "The link has expired, or this API did not sign it.",
+    404: "This model, path or resource does not exist.",
+    408: "The body arrives too slowly.",
     409: "The first request with this `Idempotency-Key` is still being answered.",
     413: "The body is too large.",
-    422: "The request is not valid; `invalid_fields` says what of it.",
-    429: "Too many items are waiting; come back after `Retry-After` seconds.",
-    500: "The model could not compute it.",
-    503: "The broker, or a store, is out of reach.",
-    504: "The deadline passed; not retried by clients on their own (`x-should-retry: false`).",
+    422: "The request is not valid; `invalid_fields` names the fields.",
+    429: "Too many items are waiting, or the answer would come too late; try again after `Retry-After` seconds.",
+    500: "The model could not compute the result.",
+    503: "The broker or a store is out of reach; try again after `Retry-After` seconds.",
+    504: "The deadline passed. `x-should-retry: false` keeps OpenAI's clients from sending it again.",
 }
 _BODIES: tuple[type[BaseModel], ...] = (
     *(schemas.EmbeddingsBody, schemas.GenerationBody, schemas.EditForm, schemas.EditBody),
@@ -55,7 +55,7 @@ _REPLIES: tuple[type[msgspec.Struct], ...] = (
 )
 
 _HEAD_TOO_LARGE: Described = {
-    "description": "The head is too large.",
+    "description": "The URL and headers are too large.",
     "content": {"application/json": {"schema": {"$ref": _REF.format(name=schemas.ErrorReply.__name__)}}},
 }
 
@@ -79,7 +79,7 @@ def _takes(headers: list[Described], json: type[BaseModel], form: type[BaseModel
 
 def replies(reply: type[msgspec.Struct], *statuses: int, headers: tuple[str, ...] = ()) -> Responses:
     """The answers of a route that speaks OpenAI's shapes: 200 with `reply` and `headers`, or one of the errors."""
-    return {200: done("Done.", reply, *headers)} | errors(*statuses)
+    return {200: done("The result.", reply, *headers)} | errors(*statuses)
 
 
 def errors(*statuses: int) -> Responses:
@@ -90,7 +90,7 @@ def errors(*statuses: int) -> Responses:
 def inferred(reply: type[msgspec.Struct], *headers: str) -> Responses:
     """The answers of a route that infers."""
     answers = replies(reply, *INFERENCE_ERRORS, headers=(*openapi_headers.OF_INFERENCE, *headers))
-    answers[422]["description"] = "This `Idempotency-Key` came with another request before."
+    answers[422]["description"] = "This `Idempotency-Key` was used with another request."
     return answers
 
 
@@ -103,8 +103,8 @@ def created() -> Responses:
     """The answers of a route that makes predictions: a new one, or the one that the same request made before."""
     reply = prediction_replies.PredictionReply
     answers: Responses = {
-        200: done("The same request made it before.", reply, "Location", "Idempotent-Replayed"),
-        201: done("Created.", reply, "Location"),
+        200: done("The prediction that the same request created before.", reply, "Location", "Idempotent-Replayed"),
+        201: done("The new prediction.", reply, "Location"),
     }
     return answers | problems(*CREATION_ERRORS)
 
@@ -124,11 +124,15 @@ def events_of(*kinds: str) -> Described:
     }
     event = {"type": "object", "required": list(properties), "properties": properties}
     content = {"text/event-stream": {"schema": event}}
-    return {"description": "The events, as they come.", "content": content, "headers": openapi_headers.references()}
+    return {
+        "description": "Server-sent events.",
+        "content": content,
+        "headers": openapi_headers.references(),
+    }
 
 
 def bytes_of(text: str, *media_types: str) -> Described:
-    """One answer whose body is no JSON."""
+    """One answer whose body is not JSON."""
     schema = {"type": "string", "format": "binary"}
     content = {media_type: {"schema": schema} for media_type in media_types}
     return {"description": text, "content": content, "headers": openapi_headers.references()}

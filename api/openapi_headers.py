@@ -16,40 +16,40 @@ def _parameter(name: str, description: str, schema: Described) -> Described:
 _MILLISECONDS = {"type": "integer", "minimum": 1, "maximum": LONGEST_MS}
 _DEADLINE = _parameter(
     "X-Penstock-Deadline-Ms",
-    "Milliseconds until the answer is of no use; at most the model's longest, which also is the bound.",
+    "Milliseconds from receipt to the answer. Later it is 504. A longer one is cut to the model's longest deadline.",
     _MILLISECONDS,
 )
 _QUEUE_LIMIT = _parameter(
     "X-Penstock-Queue-Limit-Ms",
-    "Milliseconds after which the request is not begun any more, even if the deadline is later.",
+    "Milliseconds from receipt after which the model no longer starts on the request, even if its deadline is later.",
     _MILLISECONDS,
 )
 _CACHE_CONTROL = _parameter(
-    "Cache-Control", "`no-cache`: compute anew; `no-store`: also keep nothing.", {"type": "string"}
+    "Cache-Control", "`no-cache`: compute again. `no-store`: also do not cache the result.", {"type": "string"}
 )
 _KEY = _parameter(
     "Idempotency-Key",
-    "The same request under the same key is computed once; its answer is given again for a day.",
+    "The same request with the same key is computed once. Its answer is repeated for a day.",
     {"type": "string", "pattern": rf"^[\x21-\x7e]{{1,{LONGEST_KEY}}}$"},
 )
 _LANE = _parameter(
     "X-Penstock-Lane",
-    "`batch`: may wait behind interactive requests.",
+    "`batch`: the request may wait behind interactive ones.",
     {"type": "string", "enum": ["interactive", "batch"], "default": "interactive"},
 )
 _PREFER = _parameter(
     "Prefer",
-    "`wait` or `wait=n`: answer when the prediction is over, after n seconds at the latest (60 at most).",
+    "`wait` or `wait=n`: answer when the prediction ends, or after n seconds (at most 60).",
     {"type": "string", "examples": ["wait=5"]},
 )
 _CANCEL_AFTER = _parameter(
     "Cancel-After",
-    "A time after which it is not worked on any more.",
+    "Time from receipt after which the prediction is stopped.",
     {"type": "string", "examples": ["30s", "5m", "1h30m"]},
 )
 INFERRING = [_DEADLINE, _QUEUE_LIMIT, _CACHE_CONTROL, _KEY, _LANE]
 PREDICTING = [*INFERRING, _PREFER, _CANCEL_AFTER]
-LAST_EVENT_ID = _parameter("Last-Event-ID", "Events after this one are sent.", {"type": "string"})
+LAST_EVENT_ID = _parameter("Last-Event-ID", "Only events after this one are sent.", {"type": "string"})
 
 
 def _of_answers(description: str, schema: Described) -> Described:
@@ -59,26 +59,27 @@ def _of_answers(description: str, schema: Described) -> Described:
 _AMOUNT = {"type": "number", "minimum": 0}
 _SECONDS = {"type": "integer", "minimum": 0}
 ANSWERED: dict[str, Described] = {
-    "X-Request-Id": _of_answers("Yours, where you sent one, else ours.", {"type": "string"}),
-    "X-Penstock-Total-Ms": _of_answers("From the first byte read to the answer.", _AMOUNT),
+    "X-Request-Id": _of_answers("The id that you sent, or else one of ours.", {"type": "string"}),
+    "X-Penstock-Total-Ms": _of_answers("Milliseconds from receipt to the answer.", _AMOUNT),
     "X-Penstock-Cache": _of_answers(
-        "Where the results came from.", {"type": "string", "enum": ["hit", "miss", "partial", "joined"]}
+        "Where the results came from.",
+        {"type": "string", "enum": ["hit", "miss", "partial", "joined"]},
     ),
-    "X-Penstock-Queue-Ms": _of_answers("Waited for a worker.", _AMOUNT),
-    "X-Penstock-Batch-Ms": _of_answers("Waited for the batch.", _AMOUNT),
-    "X-Penstock-Inference-Ms": _of_answers("Computed.", _AMOUNT),
+    "X-Penstock-Queue-Ms": _of_answers("Milliseconds spent waiting for a worker.", _AMOUNT),
+    "X-Penstock-Batch-Ms": _of_answers("Milliseconds spent waiting for the batch to start.", _AMOUNT),
+    "X-Penstock-Inference-Ms": _of_answers("Milliseconds spent in the model.", _AMOUNT),
     "X-Penstock-Truncated-Tokens": _of_answers(
-        "Where the request has `truncate`: how many tokens of its texts were left out.",
+        "How many tokens of all texts were cut. Present where the request has `truncate`.",
         {"type": "integer", "minimum": 0},
     ),
     "X-Penstock-Seed": _of_answers("The seeds of the images, comma-separated.", {"type": "string"}),
     "Idempotent-Replayed": _of_answers(
-        "There, where the answer was given before.", {"type": "string", "enum": ["true"]}
+        "Present if this answer was given before.", {"type": "string", "enum": ["true"]}
     ),
-    "Location": _of_answers("The prediction.", {"type": "string", "format": "uri"}),
-    "Retry-After": _of_answers("Seconds after which to come back.", _SECONDS),
-    "X-Should-Retry": _of_answers("Whether the same request may do better.", {"type": "string", "enum": ["false"]}),
-    "WWW-Authenticate": _of_answers("How to say who you are.", {"type": "string", "enum": ["Bearer"]}),
+    "Location": _of_answers("The URL of the prediction.", {"type": "string", "format": "uri"}),
+    "Retry-After": _of_answers("Seconds after which to try again.", _SECONDS),
+    "X-Should-Retry": _of_answers("`false`: do not retry on your own.", {"type": "string", "enum": ["false"]}),
+    "WWW-Authenticate": _of_answers("How to authenticate.", {"type": "string", "enum": ["Bearer"]}),
 }
 ALWAYS = ("X-Request-Id", "X-Penstock-Total-Ms")
 OF_INFERENCE = (

@@ -1,4 +1,4 @@
-"""One picture process seen from the API: starts it, hands it one order at a time, and kills it."""
+"""One picture process, seen from the API: starts it, sends it one order at a time, and kills it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class PictureChild:
                 )
             except OSError as error:
                 ours.close()
-                raise Unavailable(f"no process for pictures could be started: {error}") from error
+                raise Unavailable(f"no process for images could be started: {error}") from error
             except BaseException:
                 ours.close()
                 raise
@@ -116,8 +116,8 @@ class PictureChild:
         await self.end()
         status = self._process.returncode
         if status == -signal.SIGXCPU:
-            return BadInput("it takes too long to decode")
-        return Unavailable(f"the process that had the picture ended (status {status})")
+            return BadInput("the image takes too long to decode")
+        return Unavailable(f"the process that handled the image ended (status {status})")
 
     async def end(self) -> None:
         """Ends it at once, whatever it does, and waits until it is gone."""

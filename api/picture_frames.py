@@ -1,4 +1,4 @@
-"""What the API and a picture process say to each other over their socket: MessagePack, with the picture's bytes behind.
+"""The messages between the API and a picture process on their socket: MessagePack, then the picture's bytes.
 
 A frame is two lengths in bytes (unsigned 32-bit, little-endian), then one of the structs below, then the bytes of a
 picture, which are never copied into a struct. To the process go an order (Prepare or Encode) and, once there is room

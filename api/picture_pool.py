@@ -1,8 +1,8 @@
-"""A few processes that work on pictures: who waits for one, how much they may decode at once, and until when.
+"""A pool of processes that decode and encode pictures, with a bounded queue and a budget of memory.
 
-The request's deadline counts while it waits and while its picture is decoded: then the process is killed, as it is when
-the caller hangs up. A new one is there within a tenth of a second, and idle ones leave: an API that sees no pictures
-has none. See docs/decisions/0015.
+The request's deadline applies in the queue and while its picture is decoded. At the deadline, or when the caller hangs
+up, the process is killed. A new one starts within a tenth of a second, and idle ones exit, so an API without pictures
+has none. See docs/decisions/0015-pictures-in-processes.md.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class PicturePool:
         wait_s = (1 + waiting + len(self._lines[False])) * self._usual_s / self._processes
         late_s = wait_s + self._usual_s - remaining_s
         if waiting >= MOST_WAITING or self._waiting_bytes + task.size_bytes > MOST_WAITING_BYTES:
-            reason, retry_after_s = f"{waiting} images wait to be decoded, the most that are taken on", self._usual_s
+            reason, retry_after_s = f"{waiting} images are already waiting to be decoded", self._usual_s
         elif late_s > 0:
             reason, retry_after_s = f"the image would be decoded {late_s:.3g} s after its deadline", min(late_s, wait_s)
         else:

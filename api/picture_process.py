@@ -1,9 +1,9 @@
-"""`python -m api.picture_process`: decodes, resizes and encodes pictures, one at a time, for the API over a socket.
+"""`python -m api.picture_process`: decodes, resizes and encodes pictures for the API, one at a time, over a socket.
 
-A process of its own because decoding what strangers send can't be stopped in a thread, holds the interpreter for a
-third of a second (alpha_composite, WebP) and may take any memory: this one is killed at a deadline, goes behind the
-event loop, is bounded in memory and CPU time by the kernel, and has none of the API's settings or secrets. It imports
-Pillow and msgspec only, so it is there within a tenth of a second.
+A thread would not do. Decoding can't be stopped in a thread, holds the interpreter for up to a third of a second
+(alpha_composite, WebP), and may take any amount of memory. This process can be killed at a deadline, has a lower
+priority than the event loop, gets limits on memory and CPU time from the kernel, and has none of the API's settings or
+secrets. It imports Pillow and msgspec only, so it starts within a tenth of a second.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ def size_like(width: int, height: int, limits: Limits) -> tuple[int, int]:
 def _opened(data: bytes, formats: tuple[str, ...]) -> Image.Image:
     picture = Image.open(io.BytesIO(data), formats=formats)
     if picture.width * picture.height > SOURCE_LIMIT_PIXELS:
-        limit = f"{SOURCE_LIMIT_PIXELS // 1_000_000} megapixels is the most"
-        raise _TooLargeError(f"{picture.width}x{picture.height} pixels, and {limit}")
+        limit = f"at most {SOURCE_LIMIT_PIXELS // 1_000_000} megapixels are allowed"
+        raise _TooLargeError(f"{picture.width}x{picture.height} pixels; {limit}")
     return picture
 
 

@@ -91,7 +91,7 @@ async def data_of_uri(uri: str, where: str, *, field: str) -> bytes:
     """
     header, comma, text = uri.partition(",")
     if not comma or not header.startswith("data:") or not header.endswith(";base64"):
-        raise BadInput(f"{where}: only data: URIs with ;base64 are taken", field=field)
+        raise BadInput(f"{where}: only base64 data: URIs are accepted", field=field)
     pieces = []
     try:
         if 0 <= text.find("=") < len(text) - 2:
@@ -101,5 +101,5 @@ async def data_of_uri(uri: str, where: str, *, field: str) -> bytes:
             if len(text) > BASE64_PIECE:
                 await asyncio.sleep(0)
     except ValueError as error:
-        raise BadInput(f"{where}: not base64: {error}", field=field) from error
+        raise BadInput(f"{where}: not valid base64: {error}", field=field) from error
     return b"".join(pieces)

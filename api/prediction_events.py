@@ -55,7 +55,9 @@ class Streams:
             Overloaded: there are MOST_STREAMS.
         """
         if self._open >= MOST_STREAMS:
-            raise Overloaded(f"{self._open} streams are open, the most that are served; poll, or try again later")
+            raise Overloaded(
+                f"{self._open} event streams are open, which is the limit; poll the prediction, or try again later"
+            )
 
     async def follow(self, seen: Seen, last_id: str) -> AsyncGenerator[bytes]:
         """The events after `last_id` (empty: all), until the last one, or for LONGEST_S."""

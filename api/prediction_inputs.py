@@ -32,7 +32,7 @@ MOST_TEXTS = 128
 """A prediction is one message, its answer another: both are to stay far below Pub/Sub's 10 MB."""
 MOST_TEXT_BYTES = 1024 * 1024
 USUAL_STRENGTH = 0.8
-FOREIGN = "only data: URIs and files of this API (POST /v1/files) are taken; other URLs are not fetched"
+FOREIGN = "only data: URIs and files of this API (POST /v1/files) are accepted; other URLs are not fetched"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class InputReader:
             Unavailable: the object store is out of reach.
         """
         if len(given) > MOST_FIELDS:
-            raise BadInput(f"input: {len(given)} fields, and {MOST_FIELDS} is the most", field="input")
+            raise BadInput(f"input: {len(given)} fields; at most {MOST_FIELDS} are allowed", field="input")
         with inside_input():
             if model.task == "embedding":
                 return _texts(TextsInput.model_validate(given, strict=True), given, model)
@@ -150,7 +150,7 @@ class _Caller:
 def _texts(wish: TextsInput, given: dict[str, Any], model: Model) -> Inputs:
     inputs = text_inputs(wish.given, model, truncate=wish.truncate or "none")
     if len(inputs) > MOST_TEXTS:
-        raise BadInput(f"texts: {len(inputs)}, and {MOST_TEXTS} is the most of one prediction", field="texts")
+        raise BadInput(f"texts: {len(inputs)} texts; at most {MOST_TEXTS} are allowed in a prediction", field="texts")
     listed = [wish.given] if isinstance(wish.given, str) else wish.given
     if sum(len(text.encode()) for text in listed) > MOST_TEXT_BYTES:
         raise InputTooLarge(f"texts: together longer than {MOST_TEXT_BYTES} bytes", field="texts")

@@ -1,4 +1,4 @@
-"""What the Predictions API answers, as the OpenAPI document shows it; the routes write these bodies themselves.
+"""The replies of the Predictions API, for the OpenAPI document. The routes write these bodies themselves.
 
 Field names are those of Replicate's API (https://replicate.com/docs/reference/http).
 """
@@ -17,7 +17,7 @@ Vector = list[float]
 
 
 class PredictionUrls(msgspec.Struct):
-    """Where the prediction can be asked for, canceled and followed."""
+    """URLs to fetch, cancel and stream the prediction."""
 
     get: Link
     cancel: Link
@@ -26,9 +26,9 @@ class PredictionUrls(msgspec.Struct):
 
 
 class PredictionTimes(msgspec.Struct, omit_defaults=True):
-    """Seconds under Replicate's names, milliseconds under RunPod's; each once it is known.
+    """Seconds under Replicate's names, milliseconds under RunPod's. Each is present once it is known.
 
-    `truncated_tokens`, where the input has `truncate`: how many tokens of the texts were left out.
+    `truncated_tokens` says how many tokens of all texts were cut. It is present where the input has `truncate`.
     """
 
     total_time: Seconds | msgspec.UnsetType = msgspec.UNSET
@@ -39,7 +39,7 @@ class PredictionTimes(msgspec.Struct, omit_defaults=True):
 
 
 class PredictionReply(msgspec.Struct):
-    """A prediction as it is now."""
+    """A prediction in its current state."""
 
     id: str
     model: str
@@ -87,7 +87,7 @@ class VersionsPage(msgspec.Struct):
 
 
 class ReplicateModel(msgspec.Struct):
-    """A model as Replicate shows it."""
+    """A model in Replicate's shape."""
 
     url: Link
     owner: str
@@ -131,7 +131,7 @@ class Release(msgspec.Struct):
 
 
 class DeploymentReply(msgspec.Struct):
-    """A deployment: a model of the catalog is its own."""
+    """A deployment of a model."""
 
     owner: str
     name: str
@@ -139,20 +139,20 @@ class DeploymentReply(msgspec.Struct):
 
 
 class Checksums(msgspec.Struct):
-    """Of a file's bytes."""
+    """Checksums of a file's bytes."""
 
     sha256: str
 
 
 class FileUrls(msgspec.Struct):
-    """Where the file can be asked for, and its bytes fetched for an hour."""
+    """URLs of the file's metadata, and of its bytes (valid for an hour)."""
 
     get: Link
     download: Link
 
 
 class FileReply(msgspec.Struct):
-    """What is known of a file."""
+    """A file and its metadata."""
 
     id: str
     name: str
@@ -173,13 +173,13 @@ class SecretReply(msgspec.Struct):
 
 
 class HealthReply(msgspec.Struct):
-    """Alive."""
+    """The process is alive."""
 
     status: Literal["ok"]
 
 
 class ReadinessReply(msgspec.Struct):
-    """What can be reached, and what follows from it."""
+    """Which services can be reached, and whether the instance can serve requests."""
 
     status: Literal["ready", "degraded", "unavailable"]
     pubsub: str

@@ -21,22 +21,22 @@ Url = Annotated[str, Field(pattern=r"^https?://[^\s/]", max_length=LONGEST_URL)]
 
 
 class PredictionBody(Body):
-    """A prediction to make of the model that the path names."""
+    """A prediction of the model in the path."""
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"input": {"prompt": "a large red circle on a white background", "seed": 7}}}
     )
 
     input: dict[str, Any] = Field(description="As the model's `openapi_schema` says.")
-    webhook: Url | None = Field(None, description="Told of the events below, signed.")
-    webhook_events_filter: list[WebhookEvent] | None = Field(None, description="All of them, when not given.")
-    webhook_completed: Url | None = Field(None, description="Older form: told of `completed` only.")
-    stream: bool | None = Field(None, description="Taken; every prediction can be streamed.")
+    webhook: Url | None = Field(None, description="URL to which the events below are sent, signed.")
+    webhook_events_filter: list[WebhookEvent] | None = Field(None, description="Which events are sent. Default: all.")
+    webhook_completed: Url | None = Field(None, description="Older form: URL to which only `completed` is sent.")
+    stream: bool | None = Field(None, description="Accepted, without effect: every prediction can be streamed.")
 
     @model_validator(mode="after")
     def _one_webhook(self) -> PredictionBody:
         if self.webhook and self.webhook_completed:
-            raise ValueError("webhook_completed is for those who give no webhook")
+            raise ValueError("give either webhook or webhook_completed, not both")
         return self
 
     @property
@@ -51,7 +51,7 @@ class PredictionBody(Body):
 
 
 class VersionedBody(PredictionBody):
-    """A prediction to make of the model that `version` names."""
+    """A prediction of the model that `version` names."""
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"version": "all-MiniLM-L6-v2", "input": {"text": "a cat on a mat"}}}
@@ -63,23 +63,23 @@ class VersionedBody(PredictionBody):
 
 
 class TextsInput(Body):
-    """The input of embedding models: one text, or several; exactly one of the three is given."""
+    """The input of embedding models: exactly one of `text`, `texts` and `input`."""
 
-    text: Text | None = Field(None, description="One text; the output is its vector.")
+    text: Text | None = Field(None, description="One text. The output is its vector.")
     texts: Annotated[list[Text], Field(min_length=1, fail_fast=True)] | None = Field(
-        None, description="The output is their vectors."
+        None, description="Several texts. The output is a list of vectors."
     )
     input: Text | Annotated[list[Text], Field(min_length=1, fail_fast=True)] | None = Field(
-        None, description="Either of the two."
+        None, description="One text or several."
     )
     truncate: Literal["end", "start"] | None = Field(
-        None, description="The side at which texts lose what exceeds the model's length; else the prediction fails."
+        None, description="Which side of a too long text is cut. Without it the prediction fails."
     )
 
     @model_validator(mode="after")
     def _exactly_one(self) -> TextsInput:
         if sum(one is not None for one in (self.text, self.texts, self.input)) != 1:
-            raise ValueError("exactly one of text, texts and input is needed")
+            raise ValueError("give exactly one of text, texts and input")
         return self
 
     @property
@@ -91,17 +91,17 @@ class TextsInput(Body):
 
 
 class PictureInput(Body):
-    """The input of image models; with `image`, image-to-image at `strength`."""
+    """The input of image models. With `image` it is image-to-image at `strength`."""
 
     prompt: str = Field(min_length=1, max_length=LONGEST_PROMPT)
     negative_prompt: str | None = Field(None, max_length=LONGEST_PROMPT)
-    image: str | None = Field(None, description="A data: URI in base64, or the URL of a file or result of this API.")
-    strength: float | None = Field(None, gt=0, le=1, description="1 leaves nothing of the source image.")
-    prompt_strength: float | None = Field(None, gt=0, le=1, description="The same under Replicate's name.")
+    image: str | None = Field(None, description="A base64 data: URI, or the URL of a file or result of this API.")
+    strength: float | None = Field(None, gt=0, le=1, description="1 ignores the source image.")
+    prompt_strength: float | None = Field(None, gt=0, le=1, description="Replicate's name for `strength`.")
     width: int | None = Field(None, ge=1)
     height: int | None = Field(None, ge=1)
-    size: str | None = Field(None, pattern=r"^[1-9]\d{0,4}x[1-9]\d{0,4}$", description="WIDTHxHEIGHT, instead of both.")
-    num_outputs: int = Field(1, ge=1, le=4, description="Image i is drawn from seed + i.")
+    size: str | None = Field(None, pattern=r"^[1-9]\d{0,4}x[1-9]\d{0,4}$", description="WIDTHxHEIGHT, in one.")
+    num_outputs: int = Field(1, ge=1, le=4, description="Image i uses seed + i.")
     num_inference_steps: int | None = Field(None, ge=1)
     guidance_scale: float | None = Field(None, ge=0, le=100)
     seed: int | None = Field(None, ge=0, le=LARGEST_SEED)
@@ -111,9 +111,9 @@ class PictureInput(Body):
     @model_validator(mode="after")
     def _said_once(self) -> PictureInput:
         if self.size and (self.width or self.height):
-            raise ValueError("size stands for width and height; give either")
+            raise ValueError("give either size, or width and height")
         if self.strength and self.prompt_strength:
-            raise ValueError("prompt_strength is another name of strength; give either")
+            raise ValueError("give either strength or prompt_strength, not both")
         return self
 
 

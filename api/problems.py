@@ -1,4 +1,4 @@
-"""Errors in the shape of Replicate's API, for the routes that speak it: RFC 9457 with `invalid_fields` beside.
+"""Errors in the shape of Replicate's API, for its routes: RFC 9457 problems with `invalid_fields`.
 
 422 {"title": "Input validation failed", "detail": "- input.prompt: Field required", "status": 422,
      "invalid_fields": [{"type": "missing", "field": "input.prompt", "description": "Field required"}]}
@@ -36,7 +36,7 @@ class InvalidField(msgspec.Struct):
 
 
 class Problem(msgspec.Struct, omit_defaults=True):
-    """The body of every answer that is no 2xx."""
+    """The body of every error."""
 
     title: str
     detail: str

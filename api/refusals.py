@@ -1,7 +1,7 @@
-"""The row that a refused request of a known tenant leaves; one for the request, since it has no items yet.
+"""The row that a refused request leaves: one for the request, since it has no items yet.
 
-Who has no key leaves none: an outsider must not be able to fill the table. Metrics count both. Nothing that the caller
-sent stands in the row but its `x-request-id`.
+A caller without a valid key leaves none, so that outsiders can't fill the table. Metrics count both. The row holds
+nothing that the caller sent but its `x-request-id`.
 """
 
 from __future__ import annotations

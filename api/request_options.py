@@ -1,8 +1,8 @@
-"""What the headers of a request ask for, read once and checked: the only way from a header to a job's envelope.
+"""Reads and checks the headers that say how a request is to be treated: the only way from a header to a job.
 
-What passes here fits the bounds that workers decode with, so a job that is published can be read. What does not pass is
-refused by name. Of headers that standards tell us to ignore where they make no sense (Cache-Control, Prefer,
-traceparent), what makes none is ignored.
+Values that pass fit the bounds with which workers decode jobs, so workers can read every published job. Other values
+are refused, and the error names the header. Invalid values of Cache-Control, Prefer and traceparent are ignored, as
+their standards demand.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _joined(name: bytes, first: str, second: str) -> str:
         return f"{first}, {second}"
     if name == b"traceparent":
         return ""
-    raise BadInput(f"{name.decode()}: it came more than once", field=name.decode())
+    raise BadInput(f"{name.decode()}: sent more than once", field=name.decode())
 
 
 def _milliseconds(header: str, option: str) -> Callable[[str], dict[str, Any]]:

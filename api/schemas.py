@@ -40,7 +40,7 @@ Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 
 def _known(name: str) -> str:
     if name not in SCHEDULER_NAMES:
-        raise ValueError(f"{name!r} is no scheduler; known: {', '.join(SCHEDULER_NAMES)}")
+        raise ValueError(f"{name!r} is not a scheduler; known: {', '.join(SCHEDULER_NAMES)}")
     return name
 
 
@@ -62,7 +62,7 @@ def _shape(value: Any) -> str:
 
 
 class EmbeddingsBody(Body):
-    """Texts, or token ids of the model's own tokenizer (which `tokenizer` must say), to turn into vectors."""
+    """Texts to embed, or token ids together with `tokenizer`."""
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"model": "all-MiniLM-L6-v2", "input": ["a cat", "a kitten"]}},
@@ -77,37 +77,40 @@ class EmbeddingsBody(Body):
         Discriminator(_shape),
     ]
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = Field(None, ge=1, description="Keep the first so many numbers, normalized again.")
+    dimensions: int | None = Field(
+        None, ge=1, description="How many dimensions to keep, from the first. The vector is normalized again."
+    )
     truncate: Literal["end", "start"] | None = Field(
-        None, description="Ours: the side at which texts lose what exceeds the model's length; else they are refused."
+        None, description="Extension: which side of a too long text is cut. Without it such texts are refused (400)."
     )
     tokenizer: str | None = Field(
-        None, description="Ours: the model whose tokenizer made the token ids of `input`; without it, they are refused."
+        None,
+        description="Extension: the model whose tokenizer made the token ids in `input`; without it they are refused.",
     )
     user: str | None = None
 
 
 class _ImageBody(Body):
     prompt: str = Field(min_length=1, max_length=LONGEST_PROMPT)
-    model: str | None = Field(None, description="The first image model of the catalog, when not given.")
+    model: str | None = Field(None, description="Default: the first image model of the catalog.")
     n: int = Field(1, ge=1, le=10)
     size: str = Field("auto", pattern=r"^(auto|[1-9]\d{0,4}x[1-9]\d{0,4})$", description="WIDTHxHEIGHT, or auto.")
     response_format: Literal["url", "b64_json"] = "b64_json"
     output_format: Literal["png", "jpeg", "webp"] = "png"
-    output_compression: int | None = Field(None, ge=0, le=100, description="Quality of jpeg and webp.")
-    seed: int | None = Field(None, ge=0, le=LARGEST_SEED, description="Ours: image i of n is drawn from seed + i.")
-    num_inference_steps: int | None = Field(None, ge=1, description="Ours.")
-    guidance_scale: float | None = Field(None, ge=0, le=100, description="Ours.")
-    negative_prompt: str | None = Field(None, max_length=LONGEST_PROMPT, description="Ours.")
-    scheduler: SchedulerName | None = Field(None, description=f"Ours: one of {', '.join(SCHEDULER_NAMES)}.")
-    quality: str | None = Field(None, description="Taken, without effect.")
-    style: str | None = Field(None, description="Taken, without effect.")
-    background: str | None = Field(None, description="Taken, without effect.")
-    moderation: str | None = Field(None, description="Taken, without effect.")
+    output_compression: int | None = Field(None, ge=0, le=100, description="Quality of jpeg and webp, from 0 to 100.")
+    seed: int | None = Field(None, ge=0, le=LARGEST_SEED, description="Extension: image i of n uses seed + i.")
+    num_inference_steps: int | None = Field(None, ge=1, description="Extension.")
+    guidance_scale: float | None = Field(None, ge=0, le=100, description="Extension.")
+    negative_prompt: str | None = Field(None, max_length=LONGEST_PROMPT, description="Extension.")
+    scheduler: SchedulerName | None = Field(None, description=f"Extension: one of {', '.join(SCHEDULER_NAMES)}.")
+    quality: str | None = Field(None, description="Accepted, without effect.")
+    style: str | None = Field(None, description="Accepted, without effect.")
+    background: str | None = Field(None, description="Accepted, without effect.")
+    moderation: str | None = Field(None, description="Accepted, without effect.")
     user: str | None = None
     safety_identifier: str | None = None
     stream: bool | None = Field(
-        None, description="Only false: images are not streamed.", json_schema_extra={"enum": [False, None]}
+        None, description="Only false. This API does not stream images.", json_schema_extra={"enum": [False, None]}
     )
     partial_images: int | None = Field(None, description="Only 0.", json_schema_extra={"enum": [0, None]})
 
@@ -115,7 +118,7 @@ class _ImageBody(Body):
     @classmethod
     def _is_not_streamed(cls, value: bool | int | None, info: ValidationInfo) -> bool | int | None:
         if value:
-            raise ValueError("images are not streamed by this API; leave it out")
+            raise ValueError("images are not streamed by this API; leave this field out")
         return value
 
     @model_validator(mode="after")
@@ -126,7 +129,7 @@ class _ImageBody(Body):
 
 
 class GenerationBody(_ImageBody):
-    """An image to draw from a prompt."""
+    """A prompt to draw images from."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -138,7 +141,7 @@ class GenerationBody(_ImageBody):
 class SourceImage(Body):
     """A source image inside a JSON body."""
 
-    image_url: str = Field(pattern=r"^data:", description="A data: URI with base64; other URLs are not fetched.")
+    image_url: str = Field(pattern=r"^data:", description="A base64 data: URI. Other URLs are not fetched.")
 
 
 def _as_form(schema: dict[str, Any]) -> None:
@@ -155,16 +158,16 @@ def _as_form(schema: dict[str, Any]) -> None:
 
 
 class EditForm(_ImageBody):
-    """An image to draw from another one and a prompt, as the fields of a form; the file is the field `image`."""
+    """A prompt and a source image, as a form. The file is the field `image`."""
 
     model_config = ConfigDict(json_schema_extra=_as_form)
 
-    strength: float = Field(0.8, gt=0, le=1, description="Ours: 1 leaves nothing of the source image.")
-    input_fidelity: str | None = Field(None, description="Taken, without effect.")
+    strength: float = Field(0.8, gt=0, le=1, description="Extension: 1 ignores the source image.")
+    input_fidelity: str | None = Field(None, description="Accepted, without effect.")
 
 
 class EditBody(EditForm):
-    """The same as JSON, with the source image inside."""
+    """A prompt and a source image, as JSON."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -176,20 +179,20 @@ class EditBody(EditForm):
         },
     )
 
-    images: list[SourceImage] = Field(min_length=1, max_length=1, description="Exactly one.")
+    images: list[SourceImage] = Field(min_length=1, max_length=1, description="Exactly one source image.")
 
 
 class Usage(msgspec.Struct):
-    """Tokens taken, special tokens included; those from the cache count here, but are not billed."""
+    """Tokens of all inputs, with special tokens. Those of results from the cache count here too."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class EmbeddingItem(msgspec.Struct):
-    """One vector: floats, or little-endian float32 bytes, which JSON carries as base64.
+    """One vector: a list of floats, or base64 of little-endian float32.
 
-    `truncated_tokens`, where the request has `truncate`: how many tokens of the text were left out.
+    `truncated_tokens` says how many tokens of the text were cut. It is present where the request has `truncate`.
     """
 
     index: int
@@ -208,7 +211,7 @@ class EmbeddingsReply(msgspec.Struct):
 
 
 class ImageItem(msgspec.Struct, omit_defaults=True):
-    """One image, as bytes (base64 in JSON) or as a link that is valid for 60 minutes; `seed` gives it again."""
+    """One image: base64, or a link that is valid for 60 minutes. The same `seed` draws the same image again."""
 
     seed: int
     b64_json: bytes | None = None
@@ -244,7 +247,7 @@ class ModelsReply(msgspec.Struct):
 
 
 class ErrorDetail(msgspec.Struct):
-    """What went wrong: `code` is stable, `param` names the field at fault."""
+    """What went wrong. `code` is stable, and `param` names the wrong field."""
 
     message: str
     type: str
@@ -253,6 +256,6 @@ class ErrorDetail(msgspec.Struct):
 
 
 class ErrorReply(msgspec.Struct):
-    """The body of every answer that is no 2xx."""
+    """The body of every error."""
 
     error: ErrorDetail

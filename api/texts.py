@@ -31,7 +31,7 @@ def text_inputs(
     """
     listed = [given] if isinstance(given, str) or isinstance(given[0], int) else given
     if len(listed) > model.text.max_items:
-        raise BadInput(f"input: {len(listed)} items, and {model.text.max_items} is the most", field="input")
+        raise BadInput(f"input: {len(listed)} items; at most {model.text.max_items} are allowed", field="input")
     if tokenizer is not None or not isinstance(listed[0], str):
         _check_tokenizer(tokenizer, model)
     inputs: list[TextInput | TokensInput] = []
@@ -50,11 +50,11 @@ def _check_tokenizer(tokenizer: str | None, model: Model) -> None:
     """Ids of another tokenizer are other words here: they would give a vector, and a wrong one."""
     if tokenizer is None:
         raise BadInput(
-            "input: token ids say nothing without their tokenizer. Send texts (LangChain: "
+            "input: token ids mean nothing without their tokenizer. Send texts (LangChain: "
             "OpenAIEmbeddings(check_embedding_ctx_length=False)); or, if these are ids of this model's own tokenizer, "
             f'send "tokenizer": "{model.name}" with them',
             field="input",
         )
     if tokenizer not in (model.name, *model.aliases):
-        reason = f"{model.name} takes ids of its own tokenizer only, which is called {model.name!r} here"
+        reason = f'{model.name} takes token ids of its own tokenizer only; send "{model.name}"'
         raise BadInput(f"tokenizer: {reason}", field="tokenizer")

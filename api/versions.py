@@ -60,7 +60,7 @@ def version_body(model: Model, created_at_s: float) -> dict[str, Any]:
 
 
 def model_body(model: Model, owner: str, base_url: str, created_at_s: float) -> dict[str, Any]:
-    """A model as Replicate shows it, ready for JSON."""
+    """A model in Replicate's shape, ready for JSON."""
     return {
         "url": f"{base_url}/v1/models/{owner}/{model.name}",
         "owner": owner,

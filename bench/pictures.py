@@ -1,4 +1,4 @@
-"""What answers from the cache cost while pictures are decoded, and what becomes of pictures that nobody waits for.
+"""Measures answers from the cache while pictures are decoded, and edits whose deadline passes.
 
 16 callers send a PNG of 25 megapixels, RGBA in 16 bit, again and again. No image worker runs: the edits ask for less
 than one step, which is refused right after the picture was decoded. Quiet and busy are measured in turn on one API.

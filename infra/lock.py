@@ -1,8 +1,8 @@
-"""constraints.txt is the lock: every package that anything here needs, its version, its hashes.
+"""Reads the lock, constraints.txt: every package that the project needs, with its version and hashes.
 
-`make constraints` writes it. As a program this prints the versions alone (`pins`), for pip, which wants a hash for all
-or none; one package with its hashes (`only NAME`); or what the lock lacks (`check`). It imports nothing that has to be
-installed.
+`make constraints` writes the lock. As a program this module prints the versions alone (`pins`; pip wants hashes for
+all packages or none), one package with its hashes (`only NAME`), or what the lock lacks (`check`). It imports the
+standard library only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What can be read of a message that is no job: enough to answer whoever waits for it."""
+"""Reads what it can of a message that can't be decoded as a job: enough to answer the callers that wait for it."""
 
 from __future__ import annotations
 

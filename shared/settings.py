@@ -67,14 +67,14 @@ class ApiSettings(Settings):
     port: int = Field(8080, ge=0, le=65535)
     metrics_host: str = "127.0.0.1"
     metrics_port: int = Field(9464, ge=0, le=65535)
-    """Where Prometheus reads what this process counts, apart from what callers reach; 0: nowhere."""
+    """Port of /metrics for Prometheus, apart from the port of the API. 0: none."""
     public_url: str = ""
-    """The URL callers reach this API by, for links in answers; empty: as the request came in."""
+    """Public URL of this API, for links in answers. Empty: the URL of the request."""
     trusted_proxies: str = ""
-    """Addresses and networks of the proxies whose X-Forwarded-Proto is believed, comma-separated; empty: nobody's.
-    `*` is for where nothing but a proxy can connect, as on Cloud Run."""
+    """Addresses and networks of the proxies whose X-Forwarded-Proto is trusted, comma-separated. Empty: none.
+    `*`: all, for places where only a proxy can connect, such as Cloud Run."""
     cors_origins: str = ""
-    """Origins whose pages may call this API from a browser, comma-separated, or `*`; empty: none."""
+    """Origins whose pages may call this API from a browser, comma-separated, or `*`. Empty: none."""
     secret: str = ""
     """Signs links to results; empty: a random one per process, so links die with it."""
     api_keys: str = ""
@@ -95,29 +95,32 @@ class ApiSettings(Settings):
     prediction_keep_s: int = Field(3600, ge=60)
     """How long a prediction and its result are kept after its end."""
     webhook_secrets: str = ""
-    """`whsec_…`, comma-separated, as the function that delivers webhooks has them; the first is handed out."""
+    """`whsec_…`, comma-separated, the same as of the function that delivers webhooks. Each tenant's own secrets are
+    derived from these. Callers get the one from the first."""
     webhooks_private: bool = False
-    """Whether webhooks may go to private addresses, and over http, as the function has it; for one machine."""
+    """Whether webhooks may go to private addresses and over http, the same as of the function. For local use."""
     memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     request_max_bytes: int = Field(32 * 1024 * 1024, ge=1)
     bodies_max_bytes: int = Field(256 * 1024 * 1024, ge=1)
-    """What bodies may take together until their requests are answered; above it those of more than 64 KiB get 429."""
+    """Memory for the bodies of all open requests. Above it bodies of more than 64 KiB get 429."""
     head_timeout_s: float = Field(20.0, gt=0)
-    """For a connection's first request, and for each head from its first byte to its last; then 408 and closed."""
+    """Time to receive a request's URL and headers, from the first byte, or from the opening of the connection.
+    Then the connection is closed, with a 408 if the request began."""
     max_connections: int = Field(4096, ge=1)
-    """Of callers, as far as the process may have so many files; above it, one that asks for nothing is closed."""
+    """Connections of callers, within the process's limit on open files. Above it an idle connection is closed.
+    Where none is idle, the new one is refused (429)."""
     picture_processes: int = Field(2, ge=1, le=64)
-    """Processes that decode and encode pictures, each one at a time; started when there are pictures."""
+    """Processes that decode and encode pictures, each one at a time. They start with the first picture."""
     picture_budget_bytes: int = Field(256 * 1024 * 1024, ge=1)
-    """What pictures may take together while they are decoded; one that takes more (a WebP of 25 megapixels takes
-    400 MB) is decoded alone."""
+    """Memory for pictures that are decoded at the same time. A larger one (a WebP of 25 megapixels takes 400 MB) is
+    decoded alone."""
 
     @field_validator("cors_origins")
     @classmethod
     def _are_origins(cls, value: str) -> str:
         for origin in [] if value.strip() in ("", "*") else value.split(","):
             if not _ORIGIN.fullmatch(origin.strip()):
-                raise ValueError(f"{origin.strip()!r} is no origin, such as https://app.example.com")
+                raise ValueError(f"{origin.strip()!r} is not an origin such as https://app.example.com")
         return value
 
     @field_validator("trusted_proxies")

@@ -1,7 +1,7 @@
-"""Where webhooks may go, as far as a URL alone tells: one rule for the API that takes it and the function that posts.
+"""Checks a webhook's URL without resolving its host: one rule for the API and for the function that delivers.
 
-The function judges the addresses of a name too, as it connects (workers/functions/destination.py); a name is not
-resolved here, since what it resolves to may have changed by then.
+The function also checks the addresses of the host when it connects (workers/functions/destination.py). The host is
+not resolved here, because it may resolve to something else by then.
 """
 
 from __future__ import annotations

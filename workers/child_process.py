@@ -1,4 +1,4 @@
-"""A model process as the system sees it: started as a program, or forked from a template (workers/template.py)."""
+"""A model process as an OS process: started as a program, or forked from a template (workers/template.py)."""
 
 from __future__ import annotations
 

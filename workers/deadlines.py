@@ -1,4 +1,4 @@
-"""One timer for each job in hand: it tells when it is too late to begin the job, and when it is too late to answer."""
+"""One timer for each job in hand. It fires when it is too late to begin the job, and when it is too late to answer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the I/O process and the template of its model processes say to each other; one message is one packet.
+"""The messages between the I/O process and the template of its model processes. One message is one packet.
 
-To the template goes Fork, with two descriptors: the model process's end of its socket, and where it prints. From it
-come Loaded once, Forked with a pidfd for each Fork, and Ended for each process that is gone.
+The I/O process sends Fork with two descriptors: the model process's end of its socket, and the one it prints to. The
+template sends Loaded once, Forked with a pidfd for each Fork, and Ended for each process that ended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Results too large for a message: they lie in the object store, and replies and the cache carry their keys."""
+"""Stores results that are too large for a message in the object store. Replies and the cache carry their keys."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The template of a worker's model processes, seen from the I/O process: starts it, and has it fork.
+"""The template of a worker's model processes, seen from the I/O process: starts it and asks it to fork.
 
-A process is so back in a fraction of the seconds that importing torch takes, and all share the pages of libraries and
-weights. The template is started by the first fork that is asked for, and again when it dies; its processes live on.
+So a new process is ready in a fraction of the seconds that importing torch takes, and all processes share the pages of
+libraries and weights. The first request for a fork starts the template. If it dies, the next request starts it
+again, and the processes that it forked live on.
 """
 
 from __future__ import annotations

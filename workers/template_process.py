@@ -1,8 +1,8 @@
-"""The template's own side: a process with libraries and weights loaded, which forks a model process whenever asked.
+"""The template process: loads libraries and weights, and forks a model process whenever it is asked to.
 
-It runs no model and starts no thread, and on a GPU it does not touch CUDA: what a fork copies of those is broken. Where
-a library started a thread all the same, or CUDA was begun, the forked process starts itself anew as a program, which is
-as slow as without a template and as sound.
+It runs no model, starts no thread and does not initialize CUDA, since none of that survives a fork. Where a library
+started a thread or CUDA all the same, the forked process executes its program anew. That is as slow as without a
+template, and as safe.
 """
 
 from __future__ import annotations

@@ -31,12 +31,12 @@ _encoder = msgspec.json.Encoder()
 
 @router.post(
     "/v1/embeddings",
-    summary="Turn texts into vectors",
+    summary="Create embeddings",
     openapi_extra=body_of(EmbeddingsBody),
     responses=inferred(EmbeddingsReply, "X-Penstock-Truncated-Tokens"),
 )
 async def create_embeddings(request: Request) -> Response:
-    """Blocks until all vectors are there. Texts that were embedded before come from the cache, item by item."""
+    """Answers when all vectors are ready. Each text that was embedded before comes from the cache."""
     tenant = tenant_of(request)
     body = await read_json(request, EmbeddingsBody)
     model = parts_of(request).catalog.find(body.model, "embedding")

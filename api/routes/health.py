@@ -1,4 +1,4 @@
-"""For those who run the API: /healthz, /readyz. What it counts is on a port of its own (api/metrics.py)."""
+"""Health checks: /healthz and /readyz. Metrics have a port of their own (api/metrics.py)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from api.prediction_replies import HealthReply, ReadinessReply
 router = APIRouter()
 
 
-@router.get("/healthz", summary="Is the process alive?", responses={200: done("It is.", HealthReply)})
+@router.get("/healthz", summary="Liveness", responses={200: done("The process is alive.", HealthReply)})
 async def is_alive(request: Request) -> Response:
-    """200 as long as requests are answered at all."""
+    """200 while the process answers requests."""
     return Response(b'{"status":"ok"}', media_type="application/json")
 
 
 @router.get(
     "/readyz",
-    summary="Can it serve?",
-    responses={200: done("It can.", ReadinessReply), 503: done("Pub/Sub is out of reach.", ReadinessReply)},
+    summary="Readiness",
+    responses={
+        200: done("The instance can serve requests.", ReadinessReply),
+        503: done("Pub/Sub is out of reach.", ReadinessReply),
+    },
 )
 async def is_ready(request: Request) -> Response:
-    """200 when a message makes it through Pub/Sub and back; without Redis still 200, but `degraded`."""
+    """200 when a message passes through Pub/Sub and back. Without Redis it is still 200, with status `degraded`."""
     found = await parts_of(request).readiness.check()
     body = {"status": found.status, "pubsub": found.pubsub, "redis": found.redis}
     return Response(msgspec.json.encode(body), 200 if found.is_ready else 503, media_type="application/json")

@@ -27,12 +27,12 @@ RESULT_LIMIT_BYTES = 64 * 1024 * 1024
 
 @router.post(
     "/v1/images/generations",
-    summary="Draw images from a prompt",
+    summary="Create images from a prompt",
     openapi_extra=body_of(GenerationBody),
     responses=inferred(ImagesReply, "X-Penstock-Seed"),
 )
 async def create_images(request: Request) -> Response:
-    """Blocks until all images are drawn. With a seed the same request gives the same images, cached if it can be."""
+    """Answers when all images are ready. With a seed the same request gives the same images, mostly from the cache."""
     tenant = tenant_of(request)
     body = await read_json(request, GenerationBody)
     model = _model(request, body)
@@ -42,12 +42,12 @@ async def create_images(request: Request) -> Response:
 
 @router.post(
     "/v1/images/edits",
-    summary="Draw images from another image",
+    summary="Create images from an image and a prompt",
     openapi_extra=body_of(EditBody, form=EditForm),
     responses=inferred(ImagesReply, "X-Penstock-Seed"),
 )
 async def edit_image(request: Request) -> Response:
-    """Image-to-image: the source is brought to the size to draw, and redrawn at `strength`."""
+    """Image-to-image: the source is resized to the output size and changed as much as `strength` says."""
     tenant = tenant_of(request)
     body, data = await read_edit(request)
     model = _model(request, body)

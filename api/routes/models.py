@@ -27,7 +27,7 @@ VARIES = {"vary": "user-agent"}
 
 _LISTED: Responses = {
     200: {
-        **done("Done; a page of Replicate's shape for its own clients.", ModelsReply),
+        **done("The models. Replicate's clients get a page in Replicate's shape.", ModelsReply),
         "content": {"application/json": {"schema": {"anyOf": [ref_to(ModelsReply), ref_to(ModelsPage)]}}},
     }
 }
@@ -35,12 +35,12 @@ _LISTED: Responses = {
 
 @router.get(
     "/v1/models",
-    summary="List the served models",
+    summary="List models",
     openapi_extra=KEYED,
     responses=replies(ModelsReply, 401) | _LISTED,
 )
 async def list_models(request: Request, cursor: Annotated[str, Query(include_in_schema=False)] = "") -> Response:
-    """All models of the catalog, in OpenAI's shape; in pages of Replicate's where its own client asks."""
+    """All models of the catalog, in OpenAI's shape. Replicate's clients get them in pages of Replicate's shape."""
     if is_replicates_client(request.headers.get("user-agent", "")):
         return await _for_replicate(request, cursor)
     tenant_of(request)
@@ -60,12 +60,12 @@ async def _for_replicate(request: Request, cursor: str) -> Response:
 
 @router.get(
     "/v1/models/{model}",
-    summary="Look at one model",
+    summary="Get a model",
     openapi_extra=KEYED,
     responses=replies(ModelItem, 401, 404),
 )
 async def get_model(request: Request, model: str) -> Response:
-    """One model, by its name or an alias."""
+    """A model, by its name or an alias."""
     tenant_of(request)
     parts = parts_of(request)
     return Response(msgspec.json.encode(_item(parts.catalog.find(model), parts)), media_type="application/json")

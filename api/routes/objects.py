@@ -22,7 +22,7 @@ LONGEST_S = 30.0
 
 @router.get(
     "/v1/objects/{key:path}",
-    summary="Fetch an image by its link",
+    summary="Download an image by its signed link",
     response_class=Response,
     responses={
         200: bytes_of("The bytes, of the type that the link names.", *sorted(set(MEDIA_TYPES.values())), ANY_BYTES),
@@ -30,7 +30,7 @@ LONGEST_S = 30.0
     },
 )
 async def get_object(request: Request, key: str, type: str, expires: int, signature: str) -> Response:
-    """The bytes of a result, for as long as the link is valid."""
+    """The bytes of a result, while the link is valid."""
     parts = parts_of(request)
     parts.links.check(key, type, expires, signature)
     data = await while_connected(request, parts.fetcher.fetch(key, type, time.time() + LONGEST_S))

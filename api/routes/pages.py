@@ -1,7 +1,7 @@
-"""GET /docs: the OpenAPI document as a page that people can try the API from.
+"""GET /docs: the OpenAPI document as a page from which people can try the API.
 
-Everything it needs comes from here (api/docs_page): it works where there is no way to the internet, and who reads it
-with a key in hand runs no script of a third party.
+All of its scripts come from api/docs_page. So it works without internet access, and no third party's script sees a
+reader's key.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ _FORM: Described = {
                     "type": "object",
                     "required": ["content"],
                     "properties": {
-                        "content": {"type": "string", "format": "binary", "description": "The file."},
-                        "metadata": {"type": "object", "description": "Kept with it."},
+                        "content": {"type": "string", "format": "binary", "description": "The file to upload."},
+                        "metadata": {"type": "object", "description": "Kept with the file."},
                     },
                 },
                 "encoding": {"metadata": {"contentType": "application/json"}},
@@ -61,7 +61,7 @@ async def list_models(request: Request, cursor: str = "") -> Response:
     """All models of the catalog, a page at a time; under /v1 only for Replicate's clients (api/routes/models.py)."""
     tenant_of(request)
     if cursor and not _CURSOR.fullmatch(cursor):
-        raise BadInput("cursor: not one of ours", field="cursor")
+        raise BadInput("cursor: not a cursor of this API", field="cursor")
     parts, base_url, first = parts_of(request), base_url_of(request), int(cursor or 0)
     shown, following = parts.catalog.models[first : first + PAGE], first + PAGE
     pages = {"previous": max(0, first - PAGE) if first else None, "next": None}
@@ -74,12 +74,12 @@ async def list_models(request: Request, cursor: str = "") -> Response:
 
 @router.get(
     "/models/{owner}/{name}",
-    summary="Look at a model as Replicate shows it",
+    summary="Get a model in Replicate's shape",
     openapi_extra=KEYED,
     responses={200: done("Done.", ReplicateModel), **problems(401, 404)},
 )
 async def get_model(request: Request, owner: str, name: str) -> Response:
-    """A model of the catalog, whoever the owner, with its only version."""
+    """A model of the catalog with its only version. Any owner is accepted."""
     tenant_of(request)
     parts = parts_of(request)
     model = parts.catalog.find(name)
@@ -93,7 +93,7 @@ async def get_model(request: Request, owner: str, name: str) -> Response:
     responses={200: done("Done.", VersionsPage), **problems(401, 404)},
 )
 async def list_versions(request: Request, owner: str, name: str) -> Response:
-    """The only one."""
+    """Each model has one version."""
     tenant_of(request)
     parts = parts_of(request)
     versions = [version_body(parts.catalog.find(name), parts.started_at_s)]
@@ -102,12 +102,12 @@ async def list_versions(request: Request, owner: str, name: str) -> Response:
 
 @router.get(
     "/models/{owner}/{name}/versions/{version}",
-    summary="Look at a version of a model",
+    summary="Get a version of a model",
     openapi_extra=KEYED,
     responses={200: done("Done.", VersionReply), **problems(401, 404)},
 )
 async def get_version(request: Request, owner: str, name: str, version: str) -> Response:
-    """With the schema of its input and output."""
+    """The version, with the schema of its input and output."""
     tenant_of(request)
     parts = parts_of(request)
     model = parts.catalog.find(name)
@@ -122,12 +122,12 @@ async def get_version(request: Request, owner: str, name: str, version: str) -> 
 
 @router.get(
     "/deployments/{owner}/{name}",
-    summary="Look at a deployment",
+    summary="Get a deployment",
     openapi_extra=KEYED,
     responses={200: done("Done.", DeploymentReply), **problems(401, 404)},
 )
 async def get_deployment(request: Request, owner: str, name: str) -> Response:
-    """A model of the catalog is its own and only deployment."""
+    """Each model of the catalog has one deployment, of the same name."""
     tenant_of(request)
     parts = parts_of(request)
     model = parts.catalog.find(name)
@@ -148,13 +148,13 @@ async def get_deployment(request: Request, owner: str, name: str) -> Response:
 
 @router.post(
     "/files",
-    summary="Send a file ahead",
+    summary="Upload a file",
     status_code=201,
     openapi_extra=_FORM | KEYED,
-    responses={201: done("Kept.", FileReply), **problems(400, 401, 408, 413, 422, 503)},
+    responses={201: done("The uploaded file.", FileReply), **problems(400, 401, 408, 413, 422, 503)},
 )
 async def create_file(request: Request) -> Response:
-    """A form with the file as `content`, and perhaps a JSON object as `metadata`; kept for a day."""
+    """Takes a form with the file as `content` and, if wanted, a JSON object as `metadata`. Files are kept for a day."""
     tenant, parts = tenant_of(request), parts_of(request)
     check_charset(request)
     async with request.form(max_files=2, max_fields=MOST_FIELDS) as form:
@@ -174,24 +174,24 @@ async def create_file(request: Request) -> Response:
 
 @router.get(
     "/files/{file_id}",
-    summary="Look at a file",
+    summary="Get a file",
     openapi_extra=KEYED,
     responses={200: done("Done.", FileReply), **problems(401, 404, 503)},
 )
 async def get_file(request: Request, file_id: str) -> Response:
-    """What is known of it; `urls.download` is a link to its bytes."""
+    """The file's metadata. `urls.download` is a link to its bytes."""
     tenant = tenant_of(request)
     return _json(_shown(request, await parts_of(request).files.find(tenant, file_id)))
 
 
 @router.get(
     "/webhooks/default/secret",
-    summary="The secret that signs your webhooks",
+    summary="Get the secret that signs your webhooks",
     openapi_extra=KEYED,
     responses={200: done("Done.", SecretReply), **problems(401, 404)},
 )
 async def get_secret(request: Request) -> Response:
-    """Of this tenant; receivers check signatures with it."""
+    """The secret of this tenant, with which receivers verify signatures."""
     tenant = tenant_of(request)
     try:
         first, *_ = tenant_secrets(parts_of(request).settings.webhook_secrets, tenant)

@@ -50,7 +50,7 @@ _CURSOR = re.compile(r"([0-9]{1,12}(\.[0-9]{1,9})?)?")
 Cursor = Annotated[str, Query(json_schema_extra={"pattern": f"^{_CURSOR.pattern}$"})]
 OwnId = Annotated[str, Path(json_schema_extra={"pattern": f"^{OWN_ID.pattern}$"})]
 _ONE: openapi.Responses = {
-    200: openapi.done("As it is now.", PredictionReply),
+    200: openapi.done("The prediction in its current state.", PredictionReply),
     **openapi.problems(401, 404, 503),
 }
 
@@ -63,7 +63,7 @@ _ONE: openapi.Responses = {
     responses=openapi.created(),
 )
 async def create(request: Request) -> Response:
-    """Of the model that `version` names. Answers at once, or with `Prefer: wait` when it is over."""
+    """Creates a prediction of the model that `version` names. Answers at once, or with `Prefer: wait` when it ends."""
     tenant = tenant_of(request)
     body = await read_json(request, VersionedBody)
     model = find_version(parts_of(request).catalog, body.version)
@@ -72,16 +72,19 @@ async def create(request: Request) -> Response:
 
 @router.put(
     "/predictions/{prediction_id}",
-    summary="Create a prediction under an id of your own",
+    summary="Create a prediction with an id of your own",
     status_code=201,
     openapi_extra=openapi.prediction_of(VersionedBody),
     responses=openapi.created(),
 )
 async def put(request: Request, prediction_id: OwnId) -> Response:
-    """The same request again finds the same prediction; another under the same id is refused."""
+    """The same request finds the same prediction again. Another request with the same id is refused (422)."""
     tenant = tenant_of(request)
     if not OWN_ID.fullmatch(prediction_id):
-        raise BadInput("id: letters, digits, '.', '_' and '-', at most 64, and not beginning with 'pred_'", field="id")
+        raise BadInput(
+            "id: must be 1 to 64 letters, digits, '.', '_' or '-', begin with a letter or digit, and not with 'pred_'",
+            field="id",
+        )
     body = await read_json(request, VersionedBody)
     model = find_version(parts_of(request).catalog, body.version)
     return await _create(request, tenant, body, model, owner=_owner(body.version), own_id=prediction_id)
@@ -95,7 +98,7 @@ async def put(request: Request, prediction_id: OwnId) -> Response:
     responses=openapi.created(),
 )
 async def create_of_model(request: Request, owner: str, name: str) -> Response:
-    """Of the model called `name`, whoever the owner."""
+    """Creates a prediction of the model `name`. Any owner is accepted."""
     tenant = tenant_of(request)
     model = parts_of(request).catalog.find(name)
     return await _create(request, tenant, await read_json(request, PredictionBody), model, owner=owner)
@@ -109,7 +112,7 @@ async def create_of_model(request: Request, owner: str, name: str) -> Response:
     responses=openapi.created(),
 )
 async def create_of_deployment(request: Request, owner: str, name: str) -> Response:
-    """The same: a model of the catalog is its own and only deployment."""
+    """Creates a prediction of the model `name`: each model of the catalog has one deployment, of the same name."""
     tenant = tenant_of(request)
     model = parts_of(request).catalog.find(name)
     body = await read_json(request, PredictionBody)
@@ -120,13 +123,13 @@ async def create_of_deployment(request: Request, owner: str, name: str) -> Respo
     "/predictions",
     summary="List your predictions",
     openapi_extra=openapi.KEYED,
-    responses={200: openapi.done("A page.", PredictionsPage), **openapi.problems(401, 422, 503)},
+    responses={200: openapi.done("A page of predictions.", PredictionsPage), **openapi.problems(401, 422, 503)},
 )
 async def list_all(request: Request, cursor: Cursor = "") -> Response:
-    """Newest first, a page at a time; `next` is the URL of the next page."""
+    """Predictions in pages, newest first. `next` is the URL of the next page."""
     tenant, parts = tenant_of(request), parts_of(request)
     if not _CURSOR.fullmatch(cursor):
-        raise BadInput("cursor: not one of ours", field="cursor")
+        raise BadInput("cursor: not a cursor of this API", field="cursor")
     found, next_s = await parts.predictions.page(tenant, float(cursor) if cursor else None)
     following = None if next_s is None else f"{base_url_of(request)}/v1/predictions?cursor={next_s!r}"
     bodies = [body_of(*seen, parts.links) for seen in found]
@@ -135,12 +138,12 @@ async def list_all(request: Request, cursor: Cursor = "") -> Response:
 
 @router.get(
     "/predictions/{prediction_id}",
-    summary="Look at a prediction",
+    summary="Get a prediction",
     openapi_extra=openapi.KEYED,
     responses=_ONE,
 )
 async def get(request: Request, prediction_id: str) -> Response:
-    """As it is now."""
+    """The prediction in its current state."""
     tenant = tenant_of(request)
     return _answer(parts_of(request), await parts_of(request).predictions.read(tenant, prediction_id))
 
@@ -152,14 +155,14 @@ async def get(request: Request, prediction_id: str) -> Response:
     responses=_ONE,
 )
 async def cancel(request: Request, prediction_id: str) -> Response:
-    """Ends it now; a worker that has it stops at its next step. What is over stays as it is."""
+    """Ends the prediction now. Its worker stops at the next step. A prediction that has ended stays as it is."""
     tenant = tenant_of(request)
     return _answer(parts_of(request), await parts_of(request).predictions.cancel(tenant, prediction_id))
 
 
 @router.get(
     "/predictions/{prediction_id}/stream",
-    summary="Follow a prediction",
+    summary="Stream a prediction",
     response_class=Response,
     openapi_extra={"parameters": [LAST_EVENT_ID]} | openapi.KEYED,
     responses={
@@ -168,7 +171,7 @@ async def cancel(request: Request, prediction_id: str) -> Response:
     },
 )
 async def stream(request: Request, prediction_id: str) -> Response:
-    """Server-sent events: logs, output, error, done; `Last-Event-ID` goes on from there."""
+    """Server-sent events: logs, output, error, done. `Last-Event-ID` resumes a stream."""
     tenant, parts = tenant_of(request), parts_of(request)
     parts.streams.check()
     seen = await parts.predictions.read(tenant, prediction_id)

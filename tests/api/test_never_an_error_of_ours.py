@@ -164,11 +164,11 @@ async def test_nested_metadata(api: ApiUnderTest, nested: str) -> None:
 @pytest.mark.parametrize(
     ("metadata", "reason"),
     [
-        (rb'{"a": "\ud800"}', "not JSON"),
-        (b'{"a": NaN}', "not JSON"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),
-        (b'{"a": 1e999}', "not JSON"),
-        (b"[1]", "a JSON object is needed"),
+        (rb'{"a": "\ud800"}', "not valid JSON"),
+        (b'{"a": NaN}', "not valid JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON"),
+        (b'{"a": 1e999}', "not valid JSON"),
+        (b"[1]", "must be a JSON object"),
     ],
 )
 async def test_metadata_that_is_refused(api: ApiUnderTest, metadata: bytes, reason: str) -> None:
@@ -263,9 +263,12 @@ JSON = b"content-type: application/json\r\n"
     [
         (b'{"input": [' + b"1," * 300_000 + b"1]}", "300000 values"),
         (b'{"input": ["a"' + b",1" * 300_000 + b"]}", "300000 values"),
-        (b"{" + b",".join(b'"k%d": 1' % number for number in range(20_001)) + b"}", "20000 texts and fields"),
-        (b'{"input": {' + b",".join(b'"k%d": 1' % number for number in range(20_001)) + b"}}", "20000 texts"),
-        (b"[" + b'"",' * 20_001 + b'""]', "20000 texts and fields"),
+        (b"{" + b",".join(b'"k%d": 1' % number for number in range(20_001)) + b"}", "20000 strings and field names"),
+        (
+            b'{"input": {' + b",".join(b'"k%d": 1' % number for number in range(20_001)) + b"}}",
+            "20000 strings and field names",
+        ),
+        (b"[" + b'"",' * 20_001 + b'""]', "20000 strings and field names"),
     ],
     ids=["numbers", "wrong numbers", "fields", "fields of input", "texts"],
 )

@@ -206,7 +206,7 @@ async def test_data_uri_of_any_length_is_read(size: int) -> None:
     "text", ["a", "ab=", "a=b=", "====", "AAA=" * BASE64_PIECE, "A" * BASE64_PIECE + "%AAA", "é", "A\nAA"]
 )
 async def test_data_uri_that_is_not_base64_is_refused(text: str) -> None:
-    with pytest.raises(BadInput, match="not base64"):
+    with pytest.raises(BadInput, match="not valid base64"):
         await data_of_uri(f"data:image/png;base64,{text}", "image", field="image")
 
 

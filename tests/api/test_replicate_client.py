@@ -136,7 +136,7 @@ async def test_many_models_come_in_pages(api: ApiUnderTest, client: Any, monkeyp
     assert [[model.name for model in page] for page in pages] == [[model.name] for model in CATALOG.models]
     assert (pages[0].previous, pages[-1].next) == (None, None)
     assert pages[-1].previous is not None
-    with pytest.raises(ReplicateError, match="not one of ours"):
+    with pytest.raises(ReplicateError, match="not a cursor of this API"):
         await client.models.async_list("/v1/models?cursor=x")
 
 

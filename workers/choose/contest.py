@@ -1,4 +1,4 @@
-"""Which of several options is the fastest: timed by turns, in rounds, until two rounds without noise agree."""
+"""Finds the fastest of several options: times them by turns, in rounds, until two rounds without noise agree."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What computes an embedding fastest on hardware of a kind, as far as that is known before anything is measured.
+"""Which backend is likely to be the fastest for embeddings on this kind of hardware, before anything is measured.
 
-It orders the candidates, decides where measurements don't agree, and leaves out what never won. Where it comes from:
-docs/decisions/0023-choosing-without-noise.md.
+This prior orders the candidates, leaves out those that never won, and decides where measurements disagree. Its sources
+are in docs/decisions/0023-choosing-without-noise.md.
 """
 
 from __future__ import annotations

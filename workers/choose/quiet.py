@@ -1,4 +1,4 @@
-"""Waits until nothing else on this machine takes the cores, so that what is measured next is not what else starts."""
+"""Waits until nothing else uses the cores, so that other programs do not distort what is measured next."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Choices that are in doubt are measured again, in the I/O process of the worker that runs them, once it is idle.
+"""Measures a doubtful choice of a backend again once its worker is idle, in the worker's I/O process.
 
-In doubt is what rests on no measurement (Choice.is_provisional), and what real batches contradict. What is found is
-kept for the next start; this worker goes on with what it has.
+A choice is doubtful if it rests on no measurement (Choice.is_provisional) or if real batches contradict it. The result
+is kept for the next start. This worker goes on with what it has.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What this CPU is called, and which of its instruction sets bear on speed."""
+"""The name of this CPU, and which instruction sets it has that matter for speed."""
 
 from __future__ import annotations
 

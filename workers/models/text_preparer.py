@@ -64,7 +64,7 @@ class TextPreparer:
         """Token ids between the special tokens that the tokenizer puts around one text."""
         for position, token in enumerate(given.tokens):
             if not 0 <= token < self._vocabulary:
-                reason = f"the tokenizer has no token {token}, at position {position}: its ids end at"
+                reason = f"token id {token}, at position {position}, is not in the vocabulary, which ends at"
                 return BadInput(f"{reason} {self._vocabulary - 1}", field="input")
         ids = [*self._prefix, *self._prompt_ids, *given.tokens, *self._suffix]
         return self._prepared(ids, (), given.truncate)

@@ -88,7 +88,10 @@ def test_cut_at_the_start_keeps_the_prompt_of_the_model(catalog: Catalog, minilm
 def test_ids_that_the_tokenizer_lacks_are_refused(minilm_preparer: Preparer, tokens: list[int], position: int) -> None:
     (refused,) = minilm_preparer.prepare([TokensInput(tokens)])
     assert isinstance(refused, BadInput)
-    assert f"no token {tokens[position]}, at position {position}: its ids end at 30521" in refused.message
+    assert (
+        f"token id {tokens[position]}, at position {position}, is not in the vocabulary, which ends at 30521"
+        in refused.message
+    )
 
 
 def test_nothing_to_prepare(minilm_preparer: Preparer) -> None:
