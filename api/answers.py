@@ -5,7 +5,8 @@ computed, the answer) and `answer` (once there is one). A claim lives as long as
 leases of an instance are renewed by one call. Redis's own clock counts, so instances need not agree on the time.
 
 Nothing here has a TTL: Redis evicts what has one when it is full (volatile-lru), and an answer is promised. Entries
-that are over go a few with each new one, by the index of ends.
+that are over go a few with each new one, by the index of ends. All answers together have a budget of bytes, see
+shared/retention.py. Claims do not count: only those of instances that died stay without an answer.
 """
 
 from __future__ import annotations
@@ -17,22 +18,25 @@ from typing import Literal, NamedTuple, Self, cast
 from prometheus_client import Counter, Gauge
 
 from shared.redis_link import RedisLink
+from shared.retention import BUDGET_BYTES, ENTRY_BYTES, FUNCTIONS
 
 ERRORS = Counter(
     "penstock_answers_errors_total", "Round trips to Redis about kept answers that failed, by operation.", ["operation"]
 )
+DROPPED = Counter("penstock_answers_dropped_total", "Kept answers dropped before their time, for lack of room.")
 UP = Gauge("penstock_answers_redis_up", "1 while Redis is being asked for kept answers, 0 while the breaker is open.")
 
 _NOW = "local t = redis.call('TIME'); local now = tonumber(t[1]) + tonumber(t[2]) / 1000000\n"
 
+_BUDGET = "local function forget() end\n" + FUNCTIONS
+
 _CLAIM = (
-    _NOW
+    _BUDGET
+    + _NOW
     + """
-for _, key in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, 10)) do
-  redis.call('DEL', key)
-  redis.call('ZREM', KEYS[2], key)
-end
-local ends = redis.call('ZSCORE', KEYS[2], KEYS[1])
+local ends_of = KEYS[2] .. ':ends'
+drop_expired(KEYS[2], now)
+local ends = redis.call('ZSCORE', ends_of, KEYS[1])
 if ends and tonumber(ends) > now then
   local f = redis.call('HMGET', KEYS[1], 'fingerprint', 'answer', 'claim')
   if f[1] ~= ARGV[1] then return {'differs', ''} end
@@ -40,28 +44,34 @@ if ends and tonumber(ends) > now then
   local lease = redis.call('ZSCORE', KEYS[3], f[3])
   if lease and tonumber(lease) > now then return {'running', ''} end
 end
-redis.call('DEL', KEYS[1])
+drop(KEYS[2], KEYS[1])
 redis.call('HSET', KEYS[1], 'fingerprint', ARGV[1], 'claim', ARGV[2])
-redis.call('ZADD', KEYS[2], now + ARGV[3], KEYS[1])
+redis.call('ZADD', ends_of, now + ARGV[3], KEYS[1])
 redis.call('ZADD', KEYS[3], now + ARGV[4], ARGV[2])
 return {'ours', ''}
 """
 )
-"""KEYS: entry, index of ends, leases. ARGV: fingerprint, claim, keep_s, lease_s."""
+"""KEYS: entry, store, leases. ARGV: fingerprint, claim, keep_s, lease_s."""
 
 _SETTLE = (
-    _NOW
-    + """
+    _BUDGET
+    + _NOW
+    + f"""
 redis.call('ZREM', KEYS[3], ARGV[2])
 local f = redis.call('HMGET', KEYS[1], 'fingerprint', 'answer')
-if f[1] and f[1] ~= ARGV[1] then return '' end
-if f[2] then return f[2] end
+if f[1] and f[1] ~= ARGV[1] then return {{'', 0}} end
+if f[2] then return {{f[2], 0}} end
+local bytes = #ARGV[3] + {ENTRY_BYTES}
+local _, dropped = make_room(KEYS[2], bytes, tonumber(ARGV[6]), now)
 redis.call('HSET', KEYS[1], 'fingerprint', ARGV[1], 'claim', ARGV[2], 'answer', ARGV[3])
-redis.call('ZADD', KEYS[2], now + ARGV[4], KEYS[1])
-return ARGV[3]
+keep(KEYS[2], KEYS[1], ARGV[5], bytes, now)
+redis.call('ZADD', KEYS[2] .. ':ends', now + ARGV[4], KEYS[1])
+return {{ARGV[3], dropped}}
 """
 )
-"""KEYS: entry, index of ends, leases. ARGV: fingerprint, claim, answer, keep_s.
+"""KEYS: entry, store, leases. ARGV: fingerprint, claim, answer, keep_s, tenant, budget of the store.
+
+Returns the answer that counts, and how many others were dropped for it.
 
 The first answer stays, whoever gives it: one whose lease ran out may still be before the one that took over.
 """
@@ -71,10 +81,10 @@ redis.call('ZREM', KEYS[3], ARGV[1])
 local f = redis.call('HMGET', KEYS[1], 'claim', 'answer')
 if f[1] ~= ARGV[1] or f[2] then return 0 end
 redis.call('DEL', KEYS[1])
-redis.call('ZREM', KEYS[2], KEYS[1])
+redis.call('ZREM', KEYS[2] .. ':ends', KEYS[1])
 return 1
 """
-"""KEYS: entry, index of ends, leases. ARGV: claim."""
+"""KEYS: entry, store, leases. ARGV: claim."""
 
 _RENEW = (
     _NOW
@@ -105,6 +115,7 @@ class AnswerStore:
         redis_url: `redis://`, `rediss://` or `unix://` URL.
         keep_s: how long an answer is kept.
         lease_s: a claim that is not renewed for so long is free again.
+        max_bytes: the budget of all answers.
         prefix: put before every key, for several deployments on one Redis.
         timeout_s: the longest that one round trip may take.
         retry_s: first pause before a Redis that failed is tried again, in the background.
@@ -116,6 +127,7 @@ class AnswerStore:
         *,
         keep_s: float,
         lease_s: float,
+        max_bytes: int = BUDGET_BYTES,
         prefix: str = "penstock:",
         timeout_s: float = 0.25,
         retry_s: float = 0.25,
@@ -124,6 +136,7 @@ class AnswerStore:
         self._scripts = self._link.scripts("the store of answers, which an Idempotency-Key needs,")
         self._prefix = prefix
         self._keep_s = keep_s
+        self._max_bytes = max_bytes
         self.lease_s = lease_s
 
     async def __aenter__(self) -> Self:
@@ -145,13 +158,18 @@ class AnswerStore:
         state, answer = found
         return Claim(state.decode(), answer)
 
-    async def settle(self, name: str, fingerprint: str, claim: str, answer: bytes) -> bytes:
+    async def settle(self, name: str, tenant: str, fingerprint: str, claim: str, answer: bytes) -> bytes:
         """Keeps `answer`; returns the one that counts, another's where that was first.
+
+        Where the budget is used up, the oldest answers go, of the tenant whose answers take most.
 
         Raises:
             Unavailable: Redis did not answer.
         """
-        return cast(bytes, await self._scripts.run(_SETTLE, self._keys(name), fingerprint, claim, answer, self._keep_s))
+        args = (fingerprint, claim, answer, self._keep_s, tenant, self._max_bytes)
+        kept, dropped = await self._scripts.run(_SETTLE, self._keys(name), *args)
+        DROPPED.inc(dropped)
+        return cast(bytes, kept)
 
     async def free(self, name: str, claim: str) -> None:
         """Lets a claim go without an answer: who asks next computes.
@@ -171,4 +189,4 @@ class AnswerStore:
 
     def _keys(self, name: str) -> tuple[str, ...]:
         index = f"{self._prefix}answers"
-        return f"{index}:of:{name}", f"{index}:ends", f"{index}:leases"
+        return f"{index}:of:{name}", index, f"{index}:leases"

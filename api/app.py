@@ -119,7 +119,9 @@ async def _open(
     """Opens everything, in the order in which it is needed; `opened` closes it the other way round."""
     settings, instance = given.settings, f"api-{secrets.token_hex(4)}"
     cache = await opened.enter_async_context(ResultCache(settings.redis_url, settings.memory_cache_bytes))
-    records = await opened.enter_async_context(Records(settings.records_redis_url))
+    records = await opened.enter_async_context(
+        Records(settings.records_redis_url, predictions_max_bytes=settings.predictions_max_bytes)
+    )
     broker = await opened.enter_async_context(transport)
     inbox_admin = await opened.enter_async_context(admin)
     inbox = await opened.enter_async_context(ReplyInbox(settings, broker, inbox_admin, instance))
@@ -132,7 +134,10 @@ async def _open(
         Dispatcher(sender, cache, records, admission, row_sink, api_instance=instance, region=settings.region)
     )
     store = AnswerStore(
-        settings.records_redis_url, keep_s=settings.idempotency_keep_s, lease_s=settings.idempotency_lease_s
+        settings.records_redis_url,
+        keep_s=settings.idempotency_keep_s,
+        lease_s=settings.idempotency_lease_s,
+        max_bytes=settings.answers_max_bytes,
     )
     answers = await opened.enter_async_context(store)
     repeats = await opened.enter_async_context(Repeats(answers, given.objects))

@@ -23,7 +23,7 @@ from api.context import RequestContext, context_of, while_connected
 from api.errors import EXPECTED, answer
 from api.inbound import options_of, tenant_of
 from api.parts import parts_of
-from api.repeats import KeptResponse
+from api.repeats import KeptResponse, KeyedRequest
 from api.schemas import ErrorReply
 
 REPLAYED = "idempotent-replayed"
@@ -56,7 +56,8 @@ async def once(request: Request, endpoint: Endpoint) -> Response:
     wait_s = options.limit_s(parts.catalog.deadline)
     large = len(body) > LARGE_BYTES
     fingerprint = await asyncio.to_thread(_fingerprint, request, body) if large else _fingerprint(request, body)
-    work = parts.repeats.answer(digest.hexdigest(), fingerprint, compute, wait_s)
+    asked = KeyedRequest(digest.hexdigest(), tenant, fingerprint)
+    work = parts.repeats.answer(asked, compute, wait_s)
     answered, is_repeated = await while_connected(request, work)
     return _response(answered, context, is_repeated=is_repeated)
 

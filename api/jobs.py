@@ -33,6 +33,8 @@ from shared.records import Records, record_id
 from shared.transport import Publisher
 
 LARGEST_JOB_ITEMS = 16
+OUTCOME_BYTES = 512
+"""What an outcome takes in a reply beside its result: index, status and receipt."""
 PUBLISH_LIMIT_S = 10.0
 LOOK_EVERY_S = 5.0
 """A reply that takes longer is looked for in the record as well."""
@@ -62,16 +64,21 @@ class Inbox(Protocol):
         """Registers a waiter for as long as the context is open."""
 
 
+def result_bytes(model: Model) -> int:
+    """What one result of a model takes in a reply, at most: a larger image lies in the object store."""
+    if model.task == "embedding" and model.dimensions:
+        # Little-endian float32 in base64, which takes a third more.
+        return math.ceil(model.dimensions * 4 / 3) * 4
+    return INLINE_LIMIT_BYTES
+
+
 def split(model: Model, flights: Sequence[Flight]) -> Iterator[list[Flight]]:
     """Jobs of about equal size, as few as stay within the bound of a job.
 
-    A vector takes dimensions x 4 bytes, and base64 a third more; the reply of a job stays below INLINE_LIMIT_BYTES.
-    An image takes a worker long enough that each is a job of its own, which spreads them.
+    The reply of a job stays below INLINE_LIMIT_BYTES. An image takes a worker long enough that each is a job of its
+    own, which spreads them.
     """
-    largest = 1
-    if model.task == "embedding" and model.dimensions:
-        vector_bytes = math.ceil(model.dimensions * 4 / 3) * 4
-        largest = max(1, min(LARGEST_JOB_ITEMS, INLINE_LIMIT_BYTES // vector_bytes))
+    largest = max(1, min(LARGEST_JOB_ITEMS, INLINE_LIMIT_BYTES // result_bytes(model)))
     jobs = math.ceil(len(flights) / largest)
     for job in range(jobs):
         yield list(flights[job * len(flights) // jobs : (job + 1) * len(flights) // jobs])

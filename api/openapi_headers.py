@@ -29,7 +29,8 @@ _CACHE_CONTROL = _parameter(
 )
 _KEY = _parameter(
     "Idempotency-Key",
-    "The same request with the same key is computed once. Its answer is repeated for a day.",
+    "The same request with the same key is computed once. "
+    "Its answer is repeated for a day, or until newer answers need its place.",
     {"type": "string", "pattern": rf"^[\x21-\x7e]{{1,{LONGEST_KEY}}}$"},
 )
 _LANE = _parameter(

@@ -30,6 +30,8 @@ class NewPrediction:
 
     prediction: Prediction
     items: Sequence[Item]
+    reply_bytes: int
+    """What its reply may take."""
     is_keyed: bool
     """Whether the caller can ask for it again and mean the same one."""
     cache_read: bool = True

@@ -79,7 +79,7 @@ class Predictions:
         Its items count as in flight while the block runs: what nobody waits for is bounded by the broker alone.
 
         Raises:
-            Overloaded: this instance, or the broker, is full.
+            Overloaded: this instance, the broker or the store of predictions is full.
             PredictionIdTaken: its id is that of another prediction.
             Unavailable: Redis or the broker is out of reach; nothing was promised.
         """
@@ -173,7 +173,12 @@ class Predictions:
         prediction, document = new.prediction, encode_document(new.prediction)
         record_id, deadline_s = prediction.record, prediction.deadline_s
         is_new = await self._records.create(
-            record_id, prediction.tenant, document, deadline_s=deadline_s, keep_s=self._keep_s
+            record_id,
+            prediction.tenant,
+            document,
+            deadline_s=deadline_s,
+            keep_s=self._keep_s,
+            reply_bytes=new.reply_bytes,
         )
         if is_new:
             await self._sender.send(new, waiter)

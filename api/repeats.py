@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
@@ -55,6 +55,18 @@ class KeptResponse(msgspec.Struct, omit_defaults=True):
 Compute = Callable[[], Coroutine[Any, Any, KeptResponse]]
 
 
+class KeyedRequest(NamedTuple):
+    """A request with an Idempotency-Key.
+
+    `name`: of its tenant and key. `tenant`: who asks, in whose share of the store the answer is kept. `fingerprint`: of
+    route and body.
+    """
+
+    name: str
+    tenant: str
+    fingerprint: str
+
+
 @dataclass(slots=True)
 class _Running:
     """A key whose answer this instance computes."""
@@ -91,14 +103,13 @@ class Repeats:
             task.cancel()
         await asyncio.wait(tasks, timeout=CLOSE_LIMIT_S)
 
-    async def answer(self, name: str, fingerprint: str, compute: Compute, wait_s: float) -> tuple[KeptResponse, bool]:
-        """The answer to the request `fingerprint` under the key `name`, and whether it is a repeated one.
+    async def answer(self, request: KeyedRequest, compute: Compute, wait_s: float) -> tuple[KeptResponse, bool]:
+        """The answer to a request with a key, and whether it is a repeated one.
 
         Canceling the call leaves what is computed going on.
 
         Args:
-            name: of tenant and key.
-            fingerprint: of route and body.
+            request: what was asked under which key.
             compute: computes the answer; called at most once, and not at all where there is one.
             wait_s: how long to wait for another that computes it; what this call computes itself has its own deadline.
 
@@ -109,18 +120,18 @@ class Repeats:
         """
         ends_s, pause_s = _now_s() + wait_s, FIRST_LOOK_S
         while True:
-            running = self._running.get(name)
+            running = self._running.get(request.name)
             if running is None:
                 claim = secrets.token_hex(12)
-                found = await self._store.claim(name, fingerprint, claim)
+                found = await self._store.claim(request.name, request.fingerprint, claim)
                 if found.state == "ours":
-                    return await self._lead(name, fingerprint, claim, compute)
+                    return await self._lead(request, claim, compute)
                 if found.state == "answered":
                     return await self._kept(found.answer), True
                 if found.state == "differs":
                     raise KeyReused
-                running = self._running.get(name)
-            elif running.fingerprint != fingerprint:
+                running = self._running.get(request.name)
+            elif running.fingerprint != request.fingerprint:
                 raise KeyReused
             if (left_s := ends_s - _now_s()) <= 0:
                 raise KeyInUse
@@ -128,10 +139,10 @@ class Repeats:
             if (answered := await self._wait(running, left_s, pause_s)) is not None:
                 return answered, True
 
-    async def _lead(self, name: str, fingerprint: str, claim: str, compute: Compute) -> tuple[KeptResponse, bool]:
-        task = asyncio.create_task(self._compute(name, fingerprint, claim, compute))
-        self._running[name] = _Running(fingerprint, claim, task)
-        task.add_done_callback(lambda task: self._ended(name, task))
+    async def _lead(self, request: KeyedRequest, claim: str, compute: Compute) -> tuple[KeptResponse, bool]:
+        task = asyncio.create_task(self._compute(request, claim, compute))
+        self._running[request.name] = _Running(request.fingerprint, claim, task)
+        task.add_done_callback(lambda task: self._ended(request.name, task))
         metrics.KEYED.labels("computed").inc()
         await asyncio.wait([task])
         if task.cancelled():
@@ -158,23 +169,24 @@ class Repeats:
         metrics.KEYED.labels("joined").inc()
         return answered
 
-    async def _compute(self, name: str, fingerprint: str, claim: str, compute: Compute) -> KeptResponse:
+    async def _compute(self, request: KeyedRequest, claim: str, compute: Compute) -> KeptResponse:
         """Computes, and keeps the answer or frees the key."""
         is_kept = False
         try:
             answered = await compute()
             if answered.is_final:
-                answered = await self._keep(name, fingerprint, claim, answered)
+                answered = await self._keep(request, claim, answered)
                 is_kept = True
             return answered
         finally:
             if not is_kept:
-                await self._free(name, claim)
+                await self._free(request.name, claim)
 
-    async def _keep(self, name: str, fingerprint: str, claim: str, answered: KeptResponse) -> KeptResponse:
+    async def _keep(self, request: KeyedRequest, claim: str, answered: KeptResponse) -> KeptResponse:
         """The answer that counts; what can't be kept is answered all the same, since the work is done."""
         try:
-            kept = await self._store.settle(name, fingerprint, claim, _encoder.encode(await self._light(answered)))
+            encoded = _encoder.encode(await self._light(answered))
+            kept = await self._store.settle(request.name, request.tenant, request.fingerprint, claim, encoded)
             return answered if not kept else await self._whole(_decoder.decode(kept), answered)
         except Unavailable as error:
             metrics.KEYED.labels("not_kept").inc()

@@ -25,9 +25,10 @@ from prometheus_client import Counter, Gauge
 from redis.exceptions import RedisError
 
 from shared import record_scripts
-from shared.errors import Unavailable
+from shared.errors import Overloaded, Unavailable
 from shared.messages import ReplyBody, decode_reply_body
 from shared.redis_link import RedisLink
+from shared.retention import BUDGET_BYTES
 
 State = Literal["starting", "processing", "succeeded", "failed", "canceled"]
 OVER: frozenset[State] = frozenset({"succeeded", "failed", "canceled"})
@@ -37,6 +38,8 @@ JOB_KEEP_S = 120
 """Seconds for which the record of a job that is no prediction is kept after its last change: for late attempts."""
 LATE_LOOK_S = 0.5
 """After its deadline, in which who waits on a connection still looks whether a record was ended."""
+FULL_RETRY_S = 5.0
+"""When who finds no room for a prediction is to try again."""
 LISTED = 1000
 """Predictions of a tenant that can be listed."""
 LISTEN_POLL_S = 1.0
@@ -45,6 +48,7 @@ LISTEN_PAUSE_S = 0.5
 ERRORS = Counter(
     "penstock_records_errors_total", "Round trips to Redis about records that failed, by operation.", ["operation"]
 )
+DROPPED = Counter("penstock_predictions_dropped_total", "Predictions dropped before their time, for lack of room.")
 UP = Gauge("penstock_records_redis_up", "1 while Redis is being asked about records, 0 while the breaker is open.")
 
 log = logging.getLogger(__name__)
@@ -108,14 +112,22 @@ class Records:
         prefix: put before every key, for several deployments on one Redis.
         timeout_s: the longest that one round trip may take.
         retry_s: first pause before a Redis that failed is tried again, in the background.
+        predictions_max_bytes: the budget of all predictions; what `create` keeps to.
     """
 
     def __init__(
-        self, redis_url: str, *, prefix: str = "penstock:", timeout_s: float = 1.0, retry_s: float = 0.25
+        self,
+        redis_url: str,
+        *,
+        prefix: str = "penstock:",
+        timeout_s: float = 1.0,
+        retry_s: float = 0.25,
+        predictions_max_bytes: int = BUDGET_BYTES,
     ) -> None:
         self._link = RedisLink("records", redis_url, timeout_s=timeout_s, retry_s=retry_s, up=UP, errors=ERRORS)
         self._prefix = prefix
-        self._ends = f"{prefix}predictions:ends"
+        self._store = f"{prefix}predictions"
+        self._max_bytes = predictions_max_bytes
         self._channel = f"{prefix}canceled"
         self._claims = self._link.lane("claim", self._send_claims)
         self._finishes = self._link.lane("finish", self._send_finishes)
@@ -147,8 +159,12 @@ class Records:
 
     # What the API calls. It must not promise what is not kept, so these raise where Redis does not answer.
 
-    async def create(self, record: str, tenant: str, document: bytes, *, deadline_s: float, keep_s: int) -> bool:
+    async def create(
+        self, record: str, tenant: str, document: bytes, *, deadline_s: float, keep_s: int, reply_bytes: int = 0
+    ) -> bool:
         """Creates the record of a prediction, `starting`; says whether it is new.
+
+        Where the budget is used up, the oldest predictions that are over go, of the tenant whose predictions take most.
 
         Args:
             record: its id.
@@ -156,14 +172,21 @@ class Records:
             document: kept as it is.
             deadline_s: unix time.
             keep_s: seconds for which it is kept after its end, or after its deadline should it never end.
+            reply_bytes: what its reply may take.
 
         Raises:
+            Overloaded: the predictions that are not over leave no room for it.
             Unavailable: Redis did not answer; the record may have been created.
         """
         now_s = time.time()
-        keys = (self._key(record), self._ends, self._of_tenant(tenant))
-        args = (now_s, deadline_s + keep_s, keep_s, record, document, LISTED)
-        return bool(await self._scripts.run(record_scripts.CREATE, keys, *args))
+        keys = (self._key(record), self._store, self._of_tenant(tenant))
+        args = (now_s, deadline_s, keep_s, tenant, record, document, LISTED, reply_bytes, self._max_bytes)
+        created, dropped = await self._scripts.run(record_scripts.CREATE, keys, *args)
+        DROPPED.inc(dropped)
+        if created < 0:
+            reason = "predictions that have not ended leave no room for another; try again when some have"
+            raise Overloaded(reason, retry_after_s=FULL_RETRY_S)
+        return bool(created)
 
     async def mark_published(self, record: str) -> None:
         """Notes that the broker has the job of a prediction.
@@ -180,7 +203,7 @@ class Records:
             Unavailable: Redis did not answer.
         """
         args = (time.time(), JOB_KEEP_S, self._channel, record)
-        state = await self._scripts.run(record_scripts.CANCEL, (self._key(record), self._ends), *args)
+        state = await self._scripts.run(record_scripts.CANCEL, (self._key(record), self._store), *args)
         return cast(State, state.decode())
 
     async def read(self, record: str) -> Record | None:
@@ -255,7 +278,7 @@ class Records:
         ]
 
     async def _send_finishes(self, ends: list[tuple[str, str, bytes]]) -> list[Finish]:
-        keys = [self._ends, *(self._key(record) for record, _, _ in ends)]
+        keys = [self._store, *(self._key(record) for record, _, _ in ends)]
         args = [time.time(), JOB_KEEP_S, *(part for _, state, reply in ends for part in (state, reply))]
         answers = await self._link.client.eval(record_scripts.FINISH, len(keys), *keys, *args)
         return [Finish(bool(ours), cast(State, state.decode()), reply or None) for ours, state, reply in answers]

@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from redis.connection import parse_url
 
 from shared.errors import ConfigurationError
+from shared.retention import BUDGET_BYTES
 
 SPOOL_MAX_BYTES = 768 * 1024 * 1024
 """About a million rows. A worker's folder may hold 1 GiB in Kubernetes; above that its pod is evicted, rows and all."""
@@ -99,6 +100,12 @@ class ApiSettings(Settings):
     derived from these. Callers get the one from the first."""
     webhooks_private: bool = False
     """Whether webhooks may go to private addresses and over http, the same as of the function. For local use."""
+    answers_max_bytes: int = Field(BUDGET_BYTES, ge=1024 * 1024)
+    """Memory in Redis for answers kept for Idempotency-Keys. Above it the oldest answers of the largest tenant are
+    dropped."""
+    predictions_max_bytes: int = Field(BUDGET_BYTES, ge=1024 * 1024)
+    """Memory in Redis for predictions. Above it the oldest ended predictions of the largest tenant are dropped. A new
+    prediction that finds no room gets 429."""
     memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     request_max_bytes: int = Field(32 * 1024 * 1024, ge=1)
     bodies_max_bytes: int = Field(256 * 1024 * 1024, ge=1)

@@ -24,6 +24,7 @@ from api.context import context_of, while_connected
 from api.direct import IS_HEAD
 from api.idempotency import REPLAYED
 from api.inbound import base_url_of, options_of, read_json, tenant_of
+from api.jobs import OUTCOME_BYTES, result_bytes
 from api.openapi_headers import LAST_EVENT_ID
 from api.parts import Parts, parts_of
 from api.prediction_events import KINDS
@@ -222,6 +223,7 @@ async def _create(
             client_request_id=context.client_request_id,
         ),
         _items(model, read.inputs, tenant, is_kept=read.is_repeatable and options.cache_write),
+        reply_bytes=len(read.inputs) * (result_bytes(model) + OUTCOME_BYTES),
         is_keyed=bool(own_id or key),
         cache_read=options.cache_read,
         cache_write=options.cache_write,

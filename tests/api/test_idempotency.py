@@ -17,7 +17,7 @@ from api.answers import AnswerStore, Claim
 from api.app import create_app
 from api.errors import KeyInUse
 from api.idempotency import REPLAYED
-from api.repeats import KeptResponse, Repeats
+from api.repeats import KeptResponse, KeyedRequest, Repeats
 from infra.local.redis import RedisServer
 from shared.errors import Unavailable
 from shared.objects import ObjectStore
@@ -300,8 +300,8 @@ async def test_first_answer_stays(redis_url: str) -> None:
             while (await two.claim("n", "f", "c2")).state != "ours":  # noqa: ASYNC110 - Redis's clock decides
                 await asyncio.sleep(0.01)
         await one.free("n", "c1")  # no longer its own to free
-        assert await one.settle("n", "f", "c1", b"late, but first") == b"late, but first"
-        assert await two.settle("n", "f", "c2", b"second") == b"late, but first"
+        assert await one.settle("n", "acme", "f", "c1", b"late, but first") == b"late, but first"
+        assert await two.settle("n", "acme", "f", "c2", b"second") == b"late, but first"
         assert await one.claim("n", "f", "c3") == Claim("answered", b"late, but first")
         assert (await one.claim("n", "g", "c3")).state == "differs"
 
@@ -309,7 +309,7 @@ async def test_first_answer_stays(redis_url: str) -> None:
 async def test_answers_are_kept_for_a_time(redis_url: str) -> None:
     async with AnswerStore(redis_url, keep_s=0.05, lease_s=5) as store:
         await store.claim("old", "f", "c1")
-        await store.settle("old", "f", "c1", b"answer")
+        await store.settle("old", "acme", "f", "c1", b"answer")
         async with asyncio.timeout(WAIT_LIMIT_S):
             while (await store.claim("old", "g", "c2")).state != "ours":  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -350,7 +350,9 @@ async def test_crowd_of_waiters_is_bounded(redis_url: str, monkeypatch: pytest.M
 
     store = AnswerStore(redis_url, keep_s=60, lease_s=5)
     async with store, Repeats(store, ObjectStore("memory://")) as repeats:
-        first, *waiting = [asyncio.create_task(repeats.answer("n", "f", compute, 5)) for _ in range(5)]
+        first, *waiting = [
+            asyncio.create_task(repeats.answer(KeyedRequest("n", "acme", "f"), compute, 5)) for _ in range(5)
+        ]
         over = [task for task in (await asyncio.wait(waiting, return_when="FIRST_EXCEPTION"))[0]]
         assert all(isinstance(task.exception(), KeyInUse) for task in over)
         done.set()
@@ -368,7 +370,7 @@ async def test_closing_frees_what_is_under_way(redis_url: str) -> None:
 
     async with AnswerStore(redis_url, keep_s=60, lease_s=5) as store:
         async with Repeats(store, ObjectStore("memory://")) as repeats:
-            asked = asyncio.create_task(repeats.answer("n", "f", compute, 5))
+            asked = asyncio.create_task(repeats.answer(KeyedRequest("n", "acme", "f"), compute, 5))
             await computing.wait()
         with pytest.raises(Unavailable):
             await asked

@@ -35,6 +35,12 @@ locals {
         severity = "WARNING"
         title    = "Objects: the store fails"
       }
+      records-dropped = {
+        duration = "0s"
+        query    = "sum(increase(penstock_answers_dropped_total[15m])) + sum(increase(penstock_predictions_dropped_total[15m])) > 0"
+        severity = "WARNING"
+        title    = "Records: dropped before their time"
+      }
       records-down = {
         duration = "60s"
         query    = "min(penstock_records_redis_up) < 1"

@@ -7,8 +7,14 @@ locals {
   _records_apart = coalesce(var.records.apart, length(var.regions) > 1)
   # Subnet 2 of a region's block; modules/region has the others.
   redis_cidrs      = { for name, region in var.regions : name => cidrsubnet(cidrsubnet(var.network_cidr, 4, region.index), 6, 2) }
-  redis_node_types = ["SHARED_CORE_NANO", "STANDARD_SMALL", "HIGHMEM_MEDIUM", "HIGHMEM_XLARGE"]
+  redis_node_types = keys(local._writable_mb)
   records_url      = local._records_apart ? module.records["records"].url : module.redis[local.home].url
+
+  # What a node takes before it evicts, by its type.
+  _writable_mb = { SHARED_CORE_NANO = 1120, STANDARD_SMALL = 5200, HIGHMEM_MEDIUM = 10400, HIGHMEM_XLARGE = 46400 }
+  # For answers, and as much for predictions, which may take twice theirs
+  # while many tenants have some under way. The last quarter is the cache's.
+  records_max_bytes = floor(local._writable_mb[local._records_apart ? var.records.node_type : var.cache.node_type] * 1000 * 1000 / 4)
 }
 
 resource "google_compute_subnetwork" "redis" {

@@ -23,6 +23,7 @@ module "region" {
   dataset             = google_bigquery_dataset.default.dataset_id
   deletion_protection = var.deletion_protection
   objects_url         = "gs://${google_storage_bucket.objects.name}"
+  records_max_bytes   = local.records_max_bytes
   records_url         = local.records_url
   redis_url           = module.redis[each.key].url
   secrets             = local.secrets

@@ -2,23 +2,25 @@
 
 locals {
   environment = {
-    PENSTOCK_DATASET            = var.dataset
-    PENSTOCK_HOST               = "0.0.0.0"
-    PENSTOCK_IDEMPOTENCY_KEEP_S = tostring(var.api.idempotency_keep_s)
-    PENSTOCK_INBOX_POOL         = tostring(var.inboxes.count)
-    PENSTOCK_MAX_IN_FLIGHT      = tostring(var.api.max_in_flight)
-    PENSTOCK_METRICS_PORT       = "9464"
-    PENSTOCK_MODELS_FILE        = "/etc/penstock/models.yaml"
-    PENSTOCK_OBJECTS_URL        = var.objects_url
-    PENSTOCK_PORT               = tostring(local.port)
-    PENSTOCK_PREDICTION_KEEP_S  = tostring(var.api.prediction_keep_s)
-    PENSTOCK_PROJECT            = var.project_id
-    PENSTOCK_RECORDS_URL        = var.records_url
-    PENSTOCK_REDIS_URL          = var.redis_url
-    PENSTOCK_REGION             = var.region
-    PENSTOCK_REPLY_SLOTS        = tostring(var.inboxes.slots)
-    PENSTOCK_SPOOL_DIR          = "/var/spool/penstock"
-    PENSTOCK_SPOOL_MAX_BYTES    = tostring(256 * 1024 * 1024)
+    PENSTOCK_ANSWERS_MAX_BYTES     = tostring(var.records_max_bytes)
+    PENSTOCK_DATASET               = var.dataset
+    PENSTOCK_HOST                  = "0.0.0.0"
+    PENSTOCK_IDEMPOTENCY_KEEP_S    = tostring(var.api.idempotency_keep_s)
+    PENSTOCK_INBOX_POOL            = tostring(var.inboxes.count)
+    PENSTOCK_MAX_IN_FLIGHT         = tostring(var.api.max_in_flight)
+    PENSTOCK_METRICS_PORT          = "9464"
+    PENSTOCK_MODELS_FILE           = "/etc/penstock/models.yaml"
+    PENSTOCK_OBJECTS_URL           = var.objects_url
+    PENSTOCK_PORT                  = tostring(local.port)
+    PENSTOCK_PREDICTION_KEEP_S     = tostring(var.api.prediction_keep_s)
+    PENSTOCK_PREDICTIONS_MAX_BYTES = tostring(var.records_max_bytes)
+    PENSTOCK_PROJECT               = var.project_id
+    PENSTOCK_RECORDS_URL           = var.records_url
+    PENSTOCK_REDIS_URL             = var.redis_url
+    PENSTOCK_REGION                = var.region
+    PENSTOCK_REPLY_SLOTS           = tostring(var.inboxes.slots)
+    PENSTOCK_SPOOL_DIR             = "/var/spool/penstock"
+    PENSTOCK_SPOOL_MAX_BYTES       = tostring(256 * 1024 * 1024)
     # Whatever connects to a container on Cloud Run is Google's front end,
     # which ends TLS and writes this header itself.
     PENSTOCK_TRUSTED_PROXIES = "*"

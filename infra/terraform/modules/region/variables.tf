@@ -99,6 +99,12 @@ variable "project_id" {
   nullable    = false
 }
 
+variable "records_max_bytes" {
+  description = "What answers kept for Idempotency-Keys may take in the Redis of the records, and predictions as much."
+  type        = number
+  nullable    = false
+}
+
 variable "records_url" {
   description = "Redis of the records."
   type        = string

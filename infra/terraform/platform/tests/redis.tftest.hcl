@@ -18,18 +18,28 @@ run "one_region_keeps_its_records_beside_the_cache" {
     condition     = length(module.records) == 0 && output.deployments["europe-west4"].records_url == "redis://10.64.32.2:6379/0"
     error_message = "One region needs no second Redis."
   }
+
+  assert {
+    condition     = module.region["europe-west4"].environment["PENSTOCK_ANSWERS_MAX_BYTES"] == "1300000000"
+    error_message = "Answers may take a quarter of what their node takes."
+  }
 }
 
 run "one_region_with_its_records_apart" {
   command = plan
 
   variables {
-    records = { apart = true }
+    records = { apart = true, node_type = "HIGHMEM_MEDIUM" }
   }
 
   assert {
     condition     = length(module.records) == 1
     error_message = "A second region can come later without moving the records."
+  }
+
+  assert {
+    condition     = module.region["europe-west4"].environment["PENSTOCK_PREDICTIONS_MAX_BYTES"] == "2600000000"
+    error_message = "The budget is that of the node that has the records."
   }
 }
 

@@ -1,16 +1,17 @@
 # Against a stand-in of the provider: make terraform-check.
 
 variables {
-  project_id  = "example-project"
-  prefix      = "penstock"
-  region      = "europe-west4"
-  cidr        = "10.64.0.0/14"
-  network     = "projects/example-project/global/networks/penstock"
-  dataset     = "penstock"
-  objects_url = "gs://example-project-penstock-objects"
-  records_url = "redis://10.64.32.9:6379/0"
-  redis_url   = "redis://10.68.32.2:6379/0"
-  inboxes     = { count = 8, first = 0, slots = 80 }
+  project_id        = "example-project"
+  prefix            = "penstock"
+  region            = "europe-west4"
+  cidr              = "10.64.0.0/14"
+  network           = "projects/example-project/global/networks/penstock"
+  dataset           = "penstock"
+  objects_url       = "gs://example-project-penstock-objects"
+  records_max_bytes = 1300000000
+  records_url       = "redis://10.64.32.9:6379/0"
+  redis_url         = "redis://10.68.32.2:6379/0"
+  inboxes           = { count = 8, first = 0, slots = 80 }
 
   api = { image = "europe-west4-docker.pkg.dev/p/penstock/api@sha256:0", service_account = "api@example-project.iam.gserviceaccount.com" }
 
@@ -97,6 +98,15 @@ run "two_redis" {
   assert {
     condition     = output.environment["PENSTOCK_RECORDS_URL"] == var.records_url && output.environment["PENSTOCK_REDIS_URL"] == var.redis_url
     error_message = "Records are where all regions have them; cache and leases are the region's."
+  }
+}
+
+run "budgets_of_the_records" {
+  command = plan
+
+  assert {
+    condition     = output.environment["PENSTOCK_ANSWERS_MAX_BYTES"] == "1300000000" && output.environment["PENSTOCK_PREDICTIONS_MAX_BYTES"] == "1300000000"
+    error_message = "Neither answers nor predictions may fill the Redis that has them."
   }
 }
 
