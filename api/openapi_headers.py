@@ -7,6 +7,7 @@ from typing import Any
 from api.request_options import LONGEST_KEY, LONGEST_MS
 
 Described = dict[str, Any]
+TRUNCATED_HEADER = "x-penstock-truncated-tokens"
 
 
 def _parameter(name: str, description: str, schema: Described) -> Described:
@@ -70,7 +71,7 @@ ANSWERED: dict[str, Described] = {
     "X-Penstock-Batch-Ms": _of_answers("Milliseconds spent waiting for the batch to start.", _AMOUNT),
     "X-Penstock-Inference-Ms": _of_answers("Milliseconds spent in the model.", _AMOUNT),
     "X-Penstock-Truncated-Tokens": _of_answers(
-        "How many tokens of all texts were cut. Present where the request has `truncate`.",
+        "How many tokens were cut: of all texts where the request has `truncate`, of the prompts where it is an image.",
         {"type": "integer", "minimum": 0},
     ),
     "X-Penstock-Seed": _of_answers("The seeds of the images, comma-separated.", {"type": "string"}),

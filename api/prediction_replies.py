@@ -28,7 +28,8 @@ class PredictionUrls(msgspec.Struct):
 class PredictionTimes(msgspec.Struct, omit_defaults=True):
     """Seconds under Replicate's names, milliseconds under RunPod's. Each is present once it is known.
 
-    `truncated_tokens` says how many tokens of all texts were cut. It is present where the input has `truncate`.
+    `truncated_tokens` says how many tokens were cut: of all texts, where the input has `truncate`; of the prompts of
+    images, where that is known.
     """
 
     total_time: Seconds | msgspec.UnsetType = msgspec.UNSET

@@ -91,7 +91,7 @@ class EmbeddingResult(msgspec.Struct, tag="embedding", omit_defaults=True):
     """Tokens that were left out, because the text was longer than the model takes."""
 
 
-class ImageResult(msgspec.Struct, tag="image"):
+class ImageResult(msgspec.Struct, tag="image", omit_defaults=True):
     """One encoded image with the seed that gives it again."""
 
     image: Blob
@@ -99,6 +99,8 @@ class ImageResult(msgspec.Struct, tag="image"):
     height: int
     seed: int
     pixel_steps: int
+    truncated_tokens: int | None = None
+    """Tokens of its prompts that were left out, because they were longer than the model takes; None: not known."""
 
 
 Result = EmbeddingResult | ImageResult

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,7 +16,7 @@ import msgspec
 import numpy as np
 
 from shared.links import Links
-from shared.messages import EmbeddingResult, ImageResult, Result, reason_of
+from shared.messages import EmbeddingResult, ImageResult, ItemOutcome, Result, reason_of
 from shared.records import Record
 
 MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp"}
@@ -174,7 +175,17 @@ def _metrics(prediction: Prediction, record: Record) -> dict[str, float]:
     if prediction.input.get("truncate") and record.state == "succeeded" and record.reply:
         results = [outcome.result for outcome in record.reply.outcomes]
         found["truncated_tokens"] = sum(getattr(result, "truncated_tokens", 0) for result in results)
+    if record.state == "succeeded" and record.reply and (left_out := truncated_in(record.reply.outcomes)) is not None:
+        found["truncated_tokens"] = left_out
     return found
+
+
+def truncated_in(outcomes: Sequence[ItemOutcome]) -> int | None:
+    """How many tokens of its prompts a request for images lost; None where no worker counted them."""
+    results = [outcome.result for outcome in outcomes]
+    counts = [one.truncated_tokens for one in results if isinstance(one, ImageResult)]
+    # All its images are of the same prompts.
+    return max((count for count in counts if count is not None), default=None)
 
 
 def _ended_at_s(record: Record) -> float:

@@ -15,6 +15,7 @@ from api.context import context_of
 from api.direct import DirectRoute
 from api.inbound import check_room, infer, read_json, tenant_of
 from api.openapi import body_of, inferred
+from api.openapi_headers import TRUNCATED_HEADER
 from api.parts import parts_of
 from api.schemas import EmbeddingItem, EmbeddingsBody, EmbeddingsReply, Usage
 from api.texts import text_inputs
@@ -23,7 +24,6 @@ from shared.errors import BadInput, PenstockError
 from shared.messages import EmbeddingResult, ItemOutcome
 
 router = APIRouter(route_class=DirectRoute)
-TRUNCATED_HEADER = "x-penstock-truncated-tokens"
 LARGE_ITEMS = 256
 """From so many on a request that finds no room is refused before its cache keys are made: they take milliseconds."""
 _encoder = msgspec.json.Encoder()

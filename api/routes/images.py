@@ -13,6 +13,7 @@ from api.drawing import check_strength, first_image, size_of
 from api.edit_form import read_edit
 from api.inbound import answer_by_s, check_room, infer, link_to, read_json, tenant_of
 from api.openapi import body_of, inferred
+from api.openapi_headers import TRUNCATED_HEADER
 from api.parts import Parts, parts_of
 from api.pictures import MEDIA_TYPES
 from api.schemas import EditBody, EditForm, GenerationBody, ImageItem, ImagesReply
@@ -20,6 +21,7 @@ from shared.catalog import Model
 from shared.errors import PenstockError
 from shared.messages import Blob, ImageInput, ImageResult
 from shared.objects import object_key
+from shared.predictions import truncated_in
 
 router = APIRouter(route_class=DirectRoute)
 RESULT_LIMIT_BYTES = 64 * 1024 * 1024
@@ -29,7 +31,7 @@ RESULT_LIMIT_BYTES = 64 * 1024 * 1024
     "/v1/images/generations",
     summary="Create images from a prompt",
     openapi_extra=body_of(GenerationBody),
-    responses=inferred(ImagesReply, "X-Penstock-Seed"),
+    responses=inferred(ImagesReply, "X-Penstock-Seed", "X-Penstock-Truncated-Tokens"),
 )
 async def create_images(request: Request) -> Response:
     """Answers when all images are ready. With a seed the same request gives the same images, mostly from the cache."""
@@ -44,7 +46,7 @@ async def create_images(request: Request) -> Response:
     "/v1/images/edits",
     summary="Create images from an image and a prompt",
     openapi_extra=body_of(EditBody, form=EditForm),
-    responses=inferred(ImagesReply, "X-Penstock-Seed"),
+    responses=inferred(ImagesReply, "X-Penstock-Seed", "X-Penstock-Truncated-Tokens"),
 )
 async def edit_image(request: Request) -> Response:
     """Image-to-image: the source is resized to the output size and changed as much as `strength` says."""
@@ -88,7 +90,10 @@ async def _draw(
     drawn = [result for result in results if isinstance(result, ImageResult)]
     if len(drawn) < len(results):
         raise PenstockError(f"{model.name} gave a result that is no image; this is a bug")
-    context_of(request).headers["x-penstock-seed"] = ",".join(str(result.seed) for result in drawn)
+    headers = context_of(request).headers
+    headers["x-penstock-seed"] = ",".join(str(result.seed) for result in drawn)
+    if (left_out := truncated_in(answer.outcomes)) is not None:
+        headers[TRUNCATED_HEADER] = str(left_out)
     deadline_s = answer_by_s(request, model)
     items = [await _item(request, body, result, deadline_s) for result in drawn]
     reply = ImagesReply(items, model.name, f"{first.width}x{first.height}", body.output_format)

@@ -61,6 +61,10 @@ def png_of(given: ImageInput) -> bytes:
     return buffer.getvalue()
 
 
+LONGEST_PROMPT_WORDS = 10
+"""What an image's prompts lose beyond is told, as a real worker tells it of tokens."""
+
+
 class FakeWorker:
     """Serves all of `models`.
 
@@ -203,6 +207,7 @@ def _result(given: Input) -> Result:
     if isinstance(given, ImageInput):
         image = Blob("image/png", data=png_of(given))
         pixel_steps = given.width * given.height * given.steps
-        return ImageResult(image, given.width, given.height, given.seed, pixel_steps)
+        left_out = max(0, len(given.prompt.split()) + len(given.negative_prompt.split()) - LONGEST_PROMPT_WORDS)
+        return ImageResult(image, given.width, given.height, given.seed, pixel_steps, left_out)
     words = given.text.split() if hasattr(given, "text") else given.tokens
     return EmbeddingResult(vector_of(given).tobytes(), len(words) + 2)

@@ -11,7 +11,7 @@ from PIL import Image
 from shared.errors import PenstockError
 from shared.links import VALID_S, Links
 from shared.messages import INLINE_LIMIT_BYTES, ImageInput
-from tests.api.fake_worker import png_of
+from tests.api.fake_worker import LONGEST_PROMPT_WORDS, png_of
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest
 
 pytestmark = pytest.mark.anyio
@@ -218,3 +218,22 @@ async def test_result_that_is_gone_from_the_store_is_not_found(api: ApiUnderTest
     response = await api.http.get(path)
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "not_found"
+
+
+LONG_PROMPT = "red " * (LONGEST_PROMPT_WORDS + 4)
+LEFT_OUT = "x-penstock-truncated-tokens"
+
+
+@pytest.mark.parametrize("wish", [{"n": 3}, {"n": 1}], ids=str)
+async def test_what_a_prompt_lost_is_told(api: ApiUnderTest, wish: dict[str, int]) -> None:
+    images = api.openai().images.with_raw_response
+    answer = await images.generate(prompt=LONG_PROMPT, extra_body=wish | {"seed": 1, "negative_prompt": "a b"})
+    assert answer.headers[LEFT_OUT] == "6"
+    again = await images.generate(prompt=LONG_PROMPT, extra_body=wish | {"seed": 1, "negative_prompt": "a b"})
+    assert (again.headers["x-penstock-cache"], again.headers[LEFT_OUT]) == ("hit", "6")
+    assert (await images.generate(prompt="red")).headers[LEFT_OUT] == "0"
+    edited = await images.edit(image=encoded(Image.new("RGB", (64, 64))), prompt=LONG_PROMPT)
+    assert edited.headers[LEFT_OUT] == "4"
+    for path in ("generations", "edits"):
+        page = (await api.http.get("/openapi.json")).json()["paths"][f"/v1/images/{path}"]["post"]
+        assert "X-Penstock-Truncated-Tokens" in page["responses"]["200"]["headers"]

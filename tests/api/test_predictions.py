@@ -8,7 +8,7 @@ import pytest
 
 from shared.messages import TextInput
 from shared.records import Records
-from tests.api.fake_worker import vector_of
+from tests.api.fake_worker import LONGEST_PROMPT_WORDS, vector_of
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import TEXT, WAIT, admitted, until_over
 from tests.limits import WAIT_LIMIT_S
@@ -63,6 +63,14 @@ async def test_wait_that_ends_early_answers_starting_and_get_says_processing(api
     assert (await api.http.get(f"/v1/predictions/{created['id']}")).json()["status"] == "processing"
     api.worker.go.set()
     assert (await until_over(api, created))["status"] == "succeeded"
+
+
+async def test_what_a_prompt_lost_is_told(api: ApiUnderTest) -> None:
+    path, prompt = f"/v1/models/any/{IMAGE_MODEL.name}/predictions", "red " * (LONGEST_PROMPT_WORDS + 4)
+    for given, left_out in ((prompt, 4), ("red", 0)):
+        body = {"input": {"prompt": given, "num_outputs": 2}}
+        assert (await api.http.post(path, json=body, headers=WAIT)).json()["metrics"]["truncated_tokens"] == left_out
+    assert "truncated_tokens" not in (await api.http.post("/v1/predictions", json=TEXT, headers=WAIT)).json()["metrics"]
 
 
 async def test_failure_says_why(api: ApiUnderTest) -> None:

@@ -181,6 +181,7 @@ class ImageModel:
                 height=item.height,
                 seed=item.seed,
                 pixel_steps=item.length,
+                truncated_tokens=self._prompts.truncated_tokens(item),
             )
             for item, picture in zip(items, pictures, strict=True)
         ]

@@ -65,6 +65,16 @@ def test_the_embeddings_are_the_pipelines_own(pipeline: Any) -> None:
         torch.testing.assert_close(mine, reference)
 
 
+def test_tokens_left_out_are_counted_in_both_prompts(pipeline: Any) -> None:
+    encoder, most = PromptEncoder(pipeline), pipeline.tokenizer.model_max_length
+    assert encoder.truncated_tokens(item("a", "")) == 0
+    # Of the most, two are special tokens.
+    assert encoder.truncated_tokens(item("a " * (most - 2))) == 0
+    assert encoder.truncated_tokens(item("a " * (most + 3), "a " * (most - 1))) == 5 + 1
+    cut, whole = encode(encoder, item("a " * (most + 3)), item("a " * (most - 2)))["prompt_embeds"]
+    torch.testing.assert_close(cut, whole)
+
+
 def test_what_was_not_used_for_longest_is_dropped(pipeline: Any, rows: list[int]) -> None:
     one_bytes = encode(PromptEncoder(pipeline), item("a"))["prompt_embeds"].nbytes
     encoder = PromptEncoder(pipeline, kept_bytes=3 * one_bytes)
