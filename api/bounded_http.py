@@ -28,6 +28,8 @@ MOST_PIPELINED = 16
 """Requests behind the one that is being answered. One read may hold ten thousand."""
 UNREAD_LIMIT_S = 60
 """A peer that takes nothing in, or is gone without a word, is given up after so long."""
+UNREAD_MAX_BYTES = 256 * 1024 * 1024
+"""Answers that callers leave unread may take so much memory together."""
 RESERVED_FILES = 128
 """File descriptors that are not for callers."""
 
@@ -39,6 +41,8 @@ class BoundedHttp(HttpToolsProtocol):
     max_connections: ClassVar[int]
     idle: ClassVar[dict[BoundedHttp, None]]
     """Connections without a request, first the one that has had none for the longest."""
+    unread: ClassVar[dict[BoundedHttp, int]]
+    """Connections whose callers leave an answer unread, first the longest, with the bytes that wait for them."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -61,6 +65,8 @@ class BoundedHttp(HttpToolsProtocol):
                 oldest = next(iter(self.idle))
                 del self.idle[oldest]
                 oldest._cut("idle")
+            elif self.unread:
+                next(iter(self.unread))._cut("unread")
             else:
                 self._refuse("full", Overloaded("all connections are in use; try again later"))
                 return
@@ -70,8 +76,22 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Counts it out."""
         self.idle.pop(self, None)
+        self._leave_unread()
         self._disarm()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The caller does not take in its answer as fast as it is written: what waits is kept, within a limit."""
+        super().pause_writing()
+        self.unread[self] = self.transport.get_write_buffer_size()
+        metrics.CONNECTIONS_UNREAD.set(len(self.unread))
+        while len(self.unread) > 1 and sum(self.unread.values()) > UNREAD_MAX_BYTES:
+            next(iter(self.unread))._cut("unread")
+
+    def resume_writing(self) -> None:
+        """The caller has taken in nearly all of it."""
+        self._leave_unread()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         """Parses what came; what is no body is bounded."""
@@ -192,7 +212,17 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _cut(self, reason: str) -> None:
         metrics.CONNECTIONS_CUT.labels(reason).inc()
-        self.transport.close()
+        if self._leave_unread():
+            # close() would first wait until the caller has read everything.
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def _leave_unread(self) -> bool:
+        """Takes it from those that are unread; whether it was one of them."""
+        was_unread = self.unread.pop(self, None) is not None
+        metrics.CONNECTIONS_UNREAD.set(len(self.unread))
+        return was_unread
 
 
 def protocol_with(settings: ApiSettings) -> type[BoundedHttp]:
@@ -201,7 +231,7 @@ def protocol_with(settings: ApiSettings) -> type[BoundedHttp]:
     most = settings.max_connections
     if files != resource.RLIM_INFINITY:
         most = max(1, min(most, files - RESERVED_FILES))
-    bounds = {"head_timeout_s": settings.head_timeout_s, "max_connections": most, "idle": {}}
+    bounds = {"head_timeout_s": settings.head_timeout_s, "max_connections": most, "idle": {}, "unread": {}}
     return type("BoundedHttp", (BoundedHttp,), bounds)
 
 

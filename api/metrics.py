@@ -49,9 +49,10 @@ PICTURES = Counter(
 PICTURES_WAITING = Gauge("penstock_api_pictures_waiting", "Pictures waiting to be decoded or encoded.")
 CONNECTIONS_CUT = Counter(
     "penstock_api_connections_cut_total",
-    "Connections that the API closed: idle, full, invalid, head_too_large, head_too_slow.",
+    "Connections that the API closed: idle, full, invalid, head_too_large, head_too_slow, unread.",
     ["reason"],
 )
+CONNECTIONS_UNREAD = Gauge("penstock_api_connections_unread", "Connections whose callers leave an answer unread.")
 GAVE_UP = Counter("penstock_api_jobs_canceled_total", "Jobs canceled because all of their callers hung up.", ["model"])
 
 

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from prometheus_client import REGISTRY
 
 from api.bounded_http import HEAD_LIMIT_BYTES, MOST_PIPELINED
 from api.context import SMALL_BODY_BYTES
@@ -231,6 +232,51 @@ async def test_full_house_of_requests_refuses_the_next(tmp_path: Path) -> None:
         api.worker.go.set()
         for peer in (first, second):
             assert (await peer.answer())[0] == 200
+
+
+LARGE_BYTES = 24 * 1024 * 1024
+"""More than the kernel keeps of an answer for a caller that does not read it."""
+
+
+async def _large(api: ApiUnderTest) -> bytes:
+    """A request for a file that is larger than the kernel's buffers; nobody needs a key for it."""
+    sent = await api.http.post("/v1/files", files={"content": ("a", bytes(LARGE_BYTES))}, timeout=WAIT_LIMIT_S)
+    path = sent.json()["urls"]["download"].removeprefix(api.url)
+    return f"GET {path} HTTP/1.1\r\nhost: a\r\n\r\n".encode()
+
+
+async def _until_unread(connections: int) -> None:
+    """Returns when answers wait for so many connections that do not read them."""
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        unread = "penstock_api_connections_unread"
+        while REGISTRY.get_sample_value(unread) != connections:  # noqa: ASYNC110 - the product has no use for an event
+            await asyncio.sleep(0.01)
+
+
+async def test_full_house_closes_who_reads_no_answer(tmp_path: Path) -> None:
+    async with _api(tmp_path, max_connections=2) as api:
+        request = await _large(api)
+        async with _peer(api) as first, _peer(api) as second:
+            for number, peer in enumerate((first, second), 1):
+                await peer.send(2 * request)
+                await _until_unread(number)
+            async with _peer(api) as third:
+                await third.send(b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n")
+                assert (await third.answer())[0] == 200
+                assert len(await first.said()) < LARGE_BYTES
+                assert [(await second.answer())[0] for _ in range(2)] == [200, 200]
+
+
+async def test_answers_that_nobody_reads_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("api.bounded_http.UNREAD_MAX_BYTES", LARGE_BYTES)
+    async with _api(tmp_path) as api:
+        request = await _large(api)
+        async with _peer(api) as first, _peer(api) as second:
+            await first.send(2 * request)
+            await _until_unread(1)
+            await second.send(request)
+            assert (await second.answer())[0] == 200
+            assert len(await first.said()) < LARGE_BYTES
 
 
 @pytest.mark.parametrize(
