@@ -84,7 +84,7 @@ class Caller:
                 claims = await asyncio.to_thread(self._signed_claims, token)
         except TransportError as error:
             raise Unavailable(f"certificates: {error}") from error
-        except (GoogleAuthError, ValueError) as error:
+        except (GoogleAuthError, ValueError, RecursionError) as error:
             raise Refused(f"the token is not valid: {error}") from error
         self._check_claims(claims)
 

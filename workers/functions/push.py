@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import re
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
@@ -23,6 +24,9 @@ from shared.transport import Message
 
 _METADATA = "x-goog-pubsub-"
 _CREDENTIALS = frozenset({"authorization", "cookie", "x-serverless-authorization"})
+
+# JSON can say half a character, which neither Redis nor Pub/Sub takes.
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def read_push(headers: Mapping[str, str], body: bytes) -> Message:
@@ -41,7 +45,7 @@ def read_push(headers: Mapping[str, str], body: bytes) -> Message:
         return _unwrapped(headers, body)
     try:
         found = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if isinstance(found, dict) and isinstance(found.get("message"), dict):
         return _wrapped(found)
@@ -52,7 +56,7 @@ def read_push(headers: Mapping[str, str], body: bytes) -> Message:
 def _event_data(headers: Mapping[str, str], body: bytes) -> Any:
     try:
         return from_http(dict(headers), body).get_data()
-    except (GenericException, ValueError) as error:
+    except (GenericException, ValueError, RecursionError) as error:
         # Its message would repeat the event, which has what a caller wrote.
         raise UndecodableMessage(f"no CloudEvent: {type(error).__name__}", field="data") from None
 
@@ -64,6 +68,8 @@ def _wrapped(envelope: Any) -> Message:
     attributes = message.get("attributes") or {}
     if not isinstance(attributes, dict) or not all(isinstance(value, str) for value in attributes.values()):
         raise UndecodableMessage("the message's attributes are no strings", field="attributes")
+    if any(_SURROGATE.search(text) for pair in attributes.items() for text in pair):
+        raise UndecodableMessage("the message's attributes are no Unicode text", field="attributes")
     try:
         data = base64.b64decode(message.get("data") or "", validate=True)
     except (binascii.Error, TypeError, ValueError) as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Iterator
+from typing import Literal
 
 import httpx
 import pytest
@@ -50,6 +52,21 @@ async def test_other_claims_are_refused(
         token = _stripped(token)
     with pytest.raises(Refused):
         await caller.check(f"Bearer {token}")
+
+
+def _nested() -> str:
+    return base64.urlsafe_b64encode(b"[" * 30_000).decode()
+
+
+@pytest.mark.parametrize(
+    "token", [f"{_nested()}.e30.e30", f"e30.{_nested()}.e30", f"e30.{_nested()}.{REMOVED_SIGNATURE}"]
+)
+@pytest.mark.parametrize("checked_by", ["us", "cloud-run"])
+async def test_token_that_is_nested_without_end_is_refused(
+    certs: tuple[str, list[str]], token: str, checked_by: Literal["us", "cloud-run"]
+) -> None:
+    with pytest.raises(Refused):
+        await Caller(AUDIENCE, ACCOUNT, certs_url=certs[0], checked_by=checked_by).check(f"Bearer {token}")
 
 
 @pytest.mark.parametrize("authorization", ["", "Bearer ", "Basic dTpw", "Bearer a.b.c", "Bearer nonsense"])

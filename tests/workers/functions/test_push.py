@@ -81,6 +81,8 @@ def test_message_of_attributes_alone(empty: dict[str, Any]) -> None:
         (JSON, envelope(data=5)),
         (JSON, envelope(attributes={"a": 1})),
         (JSON, envelope(attributes=["a"])),
+        (JSON, envelope(attributes={"request_id": "\ud800"})),
+        (JSON, envelope(attributes={"\ud800": "a"})),
         (JSON | {"ce-specversion": "1.0"}, FULL),
         ({"content-type": "application/cloudevents+json"}, EVENT | {"data": {"message": "hi"}}),
         ({"content-type": "application/cloudevents+json"}, ["no event"]),
@@ -89,3 +91,11 @@ def test_message_of_attributes_alone(empty: dict[str, Any]) -> None:
 def test_what_carries_no_message_is_refused(headers: dict[str, str], body: Any) -> None:
     with pytest.raises(UndecodableMessage):
         read_push(headers, json.dumps(body).encode())
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"message":' * 100_000])
+def test_body_that_is_nested_without_end_is_data_or_refused(body: bytes) -> None:
+    assert read_push(JSON, body).data == body
+    for headers in (JSON | {"ce-specversion": "1.0"}, {"content-type": "application/cloudevents+json"}):
+        with pytest.raises(UndecodableMessage):
+            read_push(headers, body)
