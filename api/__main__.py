@@ -10,14 +10,14 @@ import uvicorn
 
 from api import metrics
 from api.app import create_app
-from api.listening import server_config
+from api.server import server_config
 from shared.catalog import read_catalog
 from shared.errors import ConfigurationError
 from shared.logs import configure_logs
-from shared.pubsub import PubSubTransport
-from shared.pubsub_admin import PubSubAdmin
-from shared.rows import RowWriter
+from shared.pubsub.admin import PubSubAdmin
+from shared.pubsub.client import PubSubTransport
 from shared.settings import ApiSettings, read_settings
+from shared.usage.writer import RowWriter
 
 
 def main() -> int:

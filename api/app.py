@@ -10,39 +10,40 @@ from typing import NamedTuple
 
 from fastapi import FastAPI
 
-from api import openapi
-from api.admission import Admission
-from api.answers import AnswerStore
-from api.context import Bodies
-from api.direct import DirectApp
-from api.dispatcher import Dispatcher
+from api.dispatch.admission import Admission
+from api.dispatch.dispatcher import Dispatcher
+from api.dispatch.job_sender import JobSender
+from api.dispatch.readiness import Readiness
+from api.dispatch.reply_inbox import ReplyInbox
 from api.errors import add_handlers
-from api.fetching import Fetcher
-from api.files import Files
-from api.inbox import ReplyInbox
-from api.jobs import JobSender
-from api.parts import Parts
-from api.picture_pool import PicturePool
-from api.pictures import Studio
-from api.prediction_events import Streams
-from api.prediction_inputs import InputReader
-from api.prediction_jobs import PredictionSender
-from api.predictions import Predictions
-from api.readiness import Readiness
-from api.refusals import Refusals
-from api.repeats import Repeats
-from api.routes import embeddings, health, images, models, objects, pages, prediction_models
+from api.http import openapi
+from api.http.auth import Tenants
+from api.http.dependencies import Parts
+from api.http.fast_route import DirectApp
+from api.http.middleware import Bodies
+from api.http.refusals import Refusals
+from api.idempotency.service import Repeats
+from api.idempotency.store import AnswerStore
+from api.inputs.codec_pool import PicturePool
+from api.inputs.files import Files
+from api.inputs.image_codec import Studio
+from api.predictions.event_stream import Streams
+from api.predictions.inputs import InputReader
+from api.predictions.results import Fetcher
+from api.predictions.sender import PredictionSender
+from api.predictions.service import Predictions
+from api.routes import embeddings, health, images, models, objects, pages
 from api.routes import predictions as prediction_routes
-from api.tenants import Tenants
-from shared.cache import ResultCache
+from api.routes import replicate_models as prediction_models
 from shared.catalog import Catalog
-from shared.heap import settle_heap
-from shared.links import Links
-from shared.objects import ObjectStore
-from shared.records import Records
+from shared.gc_tuning import settle_heap
 from shared.settings import ApiSettings
+from shared.stores.cache import ResultCache
+from shared.stores.objects import ObjectStore
+from shared.stores.records import Records
+from shared.stores.signed_urls import Links
 from shared.transport import Admin, Transport
-from shared.usage import RowSink
+from shared.usage.row import RowSink
 
 
 def create_app(

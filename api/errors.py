@@ -19,8 +19,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from api.methods import allowed_methods
-from api.schemas import ErrorDetail, ErrorReply
+from api.allowed_methods import allowed_methods
+from api.schemas.openai import ErrorDetail, ErrorReply
 from shared.errors import BadInput, Canceled, InputTooLarge, Overloaded, PenstockError
 
 

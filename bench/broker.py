@@ -20,14 +20,14 @@ from uuid import uuid4
 import numpy as np
 import uvloop
 
-from api.inbox import ReplyInbox
+from api.dispatch.reply_inbox import ReplyInbox
+from bench.google_emulator import find_emulator, running_emulator
 from bench.report import Figure, Outcome
-from infra.local.google_emulator import find_emulator, running_emulator
 from infra.local.process import Process, free_port, listens
 from shared.messages import ItemOutcome, Receipt, Reply, ReplyBody, encode_reply
-from shared.names import jobs_topic_id, workers_subscription_id
-from shared.pubsub import PubSubTransport
-from shared.pubsub_admin import PubSubAdmin
+from shared.pubsub.admin import PubSubAdmin
+from shared.pubsub.client import PubSubTransport
+from shared.pubsub.names import jobs_topic_id, workers_subscription_id
 from shared.settings import ApiSettings
 from shared.transport import SubscriptionSettings, Transport
 
@@ -75,7 +75,7 @@ def run() -> Outcome:
 @contextmanager
 def _embedded(folder: Path, options: list[str]) -> Iterator[str]:
     port = free_port()
-    command = [sys.executable, "-m", "infra.local.pubsub", "--port", str(port), *options]
+    command = [sys.executable, "-m", "infra.emulators.pubsub", "--port", str(port), *options]
     if options:
         command.append(str(folder / "data"))
     with Process("pubsub", command, folder) as process:

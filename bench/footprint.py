@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from bench.load import Order, drive
+from bench.load.closed_loop import Order, drive
 from bench.pipeline import MODEL, running
 from bench.report import Figure, Outcome
 

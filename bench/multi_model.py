@@ -24,14 +24,14 @@ import uvloop
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.load.texts import Texts
 from bench.pipeline import MODEL, MODELS_FILE, SCRAPE_LIMIT_S, Part, Pipeline, running
 from bench.report import Figure, Outcome
-from bench.texts import Texts
 from infra.local.provision import provision
 from shared.catalog import read_catalog
-from shared.pubsub_admin import PubSubAdmin
-from workers.memory import weights_bytes
-from workers.turns import Turns
+from shared.pubsub.admin import PubSubAdmin
+from workers.runtime.memory import weights_bytes
+from workers.scheduling.model_scheduler import Turns
 
 COMMON, RARE = "common", "rare"
 BACKEND = {"backend": "torch", "precision": "fp32"}
@@ -141,7 +141,7 @@ def _round(pipeline: Pipeline, api_port: int, worker: Part, processes: int) -> d
 
 
 def _bound_s(load_s: float, batch_s: float, processes: int) -> float:
-    """The wait that workers.turns promises the oldest job, and the time to run what queued up behind it meanwhile.
+    """The longest wait that the model scheduler promises the oldest job, and the time to run what queued up behind it.
 
     That is the rare model's share of the traffic in this time, and a batch that is not full for each kind of length.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.load import Order, Report, drive, percentiles
+from bench.load.closed_loop import Order, Report, drive, percentiles
 from bench.pipeline import MODEL, Pipeline, running
 from bench.report import Figure, Outcome
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from bench.load import percentiles
-from bench.open_load import Order, Report, drive
+from bench.load.closed_loop import percentiles
+from bench.load.open_loop import Order, Report, drive
 from bench.pipeline import MODEL, Pipeline, running
 from bench.report import Figure, Outcome, table
 

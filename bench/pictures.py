@@ -18,8 +18,8 @@ import httpx
 import msgspec
 import psutil
 
-from bench.load import percentiles
-from bench.open_load import Order, drive
+from bench.load.closed_loop import percentiles
+from bench.load.open_loop import Order, drive
 from bench.pipeline import MODEL, MODELS_FILE, Part, running
 from bench.report import Figure, Outcome
 

@@ -18,8 +18,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from bench.load import Order, drive
-from bench.texts import Texts
+from bench.load.closed_loop import Order, drive
+from bench.load.texts import Texts
 from infra.local.ports import Ports
 from infra.local.process import Process, answers, free_port
 from infra.local.stack import Stack
@@ -29,8 +29,8 @@ from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings, environment_with, read_settings
 from workers.models.artifact import find_artifact, source_digest
 from workers.models.backend import Backend
-from workers.sources import resolve
-from workers.template_process import MODEL_PROCESS_NAME
+from workers.models.source import resolve
+from workers.runtime.template_process import MODEL_PROCESS_NAME
 
 MODEL = "all-MiniLM-L6-v2"
 MODELS_FILE = Path("models.yaml")

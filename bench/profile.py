@@ -16,7 +16,7 @@ from typing import Any
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import bigquery
 
-from bench.load import Exchange, Order, drive
+from bench.load.closed_loop import Exchange, Order, drive
 from bench.pipeline import MODEL, Pipeline, running
 from bench.report import Figure, Outcome
 

@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 
 from workers.models.backend import Backend
-from workers.models.grouping import cut_by_length
+from workers.models.embedding.length_bucketing import cut_by_length
 
 WAYS = ("by 4", "by 16", "512 tokens", "1024 tokens", "2048 tokens", "least padding")
 """How sorted texts are cut into batches: by number, by padded tokens, or into the groups of least cost."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from bench.load import Order, drive
+from bench.load.closed_loop import Order, drive
 from bench.pipeline import MODEL, Part, Pipeline, running
 from bench.report import Figure, Outcome
 

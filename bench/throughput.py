@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from bench.load import Order, drive
+from bench.load.closed_loop import Order, drive
 from bench.pipeline import MODEL, Pipeline, running
 from bench.raw_model import WAYS, RawModel
 from bench.report import Figure, Outcome

@@ -122,13 +122,13 @@ def _doctor(_: argparse.Namespace) -> int:
 
 
 def _pubsub(options: argparse.Namespace) -> int:
-    from infra.local.pubsub.__main__ import main as serve
+    from infra.emulators.pubsub.__main__ import main as serve
 
     return serve(options.rest)
 
 
 def _bigquery(options: argparse.Namespace) -> int:
-    from infra.local.bigquery.__main__ import main as serve
+    from infra.emulators.bigquery.__main__ import main as serve
 
     return serve(options.rest)
 

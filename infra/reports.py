@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from infra import bigquery as usage
-from infra.table import table
+from infra.text_table import table
 from shared.errors import BadInput, Unavailable
 from shared.settings import Settings
 

@@ -71,7 +71,7 @@ class Price(_Entry):
 
 
 class ImageDefaults(_Entry):
-    """Defaults and bounds of an image model's parameters; `scheduler` is one of shared.schedulers."""
+    """Defaults and bounds of an image model's parameters; `scheduler` is one of shared.diffusion_schedulers."""
 
     width: Positive = 512
     height: Positive = 512

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shared.links import Links
 from shared.messages import EmbeddingResult, ImageResult, ItemOutcome, Result, reason_of
-from shared.records import Record
+from shared.stores.records import Record
+from shared.stores.signed_urls import Links
 
 MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp"}
 """Of the output formats that may be asked for; workers give PNG."""

@@ -1,4 +1,4 @@
-"""The seam to the broker as API and worker see it: shared/pubsub.py is the real one, tests/fakes.py one in memory."""
+"""The seam to the broker: shared/pubsub/client.py is the real one, tests/fakes.py one in memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Checks a webhook's URL without resolving its host: one rule for the API and for the function that delivers.
 
-The function also checks the addresses of the host when it connects (workers/functions/destination.py). The host is
+The function also checks the addresses of the host when it connects (workers/functions/webhook_client.py). The host is
 not resolved here, because it may resolve to something else by then.
 """
 

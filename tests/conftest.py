@@ -10,11 +10,11 @@ import pytest
 import redis
 from hypothesis import settings
 
-from api.answers import AnswerStore
+from api.idempotency.store import AnswerStore
 from infra.local.process import Process, free_port, listens
-from infra.local.redis import RedisServer
-from shared.cache import ResultCache
-from shared.records import Records
+from infra.local.redis_server import RedisServer
+from shared.stores.cache import ResultCache
+from shared.stores.records import Records
 from tests.limits import REDIS_LIMIT_S, START_LIMIT_S, TEST_LIMIT_S
 
 HEAVY = (
@@ -31,7 +31,7 @@ HEAVY = (
     "infra/test_cli.py",
     "infra/test_stack.py",
     "models/shapes/test_train.py",
-    "workers/choose/",
+    "workers/autotune/",
     "workers/models/",
     "workers/optimize/",
     "workers/test_model_pool.py",
@@ -116,7 +116,7 @@ def redis_url(redis_server: RedisServer) -> str:
 def pubsub_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """HOST:PORT of an embedded Pub/Sub; shared, so each test names its own project or topics."""
     port = free_port()
-    command = [sys.executable, "-m", "infra.local.pubsub", "--port", str(port)]
+    command = [sys.executable, "-m", "infra.emulators.pubsub", "--port", str(port)]
     with _running("pubsub", command, port, tmp_path_factory.mktemp("pubsub")):
         yield f"127.0.0.1:{port}"
 
@@ -125,7 +125,15 @@ def pubsub_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def bigquery_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of an embedded BigQuery; shared, so each test names its own project or dataset."""
     port, folder = free_port(), tmp_path_factory.mktemp("bigquery")
-    command = [sys.executable, "-m", "infra.local.bigquery", "--port", str(port), "--data-dir", str(folder / "data")]
+    command = [
+        sys.executable,
+        "-m",
+        "infra.emulators.bigquery",
+        "--port",
+        str(port),
+        "--data-dir",
+        str(folder / "data"),
+    ]
     with _running("bigquery", command, port, folder):
         yield f"http://127.0.0.1:{port}"
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from infra.local.pubsub.filter import Filter, parse_filter
+from infra.emulators.pubsub.state.filter import Filter, parse_filter
 from shared.errors import BadInput, PenstockError, Unavailable
 from shared.transport import Message, SubscriptionSettings
 

@@ -14,28 +14,28 @@ from contextlib import AsyncExitStack
 
 import uvloop
 
-from shared.cache import ResultCache
 from shared.catalog import Model, read_catalog
 from shared.errors import ConfigurationError, PenstockError
-from shared.heap import settle_heap
+from shared.gc_tuning import settle_heap
 from shared.logs import configure_logs
-from shared.objects import ObjectStore
-from shared.pubsub import PubSubTransport
-from shared.records import Records
-from shared.rows import RowWriter
+from shared.pubsub.client import PubSubTransport
 from shared.settings import WorkerSettings, read_settings
-from workers.choose.asking import chosen, held
-from workers.choose.candidates import shared_layout
-from workers.choose.choice import Layout
-from workers.choose.machine import this_machine
-from workers.choose.renewal import Held, Renewal
-from workers.finisher import Finisher
+from shared.stores.cache import ResultCache
+from shared.stores.objects import ObjectStore
+from shared.stores.records import Records
+from shared.usage.writer import RowWriter
+from workers.autotune.candidates import shared_layout
+from workers.autotune.choice import Layout
+from workers.autotune.client import chosen, held
+from workers.autotune.hardware import this_machine
+from workers.autotune.renewal import Held, Renewal
 from workers.health import health_server
-from workers.intake import Intake
 from workers.job import WorkerFacts
-from workers.model_pool import Hosted, ModelPool
+from workers.jobs.completion import Finisher
+from workers.jobs.consumer import Intake
 from workers.models import preparer_for
-from workers.sources import resolve
+from workers.models.source import resolve
+from workers.runtime.pool import Hosted, ModelPool
 from workers.worker import Worker
 
 log = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ from typing import Any
 from shared.catalog import Model
 from shared.errors import Canceled, DeadlineExceeded, PenstockError
 from shared.messages import Envelope, Item, ItemOutcome, Job, Receipt, Result, failure
-from shared.records import record_id
+from shared.stores.records import record_id
 from shared.transport import Message, Subscription
-from shared.usage import Row, row_of
-from workers.model_pool import BatchDone
+from shared.usage.row import Row, row_of
 from workers.models.base import Prepared
+from workers.runtime.pool import BatchDone
 
 FRESH_S = 0.05
 NOT_STARTED, NOT_DONE = "the model could start", "the model was done"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from workers.model_pool import BatchDone
+from workers.runtime.pool import BatchDone
 
 ITEMS = Counter("penstock_worker_items_total", "Items ended, by status and cache level", ["status", "cache"])
 WAITING = Gauge("penstock_worker_items_waiting", "Items that wait for a model process")

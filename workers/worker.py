@@ -2,11 +2,11 @@
 
 Guarantees used: Pub/Sub delivers a job at least once and keeps it until its ack; the transport keeps the lease of every
 message in hand, and flow control bounds how many those are. The models run in processes of their own
-(workers/model_pool.py), so what they do to their interpreter takes no lease and no reply with it.
+(workers/runtime/pool.py), so what they do to their interpreter takes no lease and no reply with it.
 
-In call order: `run` opens the subscriptions of each model and starts its workers/intake.py → `_serve`, one for each
-model process, asks workers/turns.py whose turn it is, takes that model's next batch and runs it → `_listen` hears of
-jobs that are canceled meanwhile.
+In call order: `run` opens the subscriptions of each model and starts its workers/jobs/consumer.py → `_serve`, one for
+each model process, asks workers/scheduling/model_scheduler.py whose turn it is, takes that model's next batch and runs
+it → `_listen` hears of jobs that are canceled meanwhile.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from functools import partial
 from typing import Any
 
 from shared.errors import ModelFailed, PenstockError
-from shared.names import batch_subscription_id, workers_subscription_id
-from shared.records import Records
+from shared.pubsub.names import batch_subscription_id, workers_subscription_id
+from shared.stores.records import Records
 from shared.transport import Subscriber
 from workers import metrics
-from workers.frames import Residence
-from workers.intake import Intake
 from workers.job import Entry
-from workers.model_pool import BatchDone, ModelPool, ModelProcess, ModelProcessDied
-from workers.turns import Pause, Turns
+from workers.jobs.consumer import Intake
+from workers.runtime.pool import BatchDone, ModelPool, ModelProcess, ModelProcessDied
+from workers.runtime.protocol import Residence
+from workers.scheduling.model_scheduler import Pause, Turns
 
 log = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.context import context_of
-from api.direct import DirectRoute
-from api.inbound import check_room, infer, read_json, tenant_of
-from api.openapi import body_of, inferred
-from api.openapi_headers import TRUNCATED_HEADER
-from api.parts import parts_of
-from api.schemas import EmbeddingItem, EmbeddingsBody, EmbeddingsReply, Usage
-from api.texts import text_inputs
+from api.http.dependencies import parts_of
+from api.http.fast_route import DirectRoute
+from api.http.middleware import context_of
+from api.http.openapi import body_of, inferred
+from api.http.openapi_headers import TRUNCATED_HEADER
+from api.http.request import check_room, infer, read_json, tenant_of
+from api.inputs.texts import text_inputs
+from api.schemas.openai import EmbeddingItem, EmbeddingsBody, EmbeddingsReply, Usage
 from shared.catalog import Model
 from shared.errors import BadInput, PenstockError
 from shared.messages import EmbeddingResult, ItemOutcome

@@ -7,9 +7,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.openapi import done
-from api.parts import parts_of
-from api.prediction_replies import HealthReply, ReadinessReply
+from api.http.dependencies import parts_of
+from api.http.openapi import done
+from api.schemas.replicate_replies import HealthReply, ReadinessReply
 
 router = APIRouter()
 

@@ -7,21 +7,21 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.context import context_of, while_connected
-from api.direct import DirectRoute
-from api.drawing import check_strength, first_image, size_of
-from api.edit_form import read_edit
-from api.inbound import answer_by_s, check_room, infer, link_to, read_json, tenant_of
-from api.openapi import body_of, inferred
-from api.openapi_headers import TRUNCATED_HEADER
-from api.parts import Parts, parts_of
-from api.pictures import MEDIA_TYPES
-from api.schemas import EditBody, EditForm, GenerationBody, ImageItem, ImagesReply
+from api.http.dependencies import Parts, parts_of
+from api.http.edit_body import read_edit
+from api.http.fast_route import DirectRoute
+from api.http.middleware import context_of, while_connected
+from api.http.openapi import body_of, inferred
+from api.http.openapi_headers import TRUNCATED_HEADER
+from api.http.request import answer_by_s, check_room, infer, link_to, read_json, tenant_of
+from api.inputs.image_codec import MEDIA_TYPES
+from api.inputs.image_params import check_strength, first_image, size_of
+from api.schemas.openai import EditBody, EditForm, GenerationBody, ImageItem, ImagesReply
 from shared.catalog import Model
 from shared.errors import PenstockError
 from shared.messages import Blob, ImageInput, ImageResult
-from shared.objects import object_key
 from shared.predictions import truncated_in
+from shared.stores.objects import object_key
 
 router = APIRouter(route_class=DirectRoute)
 RESULT_LIMIT_BYTES = 64 * 1024 * 1024

@@ -10,14 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import EXPECTED
-from api.inbound import tenant_of
-from api.openapi import KEYED, Responses, done, ref_to, replies
-from api.parts import Parts, parts_of
-from api.prediction_replies import ModelsPage
-from api.problems import problem_response
-from api.routes import prediction_models
-from api.schemas import ModelItem, ModelsReply
-from api.versions import is_replicates_client
+from api.http.dependencies import Parts, parts_of
+from api.http.openapi import KEYED, Responses, done, ref_to, replies
+from api.http.request import tenant_of
+from api.predictions.versions import is_replicates_client
+from api.problem_details import problem_response
+from api.routes import replicate_models as prediction_models
+from api.schemas.openai import ModelItem, ModelsReply
+from api.schemas.replicate_replies import ModelsPage
 from shared.catalog import Model
 
 router = APIRouter()

@@ -8,11 +8,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.context import while_connected
-from api.openapi import bytes_of, errors
-from api.parts import parts_of
-from shared.links import VALID_S
+from api.http.dependencies import parts_of
+from api.http.middleware import while_connected
+from api.http.openapi import bytes_of, errors
 from shared.predictions import MEDIA_TYPES
+from shared.stores.signed_urls import VALID_S
 
 router = APIRouter()
 ANY_BYTES = "application/octet-stream"

@@ -19,26 +19,26 @@ from fastapi import APIRouter, Path, Query
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from api import openapi
-from api.context import context_of, while_connected
-from api.direct import IS_HEAD
-from api.idempotency import REPLAYED
-from api.inbound import base_url_of, options_of, read_json, tenant_of
-from api.jobs import OUTCOME_BYTES, result_bytes
-from api.openapi_headers import LAST_EVENT_ID
-from api.parts import Parts, parts_of
-from api.prediction_events import KINDS
-from api.prediction_jobs import NewPrediction
-from api.prediction_replies import PredictionReply, PredictionsPage
-from api.prediction_schemas import LONGEST_URL, PredictionBody, VersionedBody
-from api.predictions import OWN_ID, Seen
-from api.problems import ProblemRoute
-from api.versions import OWNER, find_version, version_of
-from shared.cache import cache_key
+from api.dispatch.job_sender import OUTCOME_BYTES, result_bytes
+from api.http import openapi
+from api.http.dependencies import Parts, parts_of
+from api.http.fast_route import IS_HEAD
+from api.http.idempotency import REPLAYED
+from api.http.middleware import context_of, while_connected
+from api.http.openapi_headers import LAST_EVENT_ID
+from api.http.request import base_url_of, options_of, read_json, tenant_of
+from api.predictions.event_stream import KINDS
+from api.predictions.sender import NewPrediction
+from api.predictions.service import OWN_ID, Seen
+from api.predictions.versions import OWNER, find_version, version_of
+from api.problem_details import ProblemRoute
+from api.schemas.replicate import LONGEST_URL, PredictionBody, VersionedBody
+from api.schemas.replicate_replies import PredictionReply, PredictionsPage
 from shared.catalog import Model
 from shared.errors import BadInput
 from shared.messages import Input, Item
 from shared.predictions import Prediction, body_of, record_of
+from shared.stores.cache import cache_key
 from shared.webhook_urls import Forbidden, judged_url
 
 router = APIRouter(route_class=ProblemRoute, tags=["predictions"])

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bench.texts import Texts
+from bench.load.texts import Texts
 
 SEND_S = {1: 2.0, 8: 2.0, 32: 3.0, 128: 5.0, 512: 2.0}
 """For how long new requests are sent, by requests in flight; then what is open is waited for. 512 are all sent at
@@ -20,7 +20,8 @@ OPEN_CONNECTIONS = 1024
 MOST_PER_S = 1200
 """No contender answers more; so many texts are drawn per second of sending."""
 BLOCK = 20
-"""So many texts in a row hold bench.texts.MIX exactly: the slow see the same mix as the fast, who see more texts."""
+"""So many texts in a row hold bench.load.texts.MIX exactly: the slow see the same mix as the fast, who see more texts.
+"""
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import msgspec
 
-from bench.load import percentiles
+from bench.load.closed_loop import percentiles
+from bench.load.texts import Texts
 from bench.peers.loads import Load
 from bench.peers.reference import cosine, vectors_of
 from bench.peers.roster import Contender
 from bench.peers.serving import Serving, serving
-from bench.texts import Texts
 from shared.errors import PenstockError
 
 WARM_UP_TEXTS = 200

@@ -9,7 +9,7 @@ from typing import Any
 from infra.deploy.costs import Cost, totals, without_price
 from infra.deploy.plan import Plan
 from infra.deploy.sizing import Pool, Site, Workers
-from infra.table import table
+from infra.text_table import table
 
 
 def text(plan: Plan) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from infra.deploy.platform import Platform
 from infra.kubernetes.deployment import gpu_class
 from shared.catalog import Model
-from shared.names import (
+from shared.pubsub.names import (
     WEBHOOKS_SUBSCRIPTION_ID,
     WEBHOOKS_TOPIC_ID,
     batch_subscription_id,

@@ -28,7 +28,7 @@ from shared.messages import (
     encode_job,
     encode_reply,
 )
-from shared.usage import row_of
+from shared.usage.row import row_of
 
 HOURS = 730.0
 """Of a month: 365 x 24 / 12, as Google's price lists have it."""
@@ -37,7 +37,7 @@ DAYS = HOURS / 24
 MESSAGE_BYTES = 20 + 16
 """Billed with every message besides body and attributes: timestamp and message id (cloud.google.com/pubsub/pricing)."""
 LARGEST_JOB_ITEMS = 16
-"""As in api/jobs.py, which a test holds against this."""
+"""As in api/dispatch/job_sender.py, which a test holds against this."""
 NOW_S = 1_790_000_000.25
 """Any moment: what counts is its length."""
 
@@ -92,7 +92,7 @@ def _apart(model: Model, size_bytes: int | None) -> int:
 
 
 def largest_job(model: Model) -> int:
-    """Items of a job at most, as api/jobs.py splits: replies stay inline, an image is a job of its own."""
+    """Items of a job at most, as api/dispatch/job_sender.py splits: replies stay inline, an image is a job alone."""
     if model.task != "embedding" or not model.dimensions:
         return 1
     vector_bytes = math.ceil(model.dimensions * 4 / 3) * 4

@@ -12,7 +12,7 @@ from typing import Any
 
 from infra.kubernetes.deployment import Deployment
 from shared.catalog import Model
-from shared.names import batch_subscription_id, workers_subscription_id
+from shared.pubsub.names import batch_subscription_id, workers_subscription_id
 
 WAIT_SHARE = 0.1
 """Of the default deadline: the wait at which one more worker is wanted."""

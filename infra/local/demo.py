@@ -22,7 +22,7 @@ from PIL import Image
 from infra.local.ports import Ports
 from infra.local.stack import Stack
 from infra.reports import run_report
-from infra.table import table, transposed
+from infra.text_table import table, transposed
 from models.shapes.judge import UNNAMED, Seen, read
 from shared.catalog import Catalog, read_catalog
 from shared.errors import ModelFailed, Unavailable

@@ -19,13 +19,13 @@ from redis.exceptions import RedisError
 
 from infra.local.ports import Ports
 from infra.local.process import answers, listens
-from infra.local.redis import find_redis_server
+from infra.local.redis_server import find_redis_server
 from infra.reports import check_bigquery
 from shared.catalog import Catalog, read_catalog
 from shared.errors import ConfigurationError, PenstockError, Unavailable
-from shared.objects import ObjectStore
-from shared.pubsub_admin import PubSubAdmin
+from shared.pubsub.admin import PubSubAdmin
 from shared.settings import Settings, read_settings
+from shared.stores.objects import ObjectStore
 
 FREE_DISK_BYTES = 2 * 1024**3
 FREE_MEMORY_BYTES = 2 * 1024**3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from shared.catalog import Catalog, Model
-from shared.names import (
+from shared.pubsub.names import (
     BATCH_FILTER,
     INTERACTIVE_FILTER,
     WEBHOOKS_SUBSCRIPTION_ID,
@@ -17,7 +17,7 @@ from shared.names import (
     jobs_topic_id,
     workers_subscription_id,
 )
-from shared.pubsub_inbox import make_inbox
+from shared.pubsub.reply_inbox import make_inbox
 from shared.transport import Admin, SubscriptionSettings
 
 JOB_RETENTION_S = 3600

@@ -23,12 +23,12 @@ from infra.local.graphs import await_graphs, graph_commands
 from infra.local.ports import Ports
 from infra.local.process import Process, answers, listens
 from infra.local.provision import provision
-from infra.local.redis import RedisServer
+from infra.local.redis_server import RedisServer
 from infra.local.signing import kept_secrets
 from infra.reports import create_tables
 from shared.catalog import Catalog, Model, read_catalog
 from shared.errors import ConfigurationError
-from shared.pubsub_admin import PubSubAdmin
+from shared.pubsub.admin import PubSubAdmin
 from shared.settings import ApiSettings, environment_with, read_settings
 
 SERVER_LIMIT_S = 60.0
@@ -175,8 +175,8 @@ class Stack:
         socket_dir = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="penstock-", dir=place)))
         pubsub_socket, redis_socket = socket_dir / "pubsub", socket_dir / "redis"
         modules = {
-            "pubsub": ["infra.local.pubsub", "--port", str(self.ports.pubsub), "--socket", str(pubsub_socket)],
-            "bigquery": ["infra.local.bigquery", "--port", str(self.ports.bigquery), "--data-dir", bigquery_dir],
+            "pubsub": ["infra.emulators.pubsub", "--port", str(self.ports.pubsub), "--socket", str(pubsub_socket)],
+            "bigquery": ["infra.emulators.bigquery", "--port", str(self.ports.bigquery), "--data-dir", bigquery_dir],
         }
         if self._keep_messages:
             modules["pubsub"] += ["--data-dir", str(self.state_dir / "pubsub")]

@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from api.admission import Admission
-from api.dispatcher import Dispatcher
-from api.inbox import ReplyInbox
-from api.inference import Answer, InferenceRequest
-from api.jobs import JobSender
-from shared.cache import Level, ResultCache
+from api.dispatch.admission import Admission
+from api.dispatch.dispatcher import Dispatcher
+from api.dispatch.job_sender import JobSender
+from api.dispatch.reply_inbox import ReplyInbox
+from api.dispatch.request import Answer, InferenceRequest
 from shared.messages import EmbeddingResult, Result, TextInput
-from shared.objects import ObjectStore
-from shared.records import Records
-from shared.usage import Row
+from shared.stores.cache import Level, ResultCache
+from shared.stores.objects import ObjectStore
+from shared.stores.records import Records
+from shared.usage.row import Row
 from tests.api.fake_worker import FakeWorker, vector_of
 from tests.api.harness import NO_REDIS, TEXT_MODEL, RowList, settings_for
 from tests.fakes import InMemoryTransport

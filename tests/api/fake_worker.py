@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 from PIL import Image
 
-from shared.cache import ResultCache
 from shared.catalog import Model
 from shared.errors import BadInput, DeadlineExceeded, ModelFailed
 from shared.messages import (
@@ -35,9 +34,10 @@ from shared.messages import (
     encode_reply_body,
     failure,
 )
-from shared.names import jobs_topic_id, workers_subscription_id
-from shared.objects import ObjectStore, object_key
-from shared.records import Records
+from shared.pubsub.names import jobs_topic_id, workers_subscription_id
+from shared.stores.cache import ResultCache
+from shared.stores.objects import ObjectStore, object_key
+from shared.stores.records import Records
 from shared.transport import Admin, Subscription, SubscriptionSettings, Transport
 from tests.limits import WAIT_LIMIT_S
 from workers.models.base import PreparedText, Preparer

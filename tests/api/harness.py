@@ -13,14 +13,14 @@ import uvicorn
 from fastapi import FastAPI
 
 from api.app import create_app
-from api.listening import server_config
-from api.parts import Parts
-from shared.cache import ResultCache
+from api.http.dependencies import Parts
+from api.server import server_config
 from shared.catalog import Catalog, read_catalog
-from shared.records import Records
 from shared.settings import ApiSettings, read_settings
+from shared.stores.cache import ResultCache
+from shared.stores.records import Records
 from shared.transport import Admin, Transport
-from shared.usage import Row
+from shared.usage.row import Row
 from tests.api.fake_worker import FakeWorker
 from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S

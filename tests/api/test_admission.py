@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api.admission import LONGEST_RETRY_S, SHORTEST_RETRY_S, Admission
-from api.pace import FIRST_GUESS_S, Pace
+from api.dispatch.admission import LONGEST_RETRY_S, SHORTEST_RETRY_S, Admission
+from api.dispatch.service_rate import FIRST_GUESS_S, Pace
 from shared.catalog import Model, read_catalog
 from shared.errors import Overloaded
 

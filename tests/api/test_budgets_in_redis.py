@@ -10,7 +10,7 @@ import pytest
 import redis
 from prometheus_client import REGISTRY
 
-from infra.local.redis import RedisServer
+from infra.local.redis_server import RedisServer
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import WAIT
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from api.inbox import REPLIES
+from api.dispatch.reply_inbox import REPLIES
 from shared.errors import Overloaded, Unavailable
 from shared.messages import (
     EmbeddingResult,

@@ -11,9 +11,9 @@ import pytest
 import redis
 from hypothesis import HealthCheck, given, settings
 
-from infra.local.redis import RedisServer
+from infra.local.redis_server import RedisServer
 from shared.messages import decode_job
-from shared.names import jobs_topic_id
+from shared.pubsub.names import jobs_topic_id
 from tests.api.asked import Asked, Headers, headers, requests
 from tests.api.harness import CATALOG, ApiUnderTest, running_api, settings_for
 from tests.fakes import InMemoryTransport

@@ -13,14 +13,14 @@ import openai
 import pytest
 import redis
 
-from api.answers import AnswerStore, Claim
 from api.app import create_app
 from api.errors import KeyInUse
-from api.idempotency import REPLAYED
-from api.repeats import KeptResponse, KeyedRequest, Repeats
-from infra.local.redis import RedisServer
+from api.http.idempotency import REPLAYED
+from api.idempotency.service import KeptResponse, KeyedRequest, Repeats
+from api.idempotency.store import AnswerStore, Claim
+from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
-from shared.objects import ObjectStore
+from shared.stores.objects import ObjectStore
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, RowList, running_api, serving, settings_for
 from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
@@ -341,7 +341,7 @@ async def test_without_redis_only_keys_are_refused(tmp_path: Path, own_redis: Re
 
 
 async def test_crowd_of_waiters_is_bounded(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.repeats.MOST_WAITING", 2)
+    monkeypatch.setattr("api.idempotency.service.MOST_WAITING", 2)
     done = asyncio.Event()
 
     async def compute() -> KeptResponse:

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from shared.errors import PenstockError
-from shared.links import VALID_S, Links
 from shared.messages import INLINE_LIMIT_BYTES, ImageInput
+from shared.stores.signed_urls import VALID_S, Links
 from tests.api.fake_worker import LONGEST_PROMPT_WORDS, png_of
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import WAIT
-from workers.models.text_preparer import TextPreparer
+from workers.models.embedding.tokenization import TextPreparer
 
 pytestmark = pytest.mark.anyio
 MODEL = TEXT_MODEL.name

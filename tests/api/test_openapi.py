@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from api import schemas
 from api.errors import ANSWERS
+from api.schemas import openai as schemas
 from tests.api.harness import ApiUnderTest
 
 pytestmark = pytest.mark.anyio
@@ -61,7 +61,7 @@ async def test_errors_have_the_shape_that_their_routes_speak(page: dict[str, Any
 async def test_every_status_of_an_error_stands_at_some_route(page: dict[str, Any]) -> None:
     documented = {int(status) for *_, operation in operations(page) for status in operation["responses"]}
     missing = {answered.status for answered in ANSWERS.values()} - documented - NEVER_OF_A_ROUTE
-    assert not missing, f"{missing}: give them words in api/openapi.py, and name them at the routes that give them"
+    assert not missing, f"{missing}: give them words in api/http/openapi.py, and name them at the routes that give them"
 
 
 async def test_examples_are_taken_as_they_stand(api: ApiUnderTest, page: dict[str, Any]) -> None:

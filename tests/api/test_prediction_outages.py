@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.local.redis import RedisServer
+from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.api.predicting import TEXT, WAIT, admitted, until_over
@@ -116,7 +116,7 @@ async def test_hanging_redis_does_not_hold_an_answer_back(tmp_path: Path) -> Non
 async def test_prediction_that_nobody_ends_is_ended_by_who_reads_it(
     api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.predictions.GRACE_S", 0.0)
+    monkeypatch.setattr("api.predictions.service.GRACE_S", 0.0)
     await api.broker.ensure_topic("webhooks")
     api.worker.is_silent = True
     body = TEXT | {"webhook": "https://a.example/hook"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shared.messages import TextInput
-from shared.records import Records
+from shared.stores.records import Records
 from tests.api.fake_worker import LONGEST_PROMPT_WORDS, vector_of
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import TEXT, WAIT, admitted, until_over
@@ -109,7 +109,7 @@ async def test_put_twice_is_one_prediction(api: ApiUnderTest) -> None:
 async def test_streams_are_bounded_and_end_with_their_readers(
     api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.prediction_events.MOST_STREAMS", 1)
+    monkeypatch.setattr("api.predictions.event_stream.MOST_STREAMS", 1)
     api.worker.go.clear()
     created = (await api.http.post("/v1/predictions", json=TEXT)).json()
     async with Records(str(api.parts.settings.redis_url)) as records:

@@ -14,7 +14,7 @@ from replicate.pagination import async_paginate
 from replicate.webhook import Webhooks, WebhookSigningSecret
 
 from shared.messages import ImageInput, TextInput
-from shared.records import Records
+from shared.stores.records import Records
 from shared.webhooks import signature
 from tests.api.fake_worker import png_of, vector_of
 from tests.api.harness import CATALOG, IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
@@ -131,7 +131,7 @@ async def test_models_are_listed_for_each_client_in_its_shape(api: ApiUnderTest,
 
 
 async def test_many_models_come_in_pages(api: ApiUnderTest, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.routes.prediction_models.PAGE", 1)
+    monkeypatch.setattr("api.routes.replicate_models.PAGE", 1)
     pages = [page async for page in async_paginate(client.models.async_list)]
     assert [[model.name for model in page] for page in pages] == [[model.name] for model in CATALOG.models]
     assert (pages[0].previous, pages[-1].next) == (None, None)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import redis
 
-from infra.local.redis import RedisServer
+from infra.local.redis_server import RedisServer
 from tests.api.asked import PNG, URI
 from tests.api.harness import CATALOG, IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 

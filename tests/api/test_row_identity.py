@@ -9,7 +9,7 @@ import pytest
 from shared.errors import Unavailable
 from shared.messages import ItemOutcome, Job, Receipt
 from shared.predictions import iso
-from shared.usage import Row, row_of
+from shared.usage.row import Row, row_of
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import TEXT
 from tests.limits import WAIT_LIMIT_S

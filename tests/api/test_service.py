@@ -9,8 +9,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from shared.cache import ResultCache
 from shared.errors import Unavailable
+from shared.stores.cache import ResultCache
 from tests.api.harness import CATALOG, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.limits import WAIT_LIMIT_S
 
@@ -119,7 +119,7 @@ async def test_body_above_the_limit_is_refused_while_it_comes(tmp_path: Path, is
 
 
 async def test_body_that_stops_coming_is_given_up(api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.context.BODY_IDLE_S", 0.05)
+    monkeypatch.setattr("api.http.middleware.BODY_IDLE_S", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", int(api.url.rpartition(":")[2]))
     writer.write(b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
     status = await asyncio.wait_for(reader.readline(), WAIT_LIMIT_S)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
-from api.bounded_http import HEAD_LIMIT_BYTES, MOST_PIPELINED
-from api.context import SMALL_BODY_BYTES
+from api.http.bounded_protocol import HEAD_LIMIT_BYTES, MOST_PIPELINED
+from api.http.middleware import SMALL_BODY_BYTES
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
 
 pytestmark = pytest.mark.anyio
@@ -164,7 +164,7 @@ async def test_second_head_has_its_limit_too_and_the_pause_before_it_has_none(tm
 
 
 async def test_body_that_dribbles_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.context.BODY_GRACE_S", 0.2)
+    monkeypatch.setattr("api.http.middleware.BODY_GRACE_S", 0.2)
     async with _api(tmp_path) as api, _peer(api) as peer:
         await peer.send(POST + b"content-length: 1000000\r\n\r\n")
         dribbling = asyncio.create_task(peer.send_until_cut(b" ", most_bytes=1))
@@ -268,7 +268,7 @@ async def test_full_house_closes_who_reads_no_answer(tmp_path: Path) -> None:
 
 
 async def test_answers_that_nobody_reads_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.bounded_http.UNREAD_MAX_BYTES", LARGE_BYTES)
+    monkeypatch.setattr("api.http.bounded_protocol.UNREAD_MAX_BYTES", LARGE_BYTES)
     async with _api(tmp_path) as api:
         request = await _large(api)
         async with _peer(api) as first, _peer(api) as second:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from shared.catalog import Cache, Catalog, Model
-from shared.names import workers_subscription_id
-from shared.usage import Row
+from shared.pubsub.names import workers_subscription_id
+from shared.usage.row import Row
 from tests.api.fake_worker import FakeWorker
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.workers.desk import MODEL, Desk, working

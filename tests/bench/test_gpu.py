@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from bench import gpu
-from bench.gpu_images import full_width_parts
-from bench.gpu_scale import TINY
+from bench.gpu import __main__ as gpu
+from bench.gpu.images import full_width_parts
+from bench.gpu.scale import TINY
 
 # Schedulers of diffusers go between torch and numpy 2 in an old way, and the FLOP counter loads deprecated parts.
 pytestmark = pytest.mark.filterwarnings("default")

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from bench.load.texts import MIX
 from bench.peers.loads import BLOCK, Load, plan
 from bench.peers.roster import CONTENDERS, Contender
 from bench.peers.rounds import Findings, Measured, Started
 from bench.peers.tables import BEGIN, END, Medians, cost_rows, figures, headline, markdown, rate_rows, ratio_rows
 from bench.peers.tables import write_between_markers as write
 from bench.peers.tree import label
-from bench.texts import MIX
 
 LOAD = Load(32)
 PENSTOCK, FASTAPI, LITSERVE = (
@@ -128,7 +128,7 @@ def test_plan_repeats_only_near_32_in_flight() -> None:
 @pytest.mark.parametrize(
     ("command", "name"),
     [
-        (["/x/bin/python3.11", "-m", "workers.model_process", "--a"], "workers.model_process"),
+        (["/x/bin/python3.11", "-m", "workers.runtime.server", "--a"], "workers.runtime.server"),
         (["/x/python", "/y/server.py", "18000"], "server.py"),
         (["python", "-c", "from multiprocessing.spawn import spawn_main; spawn_main()"], "spawned"),
         (["/x/bin/python", "/x/bin/uvicorn", "server:app"], "uvicorn"),

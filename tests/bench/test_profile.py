@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.load import Exchange
+from bench.load.closed_loop import Exchange
 from bench.profile import MOMENTS, Row, model_busy_s, phases_ms
 
 

@@ -15,9 +15,9 @@ import redis
 
 from infra.local.stack import Stack
 from shared.messages import Envelope, ReplyBody, decode_reply
-from shared.names import dead_letter_subscription_id, jobs_topic_id
-from shared.pubsub import PubSubTransport
-from shared.pubsub_admin import PubSubAdmin
+from shared.pubsub.admin import PubSubAdmin
+from shared.pubsub.client import PubSubTransport
+from shared.pubsub.names import dead_letter_subscription_id, jobs_topic_id
 from shared.transport import Message, SubscriptionSettings
 from tests.end_to_end.conftest import EMBEDDER
 from tests.end_to_end.rows import Rows, eventually

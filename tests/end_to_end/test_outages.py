@@ -20,8 +20,8 @@ from PIL import Image
 from infra.local.process import Process, answers, free_port, listens
 from infra.local.stack import Stack
 from shared.errors import Unavailable
-from shared.pubsub import PubSubTransport
-from shared.pubsub_admin import PubSubAdmin
+from shared.pubsub.admin import PubSubAdmin
+from shared.pubsub.client import PubSubTransport
 from shared.transport import SubscriptionSettings
 from tests.end_to_end.conftest import EMBEDDER
 from tests.end_to_end.rows import Rows, eventually
@@ -143,7 +143,15 @@ def test_pubsub_hangs(stack: Stack, client: openai.OpenAI, rows: Rows, text: str
 async def test_pubsub_is_killed_and_back(tmp_path: Path) -> None:
     """With a data directory: what it accepted is delivered, and a publish that waits goes through when it is back."""
     port, wanted = free_port(), {f"job {number}".encode() for number in range(20)}
-    command = [sys.executable, "-m", "infra.local.pubsub", "--port", str(port), "--data-dir", str(tmp_path / "data")]
+    command = [
+        sys.executable,
+        "-m",
+        "infra.emulators.pubsub",
+        "--port",
+        str(port),
+        "--data-dir",
+        str(tmp_path / "data"),
+    ]
     with Process("pubsub", command, tmp_path) as server:
         await asyncio.to_thread(server.wait_ready, lambda: listens(port), WAIT_LIMIT_S)
         endpoint = f"127.0.0.1:{port}"

@@ -18,14 +18,14 @@ import psutil
 
 from infra.local.process import Process, answers, free_port, listens
 from infra.local.provision import provision
-from infra.local.redis import RedisServer
+from infra.local.redis_server import RedisServer
 from infra.reports import create_tables
 from shared.catalog import read_catalog
-from shared.pubsub_admin import PubSubAdmin
+from shared.pubsub.admin import PubSubAdmin
 from shared.settings import ApiSettings, environment_with, read_settings
 from tests.faults.links import Links
 from tests.limits import START_LIMIT_S
-from workers.template_process import MODEL_PROCESS_NAME
+from workers.runtime.template_process import MODEL_PROCESS_NAME
 
 MODEL = "all-MiniLM-L6-v2"
 CATALOG = """models:

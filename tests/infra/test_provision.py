@@ -10,7 +10,9 @@ from aiohttp import web
 
 from infra.local.provision import provision
 from shared.catalog import read_catalog
-from shared.names import (
+from shared.pubsub.admin import PubSubAdmin
+from shared.pubsub.client import PubSubTransport
+from shared.pubsub.names import (
     WEBHOOKS_TOPIC_ID,
     batch_subscription_id,
     dead_letter_subscription_id,
@@ -20,8 +22,6 @@ from shared.names import (
     slot_subscription_id,
     workers_subscription_id,
 )
-from shared.pubsub import PubSubTransport
-from shared.pubsub_admin import PubSubAdmin
 from tests.limits import WAIT_LIMIT_S
 
 CATALOG = read_catalog(Path("models.yaml"))

@@ -13,8 +13,8 @@ from google.cloud import bigquery
 
 from infra.bigquery import create
 from infra.local.process import Process, free_port, listens
-from shared.rows import RowWriter
-from shared.usage import Row
+from shared.usage.row import Row
+from shared.usage.writer import RowWriter
 from tests.limits import START_LIMIT_S
 
 PROJECT, DATASET = "rows-test", "penstock"
@@ -30,7 +30,7 @@ class Server:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        command = [sys.executable, "-m", "infra.local.bigquery", "--port", str(self.port)]
+        command = [sys.executable, "-m", "infra.emulators.bigquery", "--port", str(self.port)]
         with Process("bigquery", [*command, "--data-dir", str(self.folder / "data")], self.folder) as process:
             process.wait_ready(lambda: listens(self.port), START_LIMIT_S)
             create(self.client(), DATASET)

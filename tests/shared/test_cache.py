@@ -8,8 +8,8 @@ import pytest
 import redis.asyncio
 from prometheus_client import REGISTRY
 
-from shared.cache import VALUE_LIMIT_BYTES, ResultCache
 from shared.messages import Blob, EmbeddingResult, ImageResult
+from shared.stores.cache import VALUE_LIMIT_BYTES, ResultCache
 
 pytestmark = pytest.mark.anyio
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from shared.cache import cache_key
 from shared.catalog import Model, Tolerance
 from shared.errors import BadInput
 from shared.messages import Blob, ImageInput, Input, TextInput, TokensInput
+from shared.stores.cache import cache_key
 
 MODEL = Model.model_validate(
     {"name": "mini", "task": "embedding", "source": "local:mini", "dimensions": 4, "batch": {"max_tokens": 64}}

@@ -31,7 +31,7 @@ from shared.messages import (
     encode_reply,
     failure,
 )
-from shared.usage import row_of
+from shared.usage.row import row_of
 
 MINI = Model(name="mini", task="embedding", source="local:x", dimensions=1, batch=Batch(max_tokens=1))
 texts = st.text(max_size=40)

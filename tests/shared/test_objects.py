@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY
 
 from infra.local.process import free_port
 from shared.errors import BadInput, ConfigurationError, InputTooLarge, Unavailable
-from shared.objects import ObjectStore, object_key
+from shared.stores.objects import ObjectStore, object_key
 
 pytestmark = pytest.mark.anyio
 
@@ -126,7 +126,7 @@ async def test_missing_bucket_is_no_fault_of_the_caller(monkeypatch: pytest.Monk
 
 
 async def test_store_that_hangs_holds_up_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.objects.TIMEOUT_S", 1.5)
+    monkeypatch.setattr("shared.stores.objects.TIMEOUT_S", 1.5)
     errors = REGISTRY.get_sample_value("penstock_objects_errors_total", {"operation": "get"}) or 0
     os.mkfifo(tmp_path / "hangs")  # its open waits for somebody who writes
     objects = ObjectStore(f"file://{tmp_path}")

@@ -14,7 +14,7 @@ import pytest
 
 from infra.kubernetes.identity import credentials
 from shared.errors import Unavailable
-from shared.objects import ObjectStore
+from shared.stores.objects import ObjectStore
 
 AUDIENCE = "//iam.googleapis.com/projects/1/locations/global/workloadIdentityPools/penstock-elsewhere/providers/cluster"
 

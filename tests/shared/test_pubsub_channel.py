@@ -16,13 +16,13 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import NameOID
 
 from shared.errors import ConfigurationError
-from shared.pubsub import PubSubTransport
-from shared.pubsub_channel import GOOGLE_ENDPOINT, Endpoint, parse_endpoint
+from shared.pubsub.channel import GOOGLE_ENDPOINT, Endpoint, parse_endpoint
+from shared.pubsub.client import PubSubTransport
 from tests.shared.scripted_pubsub import scripted_pubsub
 
 PUBLISH_ONCE = """
 import asyncio, sys
-from shared.pubsub import PubSubTransport
+from shared.pubsub.client import PubSubTransport
 async def main():
     async with PubSubTransport("p", sys.argv[1]) as transport:
         print(await transport.publish("t", b"1", {}, timeout_s=8))

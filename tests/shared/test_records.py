@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from infra.local.redis import RedisServer
+from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
 from shared.messages import ReplyBody
-from shared.records import OVER, Claim, Finish, Records, State, record_id
+from shared.stores.records import OVER, Claim, Finish, Records, State, record_id
 
 RECORDS = ["req_a", "req_b:1", "req_c"]
 NAMES = st.sampled_from(RECORDS)

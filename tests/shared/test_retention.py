@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
-from api.answers import DROPPED, AnswerStore, Claim
+from api.idempotency.store import DROPPED, AnswerStore, Claim
 from shared.errors import Overloaded
-from shared.records import Records
 from shared.retention import ENTRY_BYTES
+from shared.stores.records import Records
 
 pytestmark = pytest.mark.anyio
 BUDGET_BYTES = 64 * 1024

@@ -13,9 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from shared.rows_journal import Batch, Journal
-from shared.rows_spool import Fields, Segment, Spool
 from shared.settings import SPOOL_MAX_BYTES
+from shared.usage.journal import Batch, Journal
+from shared.usage.spool import Fields, Segment, Spool
 
 SMALL = {"BATCH_ROWS": 3, "MEMORY_ROWS": 6, "FIRST_PAUSE_S": 0.0, "LONGEST_PAUSE_S": 0.0}
 """Bounds that a few rows reach, and a disk that is due again at once."""
@@ -170,5 +170,5 @@ class Rows(RuleBasedStateMachine):
 
 def test_no_row_is_lost_in_any_order_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SMALL.items():
-        monkeypatch.setattr(f"shared.rows_journal.{name}", value)
+        monkeypatch.setattr(f"shared.usage.journal.{name}", value)
     run_state_machine_as_test(Rows, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from shared.cache import ResultCache
 from shared.catalog import Batch, Cache, Model, Price
 from shared.errors import BadInput, Canceled, ModelFailed, PenstockError, Unavailable
 from shared.messages import (
@@ -28,7 +27,7 @@ from shared.messages import (
     decode_reply,
     encode_job,
 )
-from shared.names import (
+from shared.pubsub.names import (
     BATCH_FILTER,
     INTERACTIVE_FILTER,
     WEBHOOKS_SUBSCRIPTION_ID,
@@ -41,18 +40,19 @@ from shared.names import (
     slot_subscription_id,
     workers_subscription_id,
 )
-from shared.objects import ObjectStore
-from shared.records import Records
+from shared.stores.cache import ResultCache
+from shared.stores.objects import ObjectStore
+from shared.stores.records import Records
 from shared.transport import SubscriptionSettings
-from shared.usage import Row
+from shared.usage.row import Row
 from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
-from workers.finisher import Finisher
-from workers.frames import Residence
-from workers.intake import Intake
 from workers.job import WorkerFacts
-from workers.model_pool import BatchDone, ModelPool, ModelProcessDied
+from workers.jobs.completion import Finisher
+from workers.jobs.consumer import Intake
 from workers.models.base import OnStep, PreparedText
+from workers.runtime.pool import BatchDone, ModelPool, ModelProcessDied
+from workers.runtime.protocol import Residence
 from workers.worker import Worker
 
 MODEL = Model(

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from shared.cache import ResultCache
 from shared.messages import EmbeddingResult, ItemOutcome, Receipt, ReplyBody, encode_reply_body
-from shared.names import WEBHOOKS_SUBSCRIPTION_ID, inbox_topic_id
-from shared.records import LATE_LOOK_S
+from shared.pubsub.names import WEBHOOKS_SUBSCRIPTION_ID, inbox_topic_id
+from shared.stores.cache import ResultCache
+from shared.stores.records import LATE_LOOK_S
 from shared.webhooks import decode_event
 from tests.fakes import InMemoryTransport
 from tests.limits import PATIENCE, WAIT_LIMIT_S
 from tests.workers.desk import MODEL, Desk, working
-from workers.model_pool import Hosted, ModelPool
+from workers.runtime.pool import Hosted, ModelPool
 
 pytestmark = pytest.mark.anyio
 
@@ -217,7 +217,7 @@ async def test_late_attempt_repeats_what_was_answered_in_time(redis_url: str, tm
 
 LAST_STEP = """
 import sys, time
-from workers import model_process
+from workers.runtime import server as model_process
 
 class Letters:
     device_name, pads = "letters", False

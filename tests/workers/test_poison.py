@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.workers.desk import MODEL, working
-from workers.model_pool import Hosted, ModelPool
+from workers.runtime.pool import Hosted, ModelPool
 
 pytestmark = pytest.mark.anyio
 
 LETTERS = """
 import os, signal, sys
 from shared.messages import EmbeddingResult
-from workers import model_process
+from workers.runtime import server as model_process
 
 class Letters:
     device_name, pads = "letters", False

@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from shared.cache import ResultCache
 from shared.catalog import Cache, Model, read_catalog
 from shared.messages import EmbeddingResult, Envelope, Item, Job, JobBody, TextInput, decode_reply, encode_job
-from shared.names import (
+from shared.pubsub.names import (
     BATCH_FILTER,
     batch_subscription_id,
     inbox_topic_id,
@@ -27,21 +26,22 @@ from shared.names import (
     slot_subscription_id,
     workers_subscription_id,
 )
-from shared.objects import ObjectStore
-from shared.records import Records
 from shared.settings import WorkerSettings, read_settings
+from shared.stores.cache import ResultCache
+from shared.stores.objects import ObjectStore
+from shared.stores.records import Records
 from shared.transport import SubscriptionSettings
 from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.desk import RowList
-from workers.finisher import Finisher
-from workers.intake import Intake
 from workers.job import WorkerFacts
-from workers.memory import weights_bytes
-from workers.model_pool import Hosted, ModelPool, ModelProcess, ModelProcessDied
+from workers.jobs.completion import Finisher
+from workers.jobs.consumer import Intake
 from workers.models import preparer_for
 from workers.models.base import Prepared
-from workers.sources import resolve
+from workers.models.source import resolve
+from workers.runtime.memory import weights_bytes
+from workers.runtime.pool import Hosted, ModelPool, ModelProcess, ModelProcessDied
 from workers.worker import Worker
 
 pytestmark = pytest.mark.anyio

@@ -17,11 +17,11 @@ import pytest
 from shared.catalog import read_catalog
 from shared.messages import EmbeddingResult
 from tests.limits import START_LIMIT_S
-from workers.model_pool import Hosted, ModelPool, ModelProcess, ModelProcessDied
 from workers.models.base import PreparedText
-from workers.sources import resolve
-from workers.template import Template
-from workers.template_process import MODEL_PROCESS_NAME, TEMPLATE_NAME
+from workers.models.source import resolve
+from workers.runtime.pool import Hosted, ModelPool, ModelProcess, ModelProcessDied
+from workers.runtime.template import Template
+from workers.runtime.template_process import MODEL_PROCESS_NAME, TEMPLATE_NAME
 
 pytestmark = pytest.mark.anyio
 
@@ -110,7 +110,7 @@ async def test_a_template_starts_no_thread_and_loads_the_libraries(task: str, pr
 
 STARTS_A_THREAD = """
 import sys, threading, time
-from workers import model_process
+from workers.runtime import server as model_process
 threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()
 sys.exit(model_process.main())
 """
@@ -127,7 +127,7 @@ async def test_from_a_template_with_threads_each_process_starts_anew() -> None:
 WORKER = """
 import asyncio, sys
 from tests.workers.test_template import hosted
-from workers.model_pool import ModelPool
+from workers.runtime.pool import ModelPool
 
 async def main():
     async with ModelPool([hosted("embedding")], device="cpu", processes=2) as pool:
@@ -149,14 +149,14 @@ def test_a_killed_worker_leaves_no_process_behind() -> None:
 
 LOADS_FOR_EVER = """
 import os, sys, time
-from workers import model_process
+from workers.runtime import server as model_process
 model_process.model_for = lambda *given, **named: (print(os.getpid(), flush=True), time.sleep(1e6))
 sys.exit(model_process.main())
 """
 STARTS_IT = """
 import asyncio, sys
 from tests.workers.test_template import hosted
-from workers.model_pool import ModelPool
+from workers.runtime.pool import ModelPool
 
 async def main():
     async with ModelPool([hosted("embedding")], device="cpu", processes=1, command=(sys.executable, "-c", sys.argv[1])):

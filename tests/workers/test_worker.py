@@ -9,12 +9,7 @@ from pathlib import Path
 import pytest
 
 from shared.errors import Unavailable
-from shared.names import (
-    dead_letter_subscription_id,
-    inbox_topic_id,
-    jobs_topic_id,
-    workers_subscription_id,
-)
+from shared.pubsub.names import dead_letter_subscription_id, inbox_topic_id, jobs_topic_id, workers_subscription_id
 from shared.transport import Message
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.desk import MODEL, HeldCache, working

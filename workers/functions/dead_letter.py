@@ -27,11 +27,11 @@ from shared.messages import (
     encode_reply_body,
     failure,
 )
-from shared.names import WEBHOOKS_TOPIC_ID
-from shared.records import Finish, Records, record_id
+from shared.pubsub.names import WEBHOOKS_TOPIC_ID
 from shared.salvage import salvaged
+from shared.stores.records import Finish, Records, record_id
 from shared.transport import Message, Publisher
-from shared.usage import Row, row_of
+from shared.usage.row import Row, row_of
 from shared.webhooks import Event, encode_event
 
 ANSWERED_BY = "dead-letter"

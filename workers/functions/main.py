@@ -3,7 +3,7 @@
     functions-framework --source workers/functions/main.py --target dead_letter
 
 In the cloud each is a service of its own; on one machine one process has both, since the framework takes one target.
-They are HTTP targets that read CloudEvents and raw pushes alike; workers/functions/push.py says why.
+They are HTTP targets that read CloudEvents and raw pushes alike; workers/functions/push_message.py says why.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from functions_framework import aio
 
 from shared.logs import configure_logs
 from shared.settings import read_settings
-from workers.functions.door import Answer, Request, answer, looked_at
-from workers.functions.identity import Caller
-from workers.functions.parts import Parts
+from workers.functions.dependencies import Parts
+from workers.functions.handler import Answer, Request, answer, looked_at
+from workers.functions.push_auth import Caller
 from workers.functions.settings import FunctionSettings
 
 settings = read_settings(FunctionSettings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from shared.settings import Settings
-from workers.functions.identity import GOOGLE_CERTS_URL
+from workers.functions.push_auth import GOOGLE_CERTS_URL
 
 
 class FunctionSettings(Settings):

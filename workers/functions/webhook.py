@@ -15,14 +15,14 @@ import msgspec
 from prometheus_client import Counter
 
 from shared.errors import Unavailable, UndecodableMessage
-from shared.links import Links
 from shared.predictions import Prediction, body_of, decode_document
-from shared.records import Record, Records
+from shared.stores.records import Record, Records
+from shared.stores.signed_urls import Links
 from shared.transport import Message
 from shared.webhook_urls import Forbidden
 from shared.webhooks import Event, decode_event, signature, tenant_secrets
-from workers.functions.destination import Answer, Destination
-from workers.functions.notes import Notes
+from workers.functions.delivery_state import Notes
+from workers.functions.webhook_client import Answer, Destination
 
 GONE = 410
 WORTH_RETRYING = frozenset({408, 425, 429})

@@ -7,8 +7,8 @@ from pathlib import Path
 from shared.catalog import Model as Entry
 from workers.models.backend import Backend, unmeasured_backend
 from workers.models.base import Model, Preparer
-from workers.models.embedding import EmbeddingModel, Encoder
-from workers.models.sentence_folder import SentenceFolder, read_sentence_folder
+from workers.models.embedding.model import EmbeddingModel, Encoder
+from workers.models.embedding.model_folder import SentenceFolder, read_sentence_folder
 
 
 def preparer_for(entry: Entry, folder: Path) -> Preparer:
@@ -18,10 +18,10 @@ def preparer_for(entry: Entry, folder: Path) -> Preparer:
         ConfigurationError: the folder is not a model of this task.
     """
     if entry.task == "embedding":
-        from workers.models.text_preparer import TextPreparer
+        from workers.models.embedding.tokenization import TextPreparer
 
         return TextPreparer(folder)
-    from workers.models.image_preparer import ImagePreparer
+    from workers.models.image.preprocessing import ImagePreparer
 
     return ImagePreparer(entry.image)
 
@@ -45,7 +45,7 @@ def model_for(
     """
     if entry.task == "image":
         from workers.models.device import Device
-        from workers.models.image import ImageModel
+        from workers.models.image.model import ImageModel
 
         return ImageModel(entry, folder, Device(device, threads, memory_fraction))
     # Read first: a wrong folder is refused before the seconds that importing torch takes.
@@ -58,11 +58,11 @@ def model_for(
 
 def _encoder(settings: SentenceFolder, backend: Backend, device: str, threads: int, memory_fraction: float) -> Encoder:
     if backend.backend == "onnx":
-        from workers.models.encoder_onnx import OnnxEncoder
+        from workers.models.embedding.encoder_onnx import OnnxEncoder
 
         graph = Path(backend.graph)
         return OnnxEncoder(settings, graph, device=device, threads=threads, memory_fraction=memory_fraction)
     from workers.models.device import Device
-    from workers.models.encoder_torch import TorchEncoder
+    from workers.models.embedding.encoder_torch import TorchEncoder
 
     return TorchEncoder(settings, Device(device, threads, memory_fraction), backend.precision)

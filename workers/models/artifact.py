@@ -59,8 +59,8 @@ class Manifest(msgspec.Struct, kw_only=True):
 
     `made_by` has the versions of torch, transformers, onnx and onnxruntime. `measured_on` has the instruction sets of
     the CPU that bear on speed: `relative_speed` holds where they are the same, qualities on any (session_options in
-    workers/models/encoder_onnx.py sees to it), and a worker that has a choice measures both before it trusts them.
-    `refused` has the names of variants that were measured and not kept, with the tolerance that they missed.
+    workers/models/embedding/encoder_onnx.py sees to it), and a worker that has a choice measures both before it trusts
+    them. `refused` has the names of variants that were measured and not kept, with the tolerance that they missed.
     """
 
     format_version: int = FORMAT_VERSION

@@ -1,4 +1,4 @@
-"""What computes an embedding: the resolved backend that workers/choose picks and a model process runs."""
+"""What computes an embedding: the resolved backend that workers/autotune picks and a model process runs."""
 
 from __future__ import annotations
 

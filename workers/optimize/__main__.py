@@ -29,8 +29,8 @@ from workers.models.artifact import (
     write_manifest,
 )
 from workers.models.cpu import this_cpu
-from workers.optimize.verdict import Made, verdict_table
-from workers.optimize.wishes import (
+from workers.models.source import resolve
+from workers.optimize.options import (
     CALIBRATIONS,
     EMBEDDING_VARIANTS,
     IMAGE_VARIANTS,
@@ -39,7 +39,7 @@ from workers.optimize.wishes import (
     tolerance_of,
     wanted_variants,
 )
-from workers.sources import resolve
+from workers.optimize.report import Made, verdict_table
 
 _MADE_BY = ("torch", "transformers", "diffusers", "onnx", "onnxruntime", "torchao")
 

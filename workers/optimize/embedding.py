@@ -14,14 +14,10 @@ from shared.errors import PenstockError
 from workers.models import preparer_for
 from workers.models.artifact import Calibration, Variant, write_calibration
 from workers.models.base import PreparedText
-from workers.models.encoder_onnx import OnnxEncoder
-from workers.models.sentence_folder import SentenceFolder, read_sentence_folder
-from workers.optimize.export import export_graph, fuse_graph, load_transformer, takes_types
-from workers.optimize.pruning import prune
-from workers.optimize.quality import VectorQuality
-from workers.optimize.quantization import quantize_calibrated, quantize_per_call
-from workers.optimize.smoothing import Feed, smooth_graph
-from workers.optimize.texts import (
+from workers.models.embedding.encoder_onnx import OnnxEncoder
+from workers.models.embedding.model_folder import SentenceFolder, read_sentence_folder
+from workers.optimize.baseline import Yardstick
+from workers.optimize.calibration import (
     INPUTS,
     calibration_texts,
     equal_feeds,
@@ -31,9 +27,13 @@ from workers.optimize.texts import (
     vocabulary,
     word_lists,
 )
-from workers.optimize.verdict import Made, Verdict
-from workers.optimize.wishes import Wishes, tolerance_of, wanted_variants
-from workers.optimize.yardstick import Yardstick
+from workers.optimize.export import export_graph, fuse_graph, load_transformer, takes_types
+from workers.optimize.options import Wishes, tolerance_of, wanted_variants
+from workers.optimize.pruning import prune
+from workers.optimize.quality import VectorQuality
+from workers.optimize.quantization import quantize_calibrated, quantize_per_call
+from workers.optimize.report import Made, Verdict
+from workers.optimize.smoothing import Feed, smooth_graph
 
 _Precision = Literal["fp32", "fp16", "int8"]
 _EQUAL_TOKENS = 32

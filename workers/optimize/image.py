@@ -18,11 +18,11 @@ from shared.catalog import Model as Entry
 from shared.errors import ConfigurationError
 from workers.models.artifact import Variant
 from workers.models.device import Device
-from workers.models.image_pipeline import load_pipelines
-from workers.models.image_plan import ImagePlan
+from workers.models.image.pipeline import load_pipelines
+from workers.models.image.plan import ImagePlan
+from workers.optimize.options import Wishes, tolerance_of, wanted_variants
 from workers.optimize.quality import feature_distance, psnr_db, ssim
-from workers.optimize.verdict import Made, Verdict
-from workers.optimize.wishes import Wishes, tolerance_of, wanted_variants
+from workers.optimize.report import Made, Verdict
 
 PROMPTS = (
     "a lighthouse on a cliff at dusk, oil painting",

@@ -14,7 +14,7 @@ import torch
 
 from shared.errors import ConfigurationError
 from workers.models.base import PreparedText
-from workers.optimize.texts import INPUTS, feed_of
+from workers.optimize.calibration import INPUTS, feed_of
 
 _RIDGE = 1e-3
 """Of the mean variance, added to the fit so that neurons which never fire don't make it singular."""

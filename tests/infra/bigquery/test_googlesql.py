@@ -7,7 +7,7 @@ import sqlglot
 from google.api_core.exceptions import BadRequest, MethodNotImplemented
 from google.cloud import bigquery
 
-from infra.local.bigquery.googlesql.supported import SUPPORTED
+from infra.emulators.bigquery.googlesql.supported import SUPPORTED
 from tests.infra.bigquery.connecting import rows_of
 from tests.infra.bigquery.googlesql_cases import AGGREGATES, ARRAYS, CASTS, CHOICES, NUMBERS, TEXTS, TIMES, WINDOWS
 from tests.limits import WAIT_LIMIT_S

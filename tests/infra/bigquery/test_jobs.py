@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from infra.local.bigquery.errors import BusyError, NotFoundError
-from infra.local.bigquery.jobs import Job, Jobs
-from infra.local.bigquery.query import Result
+from infra.emulators.bigquery.errors import BusyError, NotFoundError
+from infra.emulators.bigquery.jobs import Job, Jobs
+from infra.emulators.bigquery.query import Result
 
 pytestmark = pytest.mark.anyio
 

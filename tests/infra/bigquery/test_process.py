@@ -11,13 +11,13 @@ import anyio
 import pytest
 from google.cloud import bigquery
 
-from infra.local.bigquery import serve
+from infra.emulators.bigquery import serve
 from infra.local.process import Process, free_port, listens
 from tests.infra.bigquery.connecting import connected, request, rows_of
 
 
 def command(port: int, data_dir: Path) -> list[str]:
-    return [sys.executable, "-m", "infra.local.bigquery", "--port", str(port), "--data-dir", str(data_dir)]
+    return [sys.executable, "-m", "infra.emulators.bigquery", "--port", str(port), "--data-dir", str(data_dir)]
 
 
 def process(port: int, folder: Path, data_dir: Path) -> Process:

@@ -15,8 +15,8 @@ from google.cloud import bigquery
 from infra import bigquery as usage
 from shared.catalog import Batch, Model, Price
 from shared.messages import Envelope, ItemOutcome, Receipt
-from shared.rows import fields_of
-from shared.usage import Row, row_of
+from shared.usage.row import Row, row_of
+from shared.usage.writer import fields_of
 from tests.infra.bigquery.connecting import rows_of
 from tests.limits import WAIT_LIMIT_S
 

@@ -20,18 +20,18 @@ import yaml
 from fastapi.routing import APIRoute
 from prometheus_client import REGISTRY
 
-import api.inbox
+import api.dispatch.reply_inbox
 import api.metrics
-import shared.cache
-import shared.rows
+import shared.stores.cache
+import shared.usage.writer
 import workers.metrics
 from api.routes import health
 from infra import bigquery
+from infra.emulators.pubsub.state.filter import parse_filter
 from infra.local.provision import provision
-from infra.local.pubsub.filter import parse_filter
 from shared.catalog import read_catalog
 from shared.messages import Envelope, Reply, ReplyBody, encode_reply
-from shared.names import batch_subscription_id, workers_subscription_id
+from shared.pubsub.names import batch_subscription_id, workers_subscription_id
 from shared.transport import SubscriptionSettings
 from tests.infra.deploy.manifests import Objects, of_kind, pod, settings_of
 from tests.infra.deploy.manifests import workers as deployments
@@ -40,7 +40,7 @@ from tests.limits import WAIT_LIMIT_S
 from workers.health import health_server
 
 CATALOG = read_catalog(Path("models.yaml"))
-EXPORTERS = (api.inbox, api.metrics, shared.cache, shared.rows, workers.metrics)
+EXPORTERS = (api.dispatch.reply_inbox, api.metrics, shared.stores.cache, shared.usage.writer, workers.metrics)
 """Imported, because that registers their metrics."""
 FUNCTIONS_URL = "https://functions.example.com"
 

@@ -26,7 +26,7 @@ OURS = ("api", "functions", "worker")
 MODULES = {
     "api": {"infra.cli", "api.__main__"},
     "functions": {"workers.functions.main"},
-    "worker": {"workers.__main__", "workers.model_process", "workers.models"},
+    "worker": {"workers.__main__", "workers.runtime.server", "workers.models"},
 }
 """What the entry points start, in other processes too."""
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from api import files
-from shared import links
+from api.inputs import files
 from shared.catalog import read_catalog
 from shared.settings import ApiSettings
+from shared.stores import signed_urls as links
 from tests.infra.deploy.terraform import Plan, api_settings
 
 DAY_S = 86_400

@@ -124,7 +124,7 @@ def test_bound_of_the_slots_is_that_of_terraform() -> None:
 
 
 def test_jobs_are_as_large_as_the_api_makes_them() -> None:
-    from api.jobs import LARGEST_JOB_ITEMS as OF_THE_API
+    from api.dispatch.job_sender import LARGEST_JOB_ITEMS as OF_THE_API
 
     assert LARGEST_JOB_ITEMS == OF_THE_API
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shared.catalog import read_catalog
-from shared.names import WEBHOOKS_TOPIC_ID, batch_subscription_id, dead_letter_topic_id, workers_subscription_id
+from shared.pubsub.names import WEBHOOKS_TOPIC_ID, batch_subscription_id, dead_letter_topic_id, workers_subscription_id
 from tests.infra.deploy.terraform import Plan
 
 MODELS = [model.name for model in read_catalog(Path("models.yaml")).models]

@@ -7,21 +7,28 @@ from pathlib import Path
 
 from prometheus_client import REGISTRY
 
-import api.answers
+import api.idempotency.store
 import api.metrics
-import shared.cache
-import shared.objects
-import shared.records
-import shared.rows
-import workers.functions.parts
+import shared.stores.cache
+import shared.stores.objects
+import shared.stores.records
+import shared.usage.writer
+import workers.functions.dependencies
 import workers.metrics
 from shared.catalog import read_catalog
 from tests.infra.deploy.terraform import Plan
 
 RUNBOOK = Path("docs/operations.md").read_text(encoding="utf-8")
 EXPORTERS = (
-    *(api.answers, api.metrics, shared.cache, shared.objects, shared.records, shared.rows),
-    *(workers.functions.parts, workers.metrics),
+    *(
+        api.idempotency.store,
+        api.metrics,
+        shared.stores.cache,
+        shared.stores.objects,
+        shared.stores.records,
+        shared.usage.writer,
+    ),
+    *(workers.functions.dependencies, workers.metrics),
 )
 """Imported, because that registers their metrics."""
 

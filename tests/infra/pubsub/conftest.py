@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.local.pubsub.server import PubsubServer, serve
+from infra.emulators.pubsub.server import PubsubServer, serve
 from tests.infra.pubsub.wire import TOPIC, Wire, connect
 from tests.infra.pubsub.world import KeptWorld, World, kept_world
 

@@ -22,7 +22,13 @@ class KeptServer:
 
     def start(self) -> int:
         """Return the process id of a server that listens."""
-        command = [sys.executable, "-m", "infra.local.pubsub", f"--port={self.port}", f"--data-dir={self._data_dir}"]
+        command = [
+            sys.executable,
+            "-m",
+            "infra.emulators.pubsub",
+            f"--port={self.port}",
+            f"--data-dir={self._data_dir}",
+        ]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         assert self._process.stdout.readline().strip().endswith(self.endpoint)

@@ -11,14 +11,14 @@ import grpc
 import psutil
 import pytest
 
-from infra.local.pubsub.changes import Changes
-from infra.local.pubsub.database import FILE_NAME, Database, WriteFailed, opened_database
-from infra.local.pubsub.durable import DurableJournal
-from infra.local.pubsub.errors import Unavailable
-from infra.local.pubsub.protos import message_class
-from infra.local.pubsub.server import PubsubServer, serve
-from infra.local.pubsub.timers import Timers
-from infra.local.pubsub.topic import Topic
+from infra.emulators.pubsub.errors import Unavailable
+from infra.emulators.pubsub.protos import message_class
+from infra.emulators.pubsub.server import PubsubServer, serve
+from infra.emulators.pubsub.state.timers import Timers
+from infra.emulators.pubsub.state.topic import Topic
+from infra.emulators.pubsub.storage.changes import Changes
+from infra.emulators.pubsub.storage.database import FILE_NAME, Database, WriteFailed, opened_database
+from infra.emulators.pubsub.storage.durable import DurableJournal
 from tests.infra.pubsub.kept_server import KeptServer
 from tests.infra.pubsub.wire import Wire, connect, until
 from tests.infra.pubsub.world import KeptWorld, topic_path

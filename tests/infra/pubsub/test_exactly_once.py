@@ -2,7 +2,7 @@
 
 import pytest
 
-from infra.local.pubsub.errors import INVALID_ACK_ID, AckIdsRefused, InvalidArgument
+from infra.emulators.pubsub.errors import INVALID_ACK_ID, AckIdsRefused, InvalidArgument
 from tests.infra.pubsub.world import World
 
 

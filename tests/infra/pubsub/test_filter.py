@@ -2,8 +2,8 @@
 
 import pytest
 
-from infra.local.pubsub.errors import InvalidArgument
-from infra.local.pubsub.filter import Equals, parse_filter
+from infra.emulators.pubsub.errors import InvalidArgument
+from infra.emulators.pubsub.state.filter import Equals, parse_filter
 from tests.infra.pubsub.world import World, message, subscription_path
 
 MESSAGES: dict[int, dict[str, str]] = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from infra.local.pubsub.errors import InvalidArgument
+from infra.emulators.pubsub.errors import InvalidArgument
 from tests.infra.pubsub.world import World, message
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from infra.local.pubsub.errors import InvalidArgument
-from infra.local.pubsub.protos import PubsubMessage
+from infra.emulators.pubsub.errors import InvalidArgument
+from infra.emulators.pubsub.protos import PubsubMessage
 from tests.infra.pubsub.world import World, message
 
 

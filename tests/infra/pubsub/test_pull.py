@@ -5,7 +5,7 @@ import asyncio
 import grpc
 import pytest
 
-from infra.local.pubsub.server import PubsubServer
+from infra.emulators.pubsub.server import PubsubServer
 from tests.infra.pubsub.wire import TOPIC, Wire, until
 
 pytestmark = pytest.mark.anyio

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from infra.local.pubsub.protos import message_class
-from infra.local.pubsub.push_connection import PushConnection
-from infra.local.pubsub.server import PubsubServer, serve
+from infra.emulators.pubsub.protos import message_class
+from infra.emulators.pubsub.push.connection import PushConnection
+from infra.emulators.pubsub.server import PubsubServer, serve
 from tests.infra.pubsub.endpoint import Endpoint, listening_endpoint
 from tests.infra.pubsub.wire import TOPIC, Wire, connect, until
 

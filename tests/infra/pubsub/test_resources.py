@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from infra.local.pubsub.errors import (
+from infra.emulators.pubsub.errors import (
     AlreadyExists,
     FailedPrecondition,
     InvalidArgument,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from infra.local.pubsub.errors import AckIdsRefused, NotFound
+from infra.emulators.pubsub.errors import AckIdsRefused, NotFound
 from tests.infra.pubsub.world import (
     KeptWorld,
     message,

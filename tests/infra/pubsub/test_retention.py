@@ -2,7 +2,7 @@
 
 import pytest
 
-from infra.local.pubsub.errors import InvalidArgument, NotFound, ResourceExhausted
+from infra.emulators.pubsub.errors import InvalidArgument, NotFound, ResourceExhausted
 from tests.infra.pubsub.world import World, subscription_path, topic_path
 
 DAY_S = 86400

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from infra.local.pubsub.errors import InvalidArgument, NotFound
+from infra.emulators.pubsub.errors import InvalidArgument, NotFound
 from tests.infra.pubsub.world import World, message, topic_path
 
 

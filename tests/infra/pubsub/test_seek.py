@@ -4,13 +4,8 @@ from typing import Any
 
 import pytest
 
-from infra.local.pubsub.errors import (
-    AlreadyExists,
-    FailedPrecondition,
-    InvalidArgument,
-    NotFound,
-)
-from infra.local.pubsub.protos import message_class
+from infra.emulators.pubsub.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
+from infra.emulators.pubsub.protos import message_class
 from tests.infra.pubsub.world import World, message, snapshot_path, subscription_path, topic_path
 
 DAY_S = 86400

@@ -14,12 +14,12 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from infra.local.pubsub.protos import message_class
-from infra.local.pubsub.server import serve
+from infra.emulators.pubsub.protos import message_class
+from infra.emulators.pubsub.server import serve
 from tests.infra.pubsub.wire import connect, until
 from tests.limits import WAIT_LIMIT_S
 
-COMMAND = [sys.executable, "-m", "infra.local.pubsub"]
+COMMAND = [sys.executable, "-m", "infra.emulators.pubsub"]
 
 
 @contextmanager

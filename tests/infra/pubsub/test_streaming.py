@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 import grpc
 import pytest
 
-from infra.local.pubsub.server import PubsubServer, serve
+from infra.emulators.pubsub.server import PubsubServer, serve
 from tests.infra.pubsub.wire import TOPIC, Wire, connect, until
 
 pytestmark = pytest.mark.anyio

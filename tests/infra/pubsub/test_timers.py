@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from infra.local.pubsub.timers import Timers
+from infra.emulators.pubsub.state.timers import Timers
 
 
 class Clock:

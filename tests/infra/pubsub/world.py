@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.local.pubsub.broker import DEFAULT_STORAGE_BYTES, Broker
-from infra.local.pubsub.consumers import Consumer
-from infra.local.pubsub.data_dir import restore
-from infra.local.pubsub.database import Database, opened_database
-from infra.local.pubsub.durable import DurableJournal
-from infra.local.pubsub.protos import PubsubMessage, PullResponse, message_class
+from infra.emulators.pubsub.calls.broker import DEFAULT_STORAGE_BYTES, Broker
+from infra.emulators.pubsub.protos import PubsubMessage, PullResponse, message_class
+from infra.emulators.pubsub.state.consumers import Consumer
+from infra.emulators.pubsub.storage.data_dir import restore
+from infra.emulators.pubsub.storage.database import Database, opened_database
+from infra.emulators.pubsub.storage.durable import DurableJournal
 
 PROJECT = "projects/test-project"
 

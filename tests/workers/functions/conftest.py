@@ -13,11 +13,11 @@ from google.cloud import bigquery
 
 from infra.bigquery import create
 from infra.local.process import Process, answers, free_port
-from infra.local.redis import RedisServer
-from shared.pubsub import PubSubTransport
-from shared.pubsub_admin import PubSubAdmin
-from shared.records import Records
+from infra.local.redis_server import RedisServer
+from shared.pubsub.admin import PubSubAdmin
+from shared.pubsub.client import PubSubTransport
 from shared.settings import environment_with
+from shared.stores.records import Records
 from tests.limits import START_LIMIT_S
 from tests.workers.functions.receiver import Receiver
 from tests.workers.functions.tokens import ACCOUNT, AUDIENCE, Issuer, certificates_of

@@ -16,7 +16,7 @@ from shared.webhooks import tenant_secrets
 from tests.workers.functions.conftest import SECRETS
 from tests.workers.functions.receiver import Delivery, Receiver
 from tests.workers.functions.world import World
-from workers.functions.notes import Notes
+from workers.functions.delivery_state import Notes
 
 pytestmark = pytest.mark.anyio
 

@@ -25,11 +25,11 @@ from shared.messages import (
     decode_reply,
     encode_job,
 )
-from shared.names import dead_letter_topic_id, jobs_topic_id, workers_subscription_id
 from shared.predictions import Prediction, encode_document
-from shared.pubsub import PubSubTransport
-from shared.pubsub_admin import PubSubAdmin
-from shared.records import Record, Records
+from shared.pubsub.admin import PubSubAdmin
+from shared.pubsub.client import PubSubTransport
+from shared.pubsub.names import dead_letter_topic_id, jobs_topic_id, workers_subscription_id
+from shared.stores.records import Record, Records
 from shared.transport import SubscriptionSettings
 from shared.webhooks import Event, EventName, encode_event
 from tests.limits import WAIT_LIMIT_S

@@ -7,7 +7,7 @@ import pytest
 from shared.catalog import Catalog, read_catalog
 from workers.models import model_for, preparer_for
 from workers.models.base import Model, Preparer
-from workers.sources import resolve
+from workers.models.source import resolve
 
 
 @pytest.fixture(scope="session")

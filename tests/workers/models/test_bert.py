@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
-from workers.models.bert import bert_encoder
-from workers.models.cpu_bf16 import computes_bf16
+from workers.models.embedding.bert import bert_encoder
+from workers.models.embedding.cpu_bf16 import computes_bf16
 
 VOCABULARY = 40
 SIZES: dict[str, Any] = {

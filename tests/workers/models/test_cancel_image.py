@@ -9,8 +9,8 @@ from shared.catalog import Catalog
 from shared.errors import Canceled
 from shared.messages import ImageInput, ImageResult
 from tests.limits import START_LIMIT_S
-from workers.model_pool import BatchDone, Hosted, ModelPool
 from workers.models.base import Prepared, Preparer
+from workers.runtime.pool import BatchDone, Hosted, ModelPool
 
 pytestmark = pytest.mark.anyio
 

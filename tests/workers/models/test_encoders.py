@@ -15,12 +15,12 @@ from workers.models import model_for
 from workers.models.backend import Backend
 from workers.models.base import PreparedText, Preparer
 from workers.models.device import Device
-from workers.models.embedding import Encoder
-from workers.models.encoder_onnx import OnnxEncoder
-from workers.models.encoder_torch import TorchEncoder
-from workers.models.sentence_folder import POOLING_MODES, SentenceFolder, read_sentence_folder
+from workers.models.embedding.encoder_onnx import OnnxEncoder
+from workers.models.embedding.encoder_torch import TorchEncoder
+from workers.models.embedding.model import Encoder
+from workers.models.embedding.model_folder import POOLING_MODES, SentenceFolder, read_sentence_folder
+from workers.optimize.calibration import calibration_texts
 from workers.optimize.export import export_graph, fuse_graph, load_transformer
-from workers.optimize.texts import calibration_texts
 
 WIDTH, VOCABULARY = 32, 60
 LENGTHS = np.array([7, 1, 12, 12, 3])

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from shared.catalog import Catalog
+from shared.diffusion_schedulers import SCHEDULER_NAMES
 from shared.errors import BadInput, ConfigurationError, ModelFailed
 from shared.messages import Blob, ImageInput, ImageResult, Input
-from shared.schedulers import SCHEDULER_NAMES
 from workers.models import model_for, preparer_for
 from workers.models.base import Model, PreparedImage, Preparer
 

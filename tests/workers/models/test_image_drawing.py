@@ -18,7 +18,7 @@ from shared.messages import Blob, ImageInput, ImageResult, Input
 from workers.models import model_for
 from workers.models.base import Model, OutOfMemory, PreparedImage, Preparer
 from workers.models.device import Device
-from workers.models.image import ImageModel
+from workers.models.image.model import ImageModel
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 

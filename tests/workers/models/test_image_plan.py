@@ -5,7 +5,7 @@ import torch
 
 from shared.catalog import Catalog, Model
 from shared.errors import ConfigurationError
-from workers.models.image_plan import Capability, capability_of, plan_for
+from workers.models.image.plan import Capability, capability_of, plan_for
 
 CPU = Capability("cpu", (0, 0), has_triton=True, has_torchao=True)
 T4 = Capability("cuda", (7, 5), has_triton=True, has_torchao=True)

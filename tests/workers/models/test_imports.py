@@ -14,9 +14,9 @@ IO_PROCESS = """
 from pathlib import Path
 from shared.catalog import read_catalog
 from shared.messages import ImageInput, TextInput
-from workers.model_pool import Hosted, ModelPool
+from workers.runtime.pool import Hosted, ModelPool
 from workers.models import preparer_for
-from workers.sources import resolve
+from workers.models.source import resolve
 texts, images = read_catalog(Path("models.yaml")).models
 folder = resolve(texts.source, texts.revision, Path("unused"))
 ModelPool([Hosted(texts, folder)])
@@ -27,7 +27,7 @@ EMBEDDING_PROCESS = """
 from pathlib import Path
 from shared.catalog import read_catalog
 from workers.models import model_for
-from workers.sources import resolve
+from workers.models.source import resolve
 texts, images = read_catalog(Path("models.yaml")).models
 model_for(texts, resolve(texts.source, texts.revision, Path("unused")), "cpu")
 """
@@ -39,8 +39,8 @@ from pathlib import Path
 from shared.catalog import read_catalog
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
-from workers.choose.asking import chosen
-from workers.sources import resolve
+from workers.autotune.client import chosen
+from workers.models.source import resolve
 texts = read_catalog(Path("models.yaml")).models[0].model_copy(update={"backend": "onnx"})
 folder = resolve(texts.source, texts.revision, Path("unused"))
 try:
@@ -57,7 +57,7 @@ from shared.catalog import read_catalog
 from workers.models import model_for
 from workers.models.backend import Backend
 from workers.models.base import PreparedText
-import workers.model_process
+import workers.runtime.server
 texts = read_catalog(Path("models.yaml")).models[0].model_copy(update={"dimensions": 2})
 folder = Path(tempfile.mkdtemp())
 (folder / "tokenizer.json").write_text("{}")
@@ -85,7 +85,7 @@ assert np.frombuffer(result.vector, "<f4").tolist() == [4.0, 5.0], result
         (CHOOSING, []),
         (EMBEDDING_PROCESS, ["torch", "transformers"]),
         (ONNX_PROCESS, []),
-        ("import workers.model_process", []),
+        ("import workers.runtime.server", []),
     ],
     ids=["io-process", "choosing", "embedding-in-torch", "embedding-in-onnx", "model-process"],
 )

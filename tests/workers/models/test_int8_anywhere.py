@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.limits import START_LIMIT_S
-from workers.model_pool import child_environment
+from workers.runtime.pool import child_environment
 
 LARGEST = 255 * 127 * 64
 PRODUCT = """
 import numpy as np, onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 import workers
-from workers.models.encoder_onnx import session_options
+from workers.models.embedding.encoder_onnx import session_options
 given = helper.make_tensor_value_info("given", TensorProto.UINT8, [4, 64])
 product = helper.make_tensor_value_info("product", TensorProto.INT32, [4, 8])
 weights = numpy_helper.from_array(np.full((64, 8), 127, np.int8), "weights")

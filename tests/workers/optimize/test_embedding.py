@@ -13,10 +13,10 @@ import pytest
 
 from tests.limits import START_LIMIT_S
 from tests.workers.optimize.tiny_bert import ENTRY, Optimize
-from workers.choose.machine import this_machine
+from workers.autotune.hardware import this_machine
 from workers.models.artifact import Artifact, Variant, read_calibration
-from workers.models.encoder_onnx import OnnxEncoder
-from workers.models.sentence_folder import read_sentence_folder
+from workers.models.embedding.encoder_onnx import OnnxEncoder
+from workers.models.embedding.model_folder import read_sentence_folder
 
 ROOT = Path(__file__).parents[3]
 Made = Callable[[], Artifact]

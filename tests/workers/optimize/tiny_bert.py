@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import BertConfig, BertModel
 
-from workers.optimize.texts import calibration_texts, held_out_texts
+from workers.optimize.calibration import calibration_texts, held_out_texts
 
 WIDTH = 64
 ENTRY = """\

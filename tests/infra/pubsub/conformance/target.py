@@ -58,7 +58,7 @@ class Target:
 def embedded(name: str, folder: Path) -> Iterator[Target]:
     """Run the embedded server in a process of its own, in memory or kept in the folder, where its log goes too."""
     port = free_port()
-    command = [sys.executable, "-m", "infra.local.pubsub", f"--port={port}"]
+    command = [sys.executable, "-m", "infra.emulators.pubsub", f"--port={port}"]
     if name == EMBEDDED_KEPT:
         command.append(f"--data-dir={folder / 'data'}")
     with _running(name, command, port, folder):

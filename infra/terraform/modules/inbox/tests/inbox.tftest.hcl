@@ -15,7 +15,7 @@ run "slots_and_filters" {
     condition = [for slot in google_pubsub_subscription.slots : slot.name] == [
       "inbox.7.slot.0", "inbox.7.slot.1", "inbox.7.slot.2"
     ]
-    error_message = "One subscription per slot, named as in shared/names.py."
+    error_message = "One subscription per slot, named as in shared/pubsub/names.py."
   }
 
   assert {

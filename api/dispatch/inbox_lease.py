@@ -1,0 +1,154 @@
+"""How an instance gets an inbox of its own: leased from the pool through Redis, or made and removed again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from shared.errors import PenstockError, Unavailable
+from shared.pubsub.reply_inbox import make_inbox, remove_inbox
+from shared.transport import Admin
+
+log = logging.getLogger(__name__)
+
+REDIS_LIMIT_S = 2.0
+REMOVE_LIMIT_S = 4.0
+"""A container has about 10 s from SIGTERM to its end (platform-facts R6)."""
+OWN_INBOX_EXPIRES_S = 86_400
+"""The shortest the service takes (platform-facts P16): what a crashed instance leaves behind goes after a day."""
+
+# Redis may have forgotten the lease (restart, eviction); then it is ours again unless somebody was faster.
+_RENEW = """
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+_RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
+
+
+class InboxLost(Unavailable):
+    """The inbox went to another instance, or is gone: replies to it don't come here any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenancy:
+    """An inbox held by this instance; `keep` runs as long as it is held and raises InboxLost when it is not."""
+
+    inbox: str
+    keep: Callable[[], Coroutine[Any, Any, object]]
+
+
+class InboxPool:
+    """The pool's inboxes, numbered from `first`; each is held by the instance whose id stands under its key in Redis.
+
+    While Redis is out of reach an inbox is kept: nobody else can lease one through a Redis that is down. If only we
+    are cut off and another instance takes our inbox, replies may end at the wrong one until Redis answers again, and
+    their requests find the stored result instead.
+
+    Args:
+        redis_url: where leases are kept.
+        first: number of the first inbox of the pool; regions with a Redis of their own have ranges of their own.
+        size: inboxes in the pool.
+        lease_s: a lease that is not renewed for so long is free again.
+        instance: id of the holder.
+    """
+
+    def __init__(self, redis_url: str, first: int, size: int, lease_s: float, instance: str) -> None:
+        self._redis_url = redis_url
+        self._first = first
+        self._size = size
+        self._lease_s = lease_s
+        self._instance = instance
+
+    @asynccontextmanager
+    async def lease(self) -> AsyncIterator[Tenancy]:
+        """Leases an inbox for as long as the block runs.
+
+        Raises:
+            Unavailable: none is free, or Redis is out of reach.
+        """
+        async with self._client() as client:
+            number = await self._take(client)
+            try:
+                yield Tenancy(str(number), lambda: self._renew(client, number))
+            finally:
+                await self._release(client, number)
+
+    def _client(self) -> redis.asyncio.Redis:
+        return redis.asyncio.Redis.from_url(
+            self._redis_url,
+            socket_timeout=REDIS_LIMIT_S,
+            socket_connect_timeout=REDIS_LIMIT_S,
+            retry=Retry(NoBackoff(), 0),
+            decode_responses=True,
+        )
+
+    async def _take(self, client: redis.asyncio.Redis) -> int:
+        numbers = range(self._first, self._first + self._size)
+        try:
+            held = await client.mget([_key(number) for number in numbers])
+            free = [number for number, holder in zip(numbers, held, strict=True) if holder is None]
+            # At random, so that instances started together don't run for the same one.
+            for number in random.sample(free, len(free)):
+                if await client.set(_key(number), self._instance, nx=True, px=self._lease_ms()):
+                    return number
+        except (RedisError, OSError) as error:
+            raise Unavailable(f"no inbox could be leased: {error!r}") from error
+        raise Unavailable(f"all {self._size} inboxes of the pool are taken")
+
+    async def _renew(self, client: redis.asyncio.Redis, number: int) -> None:
+        renew = client.register_script(_RENEW)
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            try:
+                is_ours = await renew(keys=[_key(number)], args=[self._instance, self._lease_ms()])
+            except (RedisError, OSError) as error:
+                log.warning("inbox lease not renewed", extra={"inbox": number, "reason": repr(error)})
+                continue
+            if not is_ours:
+                raise InboxLost(f"inbox {number} is held by another instance now")
+
+    async def _release(self, client: redis.asyncio.Redis, number: int) -> None:
+        try:
+            await client.register_script(_RELEASE)(keys=[_key(number)], args=[self._instance])
+        except (RedisError, OSError) as error:
+            log.warning("inbox lease not released", extra={"inbox": number, "reason": repr(error)})
+
+    def _lease_ms(self) -> int:
+        return max(1, round(self._lease_s * 1000))
+
+
+@asynccontextmanager
+async def own_inbox(admin: Admin, slots: int, instance: str) -> AsyncIterator[Tenancy]:
+    """Makes an inbox with its slots and removes it when the block ends.
+
+    Raises:
+        ConfigurationError: we may not make one.
+        Unavailable: the broker is out of reach.
+    """
+    inbox = f"{instance}-{uuid4().hex[:12]}"
+    try:
+        await make_inbox(admin, inbox, slots, expires_after_s=OWN_INBOX_EXPIRES_S)
+        yield Tenancy(inbox, asyncio.Event().wait)
+    finally:
+        try:
+            async with asyncio.timeout(REMOVE_LIMIT_S):
+                await remove_inbox(admin, inbox, slots)
+        except (TimeoutError, PenstockError) as error:
+            log.warning("own inbox not removed", extra={"inbox": inbox, "reason": repr(error)})
+
+
+def _key(number: int) -> str:
+    return f"penstock:inbox:{number}"

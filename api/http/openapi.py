@@ -1,0 +1,195 @@
+"""The OpenAPI document: bodies and replies that routes read and write themselves are described from here.
+
+What a route may answer stands at the route, in the `responses` of its decorator: `replies` for those that speak
+OpenAI's shapes, `problems` for those that speak Replicate's, each with the statuses that can come of it. A status that
+is new in api/errors.py gets its words in _WORDS, and stands at every route that can give it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from api.http import openapi_headers
+from api.problem_details import Problem
+from api.schemas import openai as schemas
+from api.schemas import replicate_replies as prediction_replies
+from api.schemas.replicate import PredictionBody, VersionedBody
+
+Described = dict[str, Any]
+Responses = dict[int | str, Described]
+
+KEYED: Described = {"security": [{"key": []}]}
+"""Of every route that asks for a key."""
+INFERENCE_ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 500, 503, 504)
+CREATION_ERRORS = (401, 404, 408, 413, 422, 429, 503, 504)
+"""Of routes that make predictions."""
+_REF = "#/components/schemas/{name}"
+_WORDS = {
+    400: "The request is not valid; the message names the field.",
+    401: "No valid API key.",
+    403: "The link has expired, or this API did not sign it.",
+    404: "This model, path or resource does not exist.",
+    408: "The body arrives too slowly.",
+    409: "The first request with this `Idempotency-Key` is still being answered.",
+    413: "The body is too large.",
+    422: "The request is not valid; `invalid_fields` names the fields.",
+    429: "Too many items are waiting, or the answer would come too late; try again after `Retry-After` seconds.",
+    500: "The model could not compute the result.",
+    503: "The broker or a store is out of reach; try again after `Retry-After` seconds.",
+    504: "The deadline passed. `x-should-retry: false` keeps OpenAI's clients from sending it again.",
+}
+_BODIES: tuple[type[BaseModel], ...] = (
+    *(schemas.EmbeddingsBody, schemas.GenerationBody, schemas.EditForm, schemas.EditBody),
+    *(PredictionBody, VersionedBody),
+)
+_REPLIES: tuple[type[msgspec.Struct], ...] = (
+    *(schemas.EmbeddingsReply, schemas.ImagesReply, schemas.ModelsReply, schemas.ModelItem, schemas.ErrorReply),
+    *(prediction_replies.PredictionReply, prediction_replies.PredictionsPage, prediction_replies.ReplicateModel),
+    *(prediction_replies.ModelsPage, prediction_replies.VersionReply, prediction_replies.VersionsPage),
+    *(prediction_replies.DeploymentReply, prediction_replies.FileReply, prediction_replies.SecretReply),
+    *(prediction_replies.HealthReply, prediction_replies.ReadinessReply, Problem),
+)
+
+_HEAD_TOO_LARGE: Described = {
+    "description": "The URL and headers are too large.",
+    "content": {"application/json": {"schema": {"$ref": _REF.format(name=schemas.ErrorReply.__name__)}}},
+}
+
+
+def body_of(json: type[BaseModel], form: type[BaseModel] | None = None) -> Described:
+    """What a route that infers takes: a JSON body, a form as well where given, and the headers."""
+    return _takes(openapi_headers.INFERRING, json, form)
+
+
+def prediction_of(json: type[BaseModel]) -> Described:
+    """What a route that makes predictions takes: a JSON body, and the headers."""
+    return _takes(openapi_headers.PREDICTING, json)
+
+
+def _takes(headers: list[Described], json: type[BaseModel], form: type[BaseModel] | None = None) -> Described:
+    content = {"application/json": {"schema": ref_to(json)}}
+    if form is not None:
+        content = {"multipart/form-data": {"schema": ref_to(form)}} | content
+    return {"requestBody": {"required": True, "content": content}, "parameters": headers} | KEYED
+
+
+def replies(reply: type[msgspec.Struct], *statuses: int, headers: tuple[str, ...] = ()) -> Responses:
+    """The answers of a route that speaks OpenAI's shapes: 200 with `reply` and `headers`, or one of the errors."""
+    return {200: done("The result.", reply, *headers)} | errors(*statuses)
+
+
+def errors(*statuses: int) -> Responses:
+    """The errors of a route that speaks OpenAI's shapes."""
+    return _errors(statuses, schemas.ErrorReply, "application/json")
+
+
+def inferred(reply: type[msgspec.Struct], *headers: str) -> Responses:
+    """The answers of a route that infers."""
+    answers = replies(reply, *INFERENCE_ERRORS, headers=(*openapi_headers.OF_INFERENCE, *headers))
+    answers[422]["description"] = "This `Idempotency-Key` was used with another request."
+    return answers
+
+
+def problems(*statuses: int) -> Responses:
+    """The errors of a route that speaks Replicate's shapes."""
+    return _errors(statuses, Problem, "application/problem+json")
+
+
+def created() -> Responses:
+    """The answers of a route that makes predictions: a new one, or the one that the same request made before."""
+    reply = prediction_replies.PredictionReply
+    answers: Responses = {
+        200: done("The prediction that the same request created before.", reply, "Location", "Idempotent-Replayed"),
+        201: done("The new prediction.", reply, "Location"),
+    }
+    return answers | problems(*CREATION_ERRORS)
+
+
+def done(text: str, reply: type[msgspec.Struct], *headers: str) -> Described:
+    """One answer with a JSON body."""
+    content = {"application/json": {"schema": ref_to(reply)}}
+    return {"description": text, "content": content, "headers": openapi_headers.references(*headers)}
+
+
+def events_of(*kinds: str) -> Described:
+    """One answer that is a stream of server-sent events; the schema is that of one event."""
+    properties = {
+        "event": {"type": "string", "enum": list(kinds)},
+        "id": {"type": "string"},
+        "data": {"type": "string"},
+    }
+    event = {"type": "object", "required": list(properties), "properties": properties}
+    content = {"text/event-stream": {"schema": event}}
+    return {
+        "description": "Server-sent events.",
+        "content": content,
+        "headers": openapi_headers.references(),
+    }
+
+
+def bytes_of(text: str, *media_types: str) -> Described:
+    """One answer whose body is not JSON."""
+    schema = {"type": "string", "format": "binary"}
+    content = {media_type: {"schema": schema} for media_type in media_types}
+    return {"description": text, "content": content, "headers": openapi_headers.references()}
+
+
+def ref_to(body: type[BaseModel] | type[msgspec.Struct]) -> dict[str, str]:
+    """A reference to the schema of a body."""
+    return {"$ref": _REF.format(name=body.__name__)}
+
+
+def describe(app: FastAPI) -> None:
+    """Makes `app` describe itself with the schemas that the routes only refer to."""
+
+    def openapi() -> Described:
+        if app.openapi_schema is None:
+            app.openapi_schema = _page(app)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _page(app: FastAPI) -> Described:
+    page = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    template = _REF.replace("{name}", "{model}")
+    _, described = models_json_schema([(body, "validation") for body in _BODIES], ref_template=template)
+    _, structs = msgspec.json.schema_components(_REPLIES, ref_template=_REF)
+    page["components"] = {
+        "schemas": {**described["$defs"], **structs},
+        "headers": openapi_headers.ANSWERED,
+        "responses": {"HeadTooLarge": _HEAD_TOO_LARGE},
+        "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+    }
+    for path in page["paths"].values():
+        for operation in path.values():
+            _without_fastapis_errors(operation["responses"])
+            # The server's own, before any route is known; so are 400, 408 and 429 of a head
+            # (api/http/bounded_protocol.py).
+            operation["responses"]["431"] = {"$ref": "#/components/responses/HeadTooLarge"}
+    return page
+
+
+def _without_fastapis_errors(responses: Described) -> None:
+    """FastAPI describes a 422 of its own wherever there are parameters, in a shape that nothing here answers in."""
+    content = responses.get("422", {}).get("content", {})
+    schema = content.get("application/json", {}).get("schema", {})
+    if schema.get("$ref", "").endswith("/HTTPValidationError"):
+        del responses["422"]
+
+
+def _errors(statuses: tuple[int, ...], reply: type[msgspec.Struct], media_type: str) -> Responses:
+    return {
+        status: {
+            "description": _WORDS[status],
+            "content": {media_type: {"schema": ref_to(reply)}},
+            "headers": openapi_headers.references(*openapi_headers.OF_STATUS.get(status, ())),
+        }
+        for status in statuses
+    }

@@ -1,0 +1,43 @@
+"""The row that a refused request leaves: one for the request, since it has no items yet.
+
+A caller without a valid key leaves none, so that outsiders can't fill the table. Metrics count both. The row holds
+nothing that the caller sent but its `x-request-id`.
+"""
+
+from __future__ import annotations
+
+import time
+
+from api.http.middleware import RequestContext
+from shared.usage.row import Row, RowSink
+
+
+class Refusals:
+    """Writes the rows of refused requests."""
+
+    def __init__(self, rows: RowSink, *, api_instance: str, region: str) -> None:
+        self._rows = rows
+        self._api_instance = api_instance
+        self._region = region
+
+    def record(self, context: RequestContext) -> None:
+        """Writes the row of a request that was just refused."""
+        self._rows.write(
+            Row(
+                row_id=f"{context.request_id}:refused",
+                request_id=context.request_id,
+                item=0,
+                model=context.model,
+                received_at_s=context.received_at_s,
+                status="refused",
+                tenant=context.tenant,
+                region=self._region,
+                api_instance=self._api_instance,
+                replied_at_s=time.time(),
+                total_ms=context.total_ms,
+                error_code=context.error_code or None,
+                cost_usd=0.0,
+                client_request_id=context.client_request_id or None,
+                charged_share=0.0,
+            )
+        )

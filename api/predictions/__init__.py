@@ -1,0 +1,1 @@
+"""Predictions: created, read, streamed and canceled by any instance."""

@@ -1,0 +1,50 @@
+"""What a signed link names: an object, or an image inside a prediction's record; in the format that the link says."""
+
+from __future__ import annotations
+
+import re
+
+from api.errors import NotFound
+from api.inputs.image_codec import MEDIA_TYPES, Studio
+from api.predictions.service import Predictions
+from shared.errors import BadInput
+from shared.stores.objects import ObjectStore
+
+OBJECT_LIMIT_BYTES = 64 * 1024 * 1024
+_INLINE = re.compile(r"predictions/([A-Za-z0-9_]{1,64})/(\d{1,3})\.png")
+_FORMATS = {media_type: name for name, media_type in MEDIA_TYPES.items()}
+
+
+class Fetcher:
+    """Fetches; holds nothing between two calls."""
+
+    def __init__(self, objects: ObjectStore, predictions: Predictions, studio: Studio) -> None:
+        self._objects = objects
+        self._predictions = predictions
+        self._studio = studio
+
+    async def fetch(self, key: str, media_type: str, deadline_s: float) -> bytes:
+        """The bytes behind a link whose signature was checked.
+
+        Args:
+            key: of the object.
+            media_type: that the link says.
+            deadline_s: Unix time until which a picture may be drawn in another format.
+
+        Raises:
+            NotFound: there is nothing, any more.
+            Overloaded: too many pictures wait to be encoded.
+            DeadlineExceeded: it was not done in time.
+            Unavailable: Redis or the object store is out of reach.
+        """
+        try:
+            if inline := _INLINE.fullmatch(key):
+                data = await self._predictions.inline_image(inline[1], int(inline[2]))
+            else:
+                data = await self._objects.get(key, OBJECT_LIMIT_BYTES)
+        except BadInput as error:
+            raise NotFound("the image is no longer there") from error
+        # Workers give PNG. Drawn again in another format at each fetch, it needs no second place to lie.
+        if key.endswith(".png") and media_type in _FORMATS:
+            return await self._studio.encode(data, _FORMATS[media_type], None, deadline_s, is_new=True)
+        return data

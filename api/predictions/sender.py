@@ -1,0 +1,111 @@
+"""From a prediction to its message: the one job that it is, published once its record stands."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NoReturn
+
+from api import metrics
+from api.dispatch.job_sender import Waiter
+from shared.errors import Overloaded, PenstockError, Unavailable
+from shared.messages import Envelope, Item, ItemError, Job, JobBody, ReplyBody, encode_job, encode_reply_body
+from shared.predictions import Prediction
+from shared.pubsub.names import WEBHOOKS_TOPIC_ID, jobs_topic_id
+from shared.stores.records import Records
+from shared.transport import Publisher
+from shared.webhooks import Event, EventName, encode_event
+
+log = logging.getLogger(__name__)
+
+PUBLISH_LIMIT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class NewPrediction:
+    """A prediction to create, and the job that it is."""
+
+    prediction: Prediction
+    items: Sequence[Item]
+    reply_bytes: int
+    """What its reply may take."""
+    is_keyed: bool
+    """Whether the caller can ask for it again and mean the same one."""
+    cache_read: bool = True
+    cache_write: bool = True
+    traceparent: str = ""
+    lane: str = ""
+    start_by_s: float = 0.0
+
+
+class PredictionSender:
+    """Publishes predictions; holds nothing between two calls."""
+
+    def __init__(self, records: Records, publisher: Publisher, api_instance: str) -> None:
+        self._records = records
+        self._publisher = publisher
+        self._api_instance = api_instance
+
+    async def send(self, new: NewPrediction, waiter: Waiter | None) -> None:
+        """Publishes the job of a prediction whose record stands, and notes that in the record.
+
+        Raises:
+            Overloaded: the broker is full.
+            Unavailable: it is out of reach; a record that nobody can ask for again was ended.
+        """
+        prediction = new.prediction
+        envelope = Envelope(
+            request_id=prediction.record,
+            part=0,
+            model=prediction.model,
+            tenant=prediction.tenant,
+            inbox=waiter.inbox if waiter is not None else "",
+            slot=waiter.slot if waiter is not None else "",
+            deadline_s=prediction.deadline_s,
+            received_at_s=prediction.created_at_s,
+            published_at_s=time.time(),
+            api_instance=self._api_instance,
+            traceparent=new.traceparent,
+            cache_key=new.items[0].cache_key or "",
+            prediction="1",
+            webhook=",".join(prediction.webhook_events),
+            lane=new.lane,
+            start_by_s=new.start_by_s,
+            client_request_id=prediction.client_request_id,
+        )
+        try:
+            data, attributes = encode_job(Job(envelope, JobBody(list(new.items), new.cache_read, new.cache_write)))
+            await self._publisher.publish(jobs_topic_id(prediction.model), data, attributes, timeout_s=PUBLISH_LIMIT_S)
+        except PenstockError as error:
+            await self._give_up(new, error)
+        # Not noted, it is published once more should the same request come again, which does no harm.
+        with suppress(Unavailable):
+            await self._records.mark_published(prediction.record)
+
+    async def _give_up(self, new: NewPrediction, error: PenstockError) -> NoReturn:
+        """Ends a prediction that the broker did not take; one that can be asked for again stays open for that."""
+        metrics.PREDICTIONS.labels(new.prediction.model, "refused").inc()
+        if not new.is_keyed:
+            reply = failed_reply("unavailable", f"the broker did not take it: {error.message}")
+            await self._records.finish(new.prediction.record, "failed", reply)
+        if isinstance(error, Overloaded):
+            raise error
+        raise Unavailable(f"the broker did not take the prediction: {error.message}") from error
+
+    async def tell_webhook(self, prediction: Prediction, event: EventName) -> None:
+        """Has the prediction's webhook told of `event`, if it wants to know; lost where the broker is out of reach."""
+        if event not in prediction.webhook_events:
+            return
+        data, attributes = encode_event(Event(prediction.record, event))
+        try:
+            await self._publisher.publish(WEBHOOKS_TOPIC_ID, data, attributes, timeout_s=PUBLISH_LIMIT_S)
+        except PenstockError as error:
+            log.warning("webhook not told", extra={"record": prediction.record, "reason": error.message})
+
+
+def failed_reply(code: str, message: str) -> bytes:
+    """What ends a record that no worker ended; `code` as in shared.errors."""
+    return encode_reply_body(ReplyBody([], ItemError(code, message), replied_at_s=time.time()))

@@ -1,0 +1,224 @@
+"""What Replicate's clients ask around predictions: models and versions, files, and the secret that signs webhooks."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.errors import NotFound
+from api.http.dependencies import parts_of
+from api.http.edit_body import MOST_FIELDS
+from api.http.json_limits import object_in
+from api.http.openapi import KEYED, Described, done, problems
+from api.http.request import base_url_of, check_charset, link_to, tenant_of
+from api.inputs.files import File
+from api.predictions.versions import OWNER, find_version, model_body, version_body, version_of
+from api.problem_details import ProblemRoute
+from api.schemas.replicate_replies import (
+    DeploymentReply,
+    FileReply,
+    ReplicateModel,
+    SecretReply,
+    VersionReply,
+    VersionsPage,
+)
+from shared.errors import BadInput, ConfigurationError
+from shared.predictions import MEDIA_TYPES, iso
+from shared.webhooks import tenant_secrets
+
+router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
+
+_FORM: Described = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["content"],
+                    "properties": {
+                        "content": {"type": "string", "format": "binary", "description": "The file to upload."},
+                        "metadata": {"type": "object", "description": "Kept with the file."},
+                    },
+                },
+                "encoding": {"metadata": {"contentType": "application/json"}},
+            }
+        },
+    }
+}
+PAGE = 25
+_CURSOR = re.compile(r"\d{1,9}")
+
+
+@router.get("/models", include_in_schema=False)
+async def list_models(request: Request, cursor: str = "") -> Response:
+    """All models of the catalog, a page at a time; under /v1 only for Replicate's clients (api/routes/models.py)."""
+    tenant_of(request)
+    if cursor and not _CURSOR.fullmatch(cursor):
+        raise BadInput("cursor: not a cursor of this API", field="cursor")
+    parts, base_url, first = parts_of(request), base_url_of(request), int(cursor or 0)
+    shown, following = parts.catalog.models[first : first + PAGE], first + PAGE
+    pages = {"previous": max(0, first - PAGE) if first else None, "next": None}
+    if following < len(parts.catalog.models):
+        pages["next"] = following
+    links = {name: None if at is None else f"{base_url}/v1/models?cursor={at}" for name, at in pages.items()}
+    results = [model_body(model, OWNER, base_url, parts.started_at_s) for model in shown]
+    return _json({**links, "results": results})
+
+
+@router.get(
+    "/models/{owner}/{name}",
+    summary="Get a model in Replicate's shape",
+    openapi_extra=KEYED,
+    responses={200: done("Done.", ReplicateModel), **problems(401, 404)},
+)
+async def get_model(request: Request, owner: str, name: str) -> Response:
+    """A model of the catalog with its only version. Any owner is accepted."""
+    tenant_of(request)
+    parts = parts_of(request)
+    model = parts.catalog.find(name)
+    return _json(model_body(model, owner, base_url_of(request), parts.started_at_s))
+
+
+@router.get(
+    "/models/{owner}/{name}/versions",
+    summary="List the versions of a model",
+    openapi_extra=KEYED,
+    responses={200: done("Done.", VersionsPage), **problems(401, 404)},
+)
+async def list_versions(request: Request, owner: str, name: str) -> Response:
+    """Each model has one version."""
+    tenant_of(request)
+    parts = parts_of(request)
+    versions = [version_body(parts.catalog.find(name), parts.started_at_s)]
+    return _json({"previous": None, "next": None, "results": versions})
+
+
+@router.get(
+    "/models/{owner}/{name}/versions/{version}",
+    summary="Get a version of a model",
+    openapi_extra=KEYED,
+    responses={200: done("Done.", VersionReply), **problems(401, 404)},
+)
+async def get_version(request: Request, owner: str, name: str, version: str) -> Response:
+    """The version, with the schema of its input and output."""
+    tenant_of(request)
+    parts = parts_of(request)
+    model = parts.catalog.find(name)
+    try:
+        is_this = find_version(parts.catalog, version) is model
+    except BadInput:
+        is_this = False
+    if not is_this:
+        raise NotFound(f"{name} has no version {version[:80]!r}")
+    return _json(version_body(model, parts.started_at_s))
+
+
+@router.get(
+    "/deployments/{owner}/{name}",
+    summary="Get a deployment",
+    openapi_extra=KEYED,
+    responses={200: done("Done.", DeploymentReply), **problems(401, 404)},
+)
+async def get_deployment(request: Request, owner: str, name: str) -> Response:
+    """Each model of the catalog has one deployment, of the same name."""
+    tenant_of(request)
+    parts = parts_of(request)
+    model = parts.catalog.find(name)
+    release = {
+        "number": 1,
+        "model": f"{owner}/{model.name}",
+        "version": version_of(model),
+        "created_at": iso(parts.started_at_s),
+        "created_by": None,
+        "configuration": {
+            "hardware": model.gpu.type,
+            "min_instances": model.replicas.min,
+            "max_instances": model.replicas.max,
+        },
+    }
+    return _json({"owner": owner, "name": model.name, "current_release": release})
+
+
+@router.post(
+    "/files",
+    summary="Upload a file",
+    status_code=201,
+    openapi_extra=_FORM | KEYED,
+    responses={201: done("The uploaded file.", FileReply), **problems(400, 401, 408, 413, 422, 503)},
+)
+async def create_file(request: Request) -> Response:
+    """Takes a form with the file as `content` and, if wanted, a JSON object as `metadata`. Files are kept for a day."""
+    tenant, parts = tenant_of(request), parts_of(request)
+    check_charset(request)
+    async with request.form(max_files=2, max_fields=MOST_FIELDS) as form:
+        content, metadata = form.get("content"), form.get("metadata")
+        if not isinstance(content, UploadFile):
+            raise BadInput("content: a file is needed", field="content")
+        text = await metadata.read() if isinstance(metadata, UploadFile) else metadata
+        file = await parts.files.add(
+            tenant,
+            await content.read(),
+            name=content.filename or "file",
+            content_type=content.content_type or "",
+            metadata=object_in(text, "metadata") if text else {},
+        )
+    return _json(_shown(request, file), 201)
+
+
+@router.get(
+    "/files/{file_id}",
+    summary="Get a file",
+    openapi_extra=KEYED,
+    responses={200: done("Done.", FileReply), **problems(401, 404, 503)},
+)
+async def get_file(request: Request, file_id: str) -> Response:
+    """The file's metadata. `urls.download` is a link to its bytes."""
+    tenant = tenant_of(request)
+    return _json(_shown(request, await parts_of(request).files.find(tenant, file_id)))
+
+
+@router.get(
+    "/webhooks/default/secret",
+    summary="Get the secret that signs your webhooks",
+    openapi_extra=KEYED,
+    responses={200: done("Done.", SecretReply), **problems(401, 404)},
+)
+async def get_secret(request: Request) -> Response:
+    """The secret of this tenant, with which receivers verify signatures."""
+    tenant = tenant_of(request)
+    try:
+        first, *_ = tenant_secrets(parts_of(request).settings.webhook_secrets, tenant)
+    except ConfigurationError as error:
+        raise NotFound("webhooks are not set up here: there is no secret") from error
+    return _json({"key": first})
+
+
+def _shown(request: Request, file: File) -> dict[str, Any]:
+    # A page or a script that somebody sent us is not to be served as one from here.
+    media_type = file.content_type if file.content_type in MEDIA_TYPES.values() else "application/octet-stream"
+    return {
+        "id": file.id,
+        "name": file.name,
+        "content_type": file.content_type,
+        "size": file.size,
+        "etag": file.sha256,
+        "checksums": {"sha256": file.sha256},
+        "metadata": file.metadata,
+        "created_at": iso(file.created_at_s),
+        "expires_at": iso(file.expires_at_s),
+        "urls": {
+            "get": f"{base_url_of(request)}/v1/files/{file.id}",
+            "download": link_to(request, file.key, media_type),
+        },
+    }
+
+
+def _json(body: dict[str, Any], status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

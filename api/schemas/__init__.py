@@ -1,0 +1,1 @@
+"""What callers send and get, in OpenAI's shapes and in Replicate's."""

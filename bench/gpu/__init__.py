@@ -1,0 +1,1 @@
+"""What a GPU gives: texts, images, sharing, scale."""

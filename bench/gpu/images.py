@@ -1,0 +1,202 @@
+"""Stable Diffusion 1.5's architecture with seeded random weights: plain diffusers, run eagerly, beside our ImageModel.
+
+Nothing is downloaded: speed does not depend on what the weights are. Ours ends in PNG files, plain diffusers in PIL
+images, so the comparison is in its favor by the time that encoding takes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+from bench.gpu.card import DTYPES, seconds
+from bench.gpu.scale import Scale
+from models.shapes import PIPELINE
+from shared.catalog import Batch, ImageDefaults
+from shared.catalog import Model as Entry
+from shared.messages import ImageResult
+from workers.models.base import PreparedImage
+from workers.models.device import Device
+from workers.models.image.model import ImageModel
+
+STRENGTH = 0.5
+GUIDANCE = 7.5
+SEED = 20240501
+PROMPT_TOKENS = 77
+WARMUP_LIMIT_S = 3600.0
+"""A worker reaches every compiled size within a few starts; here it has to be within one."""
+
+
+def measure(scale: Scale, folder: Path, matrix_tflops: float) -> list[dict[str, Any]]:
+    """A row per task and batch size: seconds per image, images per second and TFLOP/s, plain and ours in turns."""
+    write_pipeline(folder, scale)
+    plain = _Plain(folder, scale)
+    place = Device(scale.device, threads=1, memory_fraction=1.0)
+    ours = ImageModel(image_entry(folder, scale), folder, place, warmup_limit_s=WARMUP_LIMIT_S)
+    ours.setup()
+    ours.warmup()
+    rows = []
+    for task in ("text-to-image", "image-to-image"):
+        items = [_item(task, number, scale) for number in range(max(scale.batches))]
+        tera_per_image = plain.operations(items[0]) / 1e12
+        for count in scale.batches:
+            batch = items[:count]
+            contenders: dict[str, Callable[[], Any]] = {
+                "plain": lambda batch=batch: plain.draw(batch),  # type: ignore[misc]
+                "ours": lambda batch=batch: draw(ours, batch),  # type: ignore[misc]
+            }
+            taken = _in_turns(scale, contenders)
+            row: dict[str, Any] = {"task": task, "batch": count}
+            for name, call_s in taken.items():
+                rate = count / call_s
+                row[name] = {
+                    "seconds_per_image": call_s / count,
+                    "images_per_s": rate,
+                    "tflops": rate * tera_per_image,
+                    "of_matrix_rate": rate * tera_per_image / matrix_tflops,
+                }
+            rows.append(row | {"ratio": taken["plain"] / taken["ours"]})
+    return rows
+
+
+def _in_turns(scale: Scale, contenders: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Median seconds of each; the first round is not counted."""
+    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(1 + scale.rounds):
+        for name, work in contenders.items():
+            call_s = seconds(scale.device, work)
+            if number:
+                taken[name].append(call_s)
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def draw(model: ImageModel, batch: list[PreparedImage]) -> None:
+    """Draws a batch as a model process does, and sees that images came of it."""
+    for group in model.groups(batch):
+        for result in model.predict([batch[place] for place in group], lambda step, steps: None):
+            if not isinstance(result, ImageResult):
+                raise RuntimeError(f"no image but {result!r}")
+
+
+class _Plain:
+    """The pipelines as diffusers' documentation loads them."""
+
+    def __init__(self, folder: Path, scale: Scale) -> None:
+        dtype = DTYPES[scale.precision]
+        given = {"dtype": dtype, "safety_checker": None, "local_files_only": True}
+        self._text = diffusers.StableDiffusionPipeline.from_pretrained(folder, **given).to(scale.device)
+        self._image = diffusers.StableDiffusionImg2ImgPipeline(**self._text.components, requires_safety_checker=False)
+        for pipeline in (self._text, self._image):
+            pipeline.set_progress_bar_config(disable=True)
+
+    def draw(self, batch: list[PreparedImage]) -> Any:
+        first = batch[0]
+        given: dict[str, Any] = {
+            "prompt": [item.prompt for item in batch],
+            "num_inference_steps": first.steps,
+            "guidance_scale": first.guidance_scale,
+            "generator": [torch.Generator("cpu").manual_seed(item.seed) for item in batch],
+        }
+        if first.source is None:
+            return self._text(**given, width=first.width, height=first.height).images
+        size = (first.width, first.height)
+        sources = [Image.frombytes("RGB", size, item.source or b"") for item in batch]
+        return self._image(**given, image=sources, strength=first.strength).images
+
+    def operations(self, item: PreparedImage) -> float:
+        """Floating-point operations of one image, a multiplication and an addition counted as two."""
+        with FlopCounterMode(display=False) as counter:
+            self.draw([item])
+        return float(counter.get_total_flops())
+
+
+def _item(task: str, number: int, scale: Scale) -> PreparedImage:
+    is_text = task == "text-to-image"
+    steps = scale.text_steps if is_text else scale.image_steps
+    run = steps if is_text else int(steps * STRENGTH)
+    work = scale.side * scale.side * run
+    return PreparedImage(
+        key=task,
+        length=work,
+        prompt=f"a red circle left of a blue star, number {number}",
+        negative_prompt="",
+        width=scale.side,
+        height=scale.side,
+        steps=steps,
+        guidance_scale=GUIDANCE,
+        seed=number,
+        scheduler="ddim",
+        strength=None if is_text else STRENGTH,
+        source=None if is_text else os.urandom(scale.side * scale.side * 3),
+    )
+
+
+def image_entry(folder: Path, scale: Scale) -> Entry:
+    """What a catalog would say of the folder; everything else is left to the device."""
+    largest = max(scale.batches)
+    return Entry(
+        name="stable-diffusion-random",
+        task="image",
+        source=f"local:{folder}",
+        backend="torch",
+        batch=Batch(max_items=largest, max_pixel_steps=largest * scale.side**2 * scale.text_steps),
+        image=ImageDefaults(width=scale.side, height=scale.side, steps=scale.text_steps, guidance_scale=GUIDANCE),
+    )
+
+
+def write_pipeline(folder: Path, scale: Scale) -> None:
+    """Writes the pipeline: at full width with random weights in 16 bits, some 2 GB; else the shipped one."""
+    if not scale.is_full_width:
+        shutil.copytree(PIPELINE, folder)
+        return
+    torch.manual_seed(SEED)
+    tokenizer = CLIPTokenizer.from_pretrained(PIPELINE / "tokenizer", model_max_length=PROMPT_TOKENS)
+    pipeline = diffusers.StableDiffusionPipeline(
+        tokenizer=tokenizer,
+        **full_width_parts(tokenizer.bos_token_id, tokenizer.eos_token_id),
+        scheduler=diffusers.DDIMScheduler(
+            beta_start=0.00085,
+            beta_end=0.012,
+            beta_schedule="scaled_linear",
+            clip_sample=False,
+            set_alpha_to_one=False,
+            steps_offset=1,
+        ),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipeline.to(torch.float16).save_pretrained(folder, safe_serialization=True)
+
+
+def full_width_parts(start_token: int, end_token: int) -> dict[str, torch.nn.Module]:
+    """The networks of Stable Diffusion 1.5, in the shapes of its config.json files."""
+    text = CLIPTextConfig(
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        bos_token_id=start_token,
+        eos_token_id=end_token,
+    )
+    return {
+        "text_encoder": CLIPTextModel(text),
+        "unet": diffusers.UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8),
+        "vae": diffusers.AutoencoderKL(
+            sample_size=512,
+            block_out_channels=(128, 256, 512, 512),
+            layers_per_block=2,
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+        ),
+    }

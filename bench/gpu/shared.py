@@ -1,0 +1,80 @@
+"""Two models that share a card in time, a model process each: what each does alone, and what both do at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import msgspec
+
+from bench.gpu.images import GUIDANCE, image_entry
+from bench.gpu.scale import Scale
+from bench.gpu.texts import minilm_folder, text_entry, texts
+from workers.models.base import Prepared, PreparedImage
+from workers.runtime.pool import Hosted, ModelPool, ModelProcess
+
+MEMORY_FRACTION = 0.45
+START_TIMEOUT_S = 900.0
+BATCH_TIMEOUT_S = 120.0
+
+
+def measure(scale: Scale, images: Path) -> dict[str, dict[str, float]]:
+    """Batches per second of the image model and of MiniLM: `alone`, `together`, and `kept`, the share that is left."""
+    return asyncio.run(_measure(scale, images))
+
+
+async def _measure(scale: Scale, images: Path) -> dict[str, dict[str, float]]:
+    place, precision = minilm_folder(), "fp32" if scale.device == "cpu" else "fp16"
+    entry = text_entry("MiniLM", place, 384, precision, scale)
+    work: dict[str, tuple[Hosted, list[Prepared]]] = {
+        "images": (Hosted(image_entry(images, scale), images), [*_pictures(scale)]),
+        "MiniLM": (Hosted(entry, place), [*texts(scale.lengths[0], 8)]),
+    }
+    async with AsyncExitStack() as stack:
+        loads: dict[str, tuple[ModelProcess, Sequence[Prepared]]] = {}
+        for name, (hosted, batch) in work.items():
+            pool = ModelPool(
+                [hosted],
+                device=scale.device,
+                processes=1,
+                memory_fraction=MEMORY_FRACTION,
+                start_timeout_s=START_TIMEOUT_S,
+            )
+            loads[name] = ((await stack.enter_async_context(pool)).processes[0], batch)
+        alone = {name: await _rate(load, scale) for name, load in loads.items()}
+        rates = await asyncio.gather(*(_rate(load, scale) for load in loads.values()))
+        together = dict(zip(loads, rates, strict=True))
+    return {
+        name: {"alone": alone[name], "together": together[name], "kept": together[name] / alone[name]} for name in work
+    }
+
+
+async def _rate(load: tuple[ModelProcess, Sequence[Prepared]], scale: Scale) -> float:
+    """Batches per second, one after the other, for the seconds of the scale; the first one is not counted."""
+    process, batch = load
+    await process.run(batch, timeout_s=BATCH_TIMEOUT_S)
+    began_s, count = time.perf_counter(), 0
+    while count == 0 or time.perf_counter() - began_s < scale.shared_s:
+        await process.run(batch, timeout_s=BATCH_TIMEOUT_S)
+        count += 1
+    return count / (time.perf_counter() - began_s)
+
+
+def _pictures(scale: Scale) -> list[PreparedImage]:
+    work = scale.side * scale.side * scale.text_steps
+    one = PreparedImage(
+        key="",
+        length=work,
+        prompt="a red circle left of a blue star",
+        negative_prompt="",
+        width=scale.side,
+        height=scale.side,
+        steps=scale.text_steps,
+        guidance_scale=GUIDANCE,
+        seed=1,
+        scheduler="ddim",
+    )
+    return [one, msgspec.structs.replace(one, seed=2)]

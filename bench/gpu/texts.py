@@ -1,0 +1,126 @@
+"""Tokens per second of embedding models on a GPU: plain transformers beside our EmbeddingModel, in the same batches."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModel, BertConfig, BertModel
+
+from bench.gpu.card import DTYPES, seconds
+from bench.gpu.scale import Scale
+from shared.catalog import Batch, read_catalog
+from shared.catalog import Model as Entry
+from workers.models import model_for
+from workers.models.base import PreparedText
+from workers.models.embedding.model_folder import read_sentence_folder
+from workers.models.source import resolve
+
+VOCABULARY = 30522
+_CATALOG = Path(__file__).resolve().parents[2] / "models.yaml"
+
+
+def measure(scale: Scale, folder: Path) -> list[dict[str, Any]]:
+    """A row per model and length: tokens per second, plain and ours in each precision, in turns."""
+    rows = []
+    for name, place, dimensions in (
+        ("BERT-large", write_bert(folder, scale), 1024 if scale.is_full_width else 32),
+        ("MiniLM", minilm_folder(), 384),
+    ):
+        runners: dict[str, Any] = {f"plain {scale.precision}": _plain(place, scale)}
+        for precision in ("fp32",) if scale.device == "cpu" else ("fp32", "fp16", "bf16"):
+            model = model_for(text_entry(name, place, dimensions, precision, scale), place, scale.device)
+            model.setup()
+            model.warmup()
+            runners[f"ours {precision}"] = model
+        for length in scale.lengths:
+            batch = texts(length, max(1, scale.tokens // length))
+            rows.append({"model": name, "length": length, "batch": len(batch)} | _rates(scale, runners, batch))
+    return rows
+
+
+def _rates(scale: Scale, runners: dict[str, Any], batch: list[PreparedText]) -> dict[str, float]:
+    taken: dict[str, list[float]] = {name: [] for name in runners}
+    for number in range(1 + scale.rounds):
+        for name, runner in runners.items():
+            call_s = seconds(scale.device, lambda runner=runner: _embed(runner, batch))  # type: ignore[misc]
+            if number:
+                taken[name].append(call_s)
+    tokens = sum(text.length for text in batch)
+    return {name: tokens / statistics.median(times) for name, times in taken.items()}
+
+
+def _embed(runner: Any, batch: list[PreparedText]) -> None:
+    if callable(runner):
+        runner(batch)
+        return
+    for group in runner.groups(batch):
+        runner.predict([batch[place] for place in group], lambda step, steps: None)
+
+
+def _plain(place: Path, scale: Scale) -> Any:
+    """Transformers as its documentation runs it, mean-pooled, vectors fetched."""
+    model = AutoModel.from_pretrained(read_sentence_folder(place).transformer, dtype=DTYPES[scale.precision])
+    model = model.to(scale.device).eval()
+
+    def embed(batch: list[PreparedText]) -> Any:
+        ids = torch.tensor(np.stack([np.frombuffer(text.ids, "<u4") for text in batch]).astype(np.int64))
+        mask = torch.ones_like(ids)
+        with torch.no_grad():
+            states = model(input_ids=ids.to(scale.device), attention_mask=mask.to(scale.device)).last_hidden_state
+            return torch.nn.functional.normalize(states.mean(1), dim=1).cpu()
+
+    return embed
+
+
+def texts(length: int, count: int) -> list[PreparedText]:
+    """Texts of `length` random tokens."""
+    random = np.random.default_rng(length)
+    ids = random.integers(1000, VOCABULARY, (count, length), dtype=np.uint32).astype("<u4")
+    return [PreparedText(key="", length=length, ids=row.tobytes()) for row in ids]
+
+
+def text_entry(name: str, place: Path, dimensions: int, precision: str, scale: Scale) -> Entry:
+    """What a catalog would say of the folder."""
+    return Entry.model_validate(
+        {
+            "name": name,
+            "task": "embedding",
+            "source": f"local:{place}",
+            "backend": "torch",
+            "precision": precision,
+            "dimensions": dimensions,
+            "batch": Batch(max_tokens=scale.tokens, max_items=max(1, scale.tokens // min(scale.lengths))),
+        }
+    )
+
+
+def minilm_folder() -> Path:
+    """The real MiniLM of models.yaml."""
+    entry = read_catalog(_CATALOG).default("embedding")
+    return resolve(entry.source, entry.revision, Path("var/models"))
+
+
+def write_bert(folder: Path, scale: Scale) -> Path:
+    """BERT-large's shape with seeded random weights (tiny: two narrow layers), under MiniLM's tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(1)
+    shape = (1024, 24, 16, 4096) if scale.is_full_width else (32, 2, 4, 64)
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=shape[0],
+        num_hidden_layers=shape[1],
+        num_attention_heads=shape[2],
+        intermediate_size=shape[3],
+    )
+    BertModel(config).save_pretrained(folder)
+    shutil.copy(read_sentence_folder(minilm_folder()).transformer / "tokenizer.json", folder)
+    kinds = ("Transformer", "Pooling", "Normalize")
+    modules = [{"type": kind, "path": "" if kind == "Transformer" else kind} for kind in kinds]
+    (folder / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
+    return folder

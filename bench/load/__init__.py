@@ -1,0 +1,1 @@
+"""Load: closed loop, open loop, and the texts that are sent."""

@@ -1,0 +1,1 @@
+"""Servers that stand in for Google's on one machine."""

@@ -1,0 +1,42 @@
+"""Removes tables and partitions whose time is over, once a minute."""
+
+import time
+
+import anyio
+
+from infra.emulators.bigquery.catalog import Catalog
+from infra.emulators.bigquery.resources import Table
+from infra.emulators.bigquery.schema import quoted
+from infra.emulators.bigquery.service import Service
+from infra.emulators.bigquery.store import Store
+
+_EVERY_S = 60.0
+
+
+async def expire_forever(service: Service) -> None:
+    """Runs until canceled; a task of the server."""
+    while True:
+        await service.lanes.write(expire, service.store, service.catalog, time.time_ns() // 1_000_000)
+        await anyio.sleep(_EVERY_S)
+
+
+def expire(store: Store, catalog: Catalog, now_ms: int) -> None:
+    """Removes what had expired at `now_ms` (unix milliseconds); runs in the server's writer."""
+    for table in list(catalog.tables.values()):
+        expiration_ms = table.settings.get("expirationTime")
+        if expiration_ms is not None and int(expiration_ms) <= now_ms:
+            catalog.delete_table(table.key)
+        elif table.partitioning is not None and table.partitioning.expiration_ms is not None:
+            _expire_partitions(store, table, now_ms)
+
+
+def _expire_partitions(store: Store, table: Table, now_ms: int) -> None:
+    partitioning = table.partitioning
+    assert partitioning is not None
+    # A partition lives for the expiration after its own start, whatever its rows' times.
+    start = f"date_trunc('{partitioning.unit.lower()}', CAST({quoted(partitioning.column)} AS TIMESTAMP))"
+    with store.cursor() as cursor:
+        cursor.execute(
+            f"DELETE FROM {table.physical} WHERE {start} <= make_timestamp(CAST(? AS BIGINT) * 1000)",
+            [now_ms - (partitioning.expiration_ms or 0)],
+        )

@@ -1,0 +1,183 @@
+"""Runs translated statements on DuckDB: results into memory, changes into the data.
+
+Between a job and the store. Everything here blocks and runs in a thread of the server.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import duckdb
+
+from infra.emulators.bigquery.errors import BytesBilledError, InvalidQueryError, StoppedError, UnsupportedError
+from infra.emulators.bigquery.googlesql.translate import Statement
+from infra.emulators.bigquery.resources import Table
+from infra.emulators.bigquery.rows import size_sql
+from infra.emulators.bigquery.schema import Schema, quoted, result_schema
+from infra.emulators.bigquery.store import Cursor, Store
+
+_MIB = 1024 * 1024
+_LEAST_BILLED_BYTES = 10 * _MIB
+_UNKNOWN_COLUMN = re.compile(r'Referenced (?:column|table) "([^"]+)" not found')
+_NOT_NULL = re.compile(r"NOT NULL constraint failed: \w+\.(\w+)")
+# Called with the session that is about to work, so that a cancel can interrupt it.
+OnCursor = Callable[[Cursor], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The rows of a query, kept in a DuckDB table of their own until `drop`."""
+
+    physical: str
+    schema: Schema
+    rows: int
+
+
+class Queries:
+    """Runs statements.
+
+    Args:
+        store: the open database.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._numbers = itertools.count(1)
+
+    def describe(self, statement: Statement) -> Schema:
+        """Returns the fields of a query's result, without running it.
+
+        Raises:
+            InvalidQueryError: for names or types that don't fit.
+            UnsupportedError: for a result that this server can't give.
+        """
+        with self._store.cursor() as cursor, _translated(statement):
+            columns = cursor.execute(f"DESCRIBE {statement.sql}", statement.values).fetchall()
+            schema = result_schema([(name, duckdb.sqltype(kind)) for name, kind, *_ in columns])
+        for field in schema:
+            if field.name in statement.expanded and field.type == "RECORD" and field.mode != "REPEATED":
+                raise UnsupportedError(
+                    f"SELECT * over the records of UNNEST({field.name}): not supported by the embedded BigQuery;"
+                    " name the columns",
+                    "query",
+                )
+        return schema
+
+    def select(self, statement: Statement, on_cursor: OnCursor) -> Result:
+        """Runs a query and keeps its rows.
+
+        Args:
+            statement: a SELECT.
+            on_cursor: told of the session before it works.
+
+        Raises:
+            InvalidQueryError: for a query that fails, at the start or on the way.
+            StoppedError: where the session was interrupted.
+        """
+        schema = self.describe(statement)
+        physical = f"memory.main.r{next(self._numbers)}"
+        with self._store.cursor() as cursor, _translated(statement):
+            on_cursor(cursor)
+            columns = ", ".join(f"{quoted(field.name)} {field.duckdb_type}" for field in schema)
+            cursor.execute(f"CREATE TABLE {physical} ({columns})")
+            try:
+                (rows,) = cursor.execute(f"INSERT INTO {physical} {statement.sql}", statement.values).fetchone()
+            except BaseException:
+                cursor.execute(f"DROP TABLE {physical}")
+                raise
+        return Result(physical, schema, rows)
+
+    def stage(self, schema: Schema) -> str:
+        """Makes an empty table in memory for rows on their way into the data; returns its DuckDB name."""
+        physical = f"memory.main.r{next(self._numbers)}"
+        with self._store.cursor() as cursor:
+            columns = ", ".join(f"{quoted(field.name)} {field.duckdb_type}" for field in schema)
+            cursor.execute(f"CREATE TABLE {physical} ({columns})")
+        return physical
+
+    def drop(self, physical: str) -> None:
+        """Lets go of a result's or a stage's rows."""
+        with self._store.cursor() as cursor:
+            cursor.execute(f"DROP TABLE IF EXISTS {physical}")
+
+    def manipulate(self, statement: Statement, on_cursor: OnCursor) -> int:
+        """Runs INSERT, UPDATE, DELETE or MERGE; only in the server's writer.
+
+        Returns:
+            The number of rows inserted, changed or removed.
+
+        Raises:
+            InvalidQueryError: where it fails; nothing has changed then.
+            StoppedError: where the session was interrupted.
+        """
+        with self._store.cursor() as cursor, _translated(statement):
+            on_cursor(cursor)
+            (rows,) = cursor.execute(statement.sql, statement.values).fetchone()
+        return int(rows)
+
+    def read_bytes(self, statement: Statement) -> int:
+        """Returns the logical bytes of the columns that a statement reads, over whole tables.
+
+        BigQuery counts only the partitions that pass the filter; this is the most it would be.
+        """
+        with self._store.cursor() as cursor:
+            return sum(_table_bytes(cursor, table, statement.columns) for table in statement.tables)
+
+
+def check_billed(read_bytes: int, limit_bytes: int | None) -> int:
+    """Returns the bytes that BigQuery would bill: whole MiB, at least ten where a table is read.
+
+    Args:
+        read_bytes: logical bytes read.
+        limit_bytes: the job's `maximumBytesBilled`.
+
+    Raises:
+        BytesBilledError: where the limit is under that.
+    """
+    billed = max(-(-read_bytes // _MIB) * _MIB, _LEAST_BILLED_BYTES) if read_bytes else 0
+    if limit_bytes is not None and billed > limit_bytes:
+        raise BytesBilledError(f"Query exceeded limit for bytes billed: {limit_bytes}. {billed} or higher required.")
+    return billed
+
+
+def table_size(cursor: Cursor, table: Table) -> tuple[int, int]:
+    """Returns the number of rows of a table and their logical bytes."""
+    if table.view_query is not None:
+        return 0, 0
+    query = f"SELECT count(*), coalesce(sum({size_sql(table.schema)}), 0) FROM {table.physical}"
+    rows, size_bytes = cursor.execute(query).fetchone()
+    return int(rows), int(size_bytes)
+
+
+def _table_bytes(cursor: Cursor, table: Table, columns: frozenset[str] | None) -> int:
+    read = tuple(field for field in table.schema if columns is None or field.name.lower() in columns)
+    query = f"SELECT coalesce(sum({size_sql(read)}), 0) FROM {table.physical}"
+    return int(cursor.execute(query).fetchone()[0])
+
+
+@contextmanager
+def _translated(statement: Statement) -> Iterator[None]:
+    """Turns DuckDB's errors into the service's, with BigQuery's names in them."""
+    try:
+        yield
+    except duckdb.InterruptException as error:
+        raise StoppedError("Job execution was cancelled: User requested cancellation") from error
+    except duckdb.NotImplementedException as error:
+        raise UnsupportedError(f"Not supported by the embedded BigQuery: {_cleaned(error, statement)}") from error
+    except duckdb.Error as error:
+        raise InvalidQueryError(_cleaned(error, statement)) from error
+
+
+def _cleaned(error: Exception, statement: Statement) -> str:
+    text = str(error)
+    if match := _UNKNOWN_COLUMN.search(text):
+        return f"Unrecognized name: {match.group(1)}"
+    if match := _NOT_NULL.search(text):
+        return f"Required field {match.group(1)} cannot be null"
+    text = re.sub(r"^[A-Z]\w*(?: \w+)* Error: ", "", text.split("\n")[0])
+    for table in statement.tables:
+        name = str(table.key).replace(":", ".")
+        text = re.sub(rf"\b(?:data\.main\.)?t{table.number}\b", name, text)
+    return text.replace("bq.", "")

@@ -1,0 +1,169 @@
+"""Routes of rows: insertAll and list.
+
+Source: https://docs.cloud.google.com/bigquery/docs/reference/rest/v2/tabledata
+"""
+
+import time
+from collections import OrderedDict
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
+from infra.emulators.bigquery.records import RowReader
+from infra.emulators.bigquery.resources import Table, TableKey
+from infra.emulators.bigquery.routes.messages import flag, json_body, number, service_of, table_key
+from infra.emulators.bigquery.rows import insert_rows, read_rows
+from infra.emulators.bigquery.schema import Json, Schema
+from infra.emulators.bigquery.service import Service
+from infra.emulators.bigquery.values import BadValueError
+
+# BigQuery's limits for one insertAll (platform facts B4).
+_MOST_REQUEST_BYTES = 10 * 1024 * 1024
+_MOST_ROWS = 50_000
+_LONGEST_INSERT_ID = 128
+_DEDUPE_S = 60.0
+_MOST_INSERT_IDS = 500_000
+_DEFAULT_PAGE_ROWS = 10_000
+
+
+class InsertIds:
+    """The insertIds seen within the last minute, so that a row sent twice is kept once; as the service, best effort."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[tuple[int, str], float] = OrderedDict()
+
+    def is_new(self, table: Table, insert_id: str) -> bool:
+        """Says whether no row of this id was inserted lately."""
+        self._forget_old()
+        return (table.number, insert_id) not in self._seen
+
+    def remember(self, table: Table, insert_ids: list[str]) -> None:
+        """Keeps the ids of rows that are in the table now."""
+        now_s = time.monotonic()
+        for insert_id in insert_ids:
+            self._seen[(table.number, insert_id)] = now_s
+
+    def _forget_old(self) -> None:
+        oldest_s = time.monotonic() - _DEDUPE_S
+        while self._seen:
+            key, seen_s = next(iter(self._seen.items()))
+            if seen_s >= oldest_s and len(self._seen) <= _MOST_INSERT_IDS:
+                return
+            del self._seen[key]
+
+
+async def insert_all(request: Request) -> Response:
+    """Streams rows into a table; rows that don't fit are answered one by one."""
+    service = service_of(request)
+    body = await json_body(request, _MOST_REQUEST_BYTES)
+    if body.get("templateSuffix"):
+        raise UnsupportedError("templateSuffix: not supported by the embedded BigQuery")
+    rows = body.get("rows")
+    if not isinstance(rows, list) or not rows:
+        raise InvalidError("No rows present in the request.")
+    if len(rows) > _MOST_ROWS:
+        raise InvalidError(f"Too many rows present in the request, limit: {_MOST_ROWS} row count: {len(rows)}.")
+    insert = partial(_insert, service, request.app.state.insert_ids, table_key(request), body, rows)
+    errors = await service.lanes.write(insert)
+    found: Json = {"kind": "bigquery#tableDataInsertAllResponse"}
+    return JSONResponse(found | ({"insertErrors": errors} if errors else {}))
+
+
+def _insert(service: Service, insert_ids: InsertIds, key: TableKey, body: Json, rows: list[Any]) -> list[Json]:
+    table = service.catalog.table(key)
+    if table.view_query is not None:
+        raise InvalidError(f"Cannot add rows to a view: {key}")
+    reader = RowReader(table.schema, bool(body.get("ignoreUnknownValues")))
+    good, new_ids, errors = [], {}, {}
+    for index, row in enumerate(rows):
+        insert_id = row.get("insertId") if isinstance(row, dict) else None
+        try:
+            found = _canonical(reader, row)
+        except BadValueError as error:
+            errors[index] = error
+            continue
+        if insert_id is not None:
+            if insert_id in new_ids or not insert_ids.is_new(table, insert_id):
+                continue
+            new_ids[insert_id] = index
+        good.append(found)
+    if errors and not body.get("skipInvalidRows"):
+        return [_row_error(index, errors.get(index)) for index in range(len(rows))]
+    if good:
+        with service.store.cursor() as cursor:
+            insert_rows(cursor, table.physical, table.schema, good)
+        insert_ids.remember(table, list(new_ids))
+    return [_row_error(index, error) for index, error in sorted(errors.items())]
+
+
+def _canonical(reader: RowReader, row: Any) -> Json:
+    values = row.get("json") if isinstance(row, dict) else None
+    if not isinstance(values, dict):
+        raise BadValueError("", "Row has no JSON object.")
+    if len(str(row.get("insertId") or "")) > _LONGEST_INSERT_ID:
+        raise BadValueError("", f"insertId is longer than {_LONGEST_INSERT_ID} characters.")
+    return reader.canonical(values)
+
+
+def _row_error(index: int, error: BadValueError | None) -> Json:
+    # A good row beside a bad one is "stopped": it was not inserted either.
+    reason = "stopped" if error is None else "invalid"
+    location, message = ("", "") if error is None else (error.location, error.message)
+    detail = {"reason": reason, "location": location, "debugInfo": "", "message": message}
+    return {"index": index, "errors": [detail]}
+
+
+async def list_rows(request: Request) -> Response:
+    """Shows a page of a table's rows, or of a query's result by its hidden table."""
+    service, key = service_of(request), table_key(request)
+    job = service.jobs.result_of(key)
+    if job is not None and job.result is not None:
+        physical, schema = job.result.physical, job.result.schema
+    else:
+        table = service.catalog.table(key)
+        if table.view_query is not None:
+            raise InvalidError(f"Cannot list a table of type VIEW: {key}")
+        physical, schema = table.physical, table.schema
+    token = request.query_params.get("pageToken")
+    start = _start(token) if token else number(request, "startIndex") or 0
+    asked = number(request, "maxResults")
+    count = _DEFAULT_PAGE_ROWS if asked is None else min(asked, _DEFAULT_PAGE_ROWS)
+    wanted = _selected(schema, request.query_params.get("selectedFields"))
+    is_micros = flag(request, "formatOptions.useInt64Timestamp")
+    total, rows = await service.lanes.read(
+        partial(read_page, service, physical, wanted, start, count, is_micros=is_micros)
+    )
+    found: Json = {"kind": "bigquery#tableDataList", "etag": "list", "totalRows": str(total), "rows": rows}
+    if start + len(rows) < total:
+        found["pageToken"] = str(start + len(rows))
+    return JSONResponse(found)
+
+
+def read_page(
+    service: Service, physical: str, schema: Schema, start: int, count: int, is_micros: bool
+) -> tuple[int, list[Json]]:
+    """Returns how many rows a DuckDB table has, and a page of them in the wire form."""
+    with service.store.cursor() as cursor:
+        (total,) = cursor.execute(f"SELECT count(*) FROM {physical}").fetchone()
+        return int(total), read_rows(cursor, physical, schema, start, count, is_micros)
+
+
+def _start(token: str) -> int:
+    if not token.isdigit():
+        raise InvalidError(f"Invalid page token: {token}")
+    return int(token)
+
+
+def _selected(schema: Schema, names: str | None) -> Schema:
+    if not names:
+        return schema
+    wanted = {name.strip().lower() for name in names.split(",")}
+    if any("." in name for name in wanted):
+        raise UnsupportedError("selectedFields inside a RECORD: not supported by the embedded BigQuery")
+    unknown = wanted - {field.name.lower() for field in schema}
+    if unknown:
+        raise InvalidError(f"Invalid value for selectedFields: {', '.join(sorted(unknown))}")
+    return tuple(field for field in schema if field.name.lower() in wanted)

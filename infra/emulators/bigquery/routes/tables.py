@@ -1,0 +1,88 @@
+"""Routes of tables and views.
+
+Source: https://docs.cloud.google.com/bigquery/docs/reference/rest/v2/tables
+"""
+
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from infra.emulators.bigquery.errors import InvalidError
+from infra.emulators.bigquery.query import table_size
+from infra.emulators.bigquery.resources import Table, TableKey
+from infra.emulators.bigquery.routes.messages import dataset_key, json_body, page, service_of, table_key
+from infra.emulators.bigquery.schema import Json, Schema, parse_schema
+from infra.emulators.bigquery.service import Service
+
+
+async def insert(request: Request) -> Response:
+    """Makes a table or a view."""
+    service, body = service_of(request), await json_body(request)
+    reference = body.get("tableReference") or {}
+    if "tableId" not in reference:
+        raise InvalidError("Required parameter is missing: tableReference.tableId")
+    dataset = dataset_key(request)
+    key = TableKey(dataset.project, dataset.dataset_id, reference["tableId"])
+    view_schema = await _view_schema(service, key, body)
+    schema = view_schema if view_schema is not None else parse_schema(body.get("schema", {}).get("fields") or ())
+    table = await service.lanes.write(service.catalog.create_table, key, schema, body)
+    return JSONResponse(await _shown(service, table))
+
+
+async def get(request: Request) -> Response:
+    """Shows a table, a view, or the hidden table of a query's result."""
+    service, key = service_of(request), table_key(request)
+    job = service.jobs.result_of(key)
+    if job is None or job.result is None:
+        return JSONResponse(await _shown(service, service.catalog.table(key)))
+    hidden = Table(key, 0, job.result.schema, {}, job.created_ms, job.ended_ms)
+    return JSONResponse(hidden.resource(job.result.rows, 0, job.location))
+
+
+async def list_all(request: Request) -> Response:
+    """Lists the tables and views of a data set."""
+    found = service_of(request).catalog.tables_of(dataset_key(request))
+    shown, rest = page(request, [table.short_resource() for table in found])
+    return JSONResponse(
+        {"kind": "bigquery#tableList", "etag": "list", "tables": shown, "totalItems": len(found), **rest}
+    )
+
+
+async def update(request: Request) -> Response:
+    """Changes a table or view: PATCH keeps what the body leaves out, PUT does not."""
+    service, body = service_of(request), await json_body(request)
+    view_schema = await _view_schema(service, table_key(request), body)
+    change = partial(
+        service.catalog.update_table,
+        table_key(request),
+        body,
+        request.headers.get("if-match"),
+        request.method == "PATCH",
+        view_schema,
+    )
+    return JSONResponse(await _shown(service, await service.lanes.write(change)))
+
+
+async def delete(request: Request) -> Response:
+    """Removes a table or view."""
+    service = service_of(request)
+    await service.lanes.write(service.catalog.delete_table, table_key(request))
+    return Response(status_code=204)
+
+
+async def _view_schema(service: Service, key: TableKey, body: Json) -> Schema | None:
+    view = body.get("view")
+    if not view or not view.get("query"):
+        return None
+    return await service.view_schema(str(view["query"]), key.project)
+
+
+async def _shown(service: Service, table: Table) -> Json:
+    def size() -> tuple[int, int]:
+        with service.store.cursor() as cursor:
+            return table_size(cursor, table)
+
+    rows, size_bytes = await service.lanes.read(size)
+    location = service.catalog.dataset(table.key.dataset).settings.get("location", "US")
+    return table.resource(rows, size_bytes, location)

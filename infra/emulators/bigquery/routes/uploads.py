@@ -1,0 +1,188 @@
+"""Routes of load jobs that bring their file: multipart in one request, or resumable in several.
+
+Source: https://docs.cloud.google.com/bigquery/docs/reference/api-uploads
+"""
+
+import json
+import re
+import secrets
+import tempfile
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import IO
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from infra.emulators.bigquery.errors import BusyError, InvalidError, NotFoundError, TooLargeError
+from infra.emulators.bigquery.jobs import Job
+from infra.emulators.bigquery.loads import run_load
+from infra.emulators.bigquery.routes.jobs import new_job
+from infra.emulators.bigquery.routes.messages import body_parts, json_body, service_of, whole_body
+from infra.emulators.bigquery.schema import Json
+from infra.emulators.bigquery.service import Service
+
+_MOST_MULTIPART_BYTES = 64 * 1024 * 1024
+_MOST_FILE_BYTES = 5 * 1024 * 1024 * 1024
+_SPOOL_BYTES = 16 * 1024 * 1024
+_MOST_SESSIONS = 100
+_SESSION_S = 3_600.0
+_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)")
+
+
+def _spool() -> IO[bytes]:
+    return tempfile.SpooledTemporaryFile(max_size=_SPOOL_BYTES)
+
+
+@dataclass
+class Session:
+    """A resumable upload under way."""
+
+    project: str
+    body: Json
+    file: IO[bytes] = field(default_factory=_spool)
+    size_bytes: int = 0
+    touched_s: float = field(default_factory=time.monotonic)
+
+
+class Sessions:
+    """The uploads under way, by id; one that nobody goes on with is dropped."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+
+    def open(self, session: Session) -> str:
+        """Keeps a new upload and returns its id.
+
+        Raises:
+            BusyError: where too many are under way.
+        """
+        oldest_s = time.monotonic() - _SESSION_S
+        for name, other in list(self._sessions.items()):
+            if other.touched_s < oldest_s:
+                self.close(name)
+        if len(self._sessions) >= _MOST_SESSIONS:
+            raise BusyError(f"Exceeded rate limits: more than {_MOST_SESSIONS} uploads are under way")
+        name = secrets.token_urlsafe(18)
+        self._sessions[name] = session
+        return name
+
+    def get(self, name: str) -> Session:
+        """Returns an upload.
+
+        Raises:
+            NotFoundError: where there is none.
+        """
+        found = self._sessions.get(name)
+        if found is None:
+            raise NotFoundError("Not found: upload session")
+        found.touched_s = time.monotonic()
+        return found
+
+    def take(self, name: str) -> Session:
+        """Returns an upload that is whole, and no longer keeps it."""
+        return self._sessions.pop(name)
+
+    def close(self, name: str) -> None:
+        """Drops an upload and its bytes."""
+        self._sessions.pop(name).file.close()
+
+
+async def upload(request: Request) -> Response:
+    """Starts a load: with its file beside its description, or a session to send the file in parts."""
+    kind = request.query_params.get("uploadType")
+    if kind == "multipart":
+        return await _multipart(request)
+    if kind == "resumable":
+        return await _open_session(request)
+    raise InvalidError(f"Invalid value for uploadType: {kind}")
+
+
+async def resume(request: Request) -> Response:
+    """Takes the next part of a resumable upload; the last one starts the job."""
+    sessions: Sessions = request.app.state.sessions
+    name = request.query_params.get("upload_id", "")
+    session = sessions.get(name)
+    match = _RANGE.fullmatch(request.headers.get("content-range", "bytes 0-0/*"))
+    if match is None:
+        raise InvalidError("Invalid Content-Range")
+    first, total = match.group(1), match.group(3)
+    if "content-range" not in request.headers:
+        # The whole file in one request carries no range.
+        await _append(session, request)
+        return await _start(request, sessions.take(name))
+    if first is not None:
+        if int(first) != session.size_bytes:
+            return _incomplete(session)
+        await _append(session, request)
+    if total != "*" and session.size_bytes >= int(total):
+        return await _start(request, sessions.take(name))
+    return _incomplete(session)
+
+
+async def _append(session: Session, request: Request) -> None:
+    async for part in body_parts(request):
+        session.size_bytes += len(part)
+        if session.size_bytes > _MOST_FILE_BYTES:
+            raise TooLargeError(f"The file is over {_MOST_FILE_BYTES} bytes")
+        session.file.write(part)
+
+
+def _incomplete(session: Session) -> Response:
+    headers = {"Range": f"bytes=0-{session.size_bytes - 1}"} if session.size_bytes else {}
+    return Response(status_code=308, headers=headers)
+
+
+async def _open_session(request: Request) -> Response:
+    sessions: Sessions = request.app.state.sessions
+    project = request.path_params["project"]
+    body = await json_body(request)
+    new_job(project, body)
+    name = sessions.open(Session(project, body))
+    place = request.url.include_query_params(uploadType="resumable", upload_id=name)
+    return Response(headers={"Location": str(place), "X-GUploader-UploadID": name})
+
+
+async def _multipart(request: Request) -> Response:
+    description, content = _parts(
+        await whole_body(request, _MOST_MULTIPART_BYTES), request.headers.get("content-type", "")
+    )
+    session = Session(request.path_params["project"], description)
+    session.file.write(content)
+    return await _start(request, session)
+
+
+def _parts(body: bytes, content_type: str) -> tuple[Json, bytes]:
+    """Returns the job's JSON and the file of a multipart/related body (RFC 2387)."""
+    match = re.search(r'boundary="?([^";]+)"?', content_type)
+    if match is None:
+        raise InvalidError("Multipart body without a boundary")
+    mark = b"--" + match.group(1).encode()
+    # Google's clients end lines in both ways.
+    newline = b"\r\n" if mark + b"\r\n" in body else b"\n"
+    parts = (newline + body).split(newline + mark)[1:-1]
+    if len(parts) != 2:
+        raise InvalidError("A load needs two parts: its description and its file")
+    contents = [part.partition(newline * 2)[2] for part in parts]
+    try:
+        description = json.loads(contents[0])
+    except ValueError as error:
+        raise InvalidError(f"Parse Error: {error}") from error
+    return description, contents[1]
+
+
+async def _start(request: Request, session: Session) -> Response:
+    service = service_of(request)
+    job = new_job(session.project, session.body)
+    if job.kind != "LOAD":
+        raise InvalidError("Only a load job takes a file")
+    await service.jobs.start(job, partial(_load_and_close, service, session.file))
+    return JSONResponse(job.resource())
+
+
+async def _load_and_close(service: Service, file: IO[bytes], job: Job) -> None:
+    try:
+        await run_load(service, file, job)
+    finally:
+        file.close()

@@ -1,0 +1,146 @@
+"""The embedded BigQuery behind its HTTP routes: the parts of one server, and how a job's work is done with them.
+
+Routes call it; it calls the catalog, the translator and the queries, through the lanes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from infra.emulators.bigquery.catalog import Catalog
+from infra.emulators.bigquery.definitions import Definitions
+from infra.emulators.bigquery.destinations import parse_destination, put_rows
+from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
+from infra.emulators.bigquery.googlesql.translate import Statement, Translator
+from infra.emulators.bigquery.jobs import Job, Jobs
+from infra.emulators.bigquery.query import Queries, check_billed
+from infra.emulators.bigquery.resources import DatasetKey, TableKey
+from infra.emulators.bigquery.schema import Json, Schema
+from infra.emulators.bigquery.store import Store
+from infra.emulators.bigquery.threads import Lanes
+
+_COUNTS = {"INSERT": "insertedRowCount", "UPDATE": "updatedRowCount", "DELETE": "deletedRowCount"}
+
+
+@dataclass(frozen=True)
+class Service:
+    """One server's parts."""
+
+    store: Store
+    catalog: Catalog
+    lanes: Lanes
+    queries: Queries
+    translator: Translator
+    jobs: Jobs
+
+    async def view_schema(self, sql: str, project: str) -> Schema:
+        """Returns the fields of a view's query, and so checks it."""
+        statement = await self.lanes.read(self.translator.translate, sql, project, None, (), True)
+        return await self.lanes.read(self.queries.describe, statement)
+
+    async def run_query(self, job: Job) -> None:
+        """Does the work of a query job.
+
+        Raises:
+            ServiceError: where it fails; the job keeps it.
+        """
+        config = job.configuration["query"]
+        statement = await self._statement(job.project, config, config["query"])
+        job.statistics["query"] = details = {"statementType": statement.kind, "cacheHit": False}
+        if statement.kind == "SELECT":
+            await self._select(job, config, statement)
+        elif statement.definition is not None:
+            await self._define(job, config, statement)
+        else:
+            await self._charge(job, statement)
+            affected = await self.lanes.write(self.queries.manipulate, statement, job.watch)
+            details["numDmlAffectedRows"] = str(affected)
+            if statement.kind in _COUNTS:
+                details["dmlStats"] = {_COUNTS[statement.kind]: str(affected)}
+
+    async def dry_run(self, job: Job) -> None:
+        """Fills a job's statistics as a dry run does: the fields and bytes of a query that is not run."""
+        config = job.configuration["query"]
+        statement = await self._statement(job.project, config, config["query"])
+        job.statistics["query"] = details = {"statementType": statement.kind, "cacheHit": False}
+        if statement.kind == "SELECT":
+            schema = await self.lanes.read(self.queries.describe, statement)
+            details["schema"] = {"fields": [field.resource() for field in schema]}
+        await self._charge(job, statement)
+        job.state = "DONE"
+
+    async def run_copy(self, job: Job) -> None:
+        """Does the work of a copy job: one or more tables into another."""
+        config = job.configuration["copy"]
+        destination = parse_destination(config, "WRITE_EMPTY")
+        sources = config.get("sourceTables") or [config["sourceTable"]]
+        for position, source in enumerate(sources):
+            key = TableKey(source["projectId"], source["datasetId"], source["tableId"])
+            table = self.catalog.table(key)
+            if table.view_query is not None:
+                raise InvalidError(f"{key} is a view and can't be copied")
+            names = ("timePartitioning", "rangePartitioning", "clustering")
+            kept = {name: table.settings[name] for name in names if name in table.settings}
+            write = destination.write if position == 0 else "WRITE_APPEND"
+            into = type(destination)(destination.key, destination.creates, write, False, kept)
+            put = partial(put_rows, self.store, self.catalog, into, table.schema, table.physical)
+            await self.lanes.write(put)
+
+    async def _statement(self, project: str, config: Json, sql: str) -> Statement:
+        if config.get("useLegacySql", True):
+            raise UnsupportedError(
+                "Legacy SQL is not supported by the embedded BigQuery: set useLegacySql to false"
+                " (bq: --use_legacy_sql=false)"
+            )
+        default = config.get("defaultDataset")
+        dataset = DatasetKey(default.get("projectId", project), default["datasetId"]) if default else None
+        parameters: Sequence[Any] = config.get("queryParameters") or ()
+        return await self.lanes.read(self.translator.translate, sql, project, dataset, parameters)
+
+    async def _select(self, job: Job, config: Json, statement: Statement) -> None:
+        await self._charge(job, statement)
+        result = await self.lanes.read(self.queries.select, statement, job.watch)
+        job.result = result
+        if not config.get("destinationTable"):
+            config["destinationTable"] = job.anonymous_table.resource()
+            return
+        destination = parse_destination(config, "WRITE_EMPTY")
+        put = partial(put_rows, self.store, self.catalog, destination, result.schema, result.physical)
+        await self.lanes.write(put)
+
+    async def _define(self, job: Job, config: Json, statement: Statement) -> None:
+        tree = statement.definition
+        assert tree is not None
+        result = view_schema = None
+        query = tree.args.get("expression")
+        if query is not None:
+            if statement.kind == "CREATE_VIEW":
+                view_schema = await self.view_schema(query.sql("bigquery"), job.project)
+            else:
+                inner = await self._statement(job.project, config, query.sql("bigquery"))
+                await self._charge(job, inner)
+                result = await self.lanes.read(self.queries.select, inner, job.watch)
+        default = config.get("defaultDataset")
+        dataset = DatasetKey(default.get("projectId", job.project), default["datasetId"]) if default else None
+        definitions = Definitions(self.store, self.catalog, self.translator.names(job.project, dataset))
+        try:
+            defined = await self.lanes.write(definitions.run, tree, result, view_schema)
+        finally:
+            if result is not None:
+                await self.lanes.read(self.queries.drop, result.physical)
+        details = job.statistics["query"]
+        details["ddlOperationPerformed"] = defined.operation
+        if defined.table is not None:
+            details["ddlTargetTable"] = defined.table.resource()
+
+    async def _charge(self, job: Job, statement: Statement) -> None:
+        read_bytes = await self.lanes.read(self.queries.read_bytes, statement)
+        limit = job.configuration["query"].get("maximumBytesBilled")
+        billed = check_billed(read_bytes, None if limit is None else int(limit))
+        job.statistics["totalBytesProcessed"] = str(read_bytes)
+        job.statistics["query"] |= {
+            "totalBytesProcessed": str(read_bytes),
+            "totalBytesBilled": str(billed),
+            "referencedTables": [table.key.resource() for table in statement.tables],
+        }

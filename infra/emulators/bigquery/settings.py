@@ -1,0 +1,125 @@
+"""The settings of data sets and tables: which fields of a request are kept, and whether they make sense."""
+
+from typing import Any
+
+from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
+from infra.emulators.bigquery.resources import Dataset
+from infra.emulators.bigquery.schema import Json, Schema
+
+_DATASET_FIELDS = (
+    *("friendlyName", "description", "labels", "location", "access", "defaultTableExpirationMs"),
+    *("defaultPartitionExpirationMs", "maxTimeTravelHours", "storageBillingModel", "isCaseInsensitive"),
+)
+_TABLE_FIELDS = (
+    *("friendlyName", "description", "labels", "expirationTime", "timePartitioning", "rangePartitioning"),
+    *("clustering", "requirePartitionFilter", "view"),
+)
+_OTHER_TABLES = ("externalDataConfiguration", "materializedView", "snapshotDefinition", "cloneDefinition")
+_PARTITION_UNITS = ("HOUR", "DAY", "MONTH", "YEAR")
+_PARTITION_TYPES = ("DATE", "TIMESTAMP", "DATETIME")
+
+
+def merged(old: Json, patch: Json) -> Json:
+    """Returns `old` with the fields of `patch`; null takes a field away, and objects are merged.
+
+    This is the meaning of PATCH in Google's APIs (JSON merge patch, RFC 7396).
+    """
+    found: dict[str, Any] = dict(old)
+    for name, value in patch.items():
+        if value is None:
+            found.pop(name, None)
+        elif isinstance(value, dict) and isinstance(found.get(name), dict):
+            found[name] = merged(found[name], value)
+        else:
+            found[name] = value
+    return found
+
+
+def dataset_settings(body: Json) -> Json:
+    """Returns what is kept of a Dataset resource."""
+    found = _kept(body, _DATASET_FIELDS)
+    if found.get("isCaseInsensitive"):
+        raise UnsupportedError("isCaseInsensitive: not supported by the embedded BigQuery")
+    return found
+
+
+def table_settings(schema: Schema, body: Json, dataset: Dataset, created_ms: int) -> Json:
+    """Returns what is kept of a Table resource.
+
+    Args:
+        schema: the table's fields.
+        body: the Table resource.
+        dataset: where it stands; its defaults apply.
+        created_ms: when the table was made, for the default expiration.
+
+    Raises:
+        InvalidError: where partitioning or clustering names no fitting field.
+        UnsupportedError: for an external table, a snapshot or another kind that this server has not.
+    """
+    for name in _OTHER_TABLES:
+        if body.get(name):
+            raise UnsupportedError(f"{name}: not supported by the embedded BigQuery")
+    found = _kept(body, _TABLE_FIELDS)
+    if "view" in found:
+        return _view_settings(found)
+    default_ms = dataset.settings.get("defaultTableExpirationMs")
+    if default_ms is not None and "expirationTime" not in found:
+        found["expirationTime"] = str(created_ms + int(default_ms))
+    if "timePartitioning" in found:
+        found["timePartitioning"] = _time_partitioning(schema, found["timePartitioning"], dataset)
+        # Older callers write the filter's flag inside the partitioning.
+        if found["timePartitioning"].pop("requirePartitionFilter", False):
+            found["requirePartitionFilter"] = True
+    if "rangePartitioning" in found:
+        _check_field(schema, found["rangePartitioning"].get("field"), ("INTEGER",), "range partitioning")
+    if "clustering" in found:
+        _check_clustering(schema, found["clustering"])
+    return found
+
+
+def _kept(body: Json, names: tuple[str, ...]) -> Json:
+    return {name: body[name] for name in names if body.get(name) is not None}
+
+
+def _view_settings(found: Json) -> Json:
+    view = found["view"]
+    if view.get("useLegacySql", True):
+        raise UnsupportedError("Legacy SQL: not supported by the embedded BigQuery; set useLegacySql to false")
+    found["view"] = {"query": str(view.get("query", "")), "useLegacySql": False}
+    return found
+
+
+def _time_partitioning(schema: Schema, partitioning: Json, dataset: Dataset) -> Json:
+    found = {**partitioning, "type": str(partitioning.get("type") or "DAY").upper()}
+    if found["type"] not in _PARTITION_UNITS:
+        raise InvalidError(f"Invalid value for timePartitioning.type: {found['type']}")
+    default_ms = dataset.settings.get("defaultPartitionExpirationMs")
+    if default_ms is not None and found.get("expirationMs") is None:
+        found["expirationMs"] = str(default_ms)
+    if found.get("expirationMs") is not None:
+        found["expirationMs"] = str(found["expirationMs"])
+    if found.get("field"):
+        _check_field(schema, found["field"], _PARTITION_TYPES, "time partitioning")
+    return found
+
+
+def _check_field(schema: Schema, name: Any, kinds: tuple[str, ...], purpose: str) -> None:
+    for field in schema:
+        if field.name.lower() == str(name).lower():
+            if field.type not in kinds or field.mode == "REPEATED":
+                raise InvalidError(
+                    f"The field specified for {purpose} can only be of type {', '.join(kinds)}."
+                    f" The type found is: {field.type}."
+                )
+            return
+    raise InvalidError("The field specified for partitioning cannot be found in the schema.")
+
+
+def _check_clustering(schema: Schema, clustering: Json) -> None:
+    names = [str(name).lower() for name in clustering.get("fields", ())]
+    if not 1 <= len(names) <= 4:
+        raise InvalidError("Clustering needs between one and four fields.")
+    plain = {field.name.lower() for field in schema if field.mode != "REPEATED" and field.type != "RECORD"}
+    for name in names:
+        if name not in plain:
+            raise InvalidError(f"The field specified for clustering cannot be found in the schema: {name}.")

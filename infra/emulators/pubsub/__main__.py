@@ -1,0 +1,64 @@
+"""`python -m infra.emulators.pubsub`: the embedded Pub/Sub alone, until SIGTERM or SIGINT."""
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvloop
+
+from infra.emulators.pubsub.calls.broker import DEFAULT_STORAGE_BYTES
+from infra.emulators.pubsub.server import serve
+from shared.gc_tuning import settle_heap
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the server; returns the exit code.
+
+    Args:
+        argv: the arguments after the program's name; those of the process when None.
+    """
+    parser = argparse.ArgumentParser(prog="penstock pubsub", description="Serve google.pubsub.v1.")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8085, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument("--socket", type=Path, metavar="PATH", help="a Unix socket to listen on as well")
+    parser.add_argument(
+        "--storage-mib",
+        type=int,
+        default=DEFAULT_STORAGE_BYTES // 1024**2,
+        help="message bytes held before publishes are refused, in MiB (default: %(default)s)",
+    )
+    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where everything is kept (default: in memory)")
+    parser.add_argument("--fsync", action="store_true", help="with --data-dir: outlive a power cut too, at a price")
+    options = parser.parse_args(argv)
+    try:
+        uvloop.run(_serve_until_signal(options))
+    except OSError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+async def _serve_until_signal(options: argparse.Namespace) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with serve(
+        options.host,
+        options.port,
+        socket_path=options.socket,
+        storage_bytes=options.storage_mib * 1024**2,
+        data_dir=options.data_dir,
+        fsync=options.fsync,
+    ) as server:
+        sys.stdout.write(f"Pub/Sub listening on {server.endpoint}\n")
+        sys.stdout.flush()
+        settle_heap()
+        await stop.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

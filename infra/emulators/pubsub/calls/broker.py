@@ -1,0 +1,86 @@
+"""The door to the state machine: every call of the API that changes or shows something, by its name.
+
+No gRPC and no event loop behind it. What comes through `call`, together with the timers and the leases that
+`Subscription.take` hands out, is all that ever changes the state, and each change is told to the journal.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from infra.emulators.pubsub.calls.snapshots import SnapshotCalls
+from infra.emulators.pubsub.calls.subscriptions import SubscriptionCalls
+from infra.emulators.pubsub.calls.topics import TopicCalls
+from infra.emulators.pubsub.state.journal import Journal
+from infra.emulators.pubsub.state.message import Storage
+from infra.emulators.pubsub.state.registry import Registry
+from infra.emulators.pubsub.state.subscription import Subscription
+from infra.emulators.pubsub.state.timers import Timers
+
+DEFAULT_STORAGE_BYTES = 2 * 1024**3
+
+
+class Broker:
+    """Topics, subscriptions and snapshots.
+
+    Args:
+        now_s: the clock, in seconds since the epoch; must never go back.
+        storage_bytes: message bytes held at most; a publish beyond is refused with RESOURCE_EXHAUSTED.
+        journal: what is told of each change; by default nothing outlives the process.
+    """
+
+    def __init__(
+        self,
+        now_s: Callable[[], float],
+        storage_bytes: int = DEFAULT_STORAGE_BYTES,
+        journal: Journal | None = None,
+    ) -> None:
+        self.timers = Timers(now_s)
+        self.journal = journal or Journal()
+        self.registry = Registry(self.timers, Storage(storage_bytes, self.journal.drop), self.journal)
+        topics = TopicCalls(self.registry)
+        snapshots = SnapshotCalls(self.registry)
+        self._subscriptions = SubscriptionCalls(self.registry)
+        self._calls: dict[str, Callable[[Any], Any]] = {
+            "CreateTopic": topics.create_topic,
+            "GetTopic": topics.get_topic,
+            "UpdateTopic": topics.update_topic,
+            "ListTopics": topics.list_topics,
+            "ListTopicSubscriptions": topics.list_topic_subscriptions,
+            "ListTopicSnapshots": topics.list_topic_snapshots,
+            "DeleteTopic": topics.delete_topic,
+            "Publish": topics.publish,
+            "DetachSubscription": topics.detach_subscription,
+            "CreateSubscription": self._subscriptions.create_subscription,
+            "GetSubscription": self._subscriptions.get_subscription,
+            "UpdateSubscription": self._subscriptions.update_subscription,
+            "ListSubscriptions": self._subscriptions.list_subscriptions,
+            "DeleteSubscription": self._subscriptions.delete_subscription,
+            "ModifyPushConfig": self._subscriptions.modify_push_config,
+            "Acknowledge": self._subscriptions.acknowledge,
+            "ModifyAckDeadline": self._subscriptions.modify_ack_deadline,
+            "CreateSnapshot": snapshots.create_snapshot,
+            "GetSnapshot": snapshots.get_snapshot,
+            "UpdateSnapshot": snapshots.update_snapshot,
+            "ListSnapshots": snapshots.list_snapshots,
+            "DeleteSnapshot": snapshots.delete_snapshot,
+            "Seek": snapshots.seek,
+        }
+
+    def call(self, name: str, request: Any) -> Any:
+        """Run one call of the API.
+
+        Args:
+            name: as in `google.pubsub.v1`, for example `Publish`; any but Pull and StreamingPull.
+            request: the raw protobuf request of that call; a Publish takes over its messages.
+
+        Returns:
+            The raw protobuf response; it is the broker's own and must be serialized before the next call.
+
+        Raises:
+            PubsubError: the call was refused and changed nothing.
+        """
+        return self._calls[name](request)
+
+    def pullable(self, path: str) -> Subscription:
+        """Return the subscription to `take` from; raises `NotFound` or `FailedPrecondition` as a pull does."""
+        return self._subscriptions.consumable(path, for_pull=True)

@@ -1,0 +1,119 @@
+"""The Publisher service on the broker's memory: one method per call, protobuf request in, protobuf response out."""
+
+from typing import Any
+
+from infra.emulators.pubsub.calls.paging import page_of
+from infra.emulators.pubsub.errors import FailedPrecondition, resource_exists
+from infra.emulators.pubsub.names import check_project
+from infra.emulators.pubsub.protos import Topic as TopicProto
+from infra.emulators.pubsub.protos import empty, message_class
+from infra.emulators.pubsub.state.publishing import check_publish
+from infra.emulators.pubsub.state.registry import Registry
+from infra.emulators.pubsub.state.resources import DELETED_TOPIC, checked_topic, merge_update
+from infra.emulators.pubsub.state.subscription import Subscription
+from infra.emulators.pubsub.state.topic import Topic
+
+_PublishResponse = message_class("PublishResponse")
+_ListTopicsResponse = message_class("ListTopicsResponse")
+_ListTopicSubscriptionsResponse = message_class("ListTopicSubscriptionsResponse")
+_ListTopicSnapshotsResponse = message_class("ListTopicSnapshotsResponse")
+_DetachSubscriptionResponse = message_class("DetachSubscriptionResponse")
+
+
+class TopicCalls:
+    """Topics: making, showing, changing, deleting, publishing."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    def create_topic(self, request: TopicProto) -> Any:
+        """Make a topic; raises `AlreadyExists` when the name is taken."""
+        proto = checked_topic(request)
+        if proto.name in self._registry.topics:
+            raise resource_exists(proto.name)
+        topic = Topic(proto, self._registry.timers, self._registry.journal, self._registry.next_sequence())
+        self._registry.topics[proto.name] = topic
+        self._registry.journal.save(topic)
+        return proto
+
+    def get_topic(self, request: Any) -> Any:
+        """Show a topic."""
+        return self._registry.topic(request.topic).proto
+
+    def update_topic(self, request: Any) -> Any:
+        """Change the masked fields of a topic."""
+        topic = self._registry.topic(request.topic.name)
+        topic.configure(checked_topic(merge_update(topic.proto, request.topic, request.update_mask)))
+        for subscription in self._subscriptions_of(topic):
+            subscription.follow_topic(topic)
+        self._registry.journal.save(topic)
+        return topic.proto
+
+    def list_topics(self, request: Any) -> Any:
+        """List a project's topics, a page at a time."""
+        check_project(request.project)
+        named = (
+            (path, topic.proto)
+            for path, topic in self._registry.topics.items()
+            if path.startswith(f"{request.project}/")
+        )
+        page, token = page_of(named, request.page_size, request.page_token)
+        return _ListTopicsResponse(topics=page, next_page_token=token)
+
+    def list_topic_subscriptions(self, request: Any) -> Any:
+        """List the names of the subscriptions attached to a topic, a page at a time."""
+        topic = self._registry.topic(request.topic)
+        named = (
+            (subscription.path, subscription.path)
+            for subscription in self._subscriptions_of(topic)
+            if not subscription.proto.detached
+        )
+        page, token = page_of(named, request.page_size, request.page_token)
+        return _ListTopicSubscriptionsResponse(subscriptions=page, next_page_token=token)
+
+    def list_topic_snapshots(self, request: Any) -> Any:
+        """List the names of the snapshots of a topic, a page at a time."""
+        topic = self._registry.topic(request.topic)
+        named = ((path, path) for path, snapshot in self._registry.snapshots.items() if snapshot.topic is topic)
+        page, token = page_of(named, request.page_size, request.page_token)
+        return _ListTopicSnapshotsResponse(snapshots=page, next_page_token=token)
+
+    def delete_topic(self, request: Any) -> Any:
+        """Delete a topic; its subscriptions keep their backlog and show `_deleted-topic_`."""
+        topic = self._registry.topic(request.topic)
+        del self._registry.topics[topic.path]
+        for subscription in self._subscriptions_of(topic):
+            subscription.proto.topic = DELETED_TOPIC
+            subscription.follow_topic(None)
+            self._registry.journal.save(subscription)
+        for snapshot in self._registry.snapshots.values():
+            if snapshot.topic is topic:
+                snapshot.topic = None
+                snapshot.proto.topic = DELETED_TOPIC
+                self._registry.journal.save(snapshot)
+        topic.close()
+        self._registry.journal.erase(topic.path)
+        return empty()
+
+    def publish(self, request: Any) -> Any:
+        """Publish messages; returns their ids in the order of the request."""
+        topic = self._registry.topic(request.topic)
+        self._registry.storage.admit(check_publish(request))
+        message_ids = self._registry.publish(topic, request.messages)
+        self._registry.journal.offered(message_ids)
+        return _PublishResponse(message_ids=message_ids)
+
+    def detach_subscription(self, request: Any) -> Any:
+        """Cut a subscription off its topic and drop its backlog, for good."""
+        subscription = self._registry.subscription(request.subscription)
+        if not subscription.proto.detached:
+            subscription.proto.detached = True
+            if subscription.topic is not None:
+                subscription.topic.detach(subscription)
+            subscription.close(FailedPrecondition(f"Subscription is detached (resource={subscription.path})."))
+            self._registry.journal.save(subscription)
+            self._registry.on_push_config(subscription)
+        return _DetachSubscriptionResponse()
+
+    def _subscriptions_of(self, topic: Topic) -> list[Subscription]:
+        return [subscription for subscription in self._registry.subscriptions.values() if subscription.topic is topic]

@@ -1,0 +1,131 @@
+"""Push delivery: for each subscription with an endpoint, a few lanes that take one message at a time and post it.
+
+A lane is a consumer like a stream is, so leases, backoff, ordering and dead letters are the subscription's own.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from infra.emulators.pubsub.calls.broker import Broker
+from infra.emulators.pubsub.push.connection import PushConnection, PushFailed
+from infra.emulators.pubsub.push.payload import push_payload
+from infra.emulators.pubsub.state.consumers import Consumer, Delivery
+from infra.emulators.pubsub.state.subscription import Subscription
+
+LANES = 8
+# https://cloud.google.com/pubsub/docs/push#receive_push: these ack, anything else is a nack.
+ACK_STATUSES = frozenset({102, 200, 201, 202, 204})
+# The service's push backoff, used where the subscription has no retry policy of its own.
+SHORTEST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def push_loops(broker: Broker) -> AsyncIterator[None]:
+    """Push for every subscription that has an endpoint, from when it gets one until the block ends."""
+    loops = _PushLoops(broker)
+    broker.registry.on_push_config = loops.follow
+    for subscription in broker.registry.subscriptions.values():
+        loops.follow(subscription)
+    try:
+        yield
+    finally:
+        await loops.stop()
+
+
+class _PushLoops:
+    """The running loops by subscription; owns their tasks."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._subscriptions = broker.registry.subscriptions
+        self._running: dict[str, tuple[bytes, asyncio.Task[None]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def follow(self, subscription: Subscription) -> None:
+        """Start or stop pushing; called for each change, but only another push configuration makes one."""
+        is_alive = self._subscriptions.get(subscription.path) is subscription
+        is_pushed = is_alive and subscription.settings.push_endpoint and not subscription.proto.detached
+        wanted = subscription.proto.push_config.SerializeToString(deterministic=True) if is_pushed else b""
+        current, task = self._running.pop(subscription.path, (b"", None))
+        if task is not None and current != wanted:
+            task.cancel()
+            task = None
+        if wanted:
+            self._running[subscription.path] = (wanted, task or self._start(subscription))
+
+    async def stop(self) -> None:
+        """Cancel every loop and wait until it is gone."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start(self, subscription: Subscription) -> asyncio.Task[None]:
+        task = asyncio.create_task(_PushLoop(subscription).run())
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("push loop failed, this is a bug", exc_info=task.exception())
+
+
+class _PushLoop:
+    """The lanes of one subscription; they share the pause after a failure, since they share the endpoint."""
+
+    def __init__(self, subscription: Subscription) -> None:
+        self._subscription = subscription
+        self._failures = 0
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as lanes:
+            for _ in range(LANES):
+                lanes.create_task(self._lane())
+
+    async def _lane(self) -> None:
+        woken = asyncio.Event()
+        consumer = Consumer(woken.set, self._subscription.settings.ack_deadline_s, max_messages=1)
+        connection = PushConnection(self._subscription.settings.push_endpoint)
+        try:
+            while True:
+                await asyncio.sleep(self._pause_s())
+                woken.clear()
+                if not await self._push_next(connection, consumer):
+                    await woken.wait()
+        finally:
+            connection.close()
+            self._subscription.leave(consumer)
+
+    async def _push_next(self, connection: PushConnection, consumer: Consumer) -> bool:
+        consumer.ack_deadline_s = self._subscription.settings.ack_deadline_s
+        deliveries = self._subscription.backlog.take(consumer, 1)
+        for delivery in deliveries:
+            await self._push(connection, delivery, consumer.ack_deadline_s)
+        return bool(deliveries)
+
+    async def _push(self, connection: PushConnection, delivery: Delivery, timeout_s: float) -> None:
+        ack_id = self._subscription.backlog.ack_id(delivery)
+        outcome: object = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                outcome = await connection.post(*push_payload(self._subscription, delivery))
+        except (PushFailed, TimeoutError) as error:
+            outcome = str(error) or f"no answer within {timeout_s} s"
+        if outcome in ACK_STATUSES:
+            self._failures = 0
+            self._subscription.backlog.acknowledge([ack_id])
+            self._subscription.touch()
+            return
+        self._failures += 1
+        _log.info("push refused", extra={"subscription": self._subscription.path, "outcome": outcome, "ack_id": ack_id})
+        self._subscription.backlog.modify_ack_deadline([ack_id], [0])
+
+    def _pause_s(self) -> float:
+        if self._failures == 0 or self._subscription.settings.maximum_backoff_s > 0:
+            return 0.0
+        return float(min(SHORTEST_PAUSE_S * 2.0 ** min(self._failures - 1, 30), LONGEST_PAUSE_S))

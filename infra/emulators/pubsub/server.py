@@ -1,0 +1,143 @@
+"""Opens the embedded Pub/Sub on a port, and drives its timers by the event loop's clock."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from infra.emulators.pubsub.calls.broker import DEFAULT_STORAGE_BYTES, Broker
+from infra.emulators.pubsub.errors import Unavailable
+from infra.emulators.pubsub.push.loop import push_loops
+from infra.emulators.pubsub.servicer import service_handlers
+from infra.emulators.pubsub.state.timers import Timers
+from infra.emulators.pubsub.storage.data_dir import durable_broker
+
+_STOP_GRACE_S = 1.0
+_CHANNEL_OPTIONS = (
+    # A second server on the same port must fail to start, not share its connections.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # As the service has it: the 101st stream of a connection waits. Clients that need more open more channels.
+    ("grpc.max_concurrent_streams", 100),
+    # Google's clients ping every 30 s, on idle channels too; the default would hang up on them.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+
+
+@dataclass(frozen=True)
+class PubsubServer:
+    """A listening server; `broker` is its state, for a look from inside the process."""
+
+    host: str
+    port: int
+    broker: Broker
+
+    @property
+    def endpoint(self) -> str:
+        """`host:port`, as `PUBSUB_EMULATOR_HOST` wants it."""
+        return f"{self.host}:{self.port}"
+
+
+@asynccontextmanager
+async def serve(
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    socket_path: Path | None = None,
+    storage_bytes: int = DEFAULT_STORAGE_BYTES,
+    data_dir: Path | None = None,
+    fsync: bool = False,
+) -> AsyncIterator[PubsubServer]:
+    """Listen until the block ends; then open streams end with UNAVAILABLE, and what is in no directory is gone.
+
+    Args:
+        host: the address to listen on.
+        port: the port, 0 for a free one.
+        socket_path: a Unix socket to listen on as well; takes a tenth of a millisecond off each call on this machine.
+        storage_bytes: message bytes held at most before publishes are refused.
+        data_dir: where everything is kept, and found again at the next start; None for in memory.
+        fsync: whether what is kept outlives a power cut too, not only this process.
+
+    Yields:
+        The server with the port that it got.
+
+    Raises:
+        OSError: the port or the socket is taken, the address is not this machine's, or the directory can't be used.
+    """
+    async with (
+        _opened_broker(data_dir, storage_bytes, fsync=fsync) as broker,
+        _listening(broker, host, port, socket_path) as server,
+    ):
+        yield server
+
+
+def _opened_broker(data_dir: Path | None, storage_bytes: int, *, fsync: bool) -> AbstractAsyncContextManager[Broker]:
+    if data_dir is None:
+        return nullcontext(Broker(_steady_clock(), storage_bytes))
+    return durable_broker(data_dir, _steady_clock(), storage_bytes, fsync=fsync)
+
+
+@asynccontextmanager
+async def _listening(broker: Broker, host: str, port: int, socket_path: Path | None) -> AsyncIterator[PubsubServer]:
+    server = grpc.aio.server(options=_CHANNEL_OPTIONS)
+    server.add_generic_rpc_handlers(tuple(service_handlers(broker)))
+    bound_port = _listen(server, f"{host}:{port}")
+    if socket_path is not None:
+        _listen(server, f"unix:{socket_path}")
+    alarm = _Alarm(broker.timers, asyncio.get_running_loop())
+    async with push_loops(broker):
+        await server.start()
+        try:
+            yield PubsubServer(host, bound_port, broker)
+        finally:
+            for subscription in broker.registry.subscriptions.values():
+                subscription.backlog.consumers.end(Unavailable("The server is stopping."))
+            await server.stop(_STOP_GRACE_S)
+            alarm.close()
+
+
+def _listen(server: grpc.aio.Server, address: str) -> int:
+    try:
+        return server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise OSError(f"Pub/Sub can't listen on {address}: {error}") from error
+
+
+class _Alarm:
+    """Runs due timers: one pending call on the loop, moved whenever something earlier is scheduled."""
+
+    def __init__(self, timers: Timers, loop: asyncio.AbstractEventLoop) -> None:
+        self._timers = timers
+        self._loop = loop
+        self._pending: asyncio.TimerHandle | None = None
+        timers.on_earlier = self._set
+        self._set()
+
+    def close(self) -> None:
+        if self._pending is not None:
+            self._pending.cancel()
+
+    def _set(self) -> None:
+        self.close()
+        due_s = self._timers.next_due_s
+        if due_s is not None:
+            self._pending = self._loop.call_later(max(0.0, due_s - self._timers.now_s()), self._ring)
+
+    def _ring(self) -> None:
+        try:
+            self._timers.run_due()
+        finally:
+            # Whatever one action does, the others still come.
+            self._set()
+
+
+def _steady_clock() -> Callable[[], float]:
+    # Wall time, since messages show it and seeks name it, but of a kind that nobody can set back.
+    ahead_s = time.time() - time.monotonic()
+    return lambda: ahead_s + time.monotonic()

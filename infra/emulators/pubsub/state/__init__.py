@@ -1,0 +1,1 @@
+"""Topics, subscriptions and their messages, as plain synchronous code."""

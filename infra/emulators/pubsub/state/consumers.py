@@ -1,0 +1,155 @@
+"""The deliveries of a subscription, who takes them, and who is woken when something can be taken.
+
+Consumers take what they have room for; nothing is queued for them here. So a stream that can't write leaves
+the messages to the others, and what waits while it writes goes out in one response.
+"""
+
+from collections.abc import Callable
+from enum import Enum, auto
+
+from infra.emulators.pubsub.errors import PubsubError
+from infra.emulators.pubsub.state.message import StoredMessage
+from infra.emulators.pubsub.state.timers import Timer
+
+
+class Consumer:
+    """One stream, one waiting pull or one push loop, with its flow control.
+
+    Args:
+        wake: called when there may be something to take, or when `ended` was set.
+        ack_deadline_s: the lease of what it takes, in seconds.
+        max_messages: outstanding messages at which no more are taken; 0 means no limit.
+        max_bytes: outstanding bytes at which no more are taken; 0 means no limit.
+    """
+
+    def __init__(
+        self, wake: Callable[[], None], ack_deadline_s: float, max_messages: int = 0, max_bytes: int = 0
+    ) -> None:
+        self.wake = wake
+        self.ack_deadline_s = ack_deadline_s
+        self.max_messages = max_messages
+        self.max_bytes = max_bytes
+        self.outstanding_messages = 0
+        self.outstanding_bytes = 0
+        self.is_waiting = False
+        self.ended: PubsubError | None = None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether flow control lets it take one more."""
+        return (self.max_messages <= 0 or self.outstanding_messages < self.max_messages) and (
+            self.max_bytes <= 0 or self.outstanding_bytes < self.max_bytes
+        )
+
+
+class State(Enum):
+    """Where a delivery stands; every delivery is in exactly one place."""
+
+    READY = auto()
+    """Can be handed to the next consumer."""
+    HELD = auto()
+    """Waits behind an older message of its ordering key."""
+    BACKOFF = auto()
+    """Was nacked or ran out, and the retry policy holds it back."""
+    LEASED = auto()
+    """Is with a consumer until acked, nacked or out of time."""
+    SETTLED = auto()
+    """Has left the subscription."""
+
+
+class Delivery:
+    """A message on its way to being acked; `number` is unique in the subscription, also after a seek.
+
+    `attempts` counts hand-outs: 1 + nacks + expired leases at any delivery, as `delivery_attempt` is defined.
+    """
+
+    __slots__ = ("attempts", "consumer", "message", "number", "state", "timer")
+
+    def __init__(self, number: int, message: StoredMessage) -> None:
+        self.number = number
+        self.message = message
+        self.attempts = 0
+        self.state = State.READY
+        self.consumer: Consumer | None = None
+        self.timer: Timer | None = None
+
+    def stop_timer(self) -> None:
+        """Cancel the lease's or the backoff's end."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+
+class Consumers:
+    """All consumers of one subscription: hungry ones wait for messages, woken ones are about to take."""
+
+    def __init__(self) -> None:
+        self._joined: set[Consumer] = set()
+        self._hungry: dict[Consumer, None] = {}
+        self._woken: set[Consumer] = set()
+
+    def __len__(self) -> int:
+        return len(self._joined)
+
+    def join(self, consumer: Consumer) -> None:
+        """Count it as connected; it gets nothing before it asks."""
+        self._joined.add(consumer)
+
+    def leave(self, consumer: Consumer, ready: int) -> None:
+        """Forget it; one that was woken hands its turn on, and what it still leases wakes it no more."""
+        consumer.is_waiting = False
+        self._joined.discard(consumer)
+        self._hungry.pop(consumer, None)
+        self._woken.discard(consumer)
+        self.offer(ready)
+
+    def end(self, error: PubsubError) -> None:
+        """Tell every consumer that the subscription can't be consumed any more."""
+        for consumer in list(self._joined):
+            consumer.ended = error
+            consumer.wake()
+
+    def offer(self, ready: int) -> None:
+        """Wake hungry consumers, the longest waiting first, until there is one for each ready message."""
+        while self._hungry and len(self._woken) < ready:
+            consumer = next(iter(self._hungry))
+            del self._hungry[consumer]
+            self._woken.add(consumer)
+            consumer.wake()
+
+    def share(self, consumer: Consumer, ready: int) -> int:
+        """How many of the ready messages it may take now, leaving as many for each other idle consumer."""
+        self._hungry.pop(consumer, None)
+        self._woken.discard(consumer)
+        consumer.is_waiting = False
+        return -(-ready // (1 + len(self._hungry) + len(self._woken)))
+
+    def wait(self, consumer: Consumer) -> None:
+        """Wake it when there is something, or room, again."""
+        consumer.is_waiting = True
+        if consumer.has_room:
+            self._hungry[consumer] = None
+
+    def busy(self, consumer: Consumer, ready: int) -> None:
+        """It writes something else first, for as long as that takes: what comes meanwhile is for the others."""
+        self._hungry.pop(consumer, None)
+        self._woken.discard(consumer)
+        consumer.is_waiting = False
+        self.offer(ready)
+
+    def took(self, consumer: Consumer, delivery: Delivery) -> None:
+        """Count a lease against the consumer's flow control."""
+        delivery.consumer = consumer
+        consumer.outstanding_messages += 1
+        consumer.outstanding_bytes += delivery.message.size_bytes
+
+    def gave_back(self, delivery: Delivery, ready: int) -> None:
+        """End a lease's count; a consumer that was full may become hungry."""
+        consumer, delivery.consumer = delivery.consumer, None
+        if consumer is None:
+            return
+        consumer.outstanding_messages -= 1
+        consumer.outstanding_bytes -= delivery.message.size_bytes
+        if consumer.is_waiting and consumer.has_room and consumer not in self._woken:
+            self._hungry.setdefault(consumer, None)
+            self.offer(ready)

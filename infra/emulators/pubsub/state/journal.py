@@ -1,0 +1,66 @@
+"""What is told of every change that must outlive the process; the journal here keeps nothing, for a broker in memory.
+
+`durable.DurableJournal` is the one of a broker with a data directory.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+from infra.emulators.pubsub.protos import Message
+
+if TYPE_CHECKING:
+    from infra.emulators.pubsub.state.message import StoredMessage
+
+ACKED = -1
+"""In the place of the attempts: the subscription retains the message, acked."""
+
+
+class Resource(Protocol):
+    """A topic, subscription or snapshot, as it is saved; `holder` is its number among those that hold messages."""
+
+    path: str
+    holder: int
+    proto: Message
+
+    @property
+    def moment_s(self) -> float:
+        """The one time it remembers: a subscription's last use, a snapshot's latest end; 0 for a topic."""
+
+
+class Journal:
+    """Keeps nothing: every method is a place where a durable journal takes note."""
+
+    def save(self, resource: Resource) -> None:
+        """Note that a resource was made or changed."""
+
+    def erase(self, path: str) -> None:
+        """Note that a resource is gone."""
+
+    def keep(self, message: "StoredMessage") -> None:
+        """Note a new message; it stays until it is dropped."""
+
+    def drop(self, sequence: int) -> None:
+        """Note that nobody holds a message any more."""
+
+    def offered(self, message_ids: Iterable[str]) -> None:
+        """Note that a publisher waits for the answer to these messages; until then they may be withdrawn."""
+
+    def hold(self, message: "StoredMessage", holder: int, number: int = 0, attempts: int = 0) -> None:
+        """Note that a resource holds a message: a delivery's number and its hand-outs, or `ACKED`."""
+
+    def release(self, message: "StoredMessage", holder: int) -> None:
+        """Note that a resource no longer holds a message."""
+
+    def admit(self) -> None:
+        """Refuse a call that is to last, before it changes anything.
+
+        Raises:
+            Unavailable: nothing can be kept at the moment.
+        """
+
+    async def committed(self) -> None:
+        """Wait until all that was noted so far will outlive this process.
+
+        Raises:
+            Unavailable: it could not be kept; messages on offer were withdrawn.
+        """

@@ -1,0 +1,44 @@
+"""Lines of messages with the same ordering key: only the oldest of a line may be out at any time."""
+
+import bisect
+
+from infra.emulators.pubsub.state.consumers import Delivery, State
+
+
+class OrderingLines:
+    """One line per ordering key, oldest first; only heads are out, so a redelivery brings the later ones after it."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, list[Delivery]] = {}
+
+    def add(self, delivery: Delivery) -> Delivery | None:
+        """Put a delivery into its line by order of publishing.
+
+        Returns:
+            The delivery it pushed back from the head (a seek brings older messages than the head), to be taken
+            back from whoever holds it. Whether the new one is the head is `is_head`.
+        """
+        line = self._lines.setdefault(delivery.message.ordering_key, [])
+        if not line or line[-1].message.sequence < delivery.message.sequence:
+            line.append(delivery)
+            return None
+        head = line[0]
+        bisect.insort(line, delivery, key=_sequence)
+        return head if line[0] is delivery else None
+
+    def is_head(self, delivery: Delivery) -> bool:
+        """Whether nothing older of its key is left."""
+        return self._lines[delivery.message.ordering_key][0] is delivery
+
+    def remove(self, delivery: Delivery) -> Delivery | None:
+        """Take a delivery out; returns the new head if that may go out now."""
+        line = self._lines[delivery.message.ordering_key]
+        line.pop(bisect.bisect_left(line, delivery.message.sequence, key=_sequence))
+        if not line:
+            del self._lines[delivery.message.ordering_key]
+            return None
+        return line[0] if line[0].state is State.HELD else None
+
+
+def _sequence(delivery: Delivery) -> int:
+    return delivery.message.sequence

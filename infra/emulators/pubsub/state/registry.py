@@ -1,0 +1,147 @@
+"""All topics, subscriptions and snapshots of the broker, and the paths between them.
+
+The calls of the API stand in `topic_calls`, `subscription_calls` and `snapshot_calls`; they meet here.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from typing import TypeVar
+
+from infra.emulators.pubsub.errors import resource_not_found
+from infra.emulators.pubsub.names import check_name
+from infra.emulators.pubsub.protos import PubsubMessage
+from infra.emulators.pubsub.state.consumers import Delivery
+from infra.emulators.pubsub.state.journal import Journal
+from infra.emulators.pubsub.state.message import Storage, StoredMessage
+from infra.emulators.pubsub.state.snapshot import Snapshot
+from infra.emulators.pubsub.state.subscription import Subscription
+from infra.emulators.pubsub.state.timers import Timers
+from infra.emulators.pubsub.state.topic import Topic
+
+Resource = TypeVar("Resource")
+
+
+class Registry:
+    """The broker's memory: what exists, who is attached to what, which id comes next."""
+
+    def __init__(self, timers: Timers, storage: Storage, journal: Journal) -> None:
+        self.timers = timers
+        self.storage = storage
+        self.journal = journal
+        self.topics: dict[str, Topic] = {}
+        self.subscriptions: dict[str, Subscription] = {}
+        self.snapshots: dict[str, Snapshot] = {}
+        self.on_push_config: Callable[[Subscription], None] = _nobody_pushes
+        # Microseconds since the epoch: ids look like the service's and don't come again after a restart.
+        self._next_sequence = int(timers.now_s() * 1e6)
+
+    def next_sequence(self) -> int:
+        """Return a number that is higher than all before: message ids, holders, delivery numbers."""
+        self._next_sequence += 1
+        return self._next_sequence
+
+    def continue_after(self, sequence: int) -> None:
+        """Make all numbers from now on higher than one that was given out before a restart."""
+        self._next_sequence = max(self._next_sequence, sequence)
+
+    def topic(self, path: str) -> Topic:
+        """Return a topic by its full name, or raise `InvalidArgument` or `NotFound`."""
+        return _look_up(self.topics, path, "topics")
+
+    def subscription(self, path: str) -> Subscription:
+        """Return a subscription by its full name, or raise `InvalidArgument` or `NotFound`."""
+        return _look_up(self.subscriptions, path, "subscriptions")
+
+    def snapshot(self, path: str) -> Snapshot:
+        """Return a snapshot by its full name, or raise `InvalidArgument` or `NotFound`."""
+        return _look_up(self.snapshots, path, "snapshots")
+
+    def publish(self, topic: Topic, messages: Sequence[PubsubMessage]) -> list[str]:
+        """Give checked messages their ids and the time, pass them on, and return the ids in order."""
+        now_s = self.timers.now_s()
+        seconds = int(now_s)
+        nanos = int((now_s - seconds) * 1e6) * 1000
+        message_ids = []
+        for received in messages:
+            # A message keeps the whole request's memory alive, so one of many is copied out.
+            message = received if len(messages) == 1 else _copy(received)
+            sequence = self.next_sequence()
+            message.message_id = str(sequence)
+            message.publish_time.seconds = seconds
+            message.publish_time.nanos = nanos
+            stored = StoredMessage(message, sequence, now_s, self.storage)
+            self.journal.keep(stored)
+            topic.deliver(stored)
+            message_ids.append(message.message_id)
+        return message_ids
+
+    def forward_dead_letter(self, subscription: Subscription, delivery: Delivery) -> bool:
+        """Publish a message that failed too often to the dead-letter topic, with the attributes the service adds.
+
+        Source: https://cloud.google.com/pubsub/docs/handling-failures#track-delivery-attempts
+
+        Returns:
+            False when that topic does not exist any more; the message then stays where it is.
+        """
+        topic = self.topics.get(subscription.settings.dead_letter_topic)
+        if topic is None:
+            return False
+        letter = _copy(delivery.message.proto)
+        _, project_id, _, subscription_id = subscription.path.split("/")
+        published = datetime.fromtimestamp(delivery.message.published_s, UTC)
+        letter.attributes["CloudPubSubDeadLetterSourceDeliveryCount"] = str(delivery.attempts)
+        letter.attributes["CloudPubSubDeadLetterSourceSubscription"] = subscription_id
+        letter.attributes["CloudPubSubDeadLetterSourceSubscriptionProject"] = project_id
+        letter.attributes["CloudPubSubDeadLetterSourceTopicPublishTime"] = published.isoformat(timespec="milliseconds")
+        self.publish(topic, [letter])
+        return True
+
+    def remove_subscription(self, subscription: Subscription) -> None:
+        """Take a subscription out; whoever consumes it is told that it is gone."""
+        del self.subscriptions[subscription.path]
+        if subscription.topic is not None:
+            subscription.topic.detach(subscription)
+        subscription.close(resource_not_found(subscription.path))
+        self.journal.erase(subscription.path)
+        self.on_push_config(subscription)
+
+    def remove_snapshot(self, snapshot: Snapshot) -> None:
+        """Take a snapshot out; its messages go with it."""
+        del self.snapshots[snapshot.path]
+        if snapshot.topic is not None:
+            snapshot.topic.detach(snapshot)
+        if snapshot.timer is not None:
+            snapshot.timer.cancel()
+        snapshot.close()
+        self.journal.erase(snapshot.path)
+
+    def remove_snapshot_at(self, snapshot: Snapshot, expire_s: float) -> None:
+        """Take a snapshot out when it expires, in seconds since the epoch, and no more when it was to before."""
+        if snapshot.timer is not None:
+            snapshot.timer.cancel()
+        snapshot.timer = self.timers.at(expire_s, partial(self.remove_snapshot, snapshot))
+
+    def withdraw(self, sequences: Collection[int]) -> None:
+        """Take messages back from everyone who holds them, as if they had never been published."""
+        for holders in (self.topics, self.subscriptions, self.snapshots):
+            for holder in holders.values():
+                holder.withdraw(sequences)
+
+
+def _look_up(resources: dict[str, Resource], path: str, kind: str) -> Resource:
+    try:
+        return resources[path]
+    except KeyError:
+        check_name(path, kind)
+        raise resource_not_found(path) from None
+
+
+def _copy(message: PubsubMessage) -> PubsubMessage:
+    copy = PubsubMessage()
+    copy.CopyFrom(message)
+    return copy
+
+
+def _nobody_pushes(subscription: Subscription) -> None:
+    """Stand in for the push loops while none run."""

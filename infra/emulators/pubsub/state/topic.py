@@ -1,0 +1,120 @@
+"""One topic: which subscriptions a message reaches, and the log that topic retention keeps."""
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
+
+from infra.emulators.pubsub.protos import Topic as TopicProto
+from infra.emulators.pubsub.state.filter import Equals, Filter
+from infra.emulators.pubsub.state.journal import Journal
+from infra.emulators.pubsub.state.message import StoredMessage
+from infra.emulators.pubsub.state.subscription_settings import seconds_of
+from infra.emulators.pubsub.state.timers import Timer, Timers
+
+
+class Sink(Protocol):
+    """What a topic passes messages to: subscriptions, and snapshots, which want all of them."""
+
+    path: str
+    filter: Filter | None
+
+    def add(self, message: StoredMessage) -> None:
+        """Take in one message."""
+
+
+class Topic:
+    """The state of one topic; `proto` is what GetTopic shows, `holder` its number in the journal.
+
+    Filters of the one form `attributes.KEY = "literal"` are found by two dict look-ups, so 80 reply slots on a
+    topic cost a publish no more than one. Any other filter is tried on each message.
+    """
+
+    moment_s = 0.0
+
+    def __init__(self, proto: TopicProto, timers: Timers, journal: Journal, holder: int) -> None:
+        self.path: str = proto.name
+        self.holder = holder
+        self.log: deque[StoredMessage] = deque()
+        self._timers = timers
+        self._journal = journal
+        self._log_timer: Timer | None = None
+        self._unfiltered: dict[str, Sink] = {}
+        self._by_value: dict[str, dict[str, dict[str, Sink]]] = {}
+        self._filtered: dict[str, tuple[Callable[[Mapping[str, str]], bool], Sink]] = {}
+        self.configure(proto)
+
+    def configure(self, proto: TopicProto) -> None:
+        """Take over new settings; a log that is no longer kept is dropped."""
+        self.proto = proto
+        self.retention_s = seconds_of(proto.message_retention_duration)
+        self._drop_old()
+
+    def attach(self, sink: Sink) -> None:
+        """Send it every message from now on that its filter matches."""
+        if sink.filter is None:
+            self._unfiltered[sink.path] = sink
+        elif isinstance(sink.filter, Equals):
+            values = self._by_value.setdefault(sink.filter.key, {})
+            values.setdefault(sink.filter.value, {})[sink.path] = sink
+        else:
+            self._filtered[sink.path] = (sink.filter.matches, sink)
+
+    def detach(self, sink: Sink) -> None:
+        """Send it nothing more."""
+        self._unfiltered.pop(sink.path, None)
+        self._filtered.pop(sink.path, None)
+        if isinstance(sink.filter, Equals):
+            values = self._by_value.get(sink.filter.key, {})
+            sinks = values.get(sink.filter.value, {})
+            sinks.pop(sink.path, None)
+            if not sinks:
+                values.pop(sink.filter.value, None)
+            if not values:
+                self._by_value.pop(sink.filter.key, None)
+
+    def deliver(self, message: StoredMessage) -> None:
+        """Pass a new message to everyone it is for."""
+        if self.retention_s:
+            self._journal.hold(message, self.holder)
+            self.restore(message)
+        attributes = message.attributes
+        for sink in self._unfiltered.values():
+            sink.add(message)
+        for key, values in self._by_value.items():
+            value = attributes.get(key)
+            if value is not None:
+                for sink in values.get(value, {}).values():
+                    sink.add(message)
+        for matches, sink in self._filtered.values():
+            if matches(attributes):
+                sink.add(message)
+
+    def restore(self, message: StoredMessage) -> None:
+        """Take a message into the log."""
+        self.log.append(message)
+        if self._log_timer is None:
+            self._arm_log_timer()
+
+    def withdraw(self, sequences: Collection[int]) -> None:
+        """Take messages out of the log again."""
+        for message in [each for each in self.log if each.sequence in sequences]:
+            self._journal.release(message, self.holder)
+            self.log.remove(message)
+
+    def close(self) -> None:
+        """Drop the log; the topic was deleted."""
+        self.retention_s = 0.0
+        self._drop_old()
+
+    def _drop_old(self) -> None:
+        now_s = self._timers.now_s()
+        while self.log and self.log[0].published_s + self.retention_s <= now_s:
+            self._journal.release(self.log.popleft(), self.holder)
+        self._arm_log_timer()
+
+    def _arm_log_timer(self) -> None:
+        if self._log_timer is not None:
+            self._log_timer.cancel()
+            self._log_timer = None
+        if self.log:
+            self._log_timer = self._timers.at(self.log[0].published_s + self.retention_s, self._drop_old)

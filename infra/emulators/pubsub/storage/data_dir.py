@@ -1,0 +1,114 @@
+"""A broker whose state is in a directory: read at the start, written while it runs, whole at any moment."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+from infra.emulators.pubsub.calls.broker import Broker
+from infra.emulators.pubsub.protos import PubsubMessage
+from infra.emulators.pubsub.protos import Snapshot as SnapshotProto
+from infra.emulators.pubsub.protos import Subscription as SubscriptionProto
+from infra.emulators.pubsub.protos import Topic as TopicProto
+from infra.emulators.pubsub.state.message import StoredMessage
+from infra.emulators.pubsub.state.registry import Registry
+from infra.emulators.pubsub.state.snapshot import Snapshot
+from infra.emulators.pubsub.state.subscription import Subscription
+from infra.emulators.pubsub.state.subscription_settings import seconds_of
+from infra.emulators.pubsub.state.topic import Topic
+from infra.emulators.pubsub.storage.database import Database, WriteFailed, opened_database
+from infra.emulators.pubsub.storage.durable import DurableJournal
+
+USE_NOTED_EVERY_S = 3600.0
+"""How far back a subscription's last use, from which its expiration counts, may be set by a restart."""
+
+Restore = Callable[[StoredMessage, int, int], None]
+
+
+@asynccontextmanager
+async def durable_broker(
+    data_dir: Path, now_s: Callable[[], float], storage_bytes: int, *, fsync: bool
+) -> AsyncIterator[Broker]:
+    """Run a broker on what the directory holds, and keep it there until the block ends.
+
+    Args:
+        data_dir: made if it is missing.
+        now_s: as for Broker.
+        storage_bytes: as for Broker.
+        fsync: whether each commit waits for the disk, and so outlives a power cut too.
+
+    Raises:
+        OSError: the directory can't be written, another server uses it, or the file is none of ours.
+    """
+    with opened_database(data_dir, fsync=fsync) as database:
+        journal = DurableJournal(database)
+        broker = Broker(now_s, storage_bytes, journal)
+        restore(broker.registry, database)
+        _note_use(broker.registry)
+        try:
+            journal.flush()
+        except WriteFailed as error:
+            raise OSError(f"Pub/Sub can't write into {data_dir}: {error}") from error
+        async with journal.running(broker.registry.withdraw):
+            yield broker
+
+
+def restore(registry: Registry, database: Database) -> None:
+    """Fill an empty registry with what was there when the last process ended, however it did."""
+    registry.continue_after(database.highest_number())
+    holders: dict[int, Restore] = {}
+    # In order of their making, so a topic comes before its subscriptions, and these before their snapshots.
+    for path, holder, moment_s, data in database.resources():
+        holders[holder] = _RESTORE[path.split("/")[2]](registry, holder, moment_s, data)
+    messages = {
+        sequence: _stored(PubsubMessage.FromString(data), sequence, registry) for sequence, data in database.messages()
+    }
+    for sequence, holder, number, attempts in database.held():
+        holders[holder](messages[sequence], number, attempts)
+
+
+def _restore_topic(registry: Registry, holder: int, moment_s: float, data: bytes) -> Restore:
+    topic = Topic(TopicProto.FromString(data), registry.timers, registry.journal, holder)
+    registry.topics[topic.path] = topic
+    return lambda message, number, attempts: topic.restore(message)
+
+
+def _restore_subscription(registry: Registry, holder: int, moment_s: float, data: bytes) -> Restore:
+    proto = SubscriptionProto.FromString(data)
+    subscription = Subscription(proto, registry.topics.get(proto.topic), registry, holder)
+    if subscription.settings.exactly_once:
+        # An attempt that was noted too late would be given the same ack id again, and both would count as current.
+        subscription.backlog.ack_id_prefix = f"{registry.next_sequence():x}"
+    subscription.restore_last_use(min(moment_s + USE_NOTED_EVERY_S, registry.timers.now_s()))
+    registry.subscriptions[subscription.path] = subscription
+    if subscription.topic is not None and not proto.detached:
+        subscription.topic.attach(subscription)
+    return subscription.restore
+
+
+def _restore_snapshot(registry: Registry, holder: int, moment_s: float, data: bytes) -> Restore:
+    proto = SnapshotProto.FromString(data)
+    snapshot = Snapshot(proto, registry.topics.get(proto.topic), registry.journal, holder, moment_s)
+    registry.snapshots[snapshot.path] = snapshot
+    if snapshot.topic is not None:
+        snapshot.topic.attach(snapshot)
+    registry.remove_snapshot_at(snapshot, seconds_of(proto.expire_time))
+    return lambda message, number, attempts: snapshot.restore(message)
+
+
+_RESTORE: dict[str, Callable[[Registry, int, float, bytes], Restore]] = {
+    "topics": _restore_topic,
+    "subscriptions": _restore_subscription,
+    "snapshots": _restore_snapshot,
+}
+
+
+def _stored(proto: PubsubMessage, sequence: int, registry: Registry) -> StoredMessage:
+    return StoredMessage(proto, sequence, seconds_of(proto.publish_time), registry.storage)
+
+
+def _note_use(registry: Registry) -> None:
+    """Save each subscription once an hour: calls that only use one are not written down."""
+    for subscription in registry.subscriptions.values():
+        registry.journal.save(subscription)
+    registry.timers.at(registry.timers.now_s() + USE_NOTED_EVERY_S, partial(_note_use, registry))

@@ -1,0 +1,197 @@
+"""The file of a data directory: SQLite in WAL mode, one connection, which one thread at a time uses."""
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from infra.emulators.pubsub.storage.changes import Changes
+
+FILE_NAME = "pubsub.sqlite3"
+VERSION = 1
+CHECKPOINT_PAGES = 2000
+"""The log is written back into the file after 8 MiB and then used anew from its start."""
+LONGEST_LOG_BYTES = 64 * 1024**2
+CACHE_KIB = 16 * 1024
+SPARE_PAGES = 1024
+"""Free pages that the file keeps for what comes next, 4 MiB; more than that are given back."""
+SHRINK_PAGES = 1024
+"""Pages given back at a time, for which a publish may have to wait."""
+PROBE_BYTES = 64 * 1024
+"""After a failure, room for this much must have been seen before anything new is promised."""
+
+_SCHEMA = f"""
+BEGIN;
+CREATE TABLE resource (path TEXT PRIMARY KEY, holder INTEGER NOT NULL, moment_s REAL NOT NULL, proto BLOB NOT NULL);
+CREATE TABLE message (sequence INTEGER PRIMARY KEY, data BLOB NOT NULL);
+CREATE TABLE held (
+  sequence INTEGER, holder INTEGER, number INTEGER NOT NULL, attempts INTEGER NOT NULL, PRIMARY KEY (sequence, holder)
+) WITHOUT ROWID;
+CREATE TABLE probe (id INTEGER PRIMARY KEY, data BLOB);
+PRAGMA user_version = {VERSION};
+COMMIT;
+"""
+# A message and the row that says who holds it were one transaction; this is for a file that was repaired by hand.
+_ORPHANS = (
+    "DELETE FROM held WHERE holder NOT IN (SELECT holder FROM resource)",
+    "DELETE FROM message WHERE sequence NOT IN (SELECT sequence FROM held)",
+)
+_SAVE = "INSERT OR REPLACE INTO resource (path, holder, moment_s, proto) VALUES (?, ?, ?, ?)"
+_ERASE = "DELETE FROM resource WHERE path = ?"
+_KEEP = "INSERT OR REPLACE INTO message (sequence, data) VALUES (?, ?)"
+_DROP = "DELETE FROM message WHERE sequence = ?"
+_HOLD = "INSERT OR REPLACE INTO held (sequence, holder, number, attempts) VALUES (?, ?, ?, ?)"
+_RELEASE = "DELETE FROM held WHERE sequence = ? AND holder = ?"
+
+
+class WriteFailed(Exception):
+    """The file could not be written: no room, or an input/output error; it is as it was before."""
+
+
+@contextmanager
+def opened_database(data_dir: Path, *, fsync: bool) -> Iterator["Database"]:
+    """Open the file in a directory, which is made if it is missing, and close it at the end.
+
+    Args:
+        data_dir: the directory; one server at a time uses it.
+        fsync: whether each commit waits for the disk. Without it a commit outlives this process, whatever kills it,
+            and the last ones before a power cut may be lost, the file being whole all the same.
+
+    Raises:
+        OSError: the directory can't be used, another server uses it, or the file is none of ours.
+    """
+    data_dir.mkdir(parents=True, exist_ok=True)
+    path = data_dir / FILE_NAME
+    try:
+        connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+    except sqlite3.Error as error:
+        raise OSError(f"Pub/Sub can't open {path}: {error}") from error
+    try:
+        try:
+            _prepare(connection, fsync=fsync)
+        except sqlite3.Error as error:
+            hint = "; is another server using it?" if "locked" in str(error) else ""
+            raise OSError(f"Pub/Sub can't use {path}: {error}{hint}") from error
+        yield Database(connection)
+    finally:
+        # A full disk may refuse the last checkpoint; the log then stays and is read at the next start.
+        with suppress(sqlite3.Error):
+            connection.close()
+
+
+def _prepare(connection: sqlite3.Connection, *, fsync: bool) -> None:
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
+    connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
+    connection.execute(f"PRAGMA journal_size_limit = {LONGEST_LOG_BYTES}")
+    connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    if not tables:
+        connection.executescript(_SCHEMA)
+    elif version != VERSION:
+        raise sqlite3.DatabaseError(f"its version is {version}, and this server reads version {VERSION}")
+    for statement in _ORPHANS:
+        connection.execute(statement)
+
+
+class Database:
+    """Reads everything once, then only writes."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def resources(self) -> Iterator[tuple[str, int, float, bytes]]:
+        """Yield path, holder number, moment and serialized proto of each topic, subscription and snapshot."""
+        yield from self._connection.execute("SELECT path, holder, moment_s, proto FROM resource ORDER BY holder")
+
+    def messages(self) -> Iterator[tuple[int, bytes]]:
+        """Yield sequence and serialized proto of each message, oldest first."""
+        yield from self._connection.execute("SELECT sequence, data FROM message ORDER BY sequence")
+
+    def held(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield sequence, holder, delivery number and attempts of each row, by the message's sequence."""
+        yield from self._connection.execute("SELECT sequence, holder, number, attempts FROM held ORDER BY sequence")
+
+    def highest_number(self) -> int:
+        """Return the highest number that any row has, so that none comes again."""
+        (highest,) = self._connection.execute(
+            "SELECT max((SELECT ifnull(max(sequence), 0) FROM message), "
+            "(SELECT ifnull(max(number), 0) FROM held), (SELECT ifnull(max(holder), 0) FROM resource))"
+        ).fetchone()
+        return int(highest)
+
+    def write(self, changes: Changes) -> None:
+        """Write all changes as one transaction, or none; they are not to be touched until this returns.
+
+        Raises:
+            WriteFailed: with SQLite's reason.
+        """
+        with self._transaction():
+            self._write_rows(changes)
+
+    def make_room(self) -> None:
+        """Give the log's room back to a full disk; this may fail for the same reason, and then nothing is worse."""
+        with suppress(sqlite3.Error):
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+    def probe(self) -> None:
+        """See whether the disk has some room again.
+
+        Raises:
+            WriteFailed: with SQLite's reason.
+        """
+        with self._transaction():
+            self._connection.execute("INSERT INTO probe (data) VALUES (zeroblob(?))", (PROBE_BYTES,))
+        with self._transaction():
+            self._connection.execute("DELETE FROM probe")
+
+    def shrink(self) -> bool:
+        """Give some of the pages that nothing uses back to the disk; returns whether there are more.
+
+        Raises:
+            WriteFailed: with SQLite's reason.
+        """
+        with _translated():
+            (free,) = self._connection.execute("PRAGMA freelist_count").fetchone()
+            if free <= SPARE_PAGES:
+                return False
+            # Not by `execute`, which takes the first step of a statement without rows, and with it one page.
+            self._connection.executescript(f"PRAGMA incremental_vacuum({SHRINK_PAGES})")
+            if free > SPARE_PAGES + SHRINK_PAGES:
+                return True
+        self.make_room()
+        return False
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with _translated():
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            except sqlite3.Error:
+                # SQLite has rolled some failures back by itself.
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def _write_rows(self, changes: Changes) -> None:
+        resources, held = changes.resources.items(), changes.held.items()
+        write_each = self._connection.executemany
+        write_each(_SAVE, [(path, *row) for path, row in resources if row is not None])
+        write_each(_ERASE, [(path,) for path, row in resources if row is None])
+        write_each(_KEEP, changes.messages.items())
+        write_each(_HOLD, [(*key, *row) for key, row in held if row is not None])
+        write_each(_RELEASE, [key for key, row in held if row is None])
+        write_each(_DROP, [(sequence,) for sequence in changes.dropped])
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise WriteFailed(str(error)) from error

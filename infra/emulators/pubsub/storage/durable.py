@@ -1,0 +1,194 @@
+"""Group commit: changes gather while the last transaction is written, and all that gathered are the next one.
+
+Between the broker, which notes each change, and the file. A message goes to its subscribers at once and only the
+answer to its publisher waits: what is delivered without having been answered is what at-least-once allows.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+
+from infra.emulators.pubsub.errors import Unavailable
+from infra.emulators.pubsub.state.journal import Journal, Resource
+from infra.emulators.pubsub.state.message import StoredMessage
+from infra.emulators.pubsub.storage.changes import Changes
+from infra.emulators.pubsub.storage.database import Database, WriteFailed
+
+LAZY_S = 0.1
+"""How long acks and attempts wait for a publish to go along with; also the pause between tries on a full disk."""
+COMMIT_LIMIT_S = 30.0
+MAX_UNWRITTEN_BYTES = 64 * 1024**2
+"""Messages that wait for the disk; beyond, publishes are refused."""
+
+Withdraw = Callable[[Collection[int]], None]
+
+_log = logging.getLogger(__name__)
+
+
+class DurableJournal(Journal):
+    """The journal of a broker with a data directory.
+
+    Args:
+        database: the open file; nobody else writes to it while `running`.
+        commit_limit_s: how long a transaction may take before the disk counts as failing.
+    """
+
+    def __init__(self, database: Database, commit_limit_s: float = COMMIT_LIMIT_S) -> None:
+        self._database = database
+        self._commit_limit_s = commit_limit_s
+        self._pending = Changes()
+        self._writing = Changes()
+        self._failure = ""
+        self._due = asyncio.Event()
+        self._is_closing = False
+
+    def save(self, resource: Resource) -> None:
+        """Note that a resource was made or changed."""
+        row = (resource.holder, resource.moment_s, resource.proto.SerializeToString())
+        self._pending.resources[resource.path] = row
+
+    def erase(self, path: str) -> None:
+        """Note that a resource is gone."""
+        self._pending.resources[path] = None
+
+    def keep(self, message: StoredMessage) -> None:
+        """Note a new message; it stays until it is dropped."""
+        self._pending.keep(message.sequence, message.proto.SerializeToString())
+
+    def drop(self, sequence: int) -> None:
+        """Note that nobody holds a message any more."""
+        self._pending.drop(sequence)
+
+    def offered(self, message_ids: Iterable[str]) -> None:
+        """Note that a publisher waits for the answer to these messages; until then they may be withdrawn."""
+        self._pending.offered.update(map(int, message_ids))
+
+    def hold(self, message: StoredMessage, holder: int, number: int = 0, attempts: int = 0) -> None:
+        """Note that a resource holds a message: a delivery's number and its hand-outs, or `ACKED`."""
+        self._pending.held[message.sequence, holder] = (number, attempts)
+
+    def release(self, message: StoredMessage, holder: int) -> None:
+        """Note that a resource no longer holds a message."""
+        self._pending.held[message.sequence, holder] = None
+
+    def admit(self) -> None:
+        """Refuse a call that is to last, before it changes anything.
+
+        Raises:
+            Unavailable: the last commit failed, or more waits for the disk than may.
+        """
+        if self._failure:
+            raise _unavailable(self._failure)
+        unwritten_bytes = self._pending.size_bytes + self._writing.size_bytes
+        if unwritten_bytes > MAX_UNWRITTEN_BYTES:
+            raise _unavailable(f"{unwritten_bytes} bytes wait for the disk")
+
+    async def committed(self) -> None:
+        """Wait until all that was noted so far is in the file.
+
+        Raises:
+            Unavailable: it could not be written and messages on offer were withdrawn, or it was not written in time.
+        """
+        changes = self._pending
+        self._due.set()
+        await changes.wait()
+        if changes.error:
+            raise _unavailable(changes.error)
+
+    def flush(self) -> None:
+        """Write what was noted, here and now: for a journal that is not running.
+
+        Raises:
+            WriteFailed: with SQLite's reason.
+        """
+        changes, self._pending = self._pending, Changes()
+        self._database.write(changes)
+
+    @asynccontextmanager
+    async def running(self, withdraw: Withdraw) -> AsyncIterator[None]:
+        """Commit until the block ends, and what is noted by then.
+
+        Args:
+            withdraw: takes messages back, by their sequences, from everyone who holds them.
+        """
+        with ThreadPoolExecutor(1, "pubsub-commit") as thread:
+            committing = asyncio.create_task(self._run(withdraw, thread))
+            committing.add_done_callback(self._ended)
+            try:
+                yield
+            finally:
+                self._is_closing = True
+                self._due.set()
+                async with asyncio.timeout(self._commit_limit_s):
+                    await committing
+
+    async def _run(self, withdraw: Withdraw, thread: ThreadPoolExecutor) -> None:
+        in_thread = partial(asyncio.get_running_loop().run_in_executor, thread)
+        is_last = has_spare_pages = False
+        while not is_last:
+            is_last = self._is_closing
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0 if is_last else LAZY_S):
+                    await self._due.wait()
+            is_idle = not (self._due.is_set() or self._pending or self._failure)
+            self._due.clear()
+            try:
+                if not is_idle:
+                    has_spare_pages = True
+                    await self._commit(in_thread)
+                elif has_spare_pages:
+                    has_spare_pages = await in_thread(self._database.shrink)
+            except WriteFailed as error:
+                self._failed(str(error), withdraw)
+
+    async def _commit(self, in_thread: Callable[[Callable[[], None]], Awaitable[None]]) -> None:
+        self._writing, self._pending = self._pending, Changes()
+        if self._failure:
+            await in_thread(self._database.make_room)
+        if self._writing:
+            hung = asyncio.get_running_loop().call_later(self._commit_limit_s, self._hung)
+            try:
+                await in_thread(partial(self._database.write, self._writing))
+            finally:
+                hung.cancel()
+        self._writing.settle()
+        self._writing = Changes()
+        if self._failure:
+            # A few acks may fit where no message does; what is taken again should not have to be withdrawn again.
+            await in_thread(self._database.probe)
+            self._failure = ""
+            _log.warning("the data directory can be written again")
+
+    def _hung(self) -> None:
+        self._failure = f"the disk took longer than {self._commit_limit_s:g} s"
+        _log.error("the data directory does not answer, so publishes are refused")
+        for changes in (self._writing, self._pending):
+            changes.settle(self._failure)
+
+    def _failed(self, error: str, withdraw: Withdraw) -> None:
+        if not self._failure:
+            _log.error("the data directory can't be written, so publishes are refused", extra={"error": error})
+        self._failure = error
+        refused = (self._writing, self._pending)
+        # Acks and attempts stay noted for the next try. Publishers hear that theirs failed and will send them again.
+        self._pending = self._writing.followed_by(self._pending)
+        self._writing = Changes()
+        offered, self._pending.offered = self._pending.offered, set()
+        if offered:
+            withdraw(offered)
+        for changes in refused:
+            changes.settle(error)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = "the commits ended, this is a bug"
+            _log.error("commits failed, this is a bug", exc_info=task.exception())
+            self._writing.settle(self._failure)
+            self._pending.settle(self._failure)
+
+
+def _unavailable(reason: str) -> Unavailable:
+    return Unavailable(f"The embedded server can't keep anything new in its data directory now: {reason}.")

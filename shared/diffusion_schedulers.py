@@ -1,0 +1,44 @@
+"""The short names of diffusion schedulers that an image request may ask for, and the diffusers class behind each.
+
+Only names stand here, so the API can check a request without a model library; workers/models/image/model.py makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+
+class Scheduler(NamedTuple):
+    """A class of diffusers, what is set on it beside the pipeline's own scheduler settings, and the steps it takes."""
+
+    class_name: str
+    options: Mapping[str, str | bool] = MappingProxyType({})
+    steps_max: int | None = None
+
+
+SCHEDULERS: dict[str, Scheduler] = {
+    "ddim": Scheduler("DDIMScheduler"),
+    "ddpm": Scheduler("DDPMScheduler"),
+    "pndm": Scheduler("PNDMScheduler", {"skip_prk_steps": True}),
+    "lms": Scheduler("LMSDiscreteScheduler"),
+    "euler": Scheduler("EulerDiscreteScheduler"),
+    "euler_a": Scheduler("EulerAncestralDiscreteScheduler"),
+    "heun": Scheduler("HeunDiscreteScheduler"),
+    "dpm2": Scheduler("KDPM2DiscreteScheduler"),
+    "dpm2_a": Scheduler("KDPM2AncestralDiscreteScheduler"),
+    "dpmpp_2m": Scheduler("DPMSolverMultistepScheduler", {"algorithm_type": "dpmsolver++"}),
+    "dpmpp_2m_karras": Scheduler(
+        "DPMSolverMultistepScheduler", {"algorithm_type": "dpmsolver++", "use_karras_sigmas": True}
+    ),
+    "dpmpp_2m_sde": Scheduler("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++"}),
+    "dpmpp_2s": Scheduler("DPMSolverSinglestepScheduler"),
+    "deis": Scheduler("DEISMultistepScheduler"),
+    "unipc": Scheduler("UniPCMultistepScheduler"),
+    "lcm": Scheduler("LCMScheduler", steps_max=50),
+}
+OWN_SCHEDULER = "default"
+"""Asks for the scheduler that the model's folder names, whichever it is (flow-matching models have no other)."""
+
+SCHEDULER_NAMES = (OWN_SCHEDULER, *SCHEDULERS)

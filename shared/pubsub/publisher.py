@@ -1,0 +1,185 @@
+"""The publishing side of the broker client: from a message to its id, through one lane per topic and ordering key."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from grpc import StatusCode, aio
+
+from shared.errors import InputTooLarge, Overloaded, Unavailable
+from shared.pubsub.channel import MESSAGE_LIMIT_BYTES, Method, PublishRequest, RawMessage, translate
+
+REQUEST_LIMIT_MESSAGES = 1000
+REQUEST_LIMIT_BYTES = 9_000_000
+"""Below the service's 10 MB, which counts the request's own bytes too (platform-facts P6)."""
+QUEUE_LIMIT_MESSAGES = 20_000
+QUEUE_LIMIT_BYTES = 128 * 1024 * 1024
+REQUESTS_IN_FLIGHT = 4
+"""Per topic. More of them coalesce less, fewer add up to one round trip of waiting (bench/broker.py)."""
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    message: RawMessage
+    size_bytes: int
+    end_s: float
+    message_id: asyncio.Future[str]
+
+
+class PublishQueue:
+    """Publishes on one channel; what waits there is bounded over all topics."""
+
+    def __init__(self, method: Method) -> None:
+        self._method = method
+        self._lanes: dict[tuple[str, str], _Lane] = {}
+        self._messages = 0
+        self._bytes = 0
+        self._is_closed = False
+
+    async def publish(self, topic_path: str, message: RawMessage, timeout_s: float) -> str:
+        """Sends `message` and returns its id.
+
+        Raises:
+            InputTooLarge: it is larger than the service takes.
+            Overloaded: too much is waiting here already, or the broker says so until `timeout_s` is over.
+            BadInput: the broker refused it.
+            ConfigurationError: the broker refused us.
+            Unavailable: there was no answer within `timeout_s`; the message may still have been taken.
+        """
+        if self._is_closed:
+            raise Unavailable("the connection to the broker is closed")
+        size_bytes = message.ByteSize()
+        self._check_room(size_bytes)
+        loop = asyncio.get_running_loop()
+        pending = _Pending(message, size_bytes, loop.time() + timeout_s, loop.create_future())
+        late = Unavailable(f"publish to {topic_path}: no answer within {timeout_s} s")
+        timer = loop.call_at(pending.end_s, _settle, pending, late)
+        self._messages += 1
+        self._bytes += size_bytes
+        try:
+            self._lane(topic_path, message.ordering_key).put(pending)
+            return await pending.message_id
+        finally:
+            timer.cancel()
+            self._messages -= 1
+            self._bytes -= size_bytes
+
+    async def close(self) -> None:
+        """Ends the requests in flight; who waits for one is told."""
+        self._is_closed = True
+        tasks = [task for lane in self._lanes.values() for task in lane.tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for lane in list(self._lanes.values()):
+            lane.fail(Unavailable("the connection to the broker is closed"))
+        self._lanes.clear()
+
+    def _check_room(self, size_bytes: int) -> None:
+        if size_bytes > MESSAGE_LIMIT_BYTES:
+            raise InputTooLarge(f"a message of {size_bytes} bytes is above the broker's {MESSAGE_LIMIT_BYTES}")
+        if self._messages >= QUEUE_LIMIT_MESSAGES or self._bytes + size_bytes > QUEUE_LIMIT_BYTES:
+            raise Overloaded(f"{self._messages} messages wait to be published already")
+
+    def _lane(self, topic_path: str, ordering_key: str) -> _Lane:
+        name = (topic_path, ordering_key)
+        lane = self._lanes.get(name)
+        if lane is None:
+            # Lanes end when they run empty: inboxes and ordering keys come and go without bound.
+            lane = self._lanes[name] = _Lane(self._method, topic_path, ordering_key, self._forget)
+        return lane
+
+    def _forget(self, lane: _Lane) -> None:
+        if self._lanes.get(lane.name) is lane:
+            del self._lanes[lane.name]
+
+
+class _Lane:
+    """What waits for one topic and ordering key, and the requests that carry it.
+
+    A message goes out at once while requests may start; else it waits for one to return and leaves with all that
+    came meanwhile. There is no timer. With one request at a time the messages of an ordering key keep their order.
+    """
+
+    def __init__(self, method: Method, topic_path: str, ordering_key: str, on_empty: Callable[[_Lane], None]) -> None:
+        self.name = (topic_path, ordering_key)
+        self._method = method
+        self._topic_path = topic_path
+        self._requests_in_flight = 1 if ordering_key else REQUESTS_IN_FLIGHT
+        self._on_empty = on_empty
+        self._waiting: deque[_Pending] = deque()
+        self._is_flush_due = False
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    def put(self, pending: _Pending) -> None:
+        self._waiting.append(pending)
+        if not self._is_flush_due and len(self.tasks) < self._requests_in_flight:
+            # One turn of the loop later, so that messages published in the same turn share a request.
+            self._is_flush_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def fail(self, error: Unavailable) -> None:
+        while self._waiting:
+            _settle(self._waiting.popleft(), error)
+
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        while self._waiting and len(self.tasks) < self._requests_in_flight:
+            batch = self._take()
+            if batch:
+                task = asyncio.create_task(self._send(batch))
+                self.tasks.add(task)
+                task.add_done_callback(self._returned)
+        if not self.tasks:
+            self._on_empty(self)
+
+    def _returned(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        self._flush()
+
+    def _take(self) -> list[_Pending]:
+        batch: list[_Pending] = []
+        size_bytes = 0
+        while self._waiting and len(batch) < REQUEST_LIMIT_MESSAGES:
+            size_bytes += self._waiting[0].size_bytes
+            if batch and size_bytes > REQUEST_LIMIT_BYTES:
+                break
+            pending = self._waiting.popleft()
+            if pending.message_id.done():  # its caller gave up
+                size_bytes -= pending.size_bytes
+            else:
+                batch.append(pending)
+        return batch
+
+    async def _send(self, batch: list[_Pending]) -> None:
+        request = PublishRequest(topic=self._topic_path, messages=[pending.message for pending in batch])
+        try:
+            response = await self._method.until(request, max(pending.end_s for pending in batch))
+        except aio.AioRpcError as error:
+            if error.code() is StatusCode.INVALID_ARGUMENT and len(batch) > 1:
+                # One bad message fails its whole request: alone, only the bad one does.
+                for pending in batch:
+                    await self._send([pending])
+                return
+            for pending in batch:
+                _settle(pending, translate(error, f"publish to {self._topic_path}"))
+        except asyncio.CancelledError:
+            for pending in batch:
+                _settle(pending, Unavailable("the connection to the broker is closed"))
+            raise
+        else:
+            for pending, message_id in zip(batch, response.message_ids, strict=True):
+                _settle(pending, message_id)
+
+
+def _settle(pending: _Pending, outcome: Any) -> None:
+    if pending.message_id.done():
+        return
+    if isinstance(outcome, Exception):
+        pending.message_id.set_exception(outcome)
+    else:
+        pending.message_id.set_result(outcome)

@@ -1,0 +1,52 @@
+"""Makes and removes an inbox (its topic and slots): for the pool of a local stack and for an instance of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any
+
+from shared.pubsub.names import inbox_topic_id, slot_filter, slot_subscription_id
+from shared.transport import Admin, SubscriptionSettings
+
+
+async def make_inbox(admin: Admin, inbox: str, slots: int, *, expires_after_s: int = 0) -> None:
+    """Makes an inbox's topic and one subscription per slot, unless they exist.
+
+    Args:
+        admin: makes them; bounds how many calls are under way.
+        inbox: a pool number or an instance's own id.
+        slots: how many; one slot needs no filter.
+        expires_after_s: the subscriptions go after so long without use; 0: never.
+
+    Raises:
+        PenstockError: as the admin's calls do.
+    """
+    topic_id = inbox_topic_id(inbox)
+    await admin.ensure_topic(topic_id)
+    await _all(
+        admin.ensure_subscription(
+            slot_subscription_id(inbox, slot),
+            SubscriptionSettings(topic_id, slot_filter(slot, slots), expires_after_s=expires_after_s),
+        )
+        for slot in range(slots)
+    )
+
+
+async def remove_inbox(admin: Admin, inbox: str, slots: int) -> None:
+    """Removes what make_inbox made; what is gone already is no error.
+
+    Raises:
+        PenstockError: as the admin's calls do.
+    """
+    await admin.delete_topic(inbox_topic_id(inbox))
+    await _all(admin.delete_subscription(slot_subscription_id(inbox, slot)) for slot in range(slots))
+
+
+async def _all(calls: Iterable[Coroutine[Any, Any, bool]]) -> None:
+    try:
+        async with asyncio.TaskGroup() as group:
+            for call in calls:
+                group.create_task(call)
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from failures

@@ -1,0 +1,1 @@
+"""What is kept in Redis and in the object store."""

@@ -1,0 +1,234 @@
+"""The result cache of API and workers: this process's memory first, then Redis.
+
+Asked per item before a job is published and again before it is computed; filled by whoever computed. A result whose
+bytes lie in the object store is kept as its object_key, so an entry is small and objects must outlive the longest TTL.
+Nothing here fails or delays a request: Redis gone or slow means misses and a counter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Literal, Self
+
+import msgspec
+from prometheus_client import Counter
+
+from shared.catalog import Model
+from shared.errors import BadInput
+from shared.messages import Blob, ImageInput, Input, Result, TextInput
+from shared.stores.cache_redis import RedisLevel
+
+KEY_SCHEME = 2
+"""Part of every key; raised when a model's code changes what the same input gives."""
+ENTRY_SCHEMA = 1
+"""Part of every Redis key; raised with the encoding, so that two releases side by side never read each other."""
+VALUE_LIMIT_BYTES = 1024 * 1024
+"""A larger entry stays out of both levels: it belongs in the object store."""
+MEMORY_OVERHEAD_BYTES = 512
+"""What Python's objects add to an entry in memory (measured: about 450 for one vector)."""
+
+Level = Literal["memory", "redis"]
+
+HITS = Counter("penstock_cache_hits_total", "Items answered from the cache, by level.", ["level"])
+MISSES = Counter("penstock_cache_misses_total", "Items that neither level had.")
+UNREADABLE = Counter("penstock_cache_unreadable_total", "Entries in Redis that could not be decoded; each is a miss.")
+
+
+def cache_key(model: Model, input: Input, tenant: str) -> str:
+    """Names the result of `input` on `model`: 256 bits of BLAKE2b (RFC 7693) in hex.
+
+    Covers everything that changes the output: name, revision, source, precision, tolerance and width of the model, the
+    text byte for byte, the token ids, the side at which they are cut, every parameter of an image. A source image
+    counts by the digest of its bytes, or by its object_key where only that is known, so compute the key before the
+    bytes move to the object store.
+
+    The backend is no part of it: it changes a result by less than the tolerance, and under `auto` the API could not
+    know what each worker chose. What a key promises is a result of this precision within this tolerance.
+
+    Args:
+        model: the entry of the catalog that serves the item.
+        input: the item's input.
+        tenant: who asks; part of the key only where the model's cache scope is `tenant`.
+
+    Raises:
+        BadInput: a text holds lone surrogates, which no encoding can carry.
+    """
+    whose = tenant if model.cache.scope == "tenant" else ""
+    tolerance = model.tolerance.cosine if model.task == "embedding" else model.tolerance.psnr_db
+    which = (model.name, model.revision, model.source, model.precision, tolerance, model.dimensions)
+    try:
+        canonical = msgspec.msgpack.encode((KEY_SCHEME, whose, which, _canonical(input)))
+    except UnicodeEncodeError as error:
+        raise BadInput("the text is not valid Unicode (a lone surrogate)", field="input") from error
+    return hashlib.blake2b(canonical, digest_size=32).hexdigest()
+
+
+def _canonical(input: Input) -> tuple[object, ...]:
+    """The input as plain values in a fixed order; 7 and 7.0 are one guidance scale."""
+    if isinstance(input, TextInput):
+        return ("text", input.text, input.truncate)
+    if not isinstance(input, ImageInput):
+        return ("tokens", input.tokens, input.truncate)
+    size = (input.width, input.height, input.steps)
+    drawn = (float(input.guidance_scale), input.seed, input.scheduler, input.prompt, input.negative_prompt)
+    if input.image is None:
+        return ("image", size, drawn)
+    strength = None if input.strength is None else float(input.strength)
+    return ("image", size, drawn, _source_digest(input.image), strength)
+
+
+def _source_digest(image: Blob) -> tuple[str, object]:
+    if image.data is not None:
+        return ("bytes", hashlib.blake2b(image.data, digest_size=32).digest())
+    return ("object", image.object_key)
+
+
+class Entry(msgspec.Struct, array_like=True):
+    """What a key holds in Redis, as MessagePack; the time lets memory forget when Redis does."""
+
+    expires_at_s: float
+    result: Result
+
+
+class ResultCache:
+    """Two levels of results by cache_key; an async context manager, cheap to open with or without Redis.
+
+    Args:
+        redis_url: `redis://`, `rediss://` or `unix://` URL.
+        memory_bytes: bound of the memory level; 0 turns it off.
+        prefix: put before every Redis key, for several deployments on one Redis.
+        timeout_s: the longest that one round trip to Redis may take.
+        retry_s: first pause before a Redis that failed is tried again, in the background.
+        clock: unix time, for tests.
+    """
+
+    def __init__(
+        self,
+        redis_url: str,
+        memory_bytes: int,
+        *,
+        prefix: str = "penstock:",
+        timeout_s: float = 0.05,
+        retry_s: float = 0.25,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._redis = RedisLevel(redis_url, timeout_s=timeout_s, retry_s=retry_s)
+        self._memory = _Memory(memory_bytes)
+        self._prefix = f"{prefix}result:{ENTRY_SCHEMA}:"
+        self._clock = clock
+        self._decoder = msgspec.msgpack.Decoder(Entry)
+
+    async def __aenter__(self) -> Self:
+        await self._redis.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._redis.__aexit__(kind, error, trace)
+
+    @property
+    def redis_is_up(self) -> bool:
+        """Whether Redis is being asked; False between a failure and the background retry that succeeds."""
+        return self._redis.is_up
+
+    async def wait_redis(self, limit_s: float) -> bool:
+        """Waits until Redis is being asked (again), at most `limit_s`; says whether it is."""
+        return await self._redis.wait_up(limit_s)
+
+    async def get_many(self, keys: Iterable[str]) -> dict[str, tuple[Result, Level]]:
+        """The results that are there, each with the level it came from; never raises.
+
+        Waits at most a few round-trip limits for Redis, and not at all while Redis is known to be out. Results are
+        shared with other callers: they must not be changed.
+        """
+        now_s, keys = self._clock(), list(dict.fromkeys(keys))
+        found = self.in_memory(keys)
+        if missing := [key for key in keys if key not in found]:
+            from_redis = self._read(missing, await self._redis.get([self._prefix + key for key in missing]), now_s)
+            HITS.labels("redis").inc(len(from_redis))
+            MISSES.inc(len(missing) - len(from_redis))
+            found |= {key: (result, "redis") for key, result in from_redis.items()}
+        return found
+
+    def in_memory(self, keys: Iterable[str]) -> dict[str, tuple[Result, Level]]:
+        """Like get_many, from this process's memory only."""
+        now_s, found = self._clock(), dict[str, tuple[Result, Level]]()
+        for key in keys:
+            result = self._memory.get(key, now_s)
+            if result is not None:
+                found[key] = (result, "memory")
+        HITS.labels("memory").inc(len(found))
+        return found
+
+    def _read(self, keys: list[str], values: list[bytes | None], now_s: float) -> dict[str, Result]:
+        """Decodes what Redis had and keeps it in memory for as long as Redis would."""
+        results: dict[str, Result] = {}
+        for key, value in zip(keys, values, strict=True):
+            if value is None:
+                continue
+            try:
+                entry = self._decoder.decode(value)
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                UNREADABLE.inc()
+                continue
+            if entry.expires_at_s > now_s:
+                self._memory.put(key, entry, len(value))
+                results[key] = entry.result
+        return results
+
+    async def put_many(self, results: Mapping[str, Result], ttl_s: int) -> None:
+        """Keeps `results` for `ttl_s` seconds (0: not at all) in both levels; never raises, waits as get_many does."""
+        if values := self.keep_in_memory(results, ttl_s):
+            await self._redis.put({self._prefix + key: value for key, value in values.items()}, ttl_s)
+
+    def keep_in_memory(self, results: Mapping[str, Result], ttl_s: int) -> dict[str, bytes]:
+        """Like put_many, in this process's memory only; returns the entries it kept, as Redis would hold them."""
+        if ttl_s <= 0:
+            return {}
+        expires_at_s, values = self._clock() + ttl_s, dict[str, bytes]()
+        for key, result in results.items():
+            entry = Entry(expires_at_s, result)
+            value = msgspec.msgpack.encode(entry)
+            if len(value) <= VALUE_LIMIT_BYTES:
+                self._memory.put(key, entry, len(value))
+                values[key] = value
+        return values
+
+
+class _Memory:
+    """The least recently used entries, at most `limit_bytes` of them."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._used_bytes = 0
+        self._entries: OrderedDict[str, tuple[Entry, int]] = OrderedDict()
+
+    def get(self, key: str, now_s: float) -> Result | None:
+        entry, _ = self._entries.get(key, (None, 0))
+        if entry is None:
+            return None
+        if entry.expires_at_s <= now_s:
+            self._drop(key)
+            return None
+        self._entries.move_to_end(key)
+        return entry.result
+
+    def put(self, key: str, entry: Entry, value_bytes: int) -> None:
+        self._drop(key)
+        size_bytes = value_bytes + MEMORY_OVERHEAD_BYTES
+        if size_bytes > self._limit_bytes:
+            return
+        self._entries[key] = (entry, size_bytes)
+        self._used_bytes += size_bytes
+        while self._used_bytes > self._limit_bytes:
+            _, (_, freed_bytes) = self._entries.popitem(last=False)
+            self._used_bytes -= freed_bytes
+
+    def _drop(self, key: str) -> None:
+        _, freed_bytes = self._entries.pop(key, (None, 0))
+        self._used_bytes -= freed_bytes

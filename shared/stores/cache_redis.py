@@ -1,0 +1,72 @@
+"""The Redis level of the cache (shared/stores/cache.py): raw values, read and written many at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import NamedTuple, Self, cast
+
+from prometheus_client import Counter, Gauge
+
+from shared.stores.redis_client import RedisLink
+
+WRITE_ENTRIES = 128
+"""Entries of one call that are written in one round trip."""
+
+ERRORS = Counter("penstock_cache_errors_total", "Round trips to Redis that failed, by operation.", ["operation"])
+UP = Gauge("penstock_cache_redis_up", "1 while Redis is being asked, 0 while the breaker is open.")
+
+
+class _Write(NamedTuple):
+    key: str
+    value: bytes
+    ttl_s: int
+
+
+class RedisLevel:
+    """Gets and puts many values at once; never raises and never waits long. Opening it contacts nobody."""
+
+    def __init__(self, url: str, *, timeout_s: float, retry_s: float) -> None:
+        self._link = RedisLink("cache", url, timeout_s=timeout_s, retry_s=retry_s, up=UP, errors=ERRORS)
+        self._reads = self._link.lane("get", self._send_reads)
+        self._writes = self._link.lane("put", self._send_writes)
+
+    async def __aenter__(self) -> Self:
+        await self._link.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._link.__aexit__(kind, error, trace)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the breaker is closed."""
+        return self._link.is_up
+
+    async def wait_up(self, limit_s: float) -> bool:
+        """Waits until the breaker is closed, at most `limit_s`."""
+        return await self._link.wait_up(limit_s)
+
+    async def get(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The values of `keys` in their order; None where there is none, or where Redis did not answer."""
+        values = await self._reads.call(keys) if self.is_up else None
+        return [None] * len(keys) if values is None else values
+
+    async def put(self, values: Mapping[str, bytes], ttl_s: int) -> None:
+        """Sets `values`, each to expire after `ttl_s`; lost without a word but a counter where Redis is out."""
+        writes = [_Write(key, value, ttl_s) for key, value in values.items()]
+        # Packing SETs takes about 20 us each: in parts, so that no other task waits long for the loop.
+        for start in range(0, len(writes), WRITE_ENTRIES):
+            if self.is_up:
+                await self._writes.call(writes[start : start + WRITE_ENTRIES])
+
+    async def _send_reads(self, keys: list[str]) -> list[bytes | None]:
+        return cast("list[bytes | None]", await self._link.client.mget(keys))
+
+    async def _send_writes(self, writes: list[_Write]) -> list[bool]:
+        pipeline = self._link.client.pipeline(transaction=False)
+        for write in writes:
+            pipeline.set(write.key, write.value, ex=write.ttl_s)
+        return list(await pipeline.execute())

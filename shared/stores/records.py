@@ -1,0 +1,301 @@
+"""Records: the truth about every job and prediction, in Redis; a reply message only wakes who waits.
+
+A job's record is known by `record_id(request_id, part)`; a prediction is one job whose record was created before its
+message was published, and is kept for a set time after its end. Other jobs get theirs when a worker claims them, and
+lose it soon after. The transitions stand in shared/stores/record_scripts.py, which says what a record holds.
+
+    starting → processing → succeeded | failed        canceled: from either, by whoever asked
+
+Whoever ends a record first has ended it; `finish` tells the others what was answered. A claim that is neither finished
+nor let go was in the hands of a worker that died, or that lost its lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from types import TracebackType
+from typing import Literal, NamedTuple, Self, cast
+
+import msgspec
+from prometheus_client import Counter, Gauge
+from redis.exceptions import RedisError
+
+from shared.errors import Overloaded, Unavailable
+from shared.messages import ReplyBody, decode_reply_body
+from shared.retention import BUDGET_BYTES
+from shared.stores import record_scripts
+from shared.stores.redis_client import RedisLink
+
+State = Literal["starting", "processing", "succeeded", "failed", "canceled"]
+OVER: frozenset[State] = frozenset({"succeeded", "failed", "canceled"})
+"""The states that no record leaves."""
+
+JOB_KEEP_S = 120
+"""Seconds for which the record of a job that is no prediction is kept after its last change: for late attempts."""
+LATE_LOOK_S = 0.5
+"""After its deadline, in which who waits on a connection still looks whether a record was ended."""
+FULL_RETRY_S = 5.0
+"""When who finds no room for a prediction is to try again."""
+LISTED = 1000
+"""Predictions of a tenant that can be listed."""
+LISTEN_POLL_S = 1.0
+LISTEN_PAUSE_S = 0.5
+
+ERRORS = Counter(
+    "penstock_records_errors_total", "Round trips to Redis about records that failed, by operation.", ["operation"]
+)
+DROPPED = Counter("penstock_predictions_dropped_total", "Predictions dropped before their time, for lack of room.")
+UP = Gauge("penstock_records_redis_up", "1 while Redis is being asked about records, 0 while the breaker is open.")
+
+log = logging.getLogger(__name__)
+
+
+def record_id(request_id: str, part: int) -> str:
+    """The id of a job's record: the request's own for its first job, so that a prediction is known by its request."""
+    return f"{request_id}:{part}" if part else request_id
+
+
+class Claim(NamedTuple):
+    """What a worker learns when it takes a job in hand.
+
+    `state` is `processing` where the job is to be done; otherwise it is over, and `reply` is what was answered, or
+    None where it was canceled before anyone answered. `attempt` counts claims from 1. `unfinished` are earlier claims
+    that came to no end.
+    """
+
+    state: State
+    attempt: int
+    unfinished: int
+    reply: bytes | None
+
+
+class Finish(NamedTuple):
+    """How ending a record went: whether ours is the answer; the state it ended in; the answer where it is another's."""
+
+    is_ours: bool
+    state: State
+    reply: bytes | None
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """A record as it is now; times are unix seconds, 0 for what has not happened."""
+
+    state: State
+    attempts: int = 0
+    document: bytes = b""
+    """What the prediction was created with, as its creator encoded it; empty for other jobs."""
+    reply: ReplyBody | None = None
+    published: bool = False
+    """Whether the broker surely has the job."""
+    step: int = 0
+    steps: int = 0
+    created_at_s: float = 0.0
+    started_at_s: float = 0.0
+    ended_at_s: float = 0.0
+    canceled_at_s: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the state is final."""
+        return self.state in OVER
+
+
+class Records:
+    """The records in one Redis; an async context manager, cheap to open with or without Redis.
+
+    Args:
+        redis_url: `redis://`, `rediss://` or `unix://` URL.
+        prefix: put before every key, for several deployments on one Redis.
+        timeout_s: the longest that one round trip may take.
+        retry_s: first pause before a Redis that failed is tried again, in the background.
+        predictions_max_bytes: the budget of all predictions; what `create` keeps to.
+    """
+
+    def __init__(
+        self,
+        redis_url: str,
+        *,
+        prefix: str = "penstock:",
+        timeout_s: float = 1.0,
+        retry_s: float = 0.25,
+        predictions_max_bytes: int = BUDGET_BYTES,
+    ) -> None:
+        self._link = RedisLink("records", redis_url, timeout_s=timeout_s, retry_s=retry_s, up=UP, errors=ERRORS)
+        self._prefix = prefix
+        self._store = f"{prefix}predictions"
+        self._max_bytes = predictions_max_bytes
+        self._channel = f"{prefix}canceled"
+        self._claims = self._link.lane("claim", self._send_claims)
+        self._finishes = self._link.lane("finish", self._send_finishes)
+        self._scripts = self._link.scripts("the store of predictions")
+
+    async def __aenter__(self) -> Self:
+        await self._link.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._link.__aexit__(kind, error, trace)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether Redis is being asked; False between a failure and the background retry that succeeds."""
+        return self._link.is_up
+
+    async def wait_up(self, limit_s: float) -> bool:
+        """Waits until Redis is being asked (again), at most `limit_s`; says whether it is."""
+        return await self._link.wait_up(limit_s)
+
+    def _key(self, record: str) -> str:
+        return f"{self._prefix}record:{record}"
+
+    def _of_tenant(self, tenant: str) -> str:
+        return f"{self._prefix}predictions:of:{tenant}"
+
+    # What the API calls. It must not promise what is not kept, so these raise where Redis does not answer.
+
+    async def create(
+        self, record: str, tenant: str, document: bytes, *, deadline_s: float, keep_s: int, reply_bytes: int = 0
+    ) -> bool:
+        """Creates the record of a prediction, `starting`; says whether it is new.
+
+        Where the budget is used up, the oldest predictions that are over go, of the tenant whose predictions take most.
+
+        Args:
+            record: its id.
+            tenant: whose it is; it is listed among theirs.
+            document: kept as it is.
+            deadline_s: unix time.
+            keep_s: seconds for which it is kept after its end, or after its deadline should it never end.
+            reply_bytes: what its reply may take.
+
+        Raises:
+            Overloaded: the predictions that are not over leave no room for it.
+            Unavailable: Redis did not answer; the record may have been created.
+        """
+        now_s = time.time()
+        keys = (self._key(record), self._store, self._of_tenant(tenant))
+        args = (now_s, deadline_s, keep_s, tenant, record, document, LISTED, reply_bytes, self._max_bytes)
+        created, dropped = await self._scripts.run(record_scripts.CREATE, keys, *args)
+        DROPPED.inc(dropped)
+        if created < 0:
+            reason = "predictions that have not ended leave no room for another; try again when some have"
+            raise Overloaded(reason, retry_after_s=FULL_RETRY_S)
+        return bool(created)
+
+    async def mark_published(self, record: str) -> None:
+        """Notes that the broker has the job of a prediction.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        await self._scripts.run(record_scripts.PUBLISHED, (self._key(record),))
+
+    async def cancel(self, record: str) -> State:
+        """Ends a record as canceled unless it is over, tells the workers, and returns its state.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        args = (time.time(), JOB_KEEP_S, self._channel, record)
+        state = await self._scripts.run(record_scripts.CANCEL, (self._key(record), self._store), *args)
+        return cast(State, state.decode())
+
+    async def read(self, record: str) -> Record | None:
+        """The record, or None where there is none (any more).
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        pairs = await self._scripts.run(record_scripts.READ, (self._key(record),))
+        return _record(dict(zip(pairs[::2], pairs[1::2], strict=True))) if pairs else None
+
+    async def latest(self, tenant: str, limit: int, before_s: float | None = None) -> list[str]:
+        """Ids of a tenant's predictions, newest first; those created before `before_s` (unix seconds) if given.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        bound = "inf" if before_s is None else repr(before_s)
+        found = await self._scripts.run(record_scripts.LATEST, (self._of_tenant(tenant),), bound, limit)
+        return [one.decode() for one in found]
+
+    # What workers call. A job is done with or without Redis, so these never raise: None where it did not answer.
+
+    async def claim(self, records: Sequence[str]) -> list[Claim | None]:
+        """Takes jobs in hand; a record that is missing is made."""
+        answers = await self._claims.call(records) if self.is_up else None
+        return [None] * len(records) if answers is None else list(answers)
+
+    async def finish(
+        self, record: str, state: Literal["succeeded", "failed", "canceled"], reply: bytes
+    ) -> Finish | None:
+        """Ends a record with the encoded ReplyBody `reply`, unless it was answered; `canceled` stays `canceled`."""
+        answers = await self._finishes.call([(record, state, reply)]) if self.is_up else None
+        return None if answers is None else answers[0]
+
+    async def release(self, record: str) -> None:
+        """Lets a claim go: the job goes back to the broker from a worker that lives."""
+        with contextlib.suppress(Unavailable):
+            await self._scripts.run(record_scripts.RELEASE, (self._key(record),))
+
+    async def progress(self, record: str, step: int, steps: int) -> None:
+        """Notes how far the job is."""
+        with contextlib.suppress(Unavailable):
+            await self._scripts.run(record_scripts.PROGRESS, (self._key(record),), step, steps)
+
+    async def canceled(self) -> AsyncGenerator[str | None]:
+        """The ids of records as they are canceled; None after each (re)connection, when some may have been missed.
+
+        Ends only when the caller leaves it.
+        """
+        while True:
+            try:
+                async with self._link.client.pubsub(ignore_subscribe_messages=True) as listening:
+                    await listening.subscribe(self._channel)
+                    yield None
+                    while True:
+                        message = await listening.get_message(timeout=LISTEN_POLL_S)
+                        _check_canceled()
+                        if message is not None:
+                            yield message["data"].decode()
+            except (RedisError, OSError, RuntimeError) as error:
+                _check_canceled()
+                log.debug("not told of cancellations", extra={"reason": repr(error)})
+                await asyncio.sleep(LISTEN_PAUSE_S)
+
+    async def _send_claims(self, records: list[str]) -> list[Claim]:
+        keys = [self._key(record) for record in records]
+        answers = await self._link.client.eval(record_scripts.CLAIM, len(keys), *keys, time.time(), JOB_KEEP_S)
+        return [
+            Claim(cast(State, state.decode()), attempts, unfinished, reply or None)
+            for state, attempts, unfinished, reply in answers
+        ]
+
+    async def _send_finishes(self, ends: list[tuple[str, str, bytes]]) -> list[Finish]:
+        keys = [self._store, *(self._key(record) for record, _, _ in ends)]
+        args = [time.time(), JOB_KEEP_S, *(part for _, state, reply in ends for part in (state, reply))]
+        answers = await self._link.client.eval(record_scripts.FINISH, len(keys), *keys, *args)
+        return [Finish(bool(ours), cast(State, state.decode()), reply or None) for ours, state, reply in answers]
+
+
+def _check_canceled() -> None:
+    """Cancels the task where redis-py has swallowed its cancellation, as it does while it connects or reads."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
+def _record(fields: Mapping[bytes, bytes]) -> Record:
+    known = {name.decode(): value for name, value in fields.items()}
+    document, reply = known.pop("document", b""), known.pop("reply", None)
+    texts = {name: value.decode() for name, value in known.items()}
+    record = msgspec.convert(texts, Record, strict=False)
+    record.document = document
+    record.reply = None if reply is None else decode_reply_body(reply)
+    return record

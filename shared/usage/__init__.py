@@ -1,0 +1,1 @@
+"""Usage rows, on their way to BigQuery."""

@@ -1,0 +1,95 @@
+"""Rows to BigQuery by Google's client: its errors translated, and refused rows told from those to be tried again.
+
+The client is imported by the first send, in the thread that sends: that takes longer than the rest of an API's start.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from prometheus_client import Counter
+
+from shared.errors import Unavailable
+from shared.usage.spool import Fields
+
+SEND_TIMEOUT_S = 10.0
+REFUSED = frozenset({400, 413})
+"""Statuses that say the rows are wrong; all others (a missing table, a right, a quota) may be mended by somebody."""
+
+NO_FIELD = "no such field"
+"""How BigQuery says that a table lacks a column of the row."""
+
+WRITTEN = Counter("penstock_rows_written_total", "Rows that BigQuery has")
+TRIMMED = Counter("penstock_rows_trimmed_total", "Rows written without the columns that an older table lacks")
+
+log = logging.getLogger(__name__)
+
+
+class Sender:
+    """insertAll by Google's client, its errors translated."""
+
+    def __init__(self, project: str, table: str, endpoint: str) -> None:
+        self._project = project
+        self._table = table
+        self._endpoint = endpoint
+        self._client: Any = None
+
+    def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
+        """Inserts `rows` and returns those that BigQuery refused for good, with its reason.
+
+        A table of an older release lacks the newest columns: such rows are written without them, and counted.
+
+        Raises:
+            Unavailable: nothing was inserted as far as we know; try again.
+        """
+        refused = self._insert(rows)
+        older = [row for row, reason in refused if NO_FIELD in reason]
+        if not older:
+            return refused
+        log.warning("the table lacks columns", extra={"rows": len(older), "reason": refused[0][1]})
+        wrong = [(row, reason) for row, reason in refused if NO_FIELD not in reason]
+        still_wrong = self._insert(older, ignore_unknown_values=True)
+        TRIMMED.inc(len(older) - len(still_wrong))
+        return wrong + still_wrong
+
+    def _insert(self, rows: Sequence[Fields], **options: bool) -> list[tuple[Fields, str]]:
+        from google.api_core.exceptions import GoogleAPICallError, GoogleAPIError
+        from google.auth.exceptions import GoogleAuthError
+        from requests.exceptions import RequestException
+
+        try:
+            errors = self._open().insert_rows_json(
+                self._table,
+                list(rows),
+                row_ids=[row["row_id"] for row in rows],
+                skip_invalid_rows=True,
+                retry=None,
+                timeout=SEND_TIMEOUT_S,
+                **options,
+            )
+        except GoogleAPICallError as error:
+            if error.code not in REFUSED:
+                raise Unavailable(f"BigQuery: {error}") from error
+            if len(rows) == 1:
+                return [(rows[0], str(error))]
+            half = len(rows) // 2  # one row spoils the request: the others must not go with it
+            return self._insert(rows[:half], **options) + self._insert(rows[half:], **options)
+        except (GoogleAPIError, GoogleAuthError, RequestException) as error:
+            raise Unavailable(f"BigQuery: {error}") from error
+        refused = [(rows[error["index"]], json.dumps(error["errors"])) for error in errors]
+        WRITTEN.inc(len(rows) - len(refused))
+        return refused
+
+    def _open(self) -> Any:
+        if self._client is None:
+            from google.auth.credentials import AnonymousCredentials
+            from google.cloud import bigquery
+
+            given: dict[str, Any] = {"project": self._project}
+            if self._endpoint:
+                given |= {"credentials": AnonymousCredentials(), "client_options": {"api_endpoint": self._endpoint}}
+            self._client = bigquery.Client(**given)
+        return self._client

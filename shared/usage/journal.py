@@ -1,0 +1,309 @@
+"""Rows that BigQuery does not have yet: on disk first, in memory until they are sent.
+
+`append` runs on the event loop and writes each row with one write(2) into the page cache, which costs less than waking
+a thread would; everything else is called by the thread of shared/usage/writer.py. A disk that refuses, or takes long,
+is left to that thread: rows then wait in memory, and their writers are told that they are safe only once the disk works
+again or BigQuery has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+from prometheus_client import Counter, Gauge
+
+from shared.usage.spool import Fields, Segment, Spool
+
+log = logging.getLogger(__name__)
+
+BATCH_ROWS = 500
+"""What Google recommends for one insertAll (platform-facts B4)."""
+MEMORY_ROWS = 20_000
+"""Kept in memory too, of the rows on disk; and the most of those that are in memory alone."""
+SLOW_DISK_S = 0.1
+"""A write that takes longer holds the event loop up: the thread takes over."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
+
+DISK_UP = Gauge("penstock_rows_disk_up", "1 while the disk takes rows as they come, 0 while they wait in memory")
+DISK_ERRORS = Counter("penstock_rows_disk_errors_total", "Writes of rows that the disk refused or was slow with")
+LOST = Counter("penstock_rows_lost_total", "Rows given up because neither disk nor BigQuery took them in time")
+
+
+class InMemory(NamedTuple):
+    """A row that is in memory alone, and whom to tell when it is safe."""
+
+    fields: Fields
+    on_safe: Callable[[], None] | None
+    loop: asyncio.AbstractEventLoop | None
+    since_s: float
+
+
+@dataclass(eq=False, slots=True)
+class Batch:
+    """Rows that are sent together: those of a segment, or some that are in memory alone."""
+
+    segment: Segment | None
+    rows: list[Fields]
+    since_s: float
+    in_memory: list[InMemory] = field(default_factory=list)
+
+
+class Journal:
+    """What is written and not sent. `changed` guards it, and is notified when the thread has something to do."""
+
+    def __init__(self, spool: Spool) -> None:
+        self.changed = threading.Condition()
+        self._spool = spool
+        self._open: Batch | None = None
+        self._sealed: deque[Batch] = deque()
+        self._in_memory: deque[InMemory] = deque()
+        self._in_flight: Batch | None = None
+        self._is_disk_up = True
+        self._retry_disk_at_s = 0.0
+        self._disk_pause_s = FIRST_PAUSE_S
+        self._is_losing = False
+
+    def open(self) -> None:
+        """Counts what earlier processes left; a disk that fails is found at the first row."""
+        DISK_UP.set(1)
+        with _survived("rows of earlier processes not found"):
+            self._spool.look()
+
+    def append(self, fields: Fields, on_safe: Callable[[], None] | None) -> None:
+        """Takes a row, on the event loop; never raises."""
+        loop = None if on_safe is None else asyncio.get_running_loop()
+        with self.changed:
+            was_empty = not self.waiting
+            if self._is_disk_up and self._write(fields):
+                if on_safe is not None and loop is not None:
+                    loop.call_soon(on_safe)
+            elif on_safe is None and len(self._in_memory) >= MEMORY_ROWS:
+                self._lose(1)
+            else:
+                self._in_memory.append(InMemory(fields, on_safe, loop, time.time()))
+            if was_empty or self._open is None:
+                self.changed.notify_all()
+
+    def _write(self, fields: Fields) -> bool:
+        """Whether the row is on disk now."""
+        began_s = time.perf_counter()
+        try:
+            if self._open is None:
+                segment = self._spool.create()
+                self._open = Batch(segment, [], segment.since_s)
+            batch = self._open
+            assert batch.segment is not None, "only segments are open; this is a bug"
+            batch.segment.append([fields])
+            batch.rows.append(fields)
+            if len(batch.rows) >= BATCH_ROWS:
+                self._seal()
+        except OSError as error:
+            self._disk_failed(str(error))
+            return False
+        took_s = time.perf_counter() - began_s
+        if took_s > SLOW_DISK_S:
+            self._disk_failed(f"a write took {took_s:.3f} s")
+        return True
+
+    def _seal(self) -> None:
+        """Nothing more is added to the open segment; what exceeds the bound of memory is left on disk alone."""
+        batch, self._open = self._open, None
+        if batch is not None and batch.rows:
+            self._sealed.append(batch)
+        elif batch is not None and batch.segment is not None:
+            self._spool.remove(batch.segment)
+        while len(self._sealed) > MEMORY_ROWS // BATCH_ROWS:
+            self._release(self._sealed.popleft())
+
+    def _release(self, batch: Batch) -> None:
+        if batch.segment is not None:
+            self._spool.release(batch.segment, len(batch.rows))
+
+    def _disk_failed(self, reason: str) -> None:
+        DISK_ERRORS.inc()
+        self._seal()
+        self._retry_disk_at_s = time.monotonic() + (self._disk_pause_s if not self._is_disk_up else 0.0)
+        self._disk_pause_s = min(self._disk_pause_s * 2, LONGEST_PAUSE_S)
+        if self._is_disk_up:
+            self._is_disk_up = False
+            DISK_UP.set(0)
+            log.warning("disk does not take rows; they wait in memory", extra={"reason": reason})
+
+    def _disk_worked(self) -> None:
+        self._disk_pause_s = FIRST_PAUSE_S
+        if not self._is_disk_up:
+            self._is_disk_up = True
+            DISK_UP.set(1)
+            log.info("disk takes rows again", extra={"in_memory": len(self._in_memory)})
+
+    def _lose(self, rows: int) -> None:
+        LOST.inc(rows)
+        if rows and not self._is_losing:
+            self._is_losing = True
+            log.error("rows are lost: disk and BigQuery both fail", extra={"in_memory": len(self._in_memory)})
+
+    def save(self, is_last: bool = False) -> None:
+        """Tries the disk again with the rows that are in memory alone, when that is due, or for the `is_last` time."""
+        while self._in_memory and (is_last or self.is_disk_due):
+            with self.changed:
+                rows = list(islice(self._in_memory, BATCH_ROWS))  # they stay until they are on disk
+            began_s = time.perf_counter()
+            try:
+                batch = self._batch_on_disk(rows)
+            except OSError as error:
+                with self.changed:
+                    self._disk_failed(str(error))
+                return
+            with self.changed:
+                for _ in rows:
+                    self._in_memory.popleft()
+                self._sealed.append(batch)
+                if time.perf_counter() - began_s <= SLOW_DISK_S:
+                    self._disk_worked()
+            _tell_safe(rows)
+
+    def _batch_on_disk(self, rows: Sequence[InMemory]) -> Batch:
+        segment = self._spool.create()
+        try:
+            segment.append([row.fields for row in rows])
+        except OSError:
+            self._spool.remove(segment)
+            raise
+        return Batch(segment, [row.fields for row in rows], rows[0].since_s)
+
+    @property
+    def is_disk_due(self) -> bool:
+        """Whether rows are in memory alone and it is time to try the disk."""
+        return bool(self._in_memory) and time.monotonic() >= self._retry_disk_at_s
+
+    def take(self, takes_open: bool) -> Batch | None:
+        """What is to be sent next, in flight until `done` or `give_back`; None when nothing waits here or on disk.
+
+        Args:
+            takes_open: whether the segment that is not full yet may go too.
+        """
+        with self.changed:
+            if self._in_memory:
+                rows = [self._in_memory.popleft() for _ in range(min(BATCH_ROWS, len(self._in_memory)))]
+                self._in_flight = Batch(None, [row.fields for row in rows], rows[0].since_s, rows)
+                return self._in_flight
+            if not self._sealed and takes_open:
+                self._seal()
+            if self._sealed:
+                self._in_flight = self._sealed.popleft()
+                return self._in_flight
+        with _survived("segment not read"):
+            adopted = self._spool.adopt()
+            if adopted is not None:
+                with self.changed:
+                    self._in_flight = Batch(*adopted, adopted[0].since_s)
+                    self._spool.left.pop(adopted[0].path, None)
+        return self._in_flight
+
+    def done(self, batch: Batch) -> None:
+        """BigQuery has the rows of `batch`, or refused them for good."""
+        if batch.segment is not None:
+            self._spool.remove(batch.segment)
+        with self.changed:
+            self._in_flight = None
+            self._is_losing = False
+            self.changed.notify_all()
+        _tell_safe(batch.in_memory)
+
+    def give_back(self, batch: Batch) -> None:
+        """`batch` was not sent."""
+        with self.changed:
+            self._in_flight = None
+            if batch.segment is None:
+                self._in_memory.extendleft(reversed(batch.in_memory))
+            else:
+                self._sealed.appendleft(batch)
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Leaves everything on disk to the next; the thread may still hang in a request, so what it has counts too."""
+        with self.changed:
+            if self._in_flight is not None:
+                self.give_back(self._in_flight)
+        self.save(is_last=True)
+        with self.changed:
+            # The others' jobs were never acked: they come again, and so do their rows.
+            self._lose(sum(row.on_safe is None for row in self._in_memory))
+            self._in_memory.clear()
+            self._seal()
+            while self._sealed:
+                self._release(self._sealed.popleft())
+
+    @property
+    def waiting(self) -> bool:
+        """Whether rows wait that were written here and are not in flight."""
+        return self._open is not None or bool(self._sealed) or bool(self._in_memory)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a whole batch waits, or rows whose writers wait for BigQuery."""
+        return bool(self._sealed) or bool(self._in_memory)
+
+    @property
+    def is_short_of_disk(self) -> bool:
+        """Whether rows are in memory alone."""
+        return bool(self._in_memory)
+
+    @property
+    def rows(self) -> int:
+        """Rows that BigQuery does not have: here, in flight, and on disk under nobody's lock."""
+        with self.changed:
+            held = sum(len(batch.rows) for batch in self._held())
+            return held + len(self._in_memory) + self._spool.left_rows
+
+    @property
+    def size_bytes(self) -> int:
+        """What they take on disk."""
+        with self.changed:
+            return self._spool.left_bytes + sum(batch.segment.size_bytes for batch in self._held() if batch.segment)
+
+    @property
+    def oldest_s(self) -> float:
+        """When the oldest of them was written, unix seconds; now if there is none."""
+        with self.changed:
+            held = min((batch.since_s for batch in self._held()), default=time.time())
+            alone = self._in_memory[0].since_s if self._in_memory else held
+            return min(held, alone, self._spool.oldest_s)
+
+    def _held(self) -> Sequence[Batch]:
+        return [*self._sealed, *(batch for batch in (self._open, self._in_flight) if batch is not None)]
+
+
+@contextmanager
+def _survived(what: str) -> Iterator[None]:
+    """A disk that can't be read costs nothing but what is on it."""
+    try:
+        yield
+    except OSError as error:
+        DISK_ERRORS.inc()
+        log.warning(what, extra={"reason": str(error)})
+
+
+def _tell_safe(rows: Sequence[InMemory]) -> None:
+    """Calls every `on_safe` on its event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+    for row in rows:
+        if row.on_safe is not None and row.loop is not None:
+            by_loop.setdefault(row.loop, []).append(row.on_safe)
+    for loop, calls in by_loop.items():
+        with suppress(RuntimeError):  # the loop has closed: nobody is left to be told
+            loop.call_soon_threadsafe(_call_all, calls)
+
+
+def _call_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()

@@ -1,0 +1,184 @@
+"""Rows on their way to BigQuery: on disk as soon as they are written, sent in the background, removed when sent.
+
+`write` puts a row into the journal (shared/usage/journal.py), which survives the death of this process. A thread of its
+own sends what waits, a segment at a time, with row_id as insertId, so that a repeat is dropped by BigQuery (best
+effort) or by the view `rows_deduplicated` (always). What can't be sent stays; so does what another process left behind
+in the same folder, and the thread sends that too. A thread and not the event loop, because Google's client is
+synchronous.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+from prometheus_client import Counter, Gauge
+
+from shared.errors import Unavailable
+from shared.settings import SPOOL_MAX_BYTES
+from shared.usage.bigquery import Sender
+from shared.usage.journal import BATCH_ROWS, FIRST_PAUSE_S, LONGEST_PAUSE_S, Journal
+from shared.usage.row import Row
+from shared.usage.spool import Fields, Spool
+
+log = logging.getLogger(__name__)
+
+TABLE = "rows"
+LINGER_S = 1.0
+"""How long rows wait for company: one insertAll costs as much CPU as a whole request, and nobody waits for a row."""
+HURRY_S = 0.05
+"""The same where jobs wait for BigQuery, because the disk does not take their rows."""
+CLOSE_S = 2.0
+"""How long a close may take to send what is left; a container has ten seconds for all of its end."""
+COLUMNS = [name.removesuffix("_s") if name.endswith("_at_s") else name for name in Row.__struct_fields__]
+
+FAILURES = Counter("penstock_rows_send_failures_total", "Requests to BigQuery that failed; their rows are kept")
+PENDING = Gauge("penstock_rows_pending", "Rows that BigQuery does not have yet")
+PENDING_BYTES = Gauge("penstock_rows_pending_bytes", "What they take on disk")
+OLDEST = Gauge("penstock_rows_oldest_seconds", "Age of the oldest of them; 0 if there is none")
+
+
+def fields_of(row: Row) -> Fields:
+    """The row as BigQuery's columns: `*_at_s` loses its unit, what is None is left out."""
+    return {
+        column: value for column, value in zip(COLUMNS, msgspec.structs.astuple(row), strict=True) if value is not None
+    }
+
+
+class RowWriter:
+    """Writes rows to `project.dataset.rows`.
+
+    Args:
+        project: the project of the dataset.
+        dataset: the dataset id.
+        endpoint: URL of an embedded BigQuery; empty for Google's.
+        spool_dir: where rows wait on disk; may be shared by processes.
+        spool_max_bytes: what rows of no living process may take there before new ones are kept in memory.
+    """
+
+    def __init__(
+        self, *, project: str, dataset: str, endpoint: str, spool_dir: Path, spool_max_bytes: int = SPOOL_MAX_BYTES
+    ) -> None:
+        self._sender = Sender(project, f"{project}.{dataset}.{TABLE}", endpoint)
+        self._spool = Spool(spool_dir, spool_max_bytes)
+        self._journal = Journal(self._spool)
+        self._flushes = 0
+        self._give_up_s: float | None = None
+        self._thread = threading.Thread(target=self._run, name="rows", daemon=True)
+
+    async def __aenter__(self) -> Self:
+        await asyncio.to_thread(self._journal.open)
+        PENDING.set_function(lambda: self._journal.rows)
+        PENDING_BYTES.set_function(lambda: self._journal.size_bytes)
+        OLDEST.set_function(lambda: time.time() - self._journal.oldest_s if self._journal.rows else 0.0)
+        self._thread.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._journal.changed:
+            self._give_up_s = time.monotonic() + CLOSE_S
+            self._journal.changed.notify_all()
+        await asyncio.to_thread(self._thread.join, CLOSE_S)
+        await asyncio.to_thread(self._journal.close)
+
+    @property
+    def pending(self) -> int:
+        """Rows that BigQuery does not have yet: in memory, in the request in flight, and on disk."""
+        return self._journal.rows
+
+    def write(self, row: Row, on_safe: Callable[[], None] | None = None) -> None:
+        """Takes a row; never waits for BigQuery and never raises. To be called on the event loop.
+
+        Args:
+            row: what is to be written.
+            on_safe: called once, on this event loop and after this returned, when the row is on disk or in BigQuery:
+                from then on the death of this process loses nothing. Never called where the writer is closed before.
+        """
+        self._journal.append(fields_of(row), on_safe)
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Waits until BigQuery has every row, at most `timeout_s`; says whether it has."""
+        return await asyncio.to_thread(self._flush, timeout_s)
+
+    def _flush(self, timeout_s: float) -> bool:
+        with self._journal.changed:
+            self._flushes += 1
+            self._journal.changed.notify_all()
+            try:
+                return self._journal.changed.wait_for(lambda: self.pending == 0, timeout_s)
+            finally:
+                self._flushes -= 1
+
+    @property
+    def _is_hurried(self) -> bool:
+        """Whether somebody waits for rows to be sent."""
+        return self._flushes > 0 or self._give_up_s is not None
+
+    def _run(self) -> None:
+        """The thread: sends until closed, whole segments at once and the open one when it has lingered."""
+        pause_s, takes_open = FIRST_PAUSE_S, True
+        while not self._is_over():
+            try:
+                is_sent = self._send(takes_open or self._is_hurried)
+            except Unavailable as error:
+                FAILURES.inc()
+                log.warning("rows not sent", extra={"reason": error.message, "pending": self.pending})
+            except Exception as error:  # a bug must cost a pause, not all rows that follow
+                log.error("sending rows failed; this is a bug", exc_info=error)
+            else:
+                pause_s, takes_open = FIRST_PAUSE_S, not is_sent
+                if not is_sent and self._give_up_s is not None:
+                    return
+                if not is_sent:
+                    self._wait_for_rows()
+                continue
+            self._pause(pause_s)
+            pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+            if self._give_up_s is not None:
+                return
+
+    def _is_over(self) -> bool:
+        closing_s = self._give_up_s
+        return closing_s is not None and (self.pending == 0 or time.monotonic() >= closing_s)
+
+    def _send(self, takes_open: bool) -> bool:
+        """Sends one batch; False where there is none."""
+        self._journal.save()
+        batch = self._journal.take(takes_open)
+        if batch is None:
+            return False
+        try:
+            for start in range(0, len(batch.rows), BATCH_ROWS):
+                self._spool.reject(self._sender.send(batch.rows[start : start + BATCH_ROWS]))
+        except BaseException:
+            self._journal.give_back(batch)
+            raise
+        self._journal.done(batch)
+        return True
+
+    def _wait_for_rows(self) -> None:
+        journal, changed = self._journal, self._journal.changed
+        with changed:
+            changed.notify_all()  # whoever flushes
+            # Bounded, so that segments another process left behind are found in time too.
+            changed.wait_for(lambda: journal.waiting or self._is_hurried, LONGEST_PAUSE_S)
+            changed.wait_for(lambda: journal.is_full or self._is_hurried, LINGER_S)
+            if journal.is_short_of_disk:
+                changed.wait_for(lambda: self._is_hurried, HURRY_S)
+
+    def _pause(self, pause_s: float) -> None:
+        """Waits before the next try, and meanwhile looks after rows that the disk did not take."""
+        until_s = time.monotonic() + pause_s
+        while (left_s := until_s - time.monotonic()) > 0 and self._give_up_s is None:
+            self._journal.save()
+            with self._journal.changed:
+                self._journal.changed.wait(min(left_s, FIRST_PAUSE_S))

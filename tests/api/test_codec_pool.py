@@ -1,0 +1,272 @@
+"""The pool of picture processes, seen from outside: bounded, in order, and nothing worked on that nobody waits for.
+
+Nothing here takes time on purpose: processes are stopped and continued by signals.
+"""
+
+import asyncio
+import io
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from PIL import Image
+from prometheus_client import REGISTRY
+
+from api.inputs import codec_client as picture_child
+from api.inputs import codec_pool as picture_pool
+from api.inputs.codec_pool import PicturePool
+from api.inputs.codec_protocol import Limits, Prepare
+from shared.errors import BadInput, Unavailable
+from tests.api.harness import IMAGE_MODEL, ApiUnderTest, running_api, settings_for
+from tests.limits import WAIT_LIMIT_S
+
+pytestmark = pytest.mark.anyio
+LIMITS = Limits(64, 64, 8, 4096)
+FAR_S = 4e9
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
+    """One with a single picture process, which has had its first picture."""
+    async with running_api(settings_for(tmp_path, picture_processes=1)) as running:
+        assert not _processes()
+        assert (await _edit(running, "first")).status_code == 200
+        yield running
+        for process in _processes():
+            process.resume()
+        await running.until_idle()
+    assert not _processes()
+
+
+def _png(size: tuple[int, int] = (64, 64)) -> bytes:
+    buffer = io.BytesIO()
+    Image.radial_gradient("L").resize(size).save(buffer, "png")
+    return buffer.getvalue()
+
+
+PNG = _png()
+
+
+async def _edit(api: ApiUnderTest, prompt: str, **headers: str) -> httpx.Response:
+    fields = {"prompt": prompt, "seed": "7", "model": IMAGE_MODEL.name}
+    return await api.http.post(
+        "/v1/images/edits", files={"image": PNG}, data=fields, headers=headers, timeout=WAIT_LIMIT_S
+    )
+
+
+def _processes() -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if "api.inputs.codec_server" in child.cmdline():
+                found.append(child)
+    return found
+
+
+def _ends(end: str) -> float:
+    return REGISTRY.get_sample_value("penstock_api_pictures_total", {"end": end}) or 0.0
+
+
+def _waiting() -> float:
+    return REGISTRY.get_sample_value("penstock_api_pictures_waiting") or 0.0
+
+
+async def _until(is_so: object) -> None:
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while not is_so():  # type: ignore[operator]  # noqa: ASYNC110 - the product has no use for an event here
+            await asyncio.sleep(0.005)
+
+
+async def _stopped(api: ApiUnderTest) -> tuple[psutil.Process, "asyncio.Task[httpx.Response]"]:
+    """A picture process that stands still with a picture in hand, and the request that the picture belongs to."""
+    (process,) = _processes()
+    process.suspend()
+    sent = asyncio.create_task(_edit(api, "in hand"))
+    pool = api.parts.studio._pool
+    await _until(lambda: pool._free == 0)
+    return process, sent
+
+
+async def _in_line(api: ApiUnderTest, prompt: str, **headers: str) -> "asyncio.Task[httpx.Response]":
+    """A request whose picture waits for its turn."""
+    before = _waiting()
+    sent = asyncio.create_task(_edit(api, prompt, **headers))
+    await _until(lambda: _waiting() == before + 1 or sent.done())
+    return sent
+
+
+def _prompts(api: ApiUnderTest) -> list[str]:
+    return [item.input.prompt for item in api.worker.items]  # type: ignore[union-attr]
+
+
+async def test_pictures_take_turns_in_order(api: ApiUnderTest) -> None:
+    process, first = await _stopped(api)
+    others = [await _in_line(api, f"number {number}") for number in range(5)]
+    assert _processes() == [process]
+    process.resume()
+    assert {response.status_code for response in await asyncio.gather(first, *others)} == {200}
+    assert _prompts(api) == ["first", "in hand", *(f"number {number}" for number in range(5))]
+
+
+async def test_deadline_that_passes_while_decoding_ends_it(api: ApiUnderTest) -> None:
+    (process,) = _processes()
+    process.suspend()
+    response = await _edit(api, "late", **{"x-penstock-deadline-ms": "1000"})
+    assert response.status_code == 504
+    assert response.json()["error"]["message"] == "deadline exceeded: the image was still being decoded"
+    await _until(lambda: not process.is_running())
+    assert (await _edit(api, "next")).status_code == 200
+    assert _prompts(api) == ["first", "next"]
+
+
+async def test_deadline_that_passes_while_waiting_is_told(api: ApiUnderTest) -> None:
+    process, first = await _stopped(api)
+    response = await _edit(api, "late", **{"x-penstock-deadline-ms": "1000"})
+    assert response.status_code == 504
+    assert response.json()["error"]["message"] == "deadline exceeded: the image was still waiting to be decoded"
+    process.resume()
+    assert (await first).status_code == 200
+    assert _prompts(api) == ["first", "in hand"]
+
+
+async def test_picture_of_a_caller_that_hung_up_is_not_begun(api: ApiUnderTest) -> None:
+    process, first = await _stopped(api)
+    gone, abandoned = await _in_line(api, "gone"), _ends("abandoned_waiting")
+    gone.cancel()
+    await _until(lambda: _ends("abandoned_waiting") == abandoned + 1)
+    assert not _waiting()
+    process.resume()
+    assert (await first).status_code == 200
+    assert _prompts(api) == ["first", "in hand"]
+
+
+async def test_picture_of_a_caller_that_hung_up_is_decoded_no_further(api: ApiUnderTest) -> None:
+    process, first = await _stopped(api)
+    following = await _in_line(api, "next")
+    first.cancel()
+    await _until(lambda: not process.is_running())
+    assert (await following).status_code == 200
+    assert _prompts(api) == ["first", "next"]
+
+
+async def test_line_is_bounded(api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(picture_pool, "MOST_WAITING", 3)
+    process, first = await _stopped(api)
+    others = [await _in_line(api, f"number {number}") for number in range(3)]
+    refused = await _edit(api, "too many")
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    assert "3 images are already waiting to be decoded" in refused.json()["error"]["message"]
+    process.resume()
+    assert {response.status_code for response in await asyncio.gather(first, *others)} == {200}
+
+
+async def test_bytes_in_line_are_bounded(api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(picture_pool, "MOST_WAITING_BYTES", len(PNG) * 2)
+    process, first = await _stopped(api)
+    others = [await _in_line(api, f"number {number}") for number in range(2)]
+    assert (await _edit(api, "too many")).status_code == 429
+    process.resume()
+    assert {response.status_code for response in await asyncio.gather(first, *others)} == {200}
+
+
+async def test_picture_that_would_be_late_is_refused_at_once(api: ApiUnderTest) -> None:
+    process, first = await _stopped(api)
+    other = await _in_line(api, "waits")
+    refused = await _edit(api, "too late", **{"x-penstock-deadline-ms": "60"})
+    assert refused.status_code == 429
+    assert "after its deadline" in refused.json()["error"]["message"]
+    process.resume()
+    assert {response.status_code for response in await asyncio.gather(first, other)} == {200}
+
+
+async def test_picture_whose_process_died_is_told_and_the_next_gets_another(api: ApiUnderTest) -> None:
+    process, first = await _stopped(api)
+    process.kill()
+    assert (await first).status_code == 503
+    assert (await _edit(api, "next")).status_code == 200
+
+
+async def test_processes_have_no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PENSTOCK_SECRET", "hush")
+    async with running_api(settings_for(tmp_path)) as api:
+        assert (await _edit(api, "first")).status_code == 200
+        (process,) = _processes()
+        assert "PENSTOCK_SECRET" not in process.environ()
+        assert process.nice() > psutil.Process().nice()
+
+
+async def test_prediction_waits_for_its_picture_until_its_deadline(api: ApiUnderTest) -> None:
+    file = (await api.http.post("/v1/files", files={"content": ("a.png", PNG, "image/png")})).json()
+    (process,) = _processes()
+    process.suspend()
+    body = {"version": IMAGE_MODEL.name, "input": {"prompt": "late", "image": file["urls"]["get"]}}
+    response = await api.http.post("/v1/predictions", json=body, headers={"x-penstock-deadline-ms": "1000"})
+    assert response.status_code == 504
+    assert response.json()["detail"] == "deadline exceeded: the image was still being decoded"
+
+
+FAKE = """
+import os, socket, sys
+sys.path.insert(0, {root!r})
+from api.inputs.codec_protocol import Opened, Prepared, Refused, head_of
+from api.inputs.codec_server import _read, _HungUpError
+connection = socket.socket(fileno=int(sys.argv[1]))
+lock = {folder!r} + "/decoding"
+try:
+    while True:
+        order, data = _read(connection)
+        connection.sendall(head_of(Opened(order.size[0])))
+        _read(connection)
+        if data == b"too long":
+            os.kill(os.getpid(), {too_long})
+        try:
+            os.close(os.open(lock, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            connection.sendall(head_of(Refused("invalid_input", "two at once")))
+            continue
+        sum(range(200_000))
+        os.unlink(lock)
+        connection.sendall(head_of(Prepared(*order.size)))
+except _HungUpError:
+    pass
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that cost what the width says, and notice when another one decodes."""
+    script = tmp_path / "fake.py"
+    root = str(Path(__file__).parents[2])
+    script.write_text(FAKE.format(root=root, folder=str(tmp_path), too_long=int(signal.SIGXCPU)))
+    monkeypatch.setattr(picture_child, "COMMAND", (sys.executable, str(script)))
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("cost_bytes", [51, 1000])
+async def test_no_more_is_decoded_at_once_than_the_budget_has_room_for(cost_bytes: int) -> None:
+    async with PicturePool(3, budget_bytes=100) as pool:
+        order = Prepare((cost_bytes, 1), LIMITS)
+        await asyncio.gather(*[pool.run(order, b"", deadline_s=FAR_S, is_new=True) for _ in range(24)])
+
+
+@pytest.mark.usefixtures("fake")
+async def test_picture_that_takes_too_long_is_no_fault_of_ours() -> None:
+    async with PicturePool(1, budget_bytes=100) as pool:
+        with pytest.raises(BadInput, match="takes too long"):
+            await pool.run(Prepare((1, 1), LIMITS), b"too long", deadline_s=FAR_S, is_new=True)
+        await pool.run(Prepare((1, 1), LIMITS), b"", deadline_s=FAR_S, is_new=True)
+
+
+async def test_process_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(picture_child, "COMMAND", (os.fspath(tmp_path / "nothing"),))
+    async with PicturePool(1, budget_bytes=100) as pool:
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="could be started"):
+                await pool.run(Prepare((1, 1), LIMITS), b"", deadline_s=FAR_S, is_new=True)

@@ -1,0 +1,250 @@
+"""Pictures that strangers send, whole, odd, and broken in every way."""
+
+import base64
+import io
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from api.inputs.codec_protocol import Encode, Limits, Prepare, Prepared, Refused
+from api.inputs.codec_server import SOURCE_LIMIT_PIXELS, done, size_like
+from api.inputs.image_codec import BASE64_PIECE, data_of_uri
+from shared.errors import BadInput
+from shared.messages import ImageInput
+from tests.api.harness import ApiUnderTest, running_api, settings_for
+
+pytestmark = pytest.mark.anyio
+ROOT = Path(__file__).parents[2]
+LIMITS = Limits(width=64, height=64, multiple=8, largest_pixels=64 * 64)
+
+
+@pytest.fixture(scope="module")
+async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ApiUnderTest]:
+    async with running_api(settings_for(tmp_path_factory.mktemp("api"))) as running:
+        yield running
+
+
+def _encoded(kind: str, mode: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    picture = Image.radial_gradient("L").resize((48, 32)).convert(mode)
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    picture.save(buffer, kind, exif=exif, **options)
+    return buffer.getvalue()
+
+
+WHOLE = [
+    _encoded(kind, mode, **options)
+    for kind, mode, options in [
+        ("png", "RGBA", {}),
+        ("png", "P", {}),
+        ("png", "I;16", {}),
+        ("jpeg", "CMYK", {}),
+        ("jpeg", "L", {}),
+        ("jpeg", "RGB", {"progressive": True}),
+        ("webp", "RGBA", {}),
+    ]
+]
+
+
+def _prepared(data: bytes, size: tuple[int, int] | None) -> tuple[object, Image.Image | None]:
+    answer, png = done(Prepare(size, LIMITS), data, lambda cost_bytes: None)
+    return answer, Image.open(io.BytesIO(png)) if png else None
+
+
+@pytest.mark.parametrize("data", WHOLE)
+async def test_every_kind_of_picture_is_taken(api: ApiUnderTest, data: bytes) -> None:
+    prompt = str(hash(data))
+    response = await api.http.post("/v1/images/edits", files={"image": data}, data={"prompt": prompt, "size": "48x32"})
+    assert response.status_code == 200, response.text
+    (given,) = [item.input for item in api.worker.items if item.input.prompt == prompt]  # type: ignore[union-attr]
+    assert isinstance(given, ImageInput)
+    assert given.image is not None
+    assert given.image.data is not None
+    with Image.open(io.BytesIO(given.image.data)) as picture:
+        assert (picture.format, picture.mode, picture.size) == ("PNG", "RGB", (48, 32))
+
+
+# Pillow warns about broken EXIF data and goes on without it, which is what we want.
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+@settings(max_examples=150, deadline=None)
+@given(
+    whole=st.sampled_from(WHOLE),
+    edits=st.lists(st.tuples(st.floats(0, 0.999), st.binary(min_size=0, max_size=4)), max_size=6),
+    keep=st.floats(0.05, 1),
+)
+def test_broken_picture_is_refused_or_drawn_never_worse(
+    whole: bytes, edits: list[tuple[float, bytes]], keep: float
+) -> None:
+    broken = bytearray(whole)
+    for place, patch in edits:
+        start = int(place * len(broken))
+        broken[start : start + len(patch)] = patch
+    answer, drawn = _prepared(bytes(broken[: int(keep * len(broken))]), (8, 8))
+    assert isinstance(answer, Refused) or (answer == Prepared(8, 8) and drawn is not None and drawn.size == (8, 8))
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def _png_with(header: tuple[int, int], *chunks: bytes) -> bytes:
+    """A PNG that claims a size, with chunks of ours between its header and its few pixels."""
+    shape = struct.pack(">IIBBBBB", *header, 8, 0, 0, 0, 0)
+    pixels = _chunk(b"IDAT", zlib.compress(bytes(9 * 8)))
+    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", shape) + b"".join(chunks) + pixels + _chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("size", [(5000, 5001), (1, SOURCE_LIMIT_PIXELS + 1), (30000, 30000)])
+def test_too_many_pixels_are_refused_by_the_header_alone(size: tuple[int, int]) -> None:
+    def never(cost_bytes: int) -> None:
+        raise AssertionError("nothing is to be decoded")
+
+    answer, _ = done(Prepare((8, 8), LIMITS), _png_with(size), never)
+    assert isinstance(answer, Refused)
+    assert answer.code == "input_too_large"
+    assert "megapixels" in answer.reason
+
+
+def _animated(kind: str) -> bytes:
+    buffer = io.BytesIO()
+    frames = [Image.new("RGB", (8, 8), (shade, 0, 0)) for shade in range(250)]
+    frames[0].save(buffer, kind, save_all=True, append_images=frames[1:], lossless=True)
+    return buffer.getvalue()
+
+
+BLOWN_UP = zlib.compress(bytes(60_000_000), 9)
+
+
+@pytest.mark.parametrize(
+    ("data", "is_taken"),
+    [
+        (_animated("png"), True),
+        (_animated("webp"), True),
+        (_animated("gif"), False),
+        (_png_with((8, 8)), True),
+        # 60 MB each, once they are inflated.
+        (_png_with((8, 8), _chunk(b"iCCP", b"a\0\0" + BLOWN_UP)), False),
+        (_png_with((8, 8), _chunk(b"zTXt", b"a\0\0" + BLOWN_UP)), False),
+        (_png_with((8, 8), *[_chunk(b"tEXt", b"a\0" + bytes(1000))] * 5000), True),
+        # More pixels are claimed than there are.
+        (_png_with((4000, 4000)), False),
+        (_png_with((0, 8)), False),
+        (b"GIF89a" + bytes(100), False),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", False),
+        (b'<svg xmlns="http://www.w3.org/2000/svg"/>', False),
+    ],
+)
+def test_what_is_odd_costs_no_more_than_what_is_usual(data: bytes, is_taken: bool) -> None:
+    answer, drawn = _prepared(data, (8, 8))
+    assert isinstance(answer, Prepared) == is_taken, answer
+    if drawn is not None:
+        # Of many frames the first.
+        assert drawn.getpixel((4, 4)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L"])
+@pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
+@pytest.mark.parametrize("turn", [1, 6])
+def test_large_picture_is_drawn_as_if_resampled_whole(kind: str, mode: str, turn: int) -> None:
+    if (kind, mode) == ("jpeg", "RGBA"):
+        return
+    whole = Image.merge("RGBA", [Image.linear_gradient("L").rotate(90 * side) for side in range(4)]).resize((900, 700))
+    whole = whole.convert(mode)
+    exif, buffer = Image.Exif(), io.BytesIO()
+    exif[0x0112] = turn
+    whole.save(buffer, kind, exif=exif, quality=95, lossless=True)
+    flat = whole.convert("RGBA")
+    flat = Image.alpha_composite(Image.new("RGBA", flat.size, "white"), flat).convert("RGB")
+    if turn == 6:
+        flat = flat.transpose(Image.Transpose.ROTATE_270)
+    answer, drawn = _prepared(buffer.getvalue(), (64, 40))
+    assert answer == Prepared(64, 40)
+    assert drawn is not None
+    expected = np.asarray(flat.resize((64, 40), Image.Resampling.LANCZOS), dtype=int)
+    # Where the gradients' ends meet, two filters ring a little differently.
+    off = np.abs(np.asarray(drawn, dtype=int) - expected)
+    assert off.mean() < 1
+    assert off.max() < 24
+
+
+@pytest.mark.parametrize("output_format", ["jpeg", "webp"])
+def test_results_are_encoded(output_format: str) -> None:
+    _, encoded = done(Encode(output_format, 80), WHOLE[0], lambda cost_bytes: None)
+    with Image.open(io.BytesIO(encoded)) as picture:
+        assert (picture.format, picture.size) == (output_format.upper(), (48, 32))
+
+
+@given(width=st.integers(1, 5000), height=st.integers(1, 5000), step=st.sampled_from([8, 16, 64]))
+def test_auto_size_is_always_one_the_model_takes(width: int, height: int, step: int) -> None:
+    limits = Limits(width=512, height=512, multiple=step, largest_pixels=512 * 512)
+    drawn = size_like(width, height, limits)
+    assert all(length >= step and length % step == 0 for length in drawn)
+    assert drawn[0] * drawn[1] <= limits.largest_pixels
+
+
+PIECE_BYTES = BASE64_PIECE // 4 * 3
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 2])
+async def test_data_uri_of_any_length_is_read(size: int) -> None:
+    data = np.random.default_rng(size).bytes(size)
+    uri = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    assert await data_of_uri(uri, "image", field="image") == data
+
+
+@pytest.mark.parametrize(
+    "text", ["a", "ab=", "a=b=", "====", "AAA=" * BASE64_PIECE, "A" * BASE64_PIECE + "%AAA", "é", "A\nAA"]
+)
+async def test_data_uri_that_is_not_base64_is_refused(text: str) -> None:
+    with pytest.raises(BadInput, match="not valid base64"):
+        await data_of_uri(f"data:image/png;base64,{text}", "image", field="image")
+
+
+MEASURED = """
+import sys
+from pathlib import Path
+from api.inputs.codec_protocol import Limits, Prepare, Prepared
+from api.inputs.codec_server import done
+
+def peak_bytes():
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024
+
+data, costs = sys.stdin.buffer.read(), []
+before = peak_bytes()
+answer, _ = done(Prepare((512, 512), Limits(512, 512, 8, 262144)), data, costs.append)
+assert isinstance(answer, Prepared), answer
+print(costs[0], peak_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells the peak of a process's memory in a file")
+@pytest.mark.parametrize(
+    ("kind", "mode", "options"),
+    [
+        ("png", "RGBA", {}),
+        ("png", "L", {}),
+        ("png", "P", {}),
+        ("jpeg", "RGB", {}),
+        ("jpeg", "RGB", {"progressive": True, "subsampling": 0}),
+        ("jpeg", "CMYK", {"progressive": True}),
+        ("webp", "RGBA", {}),
+        ("webp", "RGB", {"lossless": True}),
+    ],
+)
+def test_picture_takes_no_more_memory_than_is_reckoned(kind: str, mode: str, options: dict[str, object]) -> None:
+    buffer = io.BytesIO()
+    Image.radial_gradient("L").resize((3000, 3000)).convert(mode).save(buffer, kind, **options)
+    command = [sys.executable, "-c", MEASURED]
+    found = subprocess.run(command, input=buffer.getvalue(), stdout=subprocess.PIPE, check=True, cwd=ROOT)
+    cost_bytes, taken_bytes = (int(number) for number in found.stdout.split())
+    assert taken_bytes <= cost_bytes

@@ -1,0 +1,36 @@
+"""A settled heap is left out of collections, and what comes later is still collected."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from shared.gc_tuning import YOUNG_OBJECTS, settle_heap
+
+
+@pytest.fixture(autouse=True)
+def _collector_as_before() -> Iterator[None]:
+    before = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*before)
+
+
+class Knot:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_what_stood_at_the_start_is_frozen() -> None:
+    settle_heap()
+    assert gc.get_freeze_count() > 1000
+    assert gc.get_threshold()[0] == YOUNG_OBJECTS
+
+
+def test_cycles_that_come_later_still_go() -> None:
+    settle_heap()
+    knots = [weakref.ref(Knot()) for _ in range(3 * YOUNG_OBJECTS)]
+    assert sum(knot() is None for knot in knots) > YOUNG_OBJECTS

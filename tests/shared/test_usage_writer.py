@@ -1,0 +1,167 @@
+"""Rows reach BigQuery whatever happens to it meanwhile; on a real embedded server, as a process that can be stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from google.cloud.bigquery import SchemaField, Table
+
+from infra.bigquery import create, schema
+from shared.usage.journal import BATCH_ROWS
+from shared.usage.row import Row
+from shared.usage.writer import fields_of
+from tests.limits import WAIT_LIMIT_S
+from tests.shared.embedded_bigquery import DATASET, PROJECT, Server, row, segments, writer
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Server:
+    return Server(tmp_path)
+
+
+async def test_rows_arrive_with_their_values(server: Server, tmp_path: Path) -> None:
+    with server.running():
+        async with writer(server, tmp_path / "spool") as rows:
+            for number in range(BATCH_ROWS + 7):
+                rows.write(row(number, tokens=number, queue_ms=1.25, started_at_s=1_750_000_000.5))
+            assert await rows.flush(WAIT_LIMIT_S)
+            assert rows.pending == 0
+        assert server.row_ids() == [f"req:{number:05}" for number in range(BATCH_ROWS + 7)]
+        query = f"SELECT * FROM {DATASET}.rows WHERE received_at > TIMESTAMP '2020-01-01' AND item = 7"
+        found = next(iter(server.client().query(query).result()))
+        assert (found["tokens"], found["queue_ms"], found["started_at"].timestamp()) == (7, 1.25, 1_750_000_000.5)
+        assert found["cost_usd"] is None
+
+
+async def test_outage_loses_no_row(server: Server, tmp_path: Path) -> None:
+    async with writer(server, tmp_path / "spool") as rows:
+        rows.write(row(1))
+        assert not await rows.flush(0.3)
+        rows.write(row(2))
+        assert rows.pending == 2
+        with server.running():
+            assert await rows.flush(WAIT_LIMIT_S)
+            assert server.row_ids("rows_deduplicated") == ["req:00001", "req:00002"]
+    assert segments(tmp_path / "spool") == 0
+
+
+async def test_close_during_an_outage_leaves_rows_to_the_next(server: Server, tmp_path: Path) -> None:
+    spool_dir = tmp_path / "spool"
+    async with writer(server, spool_dir) as rows:
+        for number in range(3):
+            rows.write(row(number))
+    assert segments(spool_dir) >= 1
+    with server.running():
+        async with writer(server, spool_dir) as rows:
+            assert rows.pending == 3
+            rows.write(row(3))
+            assert await rows.flush(WAIT_LIMIT_S)
+            assert server.row_ids("rows_deduplicated") == [f"req:{number:05}" for number in range(4)]
+    assert segments(spool_dir) == 0
+
+
+async def test_close_while_bigquery_hangs_keeps_the_rows(server: Server, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", server.port)):  # takes connections and never answers
+        async with writer(server, tmp_path / "spool") as rows:
+            rows.write(row(1))
+            assert not await rows.flush(0.3)
+            rows.write(row(2))
+    kept = [
+        json.loads(line) for path in (tmp_path / "spool").glob("*.segment") for line in path.read_text().splitlines()
+    ]
+    assert sorted(entry["row_id"] for entry in kept) == ["req:00001", "req:00002"]
+
+
+async def test_refused_row_is_kept_with_its_reason_and_harms_no_other(server: Server, tmp_path: Path) -> None:
+    with server.running():
+        async with writer(server, tmp_path / "spool") as rows:
+            rows.write(row(1))
+            rows.write(row(2, tokens="many"))
+            rows.write(row(3))
+            assert await rows.flush(WAIT_LIMIT_S)
+        assert server.row_ids() == ["req:00001", "req:00003"]
+    rejected = [json.loads(line) for line in (tmp_path / "spool" / "rejected.jsonl").read_text().splitlines()]
+    assert [entry["row"]["row_id"] for entry in rejected] == ["req:00002"]
+    assert "tokens" in rejected[0]["reason"]
+
+
+async def test_row_that_spoils_its_request_is_alone_in_its_fate(server: Server, tmp_path: Path) -> None:
+    with server.running():
+        async with writer(server, tmp_path / "spool") as rows:
+            for number in range(9):
+                rows.write(row(number, **({"tenant": "x" * 11_000_000} if number == 4 else {})))
+            assert await rows.flush(WAIT_LIMIT_S)
+        assert server.row_ids() == [f"req:{number:05}" for number in range(9) if number != 4]
+
+
+async def test_what_exceeds_memory_waits_on_disk(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.usage.journal.MEMORY_ROWS", 50)
+    with socket.create_server(("127.0.0.1", server.port)) as hanging:
+        async with writer(server, tmp_path / "spool") as rows:
+            rows.write(row(0))
+            connection, _ = await asyncio.to_thread(hanging.accept)
+            with connection:  # the thread hangs in its request
+                for number in range(1, 200):
+                    rows.write(row(number))
+                assert segments(tmp_path / "spool") >= 1
+                assert rows.pending == 200
+    with server.running():
+        async with writer(server, tmp_path / "spool") as rows:
+            assert await rows.flush(WAIT_LIMIT_S)
+        assert server.row_ids("rows_deduplicated") == [f"req:{number:05}" for number in range(200)]
+
+
+async def test_table_of_an_older_release_takes_rows_without_its_missing_columns(server: Server, tmp_path: Path) -> None:
+    """And the other way round: rows of an older writer, and a row that is wrong beside all of them."""
+    with server.running():
+        with server.client() as client:
+            client.delete_table(f"{DATASET}.rows")
+            old = [SchemaField.from_api_repr(field) for field in schema() if field["name"] != "charged_share"]
+            client.create_table(Table(f"{PROJECT}.{DATASET}.rows", old))
+        async with writer(server, tmp_path / "spool") as rows:
+            rows.write(row(1, cost_usd=0.5, charged_share=1.0))
+            rows.write(row(2, cost_usd=0.5))
+            rows.write(row(3, tokens="many", charged_share=1.0))
+            assert await rows.flush(WAIT_LIMIT_S)
+        assert server.row_ids() == ["req:00001", "req:00002"]
+        with server.client() as client:
+            create(client, DATASET)
+        async with writer(server, tmp_path / "spool") as rows:
+            rows.write(row(4, cost_usd=0.5, charged_share=1.0))
+            assert await rows.flush(WAIT_LIMIT_S)
+        query = (
+            f"SELECT row_id, cost_usd, charged_share FROM {DATASET}.rows WHERE received_at > '2020-01-01' ORDER BY 1"
+        )
+        with server.client() as client:
+            found = [tuple(one.values()) for one in client.query(query).result()]
+    assert found == [("req:00001", 0.5, None), ("req:00002", 0.5, None), ("req:00004", 0.5, 1.0)]
+    rejected = [json.loads(line) for line in (tmp_path / "spool" / "rejected.jsonl").read_text().splitlines()]
+    assert [entry["row"]["row_id"] for entry in rejected] == ["req:00003"]
+
+
+async def test_repeated_row_counts_once(server: Server, tmp_path: Path) -> None:
+    with server.running():
+        for spool in ("one", "two"):
+            async with writer(server, tmp_path / spool) as rows:
+                rows.write(row(1))
+                assert await rows.flush(WAIT_LIMIT_S)
+        assert server.row_ids("rows_deduplicated") == ["req:00001"]
+
+
+def test_row_and_schema_agree() -> None:
+    full = Row(**{name: 1 for name in Row.__struct_fields__})  # type: ignore[arg-type]
+    assert set(fields_of(full)) == {field["name"] for field in schema()}
+    required = {field["name"] for field in schema() if field["mode"] == "REQUIRED"}
+    smallest = fields_of(Row("r:0", "r", 0, "m", 1.0, "failed"))
+    assert required <= set(smallest), "the smallest row that can be made is accepted"
+    types = {field["name"]: field["type"] for field in schema()}
+    assert {types[name] for name in types if name.endswith("_at")} == {"TIMESTAMP"}
+    assert {types[name] for name in types if name.endswith("_ms")} <= {"FLOAT", "FLOAT64"}

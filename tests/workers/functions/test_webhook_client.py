@@ -1,0 +1,203 @@
+"""Webhooks go to the addresses that were judged, over https, and to nothing private."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+from collections.abc import Sequence
+from ipaddress import ip_address
+from pathlib import Path
+
+import httpx
+import pytest
+from aiohttp import web
+
+from shared.errors import Unavailable
+from shared.webhook_urls import Forbidden, is_public
+from tests.limits import WAIT_LIMIT_S
+from tests.workers.functions.receiver import Receiver
+from tests.workers.functions.tokens import Issuer
+from tests.workers.functions.world import World
+from workers.functions import webhook_client as destination
+from workers.functions.webhook_client import Answer, Destination
+
+pytestmark = pytest.mark.anyio
+
+
+def gives(*addresses: str) -> destination.Resolve:
+    async def resolve(host: str, port: int) -> Sequence[str]:
+        return addresses
+
+    return resolve
+
+
+@pytest.mark.parametrize("address", ["93.184.216.34", "8.8.8.8", "2606:2800:220:1:248:1893:25c8:1946"])
+def test_public_addresses(address: str) -> None:
+    assert is_public(ip_address(address))
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1",
+        "10.1.2.3",
+        "172.16.0.1",
+        "192.168.1.1",
+        "100.64.0.1",
+        "169.254.169.254",
+        "224.0.0.1",
+        "239.1.1.1",
+        "255.255.255.255",
+        "0.0.0.0",
+        "198.18.0.1",
+        "::",
+        "::1",
+        "fe80::1",
+        "fc00::1",
+        "fd20:ce::254",
+        "ff02::1",
+        "::ffff:10.1.2.3",
+        "::ffff:169.254.169.254",
+        "::127.0.0.1",
+        "64:ff9b::7f00:1",
+        "2002:7f00:1::",
+        "2001:db8::1",
+    ],
+)
+async def test_private_addresses_are_refused(address: str) -> None:
+    assert not is_public(ip_address(address))
+    with pytest.raises(Forbidden, match="not public"):
+        await Destination("https://receiver.example/hook", resolve=gives("93.184.216.34", address)).post({}, b"")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://receiver.example/",
+        "ftp://receiver.example/",
+        "file:///etc/passwd",
+        "https://",
+        "https:///hook",
+        "receiver.example",
+        "https://receiver.example:99999/",
+        "",
+    ],
+)
+async def test_other_urls_are_refused(url: str) -> None:
+    with pytest.raises(Forbidden):
+        await Destination(url, resolve=gives("93.184.216.34")).post({}, b"")
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "127.1", "2130706433", "0x7f000001", "017700000001", "[::1]", "[::ffff:127.0.0.1]", "localhost"],
+)
+async def test_no_spelling_of_this_machine_gets_through(host: str) -> None:
+    """By the real resolver, with somebody who listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setblocking(False)
+        with pytest.raises((Forbidden, Unavailable)):
+            await Destination(f"https://{host}:{listening.getsockname()[1]}/").post({}, b"")
+        with pytest.raises(BlockingIOError):
+            listening.accept()
+
+
+async def test_connects_to_what_was_judged_under_the_own_name(receiver: Receiver) -> None:
+    asked = []
+
+    async def resolve(host: str, port: int) -> list[str]:
+        asked.append((host, port))
+        return ["127.0.0.1"]
+
+    url = f"http://receiver.example:{receiver.port}/hook"
+    answer = await Destination(url, allow_private=True, resolve=resolve).post({"x-a": "1"}, b"body")
+    (delivery,) = receiver.deliveries
+    assert answer == Answer(204, "")
+    assert asked == [("receiver.example", receiver.port)]
+    assert (delivery.headers["host"], delivery.headers["x-a"]) == (f"receiver.example:{receiver.port}", "1")
+    assert delivery.body == b"body"
+
+
+async def test_tls_is_by_name_and_certificates_are_checked(issuer: Issuer, tmp_path: Path) -> None:
+    (tmp_path / "key.pem").write_text(issuer.key)
+    (tmp_path / "certificate.pem").write_text(issuer.certificate)
+    tls, asked = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), list[str]()
+    tls.load_cert_chain(tmp_path / "certificate.pem", tmp_path / "key.pem")
+    tls.sni_callback = lambda connection, name, context: asked.append(name)
+    listening = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0, ssl=tls)
+    async with listening:
+        url = f"https://receiver.example:{listening.sockets[0].getsockname()[1]}/hook"
+        with pytest.raises(Unavailable, match="certificate"):
+            await Destination(url, allow_private=True, resolve=gives("127.0.0.1")).post({}, b"")
+    assert asked == ["receiver.example"]
+
+
+async def test_an_address_that_was_not_judged_is_not_reached(receiver: Receiver) -> None:
+    """What looks like an address is connected to without a resolver; nor does it help to judge another."""
+    with pytest.raises(Unavailable, match="not judged"):
+        await Destination(receiver.url, allow_private=True, resolve=gives("127.0.0.2")).post({}, b"")
+    assert receiver.deliveries == []
+
+
+async def test_redirects_are_answers(receiver: Receiver) -> None:
+    receiver.statuses = [307]
+    answer = await Destination(receiver.url, allow_private=True).post({}, b"")
+    assert (answer.status, len(receiver.deliveries)) == (307, 1)
+
+
+async def test_only_the_first_words_of_an_answer_are_read() -> None:
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=500)
+        await response.prepare(request)
+        try:
+            while True:
+                await response.write(b"no " * 20_000)
+        except ConnectionError:
+            return response
+
+    app = web.Application()
+    app.router.add_post("/", refuse)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
+        answer = await Destination(url, allow_private=True).post({}, b"")
+        assert (answer.status, len(answer.words)) == (500, destination.READ_BYTES)
+    finally:
+        await runner.cleanup()
+
+
+async def test_silence_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(destination, "TOTAL_LIMIT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            with pytest.raises(Unavailable):
+                await Destination(url, allow_private=True).post({}, b"")
+
+
+@pytest.mark.parametrize("error", [socket.gaierror("no such name"), TimeoutError(), UnicodeError("label too long")])
+async def test_name_that_has_no_address_is_tried_again(error: Exception) -> None:
+    async def resolve(host: str, port: int) -> list[str]:
+        raise error
+
+    with pytest.raises(Unavailable):
+        await Destination("https://receiver.example/", resolve=resolve).post({}, b"")
+
+
+async def test_function_does_not_go_to_this_machine(
+    world: World, receiver: Receiver, issuer: Issuer, guarded_url: str
+) -> None:
+    """Through the door, without the setting that allows it; an unwrapped push, as it happens."""
+    await world.create(f"https://127.0.0.1:{receiver.port}/hook")
+    event = json.dumps({"id": world.request_id, "event": "start"})
+    async with httpx.AsyncClient(base_url=guarded_url) as client:
+        answer = await client.post("/webhook", content=event, headers={"authorization": f"Bearer {issuer.token()}"})
+        metrics = (await client.get("/metrics")).text
+    assert answer.status_code == 204
+    assert 'penstock_functions_webhooks_total{end="forbidden",event="start"} 1.0' in metrics
+    assert receiver.deliveries == []

@@ -1,0 +1,52 @@
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from workers.models.base import PreparedImage
+from workers.models.image.codec import encode_all, sources_on, to_host
+
+
+def with_source(pixels: np.ndarray) -> PreparedImage:
+    height, width, _ = pixels.shape
+    return PreparedImage(
+        key="",
+        length=1,
+        prompt="",
+        negative_prompt="",
+        width=width,
+        height=height,
+        steps=1,
+        guidance_scale=1.0,
+        seed=0,
+        scheduler="ddim",
+        strength=0.5,
+        source=pixels.tobytes(),
+    )
+
+
+def test_pixels_come_back_as_they_went() -> None:
+    given = np.random.default_rng(1).integers(0, 256, (2, 16, 24, 3), np.uint8)
+    placed = sources_on(torch.device("cpu"), [with_source(pixels) for pixels in given])
+    assert placed.shape == (2, 3, 16, 24)
+    assert 0 <= placed.min() <= placed.max() <= 1
+    back = to_host(placed)
+    assert np.array_equal([picture for picture in back if picture is not None], given)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_only_the_picture_that_is_no_number_is_lost(wrong: float) -> None:
+    drawn = torch.full((3, 3, 8, 8), 0.5)
+    drawn[1, 2, 3, 4] = wrong
+    kinds = [None if picture is None else int(picture[0, 0, 0]) for picture in to_host(drawn)]
+    assert kinds == [128, None, 128]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_files_hold_the_pixels_in_order(at_once: bool) -> None:
+    given = list(np.random.default_rng(2).integers(0, 256, (5, 16, 24, 3), np.uint8))
+    for file, pixels in zip(encode_all(given, at_once=at_once), given, strict=True):
+        with Image.open(io.BytesIO(file), formats=["PNG"]) as image:
+            assert np.array_equal(np.asarray(image), pixels)

@@ -1,0 +1,98 @@
+"""`python -m workers.autotune`: measures and keeps a choice, and prints it (or why there is none) as JSON.
+
+Started by workers/autotune/client.py. A lock lets one choice at a time measure on this machine; who waited for it finds
+the choice kept by the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from shared.catalog import Model as Entry
+from shared.errors import ConfigurationError
+from shared.logs import configure_logs
+from workers.autotune.choice import Choice, Refusal, Terms, read_choice, write_choice
+from workers.autotune.client import choice_path
+from workers.autotune.hardware import this_machine
+from workers.autotune.search import CALIBRATION_TEXTS, Question, choose
+from workers.models import preparer_for
+from workers.models.artifact import find_artifact
+from workers.models.base import PreparedText
+from workers.optimize.calibration import calibration_texts, prepare_texts
+
+LEAST_PRIORITY = 19
+
+
+def main() -> int:
+    """Chooses; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="workers.autotune", description=__doc__)
+    parser.add_argument("--model", required=True, help="the catalog entry as JSON")
+    parser.add_argument("--folder", type=Path, required=True, help="the model's files")
+    parser.add_argument("--digest", required=True, help="of the model's files, as workers.models.artifact makes it")
+    parser.add_argument("--terms", required=True, help="a workers.autotune.choice.Terms as JSON")
+    parser.add_argument("--again", action="store_true", help="in the place of a provisional choice too")
+    parser.add_argument("--behind", action="store_true", help="give way to the worker that serves beside")
+    given = parser.parse_args()
+    configure_logs("WARNING")
+    if given.behind:
+        os.nice(LEAST_PRIORITY)
+    entry = Entry.model_validate_json(given.model)
+    terms = msgspec.json.decode(given.terms, type=Terms)
+    try:
+        answer: Choice | Refusal = _choose(entry, given.folder, given.digest, terms, again=given.again)
+    except ConfigurationError as error:
+        answer = Refusal(message=error.message)
+    print(msgspec.json.encode(answer).decode(), flush=True)
+    return 2 if isinstance(answer, Refusal) else 0
+
+
+def _choose(entry: Entry, folder: Path, digest: str, terms: Terms, *, again: bool) -> Choice:
+    artifacts_dir = Path(terms.artifacts_dir)
+    with _alone(artifacts_dir / "choosing.lock"):
+        artifact = find_artifact(artifacts_dir, entry.name, digest)
+        path = choice_path(entry, terms, digest, artifact)
+        kept = read_choice(path)
+        if kept is not None and not (again and kept.is_provisional):
+            return kept
+        question = Question(
+            entry=entry,
+            folder=folder,
+            artifact=artifact,
+            machine=this_machine(),
+            device=terms.device,
+            processes=terms.processes,
+            threads=terms.threads,
+            texts=_own_texts(entry, folder),
+        )
+        choice = choose(question)
+        # What could not be measured may be measurable at the next start.
+        if choice.backend.call_tokens and not (kept is not None and choice.is_provisional):
+            write_choice(path, choice)
+        return choice
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Waits until no other choice is being measured; the one who started us limits the wait."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _own_texts(entry: Entry, folder: Path) -> list[PreparedText]:
+    """Some dozen texts of mixed length, for where there is no artifact."""
+    texts = calibration_texts()
+    return prepare_texts(preparer_for(entry, folder), texts[:: max(1, len(texts) // CALIBRATION_TEXTS)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

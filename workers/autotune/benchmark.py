@@ -1,0 +1,139 @@
+"""A probe: a process that opens one candidate after another and times it, as a model process would run it.
+
+One process for all candidates, so that a library's seconds of import are paid once; in a process of its own, so that a
+candidate that crashes takes nothing else with it. These functions run in it, one call at a time.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from shared.catalog import Model as Entry
+from shared.messages import EmbeddingResult
+from workers.models import model_for
+from workers.models.backend import Backend
+from workers.models.base import Model, PreparedText
+from workers.models.embedding.length_bucketing import cut_by_length
+
+_SHAPES = ((1, 8), (1, 32), (4, 16), (4, 64), (1, 192))
+"""Texts and tokens of the calls that the costs are found from; all far enough apart to tell them."""
+_REPEATS = 3
+_CALL_TOKENS_MAX = 16384
+
+
+class Pace(NamedTuple):
+    """What one process computed while it was timed; `tokens` with padding."""
+
+    texts: int
+    tokens: int
+    wall_s: float
+    cpu_s: float
+
+
+class Opening(NamedTuple):
+    """What is open: a backend, its call_tokens left out, with so many threads."""
+
+    backend: Backend
+    threads: int
+
+
+class _Opened(NamedTuple):
+    model: Model
+    seconds: Callable[[], float]
+
+
+_opened: dict[Opening, _Opened] = {}
+
+
+def open_model(entry: Entry, folder: Path, opening: Opening, device: str, keeps_others: bool) -> None:
+    """Loads a candidate, beside the ones before it or in their place.
+
+    Raises:
+        PenstockError: it can't be loaded here.
+    """
+    if opening in _opened:
+        return
+    if not keeps_others:
+        _opened.clear()
+    model = model_for(entry, folder, device, backend=opening.backend, threads=opening.threads)
+    model.setup()
+    model.warmup()
+    # On a CPU the CPU seconds count that it got, so that what else runs here spoils no figure.
+    _opened[opening] = _Opened(model, time.process_time if model.device_name == "cpu" else time.perf_counter)
+
+
+def _taken(opening: Opening) -> _Opened:
+    """What was opened, ready to run."""
+    if opening.backend.backend == "torch" and (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(opening.threads)  # of the whole process, so the last model to be opened has set it
+    return _opened[opening]
+
+
+def vectors(opening: Opening, texts: Sequence[PreparedText], together: int) -> np.ndarray:
+    """Their vectors, float32 [texts, dimensions], computed `together` many at a time in order of length."""
+    model = _taken(opening).model
+    order = sorted(range(len(texts)), key=lambda place: texts[place].length)
+    rows: dict[int, np.ndarray] = {}
+    for at in range(0, len(order), together):
+        places = order[at : at + together]
+        for place, row in zip(places, _predict(model, [texts[place] for place in places]), strict=True):
+            rows[place] = row
+    return np.stack([rows[place] for place in range(len(texts))])
+
+
+def _predict(model: Model, texts: Sequence[PreparedText]) -> list[np.ndarray]:
+    results = model.predict(texts, lambda step, steps: None)
+    return [np.frombuffer(result.vector, "<f4") for result in results if isinstance(result, EmbeddingResult)]
+
+
+def call_tokens(opening: Opening, text: PreparedText, longest: int) -> int:
+    """What a call costs besides its tokens, in tokens: the least-squares line through the times of _SHAPES.
+
+    Relative errors count, so that the short calls, which tell the cost, weigh as much as the long ones.
+    """
+    opened = _taken(opening)
+    times_s, tokens = [], []
+    for count, length in _SHAPES:
+        batch = [_of_length(text, min(length, longest))] * count
+        times_s.append(min(_time_s(opened, batch) for _ in range(_REPEATS)))
+        tokens.append(count * batch[0].length)
+    lines = np.stack([1 / np.array(times_s), np.array(tokens) / np.array(times_s)], axis=1)
+    (per_call_s, per_token_s), *_ = np.linalg.lstsq(lines, np.ones(len(times_s)), rcond=None)
+    if per_token_s <= 0:  # more tokens cost nothing: a GPU far from full
+        return _CALL_TOKENS_MAX
+    return int(min(max(round(per_call_s / per_token_s), 1), _CALL_TOKENS_MAX))
+
+
+def _of_length(text: PreparedText, length: int) -> PreparedText:
+    repeats = -(-length // text.length)
+    return PreparedText(key="", length=length, ids=(text.ids * repeats)[: 4 * length])
+
+
+def _time_s(opened: _Opened, batch: Sequence[PreparedText]) -> float:
+    began_s = opened.seconds()
+    _predict(opened.model, batch)
+    return opened.seconds() - began_s
+
+
+def pace(opening: Opening, texts: Sequence[PreparedText], call_cost: int, seconds: float) -> Pace:
+    """The pace at `texts`, cut as a model process cuts a batch, in whole rounds of at least `seconds` together."""
+    model = _taken(opening).model
+    cut = [list(range(len(texts)))]
+    if model.pads:
+        cut = cut_by_length([text.length for text in texts], call_cost)
+    groups = [[texts[place] for place in places] for places in cut]
+    tokens = sum(model.computed_work([text.length for text in group]) for group in groups)
+    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+    rounds = 0
+    while rounds == 0 or time.perf_counter() - began_s < seconds:
+        for group in groups:
+            _predict(model, group)
+        rounds += 1
+    wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
+    return Pace(rounds * len(texts), rounds * tokens, wall_s, cpu_s)

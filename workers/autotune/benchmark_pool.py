@@ -1,0 +1,152 @@
+"""The probe processes of a choice: as many as the widest layout needs, asked all together or one alone."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from types import TracebackType
+from typing import ParamSpec, Self, TypeVar
+
+import msgspec
+import numpy as np
+
+from shared.catalog import Model as Entry
+from shared.errors import ModelFailed, PenstockError
+from workers.autotune import benchmark as probe
+from workers.autotune.choice import Layout
+from workers.autotune.contest import Reading
+from workers.autotune.hardware import KEPT_OPEN_MAX_BYTES, Machine
+from workers.models.backend import Backend
+from workers.models.base import PreparedText
+from workers.runtime.memory import weights_bytes
+
+OPEN_LIMIT_S = 60.0
+"""Importing torch and loading the weights, on a busy machine."""
+CALL_LIMIT_S = 60.0
+
+Given = ParamSpec("Given")
+Told = TypeVar("Told")
+
+
+class Probes:
+    """Probe processes on one model; a context manager. A process that dies or hangs is replaced at the next `open`.
+
+    They are forked from a server that has imported the libraries once, before any of them computes. Small models stay
+    open side by side, so that they can be timed by turns; of a large one, or on a GPU, only the last is kept.
+
+    Raises (every method): ModelFailed where a process died or took too long, and what the model itself raises.
+
+    Args:
+        entry: of the catalog.
+        folder: the model's files.
+        device: as WorkerSettings.device.
+        machine: this one.
+        libraries: modules to import before the processes are forked.
+    """
+
+    def __init__(
+        self, entry: Entry, folder: Path, device: str, machine: Machine, libraries: Sequence[str] = ()
+    ) -> None:
+        self._entry = entry
+        self._folder = folder
+        self._device = device
+        self._machine = machine
+        self._is_gpu = machine.computes_on_gpu(device)
+        self.keeps_several = not self._is_gpu and weights_bytes(folder) <= KEPT_OPEN_MAX_BYTES
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["workers.autotune.benchmark", *libraries])
+        self._executors: list[ProcessPoolExecutor] = []
+        self._opened: set[tuple[int, probe.Opening]] = set()
+        self._opening = probe.Opening(Backend(), 1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        # Processes first: to shut down waits for a call that hangs.
+        for process in multiprocessing.active_children():
+            process.kill()
+        for executor in self._executors:
+            executor.shutdown(wait=True, cancel_futures=True)
+        self._executors = []
+        self._opened.clear()
+
+    def open(self, backend: Backend, layout: Layout) -> None:
+        """Has `backend` loaded in every process of `layout`; it is what the other methods ask from now on."""
+        opening = self._opening = probe.Opening(msgspec.structs.replace(backend, call_tokens=0), layout.threads)
+        while len(self._executors) < layout.processes:
+            self._executors.append(ProcessPoolExecutor(max_workers=1, mp_context=self._context))
+        missing = [number for number in range(layout.processes) if (number, opening) not in self._opened]
+        begun = [
+            self._executors[number].submit(
+                probe.open_model, self._entry, self._folder, opening, self._place(number), self.keeps_several
+            )
+            for number in missing
+        ]
+        if not self.keeps_several:
+            self._opened = {(number, other) for number, other in self._opened if number not in missing}
+        self._gather(begun, OPEN_LIMIT_S)
+        self._opened |= {(number, opening) for number in missing}
+
+    def _place(self, number: int) -> str:
+        """The device of a process: as the pool of model processes spreads them over GPUs."""
+        gpus = len(self._machine.gpus)
+        is_spread = self._device in ("auto", "cuda") and gpus
+        return f"cuda:{number % gpus}" if is_spread else self._device
+
+    def vectors(self, texts: Sequence[PreparedText], together: int) -> np.ndarray:
+        """What the first process computes; as probe.vectors."""
+        return self._ask_first(probe.vectors, self._opening, texts, together)
+
+    def call_tokens(self, text: PreparedText, longest: int) -> int:
+        """What the first process finds; as probe.call_tokens."""
+        return self._ask_first(probe.call_tokens, self._opening, text, longest)
+
+    def reading(self, texts: Sequence[PreparedText], call_cost: int, layout: Layout, seconds: float) -> Reading:
+        """The rate of all processes of `layout` together."""
+        begun = [
+            executor.submit(probe.pace, self._opening, texts, call_cost, seconds)
+            for executor in self._executors[: layout.processes]
+        ]
+        return self._read(self._gather(begun, CALL_LIMIT_S), layout)
+
+    def _read(self, paces: Sequence[probe.Pace], layout: Layout) -> Reading:
+        by_wall = sum(pace.texts / pace.wall_s for pace in paces)
+        if self._is_gpu:
+            return Reading(by_wall)
+        cores = self._machine.cores
+        cpu_s = sum(pace.cpu_s for pace in paces)
+        rate, wanted_cores = by_wall, layout.processes * layout.threads
+        if layout.threads == 1 or layout.processes >= cores:
+            # They keep the cores busy, so what they would do alone follows from the CPU seconds that they got.
+            rate = sum(pace.texts / pace.cpu_s for pace in paces) * min(1.0, cores / layout.processes)
+        elif self._opening.backend.backend == "onnx":
+            wanted_cores = layout.processes  # its other threads sleep where there is nothing to share
+        wanted_s = max(pace.wall_s for pace in paces) * min(cores, wanted_cores)
+        return Reading(rate, cpu_s / sum(pace.tokens for pace in paces), max(0.0, 1 - cpu_s / wanted_s))
+
+    def _ask_first(self, ask: Callable[Given, Told], *given: Given.args, **named: Given.kwargs) -> Told:
+        return self._gather([self._executors[0].submit(ask, *given, **named)], CALL_LIMIT_S)[0]
+
+    def _gather(self, begun: Sequence[Future[Told]], limit_s: float) -> list[Told]:
+        try:
+            return [future.result(limit_s) for future in begun]
+        except TimeoutError as error:
+            self._end()
+            raise ModelFailed(f"took longer than {limit_s:g} s") from error
+        except BrokenProcessPool as error:
+            self._end()
+            raise ModelFailed("its process died") from error
+        except PenstockError:
+            raise
+        except Exception as error:
+            # The boundary to the model libraries: whatever they raise speaks against this candidate, no more.
+            raise ModelFailed(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,94 @@
+"""What could compute a model here: the candidates for its backend, and the layouts of processes and threads."""
+
+from __future__ import annotations
+
+from shared.catalog import Model as Entry
+from workers.autotune.choice import Finding, Layout
+from workers.autotune.hardware import Machine
+from workers.models.artifact import Artifact, Variant
+from workers.models.backend import Backend
+
+CPU_PROCESSES_MAX = 4
+"""Every process holds the model's weights; beyond four, threads serve as well."""
+
+
+LONE_THREADS_MAX = 8
+"""Of ONNX Runtime: the products of one short text can't be divided any further with profit."""
+
+
+def candidates(
+    entry: Entry, artifact: Artifact | None, machine: Machine, *, is_gpu: bool
+) -> tuple[list[Backend], list[Finding]]:
+    """What the entry, the artifact and the machine allow, the likely fastest first; and what is left out unmeasured."""
+    listed, left_out = [], []
+    if artifact is not None and entry.backend != "torch":
+        for variant in sorted(artifact.manifest.variants, key=lambda variant: -variant.relative_speed):
+            if variant.backend != "onnx" or entry.precision not in ("auto", variant.precision):
+                continue
+            if variant.cosine_min < entry.tolerance.cosine:
+                left_out.append(_beyond(variant, entry.tolerance.cosine))
+                continue
+            if variant.precision == "fp16" and not is_gpu:
+                continue
+            graph = str(artifact.graph(variant).resolve())
+            listed.append(Backend(backend="onnx", precision=variant.precision, variant=variant.name, graph=graph))
+    if entry.backend != "onnx":
+        listed += _torch(entry, machine, is_gpu=is_gpu)
+    return listed, left_out
+
+
+def _beyond(variant: Variant, tolerance: float) -> Finding:
+    return Finding(
+        name=variant.name,
+        cosine_min=variant.cosine_min,
+        cosine_mean=variant.cosine_mean,
+        reason=f"its maker found cosine {variant.cosine_min:.5f} at least, tolerated is {tolerance:g}",
+    )
+
+
+def _torch(entry: Entry, machine: Machine, *, is_gpu: bool) -> list[Backend]:
+    """Torch in what the entry names, or else in every precision that the device computes itself."""
+    precisions: list[str] = [entry.precision]
+    if entry.precision == "auto":
+        precisions = ["bf16", "fp16", "fp32"] if is_gpu else ["bf16", "fp32"] if machine.has_bf16 else ["fp32"]
+    return [Backend(precision=precision) for precision in ("bf16", "fp16", "fp32") if precision in precisions]
+
+
+def layouts(processes: int, threads: int, machine: Machine, *, is_gpu: bool, backend: str = "torch") -> list[Layout]:
+    """The layouts worth measuring, the one preferred at equal speed first; what is given (not 0) stands.
+
+    On a GPU threads do not count, and several processes would share its time: one per GPU unless more are asked for.
+    ONNX Runtime's threads sleep while they wait, so every process may have as many as there are cores: a lone batch
+    takes them all, and under load the processes share them at no cost. Torch's threads spin, so its processes divide
+    the cores among them.
+    """
+    cores = machine.cores
+    if is_gpu:
+        return [Layout(processes or max(1, len(machine.gpus)), threads or 1)]
+    if processes and threads:
+        return [Layout(processes, threads)]
+    many = processes or max(1, min(CPU_PROCESSES_MAX, cores // (threads or 1)))
+    if backend == "onnx":
+        wide = Layout(many, threads or max(min(cores, LONE_THREADS_MAX), _part(cores, many)))
+        return [wide] if threads else _distinct([wide, Layout(many, _part(cores, many))])
+    if processes:
+        return _distinct([Layout(processes, 1), Layout(processes, _part(cores, processes))])
+    if threads:
+        return _distinct([Layout(many, threads), Layout(1, threads)])
+    return _distinct([Layout(many, _part(cores, many)), Layout(1, cores)])
+
+
+def shared_layout(layout: Layout, machine: Machine) -> Layout:
+    """The layout of a worker of several models, of which the first was measured in `layout`.
+
+    Torch may compute one of the others, so the processes divide the cores.
+    """
+    return Layout(layout.processes, min(layout.threads, _part(machine.cores, max(1, layout.processes))))
+
+
+def _part(cores: int, processes: int) -> int:
+    return max(1, cores // processes)
+
+
+def _distinct(listed: list[Layout]) -> list[Layout]:
+    return list(dict.fromkeys(listed))

@@ -1,0 +1,217 @@
+"""In the I/O process: the kept choice of a backend, or a new one by a process of its own. No model library here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+from prometheus_client import Gauge
+
+from shared.catalog import Model as Entry
+from shared.errors import ConfigurationError
+from shared.settings import WorkerSettings
+from workers.autotune.candidates import CPU_PROCESSES_MAX, layouts
+from workers.autotune.choice import Choice, Refusal, Terms, read_choice, write_choice
+from workers.autotune.hardware import KEPT_OPEN_MAX_BYTES, this_machine
+from workers.autotune.renewal import Held
+from workers.models.artifact import Artifact, find_artifact, source_digest
+from workers.models.backend import unmeasured_backend
+from workers.runtime.memory import free_host_bytes, weights_bytes
+from workers.runtime.pool import child_environment
+
+SCHEME = 4
+"""Part of every fingerprint; raised when a choice is made in another way."""
+CHOOSE_LIMIT_S = 180.0
+"""Two workers' choices one after the other, each with torch's import on a busy machine."""
+
+LIBRARIES_BYTES = 384 * 1024 * 1024
+CANDIDATES_MAX = 3
+"""Of each probe: its libraries, and the candidates that are open side by side."""
+
+BACKEND_INFO = Gauge(
+    "penstock_worker_backend_info",
+    "1 for what computes a model, with the processes and threads of each",
+    ["model", "backend", "precision", "threads", "processes"],
+)
+
+log = logging.getLogger(__name__)
+
+
+async def chosen(entry: Entry, folder: Path, settings: WorkerSettings) -> Choice:
+    """What computes the embedding model `entry` here: as chosen by an earlier start, or measured now.
+
+    Args:
+        entry: of the catalog.
+        folder: the model's files.
+        settings: device, processes and threads (0: open), and where artifacts and choices lie.
+
+    Raises:
+        ConfigurationError: the entry's backend or precision can't be had, or not within its tolerance.
+    """
+    began_s = time.monotonic()
+    terms = _terms(settings)
+    digest, artifact = await asyncio.to_thread(_source, entry, folder, terms)
+    if artifact is None:
+        _tell_without_artifact(entry, settings)
+    choice = read_choice(choice_path(entry, terms, digest, artifact))
+    was_kept = choice is not None
+    if choice is None:
+        choice = await _choose(entry, folder, terms, digest)
+    elif choice.is_provisional and not _has_room(folder, terms):  # so it can't be measured later, beside the model
+        choice = await _choose(entry, folder, terms, digest, "--again")
+    _tell(entry, choice, was_kept, time.monotonic() - began_s)
+    return choice
+
+
+def held(entry: Entry, folder: Path, settings: WorkerSettings, choice: Choice) -> Held | None:
+    """What renewal needs to doubt `choice` and measure again; None where there is no room beside the model processes.
+
+    Args:
+        entry: as for `chosen`.
+        folder: as for `chosen`.
+        settings: as for `chosen`.
+        choice: what `chosen` gave for them.
+    """
+    terms = _terms(settings)
+    if not _has_room(folder, terms):
+        return None
+
+    async def doubt() -> None:
+        digest, artifact = await asyncio.to_thread(_source, entry, folder, terms)
+        path = choice_path(entry, terms, digest, artifact)
+        if (kept := read_choice(path)) is not None:
+            write_choice(path, msgspec.structs.replace(kept, is_provisional=True))
+
+    async def measure() -> Choice:
+        digest, _ = await asyncio.to_thread(_source, entry, folder, terms)
+        return await _choose(entry, folder, terms, digest, "--again", "--behind")
+
+    return Held(entry.name, choice, doubt, measure)
+
+
+def _terms(settings: WorkerSettings) -> Terms:
+    return Terms(
+        artifacts_dir=str(settings.artifacts_dir),
+        device=settings.device,
+        processes=settings.processes,
+        threads=settings.threads,
+    )
+
+
+def _source(entry: Entry, folder: Path, terms: Terms) -> tuple[str, Artifact | None]:
+    """The digest of the model's files, and the artifact made of them."""
+    digest = source_digest(folder, entry.revision)
+    return digest, find_artifact(Path(terms.artifacts_dir), entry.name, digest)
+
+
+def _has_room(folder: Path, terms: Terms) -> bool:
+    """Whether probes may run beside the model processes: a small model on a CPU with memory to spare."""
+    machine = this_machine()
+    weights = weights_bytes(folder)
+    if machine.computes_on_gpu(terms.device) or weights > KEPT_OPEN_MAX_BYTES:
+        return False
+    processes = terms.processes or min(CPU_PROCESSES_MAX, machine.cores)
+    return free_host_bytes() >= processes * (LIBRARIES_BYTES + CANDIDATES_MAX * weights)
+
+
+def choice_path(entry: Entry, terms: Terms, digest: str, artifact: Artifact | None) -> Path:
+    """Where a choice is kept: its name covers all that it depends on."""
+    facts = {
+        "scheme": SCHEME,
+        "machine": this_machine().facts(),
+        "entry": entry.model_dump(mode="json"),
+        "source": digest,
+        "artifact": None if artifact is None else artifact.digest,
+        "given": (terms.device, terms.processes, terms.threads),
+    }
+    fingerprint = hashlib.sha256(msgspec.json.encode(facts, order="deterministic")).hexdigest()[:16]
+    return Path(terms.artifacts_dir) / entry.name / f"choice-{fingerprint}.json"
+
+
+def making_command(entry: Entry, settings: WorkerSettings) -> str:
+    """What makes the artifact of `entry`."""
+    return (
+        f"python -m workers.optimize {entry.name} --models-file {settings.models_file} "
+        f"--artifacts-dir {settings.artifacts_dir}"
+    )
+
+
+def _tell_without_artifact(entry: Entry, settings: WorkerSettings) -> None:
+    command = making_command(entry, settings)
+    if entry.backend == "onnx" or entry.precision == "int8":
+        raise ConfigurationError(
+            f"{entry.name}: {entry.backend} {entry.precision} needs an artifact; make it with `{command}`",
+            field="backend",
+        )
+    if entry.backend == "auto":
+        log.info("no artifact, so torch only", extra={"model": entry.name, "make_it_with": command})
+
+
+async def _choose(entry: Entry, folder: Path, terms: Terms, digest: str, *more: str) -> Choice:
+    """Has a process of its own choose; if that fails, torch as it is."""
+    words = [f"--model={entry.model_dump_json()}", f"--folder={folder}", f"--digest={digest}"]
+    words += [f"--terms={msgspec.json.encode(terms).decode()}"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "workers.autotune",
+        *words,
+        *more,
+        env=child_environment(1),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(CHOOSE_LIMIT_S):
+            told, _ = await process.communicate()
+    except TimeoutError:
+        return _fallback(entry, terms, f"choosing took longer than {CHOOSE_LIMIT_S:g} s")
+    finally:
+        # With its probes, which are of its session; all are gone already when it ended by itself.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+    try:
+        answer = msgspec.json.decode(told.splitlines()[-1], type=Choice | Refusal)
+    except (IndexError, msgspec.MsgspecError):
+        return _fallback(entry, terms, f"the choosing process ended with status {process.returncode}")
+    if isinstance(answer, Refusal):
+        raise ConfigurationError(answer.message, field="backend")
+    return answer
+
+
+def _fallback(entry: Entry, terms: Terms, reason: str) -> Choice:
+    log.warning("no backend could be chosen", extra={"model": entry.name, "reason": reason})
+    machine = this_machine()
+    layout = layouts(terms.processes, terms.threads, machine, is_gpu=machine.computes_on_gpu(terms.device))[0]
+    return Choice(backend=unmeasured_backend(entry), layout=layout, reason=reason, is_provisional=True)
+
+
+def _tell(entry: Entry, choice: Choice, was_kept: bool, took_s: float) -> None:
+    """The one line that says what was chosen and why, and the gauge."""
+    backend, layout = choice.backend, choice.layout
+    log.info(
+        "backend chosen",
+        extra={
+            "model": entry.name,
+            "backend": backend.name,
+            "processes": layout.processes,
+            "threads": layout.threads,
+            "call_tokens": backend.call_tokens,
+            "reason": choice.reason,
+            "candidates": msgspec.to_builtins(choice.findings),
+            "is_provisional": choice.is_provisional,
+            "was_kept": was_kept,
+            "took_s": round(took_s, 2),
+        },
+    )
+    BACKEND_INFO.labels(entry.name, backend.backend, backend.precision, layout.threads, layout.processes).set(1)

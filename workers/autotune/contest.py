@@ -1,0 +1,126 @@
+"""Finds the fastest of several options: times them by turns, in rounds, until two rounds without noise agree."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shared.errors import PenstockError
+from workers.autotune.choice import Finding, Layout
+from workers.models.backend import Backend
+
+MARGIN = 1.05
+"""What comes later must be this much faster: the noise of such short measurements."""
+LAYOUT_MARGIN = 1.3
+"""The same among layouts: the one listed first computes a lone text on all cores, on two 1.7 times as fast. Under load
+it is 6 to 20 % slower, so a smaller margin made the choice a matter of chance."""
+DISTURBED = 0.25
+"""A reading in which the cores gave this share of their time to others says nothing."""
+ROUNDS_MAX = 6
+
+
+class Reading(NamedTuple):
+    """One timing of a backend in a layout.
+
+    `disturbance`: the share of the time that its processes wanted the cores and did not get them, 0 to 1.
+    `cpu_s_per_token`: of the tokens computed, padding included; 0 where CPU time says nothing, as on a GPU.
+    """
+
+    texts_per_s: float
+    cpu_s_per_token: float = 0.0
+    disturbance: float = 0.0
+
+
+@dataclass(eq=False)
+class Option:
+    """A backend in a layout, what is found out about it, and the readings so far."""
+
+    backend: Backend
+    layout: Layout
+    finding: Finding
+    readings: list[Reading] = field(default_factory=list)
+
+    @property
+    def best(self) -> Reading:
+        """The fastest: noise only slows."""
+        return max(self.readings)
+
+
+Meter = Callable[[Option], Reading]
+
+
+class Contest:
+    """Times options and says who won; `spent_s` adds up over several calls of `decide`.
+
+    Args:
+        meter: times one option.
+        clock: seconds.
+        limit_s: no further round is begun after it.
+        rounds: so many have to agree.
+    """
+
+    def __init__(self, meter: Meter, clock: Callable[[], float], limit_s: float, rounds: int) -> None:
+        self._meter = meter
+        self._clock = clock
+        self._limit_s = limit_s
+        self.rounds = rounds
+        self._spent_s = 0.0
+        self._has_timed = False
+        self.disturbed = 0
+        self.counted = 0
+
+    def decide(self, options: Sequence[Option], margin: float = MARGIN) -> Option | None:
+        """The fastest, the one listed first preferred within `margin`; None where no two quiet rounds agree.
+
+        Args:
+            options: at least one; a single one is timed once, for its figures.
+            margin: what comes later must be so many times as fast.
+        """
+        wins: Counter[int] = Counter()
+        for _ in range(ROUNDS_MAX):
+            living = [option for option in options if not option.finding.reason]
+            row = [(option, reading) for option in living if (reading := self._timed(option))]
+            if not row:
+                return None
+            if len(options) == 1:
+                return row[0][0]
+            if max(reading.disturbance for _, reading in row) > DISTURBED:
+                self.disturbed += 1
+            else:
+                self.counted += 1
+                winner = _fastest(row, margin)
+                wins[options.index(winner)] += 1
+                if wins[options.index(winner)] == self.rounds:
+                    return winner
+            if self._spent_s > self._limit_s:
+                return None
+        return None
+
+    def _timed(self, option: Option) -> Reading | None:
+        # Never before something is found that may serve.
+        if self.rounds == 1 and self._has_timed and self._spent_s > self._limit_s:
+            option.finding.reason = f"not measured: {self._limit_s:g} s were over"
+            return None
+        began_s = self._clock()
+        try:
+            reading = self._meter(option)
+        except PenstockError as error:
+            option.finding.reason = error.message
+            return None
+        finally:
+            self._spent_s += self._clock() - began_s
+        self._has_timed = True
+        option.readings.append(reading)
+        option.finding.texts_per_s[option.layout.name] = round(option.best.texts_per_s, 1)
+        option.finding.disturbance = round(max(option.finding.disturbance, reading.disturbance), 2)
+        return reading
+
+
+def _fastest(row: Sequence[tuple[Option, Reading]], margin: float) -> Option:
+    best, best_reading = row[0]
+    for option, reading in row[1:]:
+        if reading.texts_per_s > best_reading.texts_per_s * margin:
+            best, best_reading = option, reading
+    return best

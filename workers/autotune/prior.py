@@ -1,0 +1,28 @@
+"""Which backend is likely to be the fastest for embeddings on this kind of hardware, before anything is measured.
+
+This prior orders the candidates, leaves out those that never won, and decides where measurements disagree. Its sources
+are in docs/decisions/0023-choosing-without-noise.md.
+"""
+
+from __future__ import annotations
+
+from workers.autotune.hardware import Machine
+from workers.models.backend import Backend
+
+_ON_GPU = ("torch-bf16", "torch-fp16", "onnx-int8", "onnx-fp16", "onnx-fp32", "torch-fp32")
+_WITH_BF16 = ("onnx-int8", "torch-bf16", "onnx-fp32", "torch-fp32")
+_WITH_VNNI = ("onnx-int8", "onnx-fp32", "torch-fp32", "torch-bf16")
+_PLAIN = ("onnx-fp32", "onnx-int8", "torch-fp32", "torch-bf16")
+_VNNI_FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "i8mm"})
+
+
+def prior_rank(backend: Backend, machine: Machine, *, is_gpu: bool) -> int:
+    """The place of `backend` among the kinds of backends on this hardware, the likely fastest 0."""
+    if is_gpu:
+        order: tuple[str, ...] = _ON_GPU
+    elif machine.has_bf16:
+        order = _WITH_BF16
+    else:
+        order = _WITH_VNNI if _VNNI_FLAGS & set(machine.flags) else _PLAIN
+    kind = f"{backend.backend}-{backend.precision}"
+    return order.index(kind) if kind in order else len(order)

@@ -1,0 +1,76 @@
+"""What the webhook function remembers in Redis of each prediction: when it last told of output, and that it is done.
+
+Redis is asked for order and rate only: without it events are delivered, maybe one too many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import TracebackType
+from typing import Literal, Self
+
+from prometheus_client import Counter, Gauge
+
+from shared.errors import Unavailable
+from shared.stores.redis_client import RedisLink
+
+THROTTLE_MS = 500
+"""Output and logs are told of at most so often (https://replicate.com/docs/topics/webhooks)."""
+KEEP_S = 2 * 24 * 3600
+"""Longer than an event can wait on its topic."""
+THROTTLED = frozenset({"output", "logs"})
+
+ERRORS = Counter(
+    "penstock_functions_notes_errors_total", "Round trips to Redis about webhooks that failed.", ["operation"]
+)
+UP = Gauge("penstock_functions_notes_redis_up", "1 while Redis is being asked about webhooks.")
+
+_ADMIT = """
+if redis.call('EXISTS', KEYS[1]) == 1 then return 'late' end
+if ARGV[1] ~= '0' and not redis.call('SET', KEYS[2], '1', 'NX', 'PX', ARGV[1]) then return 'throttled' end
+return 'due'
+"""
+"""KEYS: done, told. ARGV: milliseconds in which no other of this kind is due; 0: no bound."""
+_CLOSE = "redis.call('SET', KEYS[1], '1', 'EX', ARGV[1])"
+
+Verdict = Literal["due", "throttled", "late"]
+
+
+class Notes:
+    """Notes about webhooks; an async context manager, cheap to open with or without Redis.
+
+    Args:
+        redis_url: `redis://`, `rediss://` or `unix://` URL.
+        prefix: put before every key.
+    """
+
+    def __init__(self, redis_url: str, *, prefix: str = "penstock:") -> None:
+        self._link = RedisLink("webhooks", redis_url, timeout_s=0.25, retry_s=0.25, up=UP, errors=ERRORS)
+        self._scripts = self._link.scripts("the store of notes")
+        self._prefix = prefix
+
+    async def __aenter__(self) -> Self:
+        await self._link.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._link.__aexit__(kind, error, trace)
+
+    async def admit(self, record: str, event: str) -> Verdict:
+        """Whether an event is due, comes too soon after the last one of its kind, or after the end was told."""
+        told, spare_ms = self._key(record, event), THROTTLE_MS if event in THROTTLED else 0
+        answer = None
+        with contextlib.suppress(Unavailable):  # better told twice than not at all
+            answer = await self._scripts.run(_ADMIT, (self._key(record, "done"), told), spare_ms)
+        verdicts: dict[bytes | None, Verdict] = {b"throttled": "throttled", b"late": "late"}
+        return verdicts.get(answer, "due")
+
+    async def close(self, record: str) -> None:
+        """Nothing of this prediction is due any more."""
+        with contextlib.suppress(Unavailable):
+            await self._scripts.run(_CLOSE, (self._key(record, "done"),), KEEP_S)
+
+    def _key(self, record: str, what: str) -> str:
+        return f"{self._prefix}webhook:{record}:{what}"

@@ -1,0 +1,102 @@
+"""What the functions of one process are made of, opened with their first message: there is no earlier moment.
+
+functions-framework loads a function in a parent process and calls it in another, where the event loop is. It has no end
+either that a function hears of; nothing is lost by that, since a push is answered only when all of it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+
+from shared.catalog import read_catalog
+from shared.pubsub.client import PubSubTransport
+from shared.stores.records import Records
+from shared.stores.signed_urls import Links
+from shared.transport import Message
+from shared.usage.bigquery import Sender
+from shared.usage.row import Row
+from shared.usage.writer import TABLE, fields_of
+from workers.functions.dead_letter import DeadLetters
+from workers.functions.delivery_state import Notes
+from workers.functions.handler import Handler
+from workers.functions.settings import FunctionSettings
+from workers.functions.webhook import Webhooks
+
+log = logging.getLogger(__name__)
+
+
+class Parts:
+    """Opens what a function needs, once.
+
+    Args:
+        settings: of this process.
+    """
+
+    def __init__(self, settings: FunctionSettings) -> None:
+        self._settings = settings
+        self._stack = AsyncExitStack()
+        self._opening = asyncio.Lock()
+        self._records: Records | None = None
+        self._handlers: dict[str, Handler] = {}
+
+    async def dead_letter(self, message: Message) -> None:
+        """Answers a dead letter; see DeadLetters.answer."""
+        await (await self._handler("dead_letter"))(message)
+
+    async def webhook(self, message: Message) -> None:
+        """Delivers an event; see Webhooks.deliver."""
+        await (await self._handler("webhook"))(message)
+
+    async def _handler(self, function: str) -> Handler:
+        async with self._opening:
+            if function not in self._handlers:
+                openings = {"dead_letter": self._open_dead_letters, "webhook": self._open_webhooks}
+                self._handlers[function] = await openings[function]()
+        return self._handlers[function]
+
+    async def _open_dead_letters(self) -> Handler:
+        settings = self._settings
+        catalog = read_catalog(settings.models_file)
+        publisher = await self._stack.enter_async_context(PubSubTransport(settings.project, settings.pubsub_endpoint))
+        table = RowTable(settings)
+        return DeadLetters(await self._open_records(), publisher, table, catalog, settings.region).answer
+
+    async def _open_webhooks(self) -> Handler:
+        settings = self._settings
+        notes = await self._stack.enter_async_context(Notes(settings.redis_url))
+        links = Links(settings.secret)
+        return Webhooks(
+            await self._open_records(),
+            notes,
+            links,
+            settings.webhook_secrets,
+            allow_private=settings.webhooks_private,
+        ).deliver
+
+    async def _open_records(self) -> Records:
+        if self._records is None:
+            self._records = await self._stack.enter_async_context(Records(self._settings.records_redis_url))
+        return self._records
+
+
+class RowTable:
+    """The table in BigQuery. Unlike RowWriter it waits for BigQuery, because a function has no disk."""
+
+    def __init__(self, settings: FunctionSettings) -> None:
+        self._sender = Sender(
+            settings.project, f"{settings.project}.{settings.dataset}.{TABLE}", settings.bigquery_endpoint
+        )
+        self._sending = asyncio.Lock()
+
+    async def write(self, rows: list[Row]) -> None:
+        """Returns once BigQuery has `rows`; one that it refuses for good is logged.
+
+        Raises:
+            Unavailable: it can't be said that it has them.
+        """
+        async with self._sending:
+            refused = await asyncio.to_thread(self._sender.send, [fields_of(row) for row in rows])
+        for fields, reason in refused:
+            log.error("row refused", extra={"row": fields, "reason": reason})

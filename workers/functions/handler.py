@@ -1,0 +1,112 @@
+"""What every function does with a request: who calls, which message, how it went, in the status that Pub/Sub reads.
+
+2xx ends a message; anything else has Pub/Sub bring it again, after a pause that grows. So a message that can never be
+handled gets 2xx too, with a counter and its ids in the log; what its caller wrote is in no log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Protocol
+
+from prometheus_client import Counter, generate_latest
+
+from shared.errors import PenstockError, UndecodableMessage
+from shared.transport import Message
+from workers.functions.push_auth import Caller, Refused
+from workers.functions.push_message import read_push
+
+HANDLE_LIMIT_S = 50.0
+"""Pub/Sub waits 60 s for an answer and then sends the message again, while we would still be at it."""
+LONGEST_BODY_BYTES = 16 * 1024 * 1024
+"""The largest message has 10 MB, which is a third more in base64."""
+LOGGED_CHARACTERS = 128
+
+UNREADABLE = Counter(
+    "penstock_functions_unreadable_total", "Pushes that carry no message a function can handle", ["function"]
+)
+FAILED = Counter("penstock_functions_failed_total", "Pushes that Pub/Sub was asked to bring again", ["function"])
+REFUSED = Counter("penstock_functions_refused_total", "Pushes of somebody who may not call", ["function"])
+
+log = logging.getLogger(__name__)
+
+Answer = tuple[str, int]
+Handler = Callable[[Message], Awaitable[None]]
+
+
+class _Url(Protocol):
+    @property
+    def path(self) -> str: ...
+
+
+class Request(Protocol):
+    """What functions-framework gives a function under ASGI: a Starlette request."""
+
+    @property
+    def method(self) -> str:
+        """Of HTTP, in capitals."""
+
+    @property
+    def url(self) -> _Url:
+        """That it was sent to."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """By name, in lower case."""
+
+    def stream(self) -> AsyncIterator[bytes]:
+        """The body as it comes."""
+
+
+async def answer(request: Request, function: str, caller: Caller, handle: Handler) -> Answer:
+    """Handles one request to `function`: text and status of the answer."""
+    if request.method != "POST":
+        return looked_at(request)
+    try:
+        await caller.check(request.headers.get("authorization", ""))
+        message = read_push(request.headers, await _body(request))
+        async with asyncio.timeout(HANDLE_LIMIT_S):
+            await _handled(message, function, handle)
+    except Refused as error:
+        REFUSED.labels(function).inc()
+        log.warning("push refused", extra={"function": function, "reason": error.message})
+        return error.message, 401
+    except UndecodableMessage as error:
+        UNREADABLE.labels(function).inc()
+        log.error("push unreadable", extra={"function": function, "reason": error.message})
+    except (PenstockError, TimeoutError) as error:
+        FAILED.labels(function).inc()
+        log.warning("push not handled", extra={"function": function, "reason": str(error) or "out of time"})
+        return str(error) or "out of time", 503
+    return "", 204
+
+
+async def _handled(message: Message, function: str, handle: Handler) -> None:
+    try:
+        await handle(message)
+    except UndecodableMessage:
+        facts = {
+            "function": function,
+            "message_id": message.message_id,
+            "request_id": message.attributes.get("request_id", "")[:LOGGED_CHARACTERS],
+            "attributes": len(message.attributes),
+            "data_bytes": len(message.data),
+        }
+        log.error("message unreadable", extra=facts)
+        raise
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > LONGEST_BODY_BYTES:
+            raise UndecodableMessage(f"the push is larger than {LONGEST_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+def looked_at(request: Request) -> Answer:
+    """What probes and scrapes (`/metrics`) get."""
+    return (generate_latest().decode(), 200) if request.url.path == "/metrics" else ("ready", 200)

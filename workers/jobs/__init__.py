@@ -1,0 +1,1 @@
+"""A job in a worker: pulled, claimed, prepared, completed."""

@@ -1,0 +1,55 @@
+"""Stores results that are too large for a message in the object store. Replies and the cache carry their keys."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+
+from shared.errors import Unavailable
+from shared.messages import INLINE_LIMIT_BYTES, Blob, Envelope, ImageResult, ItemOutcome
+from shared.stores.objects import ObjectStore
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 4.0
+
+
+class LargeResults:
+    """Stores images above the inline limit.
+
+    Args:
+        objects: where to.
+        keep_limit_s: how long a result is kept in hand while the store is out of reach.
+    """
+
+    def __init__(self, objects: ObjectStore, keep_limit_s: float) -> None:
+        self._objects = objects
+        self._keep_limit_s = keep_limit_s
+
+    async def stored(self, envelope: Envelope, outcome: ItemOutcome) -> ItemOutcome:
+        """The outcome as it travels.
+
+        Raises:
+            Unavailable: the store was out of reach until the deadline, or for too long.
+        """
+        result = outcome.result
+        if not isinstance(result, ImageResult) or result.image.data is None:
+            return outcome
+        if len(result.image.data) <= INLINE_LIMIT_BYTES:
+            return outcome
+        key = f"results/{envelope.request_id}/{outcome.index}"
+        await self._put(key, result.image.data, result.image.media_type, envelope.deadline_s)
+        image = Blob(result.image.media_type, object_key=key)
+        return msgspec.structs.replace(outcome, result=msgspec.structs.replace(result, image=image))
+
+    async def _put(self, key: str, data: bytes, media_type: str, deadline_s: float) -> None:
+        """Stores an object, again and again while the store is out of reach: to draw it anew would cost more."""
+        until_s, pause_s = min(deadline_s, time.time() + self._keep_limit_s), FIRST_PAUSE_S
+        while True:
+            try:
+                return await self._objects.put(key, data, media_type)
+            except Unavailable:
+                if time.time() + pause_s > until_s:
+                    raise
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -1,0 +1,54 @@
+"""Between admission and the queue: sources are fetched, and inputs are made ready for the model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+
+from shared.errors import PenstockError
+from shared.messages import Blob, ImageInput, Item
+from shared.stores.objects import ObjectStore
+from workers.models.base import Prepared, Preparer
+
+SOURCE_LIMIT_BYTES = 32 * 1024 * 1024
+"""The largest source image that is fetched from the object store."""
+
+
+class Preparation:
+    """Prepares items, all of a call together.
+
+    Args:
+        preparer: of the model.
+        objects: where large sources lie.
+        on_thread: whether preparing takes milliseconds, so is done off the loop that keeps the leases.
+    """
+
+    def __init__(self, preparer: Preparer, objects: ObjectStore, *, on_thread: bool) -> None:
+        self._preparer = preparer
+        self._objects = objects
+        self._on_thread = on_thread
+
+    async def prepare(self, items: Sequence[Item]) -> list[Prepared | PenstockError]:
+        """One outcome per item, in order: ready, or why it can't be."""
+        found: Sequence[Item | PenstockError] = items
+        if any(isinstance(item.input, ImageInput) for item in items):
+            found = await asyncio.gather(*(self._with_source(item) for item in items))
+        return await asyncio.to_thread(self._prepare, found) if self._on_thread else self._prepare(found)
+
+    async def _with_source(self, item: Item) -> Item | PenstockError:
+        """`item` with its source image inline."""
+        given = item.input
+        if not isinstance(given, ImageInput) or given.image is None or given.image.object_key is None:
+            return item
+        try:
+            data = await self._objects.get(given.image.object_key, SOURCE_LIMIT_BYTES)
+        except PenstockError as error:
+            return error
+        image = Blob(given.image.media_type, data=data)
+        return msgspec.structs.replace(item, input=msgspec.structs.replace(given, image=image))
+
+    def _prepare(self, items: Sequence[Item | PenstockError]) -> list[Prepared | PenstockError]:
+        prepared = iter(self._preparer.prepare([item.input for item in items if isinstance(item, Item)]))
+        return [next(prepared) if isinstance(item, Item) else item for item in items]

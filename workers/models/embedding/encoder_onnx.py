@@ -1,0 +1,174 @@
+"""The ONNX Runtime encoder of an embedding model; pools and normalizes in numpy, and never imports torch.
+
+A model process with it is up in well under a second and takes a fraction of the memory of one with torch.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+
+from shared.errors import ConfigurationError, ModelFailed
+from workers.models.base import OutOfMemory
+from workers.models.cpu import has_vnni
+from workers.models.embedding.model_folder import SentenceFolder
+
+_ASK_GPU_LIMIT_S = 10.0
+_SLOW_ON_CPU = ["SkipLayerNormFusion"]
+"""Its operator takes a millisecond for 512 tokens of MiniLM, an addition and a layer norm take 0.13."""
+_TYPES = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}
+
+
+class OnnxEncoder:
+    """A transformer's graph of `input_ids`, `attention_mask` and maybe `token_type_ids`, to states.
+
+    The states are the first output, [items, longest, width]; their type may be narrower than float32.
+
+    Args:
+        settings: the folder of the model, for pooling and normalization.
+        graph: the .onnx file.
+        device: as WorkerSettings.device.
+        threads: on a CPU.
+        memory_fraction: the part of a GPU's memory to take at most.
+    """
+
+    device_name = ""
+    pads = True
+
+    def __init__(
+        self, settings: SentenceFolder, graph: Path, *, device: str, threads: int, memory_fraction: float = 1.0
+    ) -> None:
+        self._settings = settings
+        self._graph = graph
+        self._wanted = device
+        self._threads = threads
+        self._memory_fraction = memory_fraction
+
+    def open(self) -> int:
+        """Loads the graph; returns the dimensions of the vectors.
+
+        Raises:
+            ConfigurationError: the graph can't be loaded, or there is no such device.
+        """
+        provider, self.device_name = self._provider()
+        try:
+            self._session = onnxruntime.InferenceSession(
+                str(self._graph),
+                session_options(self._threads),
+                providers=[provider],
+                disabled_optimizers=_SLOW_ON_CPU if self.device_name == "cpu" else [],
+            )
+        except Exception as error:  # the library's errors have no common class but this
+            raise ConfigurationError(f"{self._graph}: {error}", field="backend") from error
+        self._inputs = {given.name: _TYPES.get(given.type, np.int64) for given in self._session.get_inputs()}
+        output = self._session.get_outputs()[0]
+        self._output = output.name
+        if not isinstance(output.shape[-1], int):
+            raise ConfigurationError(f"{self._graph}: doesn't tell the width of {output.name}", field="backend")
+        return output.shape[-1] * len(self._settings.pooling)
+
+    def _provider(self) -> tuple[tuple[str, dict[str, str]], str]:
+        """The execution provider with its options, and the device's name."""
+        has_cuda = "CUDAExecutionProvider" in onnxruntime.get_available_providers()
+        wanted = self._wanted if self._wanted != "auto" else "cuda" if has_cuda else "cpu"
+        kind, _, number = wanted.partition(":")
+        if kind == "cpu":
+            return ("CPUExecutionProvider", {}), "cpu"
+        if kind != "cuda" or not has_cuda:
+            raise ConfigurationError(f"device {wanted!r}: this ONNX Runtime has no such provider", field="device")
+        name, memory_bytes = _ask_gpu(number or "0")
+        limit = str(int(memory_bytes * self._memory_fraction))
+        return ("CUDAExecutionProvider", {"device_id": number or "0", "gpu_mem_limit": limit}), name
+
+    def computed_tokens(self, lengths: Sequence[int]) -> int:
+        """As workers.models.embedding.model.Encoder."""
+        return max(lengths) * len(lengths)
+
+    def encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
+        """[items, longest] token ids to float32 [items, dimensions]; as workers.models.embedding.model.Encoder."""
+        mask = np.arange(ids.shape[1]) < lengths[:, None]
+        states = self._run({"input_ids": ids, "attention_mask": mask} | self._types(ids, types))
+        vectors = np.concatenate([pool(mode, states, mask, lengths) for mode in self._settings.pooling], axis=1)
+        if self._settings.normalize:
+            # The same floor as torch.nn.functional.normalize.
+            vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+        return vectors
+
+    def _types(self, ids: np.ndarray, types: np.ndarray | None) -> dict[str, np.ndarray]:
+        if "token_type_ids" in self._inputs:
+            return {"token_type_ids": np.zeros_like(ids) if types is None else types}
+        if types is not None and types.any():
+            raise ModelFailed("the graph was exported without token types")
+        return {}
+
+    def _run(self, arrays: dict[str, np.ndarray]) -> np.ndarray:
+        """States of the given arrays, float32 [items, longest, width]."""
+        given = {name: array.astype(self._inputs[name], copy=False) for name, array in arrays.items()}
+        try:
+            if self.device_name == "cpu":
+                states = self._session.run([self._output], given)[0]
+            else:
+                states = self._run_bound(given)
+        except Exception as error:  # the library's errors have no common class but this
+            if "Failed to allocate memory" in str(error) or "BFCArena" in str(error):
+                raise OutOfMemory(str(error)) from error
+            raise ModelFailed(f"ONNX Runtime: {error}") from error
+        return np.asarray(states).astype(np.float32, copy=False)
+
+    def _run_bound(self, given: dict[str, np.ndarray]) -> np.ndarray:
+        """The same with inputs and output bound to the GPU: one copy there, one back, none between graph parts."""
+        binding = self._session.io_binding()
+        for name, array in given.items():
+            binding.bind_cpu_input(name, np.ascontiguousarray(array))
+        binding.bind_output(self._output, "cuda")
+        self._session.run_with_iobinding(binding)
+        return np.asarray(binding.copy_outputs_to_cpu()[0])
+
+
+def session_options(threads: int) -> onnxruntime.SessionOptions:
+    """How every graph is run: on so many threads, and with the same figures on every CPU."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    # A plan of memory is kept for each shape ever seen, and padded batches have hundreds of shapes.
+    options.enable_mem_pattern = False
+    # Spinning threads take the cores from the I/O process, and from other model processes.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if not has_vnni():
+        # Products of unsigned activations and signed weights would saturate at 16 bits, and vectors be further off.
+        # ONNX Runtime takes unsigned weights then, whose products are exact. With VNNI they cost half as much again.
+        options.add_session_config_entry("session.x64quantprecision", "1")
+    options.log_severity_level = 3
+    return options
+
+
+def _ask_gpu(number: str) -> tuple[str, int]:
+    """Name and memory (bytes) of a GPU."""
+    words = ["nvidia-smi", f"--id={number}", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(words, check=True, capture_output=True, text=True, timeout=_ASK_GPU_LIMIT_S).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigurationError(
+            f"device cuda:{number}: nvidia-smi doesn't know it ({error})", field="device"
+        ) from error
+    name, _, memory_mib = told.strip().rpartition(",")
+    return name.strip(), int(memory_mib) * 1024 * 1024
+
+
+def pool(mode: str, states: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """States [items, tokens, width] to [items, width], by one of sentence_folder.POOLING_MODES.
+
+    `mask` is [items, tokens], `lengths` [items]; the formulas are those of sentence-transformers' Pooling module.
+    """
+    if mode == "cls":
+        return states[:, 0]
+    if mode == "max":
+        return np.asarray(np.where(mask[:, :, None], states, np.float32("-inf")).max(axis=1))
+    # A matrix product, [items, 1, tokens] by [items, tokens, width]: quicker than a masked sum, and BLAS adds pairwise.
+    sums = np.matmul(mask[:, None, :].astype(np.float32), states)[:, 0]
+    counts = lengths[:, None].astype(np.float32)
+    return np.asarray(sums / (np.sqrt(counts) if mode == "mean_sqrt_len_tokens" else counts))

@@ -1,0 +1,122 @@
+"""Embeddings, in the model process: pads a batch, has an Encoder compute it, and packs its vectors.
+
+The encoders are workers/models/embedding/encoder_torch.py and encoder_onnx.py; nothing here imports either library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from shared.catalog import Model as Entry
+from shared.errors import ConfigurationError, PenstockError
+from shared.messages import EmbeddingResult, Result
+from workers.models.base import OnStep, PreparedItem, PreparedText
+from workers.models.embedding.length_bucketing import cut_by_length
+
+USUAL_CALL_TOKENS = {"cpu": 20, "gpu": 4096}
+"""What one call costs besides its tokens, in tokens, where it was not measured: MiniLM on one core takes as long to
+read its weights as to compute 20 tokens; a GPU is bound by launches up to thousands of tokens."""
+_WARMUP_LENGTHS = (8, 64)
+
+
+class Encoder(Protocol):
+    """A transformer with the pooling and normalization of its folder, in one library and precision."""
+
+    device_name: str
+    """What computes: the GPU's name, or `cpu`. Known after `open`."""
+    pads: bool
+    """Whether a text costs as much as the longest of its batch. Known after `open`."""
+
+    def open(self) -> int:
+        """Loads the model; returns how many dimensions its vectors have.
+
+        Raises:
+            ConfigurationError: the files can't be loaded, or the device can't do this precision.
+        """
+
+    def computed_tokens(self, lengths: Sequence[int]) -> int:
+        """How many tokens are computed for texts of these lengths, padding and all."""
+
+    def encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
+        """The vectors of padded texts: float32 [items, dimensions].
+
+        Args:
+            ids: token ids, int64 [items, longest]; what lies beyond an item's length counts for nothing.
+            types: token type ids in the same form; None: all 0.
+            lengths: tokens of each item, int64 [items], at least 1 and the greatest equal to `longest`.
+
+        Raises:
+            OutOfMemory: the device has too little memory for this batch.
+        """
+
+
+class EmbeddingModel:
+    """Runs batches of texts on an Encoder; the other half is TextPreparer. `call_tokens`: as in Backend."""
+
+    device_name = ""
+    pads = True
+
+    def __init__(self, entry: Entry, encoder: Encoder, call_tokens: int = 0) -> None:
+        self._entry = entry
+        self._encoder = encoder
+        self._call_tokens = call_tokens
+
+    def setup(self) -> None:
+        """Loads the weights.
+
+        Raises:
+            ConfigurationError: the folder can't be loaded, or its vectors have not the catalog's dimensions.
+        """
+        dimensions = self._encoder.open()
+        self.device_name, self.pads = self._encoder.device_name, self._encoder.pads
+        if dimensions != self._entry.dimensions:
+            raise ConfigurationError(
+                f"{self._entry.name}: vectors have {dimensions} dimensions, not {self._entry.dimensions}",
+                field="dimensions",
+            )
+
+    def warmup(self) -> None:
+        """Runs a short and a longer text, alone and padded."""
+        for length in _WARMUP_LENGTHS:
+            ids = np.zeros(length, "<u4").tobytes()
+            short = np.zeros(length // 2, "<u4").tobytes()
+            batch = [PreparedText(key="", length=len(text) // 4, ids=text) for text in (ids, short)]
+            self.predict(batch[:1], _ignore_step)
+            self.predict(batch, _ignore_step)
+
+    def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
+        """Texts of like length together, so that little padding is computed; all of them where there is none."""
+        if not self.pads:
+            return [list(range(len(batch)))]
+        usual = USUAL_CALL_TOKENS["cpu" if self.device_name == "cpu" else "gpu"]
+        return cut_by_length([item.length for item in batch], self._call_tokens or usual, self._entry.budget)
+
+    def computed_work(self, lengths: Sequence[int]) -> int:
+        """In tokens; see workers.models.base.Model."""
+        return self._encoder.computed_tokens(lengths)
+
+    def predict(self, batch: Sequence[PreparedItem], on_step: OnStep) -> list[Result | PenstockError]:
+        """One EmbeddingResult per text, in order, computed padded to the longest of the batch."""
+        texts = [item for item in batch if isinstance(item, PreparedText)]
+        lengths = np.array([text.length for text in texts])
+        ids = np.zeros((len(texts), lengths.max()), np.int64)
+        types = np.zeros_like(ids) if any(text.type_ids for text in texts) else None
+        for row, text in enumerate(texts):
+            ids[row, : text.length] = np.frombuffer(text.ids, "<u4")
+            if types is not None and text.type_ids:
+                types[row, : text.length] = np.frombuffer(text.type_ids, "<u4")
+        vectors = self._encoder.encode(ids, types, lengths)
+        on_step(1, 1)
+        width = vectors.shape[1] * 4
+        packed = vectors.astype("<f4", copy=False).tobytes()
+        return [
+            EmbeddingResult(packed[row * width : (row + 1) * width], text.length, text.truncated_tokens)
+            for row, text in enumerate(texts)
+        ]
+
+
+def _ignore_step(step: int, steps: int) -> None:
+    """Warm-up has nobody to tell."""

@@ -1,0 +1,131 @@
+"""Texts to token ids, in the I/O process: tokenized in batch by the model's own tokenizer.json, checked, cut if asked.
+
+The tokenizer itself never cuts: it would not say so, and it spends as long on what it cuts off.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import chain, takewhile
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.normalizers import Lowercase
+from tokenizers.normalizers import Sequence as NormalizerSequence
+
+from shared.errors import BadInput, ConfigurationError, ContextLengthExceeded
+from shared.messages import Input, TextInput, TokensInput, Truncate
+from workers.models.base import PreparedText
+from workers.models.embedding.model_folder import SentenceFolder, read_sentence_folder
+
+_IDS = np.dtype("<u4")
+
+
+class TextPreparer:
+    """Makes PreparedText of TextInput and TokensInput, as sentence-transformers would before its transformer.
+
+    Raises:
+        ConfigurationError: the folder is no embedding model.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._settings = read_sentence_folder(folder)
+        self._tokenizer = _open_tokenizer(self._settings)
+        self._prefix, self._suffix = _template(self._tokenizer)
+        self._prompt_ids = self._tokenizer.encode(self._settings.prompt, add_special_tokens=False).ids
+        self._vocabulary = _vocabulary(self._settings.transformer, self._tokenizer)
+
+    def prepare(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
+        """One outcome per input, in order; what is longer than the model takes is refused or cut, as the input says."""
+        texts = [place for place, value in enumerate(inputs) if isinstance(value, TextInput)]
+        outcomes = dict(zip(texts, self._tokenize([inputs[place] for place in texts]), strict=True))
+        for place, value in enumerate(inputs):
+            if isinstance(value, TokensInput):
+                outcomes[place] = self._frame(value)
+            elif place not in outcomes:
+                outcomes[place] = BadInput("an embedding model takes texts or token ids", field="input")
+        return [outcomes[place] for place in range(len(inputs))]
+
+    def _tokenize(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
+        given = [value for value in inputs if isinstance(value, TextInput)]
+        try:
+            encodings = self._tokenizer.encode_batch_fast([self._settings.prompt + value.text for value in given])
+        except (TypeError, ValueError) as error:
+            # A lone surrogate is a str that is no Unicode text; it fails the whole call.
+            if len(inputs) == 1:
+                return [BadInput(f"the text can't be tokenized: {error}", field="input")]
+            return list(chain.from_iterable(self._tokenize([value]) for value in inputs))
+        pairs = zip(given, encodings, strict=True)
+        return [self._prepared(one.ids, one.type_ids, value.truncate) for value, one in pairs]
+
+    def _frame(self, given: TokensInput) -> PreparedText | BadInput:
+        """Token ids between the special tokens that the tokenizer puts around one text."""
+        for position, token in enumerate(given.tokens):
+            if not 0 <= token < self._vocabulary:
+                reason = f"token id {token}, at position {position}, is not in the vocabulary, which ends at"
+                return BadInput(f"{reason} {self._vocabulary - 1}", field="input")
+        ids = [*self._prefix, *self._prompt_ids, *given.tokens, *self._suffix]
+        return self._prepared(ids, (), given.truncate)
+
+    def _prepared(self, ids: list[int], type_ids: Sequence[int], truncate: Truncate) -> PreparedText | BadInput:
+        beyond = len(ids) - self._settings.max_length
+        if beyond > 0:
+            if truncate == "none":
+                return _too_long(len(ids), self._settings.max_length)
+            at = self._cut_at(ids, beyond, truncate)
+            ids, type_ids = [*ids[:at], *ids[at + beyond :]], [*type_ids[:at], *type_ids[at + beyond :]]
+        return PreparedText(
+            key="",
+            length=len(ids),
+            ids=np.array(ids, _IDS).tobytes(),
+            type_ids=np.array(type_ids, _IDS).tobytes() if any(type_ids) else b"",
+            truncated_tokens=max(0, beyond),
+        )
+
+    def _cut_at(self, ids: list[int], beyond: int, truncate: Truncate) -> int:
+        """Where `beyond` tokens are left out: never special tokens, and not the model's own prompt."""
+        end = len(ids) - len(self._suffix) - beyond
+        if truncate == "end":
+            return end
+        body = zip(ids[len(self._prefix) :], self._prompt_ids, strict=False)
+        prompt = takewhile(lambda pair: pair[0] == pair[1], body)
+        return min(end, len(self._prefix) + len(list(prompt)))
+
+
+def _too_long(tokens: int, limit: int) -> ContextLengthExceeded:
+    """Begins as OpenAI's does, which clients and proxies look for."""
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {limit} tokens, however you requested {tokens} tokens (special tokens "
+        'included). Shorten the text, or send "truncate": "end" or "start" to have it cut.',
+        field="input",
+    )
+
+
+def _open_tokenizer(settings: SentenceFolder) -> Tokenizer:
+    path = settings.transformer / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for a broken file
+        raise ConfigurationError(f"{path}: {error}", field="source") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    if settings.lower_case:
+        steps = [Lowercase()] + ([tokenizer.normalizer] if tokenizer.normalizer else [])
+        tokenizer.normalizer = NormalizerSequence(steps)
+    return tokenizer
+
+
+def _template(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The special tokens before and after one text, seen by tokenizing one with and without them."""
+    bare = tokenizer.encode("a", add_special_tokens=False).ids
+    full = tokenizer.encode("a").ids
+    start = next((at for at in range(len(full)) if full[at : at + len(bare)] == bare), 0)
+    return full[:start], full[start + len(bare) :]
+
+
+def _vocabulary(transformer: Path, tokenizer: Tokenizer) -> int:
+    """Ids below this have a row in the embedding table, which may be shorter or longer than the tokenizer's list."""
+    size = json.loads((transformer / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+    return min(size or tokenizer.get_vocab_size(), tokenizer.get_vocab_size())

@@ -1,0 +1,224 @@
+"""Images in diffusers, in the model process: text-to-image and image-to-image from one loaded pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+
+from shared.catalog import Model as Entry
+from shared.diffusion_schedulers import OWN_SCHEDULER, SCHEDULERS
+from shared.errors import BadInput, ModelFailed, PenstockError
+from shared.messages import Blob, ImageResult, Result
+from workers.models.base import OnStep, OutOfMemory, PreparedImage, PreparedItem
+from workers.models.device import Device, memory_errors
+from workers.models.image.codec import encode_all, sources_on, to_host
+from workers.models.image.compilation import only_what_is_compiled
+from workers.models.image.compiled_sizes import cheapest_cover
+from workers.models.image.pipeline import load_pipelines
+from workers.models.image.plan import capability_of, plan_for
+from workers.models.image.prompt_encoder import PromptEncoder
+
+WARMUP_LIMIT_S = 100.0
+"""No further size is begun after this: compiling one may take a minute where no earlier start kept it."""
+_WARMUP_STEPS = 4
+
+log = logging.getLogger(__name__)
+
+
+class ImageModel:
+    """A diffusers pipeline; the other half is ImagePreparer."""
+
+    device_name = ""
+    pads = True
+
+    def __init__(self, entry: Entry, folder: Path, device: Device, *, warmup_limit_s: float = WARMUP_LIMIT_S) -> None:
+        self._entry = entry
+        self._folder = folder
+        self._place = device
+        self._warmup_limit_s = warmup_limit_s
+        self._call_s: dict[int, float] = {}
+
+    def setup(self) -> None:
+        """Loads the pipeline, whatever its class, without its safety checker.
+
+        Raises:
+            ConfigurationError: the folder is no text-to-image pipeline, or the entry asks for what is not installed.
+        """
+        self._device, self.device_name = self._place.open()
+        self._plan = plan_for(self._entry, capability_of(self._device))
+        self._text_to_image, self._image_to_image = load_pipelines(self._folder, self._device, self._plan)
+        self._own_scheduler = self._text_to_image.scheduler
+        self._prompts = PromptEncoder(self._text_to_image)
+
+    def warmup(self) -> None:
+        """Draws at the usual size, from text and from an image; compiled, in every batch size that time allows."""
+        began_s = time.monotonic()
+        for size in self._plan.batch_sizes if self._plan.is_compiled else (1,):
+            if time.monotonic() - began_s > self._warmup_limit_s:
+                log.warning("warm-up cut short; the next start finds more compiled", extra={"batch_size": size})
+                break
+            items = [self._usual_item()] * size
+            self._warm(items)
+            if self._plan.is_compiled:
+                call_began_s = time.monotonic()
+                self._warm(items)
+                self._call_s[size] = time.monotonic() - call_began_s
+        if self._image_to_image is not None:
+            item = self._usual_item()
+            item.source, item.strength = bytes(3 * item.width * item.height), 1.0
+            self._warm([item])
+
+    def _usual_item(self) -> PreparedImage:
+        usual = self._entry.image
+        return PreparedImage(
+            key="",
+            length=0,
+            prompt="warm up",
+            negative_prompt="",
+            width=usual.width,
+            height=usual.height,
+            steps=_WARMUP_STEPS,
+            guidance_scale=usual.guidance_scale,
+            seed=0,
+            scheduler=usual.scheduler,
+        )
+
+    def _warm(self, items: Sequence[PreparedImage]) -> None:
+        """Draws `items` and drops them; only here may anything be compiled."""
+        with torch.inference_mode(), memory_errors():
+            to_host(self._draw(items, _ignore_step))
+
+    def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
+        """Images of one key have one shape, so a batch is drawn as it is, or in the sizes that are compiled."""
+        if not self._is_compiled_for(batch[0]):
+            return [list(range(len(batch)))]
+        ends = [0]
+        for size in cheapest_cover(len(batch), self._call_s):
+            ends.append(ends[-1] + size)
+        return [list(range(start, end)) for start, end in pairwise(ends)]
+
+    def computed_work(self, lengths: Sequence[int]) -> int:
+        """In pixel-steps; see workers.models.base.Model."""
+        return max(lengths) * len(lengths)
+
+    def _is_compiled_for(self, item: PreparedItem) -> bool:
+        usual = self._entry.image
+        is_usual = isinstance(item, PreparedImage) and (item.width, item.height) == (usual.width, usual.height)
+        return is_usual and bool(self._call_s)
+
+    def predict(self, batch: Sequence[PreparedItem], on_step: OnStep) -> list[Result | PenstockError]:
+        """One ImageResult per item, in order; each has its own generator, so its noise depends on its seed alone."""
+        items = [item for item in batch if isinstance(item, PreparedImage)]
+        first = items[0]
+        if first.source is not None and self._image_to_image is None:
+            return [BadInput("this model draws from text only", field="image") for _ in items]
+        if first.scheduler != OWN_SCHEDULER and "beta_start" not in self._own_scheduler.config:
+            return [BadInput(f"this model takes only scheduler {OWN_SCHEDULER!r}", field="scheduler") for _ in items]
+        settled = only_what_is_compiled() if self._plan.is_compiled else contextlib.nullcontext()
+        with torch.inference_mode(), settled:
+            pictures = self._pictures(items, on_step)
+        return self._results(items, pictures)
+
+    def _pictures(self, items: Sequence[PreparedImage], on_step: OnStep) -> list[np.ndarray | None]:
+        """As to_host. Where memory is short, the VAE saves some from then on, and the batch is tried once more."""
+        padded = self._padded(items)
+        try:
+            with memory_errors():
+                return to_host(self._draw(padded, on_step)[: len(items)])
+        except OutOfMemory:
+            if not _spare_memory(getattr(self._text_to_image, "vae", None), len(padded)):
+                raise
+            log.warning("memory is short: the VAE decodes in parts from now on", extra={"items": len(padded)})
+        with memory_errors():
+            return to_host(self._draw(padded, on_step)[: len(items)])
+
+    def _padded(self, items: Sequence[PreparedImage]) -> list[PreparedImage]:
+        """`items`, the last one repeated up to a size that is compiled."""
+        larger = [size for size in self._call_s if size >= len(items)] if self._is_compiled_for(items[0]) else []
+        return [*items, *[items[-1]] * (min(larger, default=len(items)) - len(items))]
+
+    def _draw(self, items: Sequence[PreparedImage], on_step: OnStep) -> torch.Tensor:
+        """[items, 3, height, width] from 0 to 1, on the device."""
+        pipeline: Any = self._text_to_image if items[0].source is None else self._image_to_image
+        pipeline.scheduler = self._scheduler(items[0].scheduler)
+        given = _arguments(items, on_step) | self._prompts.arguments(items)
+        if items[0].source is not None:
+            given |= {"image": sources_on(self._device, items), "strength": items[0].strength}
+        # What this class of pipeline does not know is left out.
+        known = inspect.signature(pipeline.__call__).parameters
+        drawn: torch.Tensor = pipeline(**{name: value for name, value in given.items() if name in known}).images
+        return drawn
+
+    def _scheduler(self, name: str) -> Any:
+        """A fresh scheduler, for its state must not pass from batch to batch, with the settings of the folder's own."""
+        config = self._own_scheduler.config
+        if name == OWN_SCHEDULER:
+            return type(self._own_scheduler).from_config(config)
+        choice = SCHEDULERS[name]
+        return getattr(diffusers, choice.class_name).from_config(config, **choice.options)
+
+    def _results(
+        self, items: Sequence[PreparedImage], pictures: Sequence[np.ndarray | None]
+    ) -> list[Result | PenstockError]:
+        drawn = [picture for picture in pictures if picture is not None]
+        files = iter(encode_all(drawn, at_once=self._device.type == "cuda"))
+        return [
+            ModelFailed("the image is not a number; this precision may be too low for the model")
+            if picture is None
+            else ImageResult(
+                image=Blob("image/png", next(files)),
+                width=item.width,
+                height=item.height,
+                seed=item.seed,
+                pixel_steps=item.length,
+                truncated_tokens=self._prompts.truncated_tokens(item),
+            )
+            for item, picture in zip(items, pictures, strict=True)
+        ]
+
+
+def _arguments(items: Sequence[PreparedImage], on_step: OnStep) -> dict[str, Any]:
+    """The pipeline's arguments for items of one key, without prompts and sources."""
+    first = items[0]
+    return {
+        "num_inference_steps": first.steps,
+        "guidance_scale": first.guidance_scale,
+        "generator": [torch.Generator("cpu").manual_seed(item.seed) for item in items],
+        "output_type": "pt",
+        "callback_on_step_end": _callback(on_step),
+        "width": first.width,
+        "height": first.height,
+    }
+
+
+def _callback(on_step: OnStep) -> Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]:
+    def after_step(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        on_step(step + 1, pipeline.num_timesteps)
+        return tensors
+
+    return after_step
+
+
+def _spare_memory(vae: Any, count: int) -> bool:
+    """Makes the VAE take `count` images one by one, or a single one in tiles; False where that is done already."""
+    if not isinstance(vae, diffusers.AutoencoderKL) or (vae.use_slicing if count > 1 else vae.use_tiling):
+        return False
+    if count > 1:
+        vae.enable_slicing()
+    else:
+        vae.enable_tiling()
+    return True
+
+
+def _ignore_step(step: int, steps: int) -> None:
+    """Warm-up has nobody to tell."""

@@ -1,0 +1,68 @@
+"""Loads a diffusers pipeline as its plan says: precision, memory layout, fused projections, INT8, compiled parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+
+from shared.errors import ConfigurationError
+from workers.models.image.compilation import compile_parts, keep_compiled_in
+from workers.models.image.plan import ImagePlan
+
+
+def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> tuple[Any, Any | None]:
+    """The text-to-image pipeline of `folder`, and the image-to-image one over the same weights where there is one.
+
+    Raises:
+        ConfigurationError: the folder is no text-to-image pipeline.
+    """
+    for library in (diffusers.utils.logging, transformers.utils.logging):
+        # At their default level both tell at length of parts that no pipeline here needs.
+        library.set_verbosity_error()
+        library.disable_progress_bar()
+    try:
+        config = diffusers.DiffusionPipeline.load_config(folder, local_files_only=True)
+        without = {"safety_checker": None, "requires_safety_checker": False} if "safety_checker" in config else {}
+        pipeline = diffusers.AutoPipelineForText2Image.from_pretrained(
+            folder, dtype=plan.dtype, local_files_only=True, **without
+        ).to(device)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigurationError(f"{folder}: {error}", field="source") from error
+    pipeline.set_progress_bar_config(disable=True)
+    apply_plan(pipeline, folder, plan)
+    if type(pipeline) not in _with_image_to_image():
+        return pipeline, None
+    image_to_image = diffusers.AutoPipelineForImage2Image.from_pipe(pipeline)
+    image_to_image.set_progress_bar_config(disable=True)
+    return pipeline, image_to_image
+
+
+def apply_plan(pipeline: Any, folder: Path, plan: ImagePlan) -> None:
+    """Changes the pipeline's UNet and VAE in place; pipelines without these two stay as they are."""
+    unet, vae = getattr(pipeline, "unet", None), getattr(pipeline, "vae", None)
+    if not isinstance(unet, diffusers.UNet2DConditionModel) or not isinstance(vae, diffusers.AutoencoderKL):
+        return
+    if plan.is_tuned:
+        pipeline.fuse_qkv_projections()
+        unet.to(memory_format=torch.channels_last)
+        vae.to(memory_format=torch.channels_last)
+    if plan.is_int8:
+        # torchao takes a second to import, and only this needs it.
+        from workers.models.image.quantization import quantize_linears
+
+        quantize_linears(unet)
+    if plan.is_compiled:
+        keep_compiled_in(folder.parent / f".{folder.name}.compiled")
+        compile_parts(unet, vae, shapes=2 * len(plan.batch_sizes))
+
+
+def _with_image_to_image() -> set[type]:
+    """The text-to-image pipelines that have an image-to-image one over the same components."""
+    from diffusers.pipelines import auto_pipeline
+
+    names = auto_pipeline.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING.keys()
+    return {kind for name, kind in auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING.items() if name in names}

@@ -1,0 +1,129 @@
+"""Image requests checked and made ready, in the I/O process; a source image is decoded and resized here, once."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from shared.catalog import ImageDefaults
+from shared.diffusion_schedulers import SCHEDULER_NAMES, SCHEDULERS
+from shared.errors import BadInput, InputTooLarge
+from shared.messages import Blob, ImageInput, Input
+from workers.models.base import PreparedImage
+
+SOURCE_FORMATS = ("PNG", "JPEG", "WEBP")
+SOURCE_MAX_PIXELS = 16 * 1024 * 1024
+"""Of a source image as it comes: 48 MB when decoded."""
+DEFAULT_STRENGTH = 0.8
+SEED_LIMIT = 2**63
+
+
+class ImagePreparer:
+    """Makes PreparedImage of ImageInput, within the bounds that the catalog sets."""
+
+    def __init__(self, bounds: ImageDefaults) -> None:
+        self._bounds = bounds
+
+    def prepare(self, inputs: Sequence[Input]) -> list[PreparedImage | BadInput]:
+        """One outcome per input, in order; a BadInput names the field of ImageInput that is wrong."""
+        return [self._outcome(value) for value in inputs]
+
+    def _outcome(self, value: Input) -> PreparedImage | BadInput:
+        try:
+            if not isinstance(value, ImageInput):
+                raise BadInput("an image model takes image requests", field="input")
+            self._check(value)
+            return _prepared(value)
+        except BadInput as error:
+            return error
+
+    def _check(self, value: ImageInput) -> None:
+        bounds = self._bounds
+        for name in ("width", "height"):
+            side = getattr(value, name)
+            if side < bounds.multiple or side % bounds.multiple:
+                raise BadInput(f"{name} {side} is not a positive multiple of {bounds.multiple}", field=name)
+        if value.width * value.height > bounds.largest_pixels:
+            raise InputTooLarge(
+                f"{value.width} x {value.height} is above {bounds.largest_pixels} pixels", field="width"
+            )
+        if not 1 <= value.steps <= bounds.longest_steps:
+            raise BadInput(f"steps {value.steps} is not from 1 to {bounds.longest_steps}", field="steps")
+        if not (math.isfinite(value.guidance_scale) and value.guidance_scale >= 0):
+            raise BadInput(f"guidance_scale {value.guidance_scale} is not 0 or more", field="guidance_scale")
+        if not 0 <= value.seed < SEED_LIMIT:
+            raise BadInput(f"seed {value.seed} is not from 0 to 2^63 - 1", field="seed")
+        if value.scheduler not in SCHEDULER_NAMES:
+            known = ", ".join(SCHEDULER_NAMES)
+            raise BadInput(f"scheduler {value.scheduler!r} is unknown; known: {known}", field="scheduler")
+        choice = SCHEDULERS.get(value.scheduler)
+        if choice is not None and choice.steps_max is not None and value.steps > choice.steps_max:
+            raise BadInput(f"scheduler {value.scheduler!r} takes at most {choice.steps_max} steps", field="steps")
+
+
+def _prepared(value: ImageInput) -> PreparedImage:
+    strength = source = None
+    steps_run = value.steps
+    if value.image is not None:
+        strength = DEFAULT_STRENGTH if value.strength is None else value.strength
+        steps_run = image_to_image_steps(value.steps, strength)
+        source = _read_source(value.image, value.width, value.height)
+    pixel_steps = value.width * value.height * steps_run
+    # An empty negative prompt is not the same as none to every pipeline, so the two never share a batch.
+    negative = "negative" if value.negative_prompt else ""
+    return PreparedImage(
+        key=f"{value.width}x{value.height}/{value.steps}/{value.guidance_scale}/{value.scheduler}/{strength}/{negative}",
+        length=pixel_steps,
+        prompt=value.prompt,
+        negative_prompt=value.negative_prompt,
+        width=value.width,
+        height=value.height,
+        steps=value.steps,
+        guidance_scale=value.guidance_scale,
+        seed=value.seed,
+        scheduler=value.scheduler,
+        strength=strength,
+        source=source,
+    )
+
+
+def image_to_image_steps(steps: int, strength: float) -> int:
+    """The steps that image-to-image runs: the last `strength` of them, counted as diffusers does (rounded down).
+
+    Raises:
+        BadInput: strength is not above 0 and at most 1, or so low that it leaves none of the steps.
+    """
+    if not 0 < strength <= 1:
+        raise BadInput(f"strength {strength} is not above 0 and at most 1", field="strength")
+    run = min(int(steps * strength), steps)
+    if run < 1:
+        raise BadInput(f"strength {strength} leaves none of {steps} steps", field="strength")
+    return run
+
+
+def _read_source(blob: Blob, width: int, height: int) -> bytes:
+    """The source image as width x height RGB pixels, turned upright as its EXIF says."""
+    if not blob.data:
+        raise BadInput("the image has no data", field="image")
+    try:
+        with Image.open(io.BytesIO(blob.data), formats=SOURCE_FORMATS) as image:
+            if image.width * image.height > SOURCE_MAX_PIXELS:
+                raise _too_many_pixels()
+            upright = ImageOps.exif_transpose(image).convert("RGB")
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise _too_many_pixels() from error
+    except UnidentifiedImageError as error:
+        raise BadInput(f"the image is none of {', '.join(SOURCE_FORMATS)}", field="image") from error
+    except (OSError, SyntaxError, ValueError, EOFError) as error:
+        # What Pillow's decoders raise for broken files: which one depends on where the file breaks.
+        raise BadInput(f"the image can't be decoded: {error}", field="image") from error
+    if upright.size != (width, height):
+        upright = upright.resize((width, height), Image.Resampling.LANCZOS)
+    return upright.tobytes()
+
+
+def _too_many_pixels() -> InputTooLarge:
+    return InputTooLarge(f"the image has more than {SOURCE_MAX_PIXELS} pixels", field="image")

@@ -1,0 +1,143 @@
+"""Where a model's files come from: turns a catalog entry's `source` into a folder on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path, PurePosixPath
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import GCSStore, ObjectStore
+
+from shared.errors import ConfigurationError, PenstockError, Unavailable
+from shared.stores.objects import GoogleCredentials
+
+OpenBucket = Callable[[str], ObjectStore]
+DOWNLOAD_LIMIT = timedelta(hours=1)
+"""For one file, from request to last byte; the client's default of 30 s is too short for weights."""
+
+
+def open_gcs_bucket(name: str) -> ObjectStore:
+    """A bucket of Google Cloud Storage, with the machine's credentials."""
+    return GCSStore(
+        name,
+        credential_provider=GoogleCredentials(),
+        client_options={
+            "timeout": DOWNLOAD_LIMIT,
+            "read_timeout": timedelta(seconds=30),
+            "connect_timeout": timedelta(seconds=10),
+        },
+        retry_config={"max_retries": 5, "retry_timeout": timedelta(minutes=1)},
+    )
+
+
+def resolve(source: str, revision: str, cache_dir: Path, *, open_bucket: OpenBucket = open_gcs_bucket) -> Path:
+    """The folder with the model's files, fetched first where `source` lies elsewhere. May take minutes.
+
+    Args:
+        source: `package:IMPORT.NAME/sub/path` (a folder in an installed package), `local:PATH`, `hf:ORG/NAME` (the
+            Hugging Face hub, or its cache on this machine) or `gs://BUCKET/PREFIX`.
+        revision: of a hub repository: branch, tag or commit. A bucket's copy is kept under it.
+        cache_dir: where what comes from a bucket is kept.
+        open_bucket: opens a bucket by its name.
+
+    Raises:
+        ConfigurationError: there is no such source.
+        Unavailable: it could not be reached.
+    """
+    kind, _, rest = source.partition(":")
+    if kind == "package":
+        return _in_package(source, rest)
+    if kind == "local":
+        return _existing(Path(rest).expanduser(), source)
+    if kind == "hf":
+        return _from_hub(rest, revision)
+    if source.startswith("gs://"):
+        return _from_bucket(source, revision, cache_dir, open_bucket)
+    raise ConfigurationError(f"source {source!r} is none of package:, local:, hf:, gs://", field="source")
+
+
+def _in_package(source: str, rest: str) -> Path:
+    name, _, below = rest.partition("/")
+    try:
+        # Finds a top-level package without importing it.
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError) as error:
+        raise _no_such(source, str(error)) from error
+    if spec is None or not spec.submodule_search_locations:
+        raise _no_such(source, f"no package {name!r} is installed")
+    return _existing(Path(next(iter(spec.submodule_search_locations))) / below, source)
+
+
+def _existing(folder: Path, source: str) -> Path:
+    if not folder.is_dir():
+        raise _no_such(source, f"{folder} is no folder")
+    return folder.resolve()
+
+
+def _no_such(source: str, reason: str) -> PenstockError:
+    return ConfigurationError(f"source {source}: {reason}", field="source")
+
+
+def _from_hub(repository: str, revision: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        # What the cache has complete for this revision is taken as it is, so a start needs no network.
+        return Path(snapshot_download(repository, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        pass
+    try:
+        return Path(snapshot_download(repository, revision=revision))
+    except (HFValidationError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise _no_such(f"hf:{repository}", str(error)) from error
+    except OSError as error:
+        raise Unavailable(f"source hf:{repository}: {error}", field="source") from error
+
+
+def _from_bucket(source: str, revision: str, cache_dir: Path, open_bucket: OpenBucket) -> Path:
+    """Downloads into a folder beside the final one and renames it, so a folder that is there is complete."""
+    bucket, _, prefix = source.removeprefix("gs://").partition("/")
+    folder = cache_dir / bucket / prefix.strip("/").replace("/", "--") / revision
+    if folder.is_dir():
+        return folder.resolve()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{revision}-", dir=folder.parent))
+    try:
+        if not _download(open_bucket(bucket), prefix.strip("/"), partial):
+            raise _no_such(source, "nothing lies there")
+        try:
+            partial.rename(folder)
+        except OSError:
+            # Another worker on this machine was faster; its copy is as good.
+            if not folder.is_dir():
+                raise
+    except (BaseError, OSError) as error:
+        raise Unavailable(f"source {source}: {error}", field="source") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder.resolve()
+
+
+def _download(store: ObjectStore, prefix: str, folder: Path) -> int:
+    """Copies all objects below `prefix` into `folder`; returns how many."""
+    count = 0
+    for page in obstore.list(store, prefix or None):
+        for found in page:
+            path = folder / PurePosixPath(found["path"]).relative_to(prefix)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                for chunk in obstore.get(store, found["path"]):
+                    file.write(chunk)
+            count += 1
+    return count

@@ -1,0 +1,281 @@
+"""One model process seen from the I/O process: starts it, hands it batches, and tells how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import msgspec
+
+from shared.errors import ConfigurationError, ModelFailed, PenstockError, error_for_code
+from shared.messages import Result
+from workers.models.base import OnStep, Prepared
+from workers.runtime.child_process import ChildProcess
+from workers.runtime.output import ChildOutput
+from workers.runtime.protocol import (
+    FRAME_MAX_BYTES,
+    HEADER,
+    Answer,
+    Done,
+    Failure,
+    Progress,
+    Ready,
+    Refused,
+    Residence,
+    decode_answer,
+    encode_cancel,
+    encode_run,
+)
+
+EXIT_LIMIT_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class ModelProcessDied(ModelFailed):
+    """The model process ended, hung or answered nonsense while it had the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDone:
+    """A batch that was run: one result or error per item, in order, and what it took.
+
+    Times are unix seconds. `real_work` and `padded_work` are tokens or pixel-steps without and with padding.
+    `out_of_memory`: the device had too little memory for the batch as it was, and it was run in parts. `switched`: the
+    models that the process holds now, and what was brought in and dropped for this batch; None where nothing was.
+    `steps_saved`: the steps that were left out, where the batch was canceled. `cpu_s`: CPU seconds of the process.
+    """
+
+    results: list[Result | PenstockError]
+    started_at_s: float
+    finished_at_s: float
+    inference_ms: float
+    real_work: int
+    padded_work: int
+    out_of_memory: bool = False
+    switched: Residence | None = None
+    steps_saved: int | None = None
+    cpu_s: float = 0.0
+
+
+Start = Callable[[socket.socket], Awaitable[ChildProcess]]
+"""Starts a process with this end of the socket."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How to start a model process, and how long it may take to be ready."""
+
+    start: Start
+    start_timeout_s: float
+
+
+@dataclass(slots=True)
+class _Pending:
+    number: int
+    size: int
+    done: asyncio.Future[BatchDone]
+    on_step: OnStep | None
+    timer: asyncio.TimerHandle
+
+
+class ModelChild:
+    """A model process that is ready, with at most one batch in hand; at its end that batch fails.
+
+    A second batch lying ready in the process was measured and left out: the process is busy 99 % of the time without
+    it (batches of 1,000 tokens), and a batch formed late is a fuller one.
+    """
+
+    def __init__(self, process: ChildProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._output = ChildOutput(process)
+        self._turn = asyncio.Semaphore(1)
+        self._pending: _Pending | None = None
+        self._batches = 0
+        self._fault = ""
+        self._reason = ""
+        self.facts = Ready("", 0.0, 0.0, 0)
+        self.residence = Residence([0])
+        self.memory_bytes = 0
+
+    @classmethod
+    async def start(cls, launch: Launch) -> Self:
+        """Starts a process and waits until it is ready.
+
+        Raises:
+            PenstockError: it refused (ConfigurationError as a rule), died, or was not ready in time (ModelFailed,
+                with the end of what it printed).
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = await launch.start(theirs)
+            except BaseException:
+                ours.close()
+                raise
+        child = cls(process, *await _connect(ours, process))
+        try:
+            async with asyncio.timeout(launch.start_timeout_s):
+                await child._wait_ready()
+        except TimeoutError as error:
+            await child._abandon()
+            message = f"the model process was not ready in {launch.start_timeout_s:g} s{child._output.tail()}"
+            raise ModelFailed(message) from error
+        except BaseException:
+            await child._abandon()
+            raise
+        return child
+
+    async def _abandon(self) -> None:
+        """Ends a process that is not ready yet, so hears no hang-up."""
+        self.kill("it was not ready")
+        await self.close()
+
+    async def _wait_ready(self) -> None:
+        match await self._read():
+            case Ready() as ready:
+                self.facts = ready
+                self.residence = ready.residence or self.residence
+                self.memory_bytes = ready.memory_bytes
+            case Refused() as refused:
+                kind = ConfigurationError if refused.code == ConfigurationError.code else ModelFailed
+                raise kind(refused.message, field=refused.field)
+            case _:
+                status = await self._process.wait()
+                await self._output.finish()
+                raise ModelFailed(f"the model process ended before it was ready (status {status}){self._output.tail()}")
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    async def run(
+        self, batch: Sequence[Prepared], timeout_s: float, on_step: OnStep | None, model: int = 0
+    ) -> BatchDone:
+        """Runs one batch on model number `model`, after the one in hand; `timeout_s` counts from then.
+
+        Raises:
+            ModelProcessDied: the process ended, or was ended because the batch took too long or came back wrong.
+        """
+        # The turn ends with the batch, not with the caller: one who is canceled leaves a process that still computes.
+        await self._turn.acquire()
+        if self._reason:
+            self._turn.release()
+            raise ModelProcessDied(self._reason)
+        loop = asyncio.get_running_loop()
+        self._batches += 1
+        timer = loop.call_later(timeout_s, self.kill, f"the batch was not done in {timeout_s:g} s")
+        done: asyncio.Future[BatchDone] = loop.create_future()
+        self._pending = _Pending(self._batches, len(batch), done, on_step, timer)
+        self._writer.write(encode_run(self._batches, list(batch), model))
+        return await done
+
+    def cancel(self) -> None:
+        """Ends the batch in hand after the step it is at, where it has steps: its items fail as canceled."""
+        if self._pending is not None:
+            self._writer.write(encode_cancel(self._pending.number))
+
+    def kill(self, fault: str) -> None:
+        """Ends the process at once, for the reason given."""
+        self._fault = self._fault or fault
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def serve(self, on_end: Callable[[], None]) -> str:
+        """Takes answers until the process is gone; returns the reason, after failing what was in hand."""
+        try:
+            while (answer := await self._read()) is not None and not self._fault:
+                self._take(answer)
+        finally:
+            await self.close()
+            fault = f": {self._fault}" if self._fault else ""
+            self._reason = f"the model process ended (status {self._process.returncode}){fault}{self._output.tail()}"
+            on_end()
+            if (pending := self._end_turn()) is not None:
+                pending.set_exception(ModelProcessDied(self._reason))
+        return self._reason
+
+    async def _read(self) -> Answer | None:
+        """The next answer, or None where there will be none."""
+        try:
+            (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+            if length > FRAME_MAX_BYTES:
+                raise msgspec.DecodeError(f"a frame of {length} bytes")
+            return decode_answer(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+        except msgspec.MsgspecError as error:
+            self.kill(f"it sent what is no answer: {error}")
+            return None
+
+    def _take(self, answer: Answer) -> None:
+        pending = self._pending
+        if not isinstance(answer, Progress | Done) or pending is None or answer.number != pending.number:
+            self.kill(f"it sent {type(answer).__name__} out of turn")
+        elif isinstance(answer, Progress):
+            if pending.on_step is not None:
+                pending.on_step(answer.step, answer.steps)
+        elif len(answer.results) != pending.size:
+            self.kill(f"it gave {len(answer.results)} results for {pending.size} items")
+        else:
+            self.memory_bytes = answer.memory_bytes
+            self.residence = answer.residence or self.residence
+            if (done := self._end_turn()) is not None:
+                done.set_result(_batch_done(answer))
+
+    def _end_turn(self) -> asyncio.Future[BatchDone] | None:
+        """Lets the next batch in; returns who waits for this one, unless nobody does any more."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        pending.timer.cancel()
+        self._turn.release()
+        return None if pending.done.done() else pending.done
+
+    async def close(self) -> None:
+        """Hangs up, which ends the process; kills it if that takes too long."""
+        self._writer.transport.abort()
+        try:
+            async with asyncio.timeout(EXIT_LIMIT_S):
+                await self._process.wait()
+        except TimeoutError:
+            self.kill("it did not leave")
+            await self._process.wait()
+        await self._output.finish()
+
+
+def _batch_done(answer: Done) -> BatchDone:
+    return BatchDone(
+        results=[
+            error_for_code(result.code, result.message, result.field) if isinstance(result, Failure) else result
+            for result in answer.results
+        ],
+        started_at_s=answer.started_at_s,
+        finished_at_s=answer.finished_at_s,
+        inference_ms=answer.inference_ms,
+        real_work=answer.real_work,
+        padded_work=answer.padded_work,
+        out_of_memory=answer.out_of_memory,
+        switched=answer.residence,
+        steps_saved=answer.steps_saved,
+        cpu_s=answer.cpu_s,
+    )
+
+
+async def _connect(ours: socket.socket, process: ChildProcess) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    try:
+        return await asyncio.open_unix_connection(sock=ours)
+    except BaseException:
+        # Only a cancellation comes here: there is nothing to connect to that could fail.
+        ours.close()
+        process.kill()
+        await process.wait()
+        raise

@@ -1,0 +1,267 @@
+"""The model processes of a worker: started together, kept alive, and handed batches by workers/worker.py."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import msgspec
+
+from shared.catalog import Model as Entry
+from shared.cores import usable_cores
+from shared.errors import ConfigurationError, ModelFailed, PenstockError
+from workers.models.backend import Backend
+from workers.models.base import OnStep, Prepared
+from workers.runtime.child_process import spawn
+from workers.runtime.client import BatchDone, Launch, ModelChild, ModelProcessDied, Start
+from workers.runtime.protocol import Residence
+from workers.runtime.template import Template, can_fork
+
+__all__ = ["BatchDone", "Hosted", "ModelPool", "ModelProcess", "ModelProcessDied"]
+
+CPU_PROCESSES_MAX = 4
+START_TIMEOUT_S = 180.0
+START_TRIES = 5
+"""Starts in a row that may fail after a death before the model process is given up."""
+FIRST_PAUSE_S = 0.5
+
+log = logging.getLogger(__name__)
+
+
+class Hosted(NamedTuple):
+    """A model of a worker: its entry in the catalog, the folder with its files, and what computes it.
+
+    `backend` counts for embeddings; None: torch in the entry's precision.
+    """
+
+    entry: Entry
+    folder: Path
+    backend: Backend | None = None
+
+
+class ModelPool:
+    """All model processes of a worker, each for all its models; as a context manager, open when all are ready.
+
+    Args:
+        models: at least one; a model's place here is the number that `run` takes.
+        device: as WorkerSettings.device; `auto` and `cuda` spread the processes over all GPUs.
+        processes: how many; 0: one per GPU, or one per core on a CPU (at most 4).
+        threads: of each process on a CPU.
+        memory_fraction: the part of a GPU's memory each process may take.
+        memory_budget_bytes: what the models of each process may take together; 0: no bound.
+        start_timeout_s: from start to ready.
+        command: what starts a model process, or the template that they are forked from.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Hosted],
+        *,
+        device: str = "auto",
+        processes: int = 0,
+        threads: int = 1,
+        memory_fraction: float = 1.0,
+        memory_budget_bytes: int = 0,
+        start_timeout_s: float = START_TIMEOUT_S,
+        command: Sequence[str] = (sys.executable, "-m", "workers.runtime.server"),
+    ) -> None:
+        environment = child_environment(threads)
+        given = [f"--threads={threads}", f"--memory-fraction={memory_fraction}"]
+        given.append(f"--memory-budget-bytes={memory_budget_bytes}")
+        for entry, folder, backend in models:
+            given += [f"--model={entry.model_dump_json()}", f"--folder={folder.resolve()}"]
+            given.append(f"--backend={msgspec.json.encode(backend).decode()}")
+        places = _places(device, processes, threads)
+        ahead = (*command, *given, f"--device={places[0]}")
+        self.template = Template(ahead, environment, start_timeout_s) if can_fork() else None
+        self.processes = []
+        for place in places:
+            start: Start = partial(spawn, (*command, *given, f"--device={place}"), environment)
+            if self.template is not None:
+                start = partial(self.template.fork, place)
+            self.processes.append(ModelProcess(Launch(start, start_timeout_s)))
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        """Starts all processes and waits until each is ready.
+
+        Raises:
+            ConfigurationError: the folder, the entry or the device is wrong.
+            ModelFailed: a process died or was not ready in time; the message ends with what it printed last.
+        """
+        self._tasks = [asyncio.create_task(process.keep_alive()) for process in self.processes]
+        try:
+            await asyncio.gather(*(process.ready() for process in self.processes))
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends all processes; batches in hand fail."""
+        await self._close()
+
+    async def _close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.template is not None:
+            await self.template.close()
+
+    @property
+    def device_name(self) -> str:
+        """What the model runs on: the GPU's name, or `cpu`."""
+        return self.processes[0].device_name
+
+    @property
+    def memory_bytes(self) -> int:
+        """Resident memory of all processes together, as they last told."""
+        return sum(process.memory_bytes for process in self.processes)
+
+
+class ModelProcess:
+    """One place of the pool: a model process, and after its death the next one."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._child: ModelChild | None = None
+        self._settled = asyncio.Event()
+        self._failure: PenstockError | None = None
+
+    async def ready(self) -> None:
+        """Waits until a batch can be run.
+
+        Raises:
+            PenstockError: the process could not be started (again).
+        """
+        await self._settled.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def run(
+        self, batch: Sequence[Prepared], *, timeout_s: float, model: int = 0, on_step: OnStep | None = None
+    ) -> BatchDone:
+        """Runs one batch of items with equal keys, one batch at a time.
+
+        Args:
+            batch: at least one item.
+            model: the number of the model it is for, brought in first where it is not resident.
+            timeout_s: from when the process has the batch; beyond it the process is killed.
+            on_step: told of steps done, about ten times a second, by models that have steps.
+
+        Raises:
+            ModelProcessDied: the process ended under the batch, hung, or gave a wrong number of results.
+        """
+        if self._child is None or not self._settled.is_set():
+            raise ModelProcessDied("the model process is not up")
+        return await self._child.run(batch, timeout_s, on_step, model)
+
+    def cancel(self) -> None:
+        """Ends the batch that runs, if one does, after the step it is at: items without a result fail as Canceled."""
+        if self._child is not None:
+            self._child.cancel()
+
+    async def keep_alive(self) -> None:
+        """Starts the process, and again when it ends, until canceled or until it can't be started any more."""
+        try:
+            await self._keep_alive()
+        finally:
+            self._failure = self._failure or ModelFailed("the model process is not kept alive any more")
+            self._settled.set()
+
+    async def _keep_alive(self) -> None:
+        failures = 0
+        while True:
+            try:
+                self._child = await ModelChild.start(self._launch)
+            except PenstockError as error:
+                failures += 1
+                if self._child is None or isinstance(error, ConfigurationError) or failures == START_TRIES:
+                    self._failure = error
+                    return
+                log.error("model process could not start", extra={"reason": error.message, "try": failures})
+                await asyncio.sleep(FIRST_PAUSE_S * 2**failures)
+                continue
+            failures = 0
+            self._log_ready(self._child)
+            self._settled.set()
+            reason = await self._child.serve(on_end=self._settled.clear)
+            log.error("model process ended", extra={"reason": reason})
+
+    def _log_ready(self, child: ModelChild) -> None:
+        facts = child.facts
+        log.info(
+            "model process ready",
+            extra={
+                "pid": child.pid,
+                "device": facts.device_name,
+                "load_s": round(facts.load_s, 3),
+                "warmup_s": round(facts.warmup_s, 3),
+                "memory_bytes": facts.memory_bytes,
+                "resident": child.residence.resident,
+                "size_bytes": child.residence.size_bytes,
+            },
+        )
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the present process."""
+        return self._child.pid if self._child else None
+
+    @property
+    def residence(self) -> Residence:
+        """Which models it holds, as it last told."""
+        return self._child.residence if self._child else Residence([])
+
+    @property
+    def device_name(self) -> str:
+        """What it runs on."""
+        return self._child.facts.device_name if self._child else ""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Its resident memory, as it last told."""
+        return self._child.memory_bytes if self._child else 0
+
+
+def _places(device: str, processes: int, threads: int) -> list[str]:
+    """The device of each process; found without torch, which this process must not load."""
+    gpus = [f"cuda:{number}" for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+    if device in ("auto", "cuda") and gpus:
+        count = processes or len(gpus)
+        return [gpus[number % len(gpus)] for number in range(count)]
+    if device in ("auto", "cpu"):
+        return ["cpu"] * (processes or max(1, min(CPU_PROCESSES_MAX, usable_cores() // threads)))
+    return [device] * (processes or 1)
+
+
+def child_environment(threads: int) -> dict[str, str]:
+    """This process's environment with the thread counts that torch reads when it is imported, and our own packages."""
+    root = str(Path(__file__).resolve().parents[2])
+    count = str(threads)
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        # A process with threads can't be forked from: see workers/runtime/template_process.py.
+        "OPENBLAS_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # Has torch ask the driver whether there are GPUs in a way that begins no CUDA, which no fork would survive.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        # Keeps glibc from handing each batch's activations back to the kernel: 3 to 5 % more tokens a second.
+        "MALLOC_MMAP_THRESHOLD_": str(256 * 1024 * 1024),
+        "MALLOC_TRIM_THRESHOLD_": str(512 * 1024 * 1024),
+        # oneDNN keeps 1,024 compiled primitives, and texts of any length have many shapes: memory grew for minutes.
+        # With this many it soon stands, and few products are compiled again (workers/models/embedding/bert.py).
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
+    }

@@ -1,0 +1,172 @@
+"""The models of one model process: which are in memory, under a budget, the least recently used dropped first.
+
+Dropped on a CPU means gone, and loaded from disk again; on a GPU moved to pinned host memory where that can be done.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from shared.errors import ConfigurationError
+from workers.models.base import Model
+from workers.runtime import memory
+from workers.runtime.offload import Parked, park
+from workers.runtime.protocol import Residence
+
+log = logging.getLogger(__name__)
+
+
+class Residency:
+    """Brings models in when they are used.
+
+    Args:
+        makers: make each model, not yet loaded; a model's number is its place here.
+        weights: the file or folder with the weights of each, to estimate what it takes before it was loaded.
+        budget_bytes: what the resident models may take together; a model above it alone is resident alone. 0: no
+            bound but the device's own, which is met by dropping too.
+        loaded: those, by number, that were loaded before this process was forked.
+    """
+
+    def __init__(
+        self,
+        makers: Sequence[Callable[[], Model]],
+        weights: Sequence[Path],
+        budget_bytes: int = 0,
+        loaded: Mapping[int, Model] | None = None,
+    ) -> None:
+        self._makers = makers
+        self._budget_bytes = budget_bytes
+        self._size_bytes = {number: memory.weights_bytes(path) for number, path in enumerate(weights)}
+        self._estimate_bytes = dict(self._size_bytes)
+        self._resident: OrderedDict[int, Model] = OrderedDict()  # least recently used first
+        self._parked: dict[int, Parked] = {}
+        self._loaded = dict(loaded or {})
+        self._load_s: dict[int, float] = {}
+        self._changes = Residence([])
+        self.device_name = ""
+        self.setup_s = 0.0
+        self.warmup_s = 0.0
+
+    def open(self) -> None:
+        """Loads every model once, so that a wrong one is refused now; those that fit stay, the first for sure.
+
+        What had to leave is brought in once more, since only then is known what a switch takes: a first load imports
+        libraries too.
+
+        Raises:
+            PenstockError: a model can't be loaded.
+        """
+        for number in range(len(self._makers)):
+            self.use(number)
+        for number in reversed(range(len(self._makers))):
+            self.use(number)
+
+    def use(self, number: int) -> Model:
+        """The model of this number, brought in where it is not resident.
+
+        Raises:
+            PenstockError: it can't be loaded.
+        """
+        if number not in self._resident:
+            began_s = time.monotonic()
+            self._bring_in(number)
+            self._changes.switch_s += time.monotonic() - began_s
+        self._resident.move_to_end(number)
+        return self._resident[number]
+
+    def _bring_in(self, number: int) -> None:
+        self._make_room(self._size_bytes[number])
+        try:
+            model = self._load(number)
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            # The boundary to the model libraries, which have many ways to say that the device is full.
+            if not self._resident:
+                raise
+            log.warning("model could not be loaded beside others", extra={"model": number, "reason": str(error)})
+            self.drop_others(keep=number)
+            model = self._load(number)
+        self._make_room(self._size_bytes[number])
+        self._resident[number] = model
+        self._changes.loads += 1
+
+    def _load(self, number: int) -> Model:
+        began_s, before_bytes = time.monotonic(), (memory.resident_bytes(), memory.gpu_bytes())
+        parked = self._parked.get(number)
+        model = self._from_disk(number) if parked is None else _come_back(parked)
+        self._load_s[number] = time.monotonic() - began_s
+        if model.device_name == "cpu":
+            # Files are mapped and read bit by bit, so a model grows up to their size.
+            grown_bytes = memory.resident_bytes() - before_bytes[0]
+            self._size_bytes[number] = max(grown_bytes, self._estimate_bytes[number])
+        else:  # a library that torch knows nothing of does not show, and keeps the estimate
+            grown_bytes = memory.gpu_bytes() - before_bytes[1]
+            self._size_bytes[number] = grown_bytes if grown_bytes > 0 else self._estimate_bytes[number]
+        return model
+
+    def _from_disk(self, number: int) -> Model:
+        is_first = number not in self._load_s
+        model = self._loaded.pop(number, None)
+        if model is None:
+            began_s = time.monotonic()
+            model = self._makers[number]()
+            model.setup()
+            self.setup_s += time.monotonic() - began_s
+        self.device_name = self.device_name or model.device_name
+        if is_first or model.device_name != "cpu":
+            # A CPU's libraries stay warm; graphs and kernels of a GPU went with the model.
+            began_s = time.monotonic()
+            model.warmup()
+            self.warmup_s += time.monotonic() - began_s
+        return model
+
+    def _make_room(self, size_bytes: int) -> None:
+        while self._budget_bytes and self._resident and size_bytes + self._taken_bytes() > self._budget_bytes:
+            self._drop_oldest()
+
+    def _taken_bytes(self) -> int:
+        return sum(self._size_bytes[number] for number in self._resident)
+
+    def drop_others(self, keep: int) -> None:
+        """Drops all models but `keep`: for a device that is fuller than its budget says."""
+        while any(number != keep for number in self._resident):
+            if next(iter(self._resident)) == keep:
+                self._resident.move_to_end(keep)
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        number, model = self._resident.popitem(last=False)
+        if model.device_name != "cpu":
+            self._park(number, model)
+        del model
+        memory.give_back(is_empty=not self._resident)
+        self._changes.evictions += 1
+
+    def _park(self, number: int, model: Model) -> None:
+        if (known := self._parked.get(number)) is not None:
+            known.leave()
+        elif (parked := park(model, memory.free_host_bytes())) is not None:
+            self._parked[number] = parked
+
+    def changes(self) -> Residence | None:
+        """What came and went since the last call, and what is so now; None where nothing did."""
+        changes, self._changes = self._changes, Residence([])
+        if not changes.loads and not changes.evictions:
+            return None
+        changes.resident = list(self._resident)
+        changes.load_s = {number: round(seconds, 6) for number, seconds in self._load_s.items()}
+        changes.size_bytes = dict(self._size_bytes)
+        return changes
+
+
+def _come_back(parked: Parked) -> Model:
+    try:
+        return parked.come_back()
+    except BaseException:
+        parked.leave()
+        raise

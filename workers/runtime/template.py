@@ -1,0 +1,245 @@
+"""The template of a worker's model processes, seen from the I/O process: starts it and asks it to fork.
+
+So a new process is ready in a fraction of the seconds that importing torch takes, and all processes share the pages of
+libraries and weights. The first request for a fork starts the template. If it dies, the next request starts it
+again, and the processes that it forked live on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from shared.errors import ModelFailed, PenstockError
+from workers.runtime.child_process import ForkedProcess, spawn
+from workers.runtime.forks import Ended, Fork, Forked, Loaded, receive_answer, send
+from workers.runtime.output import ChildOutput
+
+EXIT_LIMIT_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+def can_fork() -> bool:
+    """Whether this system has what a template needs: Linux, and a sandbox that allows pidfds."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+class Template:
+    """Forks model processes that were made ready by `command`, within `start_timeout_s` where it has to start first."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], start_timeout_s: float) -> None:
+        self._command = command
+        self._environment = environment
+        self._start_timeout_s = start_timeout_s
+        self._starting = asyncio.Lock()
+        self._running: _Running | None = None
+        self._watching: set[asyncio.Task[None]] = set()
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, while it lives."""
+        return None if self._running is None or self._running.is_over.is_set() else self._running.pid
+
+    @property
+    def memory_bytes(self) -> int:
+        """Its resident memory, most of it shared with the processes it forked."""
+        loaded = None if self._running is None else self._running.loaded.result()
+        return 0 if loaded is None else loaded.memory_bytes
+
+    async def fork(self, device: str, theirs: socket.socket) -> ForkedProcess:
+        """A new model process for `device`, which has `theirs` as its end of the socket.
+
+        Raises:
+            ModelFailed: the template can't be started, died, or does not answer.
+        """
+        running = await self._up()
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                return await running.fork(device, theirs)
+        except TimeoutError as error:
+            running.kill()
+            raise ModelFailed(f"no model process could be forked in {self._start_timeout_s:g} s") from error
+
+    async def _up(self) -> _Running:
+        async with self._starting:
+            if self._running is None or self._running.is_over.is_set():
+                self._running = await self._start()
+                task = asyncio.create_task(self._watch(self._running))
+                self._watching.add(task)
+                task.add_done_callback(self._watching.discard)
+            return self._running
+
+    async def _start(self) -> _Running:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                process = await spawn(self._command, self._environment, theirs, "--template-fd")
+            except BaseException:
+                ours.close()
+                raise
+        running = _Running(ours, process)
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                loaded = await running.loaded
+        except BaseException as error:
+            await running.close(at_once=True)
+            if not isinstance(error, TimeoutError):
+                raise
+            reason = f"the model process was not ready in {self._start_timeout_s:g} s{running.output.tail()}"
+            raise ModelFailed(reason) from error
+        if loaded is None:
+            await running.close()
+            reason = f"(status {running.status}){running.output.tail()}"
+            raise ModelFailed(f"the model process ended before it was ready {reason}")
+        facts = {"pid": process.pid, "load_s": round(loaded.load_s, 3), "memory_bytes": loaded.memory_bytes}
+        log.info("template of model processes ready", extra=facts | {"models": loaded.models})
+        if not loaded.is_alone:
+            log.warning("the template has threads, so each model process starts anew", extra={"pid": process.pid})
+        return running
+
+    async def _watch(self, running: _Running) -> None:
+        """Sees a template off that died; the next is started now, unless this one never was of any use."""
+        await running.is_over.wait()
+        await running.close(at_once=True)
+        log.error("template of model processes ended", extra={"status": running.status, "pid": running.pid})
+        if running.forks:
+            with contextlib.suppress(PenstockError):  # whoever wants a fork tries again, and is told
+                await self._up()
+
+    async def close(self) -> None:
+        """Ends it; the processes that it forked end by their own sockets."""
+        for task in list(self._watching):
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        if self._running is not None:
+            await self._running.close()
+
+
+class _Running:
+    """One template process: the orders on their way to it, and the processes it forked."""
+
+    def __init__(self, control: socket.socket, process: asyncio.subprocess.Process) -> None:
+        loop = asyncio.get_running_loop()
+        self._control = control
+        self._process = process
+        self._forking: dict[int, asyncio.Future[ForkedProcess]] = {}
+        self._children: dict[int, ForkedProcess] = {}
+        self.output = ChildOutput(process)
+        self.loaded: asyncio.Future[Loaded | None] = loop.create_future()
+        self.is_over = asyncio.Event()
+        self.forks = 0
+        control.setblocking(False)
+        loop.add_reader(control, self._on_readable)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def status(self) -> int | None:
+        """How it ended."""
+        return self._process.returncode
+
+    async def fork(self, device: str, theirs: socket.socket) -> ForkedProcess:
+        """As Template.fork."""
+        output, their_output = os.pipe()
+        try:
+            pipe, protocol = await asyncio.get_running_loop().connect_read_pipe(_Output, os.fdopen(output, "rb", 0))
+            self.forks += 1
+            asked: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
+            self._forking[self.forks] = asked
+            try:
+                send(self._control, Fork(self.forks, device), [theirs.fileno(), their_output])
+                child = await asked
+            except BaseException:
+                pipe.close()
+                raise
+        except OSError as error:  # the control socket, closed or without its other end
+            raise ModelFailed(f"the template of the model processes is gone: {error}") from error
+        finally:
+            os.close(their_output)
+        child.stdout = protocol.reader
+        return child
+
+    def _on_readable(self) -> None:
+        try:
+            answer, descriptors = receive_answer(self._control)
+        except BlockingIOError:
+            return
+        except (ConnectionError, msgspec.MsgspecError):
+            answer, descriptors = None, []
+        match answer:
+            case Loaded():
+                if not self.loaded.done():
+                    self.loaded.set_result(answer)
+            case Forked():
+                self._take_fork(answer, descriptors[0])
+            case Ended():
+                self._take_end(answer)
+            case None:
+                self._end()
+
+    def _take_fork(self, forked: Forked, pidfd: int) -> None:
+        asked = self._forking.pop(forked.number, None)
+        if asked is None or asked.done():  # nobody waits for it; it leaves as its socket is closed
+            os.close(pidfd)
+            return
+        self._children[forked.pid] = ForkedProcess(forked.pid, pidfd)
+        asked.set_result(self._children[forked.pid])
+
+    def _take_end(self, ended: Ended) -> None:
+        child = self._children.pop(ended.pid, None)
+        if child is not None:
+            child.tell(ended.status)
+
+    def _end(self) -> None:
+        if self.is_over.is_set():
+            return
+        self.is_over.set()
+        asyncio.get_running_loop().remove_reader(self._control)
+        self._control.close()
+        for child in self._children.values():
+            child.tell(None)
+        for asked in self._forking.values():
+            if not asked.done():
+                asked.set_exception(ModelFailed("the template of the model processes ended"))
+        if not self.loaded.done():
+            self.loaded.set_result(None)
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def close(self, *, at_once: bool = False) -> None:
+        """Hangs up, which ends it; kills it if that takes too long."""
+        self._end()
+        if at_once:
+            self.kill()
+        try:
+            async with asyncio.timeout(EXIT_LIMIT_S):
+                await self._process.wait()
+        except TimeoutError:
+            self.kill()
+            await self._process.wait()
+        await self.output.finish()
+
+
+class _Output(asyncio.StreamReaderProtocol):
+    """What a forked process prints."""
+
+    def __init__(self) -> None:
+        self.reader = asyncio.StreamReader()
+        super().__init__(self.reader)

@@ -1,0 +1,128 @@
+"""The template process: loads libraries and weights, and forks a model process whenever it is asked to.
+
+It runs no model, starts no thread and does not initialize CUDA, since none of that survives a fork. Where a library
+started a thread or CUDA all the same, the forked process executes its program anew. That is as slow as without a
+template, and as safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import select
+import socket
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from workers.runtime.forks import Ended, Fork, Forked, Loaded, receive_order, send
+
+TEMPLATE_NAME = "penstock-forks"
+MODEL_PROCESS_NAME = "penstock-model"
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_SIGKILL = 9
+
+
+class Child(NamedTuple):
+    """What a forked process goes on with: its end of the socket, its device, and whether it may go on as it is."""
+
+    fd: int
+    device: str
+    is_sound: bool
+
+
+class ForkServer:
+    """Forks on request until `control` is closed."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._pids: dict[int, int] = {}  # by pidfd
+
+    def run(self, loaded: Loaded) -> Child | None:
+        """Tells what is loaded, then forks; returns in each forked process, and in the template, None, at its end."""
+        gc.collect()
+        gc.freeze()  # a collection would write to every object, and so copy the pages that are shared
+        with contextlib.suppress(ConnectionError):
+            send(self._control, loaded)
+            return self._serve(loaded.is_alone)
+        return None
+
+    def _serve(self, is_alone: bool) -> Child | None:
+        poller = select.poll()
+        poller.register(self._control, select.POLLIN)
+        while True:
+            for fd, _ in poller.poll():
+                if fd != self._control.fileno():
+                    poller.unregister(fd)
+                    self._reap(fd)
+                    continue
+                order, given = receive_order(self._control)
+                if order is None:
+                    return None
+                connection, output = given
+                pidfd = self._fork(order, connection, output)
+                if pidfd is None:
+                    return self._as_child(connection, output, order.device, is_alone)
+                poller.register(pidfd, select.POLLIN)
+
+    def _fork(self, order: Fork, connection: int, output: int) -> int | None:
+        """Forks; returns the child's pidfd, or None in the child."""
+        pid = os.fork()
+        if pid == 0:
+            return None
+        os.close(connection)
+        os.close(output)
+        pidfd = os.pidfd_open(pid)
+        self._pids[pidfd] = pid
+        send(self._control, Forked(order.number, pid), [pidfd])
+        return pidfd
+
+    def _as_child(self, connection: int, output: int, device: str, is_alone: bool) -> Child:
+        """Makes the forked process one of its own: it holds nothing of the template's."""
+        self._control.close()
+        for pidfd in self._pids:
+            os.close(pidfd)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
+        return Child(connection, device, is_alone and not _has_broken_cuda())
+
+    def _reap(self, pidfd: int) -> None:
+        pid = self._pids.pop(pidfd)
+        os.close(pidfd)
+        _, status = os.waitpid(pid, 0)
+        send(self._control, Ended(pid, os.waitstatus_to_exitcode(status)))
+
+
+def is_alone() -> bool:
+    """Whether this process has no thread but the one that asks."""
+    return len(list(Path("/proc/self/task").iterdir())) == 1
+
+
+def _has_broken_cuda() -> bool:
+    """Whether CUDA was begun before the fork."""
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda._is_in_bad_fork())
+
+
+def start_anew(child: Child) -> None:
+    """Replaces this forked process by the same program, started with its socket and device; never returns."""
+    os.set_inheritable(child.fd, True)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], f"--fd={child.fd}", f"--device={child.device}"])
+
+
+def name_process(name: str) -> None:
+    """Sets the name that `ps` and `top` show, at most 15 characters; Linux only."""
+    _prctl(_PR_SET_NAME, ctypes.create_string_buffer(name.encode()))
+
+
+def die_with_parent() -> None:
+    """Has the system kill this process when its parent is gone; what it forks is not bound by that. Linux only."""
+    _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
+
+
+def _prctl(option: int, value: Any) -> None:
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

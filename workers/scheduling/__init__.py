@@ -1,0 +1,1 @@
+"""Which model and which batch runs next."""
