@@ -23,7 +23,7 @@ SHORTEST_KEY_BYTES = 24
 """What Standard Webhooks asks for at least."""
 
 
-class Event(msgspec.Struct, omit_defaults=True):
+class WebhookEvent(msgspec.Struct, omit_defaults=True):
     """One message on the topic `webhooks`: something happened to the prediction whose record is `id`.
 
     `sequence` tells several events of one name apart; 0 where there is one only.
@@ -34,15 +34,15 @@ class Event(msgspec.Struct, omit_defaults=True):
     sequence: int = 0
 
 
-_decoder = msgspec.json.Decoder(Event)
+_decoder = msgspec.json.Decoder(WebhookEvent)
 
 
-def encode_event(event: Event) -> tuple[bytes, dict[str, str]]:
+def encode_webhook_event(event: WebhookEvent) -> tuple[bytes, dict[str, str]]:
     """The data and the attributes of the event's message."""
     return msgspec.json.encode(event), {"schema": "1", "record": event.id, "event": event.event}
 
 
-def decode_event(data: bytes) -> Event:
+def decode_webhook_event(data: bytes) -> WebhookEvent:
     """Reads an event.
 
     Raises:

@@ -17,7 +17,7 @@ from shared.predictions import Prediction
 from shared.pubsub.names import WEBHOOKS_TOPIC_ID, jobs_topic_id
 from shared.stores.records import Records
 from shared.transport import Publisher
-from shared.webhooks import Event, EventName, encode_event
+from shared.webhooks import EventName, WebhookEvent, encode_webhook_event
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class PredictionSender:
         """Has the prediction's webhook told of `event`, if it wants to know; lost where the broker is out of reach."""
         if event not in prediction.webhook_events:
             return
-        data, attributes = encode_event(Event(prediction.record, event))
+        data, attributes = encode_webhook_event(WebhookEvent(prediction.record, event))
         try:
             await self._publisher.publish(WEBHOOKS_TOPIC_ID, data, attributes, timeout_s=PUBLISH_LIMIT_S)
         except PenstockError as error:

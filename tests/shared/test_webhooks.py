@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shared.errors import ConfigurationError, UndecodableMessage
-from shared.webhooks import Event, decode_event, encode_event, signature, tenant_secrets
+from shared.webhooks import WebhookEvent, decode_webhook_event, encode_webhook_event, signature, tenant_secrets
 
 # The example of https://github.com/standard-webhooks/standard-webhooks/blob/main/spec/standard-webhooks.md
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
@@ -39,12 +39,12 @@ def test_wrong_settings_are_named(setting: str) -> None:
 
 
 def test_event_comes_back() -> None:
-    data, attributes = encode_event(Event("req_1", "output", 3))
-    assert decode_event(data) == Event("req_1", "output", 3)
+    data, attributes = encode_webhook_event(WebhookEvent("req_1", "output", 3))
+    assert decode_webhook_event(data) == WebhookEvent("req_1", "output", 3)
     assert attributes == {"schema": "1", "record": "req_1", "event": "output"}
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b'{"id": "r", "event": "end"}', b'{"id": 1, "event": "start"}'])
 def test_other_messages_are_no_events(data: bytes) -> None:
     with pytest.raises(UndecodableMessage):
-        decode_event(data)
+        decode_webhook_event(data)

@@ -14,7 +14,7 @@ from shared.messages import EmbeddingResult, ItemOutcome, Receipt, ReplyBody, en
 from shared.pubsub.names import WEBHOOKS_SUBSCRIPTION_ID, inbox_topic_id
 from shared.stores.cache import ResultCache
 from shared.stores.records import LATE_LOOK_S
-from shared.webhooks import decode_event
+from shared.webhooks import decode_webhook_event
 from tests.fakes import InMemoryTransport
 from tests.limits import PATIENCE, WAIT_LIMIT_S
 from tests.workers.desk import MODEL, Desk, working
@@ -149,7 +149,7 @@ async def test_prediction_ends_as_failed_with_the_reason(redis_url: str, tmp_pat
         assert (desk.rows[0].status, desk.rows[0].steps_saved, desk.rows[0].cost_usd) == ("expired", 47, 0.0)
         async with desk.broker.subscribe(WEBHOOKS_SUBSCRIPTION_ID, max_messages=1) as told:
             message = await asyncio.wait_for(anext(aiter(told)), WAIT_LIMIT_S)
-        assert decode_event(message.data).event == "completed"
+        assert decode_webhook_event(message.data).event == "completed"
 
 
 async def test_what_is_late_is_not_tried_again_after_a_death(redis_url: str, tmp_path: Path) -> None:

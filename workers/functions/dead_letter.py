@@ -32,7 +32,7 @@ from shared.salvage import salvaged
 from shared.stores.records import Finish, Records, record_id
 from shared.transport import Message, Publisher
 from shared.usage.row import Row, row_of
-from shared.webhooks import Event, encode_event
+from shared.webhooks import WebhookEvent, encode_webhook_event
 
 ANSWERED_BY = "dead-letter"
 """The worker in replies and rows that come from here."""
@@ -120,7 +120,7 @@ class DeadLetters:
     async def _tell_webhook(self, envelope: Envelope) -> None:
         if "completed" in envelope.webhook.split(","):
             record = record_id(envelope.request_id, envelope.part)
-            await self._publish(WEBHOOKS_TOPIC_ID, *encode_event(Event(record, "completed")))
+            await self._publish(WEBHOOKS_TOPIC_ID, *encode_webhook_event(WebhookEvent(record, "completed")))
 
     async def _publish(self, topic_id: str, data: bytes, attributes: dict[str, str]) -> None:
         try:

@@ -20,7 +20,7 @@ from shared.stores.records import Record, Records
 from shared.stores.signed_urls import Links
 from shared.transport import Message
 from shared.webhook_urls import Forbidden
-from shared.webhooks import Event, decode_event, signature, tenant_secrets
+from shared.webhooks import WebhookEvent, decode_webhook_event, signature, tenant_secrets
 from workers.functions.delivery_state import Notes
 from workers.functions.webhook_client import Answer, Destination
 
@@ -65,7 +65,7 @@ class Webhooks:
             UndecodableMessage: it is no event.
             PenstockError: it could not be delivered now; to be repeated.
         """
-        event = decode_event(message.data)
+        event = decode_webhook_event(message.data)
         end = "failed"
         try:
             end = await self._deliver(event, message)
@@ -73,7 +73,7 @@ class Webhooks:
             WEBHOOKS.labels(event.event, end).inc()
         log.info("webhook", extra={"record": event.id, "event": event.event, "end": end})
 
-    async def _deliver(self, event: Event, message: Message) -> str:
+    async def _deliver(self, event: WebhookEvent, message: Message) -> str:
         record = await self._records.read(event.id)
         if record is None:
             return "no_record"
@@ -116,7 +116,7 @@ def _prediction_of(record: Record) -> Prediction:
         raise UndecodableMessage(f"the record has no prediction: {error}", field="document") from error
 
 
-def _webhook_id(event: Event, message: Message) -> str:
+def _webhook_id(event: WebhookEvent, message: Message) -> str:
     """The same for every push of one event. Start and end happen once; others are told apart by number, or message."""
     which = "" if event.event in ("start", "completed") else str(event.sequence or message.message_id)
     return "msg_" + hashlib.sha256(f"{event.id}\n{event.event}\n{which}".encode()).hexdigest()[:32]

@@ -34,7 +34,7 @@ from shared.stores.objects import ObjectStore
 from shared.stores.records import LATE_LOOK_S, Claim, Records
 from shared.transport import Message, Publisher, Subscription
 from shared.usage.row import RowSink
-from shared.webhooks import Event, EventName, encode_event
+from shared.webhooks import EventName, WebhookEvent, encode_webhook_event
 from workers import metrics
 from workers.job import JobInHand, WorkerFacts, row_for
 from workers.jobs.large_results import LargeResults
@@ -190,7 +190,9 @@ class Finisher:
 
     async def _publish_event(self, hand: JobInHand, event: EventName, sequence: int = 0) -> None:
         if event in hand.envelope.webhook.split(","):
-            await self._publisher.publish(WEBHOOKS_TOPIC_ID, *encode_event(Event(hand.record, event, sequence)))
+            await self._publisher.publish(
+                WEBHOOKS_TOPIC_ID, *encode_webhook_event(WebhookEvent(hand.record, event, sequence))
+            )
 
     async def _fill_cache(self, hand: JobInHand, ours: ReplyBody) -> None:
         results = {outcome.index: outcome.result for outcome in ours.outcomes}

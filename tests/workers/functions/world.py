@@ -31,7 +31,7 @@ from shared.pubsub.client import PubSubTransport
 from shared.pubsub.names import dead_letter_topic_id, jobs_topic_id, workers_subscription_id
 from shared.stores.records import Record, Records
 from shared.transport import SubscriptionSettings
-from shared.webhooks import Event, EventName, encode_event
+from shared.webhooks import EventName, WebhookEvent, encode_webhook_event
 from tests.limits import WAIT_LIMIT_S
 
 EVENTS = ("start", "output", "logs", "completed")
@@ -123,12 +123,12 @@ class World:
 
     async def tell(self, event: EventName, sequence: int = 0) -> None:
         """What a worker publishes."""
-        data, attributes = encode_event(Event(self.request_id, event, sequence))
+        data, attributes = encode_webhook_event(WebhookEvent(self.request_id, event, sequence))
         await self.broker.publish(self._events, data, attributes)
 
     async def push_event(self, event: EventName, age_s: float) -> int:
         """The status of the answer to a push of an event that was published so long ago, by our own hand."""
-        data, attributes = encode_event(Event(self.request_id, event))
+        data, attributes = encode_webhook_event(WebhookEvent(self.request_id, event))
         message = {
             "messageId": "1",
             "publishTime": datetime.fromtimestamp(time.time() - age_s, UTC).isoformat(),
