@@ -12,6 +12,7 @@ import re
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api import metrics
 from api.errors import BodyTooLarge, ClientGone, TooSlow, error_response
 from api.http.request_options import RequestOptions
+from api.shares import share_of
 from shared.errors import Overloaded, PenstockError
 
 log = logging.getLogger(__name__)
@@ -125,6 +127,19 @@ class Bodies:
     together_bytes: int
     """Of all; above it only small ones are taken in."""
     held_bytes: int = 0
+    held_of: Counter[str] = field(default_factory=Counter)
+    """The same by tenant."""
+
+    def hold(self, tenant: str, size_bytes: int) -> None:
+        """Counts a piece of a body; `size_bytes` is negative when it is let go."""
+        self.held_bytes += size_bytes
+        self.held_of[tenant] += size_bytes
+        if not self.held_of[tenant]:
+            del self.held_of[tenant]
+
+    def is_full(self, tenant: str) -> bool:
+        """Whether this tenant may send no large body now."""
+        return self.held_bytes > self.together_bytes or self.held_of[tenant] > share_of(self.together_bytes)
 
 
 class ContextMiddleware:
@@ -160,7 +175,7 @@ class _Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send, bodies: Bodies) -> None:
         self._scope, self._receive, self._send = scope, receive, send
         self._bodies = bodies
-        self._body_bytes, self._body_ended = 0, False
+        self._body_bytes, self._body_ended, self._holder = 0, False, ""
         self._status = 0
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
@@ -187,11 +202,13 @@ class _Exchange:
                 raise TooSlow(f"the body arrives slower than {LEAST_BYTES_PER_S} bytes/s") from error
             raise TooSlow(f"no more of the body arrived for {BODY_IDLE_S:g} s") from error
         size = len(message.get("body", b""))
+        if not self._body_bytes:
+            self._holder = self.context.tenant
         self._body_bytes += size
-        self._bodies.held_bytes += size
+        self._bodies.hold(self._holder, size)
         if self._body_bytes > self._bodies.largest_bytes:
             raise self._too_large()
-        if self._body_bytes > SMALL_BODY_BYTES and self._bodies.held_bytes > self._bodies.together_bytes:
+        if self._body_bytes > SMALL_BODY_BYTES and self._bodies.is_full(self._holder):
             raise Overloaded("too many large bodies are being received; try again later", retry_after_s=FULL_RETRY_S)
         self._body_ended = not message.get("more_body", False)
         return message
@@ -220,7 +237,8 @@ class _Exchange:
         )
 
     def end(self) -> None:
-        self._bodies.held_bytes -= self._body_bytes
+        if self._body_bytes:
+            self._bodies.hold(self._holder, -self._body_bytes)
         answered, seconds = metrics.of_requests(self._route, self.context.model, self._status)
         answered.inc()
         seconds.observe(self.context.total_ms / 1000)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator
 from typing import NamedTuple
 
 import msgspec
 
 from api.predictions.service import POLL_S, Predictions, Seen
+from api.shares import share_of
 from shared.errors import Overloaded
 from shared.predictions import error_of, logs_of, output_of
 from shared.stores.signed_urls import Links
@@ -46,22 +48,23 @@ class Streams:
     def __init__(self, predictions: Predictions, links: Links) -> None:
         self._predictions = predictions
         self._links = links
-        self._open = 0
+        self._open: Counter[str] = Counter()
 
-    def check(self) -> None:
-        """Lets one more begin.
+    def check(self, tenant: str) -> None:
+        """Lets one more of this tenant begin.
 
         Raises:
-            Overloaded: there are MOST_STREAMS.
+            Overloaded: there are MOST_STREAMS, or the tenant has its share of them.
         """
-        if self._open >= MOST_STREAMS:
-            raise Overloaded(
-                f"{self._open} event streams are open, which is the limit; poll the prediction, or try again later"
-            )
+        for is_open, most in ((self._open.total(), MOST_STREAMS), (self._open[tenant], share_of(MOST_STREAMS))):
+            if is_open >= most:
+                reason = f"{is_open} event streams are open, which is the limit"
+                raise Overloaded(f"{reason}; poll the prediction, or try again later")
 
     async def follow(self, seen: Seen, last_id: str) -> AsyncGenerator[bytes]:
         """The events after `last_id` (empty: all), until the last one, or for LONGEST_S."""
-        self._open += 1
+        tenant = seen.prediction.tenant
+        self._open[tenant] += 1
         try:
             after, until_s, spoke_s = _place(last_id), time.monotonic() + LONGEST_S, time.monotonic()
             while True:
@@ -77,7 +80,9 @@ class Streams:
                 await asyncio.sleep(POLL_S)
                 seen = await self._predictions.look(seen)
         finally:
-            self._open -= 1
+            self._open[tenant] -= 1
+            if not self._open[tenant]:
+                del self._open[tenant]
 
 
 def events_of(seen: Seen, links: Links) -> list[Event]:

@@ -174,7 +174,7 @@ async def cancel(request: Request, prediction_id: str) -> Response:
 async def stream(request: Request, prediction_id: str) -> Response:
     """Server-sent events: logs, output, error, done. `Last-Event-ID` resumes a stream."""
     tenant, parts = tenant_of(request), parts_of(request)
-    parts.streams.check()
+    parts.streams.check(tenant)
     seen = await parts.predictions.read(tenant, prediction_id)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     if IS_HEAD in request.scope:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,31 @@ async def test_streams_are_bounded_and_end_with_their_readers(
         ).status_code == 429:
             api.worker.go.set()
     assert (response.status_code, response.text) == (200, "")
+
+
+async def test_streams_of_one_tenant_leave_room_for_another(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.predictions.event_stream.MOST_STREAMS", 4)
+    async with (
+        running_api(settings_for(tmp_path, redis_url=redis_url, api_keys="a=acme,u=umbrella")) as api,
+        AsyncExitStack() as stack,
+    ):
+        acme, umbrella = ({"authorization": f"Bearer {key}"} for key in "au")
+        api.worker.go.clear()
+        created = (await api.http.post("/v1/predictions", json=TEXT, headers=acme)).json()
+        await api.worker.claimed.wait()
+        async with Records(redis_url) as records:
+            await records.progress(created["id"], 1, 2)
+        url = created["urls"]["stream"]
+        followed = []
+        for _ in range(3):
+            following = await stack.enter_async_context(api.http.stream("GET", url, headers=acme))
+            followed.append(following.aiter_lines())  # a reader that nobody holds would close its stream
+            assert await anext(followed[-1]) == "event: logs"
+        assert (await api.http.head(url, headers=acme)).status_code == 429
+        theirs = (await api.http.post("/v1/predictions", json=TEXT, headers=umbrella)).json()
+        assert (await api.http.head(theirs["urls"]["stream"], headers=umbrella)).status_code == 200
 
 
 async def test_idempotency_key_makes_one_of_two(api: ApiUnderTest) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -394,3 +394,23 @@ async def test_bodies_are_bounded_together(tmp_path: Path) -> None:
         async with _peer(api) as third:
             await third.send(head + b" " * length)
             assert (await third.answer())[0] == 400
+
+
+async def test_bodies_of_one_tenant_leave_room_for_another(tmp_path: Path) -> None:
+    """Bodies that come slowly are held for as long as they take, which is an hour for the largest."""
+    length = 2 * SMALL_BODY_BYTES
+    busy, quiet = (
+        POST + b"authorization: Bearer %b\r\ncontent-length: %d\r\n\r\n" % (key, length) for key in (b"b", b"q")
+    )
+    async with AsyncExitStack() as stack:
+        settings = {"bodies_max_bytes": 8 * length, "api_keys": "b=busy,q=quiet"}
+        api = await stack.enter_async_context(_api(tmp_path, **settings))
+        for _ in range(8):
+            await (await stack.enter_async_context(_peer(api))).send(busy + b" " * (length - 1))
+        probe, other = [await stack.enter_async_context(_peer(api)) for _ in range(2)]
+        while True:
+            await probe.send(busy + b" " * length)
+            if (await probe.answer())[0] == 429:
+                break
+        await other.send(quiet + b" " * length)
+        assert (await other.answer())[0] == 400
