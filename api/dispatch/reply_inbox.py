@@ -12,9 +12,9 @@ from typing import Self
 from prometheus_client import Counter
 
 from api.dispatch.inbox_lease import InboxLost, InboxPool, Tenancy, own_inbox
+from shared.backoff import backoff
 from shared.errors import ConfigurationError, DeadlineExceeded, PenstockError, Unavailable, UndecodableMessage
 from shared.messages import Reply, decode_reply
-from shared.pubsub.channel import backoff
 from shared.pubsub.names import inbox_topic_id, slot_subscription_id
 from shared.settings import ApiSettings
 from shared.transport import Admin, Message, Subscriber, Subscription

@@ -20,6 +20,7 @@ import msgspec
 from api import metrics
 from api.errors import KeyInUse, KeyReused
 from api.idempotency.store import AnswerStore
+from shared.backoff import backoff
 from shared.errors import BadInput, PenstockError, Unavailable
 from shared.messages import INLINE_LIMIT_BYTES
 from shared.stores.objects import ObjectStore, object_key
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 KEPT_STATUSES = frozenset({*range(200, 300), 400, 422})
 """What the request alone decided; 401, 404 and 413 depend on keys, catalog and settings, which change."""
-FIRST_LOOK_S, LONGEST_LOOK_S = 0.025, 0.25
+FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 0.25
 """Pauses between two looks at a key that another instance holds."""
 MOST_WAITING = 1000
 """Requests that wait for another's answer at the same time."""
@@ -118,7 +119,7 @@ class Repeats:
             KeyInUse: another still computes the answer when `wait_s` is over, or too many wait already.
             Unavailable: Redis is out of reach, or the kept answer can't be read.
         """
-        ends_s, pause_s = _now_s() + wait_s, FIRST_LOOK_S
+        ends_s, pauses = _now_s() + wait_s, backoff(FIRST_LOOK_S, LONGEST_LOOK_S)
         while True:
             running = self._running.get(request.name)
             if running is None:
@@ -135,8 +136,7 @@ class Repeats:
                 raise KeyReused
             if (left_s := ends_s - _now_s()) <= 0:
                 raise KeyInUse
-            pause_s = min(pause_s * 2, LONGEST_LOOK_S)
-            if (answered := await self._wait(running, left_s, pause_s)) is not None:
+            if (answered := await self._wait(running, left_s, next(pauses))) is not None:
                 return answered, True
 
     async def _lead(self, request: KeyedRequest, claim: str, compute: Compute) -> tuple[KeptResponse, bool]:

@@ -6,8 +6,6 @@ The proto-plus wrappers cost about 0.1 ms a message, so only the classes below t
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -15,13 +13,13 @@ from urllib.parse import quote
 
 import google.auth
 import grpc
-from google.api_core.retry import exponential_sleep_generator
 from google.auth.exceptions import DefaultCredentialsError
 from google.auth.transport.grpc import AuthMetadataPlugin
 from google.auth.transport.requests import Request
 from google.pubsub_v1.types import pubsub
 from grpc import StatusCode, aio
 
+from shared.backoff import backoff
 from shared.errors import BadInput, ConfigurationError, Overloaded, PenstockError, Unavailable
 
 if TYPE_CHECKING:
@@ -202,17 +200,6 @@ class Method:
 def routing(name: str, value: str) -> tuple[tuple[str, str], ...]:
     """The metadata that Google's front end routes a call by (google.aip.dev/4222)."""
     return (("x-goog-request-params", f"{name}={quote(value, safe='')}"),)
-
-
-def backoff(initial_s: float = 0.1, longest_s: float = 10.0) -> Iterator[float]:
-    """Pauses before further attempts, in seconds: doubling, each drawn at random up to that."""
-    pauses: Iterator[float] = exponential_sleep_generator(initial_s, longest_s, 2.0)
-    return pauses
-
-
-def jittered(period_s: float) -> float:
-    """`period_s`, up to a tenth shorter, so that many timers started together drift apart."""
-    return period_s * random.uniform(0.9, 1.0)
 
 
 def translate(error: aio.AioRpcError, what: str) -> PenstockError:

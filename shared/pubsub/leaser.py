@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from grpc import aio
 
-from shared.pubsub.channel import AcknowledgeRequest, Method, ModifyAckDeadlineRequest, RawMessage, jittered
+from shared.backoff import jittered
+from shared.pubsub.channel import AcknowledgeRequest, Method, ModifyAckDeadlineRequest, RawMessage
 from shared.transport import Message
 
 log = logging.getLogger(__name__)

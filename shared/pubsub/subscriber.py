@@ -10,8 +10,9 @@ from typing import Any
 
 from grpc import StatusCode, aio
 
+from shared.backoff import backoff
 from shared.errors import ConfigurationError, PenstockError, Unavailable
-from shared.pubsub.channel import RawMessage, StreamingPullRequest, backoff, routing
+from shared.pubsub.channel import RawMessage, StreamingPullRequest, routing
 from shared.pubsub.leaser import AckQueue, Leases
 from shared.transport import Message
 

@@ -20,6 +20,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
+from shared.backoff import backoff
 from shared.errors import ConfigurationError, Unavailable
 
 FAILURES = 3
@@ -124,10 +125,10 @@ class RedisLink:
         """Waits for the breaker to open, then tries Redis until it answers within the limit of a round trip."""
         while True:
             await self._tripped.wait()
-            pause_s = self._retry_s
-            while not await self._answers_in_time():
+            for pause_s in backoff(self._retry_s, LONGEST_RETRY_S):
+                if await self._answers_in_time():
+                    break
                 await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 2, LONGEST_RETRY_S)
             log.info("redis answers again", extra={"use": self._use})
             self._failures = 0
             self._tripped.clear()

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from prometheus_client import Counter, Gauge
 
+from shared.backoff import backoff
 from shared.usage.spool import Fields, Segment, Spool
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class Journal:
         self._in_flight: Batch | None = None
         self._is_disk_up = True
         self._retry_disk_at_s = 0.0
-        self._disk_pause_s = FIRST_PAUSE_S
+        self._disk_pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         self._is_losing = False
 
     def open(self) -> None:
@@ -131,15 +132,14 @@ class Journal:
     def _disk_failed(self, reason: str) -> None:
         DISK_ERRORS.inc()
         self._seal()
-        self._retry_disk_at_s = time.monotonic() + (self._disk_pause_s if not self._is_disk_up else 0.0)
-        self._disk_pause_s = min(self._disk_pause_s * 2, LONGEST_PAUSE_S)
+        self._retry_disk_at_s = time.monotonic() + (next(self._disk_pauses) if not self._is_disk_up else 0.0)
         if self._is_disk_up:
             self._is_disk_up = False
             DISK_UP.set(0)
             log.warning("disk does not take rows; they wait in memory", extra={"reason": reason})
 
     def _disk_worked(self) -> None:
-        self._disk_pause_s = FIRST_PAUSE_S
+        self._disk_pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         if not self._is_disk_up:
             self._is_disk_up = True
             DISK_UP.set(1)

@@ -21,6 +21,7 @@ from typing import Self
 import msgspec
 from prometheus_client import Counter, Gauge
 
+from shared.backoff import backoff
 from shared.errors import Unavailable
 from shared.settings import SPOOL_MAX_BYTES
 from shared.usage.bigquery import Sender
@@ -125,7 +126,7 @@ class RowWriter:
 
     def _run(self) -> None:
         """The thread: sends until closed, whole segments at once and the open one when it has lingered."""
-        pause_s, takes_open = FIRST_PAUSE_S, True
+        pauses, takes_open = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), True
         while not self._is_over():
             try:
                 is_sent = self._send(takes_open or self._is_hurried)
@@ -135,14 +136,13 @@ class RowWriter:
             except Exception as error:  # a bug must cost a pause, not all rows that follow
                 log.error("sending rows failed; this is a bug", exc_info=error)
             else:
-                pause_s, takes_open = FIRST_PAUSE_S, not is_sent
+                pauses, takes_open = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), not is_sent
                 if not is_sent and self._give_up_s is not None:
                     return
                 if not is_sent:
                     self._wait_for_rows()
                 continue
-            self._pause(pause_s)
-            pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+            self._pause(next(pauses))
             if self._give_up_s is not None:
                 return
 

@@ -7,6 +7,7 @@ import time
 
 import msgspec
 
+from shared.backoff import backoff
 from shared.errors import Unavailable
 from shared.messages import INLINE_LIMIT_BYTES, Blob, Envelope, ImageResult, ItemOutcome
 from shared.stores.objects import ObjectStore
@@ -44,12 +45,13 @@ class LargeResults:
 
     async def _put(self, key: str, data: bytes, media_type: str, deadline_s: float) -> None:
         """Stores an object, again and again while the store is out of reach: to draw it anew would cost more."""
-        until_s, pause_s = min(deadline_s, time.time() + self._keep_limit_s), FIRST_PAUSE_S
+        until_s = min(deadline_s, time.time() + self._keep_limit_s)
+        pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             try:
                 return await self._objects.put(key, data, media_type)
             except Unavailable:
+                pause_s = next(pauses)
                 if time.time() + pause_s > until_s:
                     raise
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

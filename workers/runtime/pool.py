@@ -14,6 +14,7 @@ from typing import NamedTuple, Self
 
 import msgspec
 
+from shared.backoff import backoff
 from shared.catalog import Model as Entry
 from shared.cores import usable_cores
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
@@ -30,7 +31,7 @@ CPU_PROCESSES_MAX = 4
 START_TIMEOUT_S = 180.0
 START_TRIES = 5
 """Starts in a row that may fail after a death before the model process is given up."""
-FIRST_PAUSE_S = 0.5
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 16.0
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +180,7 @@ class ModelProcess:
             self._settled.set()
 
     async def _keep_alive(self) -> None:
-        failures = 0
+        failures, pauses = 0, backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             try:
                 self._child = await ModelChild.start(self._launch)
@@ -189,9 +190,9 @@ class ModelProcess:
                     self._failure = error
                     return
                 log.error("model process could not start", extra={"reason": error.message, "try": failures})
-                await asyncio.sleep(FIRST_PAUSE_S * 2**failures)
+                await asyncio.sleep(next(pauses))
                 continue
-            failures = 0
+            failures, pauses = 0, backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
             self._log_ready(self._child)
             self._settled.set()
             reason = await self._child.serve(on_end=self._settled.clear)
