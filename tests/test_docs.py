@@ -1,0 +1,75 @@
+"""The documents name files that exist, and lead a newcomer to the line that acks a job."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("api", "bench", "docs", "infra", "models", "shared", "tests", "workers")
+DOCUMENTS = sorted(
+    path.relative_to(ROOT)
+    for found in (ROOT.glob("*.md"), *((ROOT / folder).rglob("*.md") for folder in FOLDERS))
+    for path in found
+)
+PATH_TO_THE_ACK = (
+    "README.md",
+    "docs/architecture.md",
+    "workers/worker.py",
+    "workers/jobs/consumer.py",
+    "workers/jobs/completion.py",
+)
+MAX_HOPS = 5
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_relative_links_lead_to_files(document: Path) -> None:
+    missing = [link for link in links(document) if not (ROOT / document).parent.joinpath(link).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_paths_in_documents_exist(document: Path) -> None:
+    named = re.findall(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./*-]+)", (ROOT / document).read_text())
+    assert {path for path in named if not any(ROOT.glob(path.rstrip("./")))} == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_modules_named_without_their_folder_exist(document: Path) -> None:
+    named = set(re.findall(r"`(\w+\.py)`", (ROOT / document).read_text()))
+    assert named - {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")} == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_modules_in_documents_exist(document: Path) -> None:
+    named = re.findall(rf"python -m ((?:{'|'.join(FOLDERS)})[\w.]*)", (ROOT / document).read_text())
+    assert [name for name in named if importlib.util.find_spec(name.rstrip(".")) is None] == []
+
+
+def test_five_hops_lead_from_the_readme_to_the_ack() -> None:
+    assert len(PATH_TO_THE_ACK) <= MAX_HOPS
+    for here, there in pairwise(PATH_TO_THE_ACK):
+        assert there in leads_to(Path(here)), f"{here} does not lead to {there}"
+    assert re.search(r"\.ack\(", (ROOT / PATH_TO_THE_ACK[-1]).read_text())
+
+
+def leads_to(file: Path) -> set[str]:
+    """The files that a reader of `file` is sent to: links of a document, paths and imports of a module."""
+    if file.suffix == ".md":
+        found = ((ROOT / file).parent.joinpath(link).resolve() for link in links(file))
+        return {str(path.relative_to(ROOT)) for path in found if path.is_relative_to(ROOT)}
+    text = (ROOT / file).read_text()
+    imported = {f"{name.replace('.', '/')}.py" for name in re.findall(r"^from ([\w.]+) import", text, re.MULTILINE)}
+    return imported | set(re.findall(r"[\w/]+\.py", text))
+
+
+def links(document: Path) -> Iterator[str]:
+    """The relative links of a document, without their anchors."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / document).read_text()):
+        if not re.match(r"[a-z]+:", link) and (path := link.partition("#")[0]):
+            yield path
