@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.load.closed_loop import Order, Report, drive, percentiles
-from bench.pipeline import MODEL, Pipeline, running
+from bench.load.generator import Report, percentiles
+from bench.pipeline import running
 from bench.report import Figure, Outcome
 
 REQUESTS = {1: 400, 8: 800, 32: 1600, 128: 2560}
@@ -19,7 +19,7 @@ def run() -> Outcome:
     details: dict[str, Any] = {}
     with running() as pipeline:
         for in_flight, count in REQUESTS.items():
-            rounds = [_measure(pipeline, in_flight, count) for _ in range(ROUNDS)]
+            rounds = [pipeline.ask(pipeline.texts.short(count), in_flight, cache="miss") for _ in range(ROUNDS)]
             report = min(rounds, key=lambda one: one.overhead()["p50"])
             name = f"overhead at {in_flight} in flight"
             for part, value in report.overhead().items():
@@ -28,14 +28,6 @@ def run() -> Outcome:
             figures.append(Figure(f"rate at {in_flight} in flight", report.rate, "/s"))
             details[str(in_flight)] = _split(report) | {"p50_of_rounds_ms": [r.overhead()["p50"] for r in rounds]}
     return Outcome(figures, details)
-
-
-def _measure(pipeline: Pipeline, in_flight: int, count: int) -> Report:
-    texts = pipeline.texts.short(count)
-    report = drive(Order(pipeline.api.port, MODEL, texts, in_flight))
-    if report.statuses() != {200: count} or report.hits() != {"miss": count}:
-        raise RuntimeError(f"{count} misses were expected, not {report.statuses()} {report.hits()}")
-    return report
 
 
 def _split(report: Report) -> dict[str, Any]:

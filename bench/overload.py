@@ -13,14 +13,16 @@ from typing import Any
 
 import msgspec
 
-from bench.load.closed_loop import percentiles
-from bench.load.open_loop import Order, Report, drive
+from bench.load.connection import LOST
+from bench.load.generator import Order, Report, drive, percentiles
 from bench.pipeline import MODEL, Pipeline, running
 from bench.report import Figure, Outcome, table
 
 SECONDS = 60.0
 CAPACITY_SECONDS = 15.0
 IN_FLIGHT = 32
+CONNECTIONS = 4000
+DRAIN_S = 10.0
 ITEMS = 2
 BODIES = 64
 TIMES = 10.0
@@ -35,22 +37,34 @@ def run(seconds: float = SECONDS) -> Outcome:
     """Measures capacity, then overloads for `seconds`."""
     with running() as pipeline:
         bodies = _bodies(pipeline)
-        asked = Order(pipeline.api.port, bodies, min(seconds, CAPACITY_SECONDS), headers=UNCACHED)
-        closed, shares = _drive(pipeline, msgspec.structs.replace(asked, in_flight=IN_FLIGHT))
-        capacity, before = _rate(closed, asked.seconds), _memory(pipeline)
-        headers = UNCACHED | {"x-penstock-deadline-ms": f"{1000 * DEADLINE_S:.0f}"}
-        asked = Order(pipeline.api.port, bodies, seconds, rate=TIMES * capacity, headers=headers)
-        report, taken = _drive(pipeline, asked)
+        asked = Order(
+            pipeline.api.port,
+            bodies,
+            IN_FLIGHT,
+            headers=UNCACHED,
+            send_s=min(seconds, CAPACITY_SECONDS),
+            is_cycled=True,
+            limit_s=DRAIN_S,
+        )
+        closed, shares = _drive(pipeline, asked)
+        capacity, before = _rate(closed, asked.send_s), _memory(pipeline)
+        overload = msgspec.structs.replace(
+            asked,
+            in_flight=CONNECTIONS,
+            headers=UNCACHED | {"x-penstock-deadline-ms": f"{1000 * DEADLINE_S:.0f}"},
+            send_s=seconds,
+            rate_per_s=TIMES * capacity,
+        )
+        report, taken = _drive(pipeline, overload)
         after = _memory(pipeline)
     goodput = _rate(report, seconds)
-    figures = _figures(report, capacity, goodput)
+    figures = _figures(report, seconds, capacity, goodput)
     figures += [Figure(f"{name}, growth", (after[name] - before[name]) / MIB, "MiB") for name in before]
     figures += [Figure(f"CPU, {name}", share, "%") for name, share in taken.items()]
     figures.append(Figure("CPU, worker, model, at capacity", shares["worker, model"], "%"))
     found = [one.status for one in report.exchanges]
     details: dict[str, Any] = {
         "statuses": {str(status): found.count(status) for status in sorted(set(found))},
-        "unsent": report.unsent,
         "memory_before_mib": {name: value / MIB for name, value in before.items()},
         "lag_ms": percentiles(report.lag_ms),
         "answers_by_second": _by_second(report, seconds),
@@ -79,14 +93,14 @@ def _rate(report: Report, seconds: float) -> float:
     return len(answered) / seconds
 
 
-def _figures(report: Report, capacity: float, goodput: float) -> list[Figure]:
-    admitted = [one for one in report.exchanges if one.status not in (REFUSED, 0)]
+def _figures(report: Report, seconds: float, capacity: float, goodput: float) -> list[Figure]:
+    admitted = [one for one in report.exchanges if one.status not in (REFUSED, LOST)]
     refused = [one for one in report.exchanges if one.status == REFUSED]
     of_admitted = percentiles([one.round_trip_ms for one in admitted])
     of_refused = percentiles([one.round_trip_ms for one in refused])
     return [
         Figure("capacity, closed loop", capacity, "/s"),
-        Figure("offered", len(report.exchanges) / report.wall_s, "/s"),
+        Figure("offered", report.sent / seconds, "/s"),
         Figure("goodput over capacity", 100 * goodput / capacity, "%", ">=", 90.0),
         Figure("admitted and late or failed", sum(one.status != 200 for one in admitted), ""),
         Figure("admitted, p50", of_admitted["p50"], "ms"),
@@ -94,7 +108,7 @@ def _figures(report: Report, capacity: float, goodput: float) -> list[Figure]:
         Figure("refused, p50", of_refused["p50"], "ms"),
         Figure("refused, p99", of_refused["p99"], "ms", "<=", 50.0),
         Figure("refused, p99 by the API's clock", percentiles([one.total_ms for one in refused])["p99"], "ms"),
-        Figure("connections lost", sum(one.status == 0 for one in report.exchanges), "", "<=", 0),
+        Figure("connections lost", sum(one.status == LOST for one in report.exchanges), "", "<=", 0),
         Figure("sent late by the generator, p99", percentiles(report.lag_ms)["p99"], "ms"),
     ]
 

@@ -15,16 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx
-import msgspec
 import psutil
 
-from bench.load.closed_loop import percentiles
-from bench.load.open_loop import Order, drive
+from bench.load.generator import Order, drive, embedding_bodies, percentiles
 from bench.pipeline import MODEL, MODELS_FILE, Part, running
 from bench.report import Figure, Outcome
 
 CALLERS = 16
 SIDE = 5000
+CONNECTIONS = 1000
 SECONDS = 10.0
 ROUNDS = 3
 RATE = 50.0
@@ -40,8 +39,8 @@ def run() -> Outcome:
     """Answers from the cache quiet and busy, in turn; then edits with a deadline, and edits whose callers hang up."""
     png, figures = _png(), []
     with running() as pipeline, pipeline.another_api(models_file=MODELS_FILE.absolute()) as api:
-        bodies = [msgspec.json.encode({"model": MODEL, "input": text}).decode() for text in pipeline.texts.short(TEXTS)]
-        drive(Order(api.port, bodies, 2.0, in_flight=8))
+        bodies = embedding_bodies(MODEL, pipeline.texts.short(TEXTS))
+        drive(Order(api.port, bodies, 8))
         quiet_ms: list[float] = []
         busy_ms: list[float] = []
         before_bytes, decoded, peak = api.rss_bytes(), 0, [0, 0]
@@ -69,10 +68,11 @@ def run() -> Outcome:
 
 
 def _hits_ms(api: Part, bodies: list[str]) -> list[float]:
-    report = drive(Order(api.port, bodies, SECONDS, rate=RATE))
-    if lost := [one.status for one in report.exchanges if one.status != 200] or report.unsent:
-        raise RuntimeError(f"only answers were expected, not {lost}")
-    return [one.round_trip_ms for one in report.exchanges]
+    order = Order(api.port, bodies, CONNECTIONS, send_s=SECONDS, is_cycled=True, rate_per_s=RATE)
+    report = drive(order)
+    if report.failures:
+        raise RuntimeError(f"only answers were expected, not {report.failures}")
+    return report.round_trip_ms
 
 
 @contextmanager

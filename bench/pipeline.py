@@ -6,19 +6,22 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 import yaml
+from google.auth.credentials import AnonymousCredentials
+from google.cloud import bigquery
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from bench.load.closed_loop import Order, drive
+from bench.load.generator import Order, Report, drive, embedding_bodies
 from bench.load.texts import Texts
 from infra.local.ports import Ports
 from infra.local.process import Process, answers, free_port
@@ -37,6 +40,7 @@ MODELS_FILE = Path("models.yaml")
 READY_LIMIT_S = 60.0
 SCRAPE_LIMIT_S = 5.0
 WARM_UP_TEXTS = 256
+POLL_S = 0.25
 
 
 class Part:
@@ -109,6 +113,39 @@ class Pipeline:
             "Redis": self._redis.cpu_s(),
             "BigQuery": self._bigquery.cpu_s(),
         }
+
+    def ask(self, texts: list[str], in_flight: int, *, cache: str, port: int = 0, limit_s: float = 300.0) -> Report:
+        """Sends a request per text to the API, or to that on `port`.
+
+        Raises:
+            RuntimeError: not every answer was a success with the word `cache`.
+        """
+        bodies = embedding_bodies(MODEL, texts)
+        report = drive(Order(port or self.api.port, bodies, in_flight, limit_s=limit_s))
+        if report.statuses() != {200: len(texts)} or report.hits() != {cache: len(texts)}:
+            found = f"{report.statuses()} {report.hits()}"
+            raise RuntimeError(f"{len(texts)} answers ({cache}) were expected, not {found}")
+        return report
+
+    def usage_rows(self, columns: Sequence[str], request_ids: set[str], limit_s: float) -> list[dict[str, Any]]:
+        """The rows of the requests, once BigQuery has one for each, or after `limit_s`."""
+        settings = self.stack.settings
+        client = bigquery.Client(
+            project=settings.project,
+            credentials=AnonymousCredentials(),
+            client_options={"api_endpoint": settings.bigquery_endpoint},
+        )
+        query = (
+            f"SELECT request_id, {', '.join(columns)} FROM `{settings.dataset}.rows` "
+            "WHERE received_at >= TIMESTAMP_SUB(CURRENT_TIMESTAMP(), INTERVAL 1 DAY)"
+        )
+        end_s = time.monotonic() + limit_s
+        while True:
+            result = client.query(query).result(timeout=limit_s)
+            rows = [dict(row) for row in result if row["request_id"] in request_ids]
+            if len(rows) >= len(request_ids) or time.monotonic() > end_s:
+                return rows
+            time.sleep(POLL_S)
 
     def work(self) -> Work:
         """What the worker's own metrics say it computed."""
@@ -187,7 +224,7 @@ def running(changes: Mapping[str, object] | None = None, **settings: object) -> 
         texts = Texts(model_folder, seed=1)
         with served_stack(state_dir, Ports.free(), given, say_nothing) as stack:
             pipeline = Pipeline(stack, texts, model_folder)
-            drive(Order(pipeline.api.port, MODEL, texts.mixed(WARM_UP_TEXTS), 32))
+            pipeline.ask(texts.mixed(WARM_UP_TEXTS), 32, cache="miss")
             yield pipeline
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from itertools import groupby
 from typing import Any
 
-from google.auth.credentials import AnonymousCredentials
-from google.cloud import bigquery
-
-from bench.load.closed_loop import Order, drive
-from bench.pipeline import MODEL, Pipeline, running
+from bench.load.generator import Order, drive, embedding_bodies
+from bench.pipeline import MODEL, running
 from bench.report import Figure, Outcome
 from shared.catalog import read_catalog
 
@@ -18,7 +14,7 @@ REQUESTS = 10_000
 IN_FLIGHT = 64
 LIMIT_S = 600.0
 ROWS_LIMIT_S = 60.0
-POLL_S = 0.5
+COLUMNS = ("row_id", "worker", "status", "pulled_at", "started_at")
 SIDE_BY_SIDE_MS = 20.0
 """Two model processes get their batches one after the other, and the scheduler decides which starts first."""
 
@@ -27,9 +23,10 @@ def run() -> Outcome:
     """Sends all requests, waits for their rows, and counts what is missing, doubled or out of order."""
     with running() as pipeline:
         texts = pipeline.texts.short(REQUESTS)
-        report = drive(Order(pipeline.api.port, MODEL, texts, IN_FLIGHT, limit_s=LIMIT_S))
+        bodies = embedding_bodies(MODEL, texts)
+        report = drive(Order(pipeline.api.port, bodies, IN_FLIGHT, limit_s=LIMIT_S))
         request_ids = {exchange.request_id for exchange in report.exchanges}
-        rows = _rows(pipeline, request_ids)
+        rows = pipeline.usage_rows(COLUMNS, request_ids, ROWS_LIMIT_S)
         max_items = read_catalog(pipeline.stack.settings.models_file).find(MODEL).batch.max_items
     late_ms = overtaken_ms(rows, max_items)
     answered = report.statuses().get(200, 0)
@@ -46,27 +43,6 @@ def run() -> Outcome:
         Figure("round trip p99", report.round_trip()["p99"], "ms"),
     ]
     return Outcome(figures, {"statuses": report.statuses(), "cache": report.hits(), "overtaken_ms": late_ms[:100]})
-
-
-def _rows(pipeline: Pipeline, request_ids: set[str]) -> list[Any]:
-    """The rows of the requests as BigQuery has them, once there are as many, or after the limit."""
-    settings = pipeline.stack.settings
-    client = bigquery.Client(
-        project=settings.project,
-        credentials=AnonymousCredentials(),
-        client_options={"api_endpoint": settings.bigquery_endpoint},
-    )
-    query = (
-        f"SELECT row_id, request_id, worker, status, pulled_at, started_at FROM `{settings.dataset}.rows` "
-        "WHERE received_at >= TIMESTAMP_SUB(CURRENT_TIMESTAMP(), INTERVAL 1 DAY)"
-    )
-    deadline_s = time.monotonic() + ROWS_LIMIT_S
-    while True:
-        result = client.query(query).result(timeout=ROWS_LIMIT_S)
-        rows = [row for row in result if row["request_id"] in request_ids]
-        if len(rows) >= len(request_ids) or time.monotonic() > deadline_s:
-            return rows
-        time.sleep(POLL_S)
 
 
 def overtaken_ms(rows: list[Any], max_items: int) -> list[float]:

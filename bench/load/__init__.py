@@ -1,1 +1,1 @@
-"""Load: closed loop, open loop, and the texts that are sent."""
+"""Load: the generator, and the texts that it sends."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from bench.peers.connection import PLACE
+from bench.peers.answers import PLACE
 from bench.pipeline import MODEL
 
 Group = Literal["peer", "tuned", "ours"]

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from bench.load.closed_loop import percentiles
+from bench.load.generator import Report, percentiles
 from bench.load.texts import Texts
+from bench.peers.answers import vector_of
 from bench.peers.loads import Load
 from bench.peers.reference import cosine, vectors_of
 from bench.peers.roster import Contender
@@ -22,6 +23,7 @@ from shared.errors import PenstockError
 WARM_UP_TEXTS = 200
 WARM_UP_S = 3.0
 WARM_UP_IN_FLIGHT = 16
+UNREAD = "not a vector"
 
 Say = Callable[[str], None]
 
@@ -125,6 +127,7 @@ def _one(
     spent_s = {name: spent - before_s.get(name, 0.0) for name, spent in one.tree.cpu_s().items()}
     one.tree.freeze()
     answered = len(report.round_trip_ms)
+    vectors, failures = _vectors(report, one.contender)
     measured = Measured(
         contender=one.contender.key,
         load=load.name,
@@ -132,14 +135,25 @@ def _one(
         sent=report.sent,
         rate=report.rate,
         round_trip_ms=percentiles(report.round_trip_ms) if answered else {},
-        failures=report.failures,
+        failures=failures,
         cpu_ms=_per_request(spent_s, answered),
         generator_cpu_ms=1000 * report.cpu_s / max(report.sent, 1),
     )
     findings.measured.append(measured)
     took_s = time.monotonic() - began_s
-    say(f"{load.name}, round {number + 1}, {one.contender.name}: {report.rate:.0f}/s, {took_s:.1f} s {report.failures}")
-    return [(measured, [(texts[place], vector) for place, vector in report.samples])]
+    say(f"{load.name}, round {number + 1}, {one.contender.name}: {report.rate:.0f}/s, {took_s:.1f} s {failures}")
+    return [(measured, [(texts[place], vector) for place, vector in vectors])]
+
+
+def _vectors(report: Report, contender: Contender) -> tuple[list[tuple[int, list[float]]], dict[str, int]]:
+    """The sampled vectors by number of the text, and the failures; an answer without a vector is one."""
+    vectors, failures = [], dict(report.failures)
+    for number, body in report.samples:
+        try:
+            vectors.append((number, vector_of(body, contender.answer)))
+        except (ValueError, LookupError, TypeError):
+            failures[UNREAD] = failures.get(UNREAD, 0) + 1
+    return vectors, failures
 
 
 def _per_request(spent_s: dict[str, float], answered: int) -> dict[str, float]:

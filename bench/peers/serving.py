@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from bench.peers.connection import PLACE, vector_of
+from bench.load.generator import Order, Report, drive
+from bench.peers.answers import PLACE, bodies_of, vector_of
 from bench.peers.environments import FOLDER, programs_of
-from bench.peers.generator import Order, Report, drive
 from bench.peers.roster import OFFLINE, Contender
 from bench.peers.tree import Tree
 from bench.pipeline import catalog_with
@@ -30,6 +30,8 @@ HERE = Path(__file__).parent
 READY_LIMIT_S = 180.0
 FIRST_ANSWER_LIMIT_S = 30.0
 STOP_LIMIT_S = 15.0
+ANSWER_LIMIT_S = 120.0
+SAMPLE_EVERY = 16
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,17 @@ class Serving:
 
     def drive(self, texts: list[str], in_flight: int, send_s: float, rate_per_s: float = 0.0) -> Report:
         """Sends `texts` as a generator.Order says."""
-        to = self.contender
-        return drive(
-            Order(self.port, to.path, to.body, list(to.answer), texts, in_flight, send_s, rate_per_s=rate_per_s)
+        order = Order(
+            self.port,
+            bodies_of(self.contender.body, texts),
+            in_flight,
+            path=self.contender.path,
+            send_s=send_s,
+            rate_per_s=rate_per_s,
+            limit_s=ANSWER_LIMIT_S,
+            sample_every=SAMPLE_EVERY,
         )
+        return drive(order)
 
 
 @contextmanager

@@ -7,13 +7,14 @@ import base64
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
 from aiohttp import web
 
-from bench.peers.connection import PLACE, vector_of
-from bench.peers.generator import LOST, UNANSWERED, UNREAD, Order, send
+from bench.load.generator import Order, drive, send
+from bench.peers.answers import PLACE, bodies_of, vector_of
 
 Answer = Callable[[web.Request, str], Awaitable[web.StreamResponse]]
 
@@ -60,8 +61,8 @@ async def length_of(request: web.Request, text: str) -> web.StreamResponse:
 
 
 def order(server: Server, texts: list[str], in_flight: int = 4, **changed: object) -> Order:
-    given = {"send_s": 5.0, "limit_s": 5.0, "sample_every": 2} | changed
-    return Order(server.port, "/embed", {"text": PLACE}, ["vector"], texts, in_flight, **given)  # type: ignore[arg-type]
+    given: dict[str, Any] = {"send_s": 5.0, "limit_s": 5.0, "sample_every": 2} | changed
+    return Order(server.port, bodies_of({"text": PLACE}, texts), in_flight, path="/embed", **given)
 
 
 @pytest.mark.anyio
@@ -71,7 +72,8 @@ async def test_closed_loop_sends_each_text_once_and_counts_each_answer() -> None
         report = await send(order(server, texts))
     assert sorted(server.texts) == sorted(texts)
     assert (report.sent, len(report.round_trip_ms), report.failures) == (50, 50, {})
-    assert {number: vector[0] for number, vector in report.samples} == {n: len(texts[n]) for n in range(0, 50, 2)}
+    sampled = {number: vector_of(body, ["vector"])[0] for number, body in report.samples}
+    assert sampled == {number: len(texts[number]) for number in range(0, 50, 2)}
 
 
 @pytest.mark.anyio
@@ -106,7 +108,7 @@ async def test_refusals_and_lost_connections_are_counted_apart() -> None:
 
     async with serving(misbehave) as server:
         report = await send(order(server, ["good", "busy", "drop", "good", "busy", "good"], in_flight=1))
-    assert report.failures == {"503": 2, LOST: 1}
+    assert report.failures == {"503": 2, "connection lost": 1}
     assert (report.sent, len(report.round_trip_ms)) == (6, 3)
 
 
@@ -119,18 +121,38 @@ async def test_what_is_never_answered_is_given_up() -> None:
 
     async with serving(hang) as server:
         report = await send(order(server, ["good", "hang", "good"], in_flight=2, send_s=0.2, limit_s=0.2))
-    assert report.failures == {UNANSWERED: 1}
+    assert report.failures == {"unanswered": 1}
     assert len(report.round_trip_ms) == 2
 
 
 @pytest.mark.anyio
-async def test_answer_without_a_vector_is_a_failure() -> None:
-    async def no_vector(request: web.Request, text: str) -> web.StreamResponse:
-        return web.json_response({"error": "none"})
+async def test_generator_is_a_process_of_its_own() -> None:
+    async with serving(length_of) as server:
+        report = await asyncio.to_thread(drive, order(server, ["a", "b", "a"], in_flight=2))
+    assert report.statuses() == {200: 3}
+    assert sorted(server.texts) == ["a", "a", "b"]
 
-    async with serving(no_vector) as server:
-        report = await send(order(server, ["a", "b"], in_flight=1))
-    assert report.failures == {UNREAD: 1}
+
+@pytest.mark.anyio
+async def test_bodies_are_sent_again_and_again_for_as_long_as_asked() -> None:
+    async with serving(length_of) as server:
+        report = await send(order(server, ["a", "b"], in_flight=2, send_s=0.2, is_cycled=True))
+    assert report.sent == len(report.round_trip_ms) > 2
+    assert set(server.texts) == {"a", "b"}
+
+
+@pytest.mark.anyio
+async def test_headers_of_the_api_are_read() -> None:
+    async def answer_with_headers(request: web.Request, text: str) -> web.StreamResponse:
+        timings = {f"x-penstock-{name}-ms": "1.5" for name in ("queue", "batch", "inference", "total")}
+        headers = {"x-request-id": request.headers["x-me"], "x-penstock-cache": "miss", **timings}
+        return web.json_response({}, headers=headers)
+
+    async with serving(answer_with_headers) as server:
+        report = await send(order(server, ["a"], headers={"x-me": "me"}))
+    [exchange] = report.exchanges
+    assert (exchange.request_id, exchange.cache, exchange.total_ms) == ("me", "miss", 1.5)
+    assert exchange.overhead_ms == pytest.approx(exchange.round_trip_ms - 1.5)
 
 
 @pytest.mark.anyio

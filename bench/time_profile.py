@@ -8,16 +8,11 @@ the same machine's.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
-from datetime import datetime
 from typing import Any
 
-from google.auth.credentials import AnonymousCredentials
-from google.cloud import bigquery
-
-from bench.load.closed_loop import Exchange, Order, drive
-from bench.pipeline import MODEL, Pipeline, running
+from bench.load.connection import Exchange
+from bench.pipeline import Pipeline, running
 from bench.report import Figure, Outcome
 
 REQUESTS = {1: 300, 32: 640, 128: 768}
@@ -27,7 +22,6 @@ OWN = ("API", "Pub/Sub", "worker, I/O", "Redis")
 OWN_LIMIT_MS = 2.5
 BUSY_LIMIT_PERCENT = 90.0
 ROWS_LIMIT_S = 30.0
-POLL_S = 0.25
 MOMENTS = ("received_at", "published_at", "pulled_at", "started_at", "finished_at", "replied_at")
 PHASES = {
     "API: received to published": ("received_at", "published_at"),
@@ -56,10 +50,8 @@ def run() -> Outcome:
 def _profile(pipeline: Pipeline, in_flight: int, count: int) -> tuple[list[Figure], dict[str, Any]]:
     texts = pipeline.texts.mixed(count)
     cpu_before = pipeline.cpu_s()
-    report = drive(Order(pipeline.api.port, MODEL, texts, in_flight))
+    report = pipeline.ask(texts, in_flight, cache="miss")
     cpu_after = pipeline.cpu_s()
-    if report.statuses() != {200: count} or report.hits() != {"miss": count}:
-        raise RuntimeError(f"{count} misses were expected, not {report.statuses()} {report.hits()}")
     rows = moments(pipeline, {exchange.request_id for exchange in report.exchanges})
     where = f"at {in_flight} in flight"
     costs_ms = {name: 1000 * (cpu_after[name] - cpu_before[name]) / count for name in cpu_after}
@@ -104,30 +96,17 @@ def model_busy_s(rows: dict[str, Row]) -> float:
 
 
 def moments(pipeline: Pipeline, request_ids: set[str]) -> dict[str, Row]:
-    """The MOMENTS of the requests, once BigQuery has all their rows.
+    """The MOMENTS of the requests that a worker ran, once BigQuery has all their rows.
 
     Raises:
         TimeoutError: it has not within ROWS_LIMIT_S.
     """
-    settings = pipeline.stack.settings
-    client = bigquery.Client(
-        project=settings.project,
-        credentials=AnonymousCredentials(),
-        client_options={"api_endpoint": settings.bigquery_endpoint},
-    )
-    query = (
-        f"SELECT request_id, {', '.join(MOMENTS)} FROM `{settings.dataset}.rows` "
-        "WHERE received_at >= TIMESTAMP_SUB(CURRENT_TIMESTAMP(), INTERVAL 1 HOUR) AND started_at IS NOT NULL"
-    )
-    end_s = time.monotonic() + ROWS_LIMIT_S
-    while time.monotonic() < end_s:
-        result = client.query(query).result(timeout=ROWS_LIMIT_S)
-        found = {row["request_id"]: row for row in result if row["request_id"] in request_ids}
-        if len(found) == len(request_ids):
-            return {name: {moment: _unix_s(row[moment]) for moment in MOMENTS} for name, row in found.items()}
-        time.sleep(POLL_S)
-    raise TimeoutError(f"BigQuery has {len(found)} of {len(request_ids)} rows after {ROWS_LIMIT_S:g} s")
-
-
-def _unix_s(moment: datetime) -> float:
-    return moment.timestamp()
+    rows = pipeline.usage_rows(MOMENTS, request_ids, ROWS_LIMIT_S)
+    found = {
+        row["request_id"]: {moment: row[moment].timestamp() for moment in MOMENTS}
+        for row in rows
+        if row["started_at"] is not None
+    }
+    if len(found) < len(request_ids):
+        raise TimeoutError(f"BigQuery has {len(found)} of {len(request_ids)} rows after {ROWS_LIMIT_S:g} s")
+    return found

@@ -1,0 +1,296 @@
+"""The load generator of all benchmarks: N requests in flight, or so many a second, over kept connections.
+
+It is a process of its own (`python -m bench.load.generator`: an order on stdin, the report on stdout), so that its
+cost is not counted as the API's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, deque
+
+import msgspec
+import numpy as np
+import uvloop
+
+from bench.load.connection import LOST, UNANSWERED, Connection, Exchange
+
+START_LIMIT_S = 60.0
+REASONS = {LOST: "connection lost", UNANSWERED: "unanswered"}
+
+
+class Order(msgspec.Struct):
+    """What to send to whom.
+
+    Closed loop: `in_flight` requests at a time, the next one as soon as one is answered. Open loop (`rate_per_s` above
+    0): the arrivals of a Poisson process, on as many connections as they need, up to `in_flight`. An arrival that finds
+    none free waits, and its wait counts.
+
+    Sending ends after `send_s` seconds (0: no such limit) or when all bodies are sent; with `is_cycled` they are sent
+    again and again. Requests without an answer `limit_s` after that are given up.
+    """
+
+    port: int
+    bodies: list[str]
+    in_flight: int
+    path: str = "/v1/embeddings"
+    headers: dict[str, str] = {}
+    send_s: float = 0.0
+    is_cycled: bool = False
+    rate_per_s: float = 0.0
+    seed: int = 0
+    limit_s: float = 300.0
+    sample_every: int = 0
+    """Of so many answers, one is kept; 0: none."""
+
+
+class Report(msgspec.Struct):
+    """The exchanges in order of their end, and what they cost.
+
+    `lag_ms` says how late each request of an open loop was sent. `samples` has numbers of bodies and their answers.
+    `wall_s` ends with the last answer. CPU seconds are the generator's own.
+    """
+
+    sent: int
+    exchanges: list[Exchange]
+    lag_ms: list[float]
+    samples: list[tuple[int, str]]
+    wall_s: float
+    cpu_s: float
+
+    @property
+    def rate(self) -> float:
+        """Requests answered with 200 per second."""
+        return sum(one.status == 200 for one in self.exchanges) / self.wall_s
+
+    @property
+    def round_trip_ms(self) -> list[float]:
+        """Of the requests that were answered with 200."""
+        return [one.round_trip_ms for one in self.exchanges if one.status == 200]
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """The others, counted by status or reason."""
+        others = (one.status for one in self.exchanges if one.status != 200)
+        return dict(Counter(REASONS.get(status, str(status)) for status in others))
+
+    def statuses(self) -> dict[int, int]:
+        """How many exchanges had each status."""
+        return dict(sorted(Counter(one.status for one in self.exchanges).items()))
+
+    def hits(self) -> dict[str, int]:
+        """How many answers said each cache word."""
+        return dict(sorted(Counter(one.cache for one in self.exchanges).items()))
+
+    def round_trip(self) -> dict[str, float]:
+        """p50, p95 and p99 of the round trip, in ms."""
+        return percentiles([one.round_trip_ms for one in self.exchanges])
+
+    def overhead(self) -> dict[str, float]:
+        """p50, p95 and p99 of the round trip without the model's time, in ms."""
+        return percentiles([one.overhead_ms for one in self.exchanges])
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """p50, p95 and p99 of `values`, rounded to microseconds where they are milliseconds."""
+    p50, p95, p99 = np.percentile(values, (50, 95, 99))
+    return {"p50": round(float(p50), 3), "p95": round(float(p95), 3), "p99": round(float(p99), 3)}
+
+
+def embedding_bodies(model: str, texts: list[str]) -> list[str]:
+    """A request body per text."""
+    bodies = ({"model": model, "input": text, "encoding_format": "base64"} for text in texts)
+    return [msgspec.json.encode(body).decode() for body in bodies]
+
+
+def drive(order: Order) -> Report:
+    """Carries out `order` in a process of its own.
+
+    Raises:
+        subprocess.CalledProcessError: the generator failed; its reason is on stderr.
+    """
+    words = [sys.executable, "-m", "bench.load.generator"]
+    limit_s = (order.send_s or order.limit_s) + order.limit_s + START_LIMIT_S
+    sent = msgspec.json.encode(order)
+    # A file: a report of half a megabyte came through a pipe cut short once in a hundred runs.
+    with tempfile.TemporaryFile() as report:
+        subprocess.run(words, input=sent, stdout=report, timeout=limit_s, check=True)
+        report.seek(0)
+        return msgspec.json.decode(report.read(), type=Report)
+
+
+async def send(order: Order) -> Report:
+    """Carries out `order` on this event loop.
+
+    Raises:
+        OSError: nothing listens on the port.
+    """
+    generator = _Generator(order)
+    for _ in range(1 if order.rate_per_s else order.in_flight):
+        await generator.connect()
+    began_cpu_s = time.process_time()
+    await generator.run()
+    cpu_s = time.process_time() - began_cpu_s
+    generator.close()
+    exchanges = generator.exchanges
+    wall_s = max((one.ended_s for one in exchanges), default=0.0) or 1e-9
+    sent, lag_ms, samples = generator.sent, generator.lag_ms, generator.samples
+    return Report(sent, exchanges, lag_ms, samples, wall_s, cpu_s)
+
+
+class _Generator:
+    """The state of one order: requests to come, connections, exchanges."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._requests = [_request(order, body) for body in order.bodies]
+        self._idle: deque[Connection] = deque()
+        self._waiting: deque[tuple[int, float]] = deque()
+        self._connections: set[Connection] = set()
+        self._opening: set[asyncio.Task[None]] = set()
+        self._is_sending = False
+        self._settled = asyncio.Event()
+        self._until_s = 0.0
+        self.sent = 0
+        self.exchanges: list[Exchange] = []
+        self.lag_ms: list[float] = []
+        self.samples: list[tuple[int, str]] = []
+
+    async def connect(self) -> None:
+        """Opens one more connection and gives it its first request."""
+        loop = asyncio.get_running_loop()
+        port = self._order.port
+        _, connection = await loop.create_connection(lambda: Connection(self), "127.0.0.1", port)
+        self._connections.add(connection)
+        self._use(connection)
+
+    async def run(self) -> None:
+        """Sends for as long as the order says, then waits for the answers."""
+        order, self._began_s = self._order, time.perf_counter()
+        self._until_s = self._began_s + (order.send_s or order.limit_s)
+        self._is_sending = True
+        if order.rate_per_s:
+            await self._arrive()
+            self._is_sending, self._until_s = False, time.perf_counter()
+        else:
+            for _ in range(len(self._idle)):
+                self._use(self._idle.popleft())
+        self._settle()
+        try:
+            async with asyncio.timeout(self._until_s - time.perf_counter() + order.limit_s):
+                await self._settled.wait()
+        except TimeoutError:
+            for _ in range(self.sent - len(self.exchanges)):
+                self._end(Exchange(UNANSWERED))
+
+    async def _arrive(self) -> None:
+        """The open loop: each request is timed from when it was due."""
+        gaps, due_s = random.Random(self._order.seed), self._began_s
+        while not self._is_over():
+            due_s += gaps.expovariate(self._order.rate_per_s)
+            if due_s > self._until_s:
+                return
+            await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+            self._waiting.append((self.sent, due_s))
+            self.sent += 1
+            if self._idle:
+                self._use(self._idle.popleft())
+            elif len(self._connections) + len(self._opening) < self._order.in_flight:
+                self._connect_again()
+
+    def _is_over(self) -> bool:
+        is_used_up = not self._order.is_cycled and self.sent >= len(self._requests)
+        return is_used_up or time.perf_counter() > self._until_s
+
+    def _use(self, connection: Connection) -> None:
+        """Gives a free connection its next request, or keeps it for later."""
+        now_s = time.perf_counter()
+        if self._waiting:
+            number, due_s = self._waiting.popleft()
+            self.lag_ms.append(1000 * (now_s - due_s))
+        elif self._is_sending and not self._order.rate_per_s and not self._is_over():
+            number, due_s, self.sent = self.sent, now_s, self.sent + 1
+        else:
+            self._idle.append(connection)
+            return
+        connection.begin(number, self._requests[number % len(self._requests)], due_s)
+
+    def answered(self, connection: Connection, number: int, exchange: Exchange) -> None:
+        """Keeps an answer and goes on with its connection."""
+        self._end(exchange)
+        every = self._order.sample_every
+        if every and exchange.status == 200 and number % every == 0:
+            self.samples.append((number, b"".join(connection.body).decode()))
+        if connection.is_open:
+            self._use(connection)
+        self._settle()
+
+    def lost(self, connection: Connection, exchange: Exchange | None) -> None:
+        """Counts what was open on a connection, and opens another in its place."""
+        self._connections.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+        if self._settled.is_set():
+            return
+        if exchange is not None:
+            self._end(exchange)
+        self._connect_again()
+        self._settle()
+
+    def _end(self, exchange: Exchange) -> None:
+        exchange.ended_s = time.perf_counter() - self._began_s
+        self.exchanges.append(exchange)
+
+    def _connect_again(self) -> None:
+        task = asyncio.get_running_loop().create_task(self.connect())
+        self._opening.add(task)
+        task.add_done_callback(self._opened)
+
+    def _opened(self, task: asyncio.Task[None]) -> None:
+        self._opening.discard(task)
+        if not task.cancelled() and isinstance(task.exception(), OSError):
+            for _ in range(len(self._waiting)):  # the server is gone
+                self._end(Exchange(LOST))
+            self._waiting.clear()
+        self._settle()
+
+    def _settle(self) -> None:
+        is_closed_loop = not self._order.rate_per_s
+        if is_closed_loop and (self._is_over() or not (self._connections or self._opening)):
+            self._is_sending = False
+        if self._until_s and not self._is_sending and self.sent == len(self.exchanges):
+            self._settled.set()
+
+    def close(self) -> None:
+        """Closes all connections."""
+        self._settled.set()
+        for connection in list(self._connections):
+            connection.close()
+
+
+def _request(order: Order, body: str) -> bytes:
+    content = body.encode()
+    headers = {
+        "host": f"127.0.0.1:{order.port}",
+        "content-type": "application/json",
+        "content-length": str(len(content)),
+        **order.headers,
+    }
+    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return f"POST {order.path} HTTP/1.1\r\n{head}\r\n".encode() + content
+
+
+def main() -> int:
+    """Reads an order from stdin and writes its report to stdout; returns the exit status."""
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    sys.stdout.buffer.write(msgspec.json.encode(uvloop.run(send(order))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""The bodies that contenders take, and the vectors in their answers."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+PLACE = "$TEXT"
+"""Stands in a body where the text goes."""
+
+
+def bodies_of(body: Any, texts: Iterable[str]) -> list[str]:
+    """One body per text, which takes the place of PLACE."""
+    before, after = msgspec.json.encode(body).split(msgspec.json.encode(PLACE))
+    return [(before + msgspec.json.encode(text) + after).decode() for text in texts]
+
+
+def vector_of(body: bytes | str, answer: Sequence[str | int]) -> list[float]:
+    """The vector in an answer, found by following keys and places; base64 of little-endian float32 is unpacked.
+
+    Raises:
+        ValueError: no JSON, or no list of numbers there.
+        LookupError: no such key or place.
+        TypeError: a key where a list stands, or the other way round.
+    """
+    found = msgspec.json.decode(body)
+    for step in answer:
+        found = found[step]
+    if isinstance(found, str):
+        found = np.frombuffer(base64.b64decode(found), "<f4").tolist()
+    return msgspec.convert(found, list[float])
