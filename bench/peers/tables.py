@@ -59,9 +59,14 @@ class Medians:
         """Requests without a vector, over all rounds."""
         return sum(sum(one.failures.values()) for one in self.rounds(key, load))
 
-    def cosines(self, key: str) -> list[float]:
-        """Of all sampled vectors to the reference."""
-        return [value for load in self.loads for one in self.rounds(key, load) for value in one.cosines]
+    def cosines(self, key: str) -> tuple[float, float] | None:
+        """Mean and least cosine of all sampled vectors to the reference; None without any."""
+        rounds = [one for load in self.loads for one in self.rounds(key, load) if one.vectors]
+        if not rounds:
+            return None
+        total = sum(one.vectors * one.cosine_mean for one in rounds)
+        mean = total / sum(one.vectors for one in rounds)
+        return mean, min(one.cosine_min for one in rounds)
 
     def best(self, load: str, among: Iterable[str]) -> str | None:
         """Who of `among` answers most per second, of those who answer nearly all; None where nobody does."""
@@ -188,7 +193,7 @@ def cost_rows(medians: Medians) -> Rows:
                 f"{started.memory_bytes / 1e6:,.0f}",
                 _number(medians.cpu_ms(one.key, load)),
                 _number(medians.busiest_cpu_ms(one.key, load)),
-                f"{statistics.fmean(cosines):.5f}, {min(cosines):.5f}" if cosines else "-",
+                f"{cosines[0]:.5f}, {cosines[1]:.5f}" if cosines else "-",
                 str(sum(medians.failed(one.key, name) for name in medians.loads)),
                 f"{one.note}; {_one_line(started.missing)}" if started.missing else one.note,
             ]
