@@ -31,7 +31,7 @@ from infra.local.provision import provision
 from shared.catalog import read_catalog
 from shared.pubsub.admin import PubSubAdmin
 from workers.runtime.memory import weights_bytes
-from workers.scheduling.model_scheduler import Turns
+from workers.scheduling.model_scheduler import ModelScheduler
 
 COMMON, RARE = "common", "rare"
 BACKEND = {"backend": "torch", "precision": "fp32"}
@@ -145,9 +145,9 @@ def _bound_s(load_s: float, batch_s: float, processes: int) -> float:
 
     That is the rare model's share of the traffic in this time, and a batch that is not full for each kind of length.
     """
-    turns = Turns(2, processes)
-    turns.learn({0: load_s, 1: load_s})
-    return (1 + RARE_SHARE) * (turns.switch_wait_s + batch_s + load_s) + LENGTHS * batch_s
+    scheduler = ModelScheduler(2, processes)
+    scheduler.update_load_times({0: load_s, 1: load_s})
+    return (1 + RARE_SHARE) * (scheduler.switch_wait_s + batch_s + load_s) + LENGTHS * batch_s
 
 
 def _switching(port: int) -> Switching:

@@ -28,14 +28,14 @@ from workers.autotune.candidates import shared_layout
 from workers.autotune.choice import Layout
 from workers.autotune.client import chosen, held
 from workers.autotune.hardware import this_machine
-from workers.autotune.renewal import Held, Renewal
+from workers.autotune.renewal import Renewal, TunedModel
 from workers.health import health_server
-from workers.job import WorkerFacts
-from workers.jobs.completion import Finisher
-from workers.jobs.consumer import Intake
+from workers.job import WorkerInfo
+from workers.jobs.completion import Completion
+from workers.jobs.consumer import JobConsumer
 from workers.models import preparer_for
 from workers.models.source import resolve
-from workers.runtime.pool import Hosted, ModelPool
+from workers.runtime.pool import HostedModel, ModelPool
 from workers.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -83,19 +83,19 @@ async def serve(settings: WorkerSettings, models: Sequence[Model]) -> None:
         await worker.run(stop)
 
 
-async def _place(settings: WorkerSettings, model: Model) -> tuple[Hosted, Layout, Held | None]:
+async def _place(settings: WorkerSettings, model: Model) -> tuple[HostedModel, Layout, TunedModel | None]:
     """The model with what computes it, processes and threads to run it with (0: as usual), and the choice of both."""
     folder = await asyncio.to_thread(resolve, model.source, model.revision, settings.models_dir)
     if model.task == "image":
-        return Hosted(model, folder), Layout(settings.processes, settings.threads or 1), None
+        return HostedModel(model, folder), Layout(settings.processes, settings.threads or 1), None
     choice = await chosen(model, folder, settings)
-    return Hosted(model, folder, choice.backend), choice.layout, held(model, folder, settings, choice)
+    return HostedModel(model, folder, choice.backend), choice.layout, held(model, folder, settings, choice)
 
 
 async def _open(
     stack: AsyncExitStack,
     settings: WorkerSettings,
-    hosted: Sequence[Hosted],
+    hosted: Sequence[HostedModel],
     layout: Layout,
     name: str,
     renewal: Renewal,
@@ -124,20 +124,20 @@ async def _open(
     records = await stack.enter_async_context(Records(settings.records_redis_url))
     transport = await stack.enter_async_context(PubSubTransport(settings.project, settings.pubsub_endpoint))
     objects = ObjectStore(settings.objects_url)
-    facts = WorkerFacts(name, settings.region, pool.device_name)
-    intakes = [
-        Intake(
+    facts = WorkerInfo(name, settings.region, pool.device_name)
+    consumers = [
+        JobConsumer(
             model,
             preparer_for(model, folder),
             cache,
             records,
             objects,
-            Finisher(model, transport, cache, records, objects, rows, facts),
+            Completion(model, transport, cache, records, objects, rows, facts),
         )
         for model, folder, _ in hosted
     ]
     return Worker(
-        intakes,
+        consumers,
         transport,
         records,
         pool,

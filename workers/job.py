@@ -1,4 +1,4 @@
-"""A job in a worker's hands: its items, what became of them so far, what waits for the model. Plain data, no I/O."""
+"""A pulled job: its items, their outcomes so far, and its items that wait for the model. Plain data, no I/O."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOT_SENT = "the answer was on its way"
 
 
 @dataclass(slots=True, eq=False)
-class JobInHand:
+class PulledJob:
     """A pulled job and what became of its items so far."""
 
     job: Job
@@ -119,13 +119,13 @@ class JobInHand:
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class QueuedItem:
     """One prepared input that waits for the model, and the items (at least one) that its result answers."""
 
     prepared: Prepared
     cache_key: str | None
     queued_at_s: float
-    askers: list[tuple[JobInHand, Item]]
+    askers: list[tuple[PulledJob, Item]]
     computed: tuple[Result | PenstockError, BatchDone, int] | None = None
     """What the model gave, in which batch, of how many items."""
     is_kept: bool = False
@@ -148,62 +148,62 @@ class Entry:
     @property
     def lane(self) -> str:
         """`batch` where every asker may wait behind interactive requests."""
-        return "batch" if all(hand.envelope.lane == "batch" for hand, _ in self.askers) else ""
+        return "batch" if all(pulled.envelope.lane == "batch" for pulled, _ in self.askers) else ""
 
     @property
     def is_suspect(self) -> bool:
         """Whether it was in the hands of somebody who died."""
-        return self.deaths > 0 or any(hand.unfinished for hand, _ in self.askers)
+        return self.deaths > 0 or any(pulled.unfinished for pulled, _ in self.askers)
 
-    def waiting(self) -> list[tuple[JobInHand, Item]]:
+    def waiting(self) -> list[tuple[PulledJob, Item]]:
         """The askers whose job is still open."""
-        return [(hand, item) for hand, item in self.askers if not hand.is_over]
+        return [(pulled, item) for pulled, item in self.askers if not pulled.is_over]
 
-    def outcomes(self) -> Iterator[tuple[JobInHand, ItemOutcome]]:
+    def outcomes(self) -> Iterator[tuple[PulledJob, ItemOutcome]]:
         """One outcome for each asker, once `computed` is set.
 
         What was computed once is a miss once: of the first who still wants it.
         """
         is_given = False
-        for hand, item in self.waiting():
-            outcome = self._outcome(hand, item, "joined" if is_given else "miss")
+        for pulled, item in self.waiting():
+            outcome = self._outcome(pulled, item, "joined" if is_given else "miss")
             if not is_given and outcome.result is not None:
                 is_given = True
-                self._keep(hand, item)
-            yield hand, outcome
+                self._keep(pulled, item)
+            yield pulled, outcome
 
-    def joined(self, hand: JobInHand, item: Item) -> ItemOutcome:
+    def joined(self, pulled: PulledJob, item: Item) -> ItemOutcome:
         """The outcome of an asker for whom another had it computed."""
-        return self._outcome(hand, item, "joined")
+        return self._outcome(pulled, item, "joined")
 
-    def _outcome(self, hand: JobInHand, item: Item, cache: str) -> ItemOutcome:
+    def _outcome(self, pulled: PulledJob, item: Item, cache: str) -> ItemOutcome:
         assert self.computed is not None, "asked for before the model had run; this is a bug"
         result, done, batch_size = self.computed
-        receipt = hand.receipt(
-            cache=cache if hand.reads_cache and item.cache_key else "none",
+        receipt = pulled.receipt(
+            cache=cache if pulled.reads_cache and item.cache_key else "none",
             started_at_s=done.started_at_s,
             finished_at_s=done.finished_at_s,
             batch_wait_ms=max(0.0, done.started_at_s - self.queued_at_s) * 1000,
             inference_ms=done.inference_ms,
             batch_size=batch_size,
         )
-        if hand.is_unwanted:
+        if pulled.is_unwanted:
             receipt.steps_saved = done.steps_saved
-            return hand.unwanted(item.index, receipt, begun=True)
+            return pulled.unwanted(item.index, receipt, begun=True)
         if isinstance(result, PenstockError):
             return failure(item.index, result, receipt)
         receipt.tokens = getattr(result, "tokens", None)
         receipt.pixel_steps = getattr(result, "pixel_steps", None)
         return ItemOutcome(item.index, "succeeded", receipt, result)
 
-    def _keep(self, hand: JobInHand, item: Item) -> None:
-        if hand.job.body.cache_write and item.cache_key:
-            hand.to_cache[item.cache_key] = item.index
+    def _keep(self, pulled: PulledJob, item: Item) -> None:
+        if pulled.job.body.cache_write and item.cache_key:
+            pulled.to_cache[item.cache_key] = item.index
             self.is_kept = True
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerFacts:
+class WorkerInfo:
     """What every reply and row of this worker says of it."""
 
     worker: str
@@ -211,7 +211,7 @@ class WorkerFacts:
     device: str
 
 
-def row_for(model: Model, facts: WorkerFacts, envelope: Envelope, outcome: ItemOutcome, replied_at_s: float) -> Row:
+def row_for(model: Model, facts: WorkerInfo, envelope: Envelope, outcome: ItemOutcome, replied_at_s: float) -> Row:
     """The row that a worker leaves for an item."""
     return row_of(
         envelope,

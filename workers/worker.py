@@ -25,11 +25,11 @@ from shared.pubsub.names import batch_subscription_id, workers_subscription_id
 from shared.stores.records import Records
 from shared.transport import Subscriber
 from workers import metrics
-from workers.job import Entry
-from workers.jobs.consumer import Intake
-from workers.runtime.pool import BatchDone, ModelPool, ModelProcess, ModelProcessDied
-from workers.runtime.protocol import Residence
-from workers.scheduling.model_scheduler import Pause, Turns
+from workers.job import QueuedItem
+from workers.jobs.consumer import JobConsumer
+from workers.runtime.pool import BatchDone, ModelPool, ModelProcessDied, PooledProcess
+from workers.runtime.protocol import ResidencyReport
+from workers.scheduling.model_scheduler import Idle, ModelScheduler
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Worker:
     """Serves one or several models: `run` until told to stop. Its parts are opened and closed by the caller.
 
     Args:
-        intakes: one for each model, in the order of the pool's.
+        consumers: one for each model, in the order of the pool's.
         subscriber: where jobs are pulled from.
         records: tell of jobs that are canceled.
         pool: the model processes.
@@ -57,7 +57,7 @@ class Worker:
 
     def __init__(
         self,
-        intakes: Sequence[Intake],
+        consumers: Sequence[JobConsumer],
         subscriber: Subscriber,
         records: Records,
         pool: ModelPool,
@@ -67,7 +67,7 @@ class Worker:
         drain_s: float = 20.0,
         on_batch: Callable[[int, BatchDone], None] = lambda number, done: None,
     ) -> None:
-        self._intakes = intakes
+        self._consumers = consumers
         self._subscriber = subscriber
         self._records = records
         self._pool = pool
@@ -75,15 +75,15 @@ class Worker:
         self._max_outstanding_bytes = max_outstanding_bytes
         self._drain_s = drain_s
         self._on_batch = on_batch
-        self._turns = Turns(len(intakes), len(pool.processes))
+        self._scheduler = ModelScheduler(len(consumers), len(pool.processes))
         self._queued = asyncio.Event()
-        self._running: dict[ModelProcess, tuple[Intake, list[Entry]]] = {}
+        self._running: dict[PooledProcess, tuple[JobConsumer, list[QueuedItem]]] = {}
         self._failed_batches = 0
 
     @property
     def is_ready(self) -> bool:
         """Whether jobs that are published now, for any of the models, would reach this worker."""
-        return all(intake.is_connected for intake in self._intakes)
+        return all(consumer.is_connected for consumer in self._consumers)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Pulls and serves until `stop` is set, then finishes what is in hand within the drain limit.
@@ -94,8 +94,8 @@ class Worker:
         async with AsyncExitStack() as stack:
             tasks: list[asyncio.Task[Any]] = []
             try:
-                for intake in self._intakes:
-                    tasks += await self._start(stack, intake)
+                for consumer in self._consumers:
+                    tasks += await self._start(stack, consumer)
                 tasks += [asyncio.create_task(self._serve(process)) for process in self._pool.processes]
                 tasks.append(asyncio.create_task(self._listen()))
                 stopping = asyncio.create_task(stop.wait())
@@ -106,22 +106,25 @@ class Worker:
                 await self._drain()
             finally:
                 await _cancel(tasks)
-                for intake in self._intakes:
-                    await intake.hand_back_all()
+                for consumer in self._consumers:
+                    await consumer.hand_back_all()
 
-    async def _start(self, stack: AsyncExitStack, intake: Intake) -> list[asyncio.Task[None]]:
+    async def _start(self, stack: AsyncExitStack, consumer: JobConsumer) -> list[asyncio.Task[None]]:
         subscriptions = []
-        for subscription_id in (workers_subscription_id(intake.model.name), batch_subscription_id(intake.model.name)):
+        for subscription_id in (
+            workers_subscription_id(consumer.model.name),
+            batch_subscription_id(consumer.model.name),
+        ):
             subscribing = self._subscriber.subscribe(
                 subscription_id,
                 # Two batches for each process: one that runs, and one to choose the next from.
-                max_messages=2 * intake.model.batch.max_items * len(self._pool.processes),
-                max_bytes=max(1, self._max_outstanding_bytes // len(self._intakes)),
+                max_messages=2 * consumer.model.batch.max_items * len(self._pool.processes),
+                max_bytes=max(1, self._max_outstanding_bytes // len(self._consumers)),
                 ack_deadline_s=self._ack_deadline_s,
                 ack_linger_s=ACK_LINGER_S,
             )
             subscriptions.append(await stack.enter_async_context(subscribing))
-        return intake.start(subscriptions, self._has_queued, self._stop_unwanted)
+        return consumer.start(subscriptions, self._has_queued, self._stop_unwanted)
 
     def _has_queued(self) -> None:
         self._queued.set()
@@ -131,45 +134,45 @@ class Worker:
         """Takes no more, and finishes what is in hand within the limit."""
         try:
             async with asyncio.timeout(self._drain_s):
-                await asyncio.gather(*(intake.finish() for intake in self._intakes))
+                await asyncio.gather(*(consumer.finish() for consumer in self._consumers))
         except TimeoutError:
             log.warning("drain limit reached", extra={"limit_s": self._drain_s})
 
-    async def _serve(self, process: ModelProcess) -> None:
+    async def _serve(self, process: PooledProcess) -> None:
         """Feeds one model process for as long as the worker lives."""
         free_since_s, seen = time.time(), None
         while True:
             await process.ready()
-            if process.residence is not seen:
-                seen = process.residence
+            if process.residency is not seen:
+                seen = process.residency
                 self._learn(seen)
             choice = self._choose(process, free_since_s)
-            if isinstance(choice, Pause):
+            if isinstance(choice, Idle):
                 await self._rest(choice)
-            elif batch := self._intakes[choice].take(len(self._pool.processes)):
-                self._turns.took(choice, time.time())
+            elif batch := self._consumers[choice].take(len(self._pool.processes)):
+                self._scheduler.batch_started(choice, time.time())
                 self._count_waiting()
                 await self._run_batch(process, choice, batch)
                 free_since_s = time.time()
 
-    def _learn(self, residence: Residence) -> None:
-        self._turns.learn(residence.load_s)
-        for number, intake in enumerate(self._intakes):
-            holders = sum(number in process.residence.resident for process in self._pool.processes)
-            metrics.RESIDENT.labels(intake.model.name).set(holders)
+    def _learn(self, residency: ResidencyReport) -> None:
+        self._scheduler.update_load_times(residency.load_s)
+        for number, consumer in enumerate(self._consumers):
+            holders = sum(number in process.residency.resident for process in self._pool.processes)
+            metrics.RESIDENT.labels(consumer.model.name).set(holders)
 
-    def _choose(self, process: ModelProcess, free_since_s: float) -> int | Pause:
+    def _choose(self, process: PooledProcess, free_since_s: float) -> int | Idle:
         """Whose turn it is, after seeing to it that a switch is not for nobody."""
         while True:
-            resident = process.residence.resident
-            choice = self._turns.choose(resident, free_since_s, self._intakes, time.time())
-            if isinstance(choice, Pause) or choice in resident:
+            resident = process.residency.resident
+            choice = self._scheduler.choose(resident, free_since_s, self._consumers, time.time())
+            if isinstance(choice, Idle) or choice in resident:
                 return choice
-            self._intakes[choice].drop_unwanted()
-            if self._intakes[choice].waiting:
+            self._consumers[choice].drop_unwanted()
+            if self._consumers[choice].waiting:
                 return choice
 
-    async def _rest(self, pause: Pause) -> None:
+    async def _rest(self, pause: Idle) -> None:
         """Waits until something is queued, or the pause is over."""
         self._queued.clear()
         left_s = None if pause.until_s is None else max(0.0, pause.until_s - time.time())
@@ -178,28 +181,28 @@ class Worker:
                 await self._queued.wait()
 
     def _count_waiting(self) -> None:
-        metrics.WAITING.set(sum(intake.waiting for intake in self._intakes))
+        metrics.WAITING.set(sum(consumer.waiting for consumer in self._consumers))
 
-    async def _run_batch(self, process: ModelProcess, number: int, batch: list[Entry]) -> None:
-        intake = self._intakes[number]
-        self._running[process] = (intake, batch)
+    async def _run_batch(self, process: PooledProcess, number: int, batch: list[QueuedItem]) -> None:
+        consumer = self._consumers[number]
+        self._running[process] = (consumer, batch)
         try:
             prepared = [entry.prepared for entry in batch]
-            on_step = partial(intake.tell_progress, batch)
+            on_step = partial(consumer.tell_progress, batch)
             done = await process.run(prepared, timeout_s=BATCH_TIMEOUT_S, model=number, on_step=on_step)
         except ModelProcessDied as error:
-            facts = {"reason": error.message, "model": intake.model.name, "batch_size": len(batch)}
+            facts = {"reason": error.message, "model": consumer.model.name, "batch_size": len(batch)}
             log.error("model process died", extra=facts)
             metrics.MODEL_PROCESS_DEATHS.inc()
-            intake.survive(batch, error.message)
+            consumer.survive(batch, error.message)
             self._count_failed(has_failed=True)
             return
         finally:
             del self._running[process]
-        self._turns.ran(done.finished_at_s - done.started_at_s)
+        self._scheduler.batch_finished(done.finished_at_s - done.started_at_s)
         metrics.observe_batch(done)
         self._on_batch(number, done)
-        intake.settle(batch, done)
+        consumer.settle(batch, done)
         self._count_failed(has_failed=all(isinstance(result, ModelFailed) for result in done.results))
 
     def _count_failed(self, *, has_failed: bool) -> None:
@@ -210,16 +213,16 @@ class Worker:
     async def _listen(self) -> None:
         """Drops what is canceled, and ends batches of which nothing is wanted any more."""
         async for record in self._records.canceled():
-            for intake in self._intakes:
+            for consumer in self._consumers:
                 if record is None:
-                    await intake.recheck()
+                    await consumer.recheck()
                 else:
-                    intake.cancel(record)
+                    consumer.cancel(record)
             self._stop_unwanted()
 
     def _stop_unwanted(self) -> None:
-        for process, (intake, batch) in self._running.items():
-            if intake.is_unwanted(batch):
+        for process, (consumer, batch) in self._running.items():
+            if consumer.is_unwanted(batch):
                 process.cancel()
 
 

@@ -22,8 +22,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 from bench.gpu.card import DTYPES, seconds
 from bench.gpu.scale import Scale
 from models.shapes import PIPELINE
-from shared.catalog import Batch, ImageDefaults
-from shared.catalog import Model as Entry
+from shared.catalog import Batch, ImageDefaults, Model
 from shared.messages import ImageResult
 from workers.models.base import PreparedImage
 from workers.models.device import Device
@@ -141,10 +140,10 @@ def _item(task: str, number: int, scale: Scale) -> PreparedImage:
     )
 
 
-def image_entry(folder: Path, scale: Scale) -> Entry:
+def image_entry(folder: Path, scale: Scale) -> Model:
     """What a catalog would say of the folder; everything else is left to the device."""
     largest = max(scale.batches)
-    return Entry(
+    return Model(
         name="stable-diffusion-random",
         task="image",
         source=f"local:{folder}",

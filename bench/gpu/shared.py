@@ -14,7 +14,7 @@ from bench.gpu.images import GUIDANCE, image_entry
 from bench.gpu.scale import Scale
 from bench.gpu.texts import minilm_folder, text_entry, texts
 from workers.models.base import Prepared, PreparedImage
-from workers.runtime.pool import Hosted, ModelPool, ModelProcess
+from workers.runtime.pool import HostedModel, ModelPool, PooledProcess
 
 MEMORY_FRACTION = 0.45
 START_TIMEOUT_S = 900.0
@@ -29,12 +29,12 @@ def measure(scale: Scale, images: Path) -> dict[str, dict[str, float]]:
 async def _measure(scale: Scale, images: Path) -> dict[str, dict[str, float]]:
     place, precision = minilm_folder(), "fp32" if scale.device == "cpu" else "fp16"
     entry = text_entry("MiniLM", place, 384, precision, scale)
-    work: dict[str, tuple[Hosted, list[Prepared]]] = {
-        "images": (Hosted(image_entry(images, scale), images), [*_pictures(scale)]),
-        "MiniLM": (Hosted(entry, place), [*texts(scale.lengths[0], 8)]),
+    work: dict[str, tuple[HostedModel, list[Prepared]]] = {
+        "images": (HostedModel(image_entry(images, scale), images), [*_pictures(scale)]),
+        "MiniLM": (HostedModel(entry, place), [*texts(scale.lengths[0], 8)]),
     }
     async with AsyncExitStack() as stack:
-        loads: dict[str, tuple[ModelProcess, Sequence[Prepared]]] = {}
+        loads: dict[str, tuple[PooledProcess, Sequence[Prepared]]] = {}
         for name, (hosted, batch) in work.items():
             pool = ModelPool(
                 [hosted],
@@ -52,7 +52,7 @@ async def _measure(scale: Scale, images: Path) -> dict[str, dict[str, float]]:
     }
 
 
-async def _rate(load: tuple[ModelProcess, Sequence[Prepared]], scale: Scale) -> float:
+async def _rate(load: tuple[PooledProcess, Sequence[Prepared]], scale: Scale) -> float:
     """Batches per second, one after the other, for the seconds of the scale; the first one is not counted."""
     process, batch = load
     await process.run(batch, timeout_s=BATCH_TIMEOUT_S)

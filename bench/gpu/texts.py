@@ -14,8 +14,7 @@ from transformers import AutoModel, BertConfig, BertModel
 
 from bench.gpu.card import DTYPES, seconds
 from bench.gpu.scale import Scale
-from shared.catalog import Batch, read_catalog
-from shared.catalog import Model as Entry
+from shared.catalog import Batch, Model, read_catalog
 from workers.models import model_for
 from workers.models.base import PreparedText
 from workers.models.embedding.model_folder import read_sentence_folder
@@ -85,9 +84,9 @@ def texts(length: int, count: int) -> list[PreparedText]:
     return [PreparedText(key="", length=length, ids=row.tobytes()) for row in ids]
 
 
-def text_entry(name: str, place: Path, dimensions: int, precision: str, scale: Scale) -> Entry:
+def text_entry(name: str, place: Path, dimensions: int, precision: str, scale: Scale) -> Model:
     """What a catalog would say of the folder."""
-    return Entry.model_validate(
+    return Model.model_validate(
         {
             "name": name,
             "task": "embedding",

@@ -47,12 +47,12 @@ from shared.transport import SubscriptionSettings
 from shared.usage.row import Row
 from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
-from workers.job import WorkerFacts
-from workers.jobs.completion import Finisher
-from workers.jobs.consumer import Intake
+from workers.job import WorkerInfo
+from workers.jobs.completion import Completion
+from workers.jobs.consumer import JobConsumer
 from workers.models.base import OnStep, PreparedText
 from workers.runtime.pool import BatchDone, ModelPool, ModelProcessDied
-from workers.runtime.protocol import Residence
+from workers.runtime.protocol import ResidencyReport
 from workers.worker import Worker
 
 MODEL = Model(
@@ -94,7 +94,7 @@ class LetterProcess:
         self.deaths = 0
         self.died_of = "killed"
         self.started = asyncio.Event()
-        self.residence = Residence([0])
+        self.residency = ResidencyReport([0])
         self.canceled = False
         self.is_deaf = False
         self.step_told: tuple[int, int] | None = None
@@ -154,7 +154,7 @@ class Desk:
         self.broker, self.process, self.rows, self.records, self.stop = broker, process, rows, records, stop
         self.replies: asyncio.Queue[Reply] = asyncio.Queue()
         self.running: asyncio.Task[None] | None = None
-        self.intake: Intake | None = None
+        self.consumer: JobConsumer | None = None
 
     async def send(
         self,
@@ -273,10 +273,10 @@ async def working(
         assert await cache.wait_redis(WAIT_LIMIT_S)
         desk = Desk(broker, letters.processes[0], rows, records, stop)
         objects = objects or ObjectStore(f"file://{folder}")
-        finisher = Finisher(MODEL, broker, cache, records, objects, rows, WorkerFacts("w", "here", "letters"))
-        intake = Intake(MODEL, LetterPreparer(), cache, records, objects, finisher)
-        desk.intake = intake
-        worker = Worker([intake], broker, records, pool or letters, drain_s=drain_s)  # type: ignore[arg-type]
+        completion = Completion(MODEL, broker, cache, records, objects, rows, WorkerInfo("w", "here", "letters"))
+        consumer = JobConsumer(MODEL, LetterPreparer(), cache, records, objects, completion)
+        desk.consumer = consumer
+        worker = Worker([consumer], broker, records, pool or letters, drain_s=drain_s)  # type: ignore[arg-type]
         desk.running = asyncio.create_task(worker.run(stop))
         receiving = asyncio.create_task(_receive(desk))
         try:

@@ -117,10 +117,10 @@ def test_equal_lengths_fill_the_budget() -> None:
 @given(arrivals, st.integers(1, 20))
 def test_sift_leaves_what_is_wanted(lengths_and_keys: Arrivals, max_items: int) -> None:
     queue, entries = queue_of(lengths_and_keys, 10**9, max_items)
-    queue.sift(lambda entry: entry.number % 3 == 0)
+    queue.discard_unwanted(lambda entry: entry.number % 3 == 0)
     wanted = [entry for entry in entries if entry.number % 3 == 0]
     assert sorted(entry.number for entry in queue) == [entry.number for entry in wanted]
-    assert {entry.number for entry in queue.firsts()} == {
+    assert {entry.number for entry in queue.oldest_of_each_key()} == {
         min(entry.number for entry in wanted if entry.key == key) for key in {entry.key for entry in wanted}
     }
     assert sorted(entry.number for batch in drain(queue) for entry in batch) == [entry.number for entry in wanted]

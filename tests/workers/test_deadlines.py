@@ -18,7 +18,7 @@ from shared.webhooks import decode_webhook_event
 from tests.fakes import InMemoryTransport
 from tests.limits import PATIENCE, WAIT_LIMIT_S
 from tests.workers.desk import MODEL, Desk, working
-from workers.runtime.pool import Hosted, ModelPool
+from workers.runtime.pool import HostedModel, ModelPool
 
 pytestmark = pytest.mark.anyio
 
@@ -102,8 +102,8 @@ async def test_who_waits_is_told_at_the_deadline_and_not_computed(redis_url: str
         request_id, outcome = await ended(desk)
         assert (request_id, outcome.status) == ("waits", "expired")
         assert message_of(outcome) == f"the deadline of {SHORT_S:g} s passed before the model could start"
-        assert desk.intake is not None
-        assert desk.intake.waiting == 0, "acked, it makes room for others: its inputs must not stay"
+        assert desk.consumer is not None
+        assert desk.consumer.waiting == 0, "acked, it makes room for others: its inputs must not stay"
         desk.process.gate.set()
         assert (await ended(desk))[1].status == "succeeded"
         assert desk.process.batches == [["held"]]
@@ -239,7 +239,7 @@ async def test_after_the_last_step_it_stops_too(redis_url: str, tmp_path: Path) 
     """Decoding and encoding an image take as long as several steps."""
     command = (sys.executable, "-c", LAST_STEP)
     async with (
-        ModelPool([Hosted(MODEL, tmp_path)], device="cpu", processes=1, command=command) as pool,
+        ModelPool([HostedModel(MODEL, tmp_path)], device="cpu", processes=1, command=command) as pool,
         working(redis_url, tmp_path, pool=pool) as desk,
     ):
         await desk.send("cat", left_s=SHORT_S)

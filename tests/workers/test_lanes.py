@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.job import Entry
+from workers.job import QueuedItem
 from workers.models.base import PreparedText
-from workers.scheduling.lanes import Waiting
+from workers.scheduling.lanes import LaneQueue
 
 
 class Trial:
@@ -23,7 +23,7 @@ class Trial:
     """
 
     def __init__(self, size: int, poisons: set[int], killed_runs: set[int]) -> None:
-        self.waiting = Waiting(budget=10**6, max_items=size)
+        self.waiting = LaneQueue(budget=10**6, max_items=size)
         self.answered: list[int] = []
         self.given_up: list[int] = []
         self.deaths = self.runs = 0
@@ -34,7 +34,7 @@ class Trial:
 
     def add(self, number: int) -> None:
         prepared = PreparedText(key="", length=1, ids=number.to_bytes(4, "little"))
-        self.waiting.add(Entry(prepared, None, float(number), []))
+        self.waiting.add(QueuedItem(prepared, None, float(number), []))
 
     def run(self) -> None:
         """One batch."""
@@ -43,18 +43,18 @@ class Trial:
         numbers = [number_of(entry) for entry in batch]
         self.runs += 1
         if self._poisons.isdisjoint(numbers) and self.runs not in self._killed_runs:
-            self.waiting.ended(batch)
+            self.waiting.batch_ended(batch)
             self.answered += numbers
         else:
             self.deaths += 1
-            self.given_up += [number_of(entry) for entry in self.waiting.died(batch)]
+            self.given_up += [number_of(entry) for entry in self.waiting.batch_died(batch)]
 
     def run_all(self) -> None:
         while len(self.waiting):
             self.run()
 
 
-def number_of(entry: Entry) -> int:
+def number_of(entry: QueuedItem) -> int:
     assert isinstance(entry.prepared, PreparedText)
     return int.from_bytes(entry.prepared.ids, "little")
 
@@ -108,5 +108,5 @@ def test_suspects_run_one_group_at_a_time() -> None:
     taken = trial.waiting.take(2, lambda entry: True)
     assert len(taken) == 2
     assert len(trial.waiting) == 0
-    trial.waiting.ended(taken)
+    trial.waiting.batch_ended(taken)
     assert len(trial.waiting) == 2

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from workers.runtime.offload import park
+from workers.runtime.offload import offload
 
 ROOM = 10**9
 
 
 class Holder:
-    """A model as park sees one: our own object with a network somewhere below it."""
+    """A model as offload sees one: our own object with a network somewhere below it."""
 
     def __init__(self, network: torch.nn.Module) -> None:
         self.device_name = "cuda, as it were"
@@ -31,37 +31,37 @@ def test_parked_weights_come_back_as_they_were() -> None:
     model, given = holder(), torch.ones(2, 8)
     before = model.network(given)
     addresses = [weight.data_ptr() for weight in model.network.parameters()]
-    parked = park(model, ROOM)
-    assert parked is not None
+    offloaded = offload(model, ROOM)
+    assert offloaded is not None
     tensors = [*model.network.parameters(), *model.network.buffers()]
-    assert parked.size_bytes == sum(tensor.nbytes for tensor in tensors)
+    assert offloaded.size_bytes == sum(tensor.nbytes for tensor in tensors)
     away = [weight.data_ptr() for weight in model.network.parameters()]
     assert set(away).isdisjoint(addresses), "the weights still lie where they lay"
     for _ in range(2):
-        back: Any = parked.come_back()
+        back: Any = offloaded.restore()
         assert back is model
         assert [weight.data_ptr() for weight in model.network.parameters()] != away
         assert torch.equal(model.network(given), before)
-        parked.leave()
+        offloaded.release()
 
 
 def test_without_room_nothing_moves() -> None:
     model = holder()
     addresses = [weight.data_ptr() for weight in model.network.parameters()]
-    assert park(model, 100) is None
+    assert offload(model, 100) is None
     assert [weight.data_ptr() for weight in model.network.parameters()] == addresses
 
 
 def test_a_model_of_another_library_is_not_parked(monkeypatch: pytest.MonkeyPatch) -> None:
     model = holder()
     monkeypatch.delitem(sys.modules, "torch")
-    assert park(model, ROOM) is None
+    assert offload(model, ROOM) is None
 
 
 def test_a_model_without_networks_is_not_parked() -> None:
     model = holder()
     del model.network, model._inner
-    assert park(model, ROOM) is None
+    assert offload(model, ROOM) is None
 
 
 @pytest.mark.parametrize("kind", ["compiled in place", "compiled as a whole", "a forward of its own"])
@@ -73,7 +73,7 @@ def test_what_is_compiled_is_not_parked(kind: str) -> None:
         model.network = torch.compile(model.network, backend="eager")
     else:
         model.network[0].forward = lambda given: given
-    assert park(model, ROOM) is None
+    assert offload(model, ROOM) is None
 
 
 def test_weights_of_a_kind_of_their_own_are_not_parked() -> None:
@@ -82,4 +82,4 @@ def test_weights_of_a_kind_of_their_own_are_not_parked() -> None:
 
     model = holder()
     model.network[0].weight = Quantized(torch.zeros(8, 8))
-    assert park(model, ROOM) is None
+    assert offload(model, ROOM) is None

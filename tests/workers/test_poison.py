@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.workers.desk import MODEL, working
-from workers.runtime.pool import Hosted, ModelPool
+from workers.runtime.pool import HostedModel, ModelPool
 
 pytestmark = pytest.mark.anyio
 
@@ -41,7 +41,7 @@ async def test_neighbors_of_a_poison_job_finish_and_its_caller_gets_the_reason(
 ) -> None:
     command = (sys.executable, "-c", LETTERS)
     async with (
-        ModelPool([Hosted(MODEL, tmp_path)], device="cpu", processes=processes, command=command) as pool,
+        ModelPool([HostedModel(MODEL, tmp_path)], device="cpu", processes=processes, command=command) as pool,
         working(redis_url, tmp_path, pool=pool) as desk,
     ):
         pids = {process.pid for process in pool.processes}

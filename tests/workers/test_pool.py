@@ -18,8 +18,8 @@ from tests.limits import WAIT_LIMIT_S
 from workers.models import preparer_for
 from workers.models.base import Prepared, PreparedText
 from workers.models.source import resolve
-from workers.runtime.pool import Hosted, ModelPool, ModelProcess, ModelProcessDied, child_environment
-from workers.runtime.protocol import HEADER, Ready, decode_answer, encode_run
+from workers.runtime.pool import HostedModel, ModelPool, ModelProcessDied, PooledProcess, child_environment
+from workers.runtime.protocol import HEADER, Ready, decode_server_message, encode_run
 
 pytestmark = pytest.mark.anyio
 
@@ -40,12 +40,12 @@ def folder(entry: Model) -> Path:
 @pytest.fixture(scope="module")
 async def pool(anyio_backend: str, entry: Model, folder: Path) -> AsyncIterator[ModelPool]:
     """One pool for all tests: what a test kills is there again for the next."""
-    async with ModelPool([Hosted(entry, folder)], device="cpu", processes=1) as pool:
+    async with ModelPool([HostedModel(entry, folder)], device="cpu", processes=1) as pool:
         yield pool
 
 
 @pytest.fixture
-async def process(pool: ModelPool) -> ModelProcess:
+async def process(pool: ModelPool) -> PooledProcess:
     await pool.processes[0].ready()
     return pool.processes[0]
 
@@ -65,7 +65,7 @@ def long_batch() -> list[Prepared]:
     return [text_of(*[4937] * 256) for _ in range(128)]
 
 
-async def test_a_batch_comes_back_in_order_with_its_figures(process: ModelProcess, texts: list[PreparedText]) -> None:
+async def test_a_batch_comes_back_in_order_with_its_figures(process: PooledProcess, texts: list[PreparedText]) -> None:
     together = await process.run(texts, timeout_s=WAIT_LIMIT_S)
     alone = [(await process.run([text], timeout_s=WAIT_LIMIT_S)).results[0] for text in texts]
     for one, other, text in zip(together.results, alone, texts, strict=True):
@@ -80,25 +80,25 @@ async def test_a_batch_comes_back_in_order_with_its_figures(process: ModelProces
     assert not together.out_of_memory
 
 
-async def test_the_pool_tells_what_it_runs_on(pool: ModelPool, process: ModelProcess) -> None:
+async def test_the_pool_tells_what_it_runs_on(pool: ModelPool, process: PooledProcess) -> None:
     assert pool.device_name == "cpu"
     assert 50e6 < pool.memory_bytes < 1500e6
 
 
-async def test_callers_at_once_take_turns(process: ModelProcess, texts: list[PreparedText]) -> None:
+async def test_callers_at_once_take_turns(process: PooledProcess, texts: list[PreparedText]) -> None:
     done = await asyncio.gather(*(process.run(texts, timeout_s=WAIT_LIMIT_S) for _ in range(4)))
     spans = sorted((batch.started_at_s, batch.finished_at_s) for batch in done)
     assert all(earlier[1] <= later[0] for earlier, later in pairwise(spans))
 
 
-async def test_a_bad_item_fails_alone(process: ModelProcess, texts: list[PreparedText]) -> None:
+async def test_a_bad_item_fails_alone(process: PooledProcess, texts: list[PreparedText]) -> None:
     first, error, last = (await process.run([texts[0], text_of(UNHEARD_OF), texts[2]], timeout_s=WAIT_LIMIT_S)).results
     assert isinstance(error, ModelFailed)
     assert isinstance(first, EmbeddingResult)
     assert isinstance(last, EmbeddingResult)
 
 
-async def test_signals_to_the_group_end_no_batch(process: ModelProcess, texts: list[PreparedText]) -> None:
+async def test_signals_to_the_group_end_no_batch(process: PooledProcess, texts: list[PreparedText]) -> None:
     assert process.pid is not None
     os.kill(process.pid, signal.SIGINT)
     os.kill(process.pid, signal.SIGTERM)
@@ -106,7 +106,7 @@ async def test_signals_to_the_group_end_no_batch(process: ModelProcess, texts: l
 
 
 async def test_a_killed_process_fails_its_batch_and_comes_back(
-    process: ModelProcess, texts: list[PreparedText]
+    process: PooledProcess, texts: list[PreparedText]
 ) -> None:
     pid = process.pid
     assert pid is not None
@@ -122,14 +122,14 @@ async def test_a_killed_process_fails_its_batch_and_comes_back(
     assert len((await process.run(texts, timeout_s=WAIT_LIMIT_S)).results) == len(texts)
 
 
-async def test_a_hanging_process_is_ended_at_the_limit(process: ModelProcess, texts: list[PreparedText]) -> None:
+async def test_a_hanging_process_is_ended_at_the_limit(process: PooledProcess, texts: list[PreparedText]) -> None:
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
     with pytest.raises(ModelProcessDied, match=r"not done in 0\.2 s"):
         await process.run(texts, timeout_s=0.2)
 
 
-async def test_a_limit_holds_though_the_caller_is_gone(process: ModelProcess, texts: list[PreparedText]) -> None:
+async def test_a_limit_holds_though_the_caller_is_gone(process: PooledProcess, texts: list[PreparedText]) -> None:
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
     running = asyncio.create_task(process.run(texts, timeout_s=0.2))
@@ -141,7 +141,7 @@ async def test_a_limit_holds_though_the_caller_is_gone(process: ModelProcess, te
 
 async def test_a_wrong_folder_is_a_configuration_error(entry: Model, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"tokenizer\.json"):
-        async with ModelPool([Hosted(entry, tmp_path)], device="cpu", processes=1):
+        async with ModelPool([HostedModel(entry, tmp_path)], device="cpu", processes=1):
             pass
 
 
@@ -155,7 +155,7 @@ async def test_a_wrong_folder_is_a_configuration_error(entry: Model, tmp_path: P
 )
 async def test_a_failed_start_tells_what_was_printed(entry: Model, folder: Path, code: str, reason: str) -> None:
     pool = ModelPool(
-        [Hosted(entry, folder)], device="cpu", processes=1, start_timeout_s=2, command=(sys.executable, "-c", code)
+        [HostedModel(entry, folder)], device="cpu", processes=1, start_timeout_s=2, command=(sys.executable, "-c", code)
     )
     with pytest.raises(ModelFailed, match=reason):
         async with pool:
@@ -164,22 +164,22 @@ async def test_a_failed_start_tells_what_was_printed(entry: Model, folder: Path,
 
 async def test_a_command_that_is_not_there(entry: Model, folder: Path) -> None:
     with pytest.raises(ModelFailed, match="could not be started"):
-        async with ModelPool([Hosted(entry, folder)], device="cpu", processes=1, command=("/no/such/program",)):
+        async with ModelPool([HostedModel(entry, folder)], device="cpu", processes=1, command=("/no/such/program",)):
             pass
 
 
 ANSWERS_ODDLY = """
 import socket, sys
 from workers.runtime import server as model_process
-from workers.runtime.protocol import Done, Progress, Ready, encode_answer, read_order
+from workers.runtime.protocol import Done, Progress, Ready, encode_server_message, read_client_message
 
 def serve(given, loaded):
     connection = socket.socket(fileno=given.fd)
-    connection.sendall(encode_answer(Ready("odd", 0.0, 0.0, 1)))
-    number = read_order(connection).number
+    connection.sendall(encode_server_message(Ready("odd", 0.0, 0.0, 1)))
+    number = read_client_message(connection).number
     done = Done(number=number, results=[], started_at_s=0.0, finished_at_s=0.0, inference_ms=0.0, real_work=0,
                 padded_work=0, out_of_memory=False, memory_bytes=1)
-    connection.sendall({"few": encode_answer(done), "turn": encode_answer(Progress(number + 1, 1, 2)),
+    connection.sendall({"few": encode_server_message(done), "turn": encode_server_message(Progress(number + 1, 1, 2)),
                         "noise": bytes([4, 0, 0, 0]) + b"nono"}[kind])
     connection.recv(1)
 
@@ -198,14 +198,14 @@ async def test_an_answer_that_does_not_fit_ends_the_process(
     entry: Model, folder: Path, texts: list[PreparedText], kind: str, reason: str
 ) -> None:
     command = (sys.executable, "-c", ANSWERS_ODDLY, kind)
-    async with ModelPool([Hosted(entry, folder)], device="cpu", processes=1, command=command) as pool:
+    async with ModelPool([HostedModel(entry, folder)], device="cpu", processes=1, command=command) as pool:
         with pytest.raises(ModelProcessDied, match=reason):
             await pool.processes[0].run(texts, timeout_s=WAIT_LIMIT_S)
 
 
 async def test_after_the_pool_nothing_runs(entry: Model, folder: Path, texts: list[PreparedText]) -> None:
     async with ModelPool(
-        [Hosted(entry, folder)], device="cpu", processes=2, command=(sys.executable, "-c", ANSWERS_ODDLY, "few")
+        [HostedModel(entry, folder)], device="cpu", processes=2, command=(sys.executable, "-c", ANSWERS_ODDLY, "few")
     ) as pool:
         pids = [process.pid for process in pool.processes]
     for process, pid in zip(pool.processes, pids, strict=True):
@@ -228,7 +228,7 @@ def test_a_model_process_leaves_with_its_parent_in_the_middle_of_a_batch(entry: 
         ours.settimeout(WAIT_LIMIT_S)
         with ours.makefile("rb") as stream:
             (length,) = HEADER.unpack(stream.read(HEADER.size))
-            assert isinstance(decode_answer(stream.read(length)), Ready)
+            assert isinstance(decode_server_message(stream.read(length)), Ready)
         ours.sendall(encode_run(1, long_batch()))
         ours.shutdown(socket.SHUT_RDWR)
         ours.close()

@@ -11,7 +11,7 @@ from shared.errors import ConfigurationError, ModelFailed, PenstockError
 from shared.messages import EmbeddingResult, Result
 from workers.models.base import OnStep, PreparedItem
 from workers.runtime.memory import weights_bytes
-from workers.runtime.resident_models import Residency
+from workers.runtime.resident_models import ResidentModels
 
 BYTES = 100_000_000
 """Of the file of each model: far more than this process grows by while a model that only counts is loaded."""
@@ -55,30 +55,30 @@ class Bench:
         for file in files:
             with file.open("wb") as sparse:
                 sparse.truncate(BYTES)
-        self.residency = Residency([self._maker(number) for number in range(3)], files, int(room * BYTES))
+        self.resident_models = ResidentModels([self._maker(number) for number in range(3)], files, int(room * BYTES))
 
     def _maker(self, number: int) -> Callable[[], CountingModel]:
         return lambda: CountingModel(number, self.log, self.failures)
 
     def resident(self) -> list[int]:
-        changes = self.residency.changes()
+        changes = self.resident_models.changes()
         assert changes is not None
         return sorted(changes.resident)
 
 
 def test_everything_stays_without_a_budget(tmp_path: Path) -> None:
     bench = Bench(tmp_path, room=0)
-    bench.residency.open()
+    bench.resident_models.open()
     assert bench.log == ["load 0", "load 1", "load 2"]
     assert bench.resident() == [0, 1, 2]
-    assert bench.residency.changes() is None
+    assert bench.resident_models.changes() is None
 
 
 def test_each_is_loaded_at_the_start_and_the_first_stay(tmp_path: Path) -> None:
     bench = Bench(tmp_path, room=2.5)
-    bench.residency.open()
+    bench.resident_models.open()
     assert {"load 0", "load 1", "load 2"} < set(bench.log)
-    changes = bench.residency.changes()
+    changes = bench.resident_models.changes()
     assert changes is not None
     assert 0 in changes.resident
     assert len(changes.resident) == 2
@@ -88,30 +88,30 @@ def test_each_is_loaded_at_the_start_and_the_first_stay(tmp_path: Path) -> None:
 
 def test_the_least_recently_used_goes_and_is_really_gone(tmp_path: Path) -> None:
     bench = Bench(tmp_path, room=2.5)
-    bench.residency.use(0)
-    bench.residency.use(1)
-    bench.residency.use(0)
-    bench.residency.use(2)
+    bench.resident_models.use(0)
+    bench.resident_models.use(1)
+    bench.resident_models.use(0)
+    bench.resident_models.use(2)
     assert bench.log == ["load 0", "load 1", "free 1", "load 2"], "room is made before the load, not after it"
     assert bench.resident() == [0, 2]
 
 
 def test_a_model_above_the_budget_is_resident_alone(tmp_path: Path) -> None:
     bench = Bench(tmp_path, room=0.5)
-    bench.residency.use(0)
-    bench.residency.use(1)
+    bench.resident_models.use(0)
+    bench.resident_models.use(1)
     assert bench.log == ["load 0", "free 0", "load 1"]
     assert bench.resident() == [1]
 
 
 def test_what_changed_is_told_once(tmp_path: Path) -> None:
     bench = Bench(tmp_path, room=1.5)
-    bench.residency.open()
-    bench.residency.changes()
-    bench.residency.use(0)
-    assert bench.residency.changes() is None
-    bench.residency.use(2)
-    changes = bench.residency.changes()
+    bench.resident_models.open()
+    bench.resident_models.changes()
+    bench.resident_models.use(0)
+    assert bench.resident_models.changes() is None
+    bench.resident_models.use(2)
+    changes = bench.resident_models.changes()
     assert changes is not None
     assert (changes.resident, changes.loads, changes.evictions) == ([2], 1, 1)
     assert changes.size_bytes[2] >= BYTES
@@ -120,35 +120,35 @@ def test_what_changed_is_told_once(tmp_path: Path) -> None:
 
 def test_a_device_that_is_full_before_the_budget_is_makes_room(tmp_path: Path) -> None:
     bench = Bench(tmp_path, room=0)
-    bench.residency.use(0)
+    bench.resident_models.use(0)
     bench.failures.append(RuntimeError("CUDA out of memory"))
-    bench.residency.use(1)
+    bench.resident_models.use(1)
     assert bench.log == ["load 0", "free 0", "load 1"]
 
 
 def test_a_wrong_model_is_refused_without_harm_to_others(tmp_path: Path) -> None:
     bench = Bench(tmp_path, room=0)
-    bench.residency.use(0)
+    bench.resident_models.use(0)
     bench.failures.append(ConfigurationError("no such model"))
     with pytest.raises(ConfigurationError):
-        bench.residency.use(1)
+        bench.resident_models.use(1)
     assert bench.resident() == [0]
-    bench.residency.use(1)
+    bench.resident_models.use(1)
     assert bench.resident() == [0, 1]
 
 
 def test_a_model_that_cannot_be_loaded_even_alone_fails(tmp_path: Path) -> None:
     bench = Bench(tmp_path, room=0)
-    bench.residency.use(0)
+    bench.resident_models.use(0)
     bench.failures.extend([ModelFailed("broken"), ModelFailed("broken")])
     with pytest.raises(ModelFailed):
-        bench.residency.use(1)
+        bench.resident_models.use(1)
 
 
 def test_drop_others_keeps_one(tmp_path: Path) -> None:
     bench = Bench(tmp_path, room=0)
-    bench.residency.open()
-    bench.residency.drop_others(keep=1)
+    bench.resident_models.open()
+    bench.resident_models.drop_others(keep=1)
     assert bench.resident() == [1]
 
 

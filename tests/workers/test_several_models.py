@@ -34,14 +34,14 @@ from shared.transport import SubscriptionSettings
 from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.desk import RowList
-from workers.job import WorkerFacts
-from workers.jobs.completion import Finisher
-from workers.jobs.consumer import Intake
+from workers.job import WorkerInfo
+from workers.jobs.completion import Completion
+from workers.jobs.consumer import JobConsumer
 from workers.models import preparer_for
 from workers.models.base import Prepared
 from workers.models.source import resolve
 from workers.runtime.memory import weights_bytes
-from workers.runtime.pool import Hosted, ModelPool, ModelProcess, ModelProcessDied
+from workers.runtime.pool import HostedModel, ModelPool, ModelProcessDied, PooledProcess
 from workers.worker import Worker
 
 pytestmark = pytest.mark.anyio
@@ -73,35 +73,35 @@ def make_tiny(folder: Path, minilm: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def hosted(tmp_path_factory: pytest.TempPathFactory) -> list[Hosted]:
+def hosted(tmp_path_factory: pytest.TempPathFactory) -> list[HostedModel]:
     minilm = read_catalog(Path("models.yaml")).find("all-MiniLM-L6-v2")
     minilm = minilm.model_copy(update={"cache": Cache(ttl_s=0)})
     folder = resolve(minilm.source, minilm.revision, Path("unused"))
     tiny_folder = tmp_path_factory.mktemp("models") / "tiny"
     make_tiny(tiny_folder, folder)
     tiny = minilm.model_copy(update={"name": "tiny", "aliases": (), "dimensions": 32})
-    return [Hosted(minilm, folder), Hosted(tiny, tiny_folder)]
+    return [HostedModel(minilm, folder), HostedModel(tiny, tiny_folder)]
 
 
 @pytest.fixture(scope="module")
-async def pool(anyio_backend: str, hosted: list[Hosted]) -> AsyncIterator[ModelPool]:
+async def pool(anyio_backend: str, hosted: list[HostedModel]) -> AsyncIterator[ModelPool]:
     budget_bytes = weights_bytes(hosted[LARGE].folder)
     async with ModelPool(hosted, device="cpu", processes=1, memory_budget_bytes=budget_bytes) as pool:
         yield pool
 
 
 @pytest.fixture
-async def process(pool: ModelPool) -> ModelProcess:
+async def process(pool: ModelPool) -> PooledProcess:
     await pool.processes[0].ready()
     return pool.processes[0]
 
 
-def prepared(hosted: Hosted, *texts: str) -> list[Prepared]:
+def prepared(hosted: HostedModel, *texts: str) -> list[Prepared]:
     found = preparer_for(hosted.entry, hosted.folder).prepare([TextInput(text) for text in texts])
     return [item for item in found if isinstance(item, Prepared)]
 
 
-async def embed(process: ModelProcess, hosted: list[Hosted], number: int, *texts: str) -> np.ndarray:
+async def embed(process: PooledProcess, hosted: list[HostedModel], number: int, *texts: str) -> np.ndarray:
     done = await process.run(prepared(hosted[number], *texts), timeout_s=WAIT_LIMIT_S, model=number)
     vectors = [result.vector for result in done.results if isinstance(result, EmbeddingResult)]
     return np.array([np.frombuffer(vector, "<f4") for vector in vectors])
@@ -113,20 +113,20 @@ async def test_several_names_are_given_in_one_setting() -> None:
 
 
 async def test_both_answer_rightly_in_turn_and_the_memory_of_one_is_freed(
-    process: ModelProcess, hosted: list[Hosted]
+    process: PooledProcess, hosted: list[HostedModel]
 ) -> None:
     large = await embed(process, hosted, LARGE, "a cat", "a mill wheel")
-    assert process.residence.resident == [LARGE]
+    assert process.residency.resident == [LARGE]
     with_large = process.memory_bytes
     small = await embed(process, hosted, SMALL, "a cat", "a mill wheel")
-    assert process.residence.resident == [SMALL]
+    assert process.residency.resident == [SMALL]
     assert process.memory_bytes < with_large - FREED_BYTES
     assert (large.shape, small.shape) == ((2, 384), (2, 32))
     assert np.allclose(await embed(process, hosted, LARGE, "a cat", "a mill wheel"), large, atol=1e-6)
     assert np.allclose(await embed(process, hosted, SMALL, "a cat", "a mill wheel"), small, atol=1e-6)
 
 
-async def test_a_batch_tells_what_was_switched_for_it(process: ModelProcess, hosted: list[Hosted]) -> None:
+async def test_a_batch_tells_what_was_switched_for_it(process: PooledProcess, hosted: list[HostedModel]) -> None:
     await embed(process, hosted, LARGE, "a cat")
     stayed = await process.run(prepared(hosted[LARGE], "a dog"), timeout_s=WAIT_LIMIT_S, model=LARGE)
     assert stayed.switched is None
@@ -137,20 +137,20 @@ async def test_a_batch_tells_what_was_switched_for_it(process: ModelProcess, hos
     assert went.finished_at_s - went.started_at_s < WAIT_LIMIT_S
 
 
-async def test_both_models_recover_from_a_killed_process(process: ModelProcess, hosted: list[Hosted]) -> None:
+async def test_both_models_recover_from_a_killed_process(process: PooledProcess, hosted: list[HostedModel]) -> None:
     before = [await embed(process, hosted, number, "a cat") for number in (LARGE, SMALL)]
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(ModelProcessDied):
         await embed(process, hosted, LARGE, *[LONG_TEXT] * 40)
     await process.ready()
-    assert process.residence.resident == [LARGE]
+    assert process.residency.resident == [LARGE]
     for number in (SMALL, LARGE):
         assert np.allclose(await embed(process, hosted, number, "a cat"), before[number], atol=1e-6)
 
 
 @asynccontextmanager
-async def working(redis_url: str, folder: Path, hosted: list[Hosted], pool: ModelPool) -> AsyncIterator[Desk]:
+async def working(redis_url: str, folder: Path, hosted: list[HostedModel], pool: ModelPool) -> AsyncIterator[Desk]:
     broker = InMemoryTransport()
     topics = {jobs_topic_id(one.entry.name): workers_subscription_id(one.entry.name) for one in hosted}
     for topic_id, subscription_id in (topics | {inbox_topic_id("1"): slot_subscription_id("1", 0)}).items():
@@ -159,15 +159,15 @@ async def working(redis_url: str, folder: Path, hosted: list[Hosted], pool: Mode
     for one in hosted:
         for_batch = SubscriptionSettings(jobs_topic_id(one.entry.name), filter=BATCH_FILTER)
         await broker.ensure_subscription(batch_subscription_id(one.entry.name), for_batch)
-    objects, facts, stop = ObjectStore(f"file://{folder}"), WorkerFacts("w", "here", "cpu"), asyncio.Event()
+    objects, facts, stop = ObjectStore(f"file://{folder}"), WorkerInfo("w", "here", "cpu"), asyncio.Event()
     async with AsyncExitStack() as stack:
         cache = await stack.enter_async_context(ResultCache(redis_url, 1_000_000))
         records = await stack.enter_async_context(Records(redis_url))
-        intakes = []
+        consumers = []
         for model, model_folder, _ in hosted:
-            finisher = Finisher(model, broker, cache, records, objects, RowList(), facts)
-            intakes.append(Intake(model, preparer_for(model, model_folder), cache, records, objects, finisher))
-        worker = Worker(intakes, broker, records, pool)
+            completion = Completion(model, broker, cache, records, objects, RowList(), facts)
+            consumers.append(JobConsumer(model, preparer_for(model, model_folder), cache, records, objects, completion))
+        worker = Worker(consumers, broker, records, pool)
         running = asyncio.create_task(worker.run(stop))
         desk = Desk(broker, worker)
         receiving = asyncio.create_task(desk.receive())
@@ -225,7 +225,7 @@ class Desk:
 
 
 async def test_interleaved_jobs_of_both_are_answered_by_their_own_model(
-    redis_url: str, tmp_path: Path, hosted: list[Hosted], pool: ModelPool, process: ModelProcess
+    redis_url: str, tmp_path: Path, hosted: list[HostedModel], pool: ModelPool, process: PooledProcess
 ) -> None:
     texts = [f"text number {number}" for number in range(20)]
     expected = [await embed(process, hosted, number, *texts) for number in (LARGE, SMALL)]
@@ -241,7 +241,7 @@ async def test_interleaved_jobs_of_both_are_answered_by_their_own_model(
 
 
 async def test_no_switch_for_those_who_do_not_wait_any_more(
-    redis_url: str, tmp_path: Path, hosted: list[Hosted], pool: ModelPool, process: ModelProcess
+    redis_url: str, tmp_path: Path, hosted: list[HostedModel], pool: ModelPool, process: PooledProcess
 ) -> None:
     await embed(process, hosted, LARGE, "a cat")
     async with working(redis_url, tmp_path, hosted, pool) as desk:
@@ -250,4 +250,4 @@ async def test_no_switch_for_those_who_do_not_wait_any_more(
         await desk.send(hosted[SMALL].entry, "late", "nobody waits", left_s=0.05)
         await desk.answers(13)
     assert desk.statuses["late"] == "expired"
-    assert process.residence.resident == [LARGE]
+    assert process.residency.resident == [LARGE]

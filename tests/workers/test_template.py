@@ -19,7 +19,7 @@ from shared.messages import EmbeddingResult
 from tests.limits import START_LIMIT_S
 from workers.models.base import PreparedText
 from workers.models.source import resolve
-from workers.runtime.pool import Hosted, ModelPool, ModelProcess, ModelProcessDied
+from workers.runtime.pool import HostedModel, ModelPool, ModelProcessDied, PooledProcess
 from workers.runtime.template import Template
 from workers.runtime.template_process import MODEL_PROCESS_NAME, TEMPLATE_NAME
 
@@ -28,9 +28,9 @@ pytestmark = pytest.mark.anyio
 TEXT = PreparedText(key="", length=4, ids=np.array([101, 4937, 4937, 102], "<u4").tobytes())
 
 
-def hosted(task: str) -> Hosted:
+def hosted(task: str) -> HostedModel:
     entry = next(one for one in read_catalog(Path("models.yaml")).models if one.task == task)
-    return Hosted(entry, resolve(entry.source, entry.revision, Path("unused")))
+    return HostedModel(entry, resolve(entry.source, entry.revision, Path("unused")))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ async def pool(anyio_backend: str) -> AsyncIterator[ModelPool]:
 
 
 @pytest.fixture
-async def process(pool: ModelPool) -> ModelProcess:
+async def process(pool: ModelPool) -> PooledProcess:
     await pool.processes[0].ready()
     return pool.processes[0]
 
@@ -52,13 +52,13 @@ def template(pool: ModelPool) -> Template:
     return pool.template
 
 
-async def vector(process: ModelProcess) -> bytes:
+async def vector(process: PooledProcess) -> bytes:
     (result,) = (await process.run([TEXT], timeout_s=START_LIMIT_S)).results
     assert isinstance(result, EmbeddingResult)
     return result.vector
 
 
-async def kill(process: ModelProcess) -> None:
+async def kill(process: PooledProcess) -> None:
     """Kills the process, and returns when the next is ready."""
     assert process.pid is not None
     running = asyncio.create_task(process.run([TEXT], timeout_s=START_LIMIT_S))
@@ -70,7 +70,7 @@ async def kill(process: ModelProcess) -> None:
     await process.ready()
 
 
-async def test_the_next_process_is_forked_from_the_same_template(process: ModelProcess, template: Template) -> None:
+async def test_the_next_process_is_forked_from_the_same_template(process: PooledProcess, template: Template) -> None:
     before, first = await vector(process), process.pid
     origin = template.pid
     await kill(process)
@@ -79,13 +79,13 @@ async def test_the_next_process_is_forked_from_the_same_template(process: ModelP
     assert await vector(process) == before
 
 
-async def test_processes_are_told_apart_by_name(process: ModelProcess, template: Template) -> None:
+async def test_processes_are_told_apart_by_name(process: PooledProcess, template: Template) -> None:
     assert psutil.Process(process.pid).name() == MODEL_PROCESS_NAME
     assert psutil.Process(template.pid).name() == TEMPLATE_NAME
     assert template.memory_bytes > 50e6
 
 
-async def test_what_a_process_computes_outlives_its_template(process: ModelProcess, template: Template) -> None:
+async def test_what_a_process_computes_outlives_its_template(process: PooledProcess, template: Template) -> None:
     before, first, origin = await vector(process), process.pid, template.pid
     assert origin is not None
     os.kill(origin, signal.SIGKILL)

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import msgspec
 
-from shared.catalog import Model as Entry
+from shared.catalog import Model
 from shared.errors import ConfigurationError
 from shared.logs import configure_logs
-from workers.autotune.choice import Choice, Refusal, Terms, read_choice, write_choice
+from workers.autotune.choice import Choice, Refusal, TuningSettings, read_choice, write_choice
 from workers.autotune.client import choice_path
 from workers.autotune.hardware import this_machine
-from workers.autotune.search import CALIBRATION_TEXTS, Question, choose
+from workers.autotune.search import CALIBRATION_TEXTS, SearchSpec, choose
 from workers.models import preparer_for
 from workers.models.artifact import find_artifact
 from workers.models.base import PreparedText
@@ -37,15 +37,15 @@ def main() -> int:
     parser.add_argument("--model", required=True, help="the catalog entry as JSON")
     parser.add_argument("--folder", type=Path, required=True, help="the model's files")
     parser.add_argument("--digest", required=True, help="of the model's files, as workers.models.artifact makes it")
-    parser.add_argument("--terms", required=True, help="a workers.autotune.choice.Terms as JSON")
+    parser.add_argument("--settings", required=True, help="a workers.autotune.choice.TuningSettings as JSON")
     parser.add_argument("--again", action="store_true", help="in the place of a provisional choice too")
     parser.add_argument("--behind", action="store_true", help="give way to the worker that serves beside")
     given = parser.parse_args()
     configure_logs("WARNING")
     if given.behind:
         os.nice(LEAST_PRIORITY)
-    entry = Entry.model_validate_json(given.model)
-    terms = msgspec.json.decode(given.terms, type=Terms)
+    entry = Model.model_validate_json(given.model)
+    terms = msgspec.json.decode(given.settings, type=TuningSettings)
     try:
         answer: Choice | Refusal = _choose(entry, given.folder, given.digest, terms, again=given.again)
     except ConfigurationError as error:
@@ -54,7 +54,7 @@ def main() -> int:
     return 2 if isinstance(answer, Refusal) else 0
 
 
-def _choose(entry: Entry, folder: Path, digest: str, terms: Terms, *, again: bool) -> Choice:
+def _choose(entry: Model, folder: Path, digest: str, terms: TuningSettings, *, again: bool) -> Choice:
     artifacts_dir = Path(terms.artifacts_dir)
     with _alone(artifacts_dir / "choosing.lock"):
         artifact = find_artifact(artifacts_dir, entry.name, digest)
@@ -62,7 +62,7 @@ def _choose(entry: Entry, folder: Path, digest: str, terms: Terms, *, again: boo
         kept = read_choice(path)
         if kept is not None and not (again and kept.is_provisional):
             return kept
-        question = Question(
+        spec = SearchSpec(
             entry=entry,
             folder=folder,
             artifact=artifact,
@@ -72,7 +72,7 @@ def _choose(entry: Entry, folder: Path, digest: str, terms: Terms, *, again: boo
             threads=terms.threads,
             texts=_own_texts(entry, folder),
         )
-        choice = choose(question)
+        choice = choose(spec)
         # What could not be measured may be measurable at the next start.
         if choice.backend.call_tokens and not (kept is not None and choice.is_provisional):
             write_choice(path, choice)
@@ -88,7 +88,7 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
-def _own_texts(entry: Entry, folder: Path) -> list[PreparedText]:
+def _own_texts(entry: Model, folder: Path) -> list[PreparedText]:
     """Some dozen texts of mixed length, for where there is no artifact."""
     texts = calibration_texts()
     return prepare_texts(preparer_for(entry, folder), texts[:: max(1, len(texts) // CALIBRATION_TEXTS)])

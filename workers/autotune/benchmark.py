@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shared.catalog import Model as Entry
+from shared.catalog import Model
 from shared.messages import EmbeddingResult
 from workers.models import model_for
 from workers.models.backend import Backend
-from workers.models.base import Model, PreparedText
+from workers.models.base import InferenceModel, PreparedText
 from workers.models.embedding.length_bucketing import cut_by_length
 
 _SHAPES = ((1, 8), (1, 32), (4, 16), (4, 64), (1, 192))
@@ -27,7 +27,7 @@ _REPEATS = 3
 _CALL_TOKENS_MAX = 16384
 
 
-class Pace(NamedTuple):
+class Throughput(NamedTuple):
     """What one process computed while it was timed; `tokens` with padding."""
 
     texts: int
@@ -36,48 +36,48 @@ class Pace(NamedTuple):
     cpu_s: float
 
 
-class Opening(NamedTuple):
+class BenchmarkTarget(NamedTuple):
     """What is open: a backend, its call_tokens left out, with so many threads."""
 
     backend: Backend
     threads: int
 
 
-class _Opened(NamedTuple):
-    model: Model
+class _LoadedTarget(NamedTuple):
+    model: InferenceModel
     seconds: Callable[[], float]
 
 
-_opened: dict[Opening, _Opened] = {}
+_opened: dict[BenchmarkTarget, _LoadedTarget] = {}
 
 
-def open_model(entry: Entry, folder: Path, opening: Opening, device: str, keeps_others: bool) -> None:
+def open_model(entry: Model, folder: Path, target: BenchmarkTarget, device: str, keeps_others: bool) -> None:
     """Loads a candidate, beside the ones before it or in their place.
 
     Raises:
         PenstockError: it can't be loaded here.
     """
-    if opening in _opened:
+    if target in _opened:
         return
     if not keeps_others:
         _opened.clear()
-    model = model_for(entry, folder, device, backend=opening.backend, threads=opening.threads)
+    model = model_for(entry, folder, device, backend=target.backend, threads=target.threads)
     model.setup()
     model.warmup()
     # On a CPU the CPU seconds count that it got, so that what else runs here spoils no figure.
-    _opened[opening] = _Opened(model, time.process_time if model.device_name == "cpu" else time.perf_counter)
+    _opened[target] = _LoadedTarget(model, time.process_time if model.device_name == "cpu" else time.perf_counter)
 
 
-def _taken(opening: Opening) -> _Opened:
+def _taken(target: BenchmarkTarget) -> _LoadedTarget:
     """What was opened, ready to run."""
-    if opening.backend.backend == "torch" and (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(opening.threads)  # of the whole process, so the last model to be opened has set it
-    return _opened[opening]
+    if target.backend.backend == "torch" and (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(target.threads)  # of the whole process, so the last model to be opened has set it
+    return _opened[target]
 
 
-def vectors(opening: Opening, texts: Sequence[PreparedText], together: int) -> np.ndarray:
+def vectors(target: BenchmarkTarget, texts: Sequence[PreparedText], together: int) -> np.ndarray:
     """Their vectors, float32 [texts, dimensions], computed `together` many at a time in order of length."""
-    model = _taken(opening).model
+    model = _taken(target).model
     order = sorted(range(len(texts)), key=lambda place: texts[place].length)
     rows: dict[int, np.ndarray] = {}
     for at in range(0, len(order), together):
@@ -87,17 +87,17 @@ def vectors(opening: Opening, texts: Sequence[PreparedText], together: int) -> n
     return np.stack([rows[place] for place in range(len(texts))])
 
 
-def _predict(model: Model, texts: Sequence[PreparedText]) -> list[np.ndarray]:
+def _predict(model: InferenceModel, texts: Sequence[PreparedText]) -> list[np.ndarray]:
     results = model.predict(texts, lambda step, steps: None)
     return [np.frombuffer(result.vector, "<f4") for result in results if isinstance(result, EmbeddingResult)]
 
 
-def call_tokens(opening: Opening, text: PreparedText, longest: int) -> int:
+def call_tokens(target: BenchmarkTarget, text: PreparedText, longest: int) -> int:
     """What a call costs besides its tokens, in tokens: the least-squares line through the times of _SHAPES.
 
     Relative errors count, so that the short calls, which tell the cost, weigh as much as the long ones.
     """
-    opened = _taken(opening)
+    opened = _taken(target)
     times_s, tokens = [], []
     for count, length in _SHAPES:
         batch = [_of_length(text, min(length, longest))] * count
@@ -115,15 +115,15 @@ def _of_length(text: PreparedText, length: int) -> PreparedText:
     return PreparedText(key="", length=length, ids=(text.ids * repeats)[: 4 * length])
 
 
-def _time_s(opened: _Opened, batch: Sequence[PreparedText]) -> float:
+def _time_s(opened: _LoadedTarget, batch: Sequence[PreparedText]) -> float:
     began_s = opened.seconds()
     _predict(opened.model, batch)
     return opened.seconds() - began_s
 
 
-def pace(opening: Opening, texts: Sequence[PreparedText], call_cost: int, seconds: float) -> Pace:
-    """The pace at `texts`, cut as a model process cuts a batch, in whole rounds of at least `seconds` together."""
-    model = _taken(opening).model
+def throughput(target: BenchmarkTarget, texts: Sequence[PreparedText], call_cost: int, seconds: float) -> Throughput:
+    """The throughput for `texts`, cut as a model process cuts a batch; whole rounds that take at least `seconds`."""
+    model = _taken(target).model
     cut = [list(range(len(texts)))]
     if model.pads:
         cut = cut_by_length([text.length for text in texts], call_cost)
@@ -136,4 +136,4 @@ def pace(opening: Opening, texts: Sequence[PreparedText], call_cost: int, second
             _predict(model, group)
         rounds += 1
     wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
-    return Pace(rounds * len(texts), rounds * tokens, wall_s, cpu_s)
+    return Throughput(rounds * len(texts), rounds * tokens, wall_s, cpu_s)

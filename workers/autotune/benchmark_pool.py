@@ -13,9 +13,9 @@ from typing import ParamSpec, Self, TypeVar
 import msgspec
 import numpy as np
 
-from shared.catalog import Model as Entry
+from shared.catalog import Model
 from shared.errors import ModelFailed, PenstockError
-from workers.autotune import benchmark as probe
+from workers.autotune import benchmark
 from workers.autotune.choice import Layout
 from workers.autotune.contest import Reading
 from workers.autotune.hardware import KEPT_OPEN_MAX_BYTES, Machine
@@ -31,7 +31,7 @@ Given = ParamSpec("Given")
 Told = TypeVar("Told")
 
 
-class Probes:
+class BenchmarkPool:
     """Probe processes on one model; a context manager. A process that dies or hangs is replaced at the next `open`.
 
     They are forked from a server that has imported the libraries once, before any of them computes. Small models stay
@@ -48,7 +48,7 @@ class Probes:
     """
 
     def __init__(
-        self, entry: Entry, folder: Path, device: str, machine: Machine, libraries: Sequence[str] = ()
+        self, entry: Model, folder: Path, device: str, machine: Machine, libraries: Sequence[str] = ()
     ) -> None:
         self._entry = entry
         self._folder = folder
@@ -59,8 +59,8 @@ class Probes:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["workers.autotune.benchmark", *libraries])
         self._executors: list[ProcessPoolExecutor] = []
-        self._opened: set[tuple[int, probe.Opening]] = set()
-        self._opening = probe.Opening(Backend(), 1)
+        self._opened: set[tuple[int, benchmark.BenchmarkTarget]] = set()
+        self._target = benchmark.BenchmarkTarget(Backend(), 1)
 
     def __enter__(self) -> Self:
         return self
@@ -81,20 +81,22 @@ class Probes:
 
     def open(self, backend: Backend, layout: Layout) -> None:
         """Has `backend` loaded in every process of `layout`; it is what the other methods ask from now on."""
-        opening = self._opening = probe.Opening(msgspec.structs.replace(backend, call_tokens=0), layout.threads)
+        target = self._target = benchmark.BenchmarkTarget(
+            msgspec.structs.replace(backend, call_tokens=0), layout.threads
+        )
         while len(self._executors) < layout.processes:
             self._executors.append(ProcessPoolExecutor(max_workers=1, mp_context=self._context))
-        missing = [number for number in range(layout.processes) if (number, opening) not in self._opened]
+        missing = [number for number in range(layout.processes) if (number, target) not in self._opened]
         begun = [
             self._executors[number].submit(
-                probe.open_model, self._entry, self._folder, opening, self._place(number), self.keeps_several
+                benchmark.open_model, self._entry, self._folder, target, self._place(number), self.keeps_several
             )
             for number in missing
         ]
         if not self.keeps_several:
             self._opened = {(number, other) for number, other in self._opened if number not in missing}
         self._gather(begun, OPEN_LIMIT_S)
-        self._opened |= {(number, opening) for number in missing}
+        self._opened |= {(number, target) for number in missing}
 
     def _place(self, number: int) -> str:
         """The device of a process: as the pool of model processes spreads them over GPUs."""
@@ -103,35 +105,39 @@ class Probes:
         return f"cuda:{number % gpus}" if is_spread else self._device
 
     def vectors(self, texts: Sequence[PreparedText], together: int) -> np.ndarray:
-        """What the first process computes; as probe.vectors."""
-        return self._ask_first(probe.vectors, self._opening, texts, together)
+        """What the first process computes; as benchmark.vectors."""
+        return self._ask_first(benchmark.vectors, self._target, texts, together)
 
     def call_tokens(self, text: PreparedText, longest: int) -> int:
-        """What the first process finds; as probe.call_tokens."""
-        return self._ask_first(probe.call_tokens, self._opening, text, longest)
+        """What the first process finds; as benchmark.call_tokens."""
+        return self._ask_first(benchmark.call_tokens, self._target, text, longest)
 
     def reading(self, texts: Sequence[PreparedText], call_cost: int, layout: Layout, seconds: float) -> Reading:
         """The rate of all processes of `layout` together."""
         begun = [
-            executor.submit(probe.pace, self._opening, texts, call_cost, seconds)
+            executor.submit(benchmark.throughput, self._target, texts, call_cost, seconds)
             for executor in self._executors[: layout.processes]
         ]
         return self._read(self._gather(begun, CALL_LIMIT_S), layout)
 
-    def _read(self, paces: Sequence[probe.Pace], layout: Layout) -> Reading:
-        by_wall = sum(pace.texts / pace.wall_s for pace in paces)
+    def _read(self, throughputs: Sequence[benchmark.Throughput], layout: Layout) -> Reading:
+        by_wall = sum(throughput.texts / throughput.wall_s for throughput in throughputs)
         if self._is_gpu:
             return Reading(by_wall)
         cores = self._machine.cores
-        cpu_s = sum(pace.cpu_s for pace in paces)
+        cpu_s = sum(throughput.cpu_s for throughput in throughputs)
         rate, wanted_cores = by_wall, layout.processes * layout.threads
         if layout.threads == 1 or layout.processes >= cores:
             # They keep the cores busy, so what they would do alone follows from the CPU seconds that they got.
-            rate = sum(pace.texts / pace.cpu_s for pace in paces) * min(1.0, cores / layout.processes)
-        elif self._opening.backend.backend == "onnx":
+            rate = sum(throughput.texts / throughput.cpu_s for throughput in throughputs) * min(
+                1.0, cores / layout.processes
+            )
+        elif self._target.backend.backend == "onnx":
             wanted_cores = layout.processes  # its other threads sleep where there is nothing to share
-        wanted_s = max(pace.wall_s for pace in paces) * min(cores, wanted_cores)
-        return Reading(rate, cpu_s / sum(pace.tokens for pace in paces), max(0.0, 1 - cpu_s / wanted_s))
+        wanted_s = max(throughput.wall_s for throughput in throughputs) * min(cores, wanted_cores)
+        return Reading(
+            rate, cpu_s / sum(throughput.tokens for throughput in throughputs), max(0.0, 1 - cpu_s / wanted_s)
+        )
 
     def _ask_first(self, ask: Callable[Given, Told], *given: Given.args, **named: Given.kwargs) -> Told:
         return self._gather([self._executors[0].submit(ask, *given, **named)], CALL_LIMIT_S)[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.catalog import Model as Entry
+from shared.catalog import Model
 from workers.autotune.choice import Finding, Layout
 from workers.autotune.hardware import Machine
 from workers.models.artifact import Artifact, Variant
@@ -17,7 +17,7 @@ LONE_THREADS_MAX = 8
 
 
 def candidates(
-    entry: Entry, artifact: Artifact | None, machine: Machine, *, is_gpu: bool
+    entry: Model, artifact: Artifact | None, machine: Machine, *, is_gpu: bool
 ) -> tuple[list[Backend], list[Finding]]:
     """What the entry, the artifact and the machine allow, the likely fastest first; and what is left out unmeasured."""
     listed, left_out = [], []
@@ -46,7 +46,7 @@ def _beyond(variant: Variant, tolerance: float) -> Finding:
     )
 
 
-def _torch(entry: Entry, machine: Machine, *, is_gpu: bool) -> list[Backend]:
+def _torch(entry: Model, machine: Machine, *, is_gpu: bool) -> list[Backend]:
     """Torch in what the entry names, or else in every precision that the device computes itself."""
     precisions: list[str] = [entry.precision]
     if entry.precision == "auto":

@@ -24,7 +24,7 @@ class Layout(NamedTuple):
         return f"{self.processes} x {self.threads}"
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
+class TuningSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker's settings say about a choice; as in WorkerSettings."""
 
     artifacts_dir: str

@@ -15,13 +15,13 @@ from pathlib import Path
 import msgspec
 from prometheus_client import Gauge
 
-from shared.catalog import Model as Entry
+from shared.catalog import Model
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
 from workers.autotune.candidates import CPU_PROCESSES_MAX, layouts
-from workers.autotune.choice import Choice, Refusal, Terms, read_choice, write_choice
+from workers.autotune.choice import Choice, Refusal, TuningSettings, read_choice, write_choice
 from workers.autotune.hardware import KEPT_OPEN_MAX_BYTES, this_machine
-from workers.autotune.renewal import Held
+from workers.autotune.renewal import TunedModel
 from workers.models.artifact import Artifact, find_artifact, source_digest
 from workers.models.backend import unmeasured_backend
 from workers.runtime.memory import free_host_bytes, weights_bytes
@@ -45,7 +45,7 @@ BACKEND_INFO = Gauge(
 log = logging.getLogger(__name__)
 
 
-async def chosen(entry: Entry, folder: Path, settings: WorkerSettings) -> Choice:
+async def chosen(entry: Model, folder: Path, settings: WorkerSettings) -> Choice:
     """What computes the embedding model `entry` here: as chosen by an earlier start, or measured now.
 
     Args:
@@ -71,7 +71,7 @@ async def chosen(entry: Entry, folder: Path, settings: WorkerSettings) -> Choice
     return choice
 
 
-def held(entry: Entry, folder: Path, settings: WorkerSettings, choice: Choice) -> Held | None:
+def held(entry: Model, folder: Path, settings: WorkerSettings, choice: Choice) -> TunedModel | None:
     """What renewal needs to doubt `choice` and measure again; None where there is no room beside the model processes.
 
     Args:
@@ -94,11 +94,11 @@ def held(entry: Entry, folder: Path, settings: WorkerSettings, choice: Choice) -
         digest, _ = await asyncio.to_thread(_source, entry, folder, terms)
         return await _choose(entry, folder, terms, digest, "--again", "--behind")
 
-    return Held(entry.name, choice, doubt, measure)
+    return TunedModel(entry.name, choice, doubt, measure)
 
 
-def _terms(settings: WorkerSettings) -> Terms:
-    return Terms(
+def _terms(settings: WorkerSettings) -> TuningSettings:
+    return TuningSettings(
         artifacts_dir=str(settings.artifacts_dir),
         device=settings.device,
         processes=settings.processes,
@@ -106,14 +106,14 @@ def _terms(settings: WorkerSettings) -> Terms:
     )
 
 
-def _source(entry: Entry, folder: Path, terms: Terms) -> tuple[str, Artifact | None]:
+def _source(entry: Model, folder: Path, terms: TuningSettings) -> tuple[str, Artifact | None]:
     """The digest of the model's files, and the artifact made of them."""
     digest = source_digest(folder, entry.revision)
     return digest, find_artifact(Path(terms.artifacts_dir), entry.name, digest)
 
 
-def _has_room(folder: Path, terms: Terms) -> bool:
-    """Whether probes may run beside the model processes: a small model on a CPU with memory to spare."""
+def _has_room(folder: Path, terms: TuningSettings) -> bool:
+    """Whether benchmarks may run beside the model processes: a small model on a CPU with memory to spare."""
     machine = this_machine()
     weights = weights_bytes(folder)
     if machine.computes_on_gpu(terms.device) or weights > KEPT_OPEN_MAX_BYTES:
@@ -122,7 +122,7 @@ def _has_room(folder: Path, terms: Terms) -> bool:
     return free_host_bytes() >= processes * (LIBRARIES_BYTES + CANDIDATES_MAX * weights)
 
 
-def choice_path(entry: Entry, terms: Terms, digest: str, artifact: Artifact | None) -> Path:
+def choice_path(entry: Model, terms: TuningSettings, digest: str, artifact: Artifact | None) -> Path:
     """Where a choice is kept: its name covers all that it depends on."""
     facts = {
         "scheme": SCHEME,
@@ -136,7 +136,7 @@ def choice_path(entry: Entry, terms: Terms, digest: str, artifact: Artifact | No
     return Path(terms.artifacts_dir) / entry.name / f"choice-{fingerprint}.json"
 
 
-def making_command(entry: Entry, settings: WorkerSettings) -> str:
+def making_command(entry: Model, settings: WorkerSettings) -> str:
     """What makes the artifact of `entry`."""
     return (
         f"python -m workers.optimize {entry.name} --models-file {settings.models_file} "
@@ -144,7 +144,7 @@ def making_command(entry: Entry, settings: WorkerSettings) -> str:
     )
 
 
-def _tell_without_artifact(entry: Entry, settings: WorkerSettings) -> None:
+def _tell_without_artifact(entry: Model, settings: WorkerSettings) -> None:
     command = making_command(entry, settings)
     if entry.backend == "onnx" or entry.precision == "int8":
         raise ConfigurationError(
@@ -155,10 +155,10 @@ def _tell_without_artifact(entry: Entry, settings: WorkerSettings) -> None:
         log.info("no artifact, so torch only", extra={"model": entry.name, "make_it_with": command})
 
 
-async def _choose(entry: Entry, folder: Path, terms: Terms, digest: str, *more: str) -> Choice:
+async def _choose(entry: Model, folder: Path, terms: TuningSettings, digest: str, *more: str) -> Choice:
     """Has a process of its own choose; if that fails, torch as it is."""
     words = [f"--model={entry.model_dump_json()}", f"--folder={folder}", f"--digest={digest}"]
-    words += [f"--terms={msgspec.json.encode(terms).decode()}"]
+    words += [f"--settings={msgspec.json.encode(terms).decode()}"]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -176,7 +176,7 @@ async def _choose(entry: Entry, folder: Path, terms: Terms, digest: str, *more: 
     except TimeoutError:
         return _fallback(entry, terms, f"choosing took longer than {CHOOSE_LIMIT_S:g} s")
     finally:
-        # With its probes, which are of its session; all are gone already when it ended by itself.
+        # With its benchmark processes, which are of its session; all are gone already when it ended by itself.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
@@ -189,14 +189,14 @@ async def _choose(entry: Entry, folder: Path, terms: Terms, digest: str, *more: 
     return answer
 
 
-def _fallback(entry: Entry, terms: Terms, reason: str) -> Choice:
+def _fallback(entry: Model, terms: TuningSettings, reason: str) -> Choice:
     log.warning("no backend could be chosen", extra={"model": entry.name, "reason": reason})
     machine = this_machine()
     layout = layouts(terms.processes, terms.threads, machine, is_gpu=machine.computes_on_gpu(terms.device))[0]
     return Choice(backend=unmeasured_backend(entry), layout=layout, reason=reason, is_provisional=True)
 
 
-def _tell(entry: Entry, choice: Choice, was_kept: bool, took_s: float) -> None:
+def _tell(entry: Model, choice: Choice, was_kept: bool, took_s: float) -> None:
     """The one line that says what was chosen and why, and the gauge."""
     backend, layout = choice.backend, choice.layout
     log.info(

@@ -29,7 +29,7 @@ FEWEST_TOKENS = 256
 log = logging.getLogger(__name__)
 
 
-class Ran(Protocol):
+class BatchCost(Protocol):
     """What is seen of a batch that a model process ran."""
 
     @property
@@ -41,7 +41,7 @@ class Ran(Protocol):
         """CPU seconds of the process."""
 
 
-class Watch:
+class CostMonitor:
     """Whether batches cost, for long, far more or less CPU time per token than `expected_s`; 0: nothing is expected."""
 
     def __init__(self, expected_s: float) -> None:
@@ -50,7 +50,7 @@ class Watch:
         self._cpu_s = 0.0
         self._far_windows = 0
 
-    def ran(self, batch: Ran) -> None:
+    def ran(self, batch: BatchCost) -> None:
         """Counts one batch."""
         if not self._expected_s or batch.padded_work < FEWEST_TOKENS:
             return
@@ -69,7 +69,7 @@ class Watch:
 
 
 @dataclass
-class Held:
+class TunedModel:
     """A model's choice as it runs here; `doubt` has it kept as provisional, `measure` measures and keeps it anew."""
 
     model: str
@@ -88,15 +88,15 @@ class Renewal:
     """
 
     def __init__(
-        self, held: Sequence[Held | None], *, idle_s: float = IDLE_S, clock: Callable[[], float] = time.monotonic
+        self, held: Sequence[TunedModel | None], *, idle_s: float = IDLE_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._held = held
-        self._watches = [Watch(one.choice.cpu_s_per_token if one else 0.0) for one in held]
+        self._watches = [CostMonitor(one.choice.cpu_s_per_token if one else 0.0) for one in held]
         self._idle_s = idle_s
         self._clock = clock
         self._last_s = clock()
         self._worked = asyncio.Event()
-        self._doubtful: list[Held] = [one for one in held if one and one.choice.is_provisional]
+        self._doubtful: list[TunedModel] = [one for one in held if one and one.choice.is_provisional]
         self._has_doubt = asyncio.Event()
         if self._doubtful:
             self._has_doubt.set()
@@ -113,7 +113,7 @@ class Renewal:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def ran(self, number: int, batch: Ran) -> None:
+    def ran(self, number: int, batch: BatchCost) -> None:
         """A model process ran a batch of model `number`."""
         self._last_s = self._clock()
         self._worked.set()
@@ -144,7 +144,7 @@ class Renewal:
                 _tell(held, choice)
             # Once in the life of a worker: a machine that is never quiet would be measured all day.
             self._doubtful.remove(held)
-            self._watches[self._held.index(held)] = Watch(0.0)
+            self._watches[self._held.index(held)] = CostMonitor(0.0)
             if not self._doubtful:
                 self._has_doubt.clear()
 
@@ -157,7 +157,7 @@ class Renewal:
                 return
             await asyncio.sleep(left_s)
 
-    async def _measured(self, held: Held) -> Choice | None:
+    async def _measured(self, held: TunedModel) -> Choice | None:
         """What is measured now; None where a batch ran meanwhile, which ends it."""
         measuring = asyncio.ensure_future(held.measure())
         working = asyncio.create_task(self._worked.wait())
@@ -170,6 +170,6 @@ class Renewal:
             await asyncio.gather(measuring, working, return_exceptions=True)
 
 
-def _tell(held: Held, choice: Choice) -> None:
+def _tell(held: TunedModel, choice: Choice) -> None:
     facts = {"model": held.model, "backend": choice.backend.name, "layout": choice.layout.name, "reason": choice.reason}
     log.info("backend chosen for the next start", extra={**facts, "is_provisional": choice.is_provisional})

@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from shared.catalog import Model as Entry
+from shared.catalog import Model
 from shared.errors import ConfigurationError, PenstockError
-from workers.autotune.benchmark_pool import Probes
+from workers.autotune.benchmark_pool import BenchmarkPool
 from workers.autotune.candidates import candidates, layouts
 from workers.autotune.choice import Choice, Finding, Layout
 from workers.autotune.contest import DISTURBED, LAYOUT_MARGIN, Contest, Option, Reading
@@ -38,7 +38,7 @@ _TOGETHER = 8
 _LENGTHS = (9, 11, 60, 13, 12, 210, 10, 70, 14, 44, 12, 8, 52, 16, 11, 240, 13, 88, 10, 36)
 """Tokens of the timed texts: 60 % about 12, 30 % about 60, 10 % about 230."""
 
-Meter = Callable[[Probes, Backend, Layout, Sequence[PreparedText]], Reading]
+Meter = Callable[[BenchmarkPool, Backend, Layout, Sequence[PreparedText]], Reading]
 """Times an opened backend in a layout, at these texts."""
 
 LIBRARY_OF = {"torch": "workers.models.embedding.encoder_torch", "onnx": "workers.models.embedding.encoder_onnx"}
@@ -47,10 +47,10 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Question:
+class SearchSpec:
     """What is to be chosen for. `processes`, `threads`: 0 where they are open; `texts` stand in for an artifact's."""
 
-    entry: Entry
+    entry: Model
     folder: Path
     artifact: Artifact | None
     machine: Machine
@@ -69,13 +69,13 @@ class Question:
         return layouts(self.processes, self.threads, self.machine, is_gpu=self.is_gpu, backend=backend.backend)
 
 
-def measure(probes: Probes, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
+def measure(pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
     """The meter that is used."""
-    return probes.reading(texts, backend.call_tokens, layout, RATE_S)
+    return pool.reading(texts, backend.call_tokens, layout, RATE_S)
 
 
 def choose(
-    question: Question,
+    spec: SearchSpec,
     *,
     meter: Meter = measure,
     clock: Callable[[], float] = time.monotonic,
@@ -86,7 +86,7 @@ def choose(
     Everything is loaded and checked against torch fp32 first, which noise does not harm; then it is waited for quiet.
 
     Args:
-        question: what to choose for.
+        spec: what to choose for.
         meter: what times a candidate.
         clock: seconds, for the limit on measuring.
         quiet: waits until so many cores are idle.
@@ -94,43 +94,43 @@ def choose(
     Raises:
         ConfigurationError: the entry's backend or precision can't be had within its tolerance.
     """
-    listed, findings = candidates(question.entry, question.artifact, question.machine, is_gpu=question.is_gpu)
-    listed.sort(key=lambda backend: prior_rank(backend, question.machine, is_gpu=question.is_gpu))
-    needed = [one for number, one in enumerate(listed) if not _outdone_by(one, listed[:number], question)]
+    listed, findings = candidates(spec.entry, spec.artifact, spec.machine, is_gpu=spec.is_gpu)
+    listed.sort(key=lambda backend: prior_rank(backend, spec.machine, is_gpu=spec.is_gpu))
+    needed = [one for number, one in enumerate(listed) if not _outdone_by(one, listed[:number], spec)]
     libraries = [LIBRARY_OF[name] for name in dict.fromkeys(backend.backend for backend in needed)]
-    with Probes(question.entry, question.folder, question.device, question.machine, libraries) as probes:
-        comparison = _Comparison(question, probes)
-        fit = _fitting(question, comparison, listed, findings)
-        options = [Option(backend, question.forms(backend)[0], finding) for backend, finding in fit]
-        is_open = len(options) > 1 or any(len(question.forms(backend)) > 1 for backend, _ in fit)
-        limit_s = MEASURE_LIMIT_S if not is_open or quiet(question.machine.cores) else BUSY_LIMIT_S
+    with BenchmarkPool(spec.entry, spec.folder, spec.device, spec.machine, libraries) as pool:
+        comparison = _AccuracyCheck(spec, pool)
+        fit = _fitting(spec, comparison, listed, findings)
+        options = [Option(backend, spec.forms(backend)[0], finding) for backend, finding in fit]
+        is_open = len(options) > 1 or any(len(spec.forms(backend)) > 1 for backend, _ in fit)
+        limit_s = MEASURE_LIMIT_S if not is_open or quiet(spec.machine.cores) else BUSY_LIMIT_S
 
         def timed(option: Option) -> Reading:
-            probes.open(option.backend, option.layout)
+            pool.open(option.backend, option.layout)
             if not option.backend.call_tokens:
-                cost = probes.call_tokens(comparison.texts[0], comparison.longest)
+                cost = pool.call_tokens(comparison.texts[0], comparison.longest)
                 option.backend = msgspec.structs.replace(option.backend, call_tokens=cost)
-            return meter(probes, option.backend, option.layout, comparison.mix)
+            return meter(pool, option.backend, option.layout, comparison.mix)
 
-        contest = Contest(timed, clock, limit_s, ROUNDS if probes.keeps_several else 1)
-        return _decide(question, contest, options, findings)
+        contest = Contest(timed, clock, limit_s, ROUNDS if pool.keeps_several else 1)
+        return _decide(spec, contest, options, findings)
 
 
 def _fitting(
-    question: Question, comparison: _Comparison, listed: Sequence[Backend], findings: list[Finding]
+    spec: SearchSpec, comparison: _AccuracyCheck, listed: Sequence[Backend], findings: list[Finding]
 ) -> list[tuple[Backend, Finding]]:
     """Those within the tolerance, with their findings; all findings are added to the given ones."""
     fit: list[tuple[Backend, Finding]] = []
     for backend in listed:
         finding = Finding(name=backend.name)
         findings.append(finding)
-        finding.reason = _outdone_by(backend, [one for one, _ in fit], question)
+        finding.reason = _outdone_by(backend, [one for one, _ in fit], spec)
         if finding.reason:
             continue
-        form = question.forms(backend)[0]
+        form = spec.forms(backend)[0]
         try:
             comparison.prepare(form)
-            comparison.probes.open(backend, form)
+            comparison.pool.open(backend, form)
             if comparison.is_within(finding):
                 fit.append((backend, finding))
         except PenstockError as error:
@@ -138,39 +138,39 @@ def _fitting(
     return fit
 
 
-def _outdone_by(backend: Backend, fit: Sequence[Backend], question: Question) -> str:
+def _outdone_by(backend: Backend, fit: Sequence[Backend], spec: SearchSpec) -> str:
     """Why torch in fp32 need not be measured beside those that fit; empty where it must."""
     if (backend.backend, backend.precision) != ("torch", "fp32"):
         return ""
     if any(one.backend == "torch" for one in fit):  # which are listed only where they are faster
         return "not measured: torch computes it faster in fewer bits"
-    is_x86_cpu = "avx2" in question.machine.flags and not question.is_gpu
+    is_x86_cpu = "avx2" in spec.machine.flags and not spec.is_gpu
     if is_x86_cpu and any((one.backend, one.precision) == ("onnx", "fp32") for one in fit):
         return "not measured: ONNX Runtime computes fp32 faster on such a CPU"
     return ""
 
 
-def _decide(question: Question, contest: Contest, options: Sequence[Option], findings: list[Finding]) -> Choice:
+def _decide(spec: SearchSpec, contest: Contest, options: Sequence[Option], findings: list[Finding]) -> Choice:
     """The winner among backends, then among its layouts; what is listed first where no two rounds agree."""
-    is_alone = len(options) == 1 and len(question.forms(options[0].backend)) > 1
+    is_alone = len(options) == 1 and len(spec.forms(options[0].backend)) > 1
     # One backend alone is timed with its layouts.
     winner = options[0] if is_alone else contest.decide(options) if options else None
     usable = [option for option in options if not option.finding.reason]
     if not usable:
-        return _without_figures(question.entry, question.forms(Backend())[0], findings)
+        return _without_figures(spec.entry, spec.forms(Backend())[0], findings)
     if winner is None:
         return _by_prior(usable[0], contest, findings)
-    forms = question.forms(winner.backend)
+    forms = spec.forms(winner.backend)
     if len(forms) > 1:
         others = [Option(winner.backend, form, winner.finding) for form in forms[1:]]
         laid_out = contest.decide([winner, *others], LAYOUT_MARGIN)
         if not winner.readings:
-            return _without_figures(question.entry, question.forms(Backend())[0], findings)
+            return _without_figures(spec.entry, spec.forms(Backend())[0], findings)
         if laid_out is None:
             return _by_prior(winner, contest, findings)
         winner = laid_out
     rounds = f" in {contest.rounds} rounds" if contest.counted >= contest.rounds > 1 else ""
-    reason = f"fastest within cosine {question.entry.tolerance.cosine:g} of torch fp32{rounds}"
+    reason = f"fastest within cosine {spec.entry.tolerance.cosine:g} of torch fp32{rounds}"
     best = winner.best
     return Choice(
         backend=winner.backend,
@@ -192,27 +192,27 @@ def _by_prior(option: Option, contest: Contest, findings: list[Finding]) -> Choi
     )
 
 
-class _Comparison:
+class _AccuracyCheck:
     """The calibration set with torch fp32's vectors: the artifact's, which spares importing torch, or computed here."""
 
-    def __init__(self, question: Question, probes: Probes) -> None:
-        self.probes = probes
-        self.longest = read_sentence_folder(question.folder).max_length
-        self._tolerance = question.entry.tolerance.cosine
-        self._calibration = _kept_calibration(question.artifact)
-        self.texts = question.texts if self._calibration is None else self._calibration.texts
+    def __init__(self, spec: SearchSpec, pool: BenchmarkPool) -> None:
+        self.pool = pool
+        self.longest = read_sentence_folder(spec.folder).max_length
+        self._tolerance = spec.entry.tolerance.cosine
+        self._calibration = _kept_calibration(spec.artifact)
+        self.texts = spec.texts if self._calibration is None else self._calibration.texts
         self.mix = _mix_of(self.texts, self.longest)
 
     def prepare(self, form: Layout) -> None:
         """Computes the reference where none was kept."""
         if self._calibration is None:
-            self.probes.open(Backend(), form)
-            self._calibration = Calibration(self.texts, self.probes.vectors(self.texts, 1))
+            self.pool.open(Backend(), form)
+            self._calibration = Calibration(self.texts, self.pool.vectors(self.texts, 1))
 
     def is_within(self, finding: Finding) -> bool:
         """Whether the opened backend keeps to the tolerance; fills in the finding."""
         assert self._calibration is not None, "prepared before; this is a bug"
-        given = self.probes.vectors(self.texts, _TOGETHER)
+        given = self.pool.vectors(self.texts, _TOGETHER)
         cosines = _cosines(given, self._calibration.vectors)
         finding.cosine_min, finding.cosine_mean = float(cosines.min()), float(cosines.mean())
         if not finding.cosine_min >= self._tolerance:
@@ -248,7 +248,7 @@ def _cosines(given: np.ndarray, reference: np.ndarray) -> np.ndarray:
     return np.asarray((given * reference).sum(axis=1) / norms)
 
 
-def _without_figures(entry: Entry, layout: Layout, findings: list[Finding]) -> Choice:
+def _without_figures(entry: Model, layout: Layout, findings: list[Finding]) -> Choice:
     """Torch fp32, which is the reference, where the entry allows it."""
     reasons = "; ".join(f"{finding.name}: {finding.reason}" for finding in findings)
     if entry.precision in ("auto", "fp32") and entry.backend != "onnx":

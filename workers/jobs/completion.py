@@ -36,7 +36,7 @@ from shared.transport import Message, Publisher, Subscription
 from shared.usage.row import RowSink
 from shared.webhooks import EventName, WebhookEvent, encode_webhook_event
 from workers import metrics
-from workers.job import JobInHand, WorkerFacts, row_for
+from workers.job import PulledJob, WorkerInfo, row_for
 from workers.jobs.large_results import LargeResults
 from workers.jobs.outcome import answered_by, in_time, one_for_each, state_of, undelivered
 
@@ -49,7 +49,7 @@ REASON_LIMIT_BYTES = 1000
 """An attribute has at most 1,024."""
 
 
-class Finisher:
+class Completion:
     """Ends jobs. Its work is bounded by the messages in hand."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Finisher:
         records: Records,
         objects: ObjectStore,
         rows: RowSink,
-        facts: WorkerFacts,
+        facts: WorkerInfo,
     ) -> None:
         self._model = model
         self._publisher = publisher
@@ -69,78 +69,78 @@ class Finisher:
         self._large = LargeResults(objects, KEEP_LIMIT_S)
         self._rows = rows
         self._facts = facts
-        self._in_hand: set[JobInHand] = set()
+        self._in_hand: set[PulledJob] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def take(self, hand: JobInHand) -> None:
-        """From now on `hand` is in our hands, until it is finished or handed back."""
-        self._in_hand.add(hand)
+    def take(self, pulled: PulledJob) -> None:
+        """From now on `pulled` is in our hands, until it is finished or handed back."""
+        self._in_hand.add(pulled)
         self._idle.clear()
 
-    def settle(self, hand: JobInHand, outcome: ItemOutcome) -> None:
+    def settle(self, pulled: PulledJob, outcome: ItemOutcome) -> None:
         """Puts the outcome on an item; the last one finishes the job."""
-        if hand.is_over:
+        if pulled.is_over:
             return
-        hand.outcomes[outcome.index] = outcome
-        if len(hand.outcomes) == len(hand.items):
-            hand.end()
-            self.spawn(self._finish(hand))
+        pulled.outcomes[outcome.index] = outcome
+        if len(pulled.outcomes) == len(pulled.items):
+            pulled.end()
+            self.spawn(self._finish(pulled))
 
-    def conclude(self, hand: JobInHand, claim: Claim) -> None:
+    def conclude(self, pulled: PulledJob, claim: Claim) -> None:
         """Ends a job that is over already: what was answered is answered again, in case it got lost."""
         if claim.reply is None:
-            for item in hand.items:
-                self.settle(hand, hand.canceled(item.index))
-        elif not hand.is_over:
-            hand.end()
-            self.spawn(self._conclude(hand, claim.reply))
+            for item in pulled.items:
+                self.settle(pulled, pulled.canceled(item.index))
+        elif not pulled.is_over:
+            pulled.end()
+            self.spawn(self._conclude(pulled, claim.reply))
 
-    async def _conclude(self, hand: JobInHand, reply: bytes) -> None:
+    async def _conclude(self, pulled: PulledJob, reply: bytes) -> None:
         try:
             answered = decode_reply_body(reply)
-            await self._reply(hand.envelope, answered)
-            await self._publish_event(hand, "completed")
+            await self._reply(pulled.envelope, answered)
+            await self._publish_event(pulled, "completed")
         except PenstockError as error:
-            self._give_up(hand, error)
+            self._give_up(pulled, error)
             return
-        self._record(hand, answered)
+        self._record(pulled, answered)
 
-    async def _finish(self, hand: JobInHand) -> None:
-        outcomes = [hand.outcomes[item.index] for item in hand.items]
+    async def _finish(self, pulled: PulledJob) -> None:
+        outcomes = [pulled.outcomes[item.index] for item in pulled.items]
         try:
-            outcomes = [await self._large.stored(hand.envelope, outcome) for outcome in outcomes]
+            outcomes = [await self._large.stored(pulled.envelope, outcome) for outcome in outcomes]
             ours = ReplyBody(outcomes, None, self._facts.worker, self._facts.device, time.time())
-            answered = await (self._end_prediction if hand.envelope.prediction else self._end)(hand, ours)
-            if hand.dead_reason:
-                attributes = {**hand.message.attributes, "penstock_reason": _shortened(hand.dead_reason)}
-                await self._publisher.publish(dead_letter_topic_id(self._model.name), hand.message.data, attributes)
+            answered = await (self._end_prediction if pulled.envelope.prediction else self._end)(pulled, ours)
+            if pulled.dead_reason:
+                attributes = {**pulled.message.attributes, "penstock_reason": _shortened(pulled.dead_reason)}
+                await self._publisher.publish(dead_letter_topic_id(self._model.name), pulled.message.data, attributes)
         except PenstockError as error:
-            self._give_up(hand, error)
+            self._give_up(pulled, error)
             return
-        self._record(hand, answered)
+        self._record(pulled, answered)
 
-    async def _end(self, hand: JobInHand, ours: ReplyBody) -> ReplyBody:
+    async def _end(self, pulled: PulledJob, ours: ReplyBody) -> ReplyBody:
         """Ends the record and replies side by side; returns what was answered, by us or by another attempt.
 
         A caller takes one reply, whoever sent it, and Redis is not needed for that.
         """
-        ours = in_time(hand, ours, time.time())
-        ending = asyncio.ensure_future(self._records.finish(hand.record, state_of(ours), encode_reply_body(ours)))
+        ours = in_time(pulled, ours, time.time())
+        ending = asyncio.ensure_future(self._records.finish(pulled.record, state_of(ours), encode_reply_body(ours)))
         try:
-            is_sent, sent_s = await self._reply(hand.envelope, ours), time.time()
+            is_sent, sent_s = await self._reply(pulled.envelope, ours), time.time()
         finally:
             finish = await ending
         answered = answered_by(ours, finish)
         if finish is None or finish.is_ours:  # else another attempt's reply was taken, whatever became of this one
             # Where the broker took too long, whoever waited has given up: what nobody was handed is not charged.
-            answered = in_time(hand, answered, sent_s - LATE_LOOK_S) if is_sent else undelivered(answered)
+            answered = in_time(pulled, answered, sent_s - LATE_LOOK_S) if is_sent else undelivered(answered)
         # Only now: a caller waits for the reply, nobody for the cache; until then a repeat joins the entry.
-        await self._fill_cache(hand, answered)
+        await self._fill_cache(pulled, answered)
         return answered
 
-    async def _end_prediction(self, hand: JobInHand, ours: ReplyBody) -> ReplyBody:
+    async def _end_prediction(self, pulled: PulledJob, ours: ReplyBody) -> ReplyBody:
         """Ends the record, which was promised, and then tells who waits.
 
         Raises:
@@ -148,55 +148,55 @@ class Finisher:
         """
         until_s = time.monotonic() + KEEP_LIMIT_S
         while True:
-            ours = in_time(hand, ours, time.time())
-            finish = await self._records.finish(hand.record, state_of(ours), encode_reply_body(ours))
+            ours = in_time(pulled, ours, time.time())
+            finish = await self._records.finish(pulled.record, state_of(ours), encode_reply_body(ours))
             if finish is not None:
                 break
             left_s = until_s - time.monotonic()
             if left_s <= 0 or not await self._records.wait_up(left_s):
                 raise Unavailable("the record could not be ended")
         answered = answered_by(ours, finish)
-        await self._reply(hand.envelope, answered)
-        await self._fill_cache(hand, answered)
-        await self._publish_event(hand, "output")
-        await self._publish_event(hand, "completed")
+        await self._reply(pulled.envelope, answered)
+        await self._fill_cache(pulled, answered)
+        await self._publish_event(pulled, "output")
+        await self._publish_event(pulled, "completed")
         return answered
 
-    def _record(self, hand: JobInHand, answered: ReplyBody) -> None:
+    def _record(self, pulled: PulledJob, answered: ReplyBody) -> None:
         """Writes the rows, and acks once all of them are safe."""
-        outcomes = one_for_each(hand.items, answered)
+        outcomes = one_for_each(pulled.items, answered)
         left = len(outcomes)
 
         def on_safe() -> None:
             nonlocal left
             left -= 1
-            if not left and hand in self._in_hand:  # else it was handed back meanwhile
-                hand.subscription.ack(hand.message)
-                self._let_go(hand)
+            if not left and pulled in self._in_hand:  # else it was handed back meanwhile
+                pulled.subscription.ack(pulled.message)
+                self._let_go(pulled)
 
         for outcome in outcomes:
             metrics.ITEMS.labels(outcome.status, outcome.receipt.cache).inc()
-            row = row_for(self._model, self._facts, hand.envelope, outcome, answered.replied_at_s or time.time())
+            row = row_for(self._model, self._facts, pulled.envelope, outcome, answered.replied_at_s or time.time())
             self._rows.write(row, on_safe)
 
-    def tell_webhook(self, hand: JobInHand, event: EventName, sequence: int = 0) -> None:
+    def tell_webhook(self, pulled: PulledJob, event: EventName, sequence: int = 0) -> None:
         """Has the prediction's webhook told of `event`, if it wants to know; lost where the broker is out of reach."""
-        if event in hand.envelope.webhook.split(","):
-            self.spawn(self._tell_webhook(hand, event, sequence))
+        if event in pulled.envelope.webhook.split(","):
+            self.spawn(self._tell_webhook(pulled, event, sequence))
 
-    async def _tell_webhook(self, hand: JobInHand, event: EventName, sequence: int) -> None:
+    async def _tell_webhook(self, pulled: PulledJob, event: EventName, sequence: int) -> None:
         with contextlib.suppress(PenstockError):
-            await self._publish_event(hand, event, sequence)
+            await self._publish_event(pulled, event, sequence)
 
-    async def _publish_event(self, hand: JobInHand, event: EventName, sequence: int = 0) -> None:
-        if event in hand.envelope.webhook.split(","):
+    async def _publish_event(self, pulled: PulledJob, event: EventName, sequence: int = 0) -> None:
+        if event in pulled.envelope.webhook.split(","):
             await self._publisher.publish(
-                WEBHOOKS_TOPIC_ID, *encode_webhook_event(WebhookEvent(hand.record, event, sequence))
+                WEBHOOKS_TOPIC_ID, *encode_webhook_event(WebhookEvent(pulled.record, event, sequence))
             )
 
-    async def _fill_cache(self, hand: JobInHand, ours: ReplyBody) -> None:
+    async def _fill_cache(self, pulled: PulledJob, ours: ReplyBody) -> None:
         results = {outcome.index: outcome.result for outcome in ours.outcomes}
-        found = {key: results.get(index) for key, index in hand.to_cache.items()}
+        found = {key: results.get(index) for key, index in pulled.to_cache.items()}
         kept = {key: result for key, result in found.items() if result is not None}
         if kept and self._model.cache.ttl_s:
             await self._cache.put_many(kept, self._model.cache.ttl_s)
@@ -241,9 +241,9 @@ class Finisher:
             return
         subscription.ack(message)
 
-    def in_hand(self, record: str | None = None) -> list[JobInHand]:
+    def in_hand(self, record: str | None = None) -> list[PulledJob]:
         """The jobs in hand; those of one record where it is given, and more than one if a delivery was repeated."""
-        return [hand for hand in self._in_hand if record in (None, hand.record)]
+        return [pulled for pulled in self._in_hand if record in (None, pulled.record)]
 
     async def wait_idle(self) -> None:
         """Returns when nothing is in hand."""
@@ -255,28 +255,28 @@ class Finisher:
             await asyncio.wait(self._tasks, timeout=FINISH_LIMIT_S)
         for task in list(self._tasks):
             task.cancel()
-        for hand in list(self._in_hand):
-            hand.end()
-            self._hand_back(hand)
+        for pulled in list(self._in_hand):
+            pulled.end()
+            self._hand_back(pulled)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=FINISH_LIMIT_S)
 
-    def _give_up(self, hand: JobInHand, error: PenstockError) -> None:
-        log.warning("job not ended", extra={"request_id": hand.envelope.request_id, "reason": error.message})
-        self._hand_back(hand)
+    def _give_up(self, pulled: PulledJob, error: PenstockError) -> None:
+        log.warning("job not ended", extra={"request_id": pulled.envelope.request_id, "reason": error.message})
+        self._hand_back(pulled)
 
-    def _hand_back(self, hand: JobInHand) -> None:
+    def _hand_back(self, pulled: PulledJob) -> None:
         metrics.HANDED_BACK.inc()
-        self.spawn(self._records.release(hand.record))
-        hand.subscription.nack(hand.message)
-        self._let_go(hand)
+        self.spawn(self._records.release(pulled.record))
+        pulled.subscription.nack(pulled.message)
+        self._let_go(pulled)
 
-    def _let_go(self, hand: JobInHand) -> None:
-        self._in_hand.discard(hand)
+    def _let_go(self, pulled: PulledJob) -> None:
+        self._in_hand.discard(pulled)
         self._check_idle()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs `work`, which has to do with a job in hand, as a task of this finisher."""
+        """Runs `work`, which has to do with a job in hand, as a task of this completion."""
         task = asyncio.create_task(work)
         self._idle.clear()
         self._tasks.add(task)

@@ -20,23 +20,23 @@ from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.transport import Message, Subscription
 from workers import metrics
-from workers.job import Entry, JobInHand
+from workers.job import PulledJob, QueuedItem
 from workers.jobs.claims import Claims
-from workers.jobs.completion import Finisher
+from workers.jobs.completion import Completion
 from workers.jobs.deadlines import Deadlines
-from workers.jobs.preprocessing import Preparation
+from workers.jobs.preprocessing import Preprocessor
 from workers.models.base import Preparer
 from workers.runtime.pool import BatchDone
-from workers.scheduling.lanes import Waiting
+from workers.scheduling.lanes import LaneQueue
 
-INTAKE_MESSAGES = 256
+ADMIT_MESSAGES_MAX = 256
 """Messages admitted in one go: one cache look-up and one tokenizer call for all of them."""
 PROGRESS_EVERY_S = 0.5
 LINGER_S = 1.0
 """How long a computed item may still be joined: until its result has surely reached the cache."""
 
 
-class Intake:
+class JobConsumer:
     """What a worker has in hand for one model. Its parts are opened and closed by the caller."""
 
     def __init__(
@@ -46,19 +46,19 @@ class Intake:
         cache: ResultCache,
         records: Records,
         objects: ObjectStore,
-        finisher: Finisher,
+        completion: Completion,
     ) -> None:
         self.model = model
-        self._preparation = Preparation(preparer, objects, on_thread=model.task == "image")
+        self._preparation = Preprocessor(preparer, objects, on_thread=model.task == "image")
         self._cache = cache
         self._records = records
-        self._claims = Claims(records, finisher)
+        self._claims = Claims(records, completion)
         self._deadlines = Deadlines(self._pass_start, self._expire)
-        self._finisher = finisher
-        self._queue = Waiting(model.budget, model.batch.max_items)
-        self._arrived: asyncio.Queue[tuple[Message, Subscription]] = asyncio.Queue(INTAKE_MESSAGES)
-        self._by_cache_key: dict[str, Entry] = {}
-        self._tightest_s = float("inf")
+        self._completion = completion
+        self._queue = LaneQueue(model.budget, model.batch.max_items)
+        self._arrived: asyncio.Queue[tuple[Message, Subscription]] = asyncio.Queue(ADMIT_MESSAGES_MAX)
+        self._by_cache_key: dict[str, QueuedItem] = {}
+        self._earliest_s = float("inf")
         self._progress_told_s = float("-inf")
         self._waits = metrics.WAIT_SECONDS.labels(model.name)
         self._subscriptions: Sequence[Subscription] = ()
@@ -90,12 +90,12 @@ class Intake:
             await subscription.stop()
         await asyncio.gather(*self._pulling)
         await self._arrived.join()
-        await self._finisher.wait_idle()
+        await self._completion.wait_idle()
 
     async def hand_back_all(self) -> None:
         """Gives back what is in hand; for the end, when nothing will finish it any more."""
         self._subscriptions = ()
-        await self._finisher.hand_back_all()
+        await self._completion.hand_back_all()
 
     async def _pull(self, subscription: Subscription) -> None:
         async for message in subscription:
@@ -113,32 +113,32 @@ class Intake:
 
     async def _admit(self, arrived: Sequence[tuple[Message, Subscription]]) -> None:
         """Decodes, drops what came too late or is over, answers from the cache, and queues the rest."""
-        taken = [self._take_in_hand(message, subscription) for message, subscription in arrived]
-        hands = [hand for hand in taken if hand is not None]
-        await self._claims.claim(hands)
-        found = await self._look_up(hands)
+        taken = [self._register(message, subscription) for message, subscription in arrived]
+        pulled_jobs = [pulled for pulled in taken if pulled is not None]
+        await self._claims.claim(pulled_jobs)
+        found = await self._look_up(pulled_jobs)
         missing = []
-        for hand in hands:
-            for item in () if hand.is_over else hand.items:
-                if hand.reads_cache and item.cache_key in found:
+        for pulled in pulled_jobs:
+            for item in () if pulled.is_over else pulled.items:
+                if pulled.reads_cache and item.cache_key in found:
                     result, level = found[item.cache_key]
-                    self._finisher.settle(hand, hand.hit(item, result, level))
-                elif not self._join(hand, item):
-                    missing.append((hand, item))
+                    self._completion.settle(pulled, pulled.hit(item, result, level))
+                elif not self._join(pulled, item):
+                    missing.append((pulled, item))
         if missing:
             await self._enqueue(missing)
 
-    async def _look_up(self, hands: Sequence[JobInHand]) -> dict[str, tuple[Result, Level]]:
+    async def _look_up(self, pulled_jobs: Sequence[PulledJob]) -> dict[str, tuple[Result, Level]]:
         """What the cache has. Redis is not asked again for what the API asked it for just before."""
         keys, doubtful = list[str](), list[str]()
-        for hand in hands:
-            if hand.reads_cache:
-                wanted = [item.cache_key for item in hand.items if item.cache_key is not None]
-                (keys if hand.is_fresh else doubtful).extend(wanted)
+        for pulled in pulled_jobs:
+            if pulled.reads_cache:
+                wanted = [item.cache_key for item in pulled.items if item.cache_key is not None]
+                (keys if pulled.is_fresh else doubtful).extend(wanted)
         found = self._cache.in_memory(keys)
         return found | await self._cache.get_many(doubtful) if doubtful else found
 
-    def _take_in_hand(self, message: Message, subscription: Subscription) -> JobInHand | None:
+    def _register(self, message: Message, subscription: Subscription) -> PulledJob | None:
         """The job of `message`, or None when its end is clear already: it is none of ours, or too late."""
         now_s = time.time()
         try:
@@ -146,41 +146,41 @@ class Intake:
             if job.envelope.model != self.model.name:
                 raise UndecodableMessage(f"the job is for model {job.envelope.model!r}", field="model")
         except UndecodableMessage as error:
-            self._finisher.refuse(message, error, subscription)
+            self._completion.refuse(message, error, subscription)
             return None
         job.envelope.attempt = max(job.envelope.attempt, message.delivery_attempt)
-        hand = JobInHand(job, message, subscription, now_s)
-        self._finisher.take(hand)
-        if hand.start_by_s > now_s:
-            self._deadlines.watch(hand)
-            return hand
-        for item in hand.items:
-            self._finisher.settle(hand, hand.expired(item.index))
+        pulled = PulledJob(job, message, subscription, now_s)
+        self._completion.take(pulled)
+        if pulled.start_by_s > now_s:
+            self._deadlines.watch(pulled)
+            return pulled
+        for item in pulled.items:
+            self._completion.settle(pulled, pulled.expired(item.index))
         return None
 
-    def _join(self, hand: JobInHand, item: Item) -> bool:
+    def _join(self, pulled: PulledJob, item: Item) -> bool:
         """Lets `item` share the result of an identical one that is queued, runs, or ran just now."""
-        entry = self._by_cache_key.get(item.cache_key) if item.cache_key and hand.reads_cache else None
+        entry = self._by_cache_key.get(item.cache_key) if item.cache_key and pulled.reads_cache else None
         if entry is None:
             return False
         if entry.computed is None:
-            entry.askers.append((hand, item))
+            entry.askers.append((pulled, item))
         else:
-            self._finisher.settle(hand, entry.joined(hand, item))
+            self._completion.settle(pulled, entry.joined(pulled, item))
         return True
 
-    async def _enqueue(self, missing: list[tuple[JobInHand, Item]]) -> None:
+    async def _enqueue(self, missing: list[tuple[PulledJob, Item]]) -> None:
         """Prepares inputs, all in one call, and queues them; what the model can't take fails alone."""
         prepared = await self._preparation.prepare([item for _, item in missing])
-        for (hand, item), ready in zip(missing, prepared, strict=True):
+        for (pulled, item), ready in zip(missing, prepared, strict=True):
             if isinstance(ready, PenstockError):
-                self._finisher.settle(hand, failure(item.index, ready, hand.receipt()))
-            elif not self._join(hand, item):
-                entry = Entry(ready, item.cache_key, time.time(), [(hand, item)])
+                self._completion.settle(pulled, failure(item.index, ready, pulled.receipt()))
+            elif not self._join(pulled, item):
+                entry = QueuedItem(ready, item.cache_key, time.time(), [(pulled, item)])
                 if item.cache_key:
                     self._by_cache_key.setdefault(item.cache_key, entry)
                 self._queue.add(entry)
-        self._tightest_s = min(self._tightest_s, *(hand.start_by_s for hand, _ in missing))
+        self._earliest_s = min(self._earliest_s, *(pulled.start_by_s for pulled, _ in missing))
         self._on_queued()
 
     @property
@@ -193,30 +193,30 @@ class Intake:
         """When the oldest of them was queued, unix seconds."""
         return self._queue.oldest_s
 
-    def tightest_deadline_s(self, after_s: float) -> float:
+    def earliest_deadline_s(self, after_s: float) -> float:
         """The earliest deadline that is not before `after_s`, unix seconds; infinite where there is none."""
-        if self._tightest_s < after_s:
-            found = (hand.start_by_s for entry in self._queue for hand, _ in entry.waiting())
-            self._tightest_s = min((one for one in found if one >= after_s), default=float("inf"))
-        return self._tightest_s
+        if self._earliest_s < after_s:
+            found = (pulled.start_by_s for entry in self._queue for pulled, _ in entry.waiting())
+            self._earliest_s = min((one for one in found if one >= after_s), default=float("inf"))
+        return self._earliest_s
 
     def drop_unwanted(self) -> None:
         """Takes out of the queue what nobody waits for any more."""
-        self._queue.sift(self._is_wanted)
+        self._queue.discard_unwanted(self._is_wanted)
 
-    def take(self, processes: int) -> list[Entry]:
+    def take(self, processes: int) -> list[QueuedItem]:
         """The next batch for one of `processes`; empty where nothing waits, or nobody waits for what did."""
-        self._tightest_s = float("-inf")  # may be in the batch: looked for when it is asked for
+        self._earliest_s = float("-inf")  # may be in the batch: looked for when it is asked for
         return self._queue.take(processes, self._is_wanted)
 
-    def _is_wanted(self, entry: Entry) -> bool:
+    def _is_wanted(self, entry: QueuedItem) -> bool:
         """Whether somebody still waits for `entry`; those who do not are told so."""
         now_s = time.time()
-        for hand, item in entry.waiting():
-            if hand.is_unwanted:
-                self._finisher.settle(hand, hand.unwanted(item.index, begun=False))
-            elif hand.start_by_s <= now_s:
-                self._finisher.settle(hand, hand.expired(item.index))
+        for pulled, item in entry.waiting():
+            if pulled.is_unwanted:
+                self._completion.settle(pulled, pulled.unwanted(item.index, begun=False))
+            elif pulled.start_by_s <= now_s:
+                self._completion.settle(pulled, pulled.expired(item.index))
         entry.askers = [(h, i) for h, i in entry.waiting() if not h.is_unwanted and h.start_by_s > now_s]
         if not entry.askers:
             self._forget(entry)
@@ -224,93 +224,93 @@ class Intake:
 
     def cancel(self, record: str) -> None:
         """Drops the job of `record`, wherever it is; items that run now end with their batch."""
-        for hand in self._finisher.in_hand(record):
-            hand.is_canceled = True
-            self._drop(hand)
+        for pulled in self._completion.in_hand(record):
+            pulled.is_canceled = True
+            self._drop(pulled)
 
-    def _expire(self, hand: JobInHand) -> None:
+    def _expire(self, pulled: PulledJob) -> None:
         """Does the same at the job's deadline."""
-        hand.is_late = True
-        self._drop(hand)
+        pulled.is_late = True
+        self._drop(pulled)
         self._on_unwanted()
 
-    def _drop(self, hand: JobInHand) -> None:
+    def _drop(self, pulled: PulledJob) -> None:
         """Ends what need not be waited for: all but what runs in a batch that ends with the step it is at."""
         running = self._queue.running
-        begun, stopping = _items_in(running, hand), _items_in(filter(self.is_unwanted, running), hand)
-        for item in hand.items:
+        begun, stopping = _items_in(running, pulled), _items_in(filter(self.is_unwanted, running), pulled)
+        for item in pulled.items:
             if item.index not in stopping:
-                self._finisher.settle(hand, hand.unwanted(item.index, begun=item.index in begun))
+                self._completion.settle(pulled, pulled.unwanted(item.index, begun=item.index in begun))
         # Ended jobs make room for others: what waited for them must not stay and grow in number.
         self.drop_unwanted()
 
-    def _pass_start(self, hand: JobInHand) -> None:
+    def _pass_start(self, pulled: PulledJob) -> None:
         """Ends what no model has begun, at the job's queue limit."""
-        begun = _items_in(self._queue.running, hand)
-        for item in hand.items:
-            if item.index not in begun and item.index not in hand.outcomes:
-                self._finisher.settle(hand, hand.expired(item.index))
+        begun = _items_in(self._queue.running, pulled)
+        for item in pulled.items:
+            if item.index not in begun and item.index not in pulled.outcomes:
+                self._completion.settle(pulled, pulled.expired(item.index))
         self.drop_unwanted()
 
-    def is_unwanted(self, batch: Sequence[Entry]) -> bool:
+    def is_unwanted(self, batch: Sequence[QueuedItem]) -> bool:
         """Whether nobody waits for anything of a batch."""
-        return all(hand.is_unwanted for entry in batch for hand, _ in entry.askers)
+        return all(pulled.is_unwanted for entry in batch for pulled, _ in entry.askers)
 
     async def recheck(self) -> None:
         """Looks which of the jobs in hand were canceled while nobody could tell."""
-        for hand in self._finisher.in_hand():
+        for pulled in self._completion.in_hand():
             with contextlib.suppress(Unavailable):
-                found = await self._records.read(hand.record)
+                found = await self._records.read(pulled.record)
                 if found is not None and found.state == "canceled":
-                    self.cancel(hand.record)
+                    self.cancel(pulled.record)
 
-    def tell_progress(self, batch: Sequence[Entry], step: int, steps: int) -> None:
+    def tell_progress(self, batch: Sequence[QueuedItem], step: int, steps: int) -> None:
         """Notes in the records of predictions how far their batch is, not more often than anyone looks."""
         now_s = time.monotonic()
         if now_s - self._progress_told_s < PROGRESS_EVERY_S:
             return
         self._progress_told_s = now_s
-        for hand in {hand for entry in batch for hand, _ in entry.askers if hand.envelope.prediction}:
-            self._finisher.spawn(self._records.progress(hand.record, step, steps))
-            self._finisher.tell_webhook(hand, "logs", step)
+        for pulled in {pulled for entry in batch for pulled, _ in entry.askers if pulled.envelope.prediction}:
+            self._completion.spawn(self._records.progress(pulled.record, step, steps))
+            self._completion.tell_webhook(pulled, "logs", step)
 
-    def settle(self, batch: list[Entry], done: BatchDone) -> None:
+    def settle(self, batch: list[QueuedItem], done: BatchDone) -> None:
         """Puts what came of a batch on the items that asked for it."""
-        self._queue.ended(batch)
-        self._queue.learn_memory(was_short=done.out_of_memory)
+        self._queue.batch_ended(batch)
+        self._queue.adjust_budget(was_short=done.out_of_memory)
         for entry, result in zip(batch, done.results, strict=True):
             self._waits.observe(max(0.0, done.started_at_s - entry.queued_at_s))
             if isinstance(result, Canceled) and (late := [one for one in entry.waiting() if not one[0].is_unwanted]):
                 # They joined it when it was on its way out.
                 entry.askers = [one for one in entry.askers if one[0].is_unwanted]
-                self._queue.add(Entry(entry.prepared, None, time.time(), late))
+                self._queue.add(QueuedItem(entry.prepared, None, time.time(), late))
                 self._on_queued()
             entry.computed = (result, done, len(batch))
-            for hand, outcome in list(entry.outcomes()):
-                self._finisher.settle(hand, outcome)
+            for pulled, outcome in list(entry.outcomes()):
+                self._completion.settle(pulled, outcome)
             if entry.is_kept:
                 asyncio.get_running_loop().call_later(LINGER_S, self._forget, entry)
             else:
                 self._forget(entry)
 
-    def survive(self, batch: list[Entry], reason: str) -> None:
+    def survive(self, batch: list[QueuedItem], reason: str) -> None:
         """Takes back a batch over which its model process died: it is tried again, but not for ever."""
-        for entry in self._queue.died(batch):
+        for entry in self._queue.batch_died(batch):
             self._forget(entry)
             died = f"{entry.deaths} model processes died over this item, {entry.deaths_alone} of them with it alone"
             error = ModelFailed(f"{died}; the last: {reason}")
-            for hand, item in entry.waiting():
-                hand.dead_reason = error.message
-                self._finisher.settle(hand, failure(item.index, error, hand.receipt()))
+            for pulled, item in entry.waiting():
+                pulled.dead_reason = error.message
+                self._completion.settle(pulled, failure(item.index, error, pulled.receipt()))
         self._on_queued()
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: QueuedItem) -> None:
         """Identical items are computed anew from now on, or found in the cache."""
         if entry.cache_key and self._by_cache_key.get(entry.cache_key) is entry:
             del self._by_cache_key[entry.cache_key]
 
 
-def _items_in(batches: Iterable[Sequence[Entry]], hand: JobInHand) -> set[int]:
+def _items_in(batches: Iterable[Sequence[QueuedItem]], pulled: PulledJob) -> set[int]:
     """The items of a job that `batches` compute, by index."""
     entries = (entry for batch in batches for entry in batch)
-    return {item.index for entry in entries for asker, item in entry.askers if asker is hand}
+    return {item.index for entry in entries for asker, item in entry.askers if asker is pulled}

@@ -6,9 +6,9 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from workers.job import JobInHand
+from workers.job import PulledJob
 
-Act = Callable[[JobInHand], None]
+Act = Callable[[PulledJob], None]
 
 
 class Deadlines:
@@ -23,17 +23,17 @@ class Deadlines:
         self._on_unstartable = on_unstartable
         self._on_late = on_late
 
-    def watch(self, hand: JobInHand) -> None:
+    def watch(self, pulled: PulledJob) -> None:
         """Begins to watch a job that was just taken in hand."""
-        if hand.start_by_s < hand.envelope.deadline_s:
-            hand.timer = _at(hand.start_by_s, self._pass_start, hand)
+        if pulled.start_by_s < pulled.envelope.deadline_s:
+            pulled.timer = _at(pulled.start_by_s, self._pass_start, pulled)
         else:
-            hand.timer = _at(hand.envelope.deadline_s, self._on_late, hand)
+            pulled.timer = _at(pulled.envelope.deadline_s, self._on_late, pulled)
 
-    def _pass_start(self, hand: JobInHand) -> None:
-        hand.timer = _at(hand.envelope.deadline_s, self._on_late, hand)
-        self._on_unstartable(hand)
+    def _pass_start(self, pulled: PulledJob) -> None:
+        pulled.timer = _at(pulled.envelope.deadline_s, self._on_late, pulled)
+        self._on_unstartable(pulled)
 
 
-def _at(unix_s: float, act: Act, hand: JobInHand) -> asyncio.TimerHandle:
-    return asyncio.get_running_loop().call_later(max(0.0, unix_s - time.time()), act, hand)
+def _at(unix_s: float, act: Act, pulled: PulledJob) -> asyncio.TimerHandle:
+    return asyncio.get_running_loop().call_later(max(0.0, unix_s - time.time()), act, pulled)

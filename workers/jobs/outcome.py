@@ -10,7 +10,7 @@ import msgspec
 from shared.errors import Canceled, PenstockError, Unavailable, error_for_code
 from shared.messages import Item, ItemError, ItemOutcome, ReplyBody, decode_reply_body, failure
 from shared.stores.records import Finish
-from workers.job import NOT_SENT, JobInHand
+from workers.job import NOT_SENT, PulledJob
 
 
 def state_of(body: ReplyBody) -> Literal["succeeded", "failed", "canceled"]:
@@ -31,12 +31,12 @@ def answered_by(ours: ReplyBody, finish: Finish | None) -> ReplyBody:
     return msgspec.structs.replace(ours, outcomes=outcomes)
 
 
-def in_time(hand: JobInHand, body: ReplyBody, now_s: float) -> ReplyBody:
+def in_time(pulled: PulledJob, body: ReplyBody, now_s: float) -> ReplyBody:
     """The answer, if at `now_s` its deadline has not passed; else with nothing in it that would be charged."""
-    if now_s < hand.envelope.deadline_s or not any(outcome.result for outcome in body.outcomes):
+    if now_s < pulled.envelope.deadline_s or not any(outcome.result for outcome in body.outcomes):
         return body
     late = [
-        outcome if outcome.result is None else hand.expired(outcome.index, outcome.receipt, NOT_SENT)
+        outcome if outcome.result is None else pulled.expired(outcome.index, outcome.receipt, NOT_SENT)
         for outcome in body.outcomes
     ]
     return msgspec.structs.replace(body, outcomes=late)

@@ -16,7 +16,7 @@ SOURCE_LIMIT_BYTES = 32 * 1024 * 1024
 """The largest source image that is fetched from the object store."""
 
 
-class Preparation:
+class Preprocessor:
     """Prepares items, all of a call together.
 
     Args:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shared.catalog import Model as Entry
+from shared.catalog import Model
 from workers.models.backend import Backend, unmeasured_backend
-from workers.models.base import Model, Preparer
+from workers.models.base import InferenceModel, Preparer
 from workers.models.embedding.model import EmbeddingModel, Encoder
 from workers.models.embedding.model_folder import SentenceFolder, read_sentence_folder
 
 
-def preparer_for(entry: Entry, folder: Path) -> Preparer:
+def preparer_for(entry: Model, folder: Path) -> Preparer:
     """What checks and prepares the inputs of `entry`, whose files lie in `folder`.
 
     Raises:
@@ -27,14 +27,14 @@ def preparer_for(entry: Entry, folder: Path) -> Preparer:
 
 
 def model_for(
-    entry: Entry,
+    entry: Model,
     folder: Path,
     device: str,
     *,
     backend: Backend | None = None,
     threads: int = 1,
     memory_fraction: float = 1.0,
-) -> Model:
+) -> InferenceModel:
     """The model of `entry` on `device` (`cpu`, `cuda`, `cuda:N` or `auto`), not yet loaded.
 
     `backend` says what computes an embedding; None: torch in the entry's precision. `threads` counts on a CPU;

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from shared.catalog import Model as Entry
+from shared.catalog import Model
 from shared.errors import ConfigurationError
 
 
@@ -29,7 +29,7 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
         return self.variant or f"{self.backend}-{self.precision}"
 
 
-def unmeasured_backend(entry: Entry) -> Backend:
+def unmeasured_backend(entry: Model) -> Backend:
     """The backend of `entry` where nothing was measured: torch, in the entry's precision or else fp32.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The model contract, in two halves: a Preparer in the I/O process (no torch) and a Model in the model process.
+"""The model contract: a Preparer in the I/O process (no torch) and an InferenceModel in the model process.
 
 What goes from one to the other is `Prepared`: an item checked and made ready, with the numbers that batching needs.
 """
@@ -64,7 +64,7 @@ class Preparer(Protocol):
         """One outcome per input, in order. A bad input gives a BadInput that names its field, and harms no other."""
 
 
-class Model(Protocol):
+class InferenceModel(Protocol):
     """Runs batches; lives in a model process, synchronous, on one thread."""
 
     device_name: str

@@ -20,14 +20,14 @@ from workers.runtime.output import ChildOutput
 from workers.runtime.protocol import (
     FRAME_MAX_BYTES,
     HEADER,
-    Answer,
     Done,
     Failure,
     Progress,
     Ready,
     Refused,
-    Residence,
-    decode_answer,
+    ResidencyReport,
+    ServerMessage,
+    decode_server_message,
     encode_cancel,
     encode_run,
 )
@@ -58,7 +58,7 @@ class BatchDone:
     real_work: int
     padded_work: int
     out_of_memory: bool = False
-    switched: Residence | None = None
+    switched: ResidencyReport | None = None
     steps_saved: int | None = None
     cpu_s: float = 0.0
 
@@ -84,7 +84,7 @@ class _Pending:
     timer: asyncio.TimerHandle
 
 
-class ModelChild:
+class ModelClient:
     """A model process that is ready, with at most one batch in hand; at its end that batch fails.
 
     A second batch lying ready in the process was measured and left out: the process is busy 99 % of the time without
@@ -102,7 +102,7 @@ class ModelChild:
         self._fault = ""
         self._reason = ""
         self.facts = Ready("", 0.0, 0.0, 0)
-        self.residence = Residence([0])
+        self.residency = ResidencyReport([0])
         self.memory_bytes = 0
 
     @classmethod
@@ -142,7 +142,7 @@ class ModelChild:
         match await self._read():
             case Ready() as ready:
                 self.facts = ready
-                self.residence = ready.residence or self.residence
+                self.residency = ready.residency or self.residency
                 self.memory_bytes = ready.memory_bytes
             case Refused() as refused:
                 kind = ConfigurationError if refused.code == ConfigurationError.code else ModelFailed
@@ -203,20 +203,20 @@ class ModelChild:
                 pending.set_exception(ModelProcessDied(self._reason))
         return self._reason
 
-    async def _read(self) -> Answer | None:
+    async def _read(self) -> ServerMessage | None:
         """The next answer, or None where there will be none."""
         try:
             (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
             if length > FRAME_MAX_BYTES:
                 raise msgspec.DecodeError(f"a frame of {length} bytes")
-            return decode_answer(await self._reader.readexactly(length))
+            return decode_server_message(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
         except msgspec.MsgspecError as error:
             self.kill(f"it sent what is no answer: {error}")
             return None
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: ServerMessage) -> None:
         pending = self._pending
         if not isinstance(answer, Progress | Done) or pending is None or answer.number != pending.number:
             self.kill(f"it sent {type(answer).__name__} out of turn")
@@ -227,7 +227,7 @@ class ModelChild:
             self.kill(f"it gave {len(answer.results)} results for {pending.size} items")
         else:
             self.memory_bytes = answer.memory_bytes
-            self.residence = answer.residence or self.residence
+            self.residency = answer.residency or self.residency
             if (done := self._end_turn()) is not None:
                 done.set_result(_batch_done(answer))
 
@@ -264,7 +264,7 @@ def _batch_done(answer: Done) -> BatchDone:
         real_work=answer.real_work,
         padded_work=answer.padded_work,
         out_of_memory=answer.out_of_memory,
-        switched=answer.residence,
+        switched=answer.residency,
         steps_saved=answer.steps_saved,
         cpu_s=answer.cpu_s,
     )

@@ -1,7 +1,7 @@
-"""Weights out of a GPU's memory and back: a parked model keeps its objects, its weights lie in pinned host memory.
+"""Moves the weights of a model out of GPU memory into pinned host memory, and back.
 
-Back by copy is some twenty times faster than from disk. Only models whose weights are plain parameters can be parked:
-a compiled one or a CUDA graph has their addresses written in, a quantized one hides them in objects of its own.
+Restoring by copy is about twenty times faster than loading from disk. Only models with plain parameters can be
+offloaded. A compiled model or a CUDA graph contains their addresses, and a quantized model hides them in other objects.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from workers.models.base import Model
+from workers.models.base import InferenceModel
 
 _DEPTH = 6
 """How far below a model its networks are looked for: model, encoder or pipeline, list or dict, network."""
 
 
-class Parked:
-    """A model whose weights are away; `park` makes one.
+class Offloaded:
+    """A model whose weights are away; `offload` makes one.
 
     Args:
         model: whole but for its weights.
@@ -25,23 +25,23 @@ class Parked:
         copies: what they hold, in host memory.
     """
 
-    def __init__(self, model: Model, tensors: list[Any], copies: list[Any]) -> None:
+    def __init__(self, model: InferenceModel, tensors: list[Any], copies: list[Any]) -> None:
         self._model = model
         self._tensors = tensors
         self._copies = copies
         self._devices = [tensor.device for tensor in tensors]
         self.size_bytes = sum(copy.nbytes for copy in copies)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Puts the copies in the place of the weights, which frees these; no weight ever changes."""
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             tensor.data = copy
 
-    def come_back(self) -> Model:
+    def restore(self) -> InferenceModel:
         """Copies the weights back to where they were.
 
         Raises:
-            RuntimeError: there is no room; some weights may be back and others not, and `leave` makes it even again.
+            RuntimeError: there is no room; some weights may be back and others not, and `release` makes it even again.
         """
         for tensor, copy, device in zip(self._tensors, self._copies, self._devices, strict=True):
             tensor.data = copy.to(device, copy=True, non_blocking=True)
@@ -49,7 +49,7 @@ class Parked:
         return self._model
 
 
-def park(model: Model, room_bytes: int) -> Parked | None:
+def offload(model: InferenceModel, room_bytes: int) -> Offloaded | None:
     """Copies the weights of `model` to host memory, and frees them where they were.
 
     Returns None, and changes nothing, where they can't be moved or the host has less than `room_bytes` left for them.
@@ -66,9 +66,9 @@ def park(model: Model, room_bytes: int) -> Parked | None:
         copies = [_host_copy(tensor) for tensor in tensors]
     except RuntimeError:  # the system pins less than it has free
         return None
-    parked = Parked(model, tensors, copies)
-    parked.leave()
-    return parked
+    offloaded = Offloaded(model, tensors, copies)
+    offloaded.release()
+    return offloaded
 
 
 def _networks(values: Mapping[str, Any], depth: int) -> Iterator[Any]:

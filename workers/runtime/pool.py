@@ -15,17 +15,17 @@ from typing import NamedTuple, Self
 import msgspec
 
 from shared.backoff import backoff
-from shared.catalog import Model as Entry
+from shared.catalog import Model
 from shared.cores import usable_cores
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
 from workers.models.backend import Backend
 from workers.models.base import OnStep, Prepared
 from workers.runtime.child_process import spawn
-from workers.runtime.client import BatchDone, Launch, ModelChild, ModelProcessDied, Start
-from workers.runtime.protocol import Residence
+from workers.runtime.client import BatchDone, Launch, ModelClient, ModelProcessDied, Start
+from workers.runtime.protocol import ResidencyReport
 from workers.runtime.template import Template, can_fork
 
-__all__ = ["BatchDone", "Hosted", "ModelPool", "ModelProcess", "ModelProcessDied"]
+__all__ = ["BatchDone", "HostedModel", "ModelPool", "ModelProcessDied", "PooledProcess"]
 
 CPU_PROCESSES_MAX = 4
 START_TIMEOUT_S = 180.0
@@ -36,13 +36,13 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 16.0
 log = logging.getLogger(__name__)
 
 
-class Hosted(NamedTuple):
+class HostedModel(NamedTuple):
     """A model of a worker: its entry in the catalog, the folder with its files, and what computes it.
 
     `backend` counts for embeddings; None: torch in the entry's precision.
     """
 
-    entry: Entry
+    entry: Model
     folder: Path
     backend: Backend | None = None
 
@@ -63,7 +63,7 @@ class ModelPool:
 
     def __init__(
         self,
-        models: Sequence[Hosted],
+        models: Sequence[HostedModel],
         *,
         device: str = "auto",
         processes: int = 0,
@@ -87,7 +87,7 @@ class ModelPool:
             start: Start = partial(spawn, (*command, *given, f"--device={place}"), environment)
             if self.template is not None:
                 start = partial(self.template.fork, place)
-            self.processes.append(ModelProcess(Launch(start, start_timeout_s)))
+            self.processes.append(PooledProcess(Launch(start, start_timeout_s)))
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
@@ -129,12 +129,12 @@ class ModelPool:
         return sum(process.memory_bytes for process in self.processes)
 
 
-class ModelProcess:
+class PooledProcess:
     """One place of the pool: a model process, and after its death the next one."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        self._child: ModelChild | None = None
+        self._child: ModelClient | None = None
         self._settled = asyncio.Event()
         self._failure: PenstockError | None = None
 
@@ -183,7 +183,7 @@ class ModelProcess:
         failures, pauses = 0, backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             try:
-                self._child = await ModelChild.start(self._launch)
+                self._child = await ModelClient.start(self._launch)
             except PenstockError as error:
                 failures += 1
                 if self._child is None or isinstance(error, ConfigurationError) or failures == START_TRIES:
@@ -198,7 +198,7 @@ class ModelProcess:
             reason = await self._child.serve(on_end=self._settled.clear)
             log.error("model process ended", extra={"reason": reason})
 
-    def _log_ready(self, child: ModelChild) -> None:
+    def _log_ready(self, child: ModelClient) -> None:
         facts = child.facts
         log.info(
             "model process ready",
@@ -208,8 +208,8 @@ class ModelProcess:
                 "load_s": round(facts.load_s, 3),
                 "warmup_s": round(facts.warmup_s, 3),
                 "memory_bytes": facts.memory_bytes,
-                "resident": child.residence.resident,
-                "size_bytes": child.residence.size_bytes,
+                "resident": child.residency.resident,
+                "size_bytes": child.residency.size_bytes,
             },
         )
 
@@ -219,9 +219,9 @@ class ModelProcess:
         return self._child.pid if self._child else None
 
     @property
-    def residence(self) -> Residence:
+    def residency(self) -> ResidencyReport:
         """Which models it holds, as it last told."""
-        return self._child.residence if self._child else Residence([])
+        return self._child.residency if self._child else ResidencyReport([])
 
     @property
     def device_name(self) -> str:

@@ -32,7 +32,7 @@ class Cancel(msgspec.Struct, tag="cancel"):
     number: int
 
 
-class Residence(msgspec.Struct):
+class ResidencyReport(msgspec.Struct):
     """Which models a process holds, by number, and what came and went since it last told.
 
     `load_s`: seconds that bringing in each model took the last time. `size_bytes`: what each takes, as estimated and
@@ -54,7 +54,7 @@ class Ready(msgspec.Struct, tag="ready"):
     load_s: float
     warmup_s: float
     memory_bytes: int
-    residence: Residence | None = None
+    residency: ResidencyReport | None = None
 
 
 class Refused(msgspec.Struct, tag="refused"):
@@ -82,7 +82,7 @@ class Failure(msgspec.Struct, tag="failure"):
 
 
 class Done(msgspec.Struct, tag="done", kw_only=True):
-    """Batch `number` is done. Times are unix seconds; `residence` where it changed; the rest as in BatchDone."""
+    """Batch `number` is done. Times are unix seconds; `residency` where it changed; the rest as in BatchDone."""
 
     number: int
     results: list[Result | Failure]
@@ -93,17 +93,17 @@ class Done(msgspec.Struct, tag="done", kw_only=True):
     padded_work: int
     out_of_memory: bool
     memory_bytes: int
-    residence: Residence | None = None
+    residency: ResidencyReport | None = None
     steps_saved: int | None = None
     cpu_s: float = 0.0
 
 
-Answer = Ready | Refused | Progress | Done
-Order = RunBatch | Cancel
+ServerMessage = Ready | Refused | Progress | Done
+ClientMessage = RunBatch | Cancel
 
 _encoder = msgspec.msgpack.Encoder()
-_order_decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
-_answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_client_message_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
+_server_message_decoder: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpack.Decoder(ServerMessage)
 
 
 def encode_run(number: int, items: list[Prepared], model: int = 0) -> bytes:
@@ -116,7 +116,7 @@ def encode_cancel(number: int) -> bytes:
     return _frame(_encoder.encode(Cancel(number)))
 
 
-def encode_answer(answer: Answer) -> bytes:
+def encode_server_message(answer: ServerMessage) -> bytes:
     """The frame of an answer."""
     return _frame(_encoder.encode(answer))
 
@@ -125,22 +125,22 @@ def _frame(body: bytes) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-def decode_answer(body: bytes) -> Answer:
+def decode_server_message(body: bytes) -> ServerMessage:
     """Reads the body of a frame from a model process.
 
     Raises:
         msgspec.MsgspecError: it is none.
     """
-    return _answer_decoder.decode(body)
+    return _server_message_decoder.decode(body)
 
 
-def read_order(connection: socket.socket) -> Order | None:
+def read_client_message(connection: socket.socket) -> ClientMessage | None:
     """The next order, or None where the connection ends. Nothing beyond it is taken out of the socket."""
     header = _read(connection, HEADER.size)
     if header is None:
         return None
     body = _read(connection, HEADER.unpack(header)[0])
-    return None if body is None else _order_decoder.decode(body)
+    return None if body is None else _client_message_decoder.decode(body)
 
 
 def _read(connection: socket.socket, size_bytes: int) -> bytearray | None:

@@ -12,15 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shared.errors import ConfigurationError
-from workers.models.base import Model
+from workers.models.base import InferenceModel
 from workers.runtime import memory
-from workers.runtime.offload import Parked, park
-from workers.runtime.protocol import Residence
+from workers.runtime.offload import Offloaded, offload
+from workers.runtime.protocol import ResidencyReport
 
 log = logging.getLogger(__name__)
 
 
-class Residency:
+class ResidentModels:
     """Brings models in when they are used.
 
     Args:
@@ -33,20 +33,20 @@ class Residency:
 
     def __init__(
         self,
-        makers: Sequence[Callable[[], Model]],
+        makers: Sequence[Callable[[], InferenceModel]],
         weights: Sequence[Path],
         budget_bytes: int = 0,
-        loaded: Mapping[int, Model] | None = None,
+        loaded: Mapping[int, InferenceModel] | None = None,
     ) -> None:
         self._makers = makers
         self._budget_bytes = budget_bytes
         self._size_bytes = {number: memory.weights_bytes(path) for number, path in enumerate(weights)}
         self._estimate_bytes = dict(self._size_bytes)
-        self._resident: OrderedDict[int, Model] = OrderedDict()  # least recently used first
-        self._parked: dict[int, Parked] = {}
+        self._resident: OrderedDict[int, InferenceModel] = OrderedDict()  # least recently used first
+        self._offloaded: dict[int, Offloaded] = {}
         self._loaded = dict(loaded or {})
         self._load_s: dict[int, float] = {}
-        self._changes = Residence([])
+        self._changes = ResidencyReport([])
         self.device_name = ""
         self.setup_s = 0.0
         self.warmup_s = 0.0
@@ -65,7 +65,7 @@ class Residency:
         for number in reversed(range(len(self._makers))):
             self.use(number)
 
-    def use(self, number: int) -> Model:
+    def use(self, number: int) -> InferenceModel:
         """The model of this number, brought in where it is not resident.
 
         Raises:
@@ -95,10 +95,10 @@ class Residency:
         self._resident[number] = model
         self._changes.loads += 1
 
-    def _load(self, number: int) -> Model:
+    def _load(self, number: int) -> InferenceModel:
         began_s, before_bytes = time.monotonic(), (memory.resident_bytes(), memory.gpu_bytes())
-        parked = self._parked.get(number)
-        model = self._from_disk(number) if parked is None else _come_back(parked)
+        offloaded = self._offloaded.get(number)
+        model = self._from_disk(number) if offloaded is None else _restore(offloaded)
         self._load_s[number] = time.monotonic() - began_s
         if model.device_name == "cpu":
             # Files are mapped and read bit by bit, so a model grows up to their size.
@@ -109,7 +109,7 @@ class Residency:
             self._size_bytes[number] = grown_bytes if grown_bytes > 0 else self._estimate_bytes[number]
         return model
 
-    def _from_disk(self, number: int) -> Model:
+    def _from_disk(self, number: int) -> InferenceModel:
         is_first = number not in self._load_s
         model = self._loaded.pop(number, None)
         if model is None:
@@ -142,20 +142,20 @@ class Residency:
     def _drop_oldest(self) -> None:
         number, model = self._resident.popitem(last=False)
         if model.device_name != "cpu":
-            self._park(number, model)
+            self._offload(number, model)
         del model
         memory.give_back(is_empty=not self._resident)
         self._changes.evictions += 1
 
-    def _park(self, number: int, model: Model) -> None:
-        if (known := self._parked.get(number)) is not None:
-            known.leave()
-        elif (parked := park(model, memory.free_host_bytes())) is not None:
-            self._parked[number] = parked
+    def _offload(self, number: int, model: InferenceModel) -> None:
+        if (known := self._offloaded.get(number)) is not None:
+            known.release()
+        elif (offloaded := offload(model, memory.free_host_bytes())) is not None:
+            self._offloaded[number] = offloaded
 
-    def changes(self) -> Residence | None:
+    def changes(self) -> ResidencyReport | None:
         """What came and went since the last call, and what is so now; None where nothing did."""
-        changes, self._changes = self._changes, Residence([])
+        changes, self._changes = self._changes, ResidencyReport([])
         if not changes.loads and not changes.evictions:
             return None
         changes.resident = list(self._resident)
@@ -164,9 +164,9 @@ class Residency:
         return changes
 
 
-def _come_back(parked: Parked) -> Model:
+def _restore(offloaded: Offloaded) -> InferenceModel:
     try:
-        return parked.come_back()
+        return offloaded.restore()
     except BaseException:
-        parked.leave()
+        offloaded.release()
         raise

@@ -22,17 +22,15 @@ from pathlib import Path
 
 import msgspec
 
-from shared.catalog import Model as Entry
+from shared.catalog import Model
 from shared.errors import Canceled, ModelFailed, PenstockError
 from shared.logs import configure_logs
 from shared.messages import Result
 from workers.models import model_for
 from workers.models.backend import Backend
-from workers.models.base import Model, OnStep, OutOfMemory, PreparedItem
+from workers.models.base import InferenceModel, OnStep, OutOfMemory, PreparedItem
 from workers.runtime import memory, template_process
-from workers.runtime.forks import Loaded
 from workers.runtime.protocol import (
-    Answer,
     Cancel,
     Done,
     Failure,
@@ -40,10 +38,12 @@ from workers.runtime.protocol import (
     Ready,
     Refused,
     RunBatch,
-    encode_answer,
-    read_order,
+    ServerMessage,
+    encode_server_message,
+    read_client_message,
 )
-from workers.runtime.resident_models import Residency
+from workers.runtime.resident_models import ResidentModels
+from workers.runtime.template_protocol import TemplateReady
 
 PROGRESS_EVERY_S = 0.1
 _BEGAN_S = time.monotonic()
@@ -58,7 +58,7 @@ def main() -> int:
     # Signals to the whole group (Ctrl-C, a supervisor's TERM) are the I/O process's to obey: it drains, then hangs up.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    loaded: dict[int, Model] = {}
+    loaded: dict[int, InferenceModel] = {}
     if given.fd is None:
         loaded = _load_ahead(given)
         child = _fork_for(given, loaded)
@@ -83,7 +83,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _load_ahead(given: argparse.Namespace) -> dict[int, Model]:
+def _load_ahead(given: argparse.Namespace) -> dict[int, InferenceModel]:
     """Imports what the models need, and loads those that forks can share; on one thread, so that they can be forked.
 
     Weights are shared on a CPU, where no budget asks to drop them. A session of ONNX Runtime has threads of its own.
@@ -104,9 +104,11 @@ def _load_ahead(given: argparse.Namespace) -> dict[int, Model]:
     return loaded
 
 
-def _fork_for(given: argparse.Namespace, loaded: Mapping[int, Model]) -> template_process.Child | None:
+def _fork_for(given: argparse.Namespace, loaded: Mapping[int, InferenceModel]) -> template_process.ForkedChild | None:
     """Forks on request; returns in each forked process, and in the template, with None, at its end."""
-    facts = Loaded(time.monotonic() - _BEGAN_S, len(loaded), memory.resident_bytes(), template_process.is_alone())
+    facts = TemplateReady(
+        time.monotonic() - _BEGAN_S, len(loaded), memory.resident_bytes(), template_process.is_alone()
+    )
     child = template_process.ForkServer(socket.socket(fileno=given.template_fd)).run(facts)
     if child is not None and not child.is_sound:
         template_process.start_anew(child)
@@ -115,24 +117,24 @@ def _fork_for(given: argparse.Namespace, loaded: Mapping[int, Model]) -> templat
     return child
 
 
-def serve(given: argparse.Namespace, loaded: Mapping[int, Model]) -> int:
+def serve(given: argparse.Namespace, loaded: Mapping[int, InferenceModel]) -> int:
     """Brings the models in, answers Ready, and runs batches until the socket closes; returns the exit status."""
     connection = socket.socket(fileno=given.fd)
     threading.Thread(target=_leave_on_hangup, args=(given.fd,), daemon=True).start()
 
-    def answer(frame: Answer) -> None:
-        connection.sendall(encode_answer(frame))
+    def answer(frame: ServerMessage) -> None:
+        connection.sendall(encode_server_message(frame))
 
-    residency = _residency(given, loaded)
+    resident_models = _resident_models(given, loaded)
     try:
-        residency.open()
+        resident_models.open()
     except PenstockError as error:
         answer(Refused(error.code, error.message, error.field))
         return 2
-    answer(_ready(residency))
-    while (order := read_order(connection)) is not None:
+    answer(_ready(resident_models))
+    while (order := read_client_message(connection)) is not None:
         if isinstance(order, RunBatch):  # else it cancels what is done already
-            answer(_run(residency, order, _Steps(connection, order.number)))
+            answer(_run(resident_models, order, _Steps(connection, order.number)))
     return 0
 
 
@@ -149,54 +151,54 @@ def _backends(given: argparse.Namespace) -> list[Backend | None]:
     return [msgspec.json.decode(one, type=Backend | None) for one in encoded]
 
 
-def _makers(given: argparse.Namespace, threads: int) -> list[Callable[[], Model]]:
-    makers: list[Callable[[], Model]] = []
+def _makers(given: argparse.Namespace, threads: int) -> list[Callable[[], InferenceModel]]:
+    makers: list[Callable[[], InferenceModel]] = []
     for entry, folder, backend in zip(given.model, given.folder, _backends(given), strict=True):
-        make = partial(model_for, Entry.model_validate_json(entry), folder, given.device, backend=backend)
+        make = partial(model_for, Model.model_validate_json(entry), folder, given.device, backend=backend)
         makers.append(partial(make, threads=threads, memory_fraction=given.memory_fraction))
     return makers
 
 
-def _residency(given: argparse.Namespace, loaded: Mapping[int, Model]) -> Residency:
+def _resident_models(given: argparse.Namespace, loaded: Mapping[int, InferenceModel]) -> ResidentModels:
     weights = [
         Path(backend.graph) if backend is not None and backend.graph else folder
         for folder, backend in zip(given.folder, _backends(given), strict=True)
     ]
-    return Residency(_makers(given, given.threads), weights, given.memory_budget_bytes, loaded)
+    return ResidentModels(_makers(given, given.threads), weights, given.memory_budget_bytes, loaded)
 
 
-def _ready(residency: Residency) -> Ready:
+def _ready(resident_models: ResidentModels) -> Ready:
     return Ready(
-        residency.device_name,
-        residency.setup_s,
-        residency.warmup_s,
+        resident_models.device_name,
+        resident_models.setup_s,
+        resident_models.warmup_s,
         memory.resident_bytes(),
-        residency.changes(),
+        resident_models.changes(),
     )
 
 
-def _run(residency: Residency, batch: RunBatch, steps: _Steps) -> Done:
+def _run(resident_models: ResidentModels, batch: RunBatch, steps: _Steps) -> Done:
     try:
-        model = residency.use(batch.model)
+        model = resident_models.use(batch.model)
     except Exception as error:
         # The boundary to the model libraries, as below: a model that can't be loaded any more fails its own items.
         log.warning("model could not be loaded", exc_info=True, extra={"model": batch.model})
-        return _done(residency, batch, time.time(), 0.0, [_as_failure(error)] * len(batch.items))
+        return _done(resident_models, batch, time.time(), 0.0, [_as_failure(error)] * len(batch.items))
     started_at_s, began, began_cpu_s = time.time(), time.perf_counter(), time.process_time()
     run = _Run(model, steps)
     run.compute(batch.items)
     inference_ms, cpu_s = (time.perf_counter() - began) * 1000, time.process_time() - began_cpu_s
     if run.out_of_memory:
-        residency.drop_others(keep=batch.model)  # for the next batch; this one was run in parts
+        resident_models.drop_others(keep=batch.model)  # for the next batch; this one was run in parts
     outcomes = [outcome for _, outcome in sorted(run.outcomes.items())]
-    done = _done(residency, batch, started_at_s, inference_ms, outcomes)
+    done = _done(resident_models, batch, started_at_s, inference_ms, outcomes)
     done.padded_work, done.out_of_memory, done.steps_saved = run.padded_work, run.out_of_memory, steps.saved
     done.cpu_s = cpu_s
     return done
 
 
 def _done(
-    residency: Residency,
+    resident_models: ResidentModels,
     batch: RunBatch,
     started_at_s: float,
     inference_ms: float,
@@ -215,7 +217,7 @@ def _done(
         padded_work=0,
         out_of_memory=False,
         memory_bytes=memory.resident_bytes(),
-        residence=residency.changes(),
+        residency=resident_models.changes(),
     )
 
 
@@ -238,11 +240,11 @@ class _Steps:
             raise Canceled
         if (now_s := time.monotonic()) - self._told_s >= PROGRESS_EVERY_S:  # not more often than anyone wants to see
             self._told_s = now_s
-            self._connection.sendall(encode_answer(Progress(self._number, step, steps)))
+            self._connection.sendall(encode_server_message(Progress(self._number, step, steps)))
 
     def _is_canceled(self) -> bool:
         while select.select([self._connection], [], [], 0)[0]:
-            order = read_order(self._connection)
+            order = read_client_message(self._connection)
             # While a batch runs nothing comes but its Cancel, late ones of others, and the end of the connection.
             if not isinstance(order, Cancel) or order.number == self._number:
                 return True
@@ -252,7 +254,7 @@ class _Steps:
 class _Run:
     """One batch on its way through the model, group by group; one that fails is split until the bad item is alone."""
 
-    def __init__(self, model: Model, on_step: OnStep) -> None:
+    def __init__(self, model: InferenceModel, on_step: OnStep) -> None:
         self._model = model
         self._on_step = on_step
         self.outcomes: dict[int, Result | PenstockError] = {}

@@ -18,8 +18,15 @@ import msgspec
 
 from shared.errors import ModelFailed, PenstockError
 from workers.runtime.child_process import ForkedProcess, spawn
-from workers.runtime.forks import Ended, Fork, Forked, Loaded, receive_answer, send
 from workers.runtime.output import ChildOutput
+from workers.runtime.template_protocol import (
+    ForkRequest,
+    ForkResult,
+    ProcessEnded,
+    TemplateReady,
+    receive_message,
+    send,
+)
 
 EXIT_LIMIT_S = 5.0
 
@@ -43,7 +50,7 @@ class Template:
         self._environment = environment
         self._start_timeout_s = start_timeout_s
         self._starting = asyncio.Lock()
-        self._running: _Running | None = None
+        self._running: _TemplateProcess | None = None
         self._watching: set[asyncio.Task[None]] = set()
 
     @property
@@ -71,7 +78,7 @@ class Template:
             running.kill()
             raise ModelFailed(f"no model process could be forked in {self._start_timeout_s:g} s") from error
 
-    async def _up(self) -> _Running:
+    async def _up(self) -> _TemplateProcess:
         async with self._starting:
             if self._running is None or self._running.is_over.is_set():
                 self._running = await self._start()
@@ -80,7 +87,7 @@ class Template:
                 task.add_done_callback(self._watching.discard)
             return self._running
 
-    async def _start(self) -> _Running:
+    async def _start(self) -> _TemplateProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
@@ -88,7 +95,7 @@ class Template:
             except BaseException:
                 ours.close()
                 raise
-        running = _Running(ours, process)
+        running = _TemplateProcess(ours, process)
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 loaded = await running.loaded
@@ -108,7 +115,7 @@ class Template:
             log.warning("the template has threads, so each model process starts anew", extra={"pid": process.pid})
         return running
 
-    async def _watch(self, running: _Running) -> None:
+    async def _watch(self, running: _TemplateProcess) -> None:
         """Sees a template off that died; the next is started now, unless this one never was of any use."""
         await running.is_over.wait()
         await running.close(at_once=True)
@@ -126,7 +133,7 @@ class Template:
             await self._running.close()
 
 
-class _Running:
+class _TemplateProcess:
     """One template process: the orders on their way to it, and the processes it forked."""
 
     def __init__(self, control: socket.socket, process: asyncio.subprocess.Process) -> None:
@@ -136,7 +143,7 @@ class _Running:
         self._forking: dict[int, asyncio.Future[ForkedProcess]] = {}
         self._children: dict[int, ForkedProcess] = {}
         self.output = ChildOutput(process)
-        self.loaded: asyncio.Future[Loaded | None] = loop.create_future()
+        self.loaded: asyncio.Future[TemplateReady | None] = loop.create_future()
         self.is_over = asyncio.Event()
         self.forks = 0
         control.setblocking(False)
@@ -161,7 +168,7 @@ class _Running:
             asked: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
             self._forking[self.forks] = asked
             try:
-                send(self._control, Fork(self.forks, device), [theirs.fileno(), their_output])
+                send(self._control, ForkRequest(self.forks, device), [theirs.fileno(), their_output])
                 child = await asked
             except BaseException:
                 pipe.close()
@@ -175,23 +182,23 @@ class _Running:
 
     def _on_readable(self) -> None:
         try:
-            answer, descriptors = receive_answer(self._control)
+            answer, descriptors = receive_message(self._control)
         except BlockingIOError:
             return
         except (ConnectionError, msgspec.MsgspecError):
             answer, descriptors = None, []
         match answer:
-            case Loaded():
+            case TemplateReady():
                 if not self.loaded.done():
                     self.loaded.set_result(answer)
-            case Forked():
+            case ForkResult():
                 self._take_fork(answer, descriptors[0])
-            case Ended():
+            case ProcessEnded():
                 self._take_end(answer)
             case None:
                 self._end()
 
-    def _take_fork(self, forked: Forked, pidfd: int) -> None:
+    def _take_fork(self, forked: ForkResult, pidfd: int) -> None:
         asked = self._forking.pop(forked.number, None)
         if asked is None or asked.done():  # nobody waits for it; it leaves as its socket is closed
             os.close(pidfd)
@@ -199,7 +206,7 @@ class _Running:
         self._children[forked.pid] = ForkedProcess(forked.pid, pidfd)
         asked.set_result(self._children[forked.pid])
 
-    def _take_end(self, ended: Ended) -> None:
+    def _take_end(self, ended: ProcessEnded) -> None:
         child = self._children.pop(ended.pid, None)
         if child is not None:
             child.tell(ended.status)

@@ -17,7 +17,14 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from workers.runtime.forks import Ended, Fork, Forked, Loaded, receive_order, send
+from workers.runtime.template_protocol import (
+    ForkRequest,
+    ForkResult,
+    ProcessEnded,
+    TemplateReady,
+    receive_request,
+    send,
+)
 
 TEMPLATE_NAME = "penstock-forks"
 MODEL_PROCESS_NAME = "penstock-model"
@@ -25,7 +32,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _SIGKILL = 9
 
 
-class Child(NamedTuple):
+class ForkedChild(NamedTuple):
     """What a forked process goes on with: its end of the socket, its device, and whether it may go on as it is."""
 
     fd: int
@@ -40,7 +47,7 @@ class ForkServer:
         self._control = control
         self._pids: dict[int, int] = {}  # by pidfd
 
-    def run(self, loaded: Loaded) -> Child | None:
+    def run(self, loaded: TemplateReady) -> ForkedChild | None:
         """Tells what is loaded, then forks; returns in each forked process, and in the template, None, at its end."""
         gc.collect()
         gc.freeze()  # a collection would write to every object, and so copy the pages that are shared
@@ -49,7 +56,7 @@ class ForkServer:
             return self._serve(loaded.is_alone)
         return None
 
-    def _serve(self, is_alone: bool) -> Child | None:
+    def _serve(self, is_alone: bool) -> ForkedChild | None:
         poller = select.poll()
         poller.register(self._control, select.POLLIN)
         while True:
@@ -58,7 +65,7 @@ class ForkServer:
                     poller.unregister(fd)
                     self._reap(fd)
                     continue
-                order, given = receive_order(self._control)
+                order, given = receive_request(self._control)
                 if order is None:
                     return None
                 connection, output = given
@@ -67,7 +74,7 @@ class ForkServer:
                     return self._as_child(connection, output, order.device, is_alone)
                 poller.register(pidfd, select.POLLIN)
 
-    def _fork(self, order: Fork, connection: int, output: int) -> int | None:
+    def _fork(self, order: ForkRequest, connection: int, output: int) -> int | None:
         """Forks; returns the child's pidfd, or None in the child."""
         pid = os.fork()
         if pid == 0:
@@ -76,10 +83,10 @@ class ForkServer:
         os.close(output)
         pidfd = os.pidfd_open(pid)
         self._pids[pidfd] = pid
-        send(self._control, Forked(order.number, pid), [pidfd])
+        send(self._control, ForkResult(order.number, pid), [pidfd])
         return pidfd
 
-    def _as_child(self, connection: int, output: int, device: str, is_alone: bool) -> Child:
+    def _as_child(self, connection: int, output: int, device: str, is_alone: bool) -> ForkedChild:
         """Makes the forked process one of its own: it holds nothing of the template's."""
         self._control.close()
         for pidfd in self._pids:
@@ -87,13 +94,13 @@ class ForkServer:
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.close(output)
-        return Child(connection, device, is_alone and not _has_broken_cuda())
+        return ForkedChild(connection, device, is_alone and not _has_broken_cuda())
 
     def _reap(self, pidfd: int) -> None:
         pid = self._pids.pop(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
-        send(self._control, Ended(pid, os.waitstatus_to_exitcode(status)))
+        send(self._control, ProcessEnded(pid, os.waitstatus_to_exitcode(status)))
 
 
 def is_alone() -> bool:
@@ -107,7 +114,7 @@ def _has_broken_cuda() -> bool:
     return torch is not None and bool(torch.cuda._is_in_bad_fork())
 
 
-def start_anew(child: Child) -> None:
+def start_anew(child: ForkedChild) -> None:
     """Replaces this forked process by the same program, started with its socket and device; never returns."""
     os.set_inheritable(child.fd, True)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], f"--fd={child.fd}", f"--device={child.device}"])

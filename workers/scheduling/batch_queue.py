@@ -19,7 +19,7 @@ from itertools import takewhile
 from typing import Generic, Protocol, TypeVar
 
 
-class Waiting(Protocol):
+class Batchable(Protocol):
     """What the queue knows of an entry."""
 
     @property
@@ -31,71 +31,71 @@ class Waiting(Protocol):
         """What it takes of the budget: tokens or pixel-steps."""
 
 
-Entry = TypeVar("Entry", bound=Waiting)
+ItemT = TypeVar("ItemT", bound=Batchable)
 
 
-class _Lane(Generic[Entry]):
+class _KeyQueue(Generic[ItemT]):
     """The entries of one key by their arrival number, in that order."""
 
     def __init__(self) -> None:
         self.arrived = 0
-        self.waiting: OrderedDict[int, Entry] = OrderedDict()
+        self.waiting: OrderedDict[int, ItemT] = OrderedDict()
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: ItemT) -> None:
         self.waiting[self.arrived] = entry
         self.arrived += 1
 
-    def window(self, size: int) -> list[tuple[int, Entry]]:
+    def window(self, size: int) -> list[tuple[int, ItemT]]:
         """Who waits still of the `size` that arrived from the oldest on."""
         first = next(iter(self.waiting))
         return list(takewhile(lambda numbered: numbered[0] < first + size, self.waiting.items()))
 
 
-class BatchQueue(Generic[Entry]):
+class BatchQueue(Generic[ItemT]):
     """Entries that wait for a model process; `budget` bounds the work of a batch, `max_items` its entries."""
 
     def __init__(self, budget: int, max_items: int) -> None:
         self.budget = budget
         self._max_items = max_items
         # Insertion order of keys is their turn.
-        self._lanes: OrderedDict[str, _Lane[Entry]] = OrderedDict()
+        self._by_key: OrderedDict[str, _KeyQueue[ItemT]] = OrderedDict()
 
     def __len__(self) -> int:
         """How many entries wait."""
-        return sum(len(lane.waiting) for lane in self._lanes.values())
+        return sum(len(queue.waiting) for queue in self._by_key.values())
 
-    def __iter__(self) -> Iterator[Entry]:
-        """All entries that wait; each lane's in order of arrival."""
-        return (entry for lane in self._lanes.values() for entry in lane.waiting.values())
+    def __iter__(self) -> Iterator[ItemT]:
+        """All entries that wait; each queue's in order of arrival."""
+        return (entry for queue in self._by_key.values() for entry in queue.waiting.values())
 
-    def firsts(self) -> Iterator[Entry]:
-        """The oldest entry of each lane."""
-        return (next(iter(lane.waiting.values())) for lane in self._lanes.values())
+    def oldest_of_each_key(self) -> Iterator[ItemT]:
+        """The oldest entry of each queue."""
+        return (next(iter(queue.waiting.values())) for queue in self._by_key.values())
 
-    def add(self, entry: Entry) -> None:
-        """Puts `entry` last in its lane; a new lane gets the last turn."""
-        self._lanes.setdefault(entry.key, _Lane()).add(entry)
+    def add(self, entry: ItemT) -> None:
+        """Puts `entry` last in its queue; a new queue gets the last turn."""
+        self._by_key.setdefault(entry.key, _KeyQueue()).add(entry)
 
-    def take(self, at_most: int) -> list[Entry]:
+    def take(self, at_most: int) -> list[ItemT]:
         """Removes and returns the next batch, at most so many entries in order of arrival; empty when nothing waits."""
-        if not self._lanes:
+        if not self._by_key:
             return []
-        key, lane = self._lanes.popitem(last=False)
-        window = lane.window(self._max_items)
+        key, queue = self._by_key.popitem(last=False)
+        window = queue.window(self._max_items)
         places = self._fill([entry.length for _, entry in window])[:at_most]
-        batch = [lane.waiting.pop(window[place][0]) for place in places]
-        if lane.waiting:
-            self._lanes[key] = lane  # back in line, behind the other keys
+        batch = [queue.waiting.pop(window[place][0]) for place in places]
+        if queue.waiting:
+            self._by_key[key] = queue  # back in line, behind the other keys
         return batch
 
-    def sift(self, is_wanted: Callable[[Entry], bool]) -> None:
+    def discard_unwanted(self, is_wanted: Callable[[ItemT], bool]) -> None:
         """Removes the entries that are not wanted."""
-        for key, lane in list(self._lanes.items()):
-            for number, entry in list(lane.waiting.items()):
+        for key, queue in list(self._by_key.items()):
+            for number, entry in list(queue.waiting.items()):
                 if not is_wanted(entry):
-                    del lane.waiting[number]
-            if not lane.waiting:
-                del self._lanes[key]
+                    del queue.waiting[number]
+            if not queue.waiting:
+                del self._by_key[key]
 
     def _fill(self, lengths: list[int]) -> list[int]:
         """The places of the batch, in order: the oldest, and whatever else is within budget."""

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain
 
-from workers.job import Entry
+from workers.job import QueuedItem
 from workers.scheduling.batch_queue import BatchQueue
 
 BATCH_TURN = 4
@@ -24,16 +24,16 @@ DEATHS_ALONE_MAX = 2
 HEALING = 1.1
 
 
-class Waiting:
+class LaneQueue:
     """Entries that wait for a model process, and how many run; `budget` and `max_items` as in BatchQueue."""
 
     def __init__(self, budget: int, max_items: int) -> None:
         self._full_budget = budget
-        self._interactive: BatchQueue[Entry] = BatchQueue(budget, max_items)
-        self._batch: BatchQueue[Entry] = BatchQueue(budget, max_items)
+        self._interactive: BatchQueue[QueuedItem] = BatchQueue(budget, max_items)
+        self._batch: BatchQueue[QueuedItem] = BatchQueue(budget, max_items)
         self._lanes = (self._interactive, self._batch)
-        self._suspects: deque[list[Entry]] = deque()
-        self._running: list[list[Entry]] = []
+        self._suspects: deque[list[QueuedItem]] = deque()
+        self._running: list[list[QueuedItem]] = []
         self._turn = 0
         self._suspect_turn = False
 
@@ -42,12 +42,12 @@ class Waiting:
         suspects = 0 if self._a_suspect_runs else sum(map(len, self._suspects))
         return len(self._interactive) + len(self._batch) + suspects
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[QueuedItem]:
         """All entries that wait."""
         return chain(self._interactive, self._batch, *self._suspects)
 
     @property
-    def running(self) -> list[list[Entry]]:
+    def running(self) -> list[list[QueuedItem]]:
         """The batches that were taken and have not ended."""
         return self._running
 
@@ -59,16 +59,16 @@ class Waiting:
     def oldest_s(self) -> float:
         """When the oldest that could be taken was queued, unix seconds."""
         suspects = self._suspects[0] if self._suspects and not self._a_suspect_runs else ()
-        return min(entry.queued_at_s for entry in chain(*(lane.firsts() for lane in self._lanes), suspects))
+        return min(entry.queued_at_s for entry in chain(*(lane.oldest_of_each_key() for lane in self._lanes), suspects))
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: QueuedItem) -> None:
         """Puts `entry` last in its lane, or among the suspects."""
         if entry.is_suspect:
             self._suspects.append([entry])
         else:
             (self._batch if entry.lane == "batch" else self._interactive).add(entry)
 
-    def take(self, processes: int, is_wanted: Callable[[Entry], bool]) -> list[Entry]:
+    def take(self, processes: int, is_wanted: Callable[[QueuedItem], bool]) -> list[QueuedItem]:
         """The next batch for one of `processes`, of what is wanted; empty where nothing could be taken.
 
         Not more than its share of what waits and runs: what could run elsewhere at the same time would only wait in it,
@@ -79,7 +79,7 @@ class Waiting:
             self._running.append(batch)
         return batch
 
-    def _choose(self, processes: int) -> list[Entry]:
+    def _choose(self, processes: int) -> list[QueuedItem]:
         free = len(self._interactive) + len(self._batch)
         if self._suspects and not self._a_suspect_runs and (self._suspect_turn or not free):
             self._suspect_turn = False
@@ -92,13 +92,13 @@ class Waiting:
         share = -(-(free + running) // processes)
         return lane.take(max(1, share))
 
-    def ended(self, batch: list[Entry]) -> None:
+    def batch_ended(self, batch: list[QueuedItem]) -> None:
         """`batch`, as it was taken, runs no more."""
         self._running = [other for other in self._running if other is not batch]
 
-    def died(self, batch: list[Entry]) -> list[Entry]:
+    def batch_died(self, batch: list[QueuedItem]) -> list[QueuedItem]:
         """Takes back `batch`, as it was taken, over which its model process died; returns who is to blame for it."""
-        self.ended(batch)
+        self.batch_ended(batch)
         for entry in batch:
             entry.deaths += 1
             entry.deaths_alone += len(batch) == 1
@@ -108,14 +108,14 @@ class Waiting:
         self._suspects.extend(half for half in (batch[:middle], batch[middle:]) if half)
         return []
 
-    def sift(self, is_wanted: Callable[[Entry], bool]) -> None:
+    def discard_unwanted(self, is_wanted: Callable[[QueuedItem], bool]) -> None:
         """Removes the entries that are not wanted."""
         for lane in self._lanes:
-            lane.sift(is_wanted)
+            lane.discard_unwanted(is_wanted)
         left = ([entry for entry in group if is_wanted(entry)] for group in self._suspects)
         self._suspects = deque(group for group in left if group)
 
-    def learn_memory(self, *, was_short: bool) -> None:
+    def adjust_budget(self, *, was_short: bool) -> None:
         """Takes over whether the device had memory enough for the last batch."""
         for lane in self._lanes:
             wished = lane.budget // 2 if was_short else int(lane.budget * HEALING) + 1

@@ -44,18 +44,18 @@ class Queue(Protocol):
     def oldest_s(self) -> float:
         """When the oldest of them was queued, unix seconds; asked only where some wait."""
 
-    def tightest_deadline_s(self, after_s: float) -> float:
+    def earliest_deadline_s(self, after_s: float) -> float:
         """The earliest deadline that is not before `after_s`, unix seconds; infinite where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
+class Idle:
     """Nothing is to be run before `until_s` (unix seconds; None: without end), unless something is queued meanwhile."""
 
     until_s: float | None
 
 
-class Turns:
+class ModelScheduler:
     """The turns of `models` queues on `processes` model processes; times are unix seconds of one clock."""
 
     def __init__(self, models: int, processes: int) -> None:
@@ -71,7 +71,7 @@ class Turns:
 
     def choose(
         self, resident: Collection[int], free_since_s: float, queues: Sequence[Queue], now_s: float
-    ) -> int | Pause:
+    ) -> int | Idle:
         """The model whose batch a free process runs now, or how long it rests.
 
         Args:
@@ -86,19 +86,19 @@ class Turns:
         due_s = {model: self._due_s(model, queues[model], now_s) for model in waiting}
         first = min(waiting, key=due_s.__getitem__, default=None)
         if first is None:
-            return Pause(None)
+            return Idle(None)
         if due_s[first] <= now_s:
             return first
         if here := [model for model in waiting if model in resident]:
             return min(here, key=self._served_s.__getitem__)
         worth_s = {model: self._worth_s(model, queues[model], free_since_s) for model in waiting}
         best = min(waiting, key=worth_s.__getitem__)
-        return best if worth_s[best] <= now_s else Pause(min(worth_s[best], due_s[first]))
+        return best if worth_s[best] <= now_s else Idle(min(worth_s[best], due_s[first]))
 
     def _due_s(self, model: int, queue: Queue, now_s: float) -> float:
         """From when on the model goes before all that are not due."""
         usual_s = max(queue.oldest_s, self._served_s[model]) + self.switch_wait_s
-        deadline_s = queue.tightest_deadline_s(now_s + self._load_s[model])
+        deadline_s = queue.earliest_deadline_s(now_s + self._load_s[model])
         # A batch may be running when the time comes, and the job's own has to be done by the deadline.
         urgent_s = deadline_s - self._load_s[model] - 2 * self._batch_s
         allowed_s = self._served_s[model] + max(SHORTEST_WAIT_S, self._wait_s(URGENT_SHARE))
@@ -112,15 +112,15 @@ class Turns:
         """The wait between two services of a model with which all of them together load in this share of the time."""
         return sum(self._load_s) / (share * self._processes)
 
-    def took(self, model: int, now_s: float) -> None:
+    def batch_started(self, model: int, now_s: float) -> None:
         """A process takes a batch of `model`."""
         self._served_s[model] = now_s
 
-    def ran(self, batch_s: float) -> None:
+    def batch_finished(self, batch_s: float) -> None:
         """A batch was run in so many seconds."""
         self._batch_s = max(batch_s, BATCH_FADE * self._batch_s)
 
-    def learn(self, load_s: Mapping[int, float]) -> None:
+    def update_load_times(self, load_s: Mapping[int, float]) -> None:
         """What bringing in each of these models took the last time, in seconds."""
         for model, seconds in load_s.items():
             self._load_s[model] = seconds

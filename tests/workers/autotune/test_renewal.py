@@ -8,7 +8,7 @@ import pytest
 from shared.errors import ModelFailed
 from tests.limits import WAIT_LIMIT_S
 from workers.autotune.choice import Choice, Layout
-from workers.autotune.renewal import FAR, FEWEST_TOKENS, WINDOW_CPU_S, WINDOWS, Held, Renewal, Watch
+from workers.autotune.renewal import FAR, FEWEST_TOKENS, WINDOW_CPU_S, WINDOWS, CostMonitor, Renewal, TunedModel
 from workers.models.backend import Backend
 
 pytestmark = pytest.mark.anyio
@@ -42,7 +42,7 @@ def window(times_expected: float) -> list[RanBatch]:
     ],
 )
 def test_only_windows_in_a_row_contradict(windows: list[float], is_contradicted: bool) -> None:
-    watch = Watch(EXPECTED_S)
+    watch = CostMonitor(EXPECTED_S)
     for times in windows:
         for batch in window(times):
             watch.ran(batch)
@@ -50,7 +50,7 @@ def test_only_windows_in_a_row_contradict(windows: list[float], is_contradicted:
 
 
 def test_small_batches_and_unknown_expectations_say_nothing() -> None:
-    for watch, tokens in ((Watch(EXPECTED_S), FEWEST_TOKENS - 1), (Watch(0.0), 1000)):
+    for watch, tokens in ((CostMonitor(EXPECTED_S), FEWEST_TOKENS - 1), (CostMonitor(0.0), 1000)):
         for _ in range(1000):
             watch.ran(RanBatch(tokens, 1.0))
         assert not watch.is_contradicted
@@ -81,8 +81,8 @@ class Measurements:
     async def doubt(self) -> None:
         self.doubted.set()
 
-    def held(self, *, is_provisional: bool) -> Held:
-        return Held("a model", choice(is_provisional=is_provisional), self.doubt, self.measure)
+    def held(self, *, is_provisional: bool) -> TunedModel:
+        return TunedModel("a model", choice(is_provisional=is_provisional), self.doubt, self.measure)
 
 
 async def test_a_provisional_choice_is_measured_once_the_worker_is_idle() -> None:
@@ -143,7 +143,7 @@ async def test_a_doubt_that_cannot_be_kept_is_no_end_of_the_others() -> None:
     async def fail() -> None:
         raise OSError("no space left on device")
 
-    unkept = Held("a model", choice(is_provisional=False), fail, made.measure)
+    unkept = TunedModel("a model", choice(is_provisional=False), fail, made.measure)
     held = [unkept, other.held(is_provisional=False)]
     async with asyncio.timeout(WAIT_LIMIT_S), Renewal(held, idle_s=0.0) as renewal:
         for number in (0, 1):
@@ -166,7 +166,7 @@ async def test_a_worker_leaves_while_a_measurement_ends() -> None:
             await asyncio.Event().wait()
         raise AssertionError("nothing ends it but a cancellation")
 
-    held = Held("a model", choice(is_provisional=True), Measurements().doubt, measure)
+    held = TunedModel("a model", choice(is_provisional=True), Measurements().doubt, measure)
     async with asyncio.timeout(WAIT_LIMIT_S), Renewal([held], idle_s=0.0) as renewal:
         await begun.wait()
         renewal.ran(0, RanBatch(10, 0.1))

@@ -16,11 +16,11 @@ from transformers import BertConfig, BertModel
 
 from shared.catalog import Model
 from shared.errors import ConfigurationError
-from workers.autotune.benchmark_pool import Probes
+from workers.autotune.benchmark_pool import BenchmarkPool
 from workers.autotune.choice import Layout
 from workers.autotune.contest import Reading
 from workers.autotune.hardware import Machine
-from workers.autotune.search import MEASURE_LIMIT_S, Meter, Question
+from workers.autotune.search import MEASURE_LIMIT_S, Meter, SearchSpec
 from workers.autotune.search import choose as choose_when_quiet
 from workers.models.artifact import (
     CALIBRATION,
@@ -121,11 +121,11 @@ def spoil(source: Path, target: Path) -> None:
 
 
 @pytest.fixture
-def question(folder: Path, artifacts_dir: Path) -> Question:
+def spec(folder: Path, artifacts_dir: Path) -> SearchSpec:
     artifact = find_artifact(artifacts_dir, "tiny", DIGEST)
     assert artifact is not None
     entry = ENTRY.model_copy(update={"backend": "onnx"})  # torch takes seconds to import, so only where it matters
-    return Question(entry, folder, artifact, PLAIN_CPU, "cpu", 0, 0, TEXTS)
+    return SearchSpec(entry, folder, artifact, PLAIN_CPU, "cpu", 0, 0, TEXTS)
 
 
 choose = partial(choose_when_quiet, quiet=lambda cores: True)
@@ -134,7 +134,7 @@ choose = partial(choose_when_quiet, quiet=lambda cores: True)
 def speeds(**texts_per_s: float) -> Meter:
     """A meter that knows the answer by the variant's name, with 2 x 1 ahead of 2 x 2."""
 
-    def meter(probes: Probes, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
+    def meter(pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
         return Reading(texts_per_s[backend.name.replace("-", "_")] * (1.4 if layout.threads == 1 else 1.0), 0.001)
 
     return meter
@@ -142,9 +142,9 @@ def speeds(**texts_per_s: float) -> Meter:
 
 @pytest.mark.parametrize(("exact", "again", "best"), [(50, 100, "again"), (100, 50, "exact"), (100, 103, "exact")])
 def test_the_faster_of_two_within_the_tolerance_is_chosen(
-    question: Question, exact: float, again: float, best: str
+    spec: SearchSpec, exact: float, again: float, best: str
 ) -> None:
-    choice = choose(question, meter=speeds(exact=exact, again=again, spoiled=1000, noise=1000))
+    choice = choose(spec, meter=speeds(exact=exact, again=again, spoiled=1000, noise=1000))
     assert choice.backend.name == best
     assert Path(choice.backend.graph).name == f"{best}.onnx"
     assert choice.backend.call_tokens > 0
@@ -163,27 +163,27 @@ def test_the_faster_of_two_within_the_tolerance_is_chosen(
     assert "its maker found cosine 0.98000" in findings["coarse"].reason
 
 
-def test_a_wider_tolerance_lets_more_in(question: Question) -> None:
-    entry = question.entry.model_copy(update={"tolerance": question.entry.tolerance.model_copy(update={"cosine": 0.5})})
+def test_a_wider_tolerance_lets_more_in(spec: SearchSpec) -> None:
+    entry = spec.entry.model_copy(update={"tolerance": spec.entry.tolerance.model_copy(update={"cosine": 0.5})})
     meter = speeds(exact=50, again=50, spoiled=1000, coarse=60)
-    assert choose(replace(question, entry=entry), meter=meter).backend.name == "spoiled"
+    assert choose(replace(spec, entry=entry), meter=meter).backend.name == "spoiled"
 
 
-def test_given_processes_and_threads_stand(question: Question) -> None:
-    one = replace(question, processes=1, threads=1)
+def test_given_processes_and_threads_stand(spec: SearchSpec) -> None:
+    one = replace(spec, processes=1, threads=1)
     choice = choose(one, meter=speeds(exact=50, again=40))
     assert choice.layout == Layout(1, 1)
     assert {finding.name: list(finding.texts_per_s) for finding in choice.findings}["exact"] == ["1 x 1"]
 
 
-def test_a_candidate_whose_process_dies_is_left_out(question: Question) -> None:
-    def meter(probes: Probes, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
+def test_a_candidate_whose_process_dies_is_left_out(spec: SearchSpec) -> None:
+    def meter(pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
         if backend.name == "exact":
             for process in multiprocessing.active_children():
                 process.kill()
-        return probes.reading(texts, backend.call_tokens, layout, 0.0)._replace(disturbance=0.0)
+        return pool.reading(texts, backend.call_tokens, layout, 0.0)._replace(disturbance=0.0)
 
-    choice = choose(question, meter=meter)
+    choice = choose(spec, meter=meter)
     assert choice.backend.name == "again"
     assert [finding.reason for finding in choice.findings if finding.name == "exact"] == ["its process died"]
     assert all(rate > 0 for finding in choice.findings for rate in finding.texts_per_s.values())
@@ -193,7 +193,7 @@ def replayed(*rounds: dict[str, tuple[float, float]]) -> Meter:
     """A meter that gives texts/s and disturbance by the variant's name, round after round, the last for ever."""
     turns: Counter[str] = Counter()
 
-    def meter(probes: Probes, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
+    def meter(pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
         turn = min(turns[backend.name], len(rounds) - 1)
         turns[backend.name] += 1
         texts_per_s, disturbance = rounds[turn][backend.name]
@@ -217,14 +217,14 @@ NOISE = {"exact": (10.0, 0.0), "again": (100.0, 0.5)}
     ],
 )
 def test_rounds_count_until_two_without_noise_agree(
-    question: Question, rounds: tuple[dict[str, tuple[float, float]], ...], best: str
+    spec: SearchSpec, rounds: tuple[dict[str, tuple[float, float]], ...], best: str
 ) -> None:
-    choice = choose(replace(question, threads=1), meter=replayed(*rounds))
+    choice = choose(replace(spec, threads=1), meter=replayed(*rounds))
     assert (choice.backend.name, choice.is_provisional) == (best, False)
 
 
-def test_noise_without_end_leaves_the_hardwares_prior(question: Question) -> None:
-    choice = choose(question, meter=replayed(NOISE), quiet=lambda cores: False)
+def test_noise_without_end_leaves_the_hardwares_prior(spec: SearchSpec) -> None:
+    choice = choose(spec, meter=replayed(NOISE), quiet=lambda cores: False)
     assert (choice.backend.name, choice.layout) == ("exact", Layout(2, 2))
     assert choice.is_provisional
     assert choice.backend.call_tokens > 0
@@ -232,27 +232,27 @@ def test_noise_without_end_leaves_the_hardwares_prior(question: Question) -> Non
     assert {finding.name: finding.disturbance for finding in choice.findings}["again"] == 0.5
 
 
-def test_layouts_that_no_two_rounds_agree_on_leave_the_usual_one(question: Question) -> None:
-    def meter(probes: Probes, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
+def test_layouts_that_no_two_rounds_agree_on_leave_the_usual_one(spec: SearchSpec) -> None:
+    def meter(pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
         is_noisy = layout.threads == 1
         return Reading(100.0 if backend.name == "again" else 50.0, 0.001, 0.9 if is_noisy else 0.0)
 
-    choice = choose(question, meter=meter)
+    choice = choose(spec, meter=meter)
     assert (choice.backend.name, choice.layout, choice.is_provisional) == ("again", Layout(2, 2), True)
 
 
-def test_measuring_ends_at_its_limit(question: Question) -> None:
+def test_measuring_ends_at_its_limit(spec: SearchSpec) -> None:
     now_s: Iterator[float] = iter(np.arange(100) * 2 * MEASURE_LIMIT_S)
     clock: Callable[[], float] = lambda: next(now_s)  # noqa: E731
-    choice = choose(question, meter=speeds(exact=50, again=1000), clock=clock)
+    choice = choose(spec, meter=speeds(exact=50, again=1000), clock=clock)
     assert (choice.backend.name, choice.is_provisional) == ("exact", True)
 
 
 @pytest.mark.parametrize(("is_quiet", "best"), [(True, "again"), (False, "exact")])
-def test_on_a_machine_that_is_not_quiet_fewer_rounds_are_begun(question: Question, is_quiet: bool, best: str) -> None:
+def test_on_a_machine_that_is_not_quiet_fewer_rounds_are_begun(spec: SearchSpec, is_quiet: bool, best: str) -> None:
     now_s: Iterator[float] = iter(np.arange(100) * 1.5)  # for each reading
     choice = choose_when_quiet(
-        replace(question, threads=1),
+        replace(spec, threads=1),
         meter=replayed(NOISE, AGAIN_WINS),
         clock=lambda: next(now_s),
         quiet=lambda cores: is_quiet,
@@ -260,47 +260,47 @@ def test_on_a_machine_that_is_not_quiet_fewer_rounds_are_begun(question: Questio
     assert (choice.backend.name, choice.is_provisional) == (best, not is_quiet)
 
 
-def test_all_is_loaded_before_it_is_waited_for_quiet_and_nothing_timed(question: Question) -> None:
+def test_all_is_loaded_before_it_is_waited_for_quiet_and_nothing_timed(spec: SearchSpec) -> None:
     happened: list[str] = []
 
-    def meter(probes: Probes, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
+    def meter(pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
         happened.append(backend.name)
         return Reading(50.0)
 
     def quiet(cores: int) -> bool:
-        happened.append(f"quiet for {cores}: {len(multiprocessing.active_children())} probes")
+        happened.append(f"quiet for {cores}: {len(multiprocessing.active_children())} pool")
         return True
 
-    choose(replace(question, threads=1), meter=meter, quiet=quiet)
-    assert happened[:3] == ["quiet for 2: 2 probes", "exact", "again"]
+    choose(replace(spec, threads=1), meter=meter, quiet=quiet)
+    assert happened[:3] == ["quiet for 2: 2 pool", "exact", "again"]
 
 
-def test_nothing_within_the_tolerance_is_refused(question: Question) -> None:
-    entry = question.entry.model_copy(update={"precision": "int8"})
+def test_nothing_within_the_tolerance_is_refused(spec: SearchSpec) -> None:
+    entry = spec.entry.model_copy(update={"precision": "int8"})
     with pytest.raises(ConfigurationError, match=r"no onnx backend in int8 .*coarse: its maker found cosine 0\.98"):
-        choose(replace(question, entry=entry))
+        choose(replace(spec, entry=entry))
 
 
-def with_bf16(question: Question, cosine: float) -> Question:
+def with_bf16(spec: SearchSpec, cosine: float) -> SearchSpec:
     """A machine that computes bf16 and has no artifact, at this tolerance."""
     machine = replace(PLAIN_CPU, flags=("avx512_bf16",))
     entry = ENTRY.model_copy(update={"tolerance": ENTRY.tolerance.model_copy(update={"cosine": cosine})})
-    return replace(question, entry=entry, artifact=None, machine=machine, processes=1, threads=1)
+    return replace(spec, entry=entry, artifact=None, machine=machine, processes=1, threads=1)
 
 
-def test_on_x86_an_exact_graph_spares_measuring_torch_in_fp32(question: Question) -> None:
+def test_on_x86_an_exact_graph_spares_measuring_torch_in_fp32(spec: SearchSpec) -> None:
     machine = replace(PLAIN_CPU, flags=("avx2",))
-    entry = question.entry.model_copy(update={"backend": "auto"})
+    entry = spec.entry.model_copy(update={"backend": "auto"})
     choice = choose(
-        replace(question, entry=entry, machine=machine, threads=1), meter=speeds(exact=50, again=40, torch_fp32=500)
+        replace(spec, entry=entry, machine=machine, threads=1), meter=speeds(exact=50, again=40, torch_fp32=500)
     )
     assert choice.backend.name == "exact"
     reasons = {finding.name: finding.reason for finding in choice.findings}
     assert reasons["torch-fp32"] == "not measured: ONNX Runtime computes fp32 faster on such a CPU"
 
 
-def test_torch_in_bf16_spares_measuring_it_in_fp32(question: Question) -> None:
-    choice = choose(with_bf16(question, 0.99), meter=speeds(torch_bf16=100, torch_fp32=500))
+def test_torch_in_bf16_spares_measuring_it_in_fp32(spec: SearchSpec) -> None:
+    choice = choose(with_bf16(spec, 0.99), meter=speeds(torch_bf16=100, torch_fp32=500))
     assert choice.backend.name == "torch-bf16"
     narrow, wide = choice.findings
     assert 0.99 < narrow.cosine_min < 1 - 1e-6
@@ -309,50 +309,50 @@ def test_torch_in_bf16_spares_measuring_it_in_fp32(question: Question) -> None:
 
 @pytest.mark.parametrize(("narrow", "best"), [(120.0, Layout(2, 2)), (140.0, Layout(2, 1))])
 def test_the_layout_that_is_better_for_a_lone_text_may_be_a_little_slower(
-    question: Question, narrow: float, best: Layout
+    spec: SearchSpec, narrow: float, best: Layout
 ) -> None:
-    def meter(probes: Probes, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
+    def meter(pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
         return Reading(narrow if layout.threads == 1 else 100.0)
 
-    assert choose(question, meter=meter).layout == best
+    assert choose(spec, meter=meter).layout == best
 
 
-def test_one_backend_alone_is_timed_with_its_layouts_only(question: Question) -> None:
+def test_one_backend_alone_is_timed_with_its_layouts_only(spec: SearchSpec) -> None:
     timed: list[str] = []
 
-    def meter(probes: Probes, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
+    def meter(pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
         timed.append(layout.name)
         return Reading(100.0)
 
-    choice = choose(replace(with_bf16(question, 0.99), processes=0, threads=0), meter=meter)
+    choice = choose(replace(with_bf16(spec, 0.99), processes=0, threads=0), meter=meter)
     assert timed == ["2 x 1", "1 x 2"] * 2
     assert (choice.layout, choice.is_provisional) == (Layout(2, 1), False)
 
 
-def test_without_an_artifact_torch_is_compared_with_itself(question: Question) -> None:
-    choice = choose(with_bf16(question, 0.999999), meter=speeds(torch_bf16=100, torch_fp32=50))
+def test_without_an_artifact_torch_is_compared_with_itself(spec: SearchSpec) -> None:
+    choice = choose(with_bf16(spec, 0.999999), meter=speeds(torch_bf16=100, torch_fp32=50))
     assert choice.backend.name == "torch-fp32"
     narrow, wide = choice.findings
     assert "cosine" in narrow.reason
     assert wide.cosine_min == pytest.approx(1.0, abs=1e-6)
 
 
-def test_a_broken_calibration_set_is_computed_anew(question: Question, tmp_path: Path) -> None:
-    assert question.artifact is not None
+def test_a_broken_calibration_set_is_computed_anew(spec: SearchSpec, tmp_path: Path) -> None:
+    assert spec.artifact is not None
     copy = tmp_path / "tiny" / DIGEST
     copy.mkdir(parents=True)
-    for file in question.artifact.folder.iterdir():
+    for file in spec.artifact.folder.iterdir():
         (copy / file.name).write_bytes(b"cut" if file.name == CALIBRATION else file.read_bytes())
     artifact = find_artifact(tmp_path, "tiny", DIGEST)
     choice = choose(
-        replace(question, artifact=artifact, processes=1, threads=1), meter=speeds(exact=50, again=40, spoiled=90)
+        replace(spec, artifact=artifact, processes=1, threads=1), meter=speeds(exact=50, again=40, spoiled=90)
     )
     assert choice.backend.name == "exact"
 
 
-def test_torch_as_it_is_where_nothing_can_be_measured(question: Question) -> None:
+def test_torch_as_it_is_where_nothing_can_be_measured(spec: SearchSpec) -> None:
     wrong = ENTRY.model_copy(update={"dimensions": WIDTH + 1, "backend": "auto"})
-    choice = choose(replace(question, entry=wrong, processes=1, threads=1))
+    choice = choose(replace(spec, entry=wrong, processes=1, threads=1))
     assert choice.backend == Backend()
     assert choice.layout == Layout(1, 1)
     assert f"vectors have {WIDTH} dimensions, not {WIDTH + 1}" in choice.reason

@@ -6,7 +6,7 @@ import pytest
 
 from shared.catalog import Catalog, read_catalog
 from workers.models import model_for, preparer_for
-from workers.models.base import Model, Preparer
+from workers.models.base import InferenceModel, Preparer
 from workers.models.source import resolve
 
 
@@ -27,7 +27,7 @@ def minilm_preparer(catalog: Catalog, minilm_folder: Path) -> Preparer:
 
 
 @pytest.fixture(scope="session")
-def minilm(catalog: Catalog, minilm_folder: Path) -> Model:
+def minilm(catalog: Catalog, minilm_folder: Path) -> InferenceModel:
     model = model_for(catalog.default("embedding"), minilm_folder, "cpu")
     model.setup()
     model.warmup()
@@ -46,7 +46,7 @@ def tiny_preparer(catalog: Catalog, tiny_folder: Path) -> Preparer:
 
 
 @pytest.fixture(scope="session")
-def tiny(catalog: Catalog, tiny_folder: Path) -> Model:
+def tiny(catalog: Catalog, tiny_folder: Path) -> InferenceModel:
     model = model_for(catalog.default("image"), tiny_folder, "cpu")
     model.setup()
     model.warmup()

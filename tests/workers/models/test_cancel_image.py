@@ -10,7 +10,7 @@ from shared.errors import Canceled
 from shared.messages import ImageInput, ImageResult
 from tests.limits import START_LIMIT_S
 from workers.models.base import Prepared, Preparer
-from workers.runtime.pool import BatchDone, Hosted, ModelPool
+from workers.runtime.pool import BatchDone, HostedModel, ModelPool
 
 pytestmark = pytest.mark.anyio
 
@@ -28,7 +28,7 @@ async def test_image_canceled_at_step_3_stops_within_one_step(
 ) -> None:
     entry = catalog.default("image")
     told: list[tuple[int, int]] = []
-    async with ModelPool([Hosted(entry, tiny_folder)], device="cpu", processes=1) as pool:
+    async with ModelPool([HostedModel(entry, tiny_folder)], device="cpu", processes=1) as pool:
         process = pool.processes[0]
 
         def on_step(step: int, steps: int) -> None:

@@ -17,7 +17,7 @@ from shared.catalog import Catalog
 from shared.errors import ConfigurationError
 from shared.messages import EmbeddingResult, Input, TextInput, TokensInput
 from workers.models import model_for, preparer_for
-from workers.models.base import Model, PreparedText, Preparer
+from workers.models.base import InferenceModel, PreparedText, Preparer
 
 WORDS = [
     "river",
@@ -38,7 +38,7 @@ WORDS = [
 LONGEST = "a very long river " * 200
 
 
-def vectors(model: Model, preparer: Preparer, inputs: Sequence[Input]) -> np.ndarray:
+def vectors(model: InferenceModel, preparer: Preparer, inputs: Sequence[Input]) -> np.ndarray:
     """As a model process does it: prepared together, cut into groups, put back in order."""
     batch = [item for item in preparer.prepare(inputs) if isinstance(item, PreparedText)]
     assert len(batch) == len(inputs)
@@ -70,7 +70,7 @@ def one_at_a_time(reference: SentenceTransformer, texts: Sequence[str]) -> np.nd
 
 @pytest.mark.parametrize("seed", range(3))
 def test_vectors_equal_the_reference_in_any_mix(
-    minilm: Model, minilm_preparer: Preparer, reference: SentenceTransformer, seed: int
+    minilm: InferenceModel, minilm_preparer: Preparer, reference: SentenceTransformer, seed: int
 ) -> None:
     texts = texts_of(seed)
     ours = vectors(minilm, minilm_preparer, [TextInput(text) for text in texts])
@@ -79,13 +79,15 @@ def test_vectors_equal_the_reference_in_any_mix(
 
 @pytest.mark.parametrize("text", ["a cat", "", LONGEST, "\u0000 \u200b"])
 def test_a_single_text_equals_the_reference(
-    minilm: Model, minilm_preparer: Preparer, reference: SentenceTransformer, text: str
+    minilm: InferenceModel, minilm_preparer: Preparer, reference: SentenceTransformer, text: str
 ) -> None:
     ours = vectors(minilm, minilm_preparer, [TextInput(text)])
     assert np.abs(ours[0] - reference.encode(text)).max() < 1e-5
 
 
-def test_token_ids_give_the_vector_of_their_text(minilm: Model, minilm_preparer: Preparer, minilm_folder: Path) -> None:
+def test_token_ids_give_the_vector_of_their_text(
+    minilm: InferenceModel, minilm_preparer: Preparer, minilm_folder: Path
+) -> None:
     tokenizer = Tokenizer.from_file(str(minilm_folder / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -168,7 +170,9 @@ def test_a_transformer_of_another_family_equals_the_reference(catalog: Catalog, 
     assert np.abs(vectors(model, preparer, [TextInput(text) for text in texts]) - expected).max() < 1e-5
 
 
-def test_bf16_stays_near_fp32(catalog: Catalog, minilm: Model, minilm_preparer: Preparer, minilm_folder: Path) -> None:
+def test_bf16_stays_near_fp32(
+    catalog: Catalog, minilm: InferenceModel, minilm_preparer: Preparer, minilm_folder: Path
+) -> None:
     entry = catalog.default("embedding").model_copy(update={"precision": "bf16"})
     model = model_for(entry, minilm_folder, "cpu")
     model.setup()

@@ -17,7 +17,7 @@ from shared.diffusion_schedulers import SCHEDULER_NAMES
 from shared.errors import BadInput, ConfigurationError, ModelFailed
 from shared.messages import Blob, ImageInput, ImageResult, Input
 from workers.models import model_for, preparer_for
-from workers.models.base import Model, PreparedImage, Preparer
+from workers.models.base import InferenceModel, PreparedImage, Preparer
 
 # Some schedulers of diffusers go between torch and numpy 2 in an old way.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning")
@@ -37,7 +37,7 @@ def png(width: int, height: int) -> Blob:
 FROM_IMAGE = msgspec.structs.replace(TEXT, image=png(64, 64), strength=0.6)
 
 
-def drawn(model: Model, preparer: Preparer, inputs: Sequence[Input]) -> list[ImageResult]:
+def drawn(model: InferenceModel, preparer: Preparer, inputs: Sequence[Input]) -> list[ImageResult]:
     batch = [item for item in preparer.prepare(inputs) if isinstance(item, PreparedImage)]
     assert len(batch) == len(inputs)
     assert len({item.key for item in batch}) == 1
@@ -57,7 +57,7 @@ def pixels(result: ImageResult) -> np.ndarray:
 @pytest.mark.parametrize("request_", [TEXT, FROM_IMAGE], ids=["text", "image"])
 @pytest.mark.parametrize("scheduler", SCHEDULER_NAMES)
 def test_a_job_gives_the_same_pixels_alone_or_in_a_batch(
-    tiny: Model, tiny_preparer: Preparer, scheduler: str, request_: ImageInput
+    tiny: InferenceModel, tiny_preparer: Preparer, scheduler: str, request_: ImageInput
 ) -> None:
     prompts = ["a mill", "", "a long prompt about a river " * 9]
     inputs = [
@@ -70,7 +70,7 @@ def test_a_job_gives_the_same_pixels_alone_or_in_a_batch(
     assert np.abs(together[0] - together[1]).max() > 8
 
 
-def test_schedulers_differ(tiny: Model, tiny_preparer: Preparer) -> None:
+def test_schedulers_differ(tiny: InferenceModel, tiny_preparer: Preparer) -> None:
     """Names that draw noise on the way leave the path of the plain ones; the same name repeats itself."""
     by_name = {
         name: pixels(drawn(tiny, tiny_preparer, [msgspec.structs.replace(TEXT, scheduler=name)])[0])
@@ -81,14 +81,14 @@ def test_schedulers_differ(tiny: Model, tiny_preparer: Preparer) -> None:
     assert np.abs(by_name["lcm"] - by_name["euler_a"]).max() > 8
 
 
-def test_every_parameter_counts(tiny: Model, tiny_preparer: Preparer) -> None:
+def test_every_parameter_counts(tiny: InferenceModel, tiny_preparer: Preparer) -> None:
     base = pixels(drawn(tiny, tiny_preparer, [TEXT])[0])
     for change in ({"seed": 2}, {"prompt": "other"}, {"negative_prompt": "x"}, {"guidance_scale": 1.0}, {"steps": 3}):
         other = pixels(drawn(tiny, tiny_preparer, [msgspec.structs.replace(TEXT, **change)])[0])
         assert np.abs(base - other).max() > 0, change
 
 
-def test_the_source_image_counts_and_is_fitted_to_the_size(tiny: Model, tiny_preparer: Preparer) -> None:
+def test_the_source_image_counts_and_is_fitted_to_the_size(tiny: InferenceModel, tiny_preparer: Preparer) -> None:
     small = msgspec.structs.replace(FROM_IMAGE, image=png(30, 50), width=72, height=48)
     result = drawn(tiny, tiny_preparer, [small])[0]
     assert pixels(result).shape == (48, 72, 3)
@@ -97,7 +97,9 @@ def test_the_source_image_counts_and_is_fitted_to_the_size(tiny: Model, tiny_pre
 
 
 @pytest.mark.parametrize(("value", "steps"), [(TEXT, 6), (FROM_IMAGE, 3)], ids=["text", "image"])
-def test_steps_are_told_and_paid_for(tiny: Model, tiny_preparer: Preparer, value: ImageInput, steps: int) -> None:
+def test_steps_are_told_and_paid_for(
+    tiny: InferenceModel, tiny_preparer: Preparer, value: ImageInput, steps: int
+) -> None:
     told: list[tuple[int, int]] = []
     (item,) = tiny_preparer.prepare([value])
     assert isinstance(item, PreparedImage)

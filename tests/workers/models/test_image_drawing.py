@@ -16,7 +16,7 @@ from PIL import Image
 from shared.catalog import Catalog
 from shared.messages import Blob, ImageInput, ImageResult, Input
 from workers.models import model_for
-from workers.models.base import Model, OutOfMemory, PreparedImage, Preparer
+from workers.models.base import InferenceModel, OutOfMemory, PreparedImage, Preparer
 from workers.models.device import Device
 from workers.models.image.model import ImageModel
 
@@ -37,7 +37,7 @@ def png(width: int, height: int) -> Blob:
 FROM_IMAGE = msgspec.structs.replace(TEXT, image=png(64, 64), strength=0.6)
 
 
-def drawn(model: Model, preparer: Preparer, inputs: Sequence[Input]) -> list[ImageResult]:
+def drawn(model: InferenceModel, preparer: Preparer, inputs: Sequence[Input]) -> list[ImageResult]:
     batch = [item for item in preparer.prepare(inputs) if isinstance(item, PreparedImage)]
     results = [result for result in model.predict(batch, lambda step, steps: None) if isinstance(result, ImageResult)]
     assert len(results) == len(inputs)
@@ -75,7 +75,7 @@ def reference(folder: Path, inputs: Sequence[ImageInput]) -> list[np.ndarray]:
 @pytest.mark.parametrize("request_", [TEXT, FROM_IMAGE], ids=["text", "image"])
 @pytest.mark.parametrize("change", [{}, {"negative_prompt": "fog"}, {"guidance_scale": 1.0}], ids=str)
 def test_the_pixels_are_those_of_plain_diffusers(
-    tiny: Model, tiny_folder: Path, tiny_preparer: Preparer, request_: ImageInput, change: dict[str, Any]
+    tiny: InferenceModel, tiny_folder: Path, tiny_preparer: Preparer, request_: ImageInput, change: dict[str, Any]
 ) -> None:
     inputs = [msgspec.structs.replace(request_, seed=seed, **change) for seed in (1, 2)]
     ours = [pixels(result) for result in drawn(tiny, tiny_preparer, inputs)]
@@ -100,7 +100,7 @@ def in_sizes(catalog: Catalog, tiny_folder: Path) -> ImageModel:
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 @pytest.mark.parametrize("request_", [TEXT, FROM_IMAGE], ids=["text", "image"])
 def test_batches_in_fixed_sizes_draw_the_same(
-    tiny: Model, in_sizes: ImageModel, tiny_preparer: Preparer, request_: ImageInput, count: int
+    tiny: InferenceModel, in_sizes: ImageModel, tiny_preparer: Preparer, request_: ImageInput, count: int
 ) -> None:
     inputs = [msgspec.structs.replace(request_, seed=seed) for seed in range(count)]
     batch = [item for item in tiny_preparer.prepare(inputs) if isinstance(item, PreparedImage)]
@@ -123,7 +123,7 @@ def test_a_size_that_is_not_compiled_is_drawn_as_it_is(in_sizes: ImageModel, tin
 
 
 def test_the_vae_takes_parts_where_memory_is_short(
-    tiny: Model, catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, monkeypatch: pytest.MonkeyPatch
+    tiny: InferenceModel, catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device that decodes 64 x 64 pixels at once and no more: batches one by one, larger pictures in tiles."""
     decode = AutoencoderKL._decode

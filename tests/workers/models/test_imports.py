@@ -14,12 +14,12 @@ IO_PROCESS = """
 from pathlib import Path
 from shared.catalog import read_catalog
 from shared.messages import ImageInput, TextInput
-from workers.runtime.pool import Hosted, ModelPool
+from workers.runtime.pool import HostedModel, ModelPool
 from workers.models import preparer_for
 from workers.models.source import resolve
 texts, images = read_catalog(Path("models.yaml")).models
 folder = resolve(texts.source, texts.revision, Path("unused"))
-ModelPool([Hosted(texts, folder)])
+ModelPool([HostedModel(texts, folder)])
 preparer_for(texts, folder).prepare([TextInput("a cat")])
 preparer_for(images, folder).prepare([ImageInput("a", 64, 64, 1, 1.0, 1, "ddim")])
 """

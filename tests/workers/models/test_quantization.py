@@ -12,7 +12,7 @@ from PIL import Image
 from shared.catalog import Catalog
 from shared.messages import ImageInput, ImageResult
 from workers.models import model_for
-from workers.models.base import Model, Preparer
+from workers.models.base import InferenceModel, Preparer
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed"),
@@ -27,13 +27,13 @@ TOLERANCE_PSNR_DB = 40.0
 
 
 @pytest.fixture
-def int8(catalog: Catalog, tiny_folder: Path) -> Model:
+def int8(catalog: Catalog, tiny_folder: Path) -> InferenceModel:
     model = model_for(catalog.default("image").model_copy(update={"precision": "int8"}), tiny_folder, "cpu")
     model.setup()
     return model
 
 
-def drawn(model: Model, preparer: Preparer, seeds: list[int]) -> np.ndarray:
+def drawn(model: InferenceModel, preparer: Preparer, seeds: list[int]) -> np.ndarray:
     """[seeds, height, width, 3] levels from 0 to 255."""
     batch = preparer.prepare([msgspec.structs.replace(TEXT, seed=seed) for seed in seeds])
     pictures = []
@@ -44,7 +44,7 @@ def drawn(model: Model, preparer: Preparer, seeds: list[int]) -> np.ndarray:
     return np.stack(pictures)
 
 
-def test_int8_draws_nearly_the_same(tiny: Model, int8: Model, tiny_preparer: Preparer) -> None:
+def test_int8_draws_nearly_the_same(tiny: InferenceModel, int8: InferenceModel, tiny_preparer: Preparer) -> None:
     ours = drawn(int8, tiny_preparer, [1, 2])
     error = np.square(ours - drawn(tiny, tiny_preparer, [1, 2])).mean()
     assert error > 0, "nothing was quantized"

@@ -17,7 +17,7 @@ from models.shapes.judge import Pixels, Seen, read
 from models.shapes.world import Figure, Scene
 from shared.catalog import Catalog
 from shared.messages import Blob, ImageInput, ImageResult
-from workers.models.base import Model, PreparedImage, Preparer
+from workers.models.base import InferenceModel, PreparedImage, Preparer
 
 STRENGTH = 0.6
 NEAR_PX = 6.0
@@ -34,7 +34,7 @@ def asked(catalog: Catalog) -> ImageInput:
 
 
 @pytest.fixture(scope="module")
-def draw_with(tiny: Model, tiny_preparer: Preparer, asked: ImageInput) -> Draw:
+def draw_with(tiny: InferenceModel, tiny_preparer: Preparer, asked: ImageInput) -> Draw:
     def run(prompts: Sequence[str], sources: Sequence[Image.Image] = ()) -> list[Pixels]:
         inputs = [msgspec.structs.replace(asked, prompt=prompt, seed=seed) for seed, prompt in enumerate(prompts)]
         if sources:

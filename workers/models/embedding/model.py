@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from shared.catalog import Model as Entry
+from shared.catalog import Model
 from shared.errors import ConfigurationError, PenstockError
 from shared.messages import EmbeddingResult, Result
 from workers.models.base import OnStep, PreparedItem, PreparedText
@@ -59,7 +59,7 @@ class EmbeddingModel:
     device_name = ""
     pads = True
 
-    def __init__(self, entry: Entry, encoder: Encoder, call_tokens: int = 0) -> None:
+    def __init__(self, entry: Model, encoder: Encoder, call_tokens: int = 0) -> None:
         self._entry = entry
         self._encoder = encoder
         self._call_tokens = call_tokens

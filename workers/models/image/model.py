@@ -15,7 +15,7 @@ import diffusers
 import numpy as np
 import torch
 
-from shared.catalog import Model as Entry
+from shared.catalog import Model
 from shared.diffusion_schedulers import OWN_SCHEDULER, SCHEDULERS
 from shared.errors import BadInput, ModelFailed, PenstockError
 from shared.messages import Blob, ImageResult, Result
@@ -41,7 +41,7 @@ class ImageModel:
     device_name = ""
     pads = True
 
-    def __init__(self, entry: Entry, folder: Path, device: Device, *, warmup_limit_s: float = WARMUP_LIMIT_S) -> None:
+    def __init__(self, entry: Model, folder: Path, device: Device, *, warmup_limit_s: float = WARMUP_LIMIT_S) -> None:
         self._entry = entry
         self._folder = folder
         self._place = device

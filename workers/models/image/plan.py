@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shared.catalog import Model as Entry
+from shared.catalog import Model
 from shared.errors import ConfigurationError
 
 _AMPERE = (8, 0)
@@ -51,7 +51,7 @@ class ImagePlan:
     batch_sizes: tuple[int, ...]
 
 
-def plan_for(entry: Entry, capability: Capability) -> ImagePlan:
+def plan_for(entry: Model, capability: Capability) -> ImagePlan:
     """The plan for an image model of the catalog.
 
     Raises:
@@ -85,7 +85,7 @@ def _can_compile(capability: Capability) -> bool:
     return capability.has_triton and capability.compute >= _VOLTA
 
 
-def _batch_sizes(entry: Entry) -> tuple[int, ...]:
+def _batch_sizes(entry: Model) -> tuple[int, ...]:
     """Powers of two up to the largest batch of usual images that the budget lets through."""
     usual = entry.image
     largest = min(entry.batch.max_items, max(1, entry.budget // (usual.width * usual.height * usual.steps)))

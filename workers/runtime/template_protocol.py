@@ -1,0 +1,72 @@
+"""The messages between the I/O process and the template of its model processes. One message is one packet.
+
+The I/O process sends a ForkRequest with two descriptors: the model process's end of its socket, and its output pipe.
+The template sends one TemplateReady, one ForkResult with a pidfd for each ForkRequest, and one ProcessEnded for each
+process that ended.
+"""
+
+from __future__ import annotations
+
+import socket
+
+import msgspec
+
+PACKET_MAX_BYTES = 4096
+
+
+class ForkRequest(msgspec.Struct, tag="fork"):
+    """ForkRequest a model process for `device`; `number` counts the forks of this template."""
+
+    number: int
+    device: str
+
+
+class TemplateReady(msgspec.Struct, tag="loaded"):
+    """Libraries, and the weights of `models` models, are loaded. `is_alone`: without a thread, so forks are sound."""
+
+    load_s: float
+    models: int
+    memory_bytes: int
+    is_alone: bool
+
+
+class ForkResult(msgspec.Struct, tag="forked"):
+    """ForkRequest `number` has process id `pid`."""
+
+    number: int
+    pid: int
+
+
+class ProcessEnded(msgspec.Struct, tag="ended"):
+    """Process `pid` is gone; `status` as subprocess gives it."""
+
+    pid: int
+    status: int
+
+
+TemplateMessage = TemplateReady | ForkResult | ProcessEnded
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(ForkRequest)
+_message_decoder: msgspec.msgpack.Decoder[TemplateMessage] = msgspec.msgpack.Decoder(TemplateMessage)
+
+
+def send(control: socket.socket, message: ForkRequest | TemplateMessage, descriptors: list[int] | None = None) -> None:
+    """Sends a message with what goes with it."""
+    socket.send_fds(control, [_encoder.encode(message)], descriptors or [])
+
+
+def receive_request(control: socket.socket) -> tuple[ForkRequest | None, list[int]]:
+    """The next order and its descriptors; None where the I/O process has closed its end or is gone."""
+    body, descriptors, _, _ = socket.recv_fds(control, PACKET_MAX_BYTES, 2)
+    return (_request_decoder.decode(body) if body else None), descriptors
+
+
+def receive_message(control: socket.socket) -> tuple[TemplateMessage | None, list[int]]:
+    """The next answer and its descriptor; None where the template is gone.
+
+    Raises:
+        BlockingIOError: there is none now.
+    """
+    body, descriptors, _, _ = socket.recv_fds(control, PACKET_MAX_BYTES, 1)
+    return (_message_decoder.decode(body) if body else None), descriptors
