@@ -11,31 +11,29 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from prometheus_client import Counter, Gauge
 
 from shared.errors import PenstockError, Unavailable
 from shared.pubsub.reply_inbox import make_inbox, remove_inbox
+from shared.stores.redis_client import Commands, RedisLink
+from shared.stores.redis_scripts import load_script
 from shared.transport import Admin
 
 log = logging.getLogger(__name__)
 
-REDIS_LIMIT_S = 2.0
+REDIS_LIMIT_S, REDIS_RETRY_S = 2.0, 0.25
 REMOVE_LIMIT_S = 4.0
 """A container has about 10 s from SIGTERM to its end (platform-facts R6)."""
 OWN_INBOX_EXPIRES_S = 86_400
 """The shortest the service takes (platform-facts P16): what a crashed instance leaves behind goes after a day."""
 
-# Redis may have forgotten the lease (restart, eviction); then it is ours again unless somebody was faster.
-_RENEW = """
-local holder = redis.call('GET', KEYS[1])
-if holder and holder ~= ARGV[1] then return 0 end
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-return 1
-"""
-_RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
+ERRORS = Counter(
+    "penstock_inbox_errors_total", "Round trips to Redis about the inbox's lease that failed.", ["operation"]
+)
+UP = Gauge("penstock_inbox_redis_up", "1 while Redis is being asked about the inbox's lease.")
+
+_RENEW = load_script("api/dispatch/inbox_renew.lua")
+_RELEASE = load_script("api/dispatch/inbox_release.lua")
 
 
 class InboxLost(Unavailable):
@@ -79,52 +77,41 @@ class InboxPool:
         Raises:
             Unavailable: none is free, or Redis is out of reach.
         """
-        async with self._client() as client:
-            number = await self._take(client)
+        link = RedisLink("inbox", self._redis_url, timeout_s=REDIS_LIMIT_S, retry_s=REDIS_RETRY_S, up=UP, errors=ERRORS)
+        redis = link.commands("the pool of inboxes")
+        async with link:
+            number = await self._take(redis)
             try:
-                yield Tenancy(str(number), lambda: self._renew(client, number))
+                yield Tenancy(str(number), lambda: self._renew(redis, number))
             finally:
-                await self._release(client, number)
+                await self._release(redis, number)
 
-    def _client(self) -> redis.asyncio.Redis:
-        return redis.asyncio.Redis.from_url(
-            self._redis_url,
-            socket_timeout=REDIS_LIMIT_S,
-            socket_connect_timeout=REDIS_LIMIT_S,
-            retry=Retry(NoBackoff(), 0),
-            decode_responses=True,
-        )
-
-    async def _take(self, client: redis.asyncio.Redis) -> int:
+    async def _take(self, redis: Commands) -> int:
         numbers = range(self._first, self._first + self._size)
-        try:
-            held = await client.mget([_key(number) for number in numbers])
-            free = [number for number, holder in zip(numbers, held, strict=True) if holder is None]
-            # At random, so that instances started together don't run for the same one.
-            for number in random.sample(free, len(free)):
-                if await client.set(_key(number), self._instance, nx=True, px=self._lease_ms()):
-                    return number
-        except (RedisError, OSError) as error:
-            raise Unavailable(f"no inbox could be leased: {error!r}") from error
+        held = await redis.run("MGET", *map(_key, numbers))
+        free = [number for number, holder in zip(numbers, held, strict=True) if holder is None]
+        # At random, so that instances started together don't run for the same one.
+        for number in random.sample(free, len(free)):
+            if await redis.run("SET", _key(number), self._instance, "NX", "PX", self._lease_ms()):
+                return number
         raise Unavailable(f"all {self._size} inboxes of the pool are taken")
 
-    async def _renew(self, client: redis.asyncio.Redis, number: int) -> None:
-        renew = client.register_script(_RENEW)
+    async def _renew(self, redis: Commands, number: int) -> None:
         while True:
             await asyncio.sleep(self._lease_s / 3)
             try:
-                is_ours = await renew(keys=[_key(number)], args=[self._instance, self._lease_ms()])
-            except (RedisError, OSError) as error:
-                log.warning("inbox lease not renewed", extra={"inbox": number, "reason": repr(error)})
+                is_ours = await redis.run_script(_RENEW, [_key(number)], self._instance, self._lease_ms())
+            except Unavailable as error:
+                log.warning("inbox lease not renewed", extra={"inbox": number, "reason": error.message})
                 continue
             if not is_ours:
                 raise InboxLost(f"inbox {number} is held by another instance now")
 
-    async def _release(self, client: redis.asyncio.Redis, number: int) -> None:
+    async def _release(self, redis: Commands, number: int) -> None:
         try:
-            await client.register_script(_RELEASE)(keys=[_key(number)], args=[self._instance])
-        except (RedisError, OSError) as error:
-            log.warning("inbox lease not released", extra={"inbox": number, "reason": repr(error)})
+            await redis.run_script(_RELEASE, [_key(number)], self._instance)
+        except Unavailable as error:
+            log.warning("inbox lease not released", extra={"inbox": number, "reason": error.message})
 
     def _lease_ms(self) -> int:
         return max(1, round(self._lease_s * 1000))

@@ -2,12 +2,18 @@
 
 A job's record is known by `record_id(request_id, part)`; a prediction is one job whose record was created before its
 message was published, and is kept for a set time after its end. Other jobs get theirs when a worker claims them, and
-lose it soon after. The transitions stand in shared/stores/record_scripts.py, which says what a record holds.
+lose it soon after.
 
-    starting → processing → succeeded | failed        canceled: from either, by whoever asked
+    starting → processing → succeeded | failed        canceled: from either, by a caller
 
-Whoever ends a record first has ended it; `finish` tells the others what was answered. A claim that is neither finished
-nor let go was in the hands of a worker that died, or that lost its lease.
+The first `finish` ends a record. A later one gets the first reply. A claim that was neither finished nor released was
+held by a worker that died, or that lost its lease.
+
+A record is a hash. Its fields are `state`, `attempts` (claims so far), `open` (claims neither finished nor
+released), `reply` (the encoded ReplyBody), `step`, `steps`, and `*_at_s` (unix seconds). A prediction also has
+`document`, `keep_s` and `published`, and counts toward a budget of bytes (shared/retention.py). Only the
+scripts beside this file (record_*.lua) write records. Claims and finishes come in numbers, so their scripts
+take several records: one script for 100 records costs little more than one for a single record.
 """
 
 from __future__ import annotations
@@ -27,8 +33,8 @@ from redis.exceptions import RedisError
 from shared.errors import Overloaded, Unavailable
 from shared.messages import ReplyBody, decode_reply_body
 from shared.retention import BUDGET_BYTES
-from shared.stores import record_scripts
 from shared.stores.redis_client import RedisLink
+from shared.stores.redis_scripts import load_script
 
 State = Literal["starting", "processing", "succeeded", "failed", "canceled"]
 OVER: frozenset[State] = frozenset({"succeeded", "failed", "canceled"})
@@ -50,6 +56,16 @@ ERRORS = Counter(
 )
 DROPPED = Counter("penstock_predictions_dropped_total", "Predictions dropped before their time, for lack of room.")
 UP = Gauge("penstock_records_redis_up", "1 while Redis is being asked about records, 0 while the breaker is open.")
+
+_BUDGET = ("shared/stores/retention.lua", "shared/stores/record_budget.lua")
+_STATES = "shared/stores/record_states.lua"
+CREATE = load_script(*_BUDGET, "shared/stores/record_create.lua")
+PUBLISHED = load_script("shared/stores/record_published.lua")
+CLAIM = load_script(_STATES, "shared/stores/record_claim.lua")
+PROGRESS = load_script("shared/stores/record_progress.lua")
+RELEASE = load_script(_STATES, "shared/stores/record_release.lua")
+CANCEL = load_script(*_BUDGET, _STATES, "shared/stores/record_cancel.lua")
+FINISH = load_script(*_BUDGET, _STATES, "shared/stores/record_finish.lua")
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +147,7 @@ class Records:
         self._channel = f"{prefix}canceled"
         self._claims = self._link.lane("claim", self._send_claims)
         self._finishes = self._link.lane("finish", self._send_finishes)
-        self._scripts = self._link.scripts("the store of predictions")
+        self._commands = self._link.commands("the store of predictions")
 
     async def __aenter__(self) -> Self:
         await self._link.__aenter__()
@@ -181,7 +197,7 @@ class Records:
         now_s = time.time()
         keys = (self._key(record), self._store, self._of_tenant(tenant))
         args = (now_s, deadline_s, keep_s, tenant, record, document, LISTED, reply_bytes, self._max_bytes)
-        created, dropped = await self._scripts.run(record_scripts.CREATE, keys, *args)
+        created, dropped = await self._commands.run_script(CREATE, keys, *args)
         DROPPED.inc(dropped)
         if created < 0:
             reason = "predictions that have not ended leave no room for another; try again when some have"
@@ -194,7 +210,7 @@ class Records:
         Raises:
             Unavailable: Redis did not answer.
         """
-        await self._scripts.run(record_scripts.PUBLISHED, (self._key(record),))
+        await self._commands.run_script(PUBLISHED, [self._key(record)])
 
     async def cancel(self, record: str) -> State:
         """Ends a record as canceled unless it is over, tells the workers, and returns its state.
@@ -203,7 +219,7 @@ class Records:
             Unavailable: Redis did not answer.
         """
         args = (time.time(), JOB_KEEP_S, self._channel, record)
-        state = await self._scripts.run(record_scripts.CANCEL, (self._key(record), self._store), *args)
+        state = await self._commands.run_script(CANCEL, [self._key(record), self._store], *args)
         return cast(State, state.decode())
 
     async def read(self, record: str) -> Record | None:
@@ -212,8 +228,8 @@ class Records:
         Raises:
             Unavailable: Redis did not answer.
         """
-        pairs = await self._scripts.run(record_scripts.READ, (self._key(record),))
-        return _record(dict(zip(pairs[::2], pairs[1::2], strict=True))) if pairs else None
+        fields = await self._commands.run("HGETALL", self._key(record))
+        return _record(fields) if fields else None
 
     async def latest(self, tenant: str, limit: int, before_s: float | None = None) -> list[str]:
         """Ids of a tenant's predictions, newest first; those created before `before_s` (unix seconds) if given.
@@ -221,8 +237,9 @@ class Records:
         Raises:
             Unavailable: Redis did not answer.
         """
-        bound = "inf" if before_s is None else repr(before_s)
-        found = await self._scripts.run(record_scripts.LATEST, (self._of_tenant(tenant),), bound, limit)
+        newest = "+inf" if before_s is None else f"({before_s!r}"
+        words = ("ZREVRANGEBYSCORE", self._of_tenant(tenant), newest, "-inf", "LIMIT", 0, limit)
+        found = await self._commands.run(*words)
         return [one.decode() for one in found]
 
     # What workers call. A job is done with or without Redis, so these never raise: None where it did not answer.
@@ -242,12 +259,12 @@ class Records:
     async def release(self, record: str) -> None:
         """Lets a claim go: the job goes back to the broker from a worker that lives."""
         with contextlib.suppress(Unavailable):
-            await self._scripts.run(record_scripts.RELEASE, (self._key(record),))
+            await self._commands.run_script(RELEASE, [self._key(record)])
 
     async def progress(self, record: str, step: int, steps: int) -> None:
         """Notes how far the job is."""
         with contextlib.suppress(Unavailable):
-            await self._scripts.run(record_scripts.PROGRESS, (self._key(record),), step, steps)
+            await self._commands.run_script(PROGRESS, [self._key(record)], step, steps)
 
     async def canceled(self) -> AsyncGenerator[str | None]:
         """The ids of records as they are canceled; None after each (re)connection, when some may have been missed.
@@ -271,7 +288,7 @@ class Records:
 
     async def _send_claims(self, records: list[str]) -> list[Claim]:
         keys = [self._key(record) for record in records]
-        answers = await self._link.client.eval(record_scripts.CLAIM, len(keys), *keys, time.time(), JOB_KEEP_S)
+        answers = await self._link.run_script(CLAIM, keys, (time.time(), JOB_KEEP_S))
         return [
             Claim(cast(State, state.decode()), attempts, unfinished, reply or None)
             for state, attempts, unfinished, reply in answers
@@ -280,7 +297,7 @@ class Records:
     async def _send_finishes(self, ends: list[tuple[str, str, bytes]]) -> list[Finish]:
         keys = [self._store, *(self._key(record) for record, _, _ in ends)]
         args = [time.time(), JOB_KEEP_S, *(part for _, state, reply in ends for part in (state, reply))]
-        answers = await self._link.client.eval(record_scripts.FINISH, len(keys), *keys, *args)
+        answers = await self._link.run_script(FINISH, keys, args)
         return [Finish(bool(ours), cast(State, state.decode()), reply or None) for ours, state, reply in answers]
 
 

@@ -12,16 +12,17 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
 import redis.asyncio
 from prometheus_client import Counter, Gauge
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from shared.backoff import backoff
 from shared.errors import ConfigurationError, Unavailable
+from shared.stores.redis_scripts import Script
 
 FAILURES = 3
 """Round trips in a row that must fail before the breaker opens; one alone may be a hiccup of this machine."""
@@ -36,6 +37,7 @@ WAITING_ENTRIES = 16384
 # uvloop says RuntimeError for a write to a connection that closed under it.
 _FOREIGN_ERRORS = (RedisError, OSError, EOFError, RuntimeError)
 
+Argument: TypeAlias = str | bytes | float
 Sent = TypeVar("Sent")
 Got = TypeVar("Got")
 log = logging.getLogger(__name__)
@@ -72,9 +74,9 @@ class RedisLink:
         self._lanes.append(made)
         return made
 
-    def scripts(self, store: str) -> Scripts:
-        """Scripts on a lane of their own, to be asked for before the link is opened; `store` names it in errors."""
-        return Scripts(self, store)
+    def commands(self, store: str) -> Commands:
+        """Commands in a lane of their own, to be asked for before the link is opened; `store` names it in errors."""
+        return Commands(self, store)
 
     async def __aenter__(self) -> Self:
         # One for each lane, and one for whoever listens or retries.
@@ -92,6 +94,17 @@ class RedisLink:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._up.clear()
         await self.client.aclose()
+
+    async def run_script(self, script: Script, keys: Sequence[str], args: Sequence[Argument]) -> Any:
+        """Runs a script in a round trip of its own; for the `send` of a lane.
+
+        Raises:
+            RedisError: Redis did not answer, or refused.
+        """
+        try:
+            return await self.client.evalsha(script.digest, len(keys), *keys, *args)
+        except NoScriptError:  # a Redis that started since forgot it; EVAL has it learn the script again
+            return await self.client.eval(script.text, len(keys), *keys, *args)
 
     @property
     def is_up(self) -> bool:
@@ -149,37 +162,64 @@ class RedisLink:
 
 
 class _Call(NamedTuple):
-    script: str
-    keys: tuple[str, ...]
-    args: tuple[str | bytes | float, ...]
+    words: tuple[Argument, ...]
+    script: Script | None = None
 
 
-class Scripts:
-    """Runs scripts, which Redis runs whole; those that are asked for together share a round trip."""
+class Commands:
+    """Runs scripts and single commands. Those that come together share a round trip."""
 
     def __init__(self, link: RedisLink, store: str) -> None:
         self._link = link
         self._store = store
         self._lane = link.lane("call", self._send)
 
-    async def run(self, script: str, keys: tuple[str, ...], *args: str | bytes | float) -> Any:
-        """What the script returns.
+    async def run(self, *words: Argument) -> Any:
+        """Runs a command and returns its answer.
 
         Raises:
-            Unavailable: Redis did not answer, which does not say that it did nothing; or it refused.
+            Unavailable: Redis did not answer, and may have done it all the same. Or it refused.
         """
-        answers = await self._lane.call([_Call(script, keys, args)]) if self._link.is_up else None
+        return await self._run(_Call(words))
+
+    async def run_script(self, script: Script, keys: Sequence[str], *args: Argument) -> Any:
+        """Runs a script and returns its answer.
+
+        Raises:
+            Unavailable: Redis did not answer, and may have done it all the same. Or it refused.
+        """
+        return await self._run(_Call((len(keys), *keys, *args), script))
+
+    async def _run(self, call: _Call) -> Any:
+        answers = await self._lane.call([call]) if self._link.is_up else None
         if answers is None or isinstance(answers[0], Exception):
             reason = "out of reach" if answers is None else f"refusing: {answers[0]}"
             raise Unavailable(f"{self._store} is {reason}; try again")
         return answers[0]
 
     async def _send(self, calls: list[_Call]) -> list[Any]:
+        answers = await self._pipelined([_words(call, by_digest=True) for call in calls])
+        unknown = [index for index, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
+        if unknown:  # a Redis that started since forgot them; EVAL has it learn them again
+            again = await self._pipelined([_words(calls[index], by_digest=False) for index in unknown])
+            for index, answer in zip(unknown, again, strict=True):
+                answers[index] = answer
+        return answers
+
+    async def _pipelined(self, commands: list[tuple[Argument, ...]]) -> list[Any]:
         pipeline = self._link.client.pipeline(transaction=False)
-        for call in calls:
-            pipeline.eval(call.script, len(call.keys), *call.keys, *call.args)
+        for words in commands:
+            pipeline.execute_command(*words)
         # A refusal, as when its memory is full, is the answer to that call alone.
         return list(await pipeline.execute(raise_on_error=False))
+
+
+def _words(call: _Call, *, by_digest: bool) -> tuple[Argument, ...]:
+    """The command as it goes over the wire."""
+    if call.script is None:
+        return call.words
+    start = ("EVALSHA", call.script.digest) if by_digest else ("EVAL", call.script.text)
+    return start + call.words
 
 
 def _connect(url: str, connections: int) -> redis.asyncio.Redis:

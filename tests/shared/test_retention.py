@@ -16,11 +16,12 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from api.idempotency.store import DROPPED, AnswerStore, Claim
 from shared.errors import Overloaded
-from shared.retention import ENTRY_BYTES
 from shared.stores.records import Records
 
 pytestmark = pytest.mark.anyio
 BUDGET_BYTES = 64 * 1024
+ENTRY_BYTES = 1024
+"""As in retention.lua."""
 SHARE_BYTES = BUDGET_BYTES // 16
 LARGE, QUIET = ["acme", "globex"], "quiet"
 REPLY = b'{"outcomes":[],"worker":"%s"}'

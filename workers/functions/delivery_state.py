@@ -13,6 +13,7 @@ from prometheus_client import Counter, Gauge
 
 from shared.errors import Unavailable
 from shared.stores.redis_client import RedisLink
+from shared.stores.redis_scripts import load_script
 
 THROTTLE_MS = 500
 """Output and logs are told of at most so often (https://replicate.com/docs/topics/webhooks)."""
@@ -25,13 +26,7 @@ ERRORS = Counter(
 )
 UP = Gauge("penstock_functions_notes_redis_up", "1 while Redis is being asked about webhooks.")
 
-_ADMIT = """
-if redis.call('EXISTS', KEYS[1]) == 1 then return 'late' end
-if ARGV[1] ~= '0' and not redis.call('SET', KEYS[2], '1', 'NX', 'PX', ARGV[1]) then return 'throttled' end
-return 'due'
-"""
-"""KEYS: done, told. ARGV: milliseconds in which no other of this kind is due; 0: no bound."""
-_CLOSE = "redis.call('SET', KEYS[1], '1', 'EX', ARGV[1])"
+_ADMIT = load_script("workers/functions/admit_event.lua")
 
 Verdict = Literal["due", "throttled", "late"]
 
@@ -46,7 +41,7 @@ class Notes:
 
     def __init__(self, redis_url: str, *, prefix: str = "penstock:") -> None:
         self._link = RedisLink("webhooks", redis_url, timeout_s=0.25, retry_s=0.25, up=UP, errors=ERRORS)
-        self._scripts = self._link.scripts("the store of notes")
+        self._commands = self._link.commands("the store of notes")
         self._prefix = prefix
 
     async def __aenter__(self) -> Self:
@@ -63,14 +58,14 @@ class Notes:
         told, spare_ms = self._key(record, event), THROTTLE_MS if event in THROTTLED else 0
         answer = None
         with contextlib.suppress(Unavailable):  # better told twice than not at all
-            answer = await self._scripts.run(_ADMIT, (self._key(record, "done"), told), spare_ms)
+            answer = await self._commands.run_script(_ADMIT, [self._key(record, "done"), told], spare_ms)
         verdicts: dict[bytes | None, Verdict] = {b"throttled": "throttled", b"late": "late"}
         return verdicts.get(answer, "due")
 
     async def close(self, record: str) -> None:
         """Nothing of this prediction is due any more."""
         with contextlib.suppress(Unavailable):
-            await self._scripts.run(_CLOSE, (self._key(record, "done"),), KEEP_S)
+            await self._commands.run("SET", self._key(record, "done"), 1, "EX", KEEP_S)
 
     def _key(self, record: str, what: str) -> str:
         return f"{self._prefix}webhook:{record}:{what}"

@@ -1,0 +1,71 @@
+"""Scripts run by their digest, and go on after a Redis that restarted has forgotten them."""
+
+import asyncio
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from hatchling.builders.wheel import WheelBuilder
+
+from infra.local.redis_server import RedisServer
+from shared.stores.records import Records
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path, tmp_path, persist=True) as server:
+        yield server
+
+
+def commands(server: RedisServer) -> dict[str, int]:
+    """How often the server ran EVAL and EVALSHA."""
+    with redis.Redis.from_url(server.url) as client:
+        stats: Any = client.info("commandstats")
+    return {name: stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("eval", "evalsha")}
+
+
+async def create(records: Records, name: str) -> bool:
+    return await records.create(name, "acme", b"{}", deadline_s=time.time() + 60, keep_s=60)
+
+
+@pytest.mark.anyio
+async def test_text_of_a_script_is_sent_once(own_redis: RedisServer) -> None:
+    async with Records(own_redis.url) as records:
+        for number in range(5):
+            assert await create(records, f"req_{number}")
+            await records.claim([f"req_{number}"])
+    assert commands(own_redis) == {"eval": 2, "evalsha": 10}
+
+
+@pytest.mark.anyio
+async def test_restarted_redis_learns_the_scripts_again(own_redis: RedisServer) -> None:
+    async with Records(own_redis.url, retry_s=0.01) as records:
+        assert await create(records, "before")
+        assert (await records.claim(["before"]))[0] is not None
+        own_redis.kill()
+        await records.claim(["before"])
+        own_redis.start()
+        assert await records.wait_up(8)
+        names = [f"req_{number}" for number in range(20)]
+        assert all(await asyncio.gather(*(create(records, name) for name in names)))
+        claims = await asyncio.gather(*(records.claim([name]) for name in names))
+        assert [claim.attempt for (claim,) in claims if claim is not None] == [1] * 20
+        assert not any(await asyncio.gather(*(create(records, name) for name in ["before", *names])))
+        finish = await records.finish("before", "succeeded", b"{}")
+        assert finish is not None
+        assert finish.is_ours
+
+
+def test_wheel_carries_every_script(tmp_path: Path) -> None:
+    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    carried = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".lua")}
+    packages = (path for path in ROOT.iterdir() if (path / "__init__.py").is_file())
+    scripts = {str(path.relative_to(ROOT)) for package in packages for path in package.rglob("*.lua")}
+    assert carried == scripts
+    assert len(scripts) > 10
