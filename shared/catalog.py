@@ -2,175 +2,61 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import ValidationError, field_validator, model_validator
 
+from shared.catalog_entry import CatalogEntry, Deadline
 from shared.errors import ConfigurationError, UnknownModel
-
-Positive = Annotated[int, Field(gt=0)]
-
-
-class _Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+from shared.tasks import TASKS
+from shared.tasks.base import Task
 
 
-class Batch(_Entry):
-    """What one batch may hold: the budget of the task (tokens or pixel-steps) and a bound on items."""
+class Model(CatalogEntry):
+    """One served model, checked by the rules of its task."""
 
-    max_tokens: Positive | None = None
-    max_pixel_steps: Positive | None = None
-    max_items: Positive = 64
-
-
-LONGEST_DEADLINE_S = 86_400
-"""No model, and no caller, asks for more."""
-
-
-class Deadline(_Entry):
-    """Seconds from receipt to answer: the default, and the longest that a caller may ask for."""
-
-    default_s: float = Field(30.0, gt=0, le=LONGEST_DEADLINE_S)
-    longest_s: float = Field(300.0, gt=0, le=LONGEST_DEADLINE_S)
-
-
-class Cache(_Entry):
-    """How long results are kept (0: never), and who may get them.
-
-    `tenant`: who sent the same before. `global`: everybody, and then the answer tells one tenant (by `x-penstock-cache`
-    and by its time) whether another sent the same; for models whose inputs are no secrets.
-    """
-
-    ttl_s: int = Field(86400, ge=0)
-    scope: Literal["global", "tenant"] = "tenant"
-
-
-class Gpu(_Entry):
-    """The GPU type a worker asks for and how many workers share one of them in time."""
-
-    type: Literal["l4", "a100", "none"] = "none"
-    share: int = Field(1, ge=1, le=48)
-
-
-class Replicas(_Entry):
-    """Bounds of the autoscaler."""
-
-    min: int = Field(0, ge=0)
-    max: int = Field(10, ge=1)
-
-
-class Price(_Entry):
-    """What an item is billed at, once it was delivered."""
-
-    per_million_tokens_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
-    per_million_pixel_steps_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
-    cached_share: float = Field(0.0, ge=0, le=1)
-    """The part of the price that is charged for what came from the cache, or from an identical item in flight."""
-
-
-class ImageDefaults(_Entry):
-    """Defaults and bounds of an image model's parameters; `scheduler` is one of shared.diffusion_schedulers."""
-
-    width: Positive = 512
-    height: Positive = 512
-    steps: Positive = 20
-    longest_steps: Positive = 100
-    guidance_scale: float = Field(7.5, ge=0)
-    scheduler: str = "ddim"
-    largest_pixels: Positive = 1024 * 1024
-    """The largest width x height that may be asked for."""
-    multiple: Positive = 8
-    """Width and height are multiples of this (the VAE's scale)."""
-    compile: Literal["auto", "always", "never"] = "auto"
-    """torch.compile of UNet and VAE for the usual size, at warm-up: `auto` on GPUs, `always` on a CPU too."""
-
-
-class TextLimits(_Entry):
-    """What an embeddings request may hold."""
-
-    max_items: Positive = 2048
-    max_input_bytes: Positive = 64 * 1024
-
-
-class Tolerance(_Entry):
-    """How far results may lie from those of torch fp32, the reference.
-
-    `cosine`: the least cosine similarity of an embedding to the reference's; over a calibration set the minimum counts,
-    not the mean, since a caller gets single vectors. `psnr_db`: the least peak signal-to-noise ratio of an image.
-    """
-
-    cosine: float = Field(0.9999, ge=0, le=1)
-    psnr_db: float = Field(30.0, ge=0)
-
-
-class Model(_Entry):
-    """One served model; see models.yaml for two in full."""
-
-    name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9._-]{2,199}$")
-    task: Literal["embedding", "image"]
-    source: str = Field(pattern=r"^(hf:|gs://|local:|package:).+")
-    revision: str = "main"
-    aliases: tuple[str, ...] = ()
-    backend: Literal["auto", "torch", "onnx"] = "auto"
-    """What computes. `auto`: the fastest within the tolerance, as each worker measures it. Images are torch's."""
-    precision: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
-    """`auto`: the fastest that the tolerance allows; for images, what the device does best."""
-    tolerance: Tolerance = Tolerance()
-    dimensions: Positive | None = None
-    batch: Batch = Batch()
-    max_in_flight: Positive = 512
-    """Items that wait for a worker in one API instance, from which on requests are refused with 429."""
-    deadline: Deadline = Deadline()
-    cache: Cache = Cache()
-    text: TextLimits = TextLimits()
-    image: ImageDefaults = ImageDefaults()
-    gpu: Gpu = Gpu()
-    replicas: Replicas = Replicas()
-    price: Price = Price()
-
-    @field_validator("revision", mode="before")
+    @field_validator("task")
     @classmethod
-    def _revision_is_text(cls, value: object) -> object:
-        # YAML reads 1.10 as 1.1 and 0123 as 83: only quotes keep what was meant.
-        if isinstance(value, int | float):
-            raise ValueError("a revision that looks like a number needs quotes")
+    def _is_known(cls, value: str) -> str:
+        if value not in TASKS:
+            raise ValueError(f"unknown task {value!r}; use one of {', '.join(TASKS)}")
         return value
 
     @model_validator(mode="before")
     @classmethod
-    def _images_are_torch(cls, value: object) -> object:
-        return {"backend": "torch"} | value if isinstance(value, dict) and value.get("task") == "image" else value
+    def _takes_defaults_of_task(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        name = value.get("task")
+        task = TASKS.get(name) if isinstance(name, str) else None
+        return value if task is None else {**task.entry_defaults(), **value}
 
     @model_validator(mode="after")
-    def _backend_computes_precision(self) -> Self:
-        if self.task == "image" and self.backend != "torch":
-            raise ValueError("an image model needs backend torch")
-        if self.task == "embedding" and self.backend == "torch" and self.precision == "int8":
-            raise ValueError("embeddings in precision int8 need backend onnx or auto")
-        if self.backend == "onnx" and self.precision == "bf16":
-            raise ValueError("precision bf16 needs backend torch or auto")
-        return self
-
-    @model_validator(mode="after")
-    def _budget_fits_task(self) -> Self:
-        if self.task == "embedding" and (self.batch.max_tokens is None or self.dimensions is None):
-            raise ValueError("an embedding model needs batch.max_tokens and dimensions")
-        if self.task == "image" and self.batch.max_pixel_steps is None:
-            raise ValueError("an image model needs batch.max_pixel_steps")
+    def _can_be_served(self) -> Self:
+        self.definition.check_entry(self)
         if self.name.endswith(".dead"):
             raise ValueError("a name can't end in .dead: its topic would be another model's dead-letter topic")
         if self.deadline.default_s > self.deadline.longest_s:
             raise ValueError("deadline.default_s is above deadline.longest_s")
         return self
 
+    @cached_property
+    def definition(self) -> Task:
+        """What its task is."""
+        return TASKS[self.task]
+
     @property
     def budget(self) -> int:
         """The most work (tokens or pixel-steps) in one batch."""
-        budget = self.batch.max_tokens if self.task == "embedding" else self.batch.max_pixel_steps
-        assert budget is not None, "checked when the catalog was read; this is a bug"
-        return budget
+        return self.definition.budget(self)
+
+    @property
+    def result_tolerance(self) -> float:
+        """How close results must be to those of torch fp32, in the measure of the task."""
+        return self.definition.tolerance(self)
 
     def cost_usd(self, tokens: int = 0, pixel_steps: int = 0) -> float:
         """What computing this much is billed at."""
@@ -193,9 +79,9 @@ class Catalog:
         """
         model = self._by_name.get(name)
         if model is None:
-            served = ", ".join(m.name for m in self.models if task in (None, m.task))
+            served = ", ".join(model.name for model in self._serving(task))
             raise UnknownModel(f"model {name!r} is not served here; served: {served}", field="model")
-        if task is not None and model.task != task:
+        if task is not None and model.definition is not TASKS[task]:
             raise UnknownModel(f"model {name!r} serves {model.task}, not {task}", field="model")
         return model
 
@@ -210,10 +96,14 @@ class Catalog:
 
     def default(self, task: str) -> Model:
         """The first model of `task` in the catalog, for callers who name none."""
-        for model in self.models:
-            if model.task == task:
-                return model
+        for model in self._serving(task):
+            return model
         raise UnknownModel(f"no {task} model is served here", field="model")
+
+    def _serving(self, task: str | None) -> list[Model]:
+        """The models of one task, or of all (None)."""
+        wanted = None if task is None else TASKS[task]
+        return [model for model in self.models if wanted is None or model.definition is wanted]
 
 
 def read_catalog(path: Path) -> Catalog:

@@ -17,93 +17,20 @@ and its reply carries `slot`, `request_id` and `part` back, with one outcome per
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
 from shared.errors import PenstockError, UndecodableMessage
+from shared.tasks import Input, Result
 
 SCHEMA_VERSION = "1"
-INLINE_LIMIT_BYTES = 48 * 1024
-"""Results above this lie in the object store and the reply points to them."""
-
 LONGEST_ATTRIBUTE_BYTES = 1024
 LONGEST_DATA_BYTES = 9 * 1024 * 1024
 """Pub/Sub takes 10 MB of data and attributes together (https://cloud.google.com/pubsub/quotas)."""
 
 UnixTime = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 """Seconds since 1970, checked where a message is read: a deadline of `nan` would never pass."""
-
-
-class Blob(msgspec.Struct, omit_defaults=True):
-    """Bytes that travel either inline or as a key in the object store (exactly one of the two is set)."""
-
-    media_type: str
-    data: bytes | None = None
-    object_key: str | None = None
-
-
-Truncate = Literal["none", "end", "start"]
-"""What becomes of a text that is longer than its model takes: it is refused, or loses tokens at that side.
-
-Left out, it is `end`: so APIs from before the choice meant it. APIs say `none` where their caller says nothing.
-"""
-
-
-class TextInput(msgspec.Struct, tag="text", omit_defaults=True):
-    """One text to embed."""
-
-    text: str
-    truncate: Truncate = "end"
-
-
-class TokensInput(msgspec.Struct, tag="tokens", omit_defaults=True):
-    """One text to embed, as token ids of the model's own tokenizer, without special tokens."""
-
-    tokens: list[int]
-    truncate: Truncate = "end"
-
-
-class ImageInput(msgspec.Struct, tag="image", omit_defaults=True):
-    """One image to draw; with `image` set, image-to-image from it at `strength`."""
-
-    prompt: str
-    width: int
-    height: int
-    steps: int
-    guidance_scale: float
-    seed: int
-    scheduler: str
-    negative_prompt: str = ""
-    image: Blob | None = None
-    strength: float | None = None
-
-
-Input = TextInput | TokensInput | ImageInput
-
-
-class EmbeddingResult(msgspec.Struct, tag="embedding", omit_defaults=True):
-    """One vector: little-endian float32, `dimensions` of them, and the tokens it took (special tokens included)."""
-
-    vector: bytes
-    tokens: int
-    truncated_tokens: int = 0
-    """Tokens that were left out, because the text was longer than the model takes."""
-
-
-class ImageResult(msgspec.Struct, tag="image", omit_defaults=True):
-    """One encoded image with the seed that gives it again."""
-
-    image: Blob
-    width: int
-    height: int
-    seed: int
-    pixel_steps: int
-    truncated_tokens: int | None = None
-    """Tokens of its prompts that were left out, because they were longer than the model takes; None: not known."""
-
-
-Result = EmbeddingResult | ImageResult
 
 
 class Item(msgspec.Struct, omit_defaults=True):

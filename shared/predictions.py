@@ -6,18 +6,17 @@ Field names and states are those of Replicate's HTTP API (https://replicate.com/
 
 from __future__ import annotations
 
-import base64
 import hashlib
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from shared.messages import EmbeddingResult, ImageResult, ItemOutcome, Result, reason_of
+from shared.messages import ItemOutcome, reason_of
 from shared.stores.records import Record
 from shared.stores.signed_urls import Links
+from shared.tasks import Result
 
 MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp"}
 """Of the output formats that may be asked for; workers give PNG."""
@@ -125,17 +124,13 @@ def output_of(prediction: Prediction, record: Record, links: Links) -> list[Any]
     return shown if prediction.is_list else shown[0] if shown else None
 
 
-def _shown(prediction: Prediction, index: int, result: Result, links: Links) -> list[float] | str:
-    match result:
-        case EmbeddingResult(vector=vector):
-            floats: list[float] = np.frombuffer(vector, dtype="<f4").tolist()
-            return floats
-        case ImageResult(image=image):
-            media_type = MEDIA_TYPES[prediction.output_format]
-            if image.data is not None and media_type == image.media_type:
-                return f"data:{media_type};base64,{base64.b64encode(image.data).decode()}"
-            key = image.object_key or inline_key(prediction.record, index)
-            return prediction.base_url + links.path(key, media_type)
+def _shown(prediction: Prediction, index: int, result: Result, links: Links) -> Any:
+    media_type = MEDIA_TYPES[prediction.output_format]
+
+    def link_to(key: str | None) -> str:
+        return prediction.base_url + links.path(key or inline_key(prediction.record, index), media_type)
+
+    return result.to_output(media_type, link_to)
 
 
 def error_of(record: Record) -> str | None:
@@ -172,20 +167,16 @@ def _metrics(prediction: Prediction, record: Record) -> dict[str, float]:
     if times_ms:
         found["predict_time"] = round(max(times_ms) / 1000, 6)
         found["executionTime"] = round(max(times_ms))
-    if prediction.input.get("truncate") and record.state == "succeeded" and record.reply:
-        results = [outcome.result for outcome in record.reply.outcomes]
-        found["truncated_tokens"] = sum(getattr(result, "truncated_tokens", 0) for result in results)
-    if record.state == "succeeded" and record.reply and (left_out := truncated_in(record.reply.outcomes)) is not None:
-        found["truncated_tokens"] = left_out
+    if record.state == "succeeded" and record.reply:
+        left_out = _count_truncated(record.reply.outcomes, is_asked=bool(prediction.input.get("truncate")))
+        if left_out is not None:
+            found["truncated_tokens"] = left_out
     return found
 
 
-def truncated_in(outcomes: Sequence[ItemOutcome]) -> int | None:
-    """How many tokens of its prompts a request for images lost; None where no worker counted them."""
-    results = [outcome.result for outcome in outcomes]
-    counts = [one.truncated_tokens for one in results if isinstance(one, ImageResult)]
-    # All its images are of the same prompts.
-    return max((count for count in counts if count is not None), default=None)
+def _count_truncated(outcomes: Sequence[ItemOutcome], *, is_asked: bool) -> int | None:
+    results = [outcome.result for outcome in outcomes if outcome.result is not None]
+    return type(results[0]).count_truncated(results, is_asked=is_asked) if results else None
 
 
 def _ended_at_s(record: Record) -> float:

@@ -9,8 +9,9 @@ from typing import Any
 
 from shared.catalog import Model
 from shared.errors import Canceled, DeadlineExceeded, PenstockError
-from shared.messages import Envelope, Item, ItemOutcome, Job, Receipt, Result, failure
+from shared.messages import Envelope, Item, ItemOutcome, Job, Receipt, failure
 from shared.stores.records import record_id
+from shared.tasks import Result
 from shared.transport import Message, Subscription
 from shared.usage.row import Row, row_of
 from workers.models.base import Prepared

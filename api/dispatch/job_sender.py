@@ -12,24 +12,14 @@ import msgspec
 
 from api.dispatch.request import InferenceRequest
 from api.dispatch.singleflight import Flight, JobInFlight
+from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.catalog import Model
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, Unavailable, error_for_code
-from shared.messages import (
-    INLINE_LIMIT_BYTES,
-    Blob,
-    Envelope,
-    ImageInput,
-    Item,
-    ItemOutcome,
-    Job,
-    JobBody,
-    Reply,
-    ReplyBody,
-    encode_job,
-)
+from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, Reply, ReplyBody, encode_job
 from shared.pubsub.names import jobs_topic_id
 from shared.stores.objects import ObjectStore, object_key
 from shared.stores.records import Records, record_id
+from shared.tasks.image import ImageInput
 from shared.transport import Publisher
 
 LARGEST_JOB_ITEMS = 16

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from api.errors import ANSWERS
 from shared.catalog import Model
 from shared.errors import DeadlineExceeded, Overloaded, PenstockError, error_for_code
-from shared.messages import Input, ItemOutcome, reason_of
+from shared.messages import ItemOutcome, reason_of
+from shared.tasks import Input
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ import msgspec
 from api.dispatch.request import Answer, InferenceRequest
 from api.dispatch.singleflight import Flight, JobInFlight, Landing
 from shared.errors import PenstockError, UndecodableMessage
-from shared.messages import Item, ItemOutcome, Receipt, Result, failure
+from shared.messages import Item, ItemOutcome, Receipt, failure
 from shared.stores.cache import cache_key
+from shared.tasks import Result
 
 
 class Asking:

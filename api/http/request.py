@@ -17,7 +17,7 @@ from api.http.middleware import context_of, while_connected
 from api.http.request_options import RequestOptions, read_options
 from shared.catalog import Model
 from shared.errors import BadInput
-from shared.messages import Input
+from shared.tasks import Input
 
 B = TypeVar("B", bound=BaseModel)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from shared.catalog import LONGEST_DEADLINE_S, Deadline
+from shared.catalog_entry import LONGEST_DEADLINE_S, Deadline
 from shared.errors import BadInput
 
 DEADLINE_HEADER = "x-penstock-deadline-ms"

@@ -21,8 +21,8 @@ from api import metrics
 from api.errors import KeyInUse, KeyReused
 from api.idempotency.store import AnswerStore
 from shared.backoff import backoff
+from shared.blob import INLINE_LIMIT_BYTES
 from shared.errors import BadInput, PenstockError, Unavailable
-from shared.messages import INLINE_LIMIT_BYTES
 from shared.stores.objects import ObjectStore, object_key
 
 log = logging.getLogger(__name__)

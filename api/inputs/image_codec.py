@@ -10,9 +10,9 @@ import binascii
 
 from api.inputs.codec_pool import PicturePool
 from api.inputs.codec_protocol import Encode, Limits, Prepare, Prepared
-from shared.catalog import ImageDefaults
+from shared.blob import Blob
+from shared.catalog_entry import ImageDefaults
 from shared.errors import BadInput, PenstockError
-from shared.messages import Blob
 
 MEDIA_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 USUAL_QUALITY = 90

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from shared.catalog import Model
 from shared.errors import BadInput
-from shared.messages import ImageInput
+from shared.tasks.image import ImageInput
 
 
 class Wish(Protocol):

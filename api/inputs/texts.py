@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shared.catalog import Model
 from shared.errors import BadInput, InputTooLarge
-from shared.messages import TextInput, TokensInput, Truncate
+from shared.tasks.embedding import TextInput, TokensInput, Truncate
 
 TOKEN_BYTES = 4
 """What a token id counts against the limit on an input; a token stands for about four bytes of text."""

@@ -21,11 +21,12 @@ from api.inputs.texts import text_inputs
 from api.predictions.results import Fetcher
 from api.problem_details import inside_input
 from api.schemas.replicate import LONGEST_URL, PictureInput, TextsInput
+from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.catalog import Model
 from shared.errors import BadInput, InputTooLarge
-from shared.messages import INLINE_LIMIT_BYTES, Blob, Input
 from shared.stores.objects import ObjectStore, object_key
 from shared.stores.signed_urls import LinkInvalid, Links
+from shared.tasks import Input
 
 MOST_FIELDS = 100
 MOST_TEXTS = 128

@@ -22,9 +22,9 @@ from api.dispatch.job_sender import Inbox, Waiter
 from api.errors import NotFound
 from api.predictions.sender import NewPrediction, PredictionSender, failed_reply
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, Unavailable
-from shared.messages import ImageResult
 from shared.predictions import Prediction, decode_document, encode_document, record_of
 from shared.stores.records import Record, Records
+from shared.tasks.image import ImageResult
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,8 @@ from api.inputs.texts import text_inputs
 from api.schemas.openai import EmbeddingItem, EmbeddingsBody, EmbeddingsReply, Usage
 from shared.catalog import Model
 from shared.errors import BadInput, PenstockError
-from shared.messages import EmbeddingResult, ItemOutcome
+from shared.messages import ItemOutcome
+from shared.tasks.embedding import EmbeddingResult
 
 router = APIRouter(route_class=DirectRoute)
 LARGE_ITEMS = 256

@@ -17,11 +17,11 @@ from api.http.request import answer_by_s, check_room, infer, link_to, read_json,
 from api.inputs.image_codec import MEDIA_TYPES
 from api.inputs.image_params import check_strength, first_image, size_of
 from api.schemas.openai import EditBody, EditForm, GenerationBody, ImageItem, ImagesReply
+from shared.blob import Blob
 from shared.catalog import Model
 from shared.errors import PenstockError
-from shared.messages import Blob, ImageInput, ImageResult
-from shared.predictions import truncated_in
 from shared.stores.objects import object_key
+from shared.tasks.image import ImageInput, ImageResult
 
 router = APIRouter(route_class=DirectRoute)
 RESULT_LIMIT_BYTES = 64 * 1024 * 1024
@@ -92,7 +92,7 @@ async def _draw(
         raise PenstockError(f"{model.name} gave a result that is no image; this is a bug")
     headers = context_of(request).headers
     headers["x-penstock-seed"] = ",".join(str(result.seed) for result in drawn)
-    if (left_out := truncated_in(answer.outcomes)) is not None:
+    if (left_out := ImageResult.count_truncated(drawn)) is not None:
         headers[TRUNCATED_HEADER] = str(left_out)
     deadline_s = answer_by_s(request, model)
     items = [await _item(request, body, result, deadline_s) for result in drawn]

@@ -36,9 +36,10 @@ from api.schemas.replicate import LONGEST_URL, PredictionBody, VersionedBody
 from api.schemas.replicate_replies import PredictionReply, PredictionsPage
 from shared.catalog import Model
 from shared.errors import BadInput
-from shared.messages import Input, Item
+from shared.messages import Item
 from shared.predictions import Prediction, body_of, record_of
 from shared.stores.cache import cache_key
+from shared.tasks import Input
 from shared.webhook_urls import Forbidden, judged_url
 
 router = APIRouter(route_class=ProblemRoute, tags=["predictions"])

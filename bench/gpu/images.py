@@ -22,8 +22,9 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 from bench.gpu.card import DTYPES, seconds
 from bench.gpu.scale import Scale
 from models.shapes import PIPELINE
-from shared.catalog import Batch, ImageDefaults, Model
-from shared.messages import ImageResult
+from shared.catalog import Model
+from shared.catalog_entry import Batch, ImageDefaults
+from shared.tasks.image import ImageResult
 from workers.models.base import PreparedImage
 from workers.models.device import Device
 from workers.models.image.model import ImageModel

@@ -14,7 +14,8 @@ from transformers import AutoModel, BertConfig, BertModel
 
 from bench.gpu.card import DTYPES, seconds
 from bench.gpu.scale import Scale
-from shared.catalog import Batch, Model, read_catalog
+from shared.catalog import Model, read_catalog
+from shared.catalog_entry import Batch
 from workers.models import model_for
 from workers.models.base import PreparedText
 from workers.models.embedding.model_folder import read_sentence_folder

@@ -11,7 +11,8 @@ from infra.deploy.queueing import mean_wait_s, servers_needed
 from infra.deploy.rates import ModelRate, Rates
 from infra.kubernetes.deployment import GpuType, gpu_class
 from infra.kubernetes.placement import CPU_ONLY
-from shared.catalog import Gpu, Model
+from shared.catalog import Model
+from shared.catalog_entry import Gpu
 from shared.errors import ConfigurationError
 
 TRIP_S = 0.1

@@ -9,14 +9,10 @@ import msgspec
 
 from infra import bigquery
 from infra.deploy.rates import ModelRate
+from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.catalog import Model
 from shared.messages import (
-    INLINE_LIMIT_BYTES,
-    Blob,
-    EmbeddingResult,
     Envelope,
-    ImageInput,
-    ImageResult,
     Item,
     ItemOutcome,
     Job,
@@ -24,10 +20,11 @@ from shared.messages import (
     Receipt,
     Reply,
     ReplyBody,
-    TextInput,
     encode_job,
     encode_reply,
 )
+from shared.tasks.embedding import EmbeddingResult, TextInput
+from shared.tasks.image import ImageInput, ImageResult
 from shared.usage.row import row_of
 
 HOURS = 730.0

@@ -9,7 +9,7 @@ from typing import Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from shared.catalog import Gpu
+from shared.catalog_entry import Gpu
 from shared.errors import ConfigurationError
 
 GPU_TYPES_FILE = Path(__file__).parent / "gpus.yaml"

@@ -19,7 +19,8 @@ from infra.kubernetes.autoscaling import hpa_patch, keda_patch
 from infra.kubernetes.deployment import Deployment, GpuType, gpu_class, read_gpu_types
 from infra.kubernetes.identity import CREDENTIALS_FILE, credentials, identity_settings, token_volume
 from infra.kubernetes.placement import Placement, compute_class, place, share_of
-from shared.catalog import Catalog, Gpu, Model
+from shared.catalog import Catalog, Model
+from shared.catalog_entry import Gpu
 from shared.errors import ConfigurationError
 
 TREE = Path(__file__).parent

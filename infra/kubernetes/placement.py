@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from infra.kubernetes.deployment import Deployment, GpuType, gpu_class
-from shared.catalog import Gpu, Model
+from shared.catalog import Model
+from shared.catalog_entry import Gpu
 
 SHARED_MEMORY = 0.92
 """Of a shared GPU's memory is handed out to torch: each process also has a CUDA context outside of torch's books."""

@@ -19,8 +19,8 @@ from prometheus_client import Counter
 
 from shared.catalog import Model
 from shared.errors import BadInput
-from shared.messages import Blob, ImageInput, Input, Result, TextInput
 from shared.stores.cache_redis import RedisLevel
+from shared.tasks import Input, Result
 
 KEY_SCHEME = 2
 """Part of every key; raised when a model's code changes what the same input gives."""
@@ -58,33 +58,12 @@ def cache_key(model: Model, input: Input, tenant: str) -> str:
         BadInput: a text holds lone surrogates, which no encoding can carry.
     """
     whose = tenant if model.cache.scope == "tenant" else ""
-    tolerance = model.tolerance.cosine if model.task == "embedding" else model.tolerance.psnr_db
-    which = (model.name, model.revision, model.source, model.precision, tolerance, model.dimensions)
+    which = (model.name, model.revision, model.source, model.precision, model.result_tolerance, model.dimensions)
     try:
-        canonical = msgspec.msgpack.encode((KEY_SCHEME, whose, which, _canonical(input)))
+        canonical = msgspec.msgpack.encode((KEY_SCHEME, whose, which, input.cache_form()))
     except UnicodeEncodeError as error:
         raise BadInput("the text is not valid Unicode (a lone surrogate)", field="input") from error
     return hashlib.blake2b(canonical, digest_size=32).hexdigest()
-
-
-def _canonical(input: Input) -> tuple[object, ...]:
-    """The input as plain values in a fixed order; 7 and 7.0 are one guidance scale."""
-    if isinstance(input, TextInput):
-        return ("text", input.text, input.truncate)
-    if not isinstance(input, ImageInput):
-        return ("tokens", input.tokens, input.truncate)
-    size = (input.width, input.height, input.steps)
-    drawn = (float(input.guidance_scale), input.seed, input.scheduler, input.prompt, input.negative_prompt)
-    if input.image is None:
-        return ("image", size, drawn)
-    strength = None if input.strength is None else float(input.strength)
-    return ("image", size, drawn, _source_digest(input.image), strength)
-
-
-def _source_digest(image: Blob) -> tuple[str, object]:
-    if image.data is not None:
-        return ("bytes", hashlib.blake2b(image.data, digest_size=32).digest())
-    return ("object", image.object_key)
 
 
 class Entry(msgspec.Struct, array_like=True):

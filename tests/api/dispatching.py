@@ -16,10 +16,11 @@ from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.job_sender import JobSender
 from api.dispatch.reply_inbox import ReplyInbox
 from api.dispatch.request import Answer, InferenceRequest
-from shared.messages import EmbeddingResult, Result, TextInput
 from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
+from shared.tasks import Result
+from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.usage.row import Row
 from tests.api.fake_worker import FakeWorker, vector_of
 from tests.api.harness import NO_REDIS, TEXT_MODEL, RowList, settings_for

@@ -13,14 +13,10 @@ import msgspec
 import numpy as np
 from PIL import Image
 
+from shared.blob import Blob
 from shared.catalog import Model
 from shared.errors import BadInput, DeadlineExceeded, ModelFailed
 from shared.messages import (
-    Blob,
-    EmbeddingResult,
-    ImageInput,
-    ImageResult,
-    Input,
     Item,
     ItemError,
     ItemOutcome,
@@ -28,7 +24,6 @@ from shared.messages import (
     Receipt,
     Reply,
     ReplyBody,
-    Result,
     decode_job,
     encode_reply,
     encode_reply_body,
@@ -38,6 +33,9 @@ from shared.pubsub.names import jobs_topic_id, workers_subscription_id
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore, object_key
 from shared.stores.records import Records
+from shared.tasks import Input, Result
+from shared.tasks.embedding import EmbeddingResult
+from shared.tasks.image import ImageInput, ImageResult
 from shared.transport import Admin, Subscription, SubscriptionSettings, Transport
 from tests.limits import WAIT_LIMIT_S
 from workers.models.base import PreparedText, Preparer

@@ -13,16 +13,8 @@ import pytest
 
 from api.dispatch.reply_inbox import REPLIES
 from shared.errors import Overloaded, Unavailable
-from shared.messages import (
-    EmbeddingResult,
-    ItemOutcome,
-    Receipt,
-    Reply,
-    ReplyBody,
-    TextInput,
-    encode_reply,
-    encode_reply_body,
-)
+from shared.messages import ItemOutcome, Receipt, Reply, ReplyBody, encode_reply, encode_reply_body
+from shared.tasks.embedding import EmbeddingResult, TextInput
 from tests.api.dispatching import Bench, ends, origins, running_bench, texts_right
 from tests.api.fake_worker import vector_of
 from tests.api.harness import TEXT_MODEL

@@ -19,7 +19,7 @@ from api.inputs.codec_protocol import Encode, Limits, Prepare, Prepared, Refused
 from api.inputs.codec_server import SOURCE_LIMIT_PIXELS, done, size_like
 from api.inputs.image_codec import BASE64_PIECE, data_of_uri
 from shared.errors import BadInput
-from shared.messages import ImageInput
+from shared.tasks.image import ImageInput
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 
 pytestmark = pytest.mark.anyio

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from shared.blob import INLINE_LIMIT_BYTES
 from shared.errors import PenstockError
-from shared.messages import INLINE_LIMIT_BYTES, ImageInput
 from shared.stores.signed_urls import VALID_S, Links
+from shared.tasks.image import ImageInput
 from tests.api.fake_worker import LONGEST_PROMPT_WORDS, png_of
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from shared.messages import ImageInput, TextInput
 from shared.stores.objects import ObjectStore
+from shared.tasks.embedding import TextInput
+from shared.tasks.image import ImageInput
 from tests.api.fake_worker import png_of, vector_of
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import TEXT, WAIT, data_of

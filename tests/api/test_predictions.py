@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.messages import TextInput
 from shared.stores.records import Records
+from shared.tasks.embedding import TextInput
 from tests.api.fake_worker import LONGEST_PROMPT_WORDS, vector_of
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import TEXT, WAIT, admitted, until_over

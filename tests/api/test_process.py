@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from infra.local.process import free_port
-from shared.messages import TextInput
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
+from shared.tasks.embedding import TextInput
 from tests.api.fake_worker import FakeWorker, vector_of
 from tests.api.harness import CATALOG, NO_REDIS, TEXT_MODEL
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S

@@ -13,8 +13,9 @@ from replicate.helpers import FileOutput
 from replicate.pagination import async_paginate
 from replicate.webhook import Webhooks, WebhookSigningSecret
 
-from shared.messages import ImageInput, TextInput
 from shared.stores.records import Records
+from shared.tasks.embedding import TextInput
+from shared.tasks.image import ImageInput
 from shared.webhooks import signature
 from tests.api.fake_worker import png_of, vector_of
 from tests.api.harness import CATALOG, IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.catalog import Cache, Catalog, Model
+from shared.catalog import Catalog, Model
+from shared.catalog_entry import Cache
 from shared.pubsub.names import workers_subscription_id
 from shared.usage.row import Row
 from tests.api.fake_worker import FakeWorker

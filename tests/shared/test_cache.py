@@ -8,8 +8,10 @@ import pytest
 import redis.asyncio
 from prometheus_client import REGISTRY
 
-from shared.messages import Blob, EmbeddingResult, ImageResult
+from shared.blob import Blob
 from shared.stores.cache import VALUE_LIMIT_BYTES, ResultCache
+from shared.tasks.embedding import EmbeddingResult
+from shared.tasks.image import ImageResult
 
 pytestmark = pytest.mark.anyio
 

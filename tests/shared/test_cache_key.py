@@ -4,10 +4,14 @@ from typing import Any
 
 import pytest
 
-from shared.catalog import Model, Tolerance
+from shared.blob import Blob
+from shared.catalog import Model
+from shared.catalog_entry import Tolerance
 from shared.errors import BadInput
-from shared.messages import Blob, ImageInput, Input, TextInput, TokensInput
 from shared.stores.cache import cache_key
+from shared.tasks import Input
+from shared.tasks.embedding import TextInput, TokensInput
+from shared.tasks.image import ImageInput
 
 MODEL = Model.model_validate(
     {"name": "mini", "task": "embedding", "source": "local:mini", "dimensions": 4, "batch": {"max_tokens": 64}}

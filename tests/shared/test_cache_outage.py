@@ -14,9 +14,9 @@ from prometheus_client import REGISTRY
 from infra.local.process import free_port
 from infra.local.redis_server import RedisServer
 from shared.errors import ConfigurationError
-from shared.messages import EmbeddingResult
 from shared.stores import redis_client as redis_link
 from shared.stores.cache import ResultCache
+from shared.tasks.embedding import EmbeddingResult
 from tests.limits import REDIS_LIMIT_S, WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio

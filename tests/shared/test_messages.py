@@ -7,14 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.catalog import Batch, Model, Price
+from shared.blob import Blob
+from shared.catalog import Model
+from shared.catalog_entry import Batch, Price
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, UndecodableMessage
 from shared.messages import (
-    Blob,
-    EmbeddingResult,
     Envelope,
-    ImageInput,
-    ImageResult,
     Item,
     ItemError,
     ItemOutcome,
@@ -23,14 +21,14 @@ from shared.messages import (
     Receipt,
     Reply,
     ReplyBody,
-    TextInput,
-    TokensInput,
     decode_job,
     decode_reply,
     encode_job,
     encode_reply,
     failure,
 )
+from shared.tasks.embedding import EmbeddingResult, TextInput, TokensInput
+from shared.tasks.image import ImageInput, ImageResult
 from shared.usage.row import row_of
 
 MINI = Model(name="mini", task="embedding", source="local:x", dimensions=1, batch=Batch(max_tokens=1))

@@ -9,24 +9,11 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from shared.catalog import Batch, Cache, Model, Price
+from shared.blob import INLINE_LIMIT_BYTES, Blob
+from shared.catalog import Model
+from shared.catalog_entry import Batch, Cache, Price
 from shared.errors import BadInput, Canceled, ModelFailed, PenstockError, Unavailable
-from shared.messages import (
-    INLINE_LIMIT_BYTES,
-    Blob,
-    EmbeddingResult,
-    Envelope,
-    ImageResult,
-    Input,
-    Item,
-    Job,
-    JobBody,
-    Reply,
-    Result,
-    TextInput,
-    decode_reply,
-    encode_job,
-)
+from shared.messages import Envelope, Item, Job, JobBody, Reply, decode_reply, encode_job
 from shared.pubsub.names import (
     BATCH_FILTER,
     INTERACTIVE_FILTER,
@@ -43,6 +30,9 @@ from shared.pubsub.names import (
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
+from shared.tasks import Input, Result
+from shared.tasks.embedding import EmbeddingResult, TextInput
+from shared.tasks.image import ImageResult
 from shared.transport import SubscriptionSettings
 from shared.usage.row import Row
 from tests.fakes import InMemoryTransport

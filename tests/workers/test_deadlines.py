@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from shared.messages import EmbeddingResult, ItemOutcome, Receipt, ReplyBody, encode_reply_body
+from shared.messages import ItemOutcome, Receipt, ReplyBody, encode_reply_body
 from shared.pubsub.names import WEBHOOKS_SUBSCRIPTION_ID, inbox_topic_id
 from shared.stores.cache import ResultCache
 from shared.stores.records import LATE_LOOK_S
+from shared.tasks.embedding import EmbeddingResult
 from shared.webhooks import decode_webhook_event
 from tests.fakes import InMemoryTransport
 from tests.limits import PATIENCE, WAIT_LIMIT_S

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 
 LETTERS = """
 import os, signal, sys
-from shared.messages import EmbeddingResult
+from shared.tasks.embedding import EmbeddingResult
 from workers.runtime import server as model_process
 
 class Letters:

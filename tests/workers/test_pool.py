@@ -13,7 +13,8 @@ import pytest
 
 from shared.catalog import Model, read_catalog
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
-from shared.messages import EmbeddingResult, Input, TextInput
+from shared.tasks import Input
+from shared.tasks.embedding import EmbeddingResult, TextInput
 from tests.limits import WAIT_LIMIT_S
 from workers.models import preparer_for
 from workers.models.base import Prepared, PreparedText

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
-from shared.messages import EmbeddingResult, Result
+from shared.tasks import Result
+from shared.tasks.embedding import EmbeddingResult
 from workers.models.base import OnStep, PreparedItem
 from workers.runtime.memory import weights_bytes
 from workers.runtime.resident_models import ResidentModels

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from shared.catalog import Cache, Model, read_catalog
-from shared.messages import EmbeddingResult, Envelope, Item, Job, JobBody, TextInput, decode_reply, encode_job
+from shared.catalog import Model, read_catalog
+from shared.catalog_entry import Cache
+from shared.messages import Envelope, Item, Job, JobBody, decode_reply, encode_job
 from shared.pubsub.names import (
     BATCH_FILTER,
     batch_subscription_id,
@@ -30,6 +31,7 @@ from shared.settings import WorkerSettings, read_settings
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
+from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.transport import SubscriptionSettings
 from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S

@@ -10,8 +10,9 @@ import pytest
 
 from infra.local.redis_server import RedisServer
 from shared.errors import ModelFailed
-from shared.messages import ImageResult, ReplyBody, encode_reply_body, failure
+from shared.messages import ReplyBody, encode_reply_body, failure
 from shared.pubsub.names import WEBHOOKS_SUBSCRIPTION_ID, dead_letter_subscription_id, workers_subscription_id
+from shared.tasks.image import ImageResult
 from shared.transport import Message
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.desk import LARGE_IMAGE, MODEL, Desk, FailingStore, working

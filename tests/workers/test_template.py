@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from shared.catalog import read_catalog
-from shared.messages import EmbeddingResult
+from shared.tasks.embedding import EmbeddingResult
 from tests.limits import START_LIMIT_S
 from workers.models.base import PreparedText
 from workers.models.source import resolve

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shared.catalog import Model
-from shared.messages import EmbeddingResult
+from shared.tasks.embedding import EmbeddingResult
 from workers.models import model_for
 from workers.models.backend import Backend
 from workers.models.base import InferenceModel, PreparedText

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from shared.catalog import Model
 from shared.errors import Canceled, ModelFailed, PenstockError, Unavailable, UndecodableMessage
-from shared.messages import Item, Result, decode_job, failure
+from shared.messages import Item, decode_job, failure
 from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
+from shared.tasks import Result
 from shared.transport import Message, Subscription
 from workers import metrics
 from workers.job import PulledJob, QueuedItem

@@ -8,9 +8,11 @@ import time
 import msgspec
 
 from shared.backoff import backoff
+from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.errors import Unavailable
-from shared.messages import INLINE_LIMIT_BYTES, Blob, Envelope, ImageResult, ItemOutcome
+from shared.messages import Envelope, ItemOutcome
 from shared.stores.objects import ObjectStore
+from shared.tasks.image import ImageResult
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 4.0
 

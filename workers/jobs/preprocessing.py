@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 import msgspec
 
+from shared.blob import Blob
 from shared.errors import PenstockError
-from shared.messages import Blob, ImageInput, Item
+from shared.messages import Item
 from shared.stores.objects import ObjectStore
+from shared.tasks.image import ImageInput
 from workers.models.base import Prepared, Preparer
 
 SOURCE_LIMIT_BYTES = 32 * 1024 * 1024

@@ -69,7 +69,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     source_digest: str
     made_by: dict[str, str]
     measured_on: tuple[str, ...] = ()
-    task: Literal["embedding", "image"]
+    task: str
     variants: list[Variant]
     refused: dict[str, float] = {}
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from shared.errors import BadInput, ModelFailed, PenstockError
-from shared.messages import Input, Result
+from shared.tasks import Input, Result
 
 
 class Prepared(msgspec.Struct, kw_only=True):

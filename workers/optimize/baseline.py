@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shared.catalog import Model as Entry
-from shared.messages import EmbeddingResult
+from shared.tasks.embedding import EmbeddingResult
 from workers.models.base import PreparedText
 from workers.models.device import Device
 from workers.models.embedding.encoder_torch import TorchEncoder

@@ -13,7 +13,7 @@ from typing import Self
 import msgspec
 
 from shared.errors import ConfigurationError, ModelFailed, PenstockError, error_for_code
-from shared.messages import Result
+from shared.tasks import Result
 from workers.models.base import OnStep, Prepared
 from workers.runtime.child_process import ChildProcess
 from workers.runtime.output import ChildOutput

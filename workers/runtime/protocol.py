@@ -11,7 +11,7 @@ import struct
 
 import msgspec
 
-from shared.messages import Result
+from shared.tasks import Result
 from workers.models.base import Prepared, PreparedItem
 
 HEADER = struct.Struct("<I")

@@ -25,7 +25,7 @@ import msgspec
 from shared.catalog import Model
 from shared.errors import Canceled, ModelFailed, PenstockError
 from shared.logs import configure_logs
-from shared.messages import Result
+from shared.tasks import Result
 from workers.models import model_for
 from workers.models.backend import Backend
 from workers.models.base import InferenceModel, OnStep, OutOfMemory, PreparedItem

@@ -13,7 +13,8 @@ from google.api_core.exceptions import BadRequest
 from google.cloud import bigquery
 
 from infra import bigquery as usage
-from shared.catalog import Batch, Model, Price
+from shared.catalog import Model
+from shared.catalog_entry import Batch, Price
 from shared.messages import Envelope, ItemOutcome, Receipt
 from shared.usage.row import Row, row_of
 from shared.usage.writer import fields_of

@@ -15,21 +15,13 @@ import httpx
 from google.cloud import bigquery
 from prometheus_client.parser import text_string_to_metric_families
 
-from shared.messages import (
-    Envelope,
-    Item,
-    Job,
-    JobBody,
-    Reply,
-    TextInput,
-    decode_reply,
-    encode_job,
-)
+from shared.messages import Envelope, Item, Job, JobBody, Reply, decode_reply, encode_job
 from shared.predictions import Prediction, encode_document
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
 from shared.pubsub.names import dead_letter_topic_id, jobs_topic_id, workers_subscription_id
 from shared.stores.records import Record, Records
+from shared.tasks.embedding import TextInput
 from shared.transport import SubscriptionSettings
 from shared.webhooks import EventName, WebhookEvent, encode_webhook_event
 from tests.limits import WAIT_LIMIT_S

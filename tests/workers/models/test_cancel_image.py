@@ -7,7 +7,7 @@ import pytest
 
 from shared.catalog import Catalog
 from shared.errors import Canceled
-from shared.messages import ImageInput, ImageResult
+from shared.tasks.image import ImageInput, ImageResult
 from tests.limits import START_LIMIT_S
 from workers.models.base import Prepared, Preparer
 from workers.runtime.pool import BatchDone, HostedModel, ModelPool

@@ -15,7 +15,8 @@ from transformers import RobertaConfig, RobertaModel
 
 from shared.catalog import Catalog
 from shared.errors import ConfigurationError
-from shared.messages import EmbeddingResult, Input, TextInput, TokensInput
+from shared.tasks import Input
+from shared.tasks.embedding import EmbeddingResult, TextInput, TokensInput
 from workers.models import model_for, preparer_for
 from workers.models.base import InferenceModel, PreparedText, Preparer
 

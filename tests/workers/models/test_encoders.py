@@ -10,7 +10,7 @@ from transformers import AutoModel, BertConfig, BertModel
 
 from shared.catalog import Catalog
 from shared.errors import ConfigurationError, ModelFailed
-from shared.messages import TextInput
+from shared.tasks.embedding import TextInput
 from workers.models import model_for
 from workers.models.backend import Backend
 from workers.models.base import PreparedText, Preparer

@@ -12,10 +12,12 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
+from shared.blob import Blob
 from shared.catalog import Catalog
 from shared.diffusion_schedulers import SCHEDULER_NAMES
 from shared.errors import BadInput, ConfigurationError, ModelFailed
-from shared.messages import Blob, ImageInput, ImageResult, Input
+from shared.tasks import Input
+from shared.tasks.image import ImageInput, ImageResult
 from workers.models import model_for, preparer_for
 from workers.models.base import InferenceModel, PreparedImage, Preparer
 

@@ -13,8 +13,10 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image
 
+from shared.blob import Blob
 from shared.catalog import Catalog
-from shared.messages import Blob, ImageInput, ImageResult, Input
+from shared.tasks import Input
+from shared.tasks.image import ImageInput, ImageResult
 from workers.models import model_for
 from workers.models.base import InferenceModel, OutOfMemory, PreparedImage, Preparer
 from workers.models.device import Device

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from shared.catalog import ImageDefaults
+from shared.blob import Blob
+from shared.catalog_entry import ImageDefaults
 from shared.errors import BadInput, InputTooLarge
-from shared.messages import Blob, ImageInput, TextInput
+from shared.tasks.embedding import TextInput
+from shared.tasks.image import ImageInput
 from workers.models.base import PreparedImage
 from workers.models.image.preprocessing import ImagePreparer
 

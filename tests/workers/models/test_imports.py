@@ -13,7 +13,8 @@ HEAVY = ["torch", "transformers", "diffusers", "sentence_transformers"]
 IO_PROCESS = """
 from pathlib import Path
 from shared.catalog import read_catalog
-from shared.messages import ImageInput, TextInput
+from shared.tasks.embedding import TextInput
+from shared.tasks.image import ImageInput
 from workers.runtime.pool import HostedModel, ModelPool
 from workers.models import preparer_for
 from workers.models.source import resolve

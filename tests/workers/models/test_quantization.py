@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from shared.catalog import Catalog
-from shared.messages import ImageInput, ImageResult
+from shared.tasks.image import ImageInput, ImageResult
 from workers.models import model_for
 from workers.models.base import InferenceModel, Preparer
 

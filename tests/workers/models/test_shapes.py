@@ -15,8 +15,9 @@ from PIL import Image
 from models.shapes.draw import draw
 from models.shapes.judge import Pixels, Seen, read
 from models.shapes.world import Figure, Scene
+from shared.blob import Blob
 from shared.catalog import Catalog
-from shared.messages import Blob, ImageInput, ImageResult
+from shared.tasks.image import ImageInput, ImageResult
 from workers.models.base import InferenceModel, PreparedImage, Preparer
 
 STRENGTH = 0.6

@@ -10,7 +10,9 @@ from tokenizers import Tokenizer
 
 from shared.catalog import Catalog
 from shared.errors import BadInput, ConfigurationError, ContextLengthExceeded
-from shared.messages import ImageInput, Input, TextInput, TokensInput, Truncate
+from shared.tasks import Input
+from shared.tasks.embedding import TextInput, TokensInput, Truncate
+from shared.tasks.image import ImageInput
 from workers.models import preparer_for
 from workers.models.base import PreparedText, Preparer
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from shared.catalog import Model
 from shared.errors import ConfigurationError, PenstockError
-from shared.messages import EmbeddingResult, Result
+from shared.tasks import Result
+from shared.tasks.embedding import EmbeddingResult
 from workers.models.base import OnStep, PreparedItem, PreparedText
 from workers.models.embedding.length_bucketing import cut_by_length
 

@@ -16,7 +16,8 @@ from tokenizers.normalizers import Lowercase
 from tokenizers.normalizers import Sequence as NormalizerSequence
 
 from shared.errors import BadInput, ConfigurationError, ContextLengthExceeded
-from shared.messages import Input, TextInput, TokensInput, Truncate
+from shared.tasks import Input
+from shared.tasks.embedding import TextInput, TokensInput, Truncate
 from workers.models.base import PreparedText
 from workers.models.embedding.model_folder import SentenceFolder, read_sentence_folder
 

@@ -15,10 +15,12 @@ import diffusers
 import numpy as np
 import torch
 
+from shared.blob import Blob
 from shared.catalog import Model
 from shared.diffusion_schedulers import OWN_SCHEDULER, SCHEDULERS
 from shared.errors import BadInput, ModelFailed, PenstockError
-from shared.messages import Blob, ImageResult, Result
+from shared.tasks import Result
+from shared.tasks.image import ImageResult
 from workers.models.base import OnStep, OutOfMemory, PreparedImage, PreparedItem
 from workers.models.device import Device, memory_errors
 from workers.models.image.codec import encode_all, sources_on, to_host

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from shared.catalog import ImageDefaults
+from shared.blob import Blob
+from shared.catalog_entry import ImageDefaults
 from shared.diffusion_schedulers import SCHEDULER_NAMES, SCHEDULERS
 from shared.errors import BadInput, InputTooLarge
-from shared.messages import Blob, ImageInput, Input
+from shared.tasks import Input
+from shared.tasks.image import ImageInput
 from workers.models.base import PreparedImage
 
 SOURCE_FORMATS = ("PNG", "JPEG", "WEBP")

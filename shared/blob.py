@@ -1,0 +1,16 @@
+"""Bytes that travel inside a message, or as a key in the object store."""
+
+from __future__ import annotations
+
+import msgspec
+
+INLINE_LIMIT_BYTES = 48 * 1024
+"""Larger blobs are put into the object store, and the message points to them."""
+
+
+class Blob(msgspec.Struct, omit_defaults=True):
+    """Bytes, either inline or as a key in the object store. Exactly one of the two is set."""
+
+    media_type: str
+    data: bytes | None = None
+    object_key: str | None = None

@@ -1,0 +1,136 @@
+"""The fields of an entry in the catalog (`models.yaml`), without the rules of its task."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Batch(_Entry):
+    """What one batch may hold: the budget of the task (tokens or pixel-steps) and a bound on items."""
+
+    max_tokens: Positive | None = None
+    max_pixel_steps: Positive | None = None
+    max_items: Positive = 64
+
+
+LONGEST_DEADLINE_S = 86_400
+"""No model, and no caller, asks for more."""
+
+
+class Deadline(_Entry):
+    """Seconds from receipt to answer: the default, and the longest that a caller may ask for."""
+
+    default_s: float = Field(30.0, gt=0, le=LONGEST_DEADLINE_S)
+    longest_s: float = Field(300.0, gt=0, le=LONGEST_DEADLINE_S)
+
+
+class Cache(_Entry):
+    """How long results are kept (0: never), and who may get them.
+
+    `tenant`: who sent the same before. `global`: everybody, and then the answer tells one tenant (by `x-penstock-cache`
+    and by its time) whether another sent the same; for models whose inputs are no secrets.
+    """
+
+    ttl_s: int = Field(86400, ge=0)
+    scope: Literal["global", "tenant"] = "tenant"
+
+
+class Gpu(_Entry):
+    """The GPU type a worker asks for and how many workers share one of them in time."""
+
+    type: Literal["l4", "a100", "none"] = "none"
+    share: int = Field(1, ge=1, le=48)
+
+
+class Replicas(_Entry):
+    """Bounds of the autoscaler."""
+
+    min: int = Field(0, ge=0)
+    max: int = Field(10, ge=1)
+
+
+class Price(_Entry):
+    """What an item is billed at, once it was delivered."""
+
+    per_million_tokens_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
+    per_million_pixel_steps_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
+    cached_share: float = Field(0.0, ge=0, le=1)
+    """The part of the price that is charged for what came from the cache, or from an identical item in flight."""
+
+
+class ImageDefaults(_Entry):
+    """Defaults and bounds of an image model's parameters; `scheduler` is one of shared.diffusion_schedulers."""
+
+    width: Positive = 512
+    height: Positive = 512
+    steps: Positive = 20
+    longest_steps: Positive = 100
+    guidance_scale: float = Field(7.5, ge=0)
+    scheduler: str = "ddim"
+    largest_pixels: Positive = 1024 * 1024
+    """The largest width x height that may be asked for."""
+    multiple: Positive = 8
+    """Width and height are multiples of this (the VAE's scale)."""
+    compile: Literal["auto", "always", "never"] = "auto"
+    """torch.compile of UNet and VAE for the usual size, at warm-up: `auto` on GPUs, `always` on a CPU too."""
+
+
+class TextLimits(_Entry):
+    """What an embeddings request may hold."""
+
+    max_items: Positive = 2048
+    max_input_bytes: Positive = 64 * 1024
+
+
+class Tolerance(_Entry):
+    """How far results may lie from those of torch fp32, the reference.
+
+    `cosine`: the least cosine similarity of an embedding to the reference's; over a calibration set the minimum counts,
+    not the mean, since a caller gets single vectors. `psnr_db`: the least peak signal-to-noise ratio of an image.
+    """
+
+    cosine: float = Field(0.9999, ge=0, le=1)
+    psnr_db: float = Field(30.0, ge=0)
+
+
+class CatalogEntry(_Entry):
+    """One served model, as the catalog describes it. `models.yaml` has two in full."""
+
+    name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9._-]{2,199}$")
+    task: str
+    """The name of a task in shared/tasks."""
+    source: str = Field(pattern=r"^(hf:|gs://|local:|package:).+")
+    revision: str = "main"
+    aliases: tuple[str, ...] = ()
+    backend: Literal["auto", "torch", "onnx"] = "auto"
+    """What computes. `auto`: the fastest within the tolerance, as each worker measures it. Images are torch's."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
+    """`auto`: the fastest that the tolerance allows; for images, what the device does best."""
+    tolerance: Tolerance = Tolerance()
+    dimensions: Positive | None = None
+    batch: Batch = Batch()
+    max_in_flight: Positive = 512
+    """Items that wait for a worker in one API instance, from which on requests are refused with 429."""
+    deadline: Deadline = Deadline()
+    cache: Cache = Cache()
+    text: TextLimits = TextLimits()
+    image: ImageDefaults = ImageDefaults()
+    gpu: Gpu = Gpu()
+    replicas: Replicas = Replicas()
+    price: Price = Price()
+
+    @field_validator("revision", mode="before")
+    @classmethod
+    def _revision_is_text(cls, value: object) -> object:
+        # YAML reads 1.10 as 1.1 and 0123 as 83: only quotes keep what was meant.
+        if isinstance(value, int | float):
+            raise ValueError("a revision that looks like a number needs quotes")
+        return value

@@ -1,0 +1,14 @@
+"""The registry of tasks. Each task has one file here, and one of the same name in api/tasks and workers/tasks.
+
+docs/adding-a-task.md shows how to add one.
+"""
+
+from __future__ import annotations
+
+from shared.tasks.base import Task
+from shared.tasks.embedding import EMBEDDING, EmbeddingResult, TextInput, TokensInput
+from shared.tasks.image import IMAGE, ImageInput, ImageResult
+
+Input = TextInput | TokensInput | ImageInput
+Result = EmbeddingResult | ImageResult
+TASKS: dict[str, Task] = {task.name: task for task in (EMBEDDING, IMAGE)}

@@ -1,0 +1,173 @@
+"""What a task is: the inputs and results of its items, the rules of its models, and what it costs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+import msgspec
+
+from shared.blob import INLINE_LIMIT_BYTES, Blob
+from shared.catalog_entry import CatalogEntry
+
+LARGEST_JOB_ITEMS = 16
+LinkTo = Callable[[str | None], str]
+"""Gives the URL of a result that the object store holds under this key, or that its record holds (None)."""
+
+
+class TaskInput(msgspec.Struct, omit_defaults=True):
+    """The input of one item. Each task has one or more subclasses, with a tag."""
+
+    @property
+    def source(self) -> Blob | None:
+        """The bytes in the input that can be too large for a message."""
+        return None
+
+    def with_source(self, source: Blob) -> Self:
+        """The same input with `source` in another place."""
+        raise NotImplementedError
+
+    def cache_form(self) -> tuple[object, ...]:
+        """All that decides the result, as plain values in a fixed order. A part of the cache key."""
+        raise NotImplementedError
+
+
+class TaskResult(msgspec.Struct, omit_defaults=True):
+    """The result of one item. Each task has one subclass, with a tag.
+
+    A field `tokens` or `pixel_steps` is what the item is charged for.
+    """
+
+    @property
+    def blob(self) -> Blob | None:
+        """The bytes in the result that can be too large for a message."""
+        return None
+
+    def with_blob(self, blob: Blob) -> Self:
+        """The same result with `blob` in another place."""
+        raise NotImplementedError
+
+    def to_output(self, media_type: str, link_to: LinkTo) -> Any:
+        """The result as a prediction shows it, ready for JSON.
+
+        Args:
+            media_type: of the output format that the caller chose.
+            link_to: gives the URL of a result that is not inline.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def count_truncated(cls, results: Sequence[TaskResult], *, is_asked: bool) -> int | None:
+        """How many tokens a request lost. None: not known, or of no interest.
+
+        Args:
+            results: of the whole request.
+            is_asked: whether the caller chose a side to cut.
+        """
+        return sum(getattr(one, "truncated_tokens", 0) for one in results) if is_asked else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstGuesses:
+    """Seconds to reckon with until something has been measured."""
+
+    item_s: float
+    """What a worker takes for an item. Autoscaling uses it."""
+    gap_s: float
+    """Between two items that leave an API instance under load. Admission uses it.
+
+    Too short is better than too long: no one notices a wrong refusal, but everyone notices a late answer.
+    """
+    batch_s: float
+    """What the model takes for an item, with the others of its batch. Admission uses it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleRequest:
+    """A request that a caller could send, for smoke tests."""
+
+    path: str
+    body: Mapping[str, Any]
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class Task(ABC):
+    """The rules of a task. They are the same in every layer."""
+
+    name: ClassVar[str]
+    """What `task` in the catalog says."""
+    noun: ClassVar[str]
+    """A model of this task, in error messages."""
+    first_guesses: ClassVar[FirstGuesses]
+    stores_blobs: ClassVar[bool] = False
+    """Whether large inputs and results go to the object store."""
+    runs_graphs: ClassVar[bool] = False
+    """Whether its models can run as optimized ONNX graphs."""
+
+    def entry_defaults(self) -> Mapping[str, Any]:
+        """Fields of a catalog entry that have another default for this task."""
+        return {}
+
+    @abstractmethod
+    def check_entry(self, entry: CatalogEntry) -> None:
+        """Checks an entry of the catalog.
+
+        Raises:
+            ValueError: the entry can't be served.
+        """
+
+    @abstractmethod
+    def budget(self, entry: CatalogEntry) -> int:
+        """The most work that a batch may hold, in the unit of the task."""
+
+    @abstractmethod
+    def tolerance(self, entry: CatalogEntry) -> float:
+        """How close results must be to those of the reference. A part of the cache key."""
+
+    def result_bytes(self, entry: CatalogEntry) -> int:
+        """What one result takes in a reply, at most."""
+        return INLINE_LIMIT_BYTES
+
+    def largest_job(self, entry: CatalogEntry) -> int:
+        """How many items a job may have, so that its reply stays below INLINE_LIMIT_BYTES."""
+        return max(1, min(LARGEST_JOB_ITEMS, INLINE_LIMIT_BYTES // self.result_bytes(entry)))
+
+    @abstractmethod
+    def usual_work(self, entry: CatalogEntry, tokens: float | None) -> float | None:
+        """The work of a usual item, in the unit of the task. None: not known.
+
+        Args:
+            entry: of the catalog.
+            tokens: of a usual item, as the operator expects. None: not said.
+        """
+
+    @abstractmethod
+    def sample_input(self, entry: CatalogEntry, size_bytes: int) -> TaskInput:
+        """An input of this size, as it travels. The deployment plan measures it."""
+
+    @abstractmethod
+    def sample_result(self, entry: CatalogEntry, size_bytes: int | None) -> TaskResult | None:
+        """A result of this size, as it travels. The deployment plan measures it.
+
+        Args:
+            entry: of the catalog.
+            size_bytes: as the operator expects. None: not said.
+
+        Returns:
+            None where the size is not known.
+        """
+
+    @abstractmethod
+    def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
+        """A small request to a model. `text` makes it unique, so that no cache answers it."""
+
+    @abstractmethod
+    def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
+        """What the answer to the example is, in a few words.
+
+        Raises:
+            ValueError: the answer is wrong, and why.
+            KeyError: it has another shape, as have IndexError and TypeError.
+        """

@@ -1,0 +1,109 @@
+"""Embedding: from a text, or its tokens, to a vector."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any, ClassVar, Literal
+
+from shared.catalog_entry import CatalogEntry
+from shared.tasks.base import ExampleRequest, FirstGuesses, LinkTo, Task, TaskInput, TaskResult
+
+Truncate = Literal["none", "end", "start"]
+"""What to do with a text that is longer than its model takes: refuse it, or cut it at that side.
+
+The default on the wire is `end`, as it was before there was a choice. APIs send `none` where their caller says nothing.
+"""
+
+
+class TextInput(TaskInput, tag="text"):
+    """One text to embed."""
+
+    text: str
+    truncate: Truncate = "end"
+
+    def cache_form(self) -> tuple[object, ...]:
+        """The text byte for byte, and the side at which it is cut."""
+        return ("text", self.text, self.truncate)
+
+
+class TokensInput(TaskInput, tag="tokens"):
+    """One text to embed, as token ids of the model's own tokenizer, without special tokens."""
+
+    tokens: list[int]
+    truncate: Truncate = "end"
+
+    def cache_form(self) -> tuple[object, ...]:
+        """The tokens, and the side at which they are cut."""
+        return ("tokens", self.tokens, self.truncate)
+
+
+class EmbeddingResult(TaskResult, tag="embedding"):
+    """One vector: little-endian float32, `dimensions` of them, and the tokens it took (special tokens included)."""
+
+    vector: bytes
+    tokens: int
+    truncated_tokens: int = 0
+    """Tokens that were left out, because the text was longer than the model takes."""
+
+    def to_output(self, media_type: str, link_to: LinkTo) -> list[float]:
+        """The vector as a list of floats."""
+        return list(struct.unpack(f"<{len(self.vector) // 4}f", self.vector))
+
+
+class EmbeddingTask(Task):
+    """Sentence encoders. Their unit of work and price is the token."""
+
+    name = "embedding"
+    noun = "an embedding model"
+    first_guesses: ClassVar = FirstGuesses(item_s=0.01, gap_s=0.002, batch_s=0.02)
+    runs_graphs = True
+
+    def check_entry(self, entry: CatalogEntry) -> None:
+        """A model needs a budget of tokens, dimensions, and a backend for its precision."""
+        if entry.backend == "torch" and entry.precision == "int8":
+            raise ValueError("embeddings in precision int8 need backend onnx or auto")
+        if entry.backend == "onnx" and entry.precision == "bf16":
+            raise ValueError("precision bf16 needs backend torch or auto")
+        if entry.batch.max_tokens is None or entry.dimensions is None:
+            raise ValueError(f"{self.noun} needs batch.max_tokens and dimensions")
+
+    def budget(self, entry: CatalogEntry) -> int:
+        """Tokens."""
+        assert entry.batch.max_tokens is not None, "checked when the catalog was read; this is a bug"
+        return entry.batch.max_tokens
+
+    def tolerance(self, entry: CatalogEntry) -> float:
+        """The least cosine similarity to the reference."""
+        return entry.tolerance.cosine
+
+    def result_bytes(self, entry: CatalogEntry) -> int:
+        """A vector in base64, which takes a third more than its bytes."""
+        return math.ceil((entry.dimensions or 1) * 4 / 3) * 4
+
+    def usual_work(self, entry: CatalogEntry, tokens: float | None) -> float | None:
+        """Tokens, as the operator expects."""
+        return tokens
+
+    def sample_input(self, entry: CatalogEntry, size_bytes: int) -> TaskInput:
+        """A text."""
+        return TextInput("x" * size_bytes, "none")
+
+    def sample_result(self, entry: CatalogEntry, size_bytes: int | None) -> TaskResult | None:
+        """A vector. Its size is that of the model."""
+        return EmbeddingResult(bytes(4 * (entry.dimensions or 0)), 100)
+
+    def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
+        """One text."""
+        return ExampleRequest(path="/v1/embeddings", body={"model": entry.name, "input": text})
+
+    def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
+        """A unit vector."""
+        vector = answer["data"][0]["embedding"]
+        is_unit = math.isclose(math.hypot(*vector), 1.0, abs_tol=0.01)
+        if len(vector) != entry.dimensions or not is_unit:
+            raise ValueError(f"{len(vector)} numbers, no unit vector")
+        return f"a unit vector of {len(vector)}"
+
+
+EMBEDDING = EmbeddingTask()

@@ -1,0 +1,156 @@
+"""Image: from a prompt, or from a picture and a prompt, to a picture."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import msgspec
+
+from shared.blob import INLINE_LIMIT_BYTES, Blob
+from shared.catalog_entry import CatalogEntry
+from shared.tasks.base import ExampleRequest, FirstGuesses, LinkTo, Task, TaskInput, TaskResult
+
+
+class ImageInput(TaskInput, tag="image"):
+    """One image to draw; with `image` set, image-to-image from it at `strength`."""
+
+    prompt: str
+    width: int
+    height: int
+    steps: int
+    guidance_scale: float
+    seed: int
+    scheduler: str
+    negative_prompt: str = ""
+    image: Blob | None = None
+    strength: float | None = None
+
+    @property
+    def source(self) -> Blob | None:
+        """The picture to start from."""
+        return self.image
+
+    def with_source(self, source: Blob) -> Self:
+        """The same input with the picture in another place."""
+        return msgspec.structs.replace(self, image=source)
+
+    def cache_form(self) -> tuple[object, ...]:
+        """Every parameter. 7 and 7.0 are one guidance scale, and a source picture counts by its digest."""
+        size = (self.width, self.height, self.steps)
+        guidance = float(self.guidance_scale)
+        drawn = (guidance, self.seed, self.scheduler, self.prompt, self.negative_prompt)
+        if self.image is None:
+            return ("image", size, drawn)
+        strength = None if self.strength is None else float(self.strength)
+        return ("image", size, drawn, _digest(self.image), strength)
+
+
+class ImageResult(TaskResult, tag="image"):
+    """One encoded image with the seed that gives it again."""
+
+    image: Blob
+    width: int
+    height: int
+    seed: int
+    pixel_steps: int
+    truncated_tokens: int | None = None
+    """Tokens of its prompts that were left out, because they were longer than the model takes; None: not known."""
+
+    @property
+    def blob(self) -> Blob | None:
+        """The picture."""
+        return self.image
+
+    def with_blob(self, blob: Blob) -> Self:
+        """The same result with the picture in another place."""
+        return msgspec.structs.replace(self, image=blob)
+
+    def to_output(self, media_type: str, link_to: LinkTo) -> str:
+        """A `data:` URI of a small picture that needs no other format, otherwise a URL."""
+        if self.image.data is not None and media_type == self.image.media_type:
+            return f"data:{media_type};base64,{base64.b64encode(self.image.data).decode()}"
+        return link_to(self.image.object_key)
+
+    @classmethod
+    def count_truncated(cls, results: Sequence[TaskResult], *, is_asked: bool = True) -> int | None:
+        """Tokens that the prompts lost. All images of a request have the same prompts."""
+        counts = [one.truncated_tokens for one in results if isinstance(one, ImageResult)]
+        return max((count for count in counts if count is not None), default=None)
+
+
+class ImageTask(Task):
+    """Diffusion models. Their unit of work and price is the pixel-step."""
+
+    name = "image"
+    noun = "an image model"
+    first_guesses: ClassVar = FirstGuesses(item_s=2.0, gap_s=0.5, batch_s=1.0)
+    stores_blobs = True
+
+    def entry_defaults(self) -> Mapping[str, Any]:
+        """Torch is the only backend."""
+        return {"backend": "torch"}
+
+    def check_entry(self, entry: CatalogEntry) -> None:
+        """A model needs a budget of pixel-steps."""
+        if entry.backend != "torch":
+            raise ValueError(f"{self.noun} needs backend torch")
+        if entry.batch.max_pixel_steps is None:
+            raise ValueError(f"{self.noun} needs batch.max_pixel_steps")
+
+    def budget(self, entry: CatalogEntry) -> int:
+        """Pixel-steps."""
+        assert entry.batch.max_pixel_steps is not None, "checked when the catalog was read; this is a bug"
+        return entry.batch.max_pixel_steps
+
+    def tolerance(self, entry: CatalogEntry) -> float:
+        """The least peak signal-to-noise ratio."""
+        return entry.tolerance.psnr_db
+
+    def usual_work(self, entry: CatalogEntry, tokens: float | None) -> float | None:
+        """Pixel-steps of a picture with the defaults of the model."""
+        return entry.image.width * entry.image.height * entry.image.steps
+
+    def sample_input(self, entry: CatalogEntry, size_bytes: int) -> TaskInput:
+        """A prompt, or a picture in the object store."""
+        is_large = size_bytes > INLINE_LIMIT_BYTES
+        return ImageInput(
+            "" if is_large else "x" * size_bytes,
+            width=entry.image.width,
+            height=entry.image.height,
+            steps=entry.image.steps,
+            guidance_scale=entry.image.guidance_scale,
+            seed=2**31,
+            scheduler=entry.image.scheduler,
+            image=Blob("image/png", object_key="0" * 64) if is_large else None,
+        )
+
+    def sample_result(self, entry: CatalogEntry, size_bytes: int | None) -> TaskResult | None:
+        """A picture, in the reply or in the object store."""
+        if size_bytes is None:
+            return None
+        is_large = size_bytes > INLINE_LIMIT_BYTES
+        blob = Blob("image/png", object_key="0" * 64) if is_large else Blob("image/png", bytes(size_bytes))
+        return ImageResult(blob, entry.image.width, entry.image.height, 2**31, 10**6)
+
+    def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
+        """One picture."""
+        body = {"model": entry.name, "prompt": text, "n": 1, "response_format": "b64_json"}
+        return ExampleRequest(path="/v1/images/generations", body=body)
+
+    def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
+        """A picture."""
+        if not answer["data"][0]["b64_json"]:
+            raise ValueError("no image")
+        return "an image"
+
+
+def _digest(image: Blob) -> tuple[str, object]:
+    if image.data is not None:
+        return ("bytes", hashlib.blake2b(image.data, digest_size=32).digest())
+    return ("object", image.object_key)
+
+
+IMAGE = ImageTask()
