@@ -16,6 +16,7 @@ from api import metrics
 from api.dispatch.service_rate import Pace
 from shared.catalog import Model
 from shared.errors import Overloaded
+from shared.tasks.base import FirstGuesses
 
 SHORTEST_RETRY_S, LONGEST_RETRY_S = 0.25, 60.0
 """Bounds of what callers are told; OpenAI's client 1.x and 2.x ignore more than 60 s."""
@@ -141,7 +142,7 @@ class Admission:
     def _pace(self, model: str) -> Pace:
         if model not in self._paces:
             known = self._models.get(model)
-            self._paces[model] = Pace(known.task if known else "embedding")
+            self._paces[model] = Pace(known.definition.first_guesses if known else FirstGuesses())
         return self._paces[model]
 
 

@@ -19,10 +19,8 @@ from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, Reply, Re
 from shared.pubsub.names import jobs_topic_id
 from shared.stores.objects import ObjectStore, object_key
 from shared.stores.records import Records, record_id
-from shared.tasks.image import ImageInput
 from shared.transport import Publisher
 
-LARGEST_JOB_ITEMS = 16
 OUTCOME_BYTES = 512
 """What an outcome takes in a reply beside its result: index, status and receipt."""
 PUBLISH_LIMIT_S = 10.0
@@ -54,21 +52,13 @@ class Inbox(Protocol):
         """Registers a waiter for as long as the context is open."""
 
 
-def result_bytes(model: Model) -> int:
-    """What one result of a model takes in a reply, at most: a larger image lies in the object store."""
-    if model.task == "embedding" and model.dimensions:
-        # Little-endian float32 in base64, which takes a third more.
-        return math.ceil(model.dimensions * 4 / 3) * 4
-    return INLINE_LIMIT_BYTES
-
-
 def split(model: Model, flights: Sequence[Flight]) -> Iterator[list[Flight]]:
     """Jobs of about equal size, as few as stay within the bound of a job.
 
     The reply of a job stays below INLINE_LIMIT_BYTES. An image takes a worker long enough that each is a job of its
     own, which spreads them.
     """
-    largest = max(1, min(LARGEST_JOB_ITEMS, INLINE_LIMIT_BYTES // result_bytes(model)))
+    largest = model.definition.largest_job(model)
     jobs = math.ceil(len(flights) / largest)
     for job in range(jobs):
         yield list(flights[job * len(flights) // jobs : (job + 1) * len(flights) // jobs])
@@ -127,15 +117,12 @@ class JobSender:
 
     async def _without_large_source(self, item: Item) -> Item:
         """The item as it travels: a source image too large for a message lies in the object store."""
-        given = item.input
-        if not isinstance(given, ImageInput) or given.image is None or given.image.data is None:
+        source = item.input.source
+        if source is None or source.data is None or len(source.data) <= INLINE_LIMIT_BYTES:
             return item
-        data, media_type = given.image.data, given.image.media_type
-        if len(data) <= INLINE_LIMIT_BYTES:
-            return item
-        key = object_key("inputs", data, media_type)
-        await self._objects.put(key, data, media_type)
-        stored = msgspec.structs.replace(given, image=Blob(media_type, object_key=key))
+        key = object_key("inputs", source.data, source.media_type)
+        await self._objects.put(key, source.data, source.media_type)
+        stored = item.input.with_source(Blob(source.media_type, object_key=key))
         return msgspec.structs.replace(item, input=stored)
 
     async def _publish(self, request: InferenceRequest, job: JobInFlight, items: list[Item], waiter: Waiter) -> float:

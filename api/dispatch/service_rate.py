@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import math
 
-FIRST_GUESS_S = {"embedding": 0.002, "image": 0.5}
-"""Seconds between two items that leave, until some have: too short rather than too long, for a wrong refusal is not
-noticed and a late answer is."""
-FIRST_USUAL_S = {"embedding": 0.02, "image": 1.0}
+from shared.tasks.base import FirstGuesses
+
 PRIOR_ITEMS = 4.0
 """What the belief from before weighs against new measurements, in items."""
 SHORTEST_WINDOW_S, WINDOW_TURNS = 2.0, 8.0
@@ -35,14 +33,14 @@ class Pace:
     """Pure: the caller brings the clock, in monotonic seconds.
 
     Args:
-        task: of the model, for the first guesses.
+        guesses: of the model's task, until something was measured.
     """
 
-    def __init__(self, task: str) -> None:
-        self._guess_s = FIRST_GUESS_S[task]
+    def __init__(self, guesses: FirstGuesses) -> None:
+        self._guess_s = guesses.gap_s
         self.item_s = self._guess_s
         """Seconds between two items that leave while others wait."""
-        self.usual_s = FIRST_USUAL_S[task]
+        self.usual_s = guesses.batch_s
         """Seconds that the model takes for an item, with what is in its batch."""
         self.margin = LEAST_MARGIN
         """What an estimated wait is multiplied by."""

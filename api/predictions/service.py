@@ -24,7 +24,6 @@ from api.predictions.sender import NewPrediction, PredictionSender, failed_reply
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, Unavailable
 from shared.predictions import Prediction, decode_document, encode_document, record_of
 from shared.stores.records import Record, Records
-from shared.tasks.image import ImageResult
 
 log = logging.getLogger(__name__)
 
@@ -146,8 +145,8 @@ class Predictions:
         record = await self._records.read(record_id)
         outcomes = record.reply.outcomes if record is not None and record.reply is not None else []
         result = outcomes[index].result if index < len(outcomes) else None
-        if isinstance(result, ImageResult) and result.image.data is not None:
-            return result.image.data
+        if result is not None and result.blob is not None and result.blob.data is not None:
+            return result.blob.data
         raise NotFound("the image is no longer there")
 
     async def look(self, seen: Seen) -> Seen:

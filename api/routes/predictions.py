@@ -19,7 +19,7 @@ from fastapi import APIRouter, Path, Query
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from api.dispatch.job_sender import OUTCOME_BYTES, result_bytes
+from api.dispatch.job_sender import OUTCOME_BYTES
 from api.http import openapi
 from api.http.dependencies import Parts, parts_of
 from api.http.fast_route import IS_HEAD
@@ -224,7 +224,7 @@ async def _create(
             client_request_id=context.client_request_id,
         ),
         _items(model, read.inputs, tenant, is_kept=read.is_repeatable and options.cache_write),
-        reply_bytes=len(read.inputs) * (result_bytes(model) + OUTCOME_BYTES),
+        reply_bytes=len(read.inputs) * (model.definition.result_bytes(model) + OUTCOME_BYTES),
         is_keyed=bool(own_id or key),
         cache_read=options.cache_read,
         cache_write=options.cache_write,

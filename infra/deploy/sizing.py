@@ -133,10 +133,7 @@ def size_workers(model: Model, rate: ModelRate, share: float, region: str, rates
 
 def batch_items(model: Model, rate: ModelRate) -> int:
     """Items of a full batch: what the budget holds of the model's usual items, max_items at most."""
-    if model.task == "image":
-        one: float | None = model.image.width * model.image.height * model.image.steps
-    else:
-        one = rate.tokens_per_item
+    one = model.definition.usual_work(model, rate.tokens_per_item)
     return max(1, min(model.batch.max_items, int(model.budget // one))) if one else model.batch.max_items
 
 

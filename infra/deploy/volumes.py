@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 
 from infra import bigquery
 from infra.deploy.rates import ModelRate
-from shared.blob import INLINE_LIMIT_BYTES, Blob
+from shared.blob import INLINE_LIMIT_BYTES
 from shared.catalog import Model
 from shared.messages import (
     Envelope,
@@ -23,8 +23,7 @@ from shared.messages import (
     encode_job,
     encode_reply,
 )
-from shared.tasks.embedding import EmbeddingResult, TextInput
-from shared.tasks.image import ImageInput, ImageResult
+from shared.tasks import Input, Result
 from shared.usage.row import row_of
 
 HOURS = 730.0
@@ -33,8 +32,6 @@ SECONDS = HOURS * 3600
 DAYS = HOURS / 24
 MESSAGE_BYTES = 20 + 16
 """Billed with every message besides body and attributes: timestamp and message id (cloud.google.com/pubsub/pricing)."""
-LARGEST_JOB_ITEMS = 16
-"""As in api/dispatch/job_sender.py, which a test holds against this."""
 NOW_S = 1_790_000_000.25
 """Any moment: what counts is its length."""
 
@@ -64,10 +61,10 @@ def volume(model: Model, rate: ModelRate) -> Volume:
     items = requests * rate.items_per_request
     computed = items * (1 - rate.hit_share)
     per_request = rate.items_per_request * (1 - rate.hit_share)
-    largest = largest_job(model)
+    largest = model.definition.largest_job(model)
     jobs = requests * max(min(1.0, per_request), per_request / largest)
     in_job = max(1, round(computed / jobs)) if jobs else 1
-    known = model.task == "embedding" or rate.output_bytes is not None
+    reply = reply_bytes(model, rate.output_bytes, in_job)
     return Volume(
         model=model.name,
         requests=requests,
@@ -75,60 +72,33 @@ def volume(model: Model, rate: ModelRate) -> Volume:
         computed=computed,
         jobs=jobs,
         job_bytes=None if rate.input_bytes is None else job_bytes(model, rate.input_bytes, in_job),
-        reply_bytes=reply_bytes(model, rate.output_bytes or 0, in_job) if known else None,
+        reply_bytes=reply,
         row_bytes=row_bytes(model),
         inputs_bytes=computed * _apart(model, rate.input_bytes),
-        results_bytes=computed * _apart(model, rate.output_bytes) if known else None,
+        results_bytes=None if reply is None else computed * _apart(model, rate.output_bytes),
         answered_bytes=None if rate.output_bytes is None else items * rate.output_bytes,
     )
 
 
 def _apart(model: Model, size_bytes: int | None) -> int:
-    """Bytes that lie in the object store instead of a message; texts and vectors never do."""
-    return size_bytes if size_bytes and size_bytes > INLINE_LIMIT_BYTES and model.task == "image" else 0
-
-
-def largest_job(model: Model) -> int:
-    """Items of a job at most, as api/dispatch/job_sender.py splits: replies stay inline, an image is a job alone."""
-    if model.task != "embedding" or not model.dimensions:
-        return 1
-    vector_bytes = math.ceil(model.dimensions * 4 / 3) * 4
-    return max(1, min(LARGEST_JOB_ITEMS, INLINE_LIMIT_BYTES // vector_bytes))
+    """Bytes that lie in the object store instead of a message. Texts and vectors never do."""
+    is_apart = size_bytes is not None and size_bytes > INLINE_LIMIT_BYTES and model.definition.stores_blobs
+    return size_bytes or 0 if is_apart else 0
 
 
 def job_bytes(model: Model, input_bytes: int, items: int) -> int:
     """What a job is billed for: body, attributes, and what every message has."""
-    image = None
-    text = "x" * input_bytes
-    if input_bytes > INLINE_LIMIT_BYTES:
-        text, image = "", Blob("image/png", object_key="0" * 64)
-    given = (
-        TextInput(text, "none")
-        if model.task == "embedding"
-        else ImageInput(
-            text,
-            width=model.image.width,
-            height=model.image.height,
-            steps=model.image.steps,
-            guidance_scale=model.image.guidance_scale,
-            seed=2**31,
-            scheduler=model.image.scheduler,
-            image=image,
-        )
-    )
+    given = cast(Input, model.definition.sample_input(model, input_bytes))
     job = Job(_envelope(model), JobBody([Item(index, given, cache_key="0" * 64) for index in range(items)]))
     return _billed(*encode_job(job))
 
 
-def reply_bytes(model: Model, output_bytes: int, items: int) -> int:
-    """What a reply is billed for each time that it is published or delivered."""
+def reply_bytes(model: Model, output_bytes: int | None, items: int) -> int | None:
+    """What a reply is billed for each time that it is published or delivered. None: not known."""
     receipt = Receipt("miss", NOW_S, NOW_S, NOW_S, 10.25, 100.25, 8, 100)
-    if model.task == "embedding":
-        result: EmbeddingResult | ImageResult = EmbeddingResult(bytes(4 * (model.dimensions or 0)), 100)
-    else:
-        inline = output_bytes <= INLINE_LIMIT_BYTES
-        blob = Blob("image/png", bytes(output_bytes)) if inline else Blob("image/png", object_key="0" * 64)
-        result = ImageResult(blob, model.image.width, model.image.height, 2**31, 10**6)
+    result = cast(Result | None, model.definition.sample_result(model, output_bytes))
+    if result is None:
+        return None
     outcomes = [ItemOutcome(index, "succeeded", receipt, result) for index in range(items)]
     body = ReplyBody(outcomes, worker="worker-" + "0" * 24, device="NVIDIA L4", replied_at_s=NOW_S)
     return _billed(*encode_reply(Reply("req_" + "0" * 32, 0, "79", body)))

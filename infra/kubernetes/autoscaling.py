@@ -17,8 +17,6 @@ from shared.pubsub.names import batch_subscription_id, workers_subscription_id
 WAIT_SHARE = 0.1
 """Of the default deadline: the wait at which one more worker is wanted."""
 SHORTEST_WAIT_S = 0.5
-FIRST_GUESS_S = {"embedding": 0.01, "image": 2.0}
-"""Seconds an item takes, until a worker has been measured."""
 MESSAGES_PER_WORKER = 64
 
 
@@ -42,7 +40,7 @@ def waiting_seconds(model: Model, worker: str, region: str) -> str:
     in_flight = f'sum(penstock_api_items_in_flight{{model="{model.name}",location="{region}"}}) or vector(0)'
     seconds = f"sum(rate(penstock_worker_inference_seconds_sum{{{chosen}}}[10m]))"
     items = f"sum(rate(penstock_worker_batch_items_sum{{{chosen}}}[10m]))"
-    return f"({in_flight}) * (({seconds} / ({items} > 0)) or vector({FIRST_GUESS_S[model.task]:g}))"
+    return f"({in_flight}) * (({seconds} / ({items} > 0)) or vector({model.definition.first_guesses.item_s:g}))"
 
 
 def waiting_messages(model: Model) -> str:
@@ -89,7 +87,7 @@ def keda_patch(model: Model, worker: str, deployment: Deployment) -> dict[str, A
 
 def hpa_patch(model: Model, deployment: Deployment) -> dict[str, Any]:
     """What the HorizontalPodAutoscaler of one worker has beyond components/hpa: items, as it can't multiply."""
-    target = max(1, round(wait_s(model) / FIRST_GUESS_S[model.task]))
+    target = max(1, round(wait_s(model) / model.definition.first_guesses.item_s))
     metric = {
         "name": "prometheus.googleapis.com|penstock_api_items_in_flight|gauge",
         "selector": {"matchLabels": {"metric.labels.model": model.name, "resource.labels.location": deployment.region}},

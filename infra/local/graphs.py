@@ -22,7 +22,7 @@ def graph_commands(catalog: Catalog) -> dict[str, list[str]]:
 
 def wanted_graphs(model: Model) -> str:
     """The optimized graphs that a worker here may choose from, as `workers.optimize` names them; empty: none."""
-    if model.task != "embedding" or model.backend == "torch":
+    if not model.definition.runs_graphs or model.backend == "torch":
         return ""
     graphs = ["fp32"]
     if model.precision == "int8" or (model.precision == "auto" and model.tolerance.cosine < LOOSE_COSINE):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import urllib.error
 import urllib.request
 import uuid
@@ -11,6 +10,7 @@ from typing import Any
 
 from shared.catalog import Catalog, Model
 from shared.errors import Unavailable
+from shared.tasks.base import ExampleRequest
 
 
 def smoke(url: str, key: str, catalog: Catalog) -> list[str]:
@@ -36,22 +36,21 @@ def _ask(url: str, key: str, model: Model) -> str:
 
 
 def _ask_with(text: str, url: str, key: str, model: Model) -> str:
-    if model.task == "embedding":
-        found = _call(f"{url}/v1/embeddings", key, {"model": model.name, "input": text}, model.deadline.default_s)
-        vector = found["data"][0]["embedding"]
-        if len(vector) != model.dimensions or not math.isclose(math.hypot(*vector), 1.0, abs_tol=0.01):
-            raise Unavailable(f"{url}: {model.name} gave {len(vector)} numbers, no unit vector")
-        return f"{model.name}: a unit vector of {len(vector)}"
-    body = {"model": model.name, "prompt": text, "n": 1, "response_format": "b64_json"}
-    found = _call(f"{url}/v1/images/generations", key, body, model.deadline.default_s)
-    if not found["data"][0]["b64_json"]:
-        raise Unavailable(f"{url}: {model.name} gave no image")
-    return f"{model.name}: an image"
+    example = model.definition.example_request(model, text)
+    answer = _call(f"{url}{example.path}", key, example, model.deadline.default_s)
+    try:
+        return f"{model.name}: {model.definition.describe_answer(model, answer)}"
+    except ValueError as error:
+        raise Unavailable(f"{url}: {model.name} gave {error}") from error
 
 
-def _call(url: str, key: str, body: dict[str, object] | None, limit_s: float) -> Any:
+def _call(url: str, key: str, example: ExampleRequest | None, limit_s: float) -> Any:
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-    request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
+    body = None
+    if example is not None:
+        headers |= example.headers
+        body = json.dumps(example.body).encode()
+    request = urllib.request.Request(url, body, headers)
     try:
         with urllib.request.urlopen(request, timeout=limit_s + 10) as answer:
             return json.load(answer)

@@ -73,14 +73,14 @@ class TaskResult(msgspec.Struct, omit_defaults=True):
 class FirstGuesses:
     """Seconds to reckon with until something has been measured."""
 
-    item_s: float
+    item_s: float = 0.01
     """What a worker takes for an item. Autoscaling uses it."""
-    gap_s: float
+    gap_s: float = 0.002
     """Between two items that leave an API instance under load. Admission uses it.
 
     Too short is better than too long: no one notices a wrong refusal, but everyone notices a late answer.
     """
-    batch_s: float
+    batch_s: float = 0.02
     """What the model takes for an item, with the others of its batch. Admission uses it."""
 
 

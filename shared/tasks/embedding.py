@@ -56,7 +56,7 @@ class EmbeddingTask(Task):
 
     name = "embedding"
     noun = "an embedding model"
-    first_guesses: ClassVar = FirstGuesses(item_s=0.01, gap_s=0.002, batch_s=0.02)
+    first_guesses: ClassVar = FirstGuesses()
     runs_graphs = True
 
     def check_entry(self, entry: CatalogEntry) -> None:

@@ -8,15 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api.dispatch.admission import LONGEST_RETRY_S, SHORTEST_RETRY_S, Admission
-from api.dispatch.service_rate import FIRST_GUESS_S, Pace
+from api.dispatch.service_rate import Pace
 from shared.catalog import Model, read_catalog
 from shared.errors import Overloaded
+from shared.tasks.base import FirstGuesses
 
 # Names of their own: gauges of this process show what others' tests left in flight.
 TEXT, IMAGE = (
     model.model_copy(update={"name": f"admitted {model.name}"}) for model in read_catalog(Path("models.yaml")).models
 )
-GUESS_S = FIRST_GUESS_S["embedding"]
+GUESS_S = FirstGuesses().gap_s
 
 
 class Clock:
@@ -136,7 +137,7 @@ def test_slow_arrivals_do_not_look_like_a_slow_worker() -> None:
 
 
 def test_given_up_items_say_nothing_about_speed() -> None:
-    pace = Pace("embedding")
+    pace = Pace(FirstGuesses())
     admission, clock = measured(0.01)
     clock.now_s += 50
     admission.release(TEXT.name, 50, answered=False)

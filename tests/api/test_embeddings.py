@@ -6,7 +6,7 @@ import numpy as np
 import openai
 import pytest
 
-from api.dispatch.job_sender import LARGEST_JOB_ITEMS
+from shared.tasks.base import LARGEST_JOB_ITEMS
 from shared.tasks.embedding import TextInput, TokensInput
 from tests.api.fake_worker import vector_of
 from tests.api.harness import TEXT_MODEL, ApiUnderTest

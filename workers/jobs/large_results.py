@@ -12,13 +12,12 @@ from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.errors import Unavailable
 from shared.messages import Envelope, ItemOutcome
 from shared.stores.objects import ObjectStore
-from shared.tasks.image import ImageResult
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 4.0
 
 
 class LargeResults:
-    """Stores images above the inline limit.
+    """Stores the blobs of results that are above the inline limit.
 
     Args:
         objects: where to.
@@ -36,14 +35,13 @@ class LargeResults:
             Unavailable: the store was out of reach until the deadline, or for too long.
         """
         result = outcome.result
-        if not isinstance(result, ImageResult) or result.image.data is None:
-            return outcome
-        if len(result.image.data) <= INLINE_LIMIT_BYTES:
+        blob = None if result is None else result.blob
+        if result is None or blob is None or blob.data is None or len(blob.data) <= INLINE_LIMIT_BYTES:
             return outcome
         key = f"results/{envelope.request_id}/{outcome.index}"
-        await self._put(key, result.image.data, result.image.media_type, envelope.deadline_s)
-        image = Blob(result.image.media_type, object_key=key)
-        return msgspec.structs.replace(outcome, result=msgspec.structs.replace(result, image=image))
+        await self._put(key, blob.data, blob.media_type, envelope.deadline_s)
+        stored = result.with_blob(Blob(blob.media_type, object_key=key))
+        return msgspec.structs.replace(outcome, result=stored)
 
     async def _put(self, key: str, data: bytes, media_type: str, deadline_s: float) -> None:
         """Stores an object, again and again while the store is out of reach: to draw it anew would cost more."""

@@ -11,7 +11,6 @@ from shared.blob import Blob
 from shared.errors import PenstockError
 from shared.messages import Item
 from shared.stores.objects import ObjectStore
-from shared.tasks.image import ImageInput
 from workers.models.base import Prepared, Preparer
 
 SOURCE_LIMIT_BYTES = 32 * 1024 * 1024
@@ -35,21 +34,21 @@ class Preprocessor:
     async def prepare(self, items: Sequence[Item]) -> list[Prepared | PenstockError]:
         """One outcome per item, in order: ready, or why it can't be."""
         found: Sequence[Item | PenstockError] = items
-        if any(isinstance(item.input, ImageInput) for item in items):
+        if any(item.input.source is not None for item in items):
             found = await asyncio.gather(*(self._with_source(item) for item in items))
         return await asyncio.to_thread(self._prepare, found) if self._on_thread else self._prepare(found)
 
     async def _with_source(self, item: Item) -> Item | PenstockError:
         """`item` with its source image inline."""
-        given = item.input
-        if not isinstance(given, ImageInput) or given.image is None or given.image.object_key is None:
+        source = item.input.source
+        if source is None or source.object_key is None:
             return item
         try:
-            data = await self._objects.get(given.image.object_key, SOURCE_LIMIT_BYTES)
+            data = await self._objects.get(source.object_key, SOURCE_LIMIT_BYTES)
         except PenstockError as error:
             return error
-        image = Blob(given.image.media_type, data=data)
-        return msgspec.structs.replace(item, input=msgspec.structs.replace(given, image=image))
+        inline = Blob(source.media_type, data=data)
+        return msgspec.structs.replace(item, input=item.input.with_source(inline))
 
     def _prepare(self, items: Sequence[Item | PenstockError]) -> list[Prepared | PenstockError]:
         prepared = iter(self._preparer.prepare([item.input for item in items if isinstance(item, Item)]))

@@ -13,7 +13,6 @@ from infra.deploy import costs, platform, show
 from infra.deploy.plan import Plan as Deployed
 from infra.deploy.platform import Platform
 from infra.deploy.topology import gpu_pools, redis
-from infra.deploy.volumes import LARGEST_JOB_ITEMS
 from shared.catalog import read_catalog
 from tests.infra.deploy.planning import plan_of, rate
 from tests.infra.deploy.terraform import REGIONS, Plan, plan_platform
@@ -121,12 +120,6 @@ def test_single_defaults_are_those_of_terraform(variable: str) -> None:
 
 def test_bound_of_the_slots_is_that_of_terraform() -> None:
     assert f"length(var.regions) <= {platform.MOST_SLOTS}" in PLATFORM.read_text()
-
-
-def test_jobs_are_as_large_as_the_api_makes_them() -> None:
-    from api.dispatch.job_sender import LARGEST_JOB_ITEMS as OF_THE_API
-
-    assert LARGEST_JOB_ITEMS == OF_THE_API
 
 
 def _block(variable: str, file: Path) -> str:
