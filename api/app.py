@@ -17,19 +17,19 @@ from api.dispatch.readiness import Readiness
 from api.dispatch.reply_inbox import ReplyInbox
 from api.errors import add_handlers
 from api.http import openapi
-from api.http.auth import Tenants
-from api.http.dependencies import Parts
-from api.http.fast_route import DirectApp
-from api.http.middleware import Bodies
+from api.http.auth import ApiKeys
+from api.http.dependencies import Dependencies
+from api.http.fast_route import FastRouteApp
+from api.http.middleware import BodyBudget
 from api.http.refusals import Refusals
-from api.idempotency.service import Repeats
-from api.idempotency.store import AnswerStore
-from api.inputs.codec_pool import PicturePool
+from api.idempotency.service import IdempotencyService
+from api.idempotency.store import IdempotencyStore
+from api.inputs.codec_pool import CodecPool
 from api.inputs.files import Files
-from api.inputs.image_codec import Studio
-from api.predictions.event_stream import Streams
+from api.inputs.image_codec import ImageCodec
+from api.predictions.event_stream import EventStreams
 from api.predictions.inputs import InputReader
-from api.predictions.results import Fetcher
+from api.predictions.results import ResultFetcher
 from api.predictions.sender import PredictionSender
 from api.predictions.service import Predictions
 from api.routes import embeddings, health, images, models, objects, pages
@@ -66,18 +66,18 @@ def create_app(
         ConfigurationError: an API key or the object store's URL is wrong.
     """
     given = _Given(
-        settings, catalog, Tenants(settings.api_keys), ObjectStore(settings.objects_url), Links(settings.secret)
+        settings, catalog, ApiKeys(settings.api_keys), ObjectStore(settings.objects_url), Links(settings.secret)
     )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as opened:
-            app.state.parts = await _open(opened, given, transport, admin, rows)
+            app.state.dependencies = await _open(opened, given, transport, admin, rows)
             settle_heap()
             yield
 
-    app = DirectApp(
-        Bodies(settings.request_max_bytes, settings.bodies_max_bytes),
+    app = FastRouteApp(
+        BodyBudget(settings.request_max_bytes, settings.bodies_max_bytes),
         origins=[origin.strip() for origin in settings.cors_origins.split(",") if origin.strip()],
         title="Penstock",
         description=_ABOUT,
@@ -105,7 +105,7 @@ class _Given(NamedTuple):
 
     settings: ApiSettings
     catalog: Catalog
-    tenants: Tenants
+    api_keys: ApiKeys
     objects: ObjectStore
     links: Links
 
@@ -116,7 +116,7 @@ async def _open(
     transport: AbstractAsyncContextManager[Transport],
     admin: AbstractAsyncContextManager[Admin],
     rows: AbstractAsyncContextManager[RowSink],
-) -> Parts:
+) -> Dependencies:
     """Opens everything, in the order in which it is needed; `opened` closes it the other way round."""
     settings, instance = given.settings, f"api-{secrets.token_hex(4)}"
     cache = await opened.enter_async_context(ResultCache(settings.redis_url, settings.memory_cache_bytes))
@@ -134,53 +134,53 @@ async def _open(
     dispatcher = await opened.enter_async_context(
         Dispatcher(sender, cache, records, admission, row_sink, api_instance=instance, region=settings.region)
     )
-    store = AnswerStore(
+    store = IdempotencyStore(
         settings.records_redis_url,
         keep_s=settings.idempotency_keep_s,
         lease_s=settings.idempotency_lease_s,
         max_bytes=settings.answers_max_bytes,
     )
-    answers = await opened.enter_async_context(store)
-    repeats = await opened.enter_async_context(Repeats(answers, given.objects))
+    idempotency_store = await opened.enter_async_context(store)
+    idempotency = await opened.enter_async_context(IdempotencyService(idempotency_store, given.objects))
     predictions = Predictions(
         records, PredictionSender(records, broker, instance), inbox, admission, keep_s=settings.prediction_keep_s
     )
     readiness = Readiness(inbox, broker, settings.redis_url)
-    pool = await opened.enter_async_context(PicturePool(settings.picture_processes, settings.picture_budget_bytes))
+    pool = await opened.enter_async_context(CodecPool(settings.picture_processes, settings.picture_budget_bytes))
     refusals = Refusals(row_sink, api_instance=instance, region=settings.region)
-    return _parts(given, admission, dispatcher, refusals, readiness, repeats, predictions, Studio(pool))
+    return _dependencies(given, admission, dispatcher, refusals, readiness, idempotency, predictions, ImageCodec(pool))
 
 
-def _parts(
+def _dependencies(
     given: _Given,
     admission: Admission,
     dispatcher: Dispatcher,
     refusals: Refusals,
     readiness: Readiness,
-    repeats: Repeats,
+    idempotency: IdempotencyService,
     predictions: Predictions,
-    studio: Studio,
-) -> Parts:
+    image_codec: ImageCodec,
+) -> Dependencies:
     """What the routes work with, from what is open and what need not be opened."""
     files = Files(given.objects)
-    fetcher = Fetcher(given.objects, predictions, studio)
-    return Parts(
+    result_fetcher = ResultFetcher(given.objects, predictions, image_codec)
+    return Dependencies(
         settings=given.settings,
         catalog=given.catalog,
-        tenants=given.tenants,
+        api_keys=given.api_keys,
         admission=admission,
         dispatcher=dispatcher,
         refusals=refusals,
         objects=given.objects,
         links=given.links,
-        studio=studio,
+        image_codec=image_codec,
         readiness=readiness,
-        repeats=repeats,
+        idempotency=idempotency,
         predictions=predictions,
-        streams=Streams(predictions, given.links),
+        event_streams=EventStreams(predictions, given.links),
         files=files,
-        fetcher=fetcher,
-        input_reader=InputReader(given.objects, files, fetcher, given.links, studio),
+        result_fetcher=result_fetcher,
+        input_reader=InputReader(given.objects, files, result_fetcher, given.links, image_codec),
         started_at_s=time.time(),
     )
 

@@ -82,7 +82,7 @@ class ClientGone(Canceled):
     """The caller closed the connection before the answer was there."""
 
 
-class ErrorForm(NamedTuple):
+class ErrorMapping(NamedTuple):
     """How a code is answered; `retry` False tells clients that the same request would only fail again."""
 
     status: int
@@ -93,25 +93,25 @@ class ErrorForm(NamedTuple):
 # 504 is not to be retried by the client on its own: the caller's time is spent, and the OpenAI client would send the
 # same work twice more into a system that is late already. 429 and 503 are: they carry Retry-After.
 ANSWERS = {
-    "invalid_input": ErrorForm(400, "invalid_request_error"),
-    "input_too_large": ErrorForm(400, "invalid_request_error"),
-    "context_length_exceeded": ErrorForm(400, "invalid_request_error"),
-    "invalid_api_key": ErrorForm(401, "authentication_error"),
-    "link_invalid": ErrorForm(403, "permission_error"),
-    "unknown_model": ErrorForm(404, "invalid_request_error"),
-    "not_found": ErrorForm(404, "invalid_request_error"),
-    "method_not_allowed": ErrorForm(405, "invalid_request_error"),
-    "request_timeout": ErrorForm(408, "invalid_request_error", retry=False),
-    "idempotency_key_in_use": ErrorForm(409, "invalid_request_error"),
-    "request_too_large": ErrorForm(413, "invalid_request_error"),
-    "idempotency_key_reused": ErrorForm(422, "invalid_request_error"),
-    "overloaded": ErrorForm(429, "rate_limit_error"),
-    "request_headers_too_large": ErrorForm(431, "invalid_request_error"),
-    "canceled": ErrorForm(499, "invalid_request_error"),
-    "model_failed": ErrorForm(500, "server_error", retry=False),
-    "internal": ErrorForm(500, "server_error"),
-    "unavailable": ErrorForm(503, "server_error"),
-    "deadline_exceeded": ErrorForm(504, "timeout_error", retry=False),
+    "invalid_input": ErrorMapping(400, "invalid_request_error"),
+    "input_too_large": ErrorMapping(400, "invalid_request_error"),
+    "context_length_exceeded": ErrorMapping(400, "invalid_request_error"),
+    "invalid_api_key": ErrorMapping(401, "authentication_error"),
+    "link_invalid": ErrorMapping(403, "permission_error"),
+    "unknown_model": ErrorMapping(404, "invalid_request_error"),
+    "not_found": ErrorMapping(404, "invalid_request_error"),
+    "method_not_allowed": ErrorMapping(405, "invalid_request_error"),
+    "request_timeout": ErrorMapping(408, "invalid_request_error", retry=False),
+    "idempotency_key_in_use": ErrorMapping(409, "invalid_request_error"),
+    "request_too_large": ErrorMapping(413, "invalid_request_error"),
+    "idempotency_key_reused": ErrorMapping(422, "invalid_request_error"),
+    "overloaded": ErrorMapping(429, "rate_limit_error"),
+    "request_headers_too_large": ErrorMapping(431, "invalid_request_error"),
+    "canceled": ErrorMapping(499, "invalid_request_error"),
+    "model_failed": ErrorMapping(500, "server_error", retry=False),
+    "internal": ErrorMapping(500, "server_error"),
+    "unavailable": ErrorMapping(503, "server_error"),
+    "deadline_exceeded": ErrorMapping(504, "timeout_error", retry=False),
 }
 SHORT_RETRY_S = 1.0
 

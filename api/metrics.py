@@ -53,7 +53,9 @@ CONNECTIONS_CUT = Counter(
     ["reason"],
 )
 CONNECTIONS_UNREAD = Gauge("penstock_api_connections_unread", "Connections whose callers leave an answer unread.")
-GAVE_UP = Counter("penstock_api_jobs_canceled_total", "Jobs canceled because all of their callers hung up.", ["model"])
+JOBS_CANCELED = Counter(
+    "penstock_api_jobs_canceled_total", "Jobs canceled because all of their callers hung up.", ["model"]
+)
 
 
 @lru_cache(maxsize=1024)

@@ -10,7 +10,7 @@ import pytest
 import redis
 from hypothesis import settings
 
-from api.idempotency.store import AnswerStore
+from api.idempotency.store import IdempotencyStore
 from infra.local.process import Process, free_port, listens
 from infra.local.redis_server import RedisServer
 from shared.stores.cache import ResultCache
@@ -93,7 +93,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _patient_redis(monkeypatch: pytest.MonkeyPatch) -> None:
     """Redis may be slow on a busy machine; a test of how slow it may be gives its own limit."""
-    for kind in (ResultCache, Records, AnswerStore):
+    for kind in (ResultCache, Records, IdempotencyStore):
         monkeypatch.setitem(kind.__init__.__kwdefaults__ or {}, "timeout_s", REDIS_LIMIT_S)
 
 

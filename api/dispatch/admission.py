@@ -1,8 +1,8 @@
-"""How much an instance takes on: bounds what waits for a worker, and refuses what would be answered too late.
+"""Admission control: bounds the items that wait for workers, and refuses what would be answered late.
 
-The dispatcher asks before it publishes. How long a request would wait is told from what is in flight before it and from
-how fast items leave (api/dispatch/service_rate.py). Estimates err, so whoever finds nothing in flight is let in: it
-measures anew.
+The dispatcher checks admission before it publishes. The expected wait follows from the items in
+flight and the service rate (api/dispatch/service_rate.py). Estimates can be wrong, so a request that
+finds no item in flight is always admitted: it measures the rate again.
 """
 
 from __future__ import annotations
@@ -13,29 +13,30 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from api import metrics
-from api.dispatch.service_rate import Pace
+from api.dispatch.service_rate import ServiceRate
 from shared.catalog import Model
 from shared.errors import Overloaded
 from shared.tasks.base import FirstGuesses
 
 SHORTEST_RETRY_S, LONGEST_RETRY_S = 0.25, 60.0
-"""Bounds of what callers are told; OpenAI's client 1.x and 2.x ignore more than 60 s."""
+"""Bounds of `Retry-After`. OpenAI's clients 1.x and 2.x ignore more than 60 s."""
 BATCH_SHARE = 0.5
-"""Of every bound, the most that the lane `batch` may take: interactive requests find room beside it."""
-INTERACTIVE_TURNS = 0.75
-"""Of a worker's batches, those that the interactive lane has for sure while both wait."""
+"""The share of every bound that the lane `batch` may use. The rest is for interactive requests."""
+INTERACTIVE_SHARE = 0.75
+"""The share of a worker's batches that the interactive lane gets at least, while both lanes wait."""
 
 
 class Admission:
-    """Counts items in flight, by model and lane, and measures how fast they leave.
+    """Counts items in flight by model and lane, and measures the service rate of each model.
 
-    A request is let in while fewer items than the bounds are in flight, and then with all its items: otherwise a large
-    request would never find room beside small ones. So the true bound is the said one plus one request.
+    A request is admitted, with all of its items, while fewer items than the bounds are in flight.
+    Otherwise large requests would never get in beside small ones. So the real bound is the
+    configured one plus one request.
 
     Args:
-        max_in_flight: items in flight from which on requests are refused.
-        models: the catalog's; each has a bound of its own.
-        clock: monotonic seconds, for tests.
+        max_in_flight: requests are refused from this number of items in flight.
+        models: the models of the catalog. Each has its own bound as well.
+        clock: returns monotonic seconds. Tests replace it.
     """
 
     def __init__(
@@ -45,29 +46,29 @@ class Admission:
         self._models = {model.name: model for model in models}
         self._clock = clock
         self._in_flight: Counter[tuple[str, str]] = Counter()
-        self._paces: dict[str, Pace] = {}
+        self._rates: dict[str, ServiceRate] = {}
 
     @property
     def in_flight(self) -> int:
-        """Items in flight now."""
+        """How many items are in flight."""
         return self._in_flight.total()
 
     def admit(self, model: str, items: int, *, remaining_s: float = math.inf, lane: str = "") -> None:
-        """Takes `items` of `model` in, which are to be answered within `remaining_s`.
+        """Admits `items` of `model`, which must be answered within `remaining_s`.
 
         Raises:
-            Overloaded: the instance or the model is full, or the answer would come too late; after `retry_after_s` the
-                same request would be let in, if no other came in between.
+            Overloaded: the instance or the model is full, or the answer would be late. After
+                `retry_after_s` the same request would be admitted, if no other came in between.
         """
         ahead = self._of_model(model)
         self.check(model, items, remaining_s=remaining_s, lane=lane)
         if not ahead:
-            self._pace(model).start(self._clock())
+            self._rate(model).start_busy_period(self._clock())
         self._in_flight[model, lane] += items
         metrics.in_flight(model).inc(items)
 
     def check(self, model: str, items: int, *, remaining_s: float = math.inf, lane: str = "") -> None:
-        """Whether `admit` would take them in now, for those who want to know before they do the work of asking.
+        """Checks whether `admit` would admit them now, without doing it.
 
         Raises:
             Overloaded: as `admit`.
@@ -75,7 +76,7 @@ class Admission:
         try:
             self._check_room(model, lane)
             if self._of_model(model):
-                self._check_time(self._pace(model), model, items, remaining_s, lane)
+                self._check_time(self._rate(model), model, items, remaining_s, lane)
         except Overloaded:
             metrics.SHED.labels(model).inc(items)
             raise
@@ -90,20 +91,20 @@ class Admission:
         took_s: float | None = None,
         lane: str = "",
     ) -> None:
-        """Lets `items` go; `answered` ones tell how fast items leave, given up ones don't.
+        """Releases `items` that were admitted. Only answered items count for the service rate.
 
         Args:
             model: as admitted.
-            items: that leave together.
-            answered: whether a worker had them, and in time.
-            was_late: whether their deadline passed before there was an answer.
-            took_s: the time the model took for them.
+            items: how many end together.
+            answered: whether a worker computed them in time.
+            was_late: whether their deadline passed without an answer.
+            took_s: the time that the model took.
             lane: as admitted.
         """
         if answered:
-            self._pace(model).end(self._clock(), items, self._of_model(model), took_s)
+            self._rate(model).record_completed(self._clock(), items, self._of_model(model), took_s)
         elif was_late:
-            self._pace(model).end_late(self._clock())
+            self._rate(model).record_late(self._clock())
         self._in_flight[model, lane] -= items
         metrics.in_flight(model).dec(items)
         if not self._in_flight[model, lane]:
@@ -115,35 +116,35 @@ class Admission:
         of_lane = [(name, count) for (name, of), count in self._in_flight.items() if not lane or of == lane]
         total, of_model = sum(count for _, count in of_lane), sum(count for name, count in of_lane if name == model)
         if total >= self._max_in_flight * share:
-            rate = sum(1 / self._pace(name).item_s for name in {name for name, _ in of_lane})
+            items_per_s = sum(1 / self._rate(name).item_s for name in {name for name, _ in of_lane})
             over = total - self._max_in_flight * share + 1
-            raise _full(f"{total} items are waiting for a worker, the most that are taken on", over / rate)
+            raise _full(f"{total} items are waiting for a worker, the most that are taken on", over / items_per_s)
         if known is not None and of_model >= known.max_in_flight * share:
             over = of_model - known.max_in_flight * share + 1
             raise _full(
-                f"{of_model} items of {model} are waiting, the most that are taken on", over * self._pace(model).item_s
+                f"{of_model} items of {model} are waiting, the most that are taken on", over * self._rate(model).item_s
             )
 
-    def _check_time(self, pace: Pace, model: str, items: int, remaining_s: float, lane: str) -> None:
+    def _check_time(self, rate: ServiceRate, model: str, items: int, remaining_s: float, lane: str) -> None:
         before = self._of_model(model) if lane else self._in_flight[model, ""]
-        item_s = pace.item_s * pace.margin
+        item_s = rate.item_s * rate.margin
         if not lane and self._of_model(model) > before:
-            item_s /= INTERACTIVE_TURNS
-        wait_s = (before + items - 1) * item_s + pace.stalled_s(self._clock())
-        late_s = wait_s + pace.usual_s - remaining_s
+            item_s /= INTERACTIVE_SHARE
+        wait_s = (before + items - 1) * item_s + rate.stalled_s(self._clock())
+        late_s = wait_s + rate.service_s - remaining_s
         if late_s > 0:
-            # Once nothing is before it, it is let in whatever the estimate.
+            # With no item in flight it is admitted, whatever the estimate says.
             retry_after_s = min(late_s + item_s, self._of_model(model) * item_s)
             raise _full(f"the answer would come {late_s:.3g} s after its deadline", retry_after_s)
 
     def _of_model(self, model: str) -> int:
         return self._in_flight[model, ""] + self._in_flight[model, "batch"]
 
-    def _pace(self, model: str) -> Pace:
-        if model not in self._paces:
+    def _rate(self, model: str) -> ServiceRate:
+        if model not in self._rates:
             known = self._models.get(model)
-            self._paces[model] = Pace(known.definition.first_guesses if known else FirstGuesses())
-        return self._paces[model]
+            self._rates[model] = ServiceRate(known.definition.first_guesses if known else FirstGuesses())
+        return self._rates[model]
 
 
 def _full(reason: str, retry_after_s: float) -> Overloaded:

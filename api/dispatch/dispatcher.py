@@ -1,13 +1,15 @@
-"""Between routes and broker: gets each item an outcome, from the cache, an identical item in flight, or a worker.
+"""Gets each item an outcome: from the cache, from an identical item in flight, or from a worker.
 
-Who writes the row of an item (each leaves exactly one, `row_id` = request_id:index):
+Each item leaves exactly one row (`row_id` = request_id:index). Who writes it:
 
-- a result from the cache, or from joining another's item, or an item that expired or failed before the broker had its
-  job: the API writes it, here, when the request is done or its caller has hung up;
-- an item whose job the broker took: the worker writes it, also when the answer came too late for the caller or the
-  caller hung up. Where it is not known whether the broker took the job (the publish was cut off), both may write; the
-  row_id is the same, so the deduplicated view counts one;
-- a request refused as a whole (bad input, 429) was never taken on: api/http/refusals.py writes one row for it.
+- The API writes it here for a cache hit, for an item that joined another, and for an item that
+  expired or failed before the broker accepted its job. It does so when the request ends or its
+  caller hangs up.
+- The worker writes it for an item whose job the broker accepted, even if the answer came too late
+  or the caller hung up. If a publish is cut off and its outcome is unknown, both may write. The
+  row_id is the same, so the deduplicated view counts one.
+- A request that is refused as a whole (bad input, 429) has no items yet: api/http/refusals.py
+  writes one row for it.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from typing import Self
 
 from api import metrics
 from api.dispatch.admission import Admission
-from api.dispatch.job_sender import JobSender, envelope_of, split
-from api.dispatch.request import Answer, InferenceRequest
-from api.dispatch.request_state import Asking, hit
-from api.dispatch.singleflight import Flight, Flights, JobInFlight, Landing
+from api.dispatch.job_sender import JobSender, envelope_of, split_into_jobs
+from api.dispatch.request import InferenceRequest, InferenceResponse
+from api.dispatch.request_state import RequestState, cache_hit
+from api.dispatch.singleflight import InFlightItem, InFlightJob, ItemCompletion, SingleFlight
 from api.errors import ClientGone
 from shared.errors import PenstockError, Unavailable
 from shared.messages import ItemOutcome, failure
@@ -41,7 +43,7 @@ CLOSING = "this instance is shutting down"
 
 
 class Dispatcher:
-    """Answers requests; an async context manager that owns the tasks of all jobs in flight."""
+    """Answers inference requests. An async context manager that owns the tasks of all jobs in flight."""
 
     def __init__(
         self,
@@ -61,9 +63,9 @@ class Dispatcher:
         self._rows = rows
         self._api_instance = api_instance
         self._region = region
-        self._flights = Flights()
-        self._tasks: set[asyncio.Task[list[ItemOutcome]]] = set()
-        self._canceling: set[asyncio.Task[None]] = set()
+        self._single_flight = SingleFlight()
+        self._jobs: set[asyncio.Task[list[ItemOutcome]]] = set()
+        self._cancellations: set[asyncio.Task[None]] = set()
         self._is_closing = False
 
     async def __aenter__(self) -> Self:
@@ -73,153 +75,175 @@ class Dispatcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._is_closing = True
-        for task in self._tasks:
+        for task in self._jobs:
             task.cancel()
-        if tasks := self._tasks | self._canceling:
+        if tasks := self._jobs | self._cancellations:
             await asyncio.wait(tasks, timeout=CLOSE_LIMIT_S)
 
     @property
     def in_flight(self) -> int:
-        """Jobs and joinable items in flight; 0 when nothing is going on."""
-        return len(self._tasks) + len(self._flights)
+        """Jobs and shareable items in flight; 0 when the dispatcher is idle."""
+        return len(self._jobs) + len(self._single_flight)
 
-    async def dispatch(self, request: InferenceRequest) -> Answer:
+    async def dispatch(self, request: InferenceRequest) -> InferenceResponse:
         """Gets the outcomes of all inputs, by the deadline or soon after it.
 
-        Items fail alone: an outcome without a result has an error. Canceling the call lets go of everything that
-        nobody else waits for, at once.
+        Items fail alone: an outcome without a result has an error. Canceling the call cancels at once
+        everything that no other request waits for.
 
         Raises:
             BadInput: an input has no canonical form.
-            Overloaded: items would have to wait for a worker, and the instance is full or they would wait too long.
+            Overloaded: the instance is full, or the items would wait too long for a worker.
             Unavailable: the instance is shutting down.
         """
-        asking = Asking(request)
+        state = RequestState(request)
         try:
-            while waiting := asking.waiting():
-                await self._round(asking, waiting)
+            while pending := state.pending():
+                await self._run_round(state, pending)
         except asyncio.CancelledError:
-            asking.cancel(ClientGone())
-            self._record(asking)
+            state.cancel(ClientGone())
+            self._write_rows(state)
             raise
-        self._record(asking)
-        return asking.answer()
+        self._write_rows(state)
+        return state.response()
 
-    async def _round(self, asking: Asking, waiting: Sequence[int]) -> None:
-        """Boards a flight for each item, starts those that are ours to start, and takes what lands in time.
+    async def _run_round(self, state: RequestState, pending: Sequence[int]) -> None:
+        """Joins or starts each pending item, and waits for completions until the deadline.
 
-        Items whose flight was given up by another request stay open, for another round.
+        Items that their leader abandoned stay pending for another round.
         """
         if self._is_closing:
             raise Unavailable(CLOSING)
-        boarded = [(index, *self._flights.board(asking.items[index], joinable=asking.joins)) for index in waiting]
-        led = [flight for _, flight, leads in boarded if leads]
+        shareable = state.is_shareable
+        joined = [(index, *self._single_flight.join(state.items[index], shareable=shareable)) for index in pending]
+        led = [in_flight for _, in_flight, is_leader in joined if is_leader]
         try:
-            await self._start(asking, led)
-            if pending := {flight.landed for _, flight, _ in boarded if not flight.landed.done()}:
-                await asyncio.wait(pending, timeout=asking.remaining_s() + (LATE_LOOK_S if led else 0.0))
-            for index, flight, leads in boarded:
-                asking.take(index, flight, leads=leads)
+            await self._start(state, led)
+            if open_items := {one.completed for _, one, _ in joined if not one.completed.done()}:
+                timeout_s = state.remaining_s() + (LATE_LOOK_S if led else 0.0)
+                await asyncio.wait(open_items, timeout=timeout_s)
+            for index, in_flight, is_leader in joined:
+                state.settle(index, in_flight, is_leader=is_leader)
         finally:
-            for flight in led:
-                if flight.job is None:  # not started, so those who joined must start it themselves
-                    self._flights.end(flight, None)
-            for _, flight, _ in boarded:
-                self._flights.leave(flight)
+            for in_flight in led:
+                if in_flight.job is None:  # not started, so the requests that joined must start it
+                    self._single_flight.complete(in_flight, None)
+            for _, in_flight, _ in joined:
+                self._single_flight.leave(in_flight)
 
-    async def _start(self, asking: Asking, led: Sequence[Flight]) -> None:
-        """Lands what the cache has and puts the rest into jobs."""
-        missing = await self._land_hits(led) if asking.request.cache_read else led
+    async def _start(self, state: RequestState, led: Sequence[InFlightItem]) -> None:
+        """Completes cache hits, and starts jobs for the other items."""
+        request = state.request
+        missing = await self._complete_cache_hits(led) if request.cache_read else led
         if not missing:
             return
-        request = asking.request
-        if asking.remaining_s() <= 0:
-            for flight in missing:
-                late = failure(flight.item.index, request.too_late())
-                self._flights.end(flight, Landing(late, by_worker=False))
+        if state.remaining_s() <= 0:
+            for in_flight in missing:
+                late = failure(in_flight.item.index, request.too_late())
+                self._single_flight.complete(in_flight, ItemCompletion(late, by_worker=False))
             return
-        self._admission.admit(request.model.name, len(missing), remaining_s=asking.remaining_s(), lane=request.lane)
-        for flights in split(request.model, missing):
-            job = asking.new_job(flights)
-            job.task = asyncio.create_task(self._fly(request, job))
-            self._tasks.add(job.task)
-            job.task.add_done_callback(partial(self._ended, request, job))
+        self._admission.admit(request.model.name, len(missing), remaining_s=state.remaining_s(), lane=request.lane)
+        for items in split_into_jobs(request.model, missing):
+            job = state.new_job(items)
+            job.task = asyncio.create_task(self._send(request, job))
+            self._jobs.add(job.task)
+            # As a callback of the task, it runs no matter how the task ends.
+            job.task.add_done_callback(partial(self._end_job, request, job))
 
-    async def _land_hits(self, flights: Sequence[Flight]) -> list[Flight]:
-        """Looks in the cache, lands what is there, and returns what is not."""
-        keys = [flight.item.cache_key for flight in flights if flight.item.cache_key]
+    async def _complete_cache_hits(self, led: Sequence[InFlightItem]) -> list[InFlightItem]:
+        """Completes the items that the cache has, and returns the others."""
+        keys = [one.item.cache_key for one in led if one.item.cache_key]
         found = await self._cache.get_many(keys) if keys else {}
         missing = []
-        for flight in flights:
-            if flight.item.cache_key in found:
-                self._flights.end(flight, Landing(hit(flight.item, *found[flight.item.cache_key]), by_worker=False))
+        for in_flight in led:
+            if in_flight.item.cache_key in found:
+                hit = cache_hit(in_flight.item, *found[in_flight.item.cache_key])
+                self._single_flight.complete(in_flight, ItemCompletion(hit, by_worker=False))
             else:
-                missing.append(flight)
+                missing.append(in_flight)
         return missing
 
-    async def _fly(self, request: InferenceRequest, job: JobInFlight) -> list[ItemOutcome]:
-        """Sees a job through, to one outcome for each of its flights."""
+    async def _send(self, request: InferenceRequest, job: InFlightJob) -> list[ItemOutcome]:
+        """Sends a job and waits for its reply; returns one outcome per item."""
         try:
             return await self._sender.send(request, job)
         except PenstockError as error:
-            return [failure(flight.item.index, error) for flight in job.flights]
+            return [failure(in_flight.item.index, error) for in_flight in job.items]
 
-    async def _cancel(self, record: str) -> None:
-        """Tells the workers that nobody waits for a job any more; where Redis is out they compute it for nobody."""
+    def _end_job(self, request: InferenceRequest, job: InFlightJob, task: asyncio.Task[list[ItemOutcome]]) -> None:
+        self._jobs.discard(task)
+        if task.cancelled():
+            self._cancel_on_workers(request, job)
+        outcomes = self._outcomes_of(request, job, task)
+        self._keep_in_memory(request, job, outcomes)
+        self._release(request, outcomes)
+        by_worker = job.published_at_s > 0
+        for in_flight, outcome in zip(job.items, outcomes, strict=True):
+            completion = None if outcome is None else ItemCompletion(outcome, by_worker, job.published_at_s)
+            self._single_flight.complete(in_flight, completion)
+
+    def _outcomes_of(
+        self, request: InferenceRequest, job: InFlightJob, task: asyncio.Task[list[ItemOutcome]]
+    ) -> Sequence[ItemOutcome | None]:
+        """One outcome per item of an ended job. None: all callers hung up, so the item is abandoned."""
+        if not task.cancelled():
+            error = task.exception()
+            if error is None:
+                return task.result()
+            log.error("job failed unexpectedly", extra={"request_id": request.request_id}, exc_info=error)
+            return [failure(in_flight.item.index, PenstockError("internal error")) for in_flight in job.items]
+        if self._is_closing:
+            return [failure(in_flight.item.index, Unavailable(CLOSING)) for in_flight in job.items]
+        return [None] * len(job.items)
+
+    def _cancel_on_workers(self, request: InferenceRequest, job: InFlightJob) -> None:
+        """Tells the workers, in the background, that no caller waits for the job any more."""
+        metrics.JOBS_CANCELED.labels(request.model.name).inc()
+        if job.published_at_s and not self._is_closing:
+            task = asyncio.create_task(self._cancel_record(record_id(request.request_id, job.index)))
+            self._cancellations.add(task)
+            task.add_done_callback(self._cancellations.discard)
+
+    async def _cancel_record(self, record: str) -> None:
+        # Without Redis the workers compute the job, and the result is not used.
         with contextlib.suppress(Unavailable):
             await self._records.cancel(record)
 
-    def _ended(self, request: InferenceRequest, job: JobInFlight, task: asyncio.Task[list[ItemOutcome]]) -> None:
-        """Lands what has not landed and lets go; as a callback of the task, so that it happens however that ended."""
-        self._tasks.discard(task)
-        model, flights = request.model.name, job.flights
-        outcomes: Sequence[ItemOutcome | None] = [None] * len(flights)
-        if task.cancelled():
-            metrics.GAVE_UP.labels(model).inc()
-            if job.published_at_s and not self._is_closing:
-                canceling = asyncio.create_task(self._cancel(record_id(request.request_id, job.part)))
-                self._canceling.add(canceling)
-                canceling.add_done_callback(self._canceling.discard)
-            if self._is_closing:
-                outcomes = [failure(flight.item.index, Unavailable(CLOSING)) for flight in flights]
-        elif error := task.exception():
-            log.error("job failed unexpectedly", extra={"request_id": request.request_id}, exc_info=error)
-            outcomes = [failure(flight.item.index, PenstockError("internal error")) for flight in flights]
-        else:
-            outcomes = task.result()
-        self._remember(request, flights, outcomes)
-        # What a worker drops for being late leaves quickly and tells nothing of the pace.
-        receipts = [outcome.receipt for outcome in outcomes if outcome is not None and outcome.status != "expired"]
+    def _keep_in_memory(
+        self, request: InferenceRequest, job: InFlightJob, outcomes: Sequence[ItemOutcome | None]
+    ) -> None:
+        """Puts results into the memory cache. The worker fills Redis, but only after its reply."""
+        if not request.cache_write:
+            return
+        results = {
+            in_flight.item.cache_key: outcome.result
+            for in_flight, outcome in zip(job.items, outcomes, strict=True)
+            if in_flight.item.cache_key and outcome is not None and outcome.result
+        }
+        self._cache.keep_in_memory(results, request.model.cache.ttl_s)
+
+    def _release(self, request: InferenceRequest, outcomes: Sequence[ItemOutcome | None]) -> None:
+        """Releases the items of an ended job from admission, with what they tell about the service rate."""
+        ended = [outcome for outcome in outcomes if outcome is not None]
+        # Workers drop expired items quickly, which says nothing about the service rate.
+        receipts = [outcome.receipt for outcome in ended if outcome.status != "expired"]
         self._admission.release(
-            model,
-            len(flights),
+            request.model.name,
+            len(outcomes),
             answered=any(receipt.pulled_at_s for receipt in receipts),
-            was_late=any(outcome is not None and outcome.status == "expired" for outcome in outcomes),
+            was_late=len(receipts) < len(ended),
             took_s=max((receipt.inference_ms / 1000 for receipt in receipts if receipt.inference_ms), default=None),
             lane=request.lane,
         )
-        by_worker = job.published_at_s > 0
-        for flight, outcome in zip(flights, outcomes, strict=True):
-            landing = None if outcome is None else Landing(outcome, by_worker, job.published_at_s)
-            self._flights.end(flight, landing)
 
-    def _remember(
-        self, request: InferenceRequest, flights: Sequence[Flight], outcomes: Sequence[ItemOutcome | None]
-    ) -> None:
-        """Keeps what came back in memory: the worker fills Redis only after its reply."""
-        if request.cache_write:
-            pairs = zip(flights, outcomes, strict=True)
-            came = {f.item.cache_key: o.result for f, o in pairs if f.item.cache_key and o is not None and o.result}
-            self._cache.keep_in_memory(came, request.model.cache.ttl_s)
-
-    def _record(self, asking: Asking) -> None:
-        """Writes the rows that are ours, and counts all items."""
-        request = asking.request
-        landings = [landing for landing in asking.landings if landing is not None]
-        counts = Counter((landing.outcome.receipt.cache, landing.outcome.status) for landing in landings)
+    def _write_rows(self, state: RequestState) -> None:
+        """Counts all items, and writes the rows that no worker writes."""
+        request = state.request
+        completions = [completion for completion in state.completions if completion is not None]
+        counts = Counter((one.outcome.receipt.cache, one.outcome.status) for one in completions)
         for (cache, status), count in counts.items():
             metrics.of_items(request.model.name, cache, status).inc(count)
-        ours = [landing.outcome for landing in landings if not landing.by_worker]
+        ours = [completion.outcome for completion in completions if not completion.by_worker]
         if not ours:
             return
         envelope = envelope_of(request, self._api_instance)

@@ -1,4 +1,4 @@
-"""How an instance gets an inbox of its own: leased from the pool through Redis, or made and removed again."""
+"""Gives an instance an inbox: leased from the pool through Redis, or created for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REDIS_LIMIT_S, REDIS_RETRY_S = 2.0, 0.25
 REMOVE_LIMIT_S = 4.0
 """A container has about 10 s from SIGTERM to its end (platform-facts R6)."""
 OWN_INBOX_EXPIRES_S = 86_400
-"""The shortest the service takes (platform-facts P16): what a crashed instance leaves behind goes after a day."""
+"""The shortest that Pub/Sub accepts (platform-facts P16). It removes inboxes of crashed instances."""
 
 ERRORS = Counter(
     "penstock_inbox_errors_total", "Round trips to Redis about the inbox's lease that failed.", ["operation"]
@@ -37,29 +37,29 @@ _RELEASE = load_script("api/dispatch/inbox_release.lua")
 
 
 class InboxLost(Unavailable):
-    """The inbox went to another instance, or is gone: replies to it don't come here any more."""
+    """Another instance has the inbox, or it is gone: replies to it no longer arrive here."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tenancy:
-    """An inbox held by this instance; `keep` runs as long as it is held and raises InboxLost when it is not."""
+class InboxLease:
+    """An inbox that this instance holds. `keep` runs while it is held and raises InboxLost after that."""
 
     inbox: str
     keep: Callable[[], Coroutine[Any, Any, object]]
 
 
 class InboxPool:
-    """The pool's inboxes, numbered from `first`; each is held by the instance whose id stands under its key in Redis.
+    """The inboxes of the pool, numbered from `first`. The key of each in Redis has the id of its holder.
 
-    While Redis is out of reach an inbox is kept: nobody else can lease one through a Redis that is down. If only we
-    are cut off and another instance takes our inbox, replies may end at the wrong one until Redis answers again, and
-    their requests find the stored result instead.
+    While Redis is out of reach an instance keeps its inbox: no other instance can lease it through
+    a Redis that is down. If only this instance is cut off and another leases its inbox, replies may
+    go to the wrong instance until Redis answers again. Their requests then read the record.
 
     Args:
-        redis_url: where leases are kept.
-        first: number of the first inbox of the pool; regions with a Redis of their own have ranges of their own.
-        size: inboxes in the pool.
-        lease_s: a lease that is not renewed for so long is free again.
+        redis_url: the Redis with the leases.
+        first: the number of the first inbox. Regions with separate Redis servers use separate ranges.
+        size: how many inboxes the pool has.
+        lease_s: a lease expires after this time without renewal.
         instance: id of the holder.
     """
 
@@ -71,8 +71,8 @@ class InboxPool:
         self._instance = instance
 
     @asynccontextmanager
-    async def lease(self) -> AsyncIterator[Tenancy]:
-        """Leases an inbox for as long as the block runs.
+    async def lease(self) -> AsyncIterator[InboxLease]:
+        """Leases an inbox while the block runs.
 
         Raises:
             Unavailable: none is free, or Redis is out of reach.
@@ -80,17 +80,17 @@ class InboxPool:
         link = RedisLink("inbox", self._redis_url, timeout_s=REDIS_LIMIT_S, retry_s=REDIS_RETRY_S, up=UP, errors=ERRORS)
         redis = link.commands("the pool of inboxes")
         async with link:
-            number = await self._take(redis)
+            number = await self._acquire(redis)
             try:
-                yield Tenancy(str(number), lambda: self._renew(redis, number))
+                yield InboxLease(str(number), lambda: self._renew(redis, number))
             finally:
                 await self._release(redis, number)
 
-    async def _take(self, redis: Commands) -> int:
+    async def _acquire(self, redis: Commands) -> int:
         numbers = range(self._first, self._first + self._size)
         held = await redis.run("MGET", *map(_key, numbers))
         free = [number for number, holder in zip(numbers, held, strict=True) if holder is None]
-        # At random, so that instances started together don't run for the same one.
+        # In random order, so that instances that start together try different inboxes.
         for number in random.sample(free, len(free)):
             if await redis.run("SET", _key(number), self._instance, "NX", "PX", self._lease_ms()):
                 return number
@@ -118,17 +118,17 @@ class InboxPool:
 
 
 @asynccontextmanager
-async def own_inbox(admin: Admin, slots: int, instance: str) -> AsyncIterator[Tenancy]:
-    """Makes an inbox with its slots and removes it when the block ends.
+async def own_inbox(admin: Admin, slots: int, instance: str) -> AsyncIterator[InboxLease]:
+    """Creates an inbox with its slots, and removes it when the block ends.
 
     Raises:
-        ConfigurationError: we may not make one.
+        ConfigurationError: this process may not create one.
         Unavailable: the broker is out of reach.
     """
     inbox = f"{instance}-{uuid4().hex[:12]}"
     try:
         await make_inbox(admin, inbox, slots, expires_after_s=OWN_INBOX_EXPIRES_S)
-        yield Tenancy(inbox, asyncio.Event().wait)
+        yield InboxLease(inbox, asyncio.Event().wait)
     finally:
         try:
             async with asyncio.timeout(REMOVE_LIMIT_S):

@@ -1,4 +1,4 @@
-"""From flights to messages and back: puts flights into jobs, publishes a job and waits for its reply."""
+"""Splits items into jobs, publishes each job, and waits for its reply."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from api.dispatch.request import InferenceRequest
-from api.dispatch.singleflight import Flight, JobInFlight
+from api.dispatch.singleflight import InFlightItem, InFlightJob
 from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.catalog import Model
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, Unavailable, error_for_code
@@ -30,42 +30,42 @@ TIMER_EARLY_S = 0.002
 """The event loop counts whole milliseconds, so what runs out at the deadline may do so a little before it."""
 
 
-class Waiter(Protocol):
-    """One part of a request that waits for its reply."""
+class ReplyWaiter(Protocol):
+    """Waits for the reply of one job."""
 
     @property
     def inbox(self) -> str:
-        """Topic id the reply is to be published to."""
+        """The topic id that the worker publishes the reply to."""
 
     @property
     def slot(self) -> str:
-        """The slot attribute the reply is to carry."""
+        """The slot attribute of the reply."""
 
     async def reply(self, timeout_s: float) -> Reply:
-        """The reply; DeadlineExceeded when it does not come in time."""
+        """Returns the reply, or raises DeadlineExceeded after `timeout_s`."""
 
 
 class Inbox(Protocol):
-    """Where replies come in; api/dispatch/reply_inbox.py is the real one."""
+    """Receives replies. The implementation is api/dispatch/reply_inbox.py."""
 
-    def waiter(self, request_id: str, part: int) -> AbstractContextManager[Waiter]:
-        """Registers a waiter for as long as the context is open."""
+    def waiter(self, request_id: str, job_index: int) -> AbstractContextManager[ReplyWaiter]:
+        """Registers a waiter while the context is open."""
 
 
-def split(model: Model, flights: Sequence[Flight]) -> Iterator[list[Flight]]:
-    """Jobs of about equal size, as few as stay within the bound of a job.
+def split_into_jobs(model: Model, items: Sequence[InFlightItem]) -> Iterator[list[InFlightItem]]:
+    """Splits items into as few jobs of about equal size as the bound of a job allows.
 
-    The reply of a job stays below INLINE_LIMIT_BYTES. An image takes a worker long enough that each is a job of its
-    own, which spreads them.
+    The reply of a job stays below INLINE_LIMIT_BYTES. Each image is its own job, so that images
+    spread over workers.
     """
     largest = model.definition.largest_job(model)
-    jobs = math.ceil(len(flights) / largest)
+    jobs = math.ceil(len(items) / largest)
     for job in range(jobs):
-        yield list(flights[job * len(flights) // jobs : (job + 1) * len(flights) // jobs])
+        yield list(items[job * len(items) // jobs : (job + 1) * len(items) // jobs])
 
 
 class JobSender:
-    """Sends jobs and waits for replies; holds nothing between two calls."""
+    """Sends jobs and waits for replies. Has no state between calls."""
 
     def __init__(
         self, inbox: Inbox, publisher: Publisher, objects: ObjectStore, records: Records, api_instance: str
@@ -76,39 +76,39 @@ class JobSender:
         self._records = records
         self._api_instance = api_instance
 
-    async def send(self, request: InferenceRequest, job: JobInFlight) -> list[ItemOutcome]:
-        """Publishes the job and waits for its reply until the deadline; one outcome per flight, in their order.
+    async def send(self, request: InferenceRequest, job: InFlightJob) -> list[ItemOutcome]:
+        """Publishes the job, waits for its reply until the deadline, and returns one outcome per item.
 
-        The waiter is registered before the job is published, so no reply can be too early. `job.published_at_s` is
-        set as soon as the broker has the job.
+        The waiter is registered before the job is published, so no reply can be too early. Sets
+        `job.published_at_s` as soon as the broker has accepted the job.
 
         Raises:
             DeadlineExceeded: no reply came in time.
             Unavailable: the broker or the object store is out of reach.
             PenstockError: the worker could not read the job, or answered it wrongly.
         """
-        items = [await self._without_large_source(flight.item) for flight in job.flights]
-        with self._inbox.waiter(request.request_id, job.part) as waiter:
+        items = [await self._without_large_source(in_flight.item) for in_flight in job.items]
+        with self._inbox.waiter(request.request_id, job.index) as waiter:
             published_at_s = await self._publish(request, job, items, waiter)
             job.published_at_s = published_at_s
             return await self._wait(waiter, request, job, items)
 
     async def _wait(
-        self, waiter: Waiter, request: InferenceRequest, job: JobInFlight, items: Sequence[Item]
+        self, waiter: ReplyWaiter, request: InferenceRequest, job: InFlightJob, items: Sequence[Item]
     ) -> list[ItemOutcome]:
-        """Waits for the reply, and looks at the record now and then: it is the truth, and a reply may get lost."""
+        """Waits for the reply. Polls the record as well, because a reply may get lost."""
         while True:
             left_s = max(0.0, job.deadline_s - time.time())
             try:
                 return _outcomes(items, (await waiter.reply(min(left_s, LOOK_EVERY_S))).body)
             except DeadlineExceeded:
-                if (answered := await self._answered(record_id(request.request_id, job.part))) is not None:
-                    return _outcomes(items, answered)
+                if (recorded := await self._recorded_reply(record_id(request.request_id, job.index))) is not None:
+                    return _outcomes(items, recorded)
                 if left_s <= LOOK_EVERY_S:
                     raise request.too_late() from None
 
-    async def _answered(self, record: str) -> ReplyBody | None:
-        """What a worker answered, as far as the record says and Redis can tell."""
+    async def _recorded_reply(self, record: str) -> ReplyBody | None:
+        """The reply in the record of the job; None without one, or while Redis is out of reach."""
         try:
             found = await self._records.read(record)
         except Unavailable:
@@ -116,7 +116,7 @@ class JobSender:
         return None if found is None else found.reply
 
     async def _without_large_source(self, item: Item) -> Item:
-        """The item as it travels: a source image too large for a message lies in the object store."""
+        """The item to send: a source image that is too large for a message goes to the object store."""
         source = item.input.source
         if source is None or source.data is None or len(source.data) <= INLINE_LIMIT_BYTES:
             return item
@@ -125,11 +125,13 @@ class JobSender:
         stored = item.input.with_source(Blob(source.media_type, object_key=key))
         return msgspec.structs.replace(item, input=stored)
 
-    async def _publish(self, request: InferenceRequest, job: JobInFlight, items: list[Item], waiter: Waiter) -> float:
+    async def _publish(
+        self, request: InferenceRequest, job: InFlightJob, items: list[Item], waiter: ReplyWaiter
+    ) -> float:
         now_s = time.time()
         envelope = envelope_of(request, self._api_instance)
         envelope.part, envelope.inbox, envelope.slot, envelope.published_at_s = (
-            job.part,
+            job.index,
             waiter.inbox,
             waiter.slot,
             now_s,

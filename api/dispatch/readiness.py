@@ -1,4 +1,4 @@
-"""Whether this instance can serve: a reply that it sends to its own inbox must come back, through the broker itself."""
+"""Checks readiness: a probe reply to the own inbox must make the round trip through the broker."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from shared.transport import Publisher
 PROBE_LIMIT_S = 2.0
 REDIS_LIMIT_S = 0.5
 REUSED_S = 1.0
-"""A probe younger than this answers again, so that asking often costs the broker nothing."""
+"""How long a result is reused, so that frequent checks do not load the broker."""
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
-    """What was found: `ready` or, with the reason, not; Redis is only ever a degradation."""
+class ReadinessStatus:
+    """The result of a check. Without Redis an instance is degraded, but ready."""
 
     is_ready: bool
     pubsub: str
@@ -39,7 +39,7 @@ class Condition:
 
 
 class Readiness:
-    """Asks broker and Redis, each within a limit."""
+    """Probes the broker and Redis, each within a time limit."""
 
     def __init__(self, inbox: Inbox, publisher: Publisher, redis_url: str) -> None:
         self._inbox = inbox
@@ -47,19 +47,19 @@ class Readiness:
         self._redis_url = redis_url
         self._probing = asyncio.Lock()
         self._probed_s = -math.inf
-        self._condition = Condition(False, "not asked yet", "not asked yet")
+        self._last = ReadinessStatus(False, "not asked yet", "not asked yet")
 
-    async def check(self) -> Condition:
-        """The condition now, or at most a second ago."""
+    async def check(self) -> ReadinessStatus:
+        """The status now, or at most REUSED_S ago."""
         async with self._probing:
             if time.monotonic() - self._probed_s > REUSED_S:
                 pubsub, redis_found = await asyncio.gather(self._probe_pubsub(), self._probe_redis())
-                self._condition = Condition(pubsub == "ok", pubsub, redis_found)
+                self._last = ReadinessStatus(pubsub == "ok", pubsub, redis_found)
                 self._probed_s = time.monotonic()
-        return self._condition
+        return self._last
 
     async def _probe_redis(self) -> str:
-        """`ok`, or that requests go on without; asked over a connection of its own, past the breaker of the cache."""
+        """`ok` or the reason. Uses a separate connection, because the cache's has a circuit breaker."""
         client = redis.asyncio.Redis.from_url(self._redis_url, socket_connect_timeout=REDIS_LIMIT_S)
         try:
             async with asyncio.timeout(REDIS_LIMIT_S):
@@ -71,7 +71,7 @@ class Readiness:
         return "ok"
 
     async def _probe_pubsub(self) -> str:
-        """`ok` when a message went all the way to the broker and back to a slot of ours, else the reason."""
+        """`ok` after a round trip through the broker to a slot of this instance, else the reason."""
         probe_id = f"probe_{uuid4().hex}"
         try:
             async with asyncio.timeout(PROBE_LIMIT_S):

@@ -1,4 +1,4 @@
-"""Where replies come in: an inbox with slots, and the requests that wait on them; between jobs.py and the broker."""
+"""Receives replies: this instance's inbox, its slots, and the jobs that wait for replies on them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Self
 
 from prometheus_client import Counter
 
-from api.dispatch.inbox_lease import InboxLost, InboxPool, Tenancy, own_inbox
+from api.dispatch.inbox_lease import InboxLease, InboxLost, InboxPool, own_inbox
 from shared.backoff import backoff
 from shared.errors import ConfigurationError, DeadlineExceeded, PenstockError, Unavailable, UndecodableMessage
 from shared.messages import Reply, decode_reply
@@ -28,7 +28,7 @@ SLOTS_GIVEN = Counter(
 )
 REPLIES = Counter(
     "penstock_inbox_replies_total",
-    "Replies that came in: delivered, duplicate, unknown (late, or of an earlier tenant) or undecodable.",
+    "Replies that came in: delivered, duplicate, unknown (late, or of an earlier holder) or undecodable.",
     ["outcome"],
 )
 _EXCLUSIVE, _SHARED = SLOTS_GIVEN.labels("exclusive"), SLOTS_GIVEN.labels("shared")
@@ -41,52 +41,52 @@ START_LIMIT_S = 10.0
 SLOT_MAX_MESSAGES = 1000
 ACK_DEADLINE_S = 20
 ACK_LINGER_S = 8.0
-"""Nothing waits for the ack of a reply, and with a slot per request hardly two share a call sooner; as each costs as
-much as a publish, the acks of all slots took a fifth of the API. With the 10 s of retries it stays below the lease."""
+"""An ack call costs as much as a publish, and without this pause acks took a fifth of the API's CPU
+time. No request waits for the ack of a reply. With 10 s of retries it stays below the lease."""
 
 
-class Waiter:
-    """One part of a request that waits for its reply at `inbox` (a topic id), `slot`."""
+class PendingReply:
+    """Waits for the reply of one job, which arrives at `inbox` (a topic id), `slot`."""
 
     def __init__(self, inbox: str, slot: str) -> None:
         self.inbox = inbox
         self.slot = slot
         self._loop = asyncio.get_running_loop()
-        self._outcome: asyncio.Future[Reply] = self._loop.create_future()
+        self._reply: asyncio.Future[Reply] = self._loop.create_future()
         self._woken: asyncio.Future[None] | None = None
 
     async def reply(self, timeout_s: float) -> Reply:
-        """Waits for the reply; may be asked again after DeadlineExceeded.
+        """Waits for the reply. May be called again after DeadlineExceeded.
 
         Raises:
-            DeadlineExceeded: it did not come within `timeout_s`.
-            InboxLost: it can't come here any more; the stored result may be there in time.
+            DeadlineExceeded: no reply within `timeout_s`.
+            InboxLost: the inbox is gone. The record may still get the result in time.
         """
-        if not self._outcome.done():
+        if not self._reply.done():
             self._woken = self._loop.create_future()
-            # Cheaper by a turn of the loop than asyncio.wait.
+            # Saves one iteration of the event loop compared to asyncio.wait.
             timer = self._loop.call_later(timeout_s, self._wake)
             try:
                 await self._woken
             finally:
                 timer.cancel()
-        if not self._outcome.done():
+        if not self._reply.done():
             raise DeadlineExceeded(f"no reply within {timeout_s:.3f} s")
-        return self._outcome.result()
+        return self._reply.result()
 
-    def settle(self, reply: Reply) -> bool:
-        """Hands over the reply; False if there is one already."""
-        if self._outcome.done():
+    def deliver(self, reply: Reply) -> bool:
+        """Delivers the reply. Returns False for a duplicate."""
+        if self._reply.done():
             return False
-        self._outcome.set_result(reply)
+        self._reply.set_result(reply)
         self._wake()
         return True
 
-    def lose(self, error: InboxLost) -> None:
-        """Tells the waiting part that nothing comes any more."""
-        if not self._outcome.done():
-            self._outcome.set_exception(error)
-            self._outcome.exception()  # it may be that nobody is waiting any more
+    def fail(self, error: InboxLost) -> None:
+        """Ends the wait with `error`."""
+        if not self._reply.done():
+            self._reply.set_exception(error)
+            self._reply.exception()  # marks it as retrieved, in case no task waits
             self._wake()
 
     def _wake(self) -> None:
@@ -108,44 +108,44 @@ class _Slot:
 
 
 class _OpenInbox:
-    """An inbox as long as it is held: its slots, who uses them, and who waits."""
+    """An inbox while this instance holds it: its slots, their requests, and the pending replies."""
 
     def __init__(self, topic_id: str, slots: int) -> None:
         self.topic_id = topic_id
         self.slots = [_Slot(number) for number in range(slots)]
-        # Last in, first out: at low load few slots are in use, so the acks of one subscription find company.
+        # Last in, first out: at low load few slots are in use, so acks share calls.
         self._free = self.slots[::-1]
         self._slot_of: dict[str, _Slot] = {}
-        self._waiters: dict[str, dict[int, Waiter]] = {}
+        self._pending: dict[str, dict[int, PendingReply]] = {}
 
     @property
     def is_connected(self) -> bool:
         return all(slot.is_connected for slot in self.slots)
 
-    def register(self, request_id: str, part: int) -> Waiter:
-        """A waiter for a part; all parts of a request stand on one slot."""
+    def register(self, request_id: str, job_index: int) -> PendingReply:
+        """Registers a job. All jobs of a request use the same slot."""
         slot = self._slot_of.get(request_id)
         if slot is None:
-            slot = self._slot_of[request_id] = self._give_slot()
-            self._waiters[request_id] = {}
-        waiter = self._waiters[request_id][part] = Waiter(self.topic_id, slot.name)
-        return waiter
+            slot = self._slot_of[request_id] = self._choose_slot()
+            self._pending[request_id] = {}
+        pending = self._pending[request_id][job_index] = PendingReply(self.topic_id, slot.name)
+        return pending
 
-    def remove(self, request_id: str, part: int) -> None:
-        parts = self._waiters[request_id]
-        parts.pop(part, None)
-        if parts:
+    def remove(self, request_id: str, job_index: int) -> None:
+        jobs = self._pending[request_id]
+        jobs.pop(job_index, None)
+        if jobs:
             return
-        del self._waiters[request_id]
+        del self._pending[request_id]
         slot = self._slot_of.pop(request_id)
         slot.requests -= 1
         if slot.requests == 0:
             self._free.append(slot)
 
     def deliver(self, message: Message) -> None:
-        """Hands a reply to who waits for it; any other is of no use to anybody."""
+        """Delivers a reply to its job. Counts and drops replies of unknown jobs."""
         try:
-            waiter = self._waiters[message.attributes["request_id"]][int(message.attributes["part"])]
+            pending = self._pending[message.attributes["request_id"]][int(message.attributes["part"])]
         except (KeyError, ValueError):
             _UNKNOWN.inc()
             return
@@ -155,14 +155,14 @@ class _OpenInbox:
             _UNDECODABLE.inc()
             log.warning("reply can't be read", extra={"message_id": message.message_id, "reason": error.message})
             return
-        (_DELIVERED if waiter.settle(reply) else _DUPLICATE).inc()
+        (_DELIVERED if pending.deliver(reply) else _DUPLICATE).inc()
 
-    def lose(self, error: InboxLost) -> None:
-        for parts in self._waiters.values():
-            for waiter in parts.values():
-                waiter.lose(error)
+    def fail(self, error: InboxLost) -> None:
+        for jobs in self._pending.values():
+            for pending in jobs.values():
+                pending.fail(error)
 
-    def _give_slot(self) -> _Slot:
+    def _choose_slot(self) -> _Slot:
         if self._free:
             _EXCLUSIVE.inc()
             slot = self._free.pop()
@@ -174,13 +174,13 @@ class _OpenInbox:
 
 
 class ReplyInbox:
-    """This instance's inbox: one leased from the pool, or its own; replaced whenever it is lost.
+    """This instance's inbox, leased from the pool or created. It is replaced whenever it is lost.
 
     Args:
         settings: inbox_pool, inbox_first, inbox_lease_s, reply_slots, redis_url.
         subscriber: opens the slots.
-        admin: makes an inbox where there is no pool or it is empty.
-        instance: id of this instance; letters, digits and dashes.
+        admin: creates an inbox if there is no pool or no free inbox in it.
+        instance: id of this instance (letters, digits and dashes).
     """
 
     def __init__(self, settings: ApiSettings, subscriber: Subscriber, admin: Admin, instance: str) -> None:
@@ -192,13 +192,13 @@ class ReplyInbox:
         self._holding: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        """Opens the inbox; goes on without it, not ready, if the broker or the pool can't give one soon.
+        """Opens the inbox. Continues without one (not ready) if none can be had within START_LIMIT_S.
 
         Raises:
-            ConfigurationError: the broker refuses us.
+            ConfigurationError: the broker denies access.
         """
         opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._holding = asyncio.create_task(self._hold_for_ever(opened))
+        self._holding = asyncio.create_task(self._hold_forever(opened))
         self._holding.add_done_callback(_report)
         try:
             async with asyncio.timeout(START_LIMIT_S):
@@ -219,40 +219,40 @@ class ReplyInbox:
 
     @property
     def ready(self) -> bool:
-        """Whether replies can come in: an inbox is held and all its slots are connected."""
+        """Whether replies can arrive: an inbox is held and all of its slots are connected."""
         return self._open is not None and self._open.is_connected
 
     @contextmanager
-    def waiter(self, request_id: str, part: int) -> Iterator[Waiter]:
-        """Registers a waiter for as long as the block runs.
+    def waiter(self, request_id: str, job_index: int) -> Iterator[PendingReply]:
+        """Registers a job while the block runs.
 
         Raises:
-            Unavailable: there is no inbox now.
+            Unavailable: this instance has no inbox at the moment.
         """
         inbox = self._open
         if inbox is None:
             raise Unavailable("this instance has no reply inbox now")
-        waiter = inbox.register(request_id, part)
+        pending = inbox.register(request_id, job_index)
         try:
-            yield waiter
+            yield pending
         finally:
-            inbox.remove(request_id, part)
+            inbox.remove(request_id, job_index)
 
-    async def _hold_for_ever(self, opened: asyncio.Future[None]) -> None:
+    async def _hold_forever(self, opened: asyncio.Future[None]) -> None:
         pauses = backoff()
         while True:
             try:
                 async with AsyncExitStack() as stack:
-                    tenancy = await self._enter_tenancy(stack)
+                    lease = await self._acquire(stack)
                     pauses = backoff()
-                    await self._hold(tenancy, opened)
+                    await self._hold(lease, opened)
             except PenstockError as error:
                 log.warning("no inbox held", extra={"reason": error.message})
                 if not opened.done():
                     opened.set_exception(error)
             await asyncio.sleep(next(pauses))
 
-    async def _enter_tenancy(self, stack: AsyncExitStack) -> Tenancy:
+    async def _acquire(self, stack: AsyncExitStack) -> InboxLease:
         settings = self._settings
         if settings.inbox_pool == 0:
             return await stack.enter_async_context(own_inbox(self._admin, settings.reply_slots, self._instance))
@@ -266,18 +266,18 @@ class ReplyInbox:
         try:
             return await stack.enter_async_context(own_inbox(self._admin, settings.reply_slots, self._instance))
         except ConfigurationError as error:
-            # In the cloud the API has no right to make one; the pool may have room again soon.
+            # In the cloud the API may not create inboxes. The pool may have a free one soon.
             raise Unavailable(f"no inbox from the pool, and none may be made: {error.message}") from error
 
-    async def _hold(self, tenancy: Tenancy, opened: asyncio.Future[None]) -> None:
-        """Receives on every slot until the inbox is lost, which raises, or until canceled."""
-        inbox = _OpenInbox(inbox_topic_id(tenancy.inbox), self._settings.reply_slots)
+    async def _hold(self, lease: InboxLease, opened: asyncio.Future[None]) -> None:
+        """Receives on every slot until canceled, or until the inbox is lost, which raises."""
+        inbox = _OpenInbox(inbox_topic_id(lease.inbox), self._settings.reply_slots)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(tenancy.keep())
+                group.create_task(lease.keep())
                 for slot in inbox.slots:
-                    group.create_task(self._receive(inbox, slot, slot_subscription_id(tenancy.inbox, slot.number)))
-                with self._opened(inbox):
+                    group.create_task(self._receive(inbox, slot, slot_subscription_id(lease.inbox, slot.number)))
+                with self._closing(inbox):
                     for slot in inbox.slots:
                         await slot.opened.wait()
                     self._open = inbox
@@ -289,13 +289,13 @@ class ReplyInbox:
             raise failures.exceptions[0] from failures
 
     @contextmanager
-    def _opened(self, inbox: _OpenInbox) -> Iterator[None]:
+    def _closing(self, inbox: _OpenInbox) -> Iterator[None]:
         try:
             yield
         finally:
-            # Before the streams are closed, which takes a while: nobody may be sent to this inbox any more.
+            # Before the streams are closed, which takes a while: no new job may use this inbox.
             self._open = None
-            inbox.lose(InboxLost("the reply inbox was lost"))
+            inbox.fail(InboxLost("the reply inbox was lost"))
 
     async def _receive(self, inbox: _OpenInbox, slot: _Slot, subscription_id: str) -> None:
         async with self._subscriber.subscribe(
@@ -310,4 +310,4 @@ class ReplyInbox:
 
 def _report(holding: asyncio.Task[None]) -> None:
     if not holding.cancelled():
-        log.error("the inbox is no longer kept; this is a bug", exc_info=holding.exception())
+        log.error("the task that holds the inbox ended; this is a bug", exc_info=holding.exception())

@@ -1,4 +1,4 @@
-"""One request while the dispatcher works on it: its items, the jobs it started, and what has landed so far."""
+"""The state of one request in the dispatcher: its items, its jobs, and the completions so far."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from api.dispatch.request import Answer, InferenceRequest
-from api.dispatch.singleflight import Flight, JobInFlight, Landing
+from api.dispatch.request import InferenceRequest, InferenceResponse
+from api.dispatch.singleflight import InFlightItem, InFlightJob, ItemCompletion
 from shared.errors import PenstockError, UndecodableMessage
 from shared.messages import Item, ItemOutcome, Receipt, failure
 from shared.stores.cache import cache_key
 from shared.tasks import Result
 
 
-class Asking:
-    """A request and its state; plain data, no I/O.
+class RequestState:
+    """A request and its progress. Plain data without I/O.
 
     Raises:
         BadInput: an input has no canonical form.
@@ -25,78 +25,82 @@ class Asking:
     def __init__(self, request: InferenceRequest) -> None:
         self.request = request
         model = request.model
-        keeps = request.is_repeatable and model.cache.ttl_s > 0 and (request.cache_read or request.cache_write)
+        uses_cache = request.is_repeatable and model.cache.ttl_s > 0 and (request.cache_read or request.cache_write)
         self.items = [
-            Item(index, given, cache_key(model, given, request.tenant) if keeps else None)
-            for index, given in enumerate(request.inputs)
+            Item(index, one, cache_key(model, one, request.tenant) if uses_cache else None)
+            for index, one in enumerate(request.inputs)
         ]
-        self.joins = request.cache_read and request.cache_write
-        """A caller who wants nothing stored, or nothing older than the request, shares with nobody."""
-        self.landings: list[Landing | None] = [None] * len(self.items)
-        self._jobs: list[JobInFlight] = []
+        self.is_shareable = request.cache_read and request.cache_write
+        """False for callers that want nothing stored, or nothing older than their request."""
+        self.completions: list[ItemCompletion | None] = [None] * len(self.items)
+        self._jobs: list[InFlightJob] = []
 
-    def waiting(self) -> list[int]:
-        """The items that have no outcome yet, by index."""
-        return [index for index, landing in enumerate(self.landings) if landing is None]
+    def pending(self) -> list[int]:
+        """The indexes of the items without an outcome."""
+        return [index for index, completion in enumerate(self.completions) if completion is None]
 
     def remaining_s(self) -> float:
         """Seconds until the deadline, 0 after it."""
         return max(0.0, self.request.deadline_s - time.time())
 
-    def new_job(self, flights: Sequence[Flight]) -> JobInFlight:
-        """Puts flights into a job, with a part number that this request has not used."""
-        job = JobInFlight(list(flights), len(self._jobs), self.request.deadline_s)
-        for flight in flights:
-            flight.job = job
+    def new_job(self, items: Sequence[InFlightItem]) -> InFlightJob:
+        """Puts items into a job with the next index of this request."""
+        job = InFlightJob(list(items), len(self._jobs), self.request.deadline_s)
+        for in_flight in items:
+            in_flight.job = job
         self._jobs.append(job)
         return job
 
-    def take(self, index: int, flight: Flight, *, leads: bool) -> None:
-        """Takes over how the flight landed; leaves the item open where asking again may still help."""
-        landing = flight.landed.result() if flight.landed.done() else None
-        is_over = landing is not None and (leads or not _is_of_leader(landing.outcome))
-        if not is_over and self.remaining_s() > 0:
+    def settle(self, index: int, in_flight: InFlightItem, *, is_leader: bool) -> None:
+        """Records the completion of an item. Leaves the item pending if another try may help."""
+        completion = in_flight.completed.result() if in_flight.completed.done() else None
+        is_final = completion is not None and (is_leader or not _is_of_leader(completion.outcome))
+        if not is_final and self.remaining_s() > 0:
             return
-        if landing is None or not is_over:
-            was_published = leads and flight.job is not None and flight.job.published_at_s > 0
-            landing = Landing(failure(index, self.request.too_late()), was_published)
-        elif not leads:
-            landing = Landing(_joined(index, landing.outcome), by_worker=False)
-        self.landings[index] = landing
+        if completion is None or not is_final:
+            job = in_flight.job
+            was_published = is_leader and job is not None and job.published_at_s > 0
+            completion = ItemCompletion(failure(index, self.request.too_late()), was_published)
+        elif not is_leader:
+            completion = ItemCompletion(_joined(index, completion.outcome), by_worker=False)
+        self.completions[index] = completion
 
     def cancel(self, error: PenstockError) -> None:
-        """Ends every open item with `error`; what the broker has is the worker's to record."""
-        published = {flight.item.index for job in self._jobs if job.published_at_s for flight in job.flights}
-        for index in self.waiting():
-            self.landings[index] = Landing(failure(index, error), by_worker=index in published)
+        """Ends every pending item with `error`. Workers write the rows of published items."""
+        published = {in_flight.item.index for job in self._jobs if job.published_at_s for in_flight in job.items}
+        for index in self.pending():
+            outcome = failure(index, error)
+            self.completions[index] = ItemCompletion(outcome, by_worker=index in published)
 
-    def answer(self) -> Answer:
-        """The outcomes, all there, in order."""
-        landings = [landing for landing in self.landings if landing is not None]
+    def response(self) -> InferenceResponse:
+        """All outcomes, in the order of the inputs."""
+        completions = [completion for completion in self.completions if completion is not None]
         waits_ms = [
-            (landing.outcome.receipt.pulled_at_s - landing.published_at_s) * 1000
-            for landing in landings
-            if landing.published_at_s and landing.outcome.receipt.pulled_at_s
+            (completion.outcome.receipt.pulled_at_s - completion.published_at_s) * 1000
+            for completion in completions
+            if completion.published_at_s and completion.outcome.receipt.pulled_at_s
         ]
-        return Answer([landing.outcome for landing in landings], max(0.0, *waits_ms, 0.0))
+        outcomes = [completion.outcome for completion in completions]
+        return InferenceResponse(outcomes, max(0.0, *waits_ms, 0.0))
 
 
 def _is_of_leader(outcome: ItemOutcome) -> bool:
-    """Whether an item failed for its leader alone: what was too late, or not to be read, may still do for others."""
+    """Whether only the leader failed: a late or unreadable item may still succeed for others."""
     unreadable = outcome.error is not None and outcome.error.code == UndecodableMessage.code
     return outcome.status == "expired" or unreadable
 
 
-def hit(item: Item, result: Result, level: str) -> ItemOutcome:
-    """The outcome of an item that the cache level `level` answers."""
-    return ItemOutcome(item.index, "succeeded", _shared(level, result), result)
+def cache_hit(item: Item, result: Result, level: str) -> ItemOutcome:
+    """The outcome of an item that the cache level `level` has."""
+    return ItemOutcome(item.index, "succeeded", _receipt_of_shared(level, result), result)
 
 
 def _joined(index: int, outcome: ItemOutcome) -> ItemOutcome:
-    """Another's outcome as our own."""
-    return msgspec.structs.replace(outcome, index=index, receipt=_shared("joined", outcome.result))
+    """The leader's outcome as that of an item that joined."""
+    receipt = _receipt_of_shared("joined", outcome.result)
+    return msgspec.structs.replace(outcome, index=index, receipt=receipt)
 
 
-def _shared(cache: str, result: Result | None) -> Receipt:
+def _receipt_of_shared(cache: str, result: Result | None) -> Receipt:
     tokens, pixel_steps = getattr(result, "tokens", None), getattr(result, "pixel_steps", None)
     return Receipt(cache=cache, tokens=tokens, pixel_steps=pixel_steps)

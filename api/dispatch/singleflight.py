@@ -1,8 +1,8 @@
-"""Items in flight in this instance, so that identical ones are computed once; the dispatcher's table.
+"""Single flight: identical items of concurrent requests are computed once.
 
-A flight belongs to no request: all that wait for it are equal, and it lives as long as one of them does. It lands once,
-with an outcome that all share, or it is given up (its leader left, or had no more time) and those who still have time
-ask again.
+The first request for an item leads it. Later requests with the same cache key join it and wait for
+the same outcome. An item lives as long as one request waits for it. If its leader gives up or runs
+out of time, the item is abandoned, and requests that still have time start it again.
 """
 
 from __future__ import annotations
@@ -14,77 +14,87 @@ from shared.messages import Item, ItemOutcome
 
 
 @dataclass(slots=True, eq=False)
-class JobInFlight:
-    """The flights that travel in one message, and the task that sees them through."""
+class InFlightJob:
+    """The items of one message, and the task that sends it and waits for its reply."""
 
-    flights: list[Flight]
-    part: int
+    items: list[InFlightItem]
+    index: int
+    """The number of the job within its request. The wire calls it `part`."""
     deadline_s: float
     published_at_s: float = 0.0
-    """When the broker had it; 0 before."""
+    """When the broker accepted the job; 0 before that."""
     task: asyncio.Task[list[ItemOutcome]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Landing:
-    """How a flight ended. `by_worker`: a worker was handed the item and writes the row of the one who asked first."""
+class ItemCompletion:
+    """The end of an in-flight item.
+
+    `by_worker`: a worker received the item, so the worker writes the row of its leader.
+    """
 
     outcome: ItemOutcome
     by_worker: bool
     published_at_s: float = 0.0
 
 
+def _new_future() -> asyncio.Future[ItemCompletion | None]:
+    return asyncio.get_running_loop().create_future()
+
+
 @dataclass(slots=True, eq=False)
-class Flight:
-    """One item on its way, as its leader asked for it."""
+class InFlightItem:
+    """One item that is being computed, as its leader requested it."""
 
     item: Item
-    landed: asyncio.Future[Landing | None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """None: given up."""
-    waiting: int = 0
-    """Places in requests that wait for it."""
-    job: JobInFlight | None = None
-
-    def land(self, landing: Landing | None) -> None:
-        """Ends the flight; a second landing changes nothing."""
-        if not self.landed.done():
-            self.landed.set_result(landing)
+    completed: asyncio.Future[ItemCompletion | None] = field(default_factory=_new_future)
+    """None: the item was abandoned."""
+    waiters: int = 0
+    """How many items of requests wait for it."""
+    job: InFlightJob | None = None
 
 
-class Flights:
-    """All flights that others may join, by cache_key."""
+class SingleFlight:
+    """All items that other requests may join, by cache key."""
 
     def __init__(self) -> None:
-        self._by_key: dict[str, Flight] = {}
+        self._by_key: dict[str, InFlightItem] = {}
 
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def board(self, item: Item, *, joinable: bool) -> tuple[Flight, bool]:
-        """The flight for `item`, and whether the caller leads it; the caller leaves it exactly once.
+    def join(self, item: Item, *, shareable: bool) -> tuple[InFlightItem, bool]:
+        """Returns the in-flight item for `item`, and whether the caller leads it.
 
-        Looking and entering happen without a pause, so two that ask at the same time never both lead.
+        The caller must call `leave` exactly once. Nothing is awaited between lookup and insertion, so
+        two requests can never both lead the same item.
         """
-        key = item.cache_key if joinable else None
-        flight = self._by_key.get(key) if key else None
-        is_leader = flight is None
-        if flight is None:
-            flight = Flight(item)
+        key = item.cache_key if shareable else None
+        in_flight = self._by_key.get(key) if key else None
+        is_leader = in_flight is None
+        if in_flight is None:
+            in_flight = InFlightItem(item)
             if key:
-                self._by_key[key] = flight
-        flight.waiting += 1
-        return flight, is_leader
+                self._by_key[key] = in_flight
+        in_flight.waiters += 1
+        return in_flight, is_leader
 
-    def leave(self, flight: Flight) -> None:
-        """One place fewer waits; a job for which nobody waits any more is canceled."""
-        flight.waiting -= 1
-        if flight.waiting or flight.landed.done() or flight.job is None:
+    def leave(self, in_flight: InFlightItem) -> None:
+        """Removes one waiter. Cancels the job if none of its items has a waiter left."""
+        in_flight.waiters -= 1
+        job = in_flight.job
+        if in_flight.waiters or in_flight.completed.done() or job is None:
             return
-        if flight.job.task and not any(other.waiting for other in flight.job.flights):
-            flight.job.task.cancel()
+        if job.task and not any(other.waiters for other in job.items):
+            job.task.cancel()
 
-    def end(self, flight: Flight, landing: Landing | None) -> None:
-        """Lands the flight; who asks from now on starts a new one."""
-        if flight.item.cache_key and self._by_key.get(flight.item.cache_key) is flight:
-            del self._by_key[flight.item.cache_key]
-        flight.land(landing)
+    def complete(self, in_flight: InFlightItem, completion: ItemCompletion | None) -> None:
+        """Ends the item for all who wait for it; later requests start a new one.
+
+        A second completion is ignored. None abandons the item.
+        """
+        key = in_flight.item.cache_key
+        if key and self._by_key.get(key) is in_flight:
+            del self._by_key[key]
+        if not in_flight.completed.done():
+            in_flight.completed.set_result(completion)

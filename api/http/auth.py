@@ -13,7 +13,7 @@ LONGEST_TENANT_BYTES = 256
 """It goes into an attribute of each message, which has at most 1,024."""
 
 
-class Tenants:
+class ApiKeys:
     """The keys that are let in, kept only as digests.
 
     Args:

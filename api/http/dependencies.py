@@ -1,4 +1,4 @@
-"""What the routes work with: the parts that the lifespan opened, found through the app's state."""
+"""What the routes work with: the dependencies that the lifespan opened, found through the app's state."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from starlette.requests import Request
 from api.dispatch.admission import Admission
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.readiness import Readiness
-from api.http.auth import Tenants
+from api.http.auth import ApiKeys
 from api.http.refusals import Refusals
-from api.idempotency.service import Repeats
+from api.idempotency.service import IdempotencyService
 from api.inputs.files import Files
-from api.inputs.image_codec import Studio
-from api.predictions.event_stream import Streams
+from api.inputs.image_codec import ImageCodec
+from api.predictions.event_stream import EventStreams
 from api.predictions.inputs import InputReader
-from api.predictions.results import Fetcher
+from api.predictions.results import ResultFetcher
 from api.predictions.service import Predictions
 from shared.catalog import Catalog
 from shared.settings import ApiSettings
@@ -25,30 +25,30 @@ from shared.stores.signed_urls import Links
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Dependencies:
     """Everything an endpoint may need; open for as long as the app runs."""
 
     settings: ApiSettings
     catalog: Catalog
-    tenants: Tenants
+    api_keys: ApiKeys
     admission: Admission
     dispatcher: Dispatcher
     refusals: Refusals
     objects: ObjectStore
     links: Links
-    studio: Studio
+    image_codec: ImageCodec
     readiness: Readiness
-    repeats: Repeats
+    idempotency: IdempotencyService
     predictions: Predictions
-    streams: Streams
+    event_streams: EventStreams
     files: Files
-    fetcher: Fetcher
+    result_fetcher: ResultFetcher
     input_reader: InputReader
     started_at_s: float
 
 
-def parts_of(request: Request) -> Parts:
-    """The parts of the app that answers this request."""
-    parts = request.app.state.parts
-    assert isinstance(parts, Parts), "the lifespan sets them before the first request; this is a bug"
-    return parts
+def dependencies_of(request: Request) -> Dependencies:
+    """The dependencies of the app that idempotency_store this request."""
+    dependencies = request.app.state.dependencies
+    assert isinstance(dependencies, Dependencies), "the lifespan sets them before the first request; this is a bug"
+    return dependencies

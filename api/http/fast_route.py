@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from api.errors import EXPECTED, answer
 from api.http.compression import compressed
 from api.http.idempotency import once
-from api.http.middleware import Bodies, ContextMiddleware
+from api.http.middleware import BodyBudget, ContextMiddleware
 from api.http.request_options import IDEMPOTENCY_HEADER
 
 IS_HEAD = "penstock.is_head"
@@ -43,11 +43,11 @@ def _for_browsers(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     )
 
 
-class DirectRoute(APIRoute):
+class FastRoute(APIRoute):
     """A route whose path has no parameters and whose endpoint takes the request and nothing else."""
 
 
-class DirectApp(FastAPI):
+class FastRouteApp(FastAPI):
     """FastAPI that calls the endpoints of direct routes itself.
 
     Args:
@@ -56,17 +56,17 @@ class DirectApp(FastAPI):
         given: as FastAPI takes it.
     """
 
-    def __init__(self, bodies: Bodies, *, origins: Sequence[str] = (), **given: Any) -> None:
+    def __init__(self, bodies: BodyBudget, *, origins: Sequence[str] = (), **given: Any) -> None:
         super().__init__(**given)
         self._entry: ASGIApp = _for_browsers(self._serve, origins) if origins else self._serve
-        self._direct: dict[tuple[str, str], DirectRoute] = {}
+        self._direct: dict[tuple[str, str], FastRoute] = {}
         self._in_context = ContextMiddleware(self._answer, bodies)
         self.add_middleware(ContextMiddleware, bodies=bodies)
 
     def add(self, router: APIRouter) -> None:
         """Serves the routes of `router`, the direct ones directly."""
         self.include_router(router)
-        direct = [route for route in router.routes if isinstance(route, DirectRoute)]
+        direct = [route for route in router.routes if isinstance(route, FastRoute)]
         self._direct |= {(method, route.path): route for route in direct for method in route.methods or ()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -20,10 +20,10 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from api.errors import EXPECTED, answer
-from api.http.dependencies import parts_of
+from api.http.dependencies import dependencies_of
 from api.http.middleware import RequestContext, context_of, while_connected
 from api.http.request import options_of, tenant_of
-from api.idempotency.service import KeptResponse, KeyedRequest
+from api.idempotency.service import IdempotentRequest, StoredResponse
 from api.schemas.openai import ErrorReply
 
 REPLAYED = "idempotent-replayed"
@@ -44,20 +44,20 @@ async def once(request: Request, endpoint: Endpoint) -> Response:
         Unavailable: Redis is out of reach.
     """
     tenant = tenant_of(request)
-    options, parts, context = options_of(request), parts_of(request), context_of(request)
+    options, dependencies, context = options_of(request), dependencies_of(request), context_of(request)
     key = options.idempotency_key
     body = await request.body()
     digest = hashlib.blake2b(f"{tenant}\0{key}".encode(), digest_size=32)
     context.key_seed = int.from_bytes(digest.digest()[:4], "big")
 
-    async def compute() -> KeptResponse:
+    async def compute() -> StoredResponse:
         return await _computed(Request(request.scope, _receive(body)), endpoint)
 
-    wait_s = options.limit_s(parts.catalog.deadline)
+    wait_s = options.limit_s(dependencies.catalog.deadline)
     large = len(body) > LARGE_BYTES
     fingerprint = await asyncio.to_thread(_fingerprint, request, body) if large else _fingerprint(request, body)
-    asked = KeyedRequest(digest.hexdigest(), tenant, fingerprint)
-    work = parts.repeats.answer(asked, compute, wait_s)
+    asked = IdempotentRequest(digest.hexdigest(), tenant, fingerprint)
+    work = dependencies.idempotency.answer(asked, compute, wait_s)
     answered, is_repeated = await while_connected(request, work)
     return _response(answered, context, is_repeated=is_repeated)
 
@@ -88,7 +88,7 @@ def _receive(body: bytes) -> Callable[[], Coroutine[Any, Any, Message]]:
     return receive
 
 
-async def _computed(request: Request, endpoint: Endpoint) -> KeptResponse:
+async def _computed(request: Request, endpoint: Endpoint) -> StoredResponse:
     try:
         response = await endpoint(request)
     except EXPECTED as error:
@@ -97,10 +97,10 @@ async def _computed(request: Request, endpoint: Endpoint) -> KeptResponse:
     headers = context.headers | {name: value for name, value in response.headers.items() if name != "content-length"}
     # They come with the answer that counts, which may be another's.
     context.headers.clear()
-    return KeptResponse(response.status_code, headers, len(body), body, model=context.model)
+    return StoredResponse(response.status_code, headers, len(body), body, model=context.model)
 
 
-def _response(answered: KeptResponse, context: RequestContext, *, is_repeated: bool) -> Response:
+def _response(answered: StoredResponse, context: RequestContext, *, is_repeated: bool) -> Response:
     context.model = answered.model
     if answered.status >= 400 and not context.error_code:
         context.error_code = msgspec.json.decode(answered.body, type=ErrorReply).error.code

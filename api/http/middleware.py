@@ -119,7 +119,7 @@ async def _until_gone(request: Request) -> None:
 
 
 @dataclass(slots=True)
-class Bodies:
+class BodyBudget:
     """The bodies of all requests in hand: a body stays in memory until its request is answered."""
 
     largest_bytes: int
@@ -150,7 +150,7 @@ class ContextMiddleware:
         bodies: their bounds; the same for all that stand in this process.
     """
 
-    def __init__(self, app: ASGIApp, bodies: Bodies) -> None:
+    def __init__(self, app: ASGIApp, bodies: BodyBudget) -> None:
         self._app = app
         self._bodies = bodies
 
@@ -172,7 +172,7 @@ class ContextMiddleware:
 class _Exchange:
     """One request and its answer, seen from outside."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, bodies: Bodies) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, bodies: BodyBudget) -> None:
         self._scope, self._receive, self._send = scope, receive, send
         self._bodies = bodies
         self._body_bytes, self._body_ended, self._holder = 0, False, ""

@@ -10,8 +10,8 @@ from pydantic import BaseModel
 from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
-from api.dispatch.request import Answer, InferenceRequest
-from api.http.dependencies import parts_of
+from api.dispatch.request import InferenceRequest, InferenceResponse
+from api.http.dependencies import dependencies_of
 from api.http.json_limits import check_amount
 from api.http.middleware import context_of, while_connected
 from api.http.request_options import RequestOptions, read_options
@@ -28,9 +28,9 @@ def tenant_of(request: Request) -> str:
     Raises:
         Unauthorized: a key is needed, and none or a wrong one was sent.
     """
-    parts, context = parts_of(request), context_of(request)
-    context.tenant = parts.tenants.tenant_of(request.headers.get("authorization"))
-    context.record_refusal = parts.refusals.record
+    dependencies, context = dependencies_of(request), context_of(request)
+    context.tenant = dependencies.api_keys.tenant_of(request.headers.get("authorization"))
+    context.record_refusal = dependencies.refusals.record
     return context.tenant
 
 
@@ -62,7 +62,7 @@ def check_charset(request: Request) -> None:
 
 async def infer(
     request: Request, model: Model, tenant: str, inputs: Sequence[Input], *, is_repeatable: bool = True
-) -> Answer:
+) -> InferenceResponse:
     """Has `inputs` computed for this HTTP request and tells its context how it went.
 
     Raises:
@@ -86,7 +86,7 @@ async def infer(
         lane=options.lane,
         start_by_s=options.start_by_s(context.received_at_s),
     )
-    answer = await while_connected(request, parts_of(request).dispatcher.dispatch(wanted))
+    answer = await while_connected(request, dependencies_of(request).dispatcher.dispatch(wanted))
     context.has_rows = True
     context.headers |= answer.headers()
     answer.raise_failed()
@@ -100,7 +100,7 @@ def check_room(request: Request, model: Model, items: int) -> None:
         Overloaded: the model's items in flight leave no room, or no time until the deadline.
     """
     lane, remaining_s = options_of(request).lane, answer_by_s(request, model) - time.time()
-    parts_of(request).admission.check(model.name, items, remaining_s=remaining_s, lane=lane)
+    dependencies_of(request).admission.check(model.name, items, remaining_s=remaining_s, lane=lane)
 
 
 def answer_by_s(request: Request, model: Model) -> float:
@@ -122,9 +122,9 @@ def options_of(request: Request) -> RequestOptions:
 
 def base_url_of(request: Request) -> str:
     """The URL that callers reach this API by, without a slash at its end."""
-    return (parts_of(request).settings.public_url or str(request.base_url)).rstrip("/")
+    return (dependencies_of(request).settings.public_url or str(request.base_url)).rstrip("/")
 
 
 def link_to(request: Request, key: str, media_type: str) -> str:
     """The URL under which an object can be fetched for the next 60 minutes."""
-    return base_url_of(request) + parts_of(request).links.path(key, media_type)
+    return base_url_of(request) + dependencies_of(request).links.path(key, media_type)

@@ -19,7 +19,7 @@ import msgspec
 
 from api import metrics
 from api.errors import KeyInUse, KeyReused
-from api.idempotency.store import AnswerStore
+from api.idempotency.store import IdempotencyStore
 from shared.backoff import backoff
 from shared.blob import INLINE_LIMIT_BYTES
 from shared.errors import BadInput, PenstockError, Unavailable
@@ -37,7 +37,7 @@ RENEWALS_PER_LEASE = 4
 CLOSE_LIMIT_S = 1.0
 
 
-class KeptResponse(msgspec.Struct, omit_defaults=True):
+class StoredResponse(msgspec.Struct, omit_defaults=True):
     """An answer as it is kept: `headers` with the content type, `body` or its key in the object store."""
 
     status: int
@@ -53,10 +53,10 @@ class KeptResponse(msgspec.Struct, omit_defaults=True):
         return self.status in KEPT_STATUSES
 
 
-Compute = Callable[[], Coroutine[Any, Any, KeptResponse]]
+Compute = Callable[[], Coroutine[Any, Any, StoredResponse]]
 
 
-class KeyedRequest(NamedTuple):
+class IdempotentRequest(NamedTuple):
     """A request with an Idempotency-Key.
 
     `name`: of its tenant and key. `tenant`: who asks, in whose share of the store the answer is kept. `fingerprint`: of
@@ -74,10 +74,10 @@ class _Running:
 
     fingerprint: str
     claim: str
-    task: asyncio.Task[KeptResponse]
+    task: asyncio.Task[StoredResponse]
 
 
-class Repeats:
+class IdempotencyService:
     """Answers requests with a key; an async context manager that owns what is computed for them.
 
     Args:
@@ -85,7 +85,7 @@ class Repeats:
         objects: takes large bodies.
     """
 
-    def __init__(self, store: AnswerStore, objects: ObjectStore) -> None:
+    def __init__(self, store: IdempotencyStore, objects: ObjectStore) -> None:
         self._store = store
         self._objects = objects
         self._running: dict[str, _Running] = {}
@@ -104,7 +104,7 @@ class Repeats:
             task.cancel()
         await asyncio.wait(tasks, timeout=CLOSE_LIMIT_S)
 
-    async def answer(self, request: KeyedRequest, compute: Compute, wait_s: float) -> tuple[KeptResponse, bool]:
+    async def answer(self, request: IdempotentRequest, compute: Compute, wait_s: float) -> tuple[StoredResponse, bool]:
         """The answer to a request with a key, and whether it is a repeated one.
 
         Canceling the call leaves what is computed going on.
@@ -139,7 +139,7 @@ class Repeats:
             if (answered := await self._wait(running, left_s, next(pauses))) is not None:
                 return answered, True
 
-    async def _lead(self, request: KeyedRequest, claim: str, compute: Compute) -> tuple[KeptResponse, bool]:
+    async def _lead(self, request: IdempotentRequest, claim: str, compute: Compute) -> tuple[StoredResponse, bool]:
         task = asyncio.create_task(self._compute(request, claim, compute))
         self._running[request.name] = _Running(request.fingerprint, claim, task)
         task.add_done_callback(lambda task: self._ended(request.name, task))
@@ -149,7 +149,7 @@ class Repeats:
             raise Unavailable("this instance is shutting down")
         return task.result(), False
 
-    async def _wait(self, running: _Running | None, left_s: float, pause_s: float) -> KeptResponse | None:
+    async def _wait(self, running: _Running | None, left_s: float, pause_s: float) -> StoredResponse | None:
         """Waits for an answer that is computed here, or a while for one that is computed elsewhere."""
         if self.waiting >= MOST_WAITING:
             raise KeyInUse
@@ -169,7 +169,7 @@ class Repeats:
         metrics.KEYED.labels("joined").inc()
         return answered
 
-    async def _compute(self, request: KeyedRequest, claim: str, compute: Compute) -> KeptResponse:
+    async def _compute(self, request: IdempotentRequest, claim: str, compute: Compute) -> StoredResponse:
         """Computes, and keeps the answer or frees the key."""
         is_kept = False
         try:
@@ -182,7 +182,7 @@ class Repeats:
             if not is_kept:
                 await self._free(request.name, claim)
 
-    async def _keep(self, request: KeyedRequest, claim: str, answered: KeptResponse) -> KeptResponse:
+    async def _keep(self, request: IdempotentRequest, claim: str, answered: StoredResponse) -> StoredResponse:
         """The answer that counts; what can't be kept is answered all the same, since the work is done."""
         try:
             encoded = _encoder.encode(await self._light(answered))
@@ -199,13 +199,13 @@ class Repeats:
         except Unavailable as error:
             log.warning("key was not freed; its lease runs out", extra={"reason": error.message})
 
-    def _ended(self, name: str, task: asyncio.Task[KeptResponse]) -> None:
+    def _ended(self, name: str, task: asyncio.Task[StoredResponse]) -> None:
         del self._running[name]
         # Looked at here because a caller who hung up no longer does.
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("request with a key failed unexpectedly", exc_info=error)
 
-    async def _light(self, answered: KeptResponse) -> KeptResponse:
+    async def _light(self, answered: StoredResponse) -> StoredResponse:
         """The answer as it goes into Redis: a large body lies in the object store."""
         if answered.body_bytes <= INLINE_LIMIT_BYTES:
             return answered
@@ -214,11 +214,11 @@ class Repeats:
         await self._objects.put(key, answered.body, media_type)
         return msgspec.structs.replace(answered, body=b"", object_key=key)
 
-    async def _kept(self, encoded: bytes) -> KeptResponse:
+    async def _kept(self, encoded: bytes) -> StoredResponse:
         metrics.KEYED.labels("repeated").inc()
         return await self._whole(_decoder.decode(encoded))
 
-    async def _whole(self, kept: KeptResponse, ours: KeptResponse | None = None) -> KeptResponse:
+    async def _whole(self, kept: StoredResponse, ours: StoredResponse | None = None) -> StoredResponse:
         """With its body, which need not be fetched where it is ours."""
         if not kept.object_key:
             return kept
@@ -249,4 +249,4 @@ def _now_s() -> float:
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(KeptResponse)
+_decoder = msgspec.msgpack.Decoder(StoredResponse)

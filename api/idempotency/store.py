@@ -35,7 +35,7 @@ _FREE = load_script("api/idempotency/free.lua")
 _RENEW = load_script(_NOW, "api/idempotency/renew.lua")
 
 
-class Claim(NamedTuple):
+class KeyClaim(NamedTuple):
     """What a request learns of its key.
 
     `ours`: it is to compute the answer. `running`: somebody does. `answered`: `answer` is it. `differs`: the key stands
@@ -46,7 +46,7 @@ class Claim(NamedTuple):
     answer: bytes
 
 
-class AnswerStore:
+class IdempotencyStore:
     """The entries in one Redis; an async context manager, cheap to open with or without Redis.
 
     Args:
@@ -86,7 +86,7 @@ class AnswerStore:
     ) -> None:
         await self._link.__aexit__(kind, error, trace)
 
-    async def claim(self, name: str, fingerprint: str, claim: str) -> Claim:
+    async def claim(self, name: str, fingerprint: str, claim: str) -> KeyClaim:
         """Asks for the right to answer; `claim` is a name that is never used again.
 
         Raises:
@@ -94,7 +94,7 @@ class AnswerStore:
         """
         args = (fingerprint, claim, self._keep_s, self.lease_s)
         state, answer = await self._commands.run_script(_CLAIM, self._keys(name), *args)
-        return Claim(state.decode(), answer)
+        return KeyClaim(state.decode(), answer)
 
     async def settle(self, name: str, tenant: str, fingerprint: str, claim: str, answer: bytes) -> bytes:
         """Keeps `answer`; returns the one that counts, another's where that was first.

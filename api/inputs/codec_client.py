@@ -1,4 +1,4 @@
-"""One picture process, seen from the API: starts it, sends it one order at a time, and kills it."""
+"""The API's side of one codec process: starts it, sends it one command at a time, and kills it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,32 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Self
 
-from api.inputs.codec_protocol import LENGTHS, Answer, Asked, Go, Opened, Order, Refused, decode_answer, head_of
+from api.inputs.codec_protocol import (
+    LENGTHS,
+    CodecCommand,
+    CodecError,
+    CodecReply,
+    CodecRequest,
+    HeaderRead,
+    Proceed,
+    decode_reply,
+    frame_header,
+)
 from shared.errors import BadInput, PenstockError, Unavailable, error_for_code
 from shared.settings import environment_with
 
 COMMAND = (sys.executable, "-W", "ignore", "-m", "api.inputs.codec_server")
-"""Pillow warns of what is odd in a picture; strangers are not to fill the log with that."""
+"""Without warnings: callers must not fill the log with Pillow's warnings about their images."""
 PIECE_BYTES = 256 * 1024
-"""Handed to the socket at once: 32 MB in one piece would hold the event loop for 10 ms."""
-MOST_ANSWERED_BYTES = 512 * 1024 * 1024
+"""Bytes per write: 32 MB in one write would block the event loop for 10 ms."""
+MAX_REPLY_BYTES = 512 * 1024 * 1024
 
-Room = Callable[[int], AbstractAsyncContextManager[None]]
-"""Waits until so many bytes of memory may be taken, and holds them for the block."""
+ReserveMemory = Callable[[int], AbstractAsyncContextManager[None]]
+"""Waits until so many bytes of the memory budget are free, and holds them during the block."""
 
 
-class PictureChild:
-    """A picture process that takes orders; one that died in the middle of one, or was killed, takes no more."""
+class CodecClient:
+    """A codec process. After a command that was canceled or killed it, it takes no more commands."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -37,10 +47,10 @@ class PictureChild:
 
     @classmethod
     async def start(cls) -> Self:
-        """Starts a process; it need not be ready for its first order to be sent.
+        """Starts a process. Its first command may be sent before it is ready.
 
         Raises:
-            Unavailable: the system gives none.
+            Unavailable: the system could not start one.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -49,7 +59,7 @@ class PictureChild:
                     *COMMAND,
                     str(theirs.fileno()),
                     pass_fds=[theirs.fileno()],
-                    # Without our settings, so without our secrets.
+                    # Without the settings of the API, so without its secrets.
                     env=environment_with({}),
                     stdin=asyncio.subprocess.DEVNULL,
                 )
@@ -62,7 +72,7 @@ class PictureChild:
         try:
             return cls(process, *await asyncio.open_unix_connection(sock=ours))
         except BaseException:
-            # Only a cancellation comes here: there is nothing to connect to that could fail.
+            # Only a cancellation gets here: the socket is already connected.
             ours.close()
             process.kill()
             await process.wait()
@@ -70,57 +80,57 @@ class PictureChild:
 
     @property
     def is_up(self) -> bool:
-        """Whether it takes orders."""
+        """Whether it takes commands."""
         return self._process.returncode is None and not self._writer.is_closing() and not self._reader.at_eof()
 
-    async def run(self, order: Order, data: bytes, room: Room) -> tuple[Answer, bytes]:
-        """Has one order done on the picture in `data`; canceled in the middle, it is good for nothing any more.
+    async def run(self, command: CodecCommand, data: bytes, reserve: ReserveMemory) -> tuple[CodecReply, bytes]:
+        """Runs one command on the image in `data`. If the call is canceled, the process must be killed.
 
         Args:
-            order: what to do.
-            data: the picture as it came.
-            room: asked once the picture's header was read, before anything is decoded.
+            command: what to do.
+            data: the image file.
+            reserve: called after the image header was read, before anything is decoded.
 
         Raises:
-            BadInput: it is no picture that is taken; `field` is to be named by who knows where it came from.
+            BadInput: the image was refused. The caller adds the name of the field.
             Unavailable: the process died.
         """
         try:
-            await self._send(order, data)
-            answer, made = await self._read()
-            if isinstance(answer, Opened):
-                async with room(answer.cost_bytes):
-                    await self._send(Go())
-                    answer, made = await self._read()
+            await self._send(command, data)
+            reply, made = await self._read()
+            if isinstance(reply, HeaderRead):
+                async with reserve(reply.cost_bytes):
+                    await self._send(Proceed())
+                    reply, made = await self._read()
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise await self._death() from error
-        if isinstance(answer, Refused):
-            raise error_for_code(answer.code, answer.reason)
-        return answer, made
+            raise await self._death_error() from error
+        if isinstance(reply, CodecError):
+            raise error_for_code(reply.code, reply.reason)
+        return reply, made
 
-    async def _send(self, frame: Asked, data: bytes = b"") -> None:
-        self._writer.write(head_of(frame, len(data)))
+    async def _send(self, frame: CodecRequest, data: bytes = b"") -> None:
+        self._writer.write(frame_header(frame, len(data)))
         whole = memoryview(data)
         for start in range(0, len(whole), PIECE_BYTES):
             self._writer.write(whole[start : start + PIECE_BYTES])
             await self._writer.drain()
 
-    async def _read(self) -> tuple[Answer, bytes]:
+    async def _read(self) -> tuple[CodecReply, bytes]:
         frame_bytes, data_bytes = LENGTHS.unpack(await self._reader.readexactly(LENGTHS.size))
-        answer = decode_answer(await self._reader.readexactly(frame_bytes))
-        if data_bytes > MOST_ANSWERED_BYTES:
-            raise ConnectionError(f"an answer of {data_bytes} bytes")
-        return answer, await self._reader.readexactly(data_bytes)
+        reply = decode_reply(await self._reader.readexactly(frame_bytes))
+        if data_bytes > MAX_REPLY_BYTES:
+            raise ConnectionError(f"a reply of {data_bytes} bytes")
+        return reply, await self._reader.readexactly(data_bytes)
 
-    async def _death(self) -> PenstockError:
-        await self.end()
+    async def _death_error(self) -> PenstockError:
+        await self.kill()
         status = self._process.returncode
         if status == -signal.SIGXCPU:
             return BadInput("the image takes too long to decode")
         return Unavailable(f"the process that handled the image ended (status {status})")
 
-    async def end(self) -> None:
-        """Ends it at once, whatever it does, and waits until it is gone."""
+    async def kill(self) -> None:
+        """Kills the process and waits until it is gone."""
         self._writer.transport.abort()
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()

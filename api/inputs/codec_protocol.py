@@ -1,8 +1,9 @@
-"""The messages between the API and a picture process on their socket: MessagePack, then the picture's bytes.
+"""The messages between the API and a codec process: MessagePack, then the bytes of an image.
 
-A frame is two lengths in bytes (unsigned 32-bit, little-endian), then one of the structs below, then the bytes of a
-picture, which are never copied into a struct. To the process go an order (Prepare or Encode) and, once there is room
-for what it costs, Go; from it come Opened, and then Prepared, Encoded or Refused. Refused may come instead of Opened.
+A frame has two lengths in bytes (unsigned 32-bit, little-endian), one of the structs below, and the
+bytes of an image, which are never copied into a struct. The API sends a command (PrepareSource or
+EncodeImage). The process answers HeaderRead, waits for Proceed, which comes once there is room for
+the image, and answers SourcePrepared or ImageEncoded. CodecError may replace each of its answers.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import msgspec
 LENGTHS = struct.Struct("<II")
 
 
-class Limits(msgspec.Struct):
-    """What a model draws, as far as it decides about the size of a source: `width` x `height` is its usual."""
+class SourceLimits(msgspec.Struct):
+    """The bounds of a model on the size of a source. `width` x `height` is its default size."""
 
     width: int
     height: int
@@ -23,58 +24,58 @@ class Limits(msgspec.Struct):
     largest_pixels: int
 
 
-class Prepare(msgspec.Struct, tag="prepare"):
-    """Make a source image out of the file behind this; without `size`, in its own shape within `limits`."""
+class PrepareSource(msgspec.Struct, tag="prepare"):
+    """Make a source image of the file. Without `size` it keeps its aspect ratio, within `limits`."""
 
     size: tuple[int, int] | None
-    limits: Limits
+    limits: SourceLimits
 
 
-class Encode(msgspec.Struct, tag="encode"):
-    """Turn the PNG behind this into `output_format`."""
+class EncodeImage(msgspec.Struct, tag="encode"):
+    """Convert the PNG to `output_format`."""
 
     output_format: str
     quality: int
 
 
-class Go(msgspec.Struct, tag="go"):
-    """There is room for it: decode."""
+class Proceed(msgspec.Struct, tag="go"):
+    """There is room in the memory budget: decode now."""
 
 
-class Opened(msgspec.Struct, tag="opened"):
-    """The header was read; decoding will take so many bytes of memory."""
+class HeaderRead(msgspec.Struct, tag="opened"):
+    """The image header was read. Decoding takes up to `cost_bytes` of memory."""
 
     cost_bytes: int
 
 
-class Prepared(msgspec.Struct, tag="prepared"):
-    """The source image, a PNG of this size, is behind this."""
+class SourcePrepared(msgspec.Struct, tag="prepared"):
+    """The source image follows, a PNG of this size."""
 
     width: int
     height: int
 
 
-class Encoded(msgspec.Struct, tag="encoded"):
-    """The picture in the format asked for is behind this."""
+class ImageEncoded(msgspec.Struct, tag="encoded"):
+    """The image follows, in the requested format."""
 
 
-class Refused(msgspec.Struct, tag="refused"):
-    """The file is none that is taken: why, and the code of shared/errors.py for it."""
+class CodecError(msgspec.Struct, tag="refused"):
+    """The file was refused: the reason, and its error code as in shared/errors.py."""
 
     code: str
     reason: str
 
 
-Order = Prepare | Encode
-Asked = Prepare | Encode | Go
-Answer = Opened | Prepared | Encoded | Refused
+CodecCommand = PrepareSource | EncodeImage
+CodecRequest = PrepareSource | EncodeImage | Proceed
+CodecReply = HeaderRead | SourcePrepared | ImageEncoded | CodecError
 
-decode_asked = msgspec.msgpack.Decoder(Asked).decode
-decode_answer = msgspec.msgpack.Decoder(Answer).decode
+decode_request = msgspec.msgpack.Decoder(CodecRequest).decode
+decode_reply = msgspec.msgpack.Decoder(CodecReply).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def head_of(frame: Asked | Answer, data_bytes: int = 0) -> bytes:
-    """All of a frame but the picture's bytes, of which there are `data_bytes`."""
+def frame_header(frame: CodecRequest | CodecReply, data_bytes: int = 0) -> bytes:
+    """A frame without the `data_bytes` bytes of its image."""
     encoded = _encode(frame)
     return LENGTHS.pack(len(encoded), data_bytes) + encoded

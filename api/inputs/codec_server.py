@@ -1,9 +1,10 @@
-"""`python -m api.inputs.codec_server`: decodes, resizes and encodes pictures for the API, one at a time, over a socket.
+"""`python -m api.inputs.codec_server`: a process that decodes, resizes and encodes images for the API.
 
-A thread would not do. Decoding can't be stopped in a thread, holds the interpreter for up to a third of a second
-(alpha_composite, WebP), and may take any amount of memory. This process can be killed at a deadline, has a lower
-priority than the event loop, gets limits on memory and CPU time from the kernel, and has none of the API's settings or
-secrets. It imports Pillow and msgspec only, so it starts within a tenth of a second.
+It handles one image at a time, over a socket. A thread is not enough: decoding can't be stopped in a
+thread, holds the interpreter for up to a third of a second (alpha_composite, WebP), and may take any
+amount of memory. This process can be killed at a deadline, has a lower priority than the event loop,
+gets limits on memory and CPU time from the kernel, and has none of the API's settings or secrets. It
+imports only Pillow and msgspec, so it starts within a tenth of a second.
 """
 
 from __future__ import annotations
@@ -27,40 +28,40 @@ from PIL.JpegImagePlugin import JpegImageFile
 
 from api.inputs.codec_protocol import (
     LENGTHS,
-    Answer,
-    Asked,
-    Encoded,
-    Go,
-    Limits,
-    Opened,
-    Order,
-    Prepare,
-    Prepared,
-    Refused,
-    decode_asked,
-    head_of,
+    CodecCommand,
+    CodecError,
+    CodecReply,
+    CodecRequest,
+    HeaderRead,
+    ImageEncoded,
+    PrepareSource,
+    Proceed,
+    SourceLimits,
+    SourcePrepared,
+    decode_request,
+    frame_header,
 )
 
 SOURCE_LIMIT_PIXELS = 25_000_000
 SOURCE_FORMATS = ("PNG", "JPEG", "WEBP")
 NICENESS = 10
-"""A tenth of a core that others want: the API's event loop goes first, and pictures still get on beside busy models."""
+"""The API's event loop goes first. Under contention this process still gets a tenth of a core."""
 CPU_LIMIT_S = 20
-"""For one picture; 25 megapixels take 1 s. A JPEG may have thousands of scans, each over all of its pixels."""
+"""For one image. 25 megapixels take 1 s, but a JPEG may have thousands of scans over all pixels."""
 ADDRESS_SPACE_BYTES = 1024 * 1024 * 1024
-"""The largest picture takes 400 MB."""
+"""The largest image takes 400 MB."""
 REDUCING_GAP = 3
-"""Pixels are averaged in boxes down to three times the target, and only those resampled, as for thumbnails."""
+"""Images are averaged in boxes down to three times the target, then resampled, as for thumbnails."""
 STRIP_PIXELS = 1 << 18
-"""Of the decoded picture, what is flattened and reduced at once."""
+"""How many pixels of the decoded image are flattened and reduced at a time."""
 WORKING_BYTES = 24 * 1024 * 1024
-"""What decoder, strips and encoder take besides, at most."""
+"""The most memory for decoder, strips and encoder."""
 
-# Pillow's own bound only warns at first, and it does so while the header is read; ours refuses right after that.
+# Pillow's own bound only warns at first. The bound here refuses right after the header was read.
 Image.MAX_IMAGE_PIXELS = None
 
 
-# What Pillow's decoders raise on broken data, each in its own way.
+# The errors that Pillow's decoders raise on broken data.
 _UNDECODABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 _SMALL_MODES = {"1": 1, "L": 1, "P": 1, "I;16": 2}
 _TURNS = {
@@ -76,16 +77,16 @@ _SIDEWAYS = (5, 6, 7, 8)
 
 
 class _TooLargeError(Exception):
-    """More pixels, or more memory, than is taken."""
+    """Too many pixels, or too much memory."""
 
 
 class _HungUpError(Exception):
-    """The API closed the socket, or is gone."""
+    """The API closed the socket."""
 
 
 def main() -> int:
-    """Serves the socket whose number is the argument until the other end closes it."""
-    # Signals to the whole group (Ctrl-C, a supervisor's TERM) are the API's to obey: it drains, then hangs up.
+    """Serves the socket whose file descriptor is the argument, until the API closes it."""
+    # The API handles signals to the process group (Ctrl-C, SIGTERM): it drains, then closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(NICENESS)
@@ -98,16 +99,16 @@ def main() -> int:
 
 
 def _serve_one(connection: socket.socket) -> None:
-    def wait_for_room(cost_bytes: int) -> None:
-        _send(connection, Opened(cost_bytes))
-        if not isinstance(_read(connection)[0], Go):
-            raise RuntimeError("only Go follows Opened; this is a bug")
+    def reserve(cost_bytes: int) -> None:
+        _send(connection, HeaderRead(cost_bytes))
+        if not isinstance(_read(connection)[0], Proceed):
+            raise RuntimeError("only Proceed follows HeaderRead; this is a bug")
 
-    order, data = _read(connection)
-    if isinstance(order, Go):
-        raise RuntimeError("Go follows Opened only; this is a bug")
+    command, data = _read(connection)
+    if isinstance(command, Proceed):
+        raise RuntimeError("Proceed follows HeaderRead only; this is a bug")
     _bound_cpu_time()
-    _send(connection, *done(order, data, wait_for_room))
+    _send(connection, *run_command(command, data, reserve))
 
 
 def _bound_cpu_time() -> None:
@@ -115,46 +116,46 @@ def _bound_cpu_time() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + CPU_LIMIT_S, hard))
 
 
-def done(order: Order, data: bytes, wait_for_room: Callable[[int], None]) -> tuple[Answer, bytes]:
-    """What came of `order` on the picture in `data`: once its header was read, there must be room for what it costs."""
+def run_command(command: CodecCommand, data: bytes, reserve: Callable[[int], None]) -> tuple[CodecReply, bytes]:
+    """Runs a command on the image in `data`. Calls `reserve` after reading the image header."""
     try:
-        if isinstance(order, Prepare):
-            drawn = _prepared(data, order, wait_for_room)
-            return Prepared(*drawn.size), _saved(drawn, "png", compress_level=1)
+        if isinstance(command, PrepareSource):
+            source = _prepared(data, command, reserve)
+            return SourcePrepared(*source.size), _saved(source, "png", compress_level=1)
         with _opened(data, ("PNG",)) as picture:
-            wait_for_room(_cost_bytes(picture, picture.size))
-            return Encoded(), _saved(picture.convert("RGB"), order.output_format, quality=order.quality)
+            reserve(_cost_bytes(picture, picture.size))
+            return ImageEncoded(), _saved(picture.convert("RGB"), command.output_format, quality=command.quality)
     except (_TooLargeError, MemoryError) as error:
-        return Refused("input_too_large", str(error) or "it takes more memory to decode than there is"), b""
+        return CodecError("input_too_large", str(error) or "it takes more memory to decode than there is"), b""
     except (_HungUpError, ConnectionError):
         raise
     except Exception as error:
         if not isinstance(error, _UNDECODABLE):
             traceback.print_exc()
-        return Refused("invalid_input", "not a PNG, JPEG or WebP picture, or a broken one"), b""
+        return CodecError("invalid_input", "not a PNG, JPEG or WebP picture, or a broken one"), b""
 
 
-def _prepared(data: bytes, order: Prepare, wait_for_room: Callable[[int], None]) -> Image.Image:
-    """The picture in `data` upright, in RGB, and of the size to draw."""
+def _prepared(data: bytes, command: PrepareSource, reserve: Callable[[int], None]) -> Image.Image:
+    """The image in `data`, upright, in RGB, and resized to the output size."""
     with _opened(data, SOURCE_FORMATS) as picture:
         shape = picture.size
-        # Of a PNG the orientation may come after its pixels; until then it is taken for upright.
-        target = order.size or size_like(*shape, order.limits)
+        # The orientation of a PNG may follow its pixels. Until it is known, assume upright.
+        target = command.size or size_like(*shape, command.limits)
         if isinstance(picture, JpegImageFile):
-            target = _target(picture, shape, order)
+            target = _target(picture, shape, command)
             width, height = _unturned(target, picture)
-            # The decoder drops what the target does not need.
+            # The decoder skips what the target does not need.
             picture.draft(None, (2 * width, 2 * height))
-        wait_for_room(_cost_bytes(picture, shape, target))
+        reserve(_cost_bytes(picture, shape, target))
         picture.load()
-        target = _target(picture, shape, order)
+        target = _target(picture, shape, command)
         drawn = _reduced(picture, _unturned(target, picture))
         turn = _TURNS.get(_orientation(picture))
         return drawn if turn is None else drawn.transpose(turn)
 
 
-def size_like(width: int, height: int, limits: Limits) -> tuple[int, int]:
-    """The source's shape at the model's usual number of pixels, in the multiples the model needs."""
+def size_like(width: int, height: int, limits: SourceLimits) -> tuple[int, int]:
+    """The aspect ratio of the source at the default pixel count of the model, in its multiples."""
     scale = math.sqrt(limits.width * limits.height / (width * height))
     step, most = limits.multiple, limits.largest_pixels
 
@@ -177,47 +178,47 @@ def _orientation(picture: Image.Image) -> int:
     return int(picture.getexif().get(ExifTags.Base.Orientation, 1))
 
 
-def _target(picture: Image.Image, shape: tuple[int, int], order: Prepare) -> tuple[int, int]:
-    """The width and height to draw, as the picture is looked at."""
+def _target(picture: Image.Image, shape: tuple[int, int], command: PrepareSource) -> tuple[int, int]:
+    """The output width and height, in the displayed orientation."""
     width, height = _unturned(shape, picture)
-    return order.size or size_like(width, height, order.limits)
+    return command.size or size_like(width, height, command.limits)
 
 
 def _unturned(size: tuple[int, int], picture: Image.Image) -> tuple[int, int]:
-    """`size` between as the picture is looked at and as it lies in the file; the same both ways."""
+    """Converts `size` between the displayed orientation and that of the file, in both directions."""
     return (size[1], size[0]) if _orientation(picture) in _SIDEWAYS else size
 
 
 def _cost_bytes(picture: Image.Image, shape: tuple[int, int], target: tuple[int, int] | None = None) -> int:
-    """What the work takes at most, measured: Pillow keeps four bytes a pixel for all modes but the smallest."""
+    """The most memory that the work takes, measured. Pillow uses four bytes per pixel in most modes."""
     pixels = picture.width * picture.height
     decoded = _SMALL_MODES.get(picture.mode, 4) * pixels
     loading = decoded
     if picture.format == "WEBP":
         loading = 16 * pixels
     elif picture.info.get("progressive"):
-        # A JPEG of this kind is held whole in coefficients of two bytes, in whatever size it is decoded.
+        # A progressive JPEG is held as two-byte coefficients at full size, whatever its decoded size.
         loading += 8 * shape[0] * shape[1]
-    # How it is turned may stand behind its pixels.
+    # The orientation may follow the pixels, so both are possible.
     targets = [target, target[::-1]] if target else []
     made = max([_reduced_bytes(picture.size, one) for one in targets], default=4 * pixels)
     return WORKING_BYTES + max(loading, decoded + made)
 
 
 def _reduced_bytes(have: tuple[int, int], want: tuple[int, int]) -> int:
-    """Of what `_reduced` makes: averaged, resampled along one side, then along the other, and turned."""
+    """The memory of `_reduced`: averaged, resampled in both directions, and rotated."""
     across, down = _factors(have, want)
     height = math.ceil(have[1] / down)
     return 4 * (math.ceil(have[0] / across) * height + want[0] * height + 2 * want[0] * want[1])
 
 
 def _factors(have: tuple[int, int], want: tuple[int, int]) -> tuple[int, int]:
-    """How many pixels are averaged into one, across and down."""
+    """How many pixels are averaged into one, horizontally and vertically."""
     return max(1, int(have[0] / want[0] / REDUCING_GAP)), max(1, int(have[1] / want[1] / REDUCING_GAP))
 
 
 def _reduced(picture: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """The picture flat and in `size`; a strip at a time, so that no second whole one lies in memory."""
+    """The image without alpha, in `size`. Works in strips, so there is no second full copy in memory."""
     across, down = _factors(picture.size, size)
     width, height = picture.size
     small = Image.new("RGB", (math.ceil(width / across), math.ceil(height / down)))
@@ -229,7 +230,7 @@ def _reduced(picture: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 
 def _flat(picture: Image.Image) -> Image.Image:
-    """Without transparency: laid on white, as a viewer shows it."""
+    """The image on a white background, without transparency."""
     if not picture.has_transparency_data:
         return picture.convert("RGB")
     layer = picture.convert("RGBA")
@@ -242,13 +243,13 @@ def _saved(picture: Image.Image, output_format: str, **options: int) -> bytes:
     return buffer.getvalue()
 
 
-def _read(connection: socket.socket) -> tuple[Asked, bytes]:
+def _read(connection: socket.socket) -> tuple[CodecRequest, bytes]:
     frame_bytes, data_bytes = LENGTHS.unpack(_exactly(connection, LENGTHS.size))
-    return decode_asked(_exactly(connection, frame_bytes)), _exactly(connection, data_bytes)
+    return decode_request(_exactly(connection, frame_bytes)), _exactly(connection, data_bytes)
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
-    """So many bytes; the other end closing ends the process."""
+    """Reads exactly `size` bytes. If the API closes the socket, the process ends."""
     found = bytearray(size)
     place = memoryview(found)
     while place:
@@ -259,8 +260,8 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return bytes(found)
 
 
-def _send(connection: socket.socket, answer: Answer, data: bytes = b"") -> None:
-    connection.sendall(head_of(answer, len(data)))
+def _send(connection: socket.socket, reply: CodecReply, data: bytes = b"") -> None:
+    connection.sendall(frame_header(reply, len(data)))
     connection.sendall(data)
 
 

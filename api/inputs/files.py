@@ -1,6 +1,7 @@
-"""Files that callers send ahead of the predictions that use them; both parts of one lie in the object store.
+"""Files that callers upload before the predictions that use them.
 
-The store forgets them by its own rules (a lifecycle of the bucket); here they end after KEEP_S.
+The object store has the bytes and the metadata of each. It deletes them by the lifecycle rules of the
+bucket. The API stops serving a file after KEEP_S.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from shared.errors import BadInput
 from shared.stores.objects import ObjectStore, object_key
 
 KEEP_S = 24 * 3600
-"""What Replicate promises."""
+"""As long as Replicate keeps files."""
 LARGEST_BYTES = 64 * 1024 * 1024
-_FACTS_LIMIT_BYTES = 64 * 1024
+_METADATA_LIMIT_BYTES = 64 * 1024
 _ID = re.compile(r"file_[0-9a-f]{24}")
 _MEDIA_TYPE = re.compile(r"[\w.+-]{1,64}/[\w.+-]{1,64}")
 
 
 class File(msgspec.Struct):
-    """What is known about a file; `key` is where its bytes lie."""
+    """The metadata of a file. `key` is the object with its bytes."""
 
     id: str
     tenant: str
@@ -41,7 +42,7 @@ class File(msgspec.Struct):
 
     @property
     def expires_at_s(self) -> float:
-        """Unix time of its end."""
+        """Unix time after which the file is gone."""
         return self.created_at_s + KEEP_S
 
 
@@ -57,14 +58,14 @@ class Files:
     async def add(
         self, tenant: str, data: bytes, *, name: str, content_type: str, metadata: dict[str, Any] | None = None
     ) -> File:
-        """Keeps a file.
+        """Stores a file.
 
         Raises:
-            BadInput: its metadata is too large.
+            BadInput: the metadata is too large.
             Unavailable: the object store is out of reach.
         """
         media_type = content_type if _MEDIA_TYPE.fullmatch(content_type) else "application/octet-stream"
-        # On a thread: the two digests of 30 MB take 60 ms, and leave the interpreter to others meanwhile.
+        # On a thread: two digests of 30 MB take 60 ms, during which they release the interpreter.
         sha256, key = await asyncio.to_thread(_digests, data, media_type)
         file = File(
             id=f"file_{secrets.token_hex(12)}",
@@ -77,25 +78,25 @@ class Files:
             key=key,
             created_at_s=time.time(),
         )
-        facts = msgspec.json.encode(file)
-        if len(facts) > _FACTS_LIMIT_BYTES:
-            raise BadInput(f"metadata: name and metadata together are above {_FACTS_LIMIT_BYTES} bytes")
+        encoded = msgspec.json.encode(file)
+        if len(encoded) > _METADATA_LIMIT_BYTES:
+            raise BadInput(f"metadata: name and metadata together are above {_METADATA_LIMIT_BYTES} bytes")
         await self._objects.put(file.key, data, media_type)
-        await self._objects.put(_facts_key(file.id), facts, "application/json")
+        await self._objects.put(_metadata_key(file.id), encoded, "application/json")
         return file
 
     async def find(self, tenant: str, file_id: str) -> File:
-        """A file of this tenant.
+        """Finds a file of this tenant.
 
         Raises:
-            NotFound: it has none of this id, any more.
+            NotFound: the tenant has no such file, or it has expired.
             Unavailable: the object store is out of reach.
         """
         unknown = NotFound(f"there is no file {file_id[:80]!r}")
         if not _ID.fullmatch(file_id):
             raise unknown
         try:
-            file = _decoder.decode(await self._objects.get(_facts_key(file_id), _FACTS_LIMIT_BYTES))
+            file = _decoder.decode(await self._objects.get(_metadata_key(file_id), _METADATA_LIMIT_BYTES))
         except BadInput as error:
             raise unknown from error
         if file.tenant != tenant or file.expires_at_s <= time.time():
@@ -103,7 +104,7 @@ class Files:
         return file
 
     async def read(self, file: File) -> bytes:
-        """Its bytes.
+        """Returns the bytes of a file.
 
         Raises:
             Unavailable: the object store is out of reach.
@@ -115,5 +116,5 @@ def _digests(data: bytes, media_type: str) -> tuple[str, str]:
     return hashlib.sha256(data).hexdigest(), object_key("inputs", data, media_type)
 
 
-def _facts_key(file_id: str) -> str:
+def _metadata_key(file_id: str) -> str:
     return f"files/{file_id}.json"

@@ -1,6 +1,6 @@
-"""Pictures that come in and go out: source images are checked and brought to size, results to the format asked for.
+"""Prepares source images for models, and encodes results in the requested format.
 
-The work is done in processes of its own (api/inputs/codec_pool.py): this one never decodes a picture.
+The work happens in separate processes (api/inputs/codec_pool.py). This process never decodes an image.
 """
 
 from __future__ import annotations
@@ -8,98 +8,101 @@ from __future__ import annotations
 import asyncio
 import binascii
 
-from api.inputs.codec_pool import PicturePool
-from api.inputs.codec_protocol import Encode, Limits, Prepare, Prepared
+from api.inputs.codec_pool import CodecPool
+from api.inputs.codec_protocol import EncodeImage, PrepareSource, SourceLimits, SourcePrepared
 from shared.blob import Blob
 from shared.catalog_entry import ImageDefaults
 from shared.errors import BadInput, PenstockError
 
 MEDIA_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
-USUAL_QUALITY = 90
-BASE64_PIECE = 256 * 1024
-"""Characters decoded without a pause: 20 MB in one go would hold the event loop for 45 ms. A multiple of four."""
+DEFAULT_QUALITY = 90
+BASE64_CHUNK = 256 * 1024
+"""Characters decoded at a time: 20 MB at once would block the event loop for 45 ms. A multiple of 4."""
 
 
-class Studio:
-    """Has the work on pictures done by `pool`."""
+class ImageCodec:
+    """Converts images in the processes of `pool`."""
 
-    def __init__(self, pool: PicturePool) -> None:
+    def __init__(self, pool: CodecPool) -> None:
         self._pool = pool
 
     async def prepare_source(
         self, data: bytes, size: tuple[int, int] | None, defaults: ImageDefaults, deadline_s: float
     ) -> tuple[Blob, tuple[int, int]]:
-        """A source image as the model takes it: upright, RGB, PNG, and of the size to draw.
+        """Returns a source image as models take it: an upright RGB PNG of the output size.
 
         Args:
             data: a PNG, JPEG or WebP file.
-            size: width and height to draw in pixels; None: the source's shape with as many pixels as the model's usual.
-            defaults: of the model.
-            deadline_s: Unix time until which it is worth the work.
+            size: the output width and height in pixels. None: the aspect ratio of the source, with
+                the default pixel count of the model.
+            defaults: the defaults of the model.
+            deadline_s: Unix time at which the work is stopped.
 
         Returns:
-            The picture, and its (width, height).
+            The image, and its (width, height).
 
         Raises:
-            BadInput: it is no such picture, or broken.
-            InputTooLarge: it has too many pixels; told from its header, nothing is decoded.
-            Overloaded: too many wait to be decoded.
+            BadInput: the file is not such an image, or it is broken.
+            InputTooLarge: it has too many pixels. Its header says so, and nothing is decoded.
+            Overloaded: too many images wait to be decoded.
             DeadlineExceeded: it was not done in time.
-            Unavailable: the process that had it died.
+            Unavailable: the codec process died.
         """
-        limits = Limits(defaults.width, defaults.height, defaults.multiple, defaults.largest_pixels)
+        limits = SourceLimits(defaults.width, defaults.height, defaults.multiple, defaults.largest_pixels)
         try:
-            answer, png = await self._pool.run(Prepare(size, limits), data, deadline_s=deadline_s, is_new=True)
+            reply, png = await self._pool.run(PrepareSource(size, limits), data, deadline_s=deadline_s, is_new=True)
         except BadInput as error:
             raise type(error)(f"image: {error.message}", field="image") from error
-        if not isinstance(answer, Prepared):
-            raise PenstockError(f"a picture process answered {type(answer).__name__}; this is a bug")
-        return Blob(MEDIA_TYPES["png"], data=png), (answer.width, answer.height)
+        if not isinstance(reply, SourcePrepared):
+            raise PenstockError(f"a codec process answered {type(reply).__name__}; this is a bug")
+        return Blob(MEDIA_TYPES["png"], data=png), (reply.width, reply.height)
 
     async def encode(
         self, png: bytes, output_format: str, quality: int | None, deadline_s: float, *, is_new: bool
     ) -> bytes:
-        """A result in the format asked for; PNG is what workers give and passes as it is.
+        """Returns a result in the requested format. Workers return PNG, which needs no work.
 
         Args:
-            png: as a worker gave it.
+            png: the image from the worker.
             output_format: a key of MEDIA_TYPES.
-            quality: of jpeg and webp, 0 to 100.
-            deadline_s: Unix time until which it is worth the work.
-            is_new: it may be asked for again; what was drawn for this request may not be refused.
+            quality: for jpeg and webp, 0 to 100.
+            deadline_s: Unix time at which the work is stopped.
+            is_new: whether it may be refused. The results of the current request may not.
 
         Raises:
-            Overloaded: too many wait to be encoded.
+            Overloaded: too many images wait to be encoded.
             DeadlineExceeded: it was not done in time.
-            Unavailable: the process that had it died.
+            Unavailable: the codec process died.
         """
         if output_format == "png":
             return png
-        order = Encode(output_format, USUAL_QUALITY if quality is None else quality)
+        command = EncodeImage(output_format, DEFAULT_QUALITY if quality is None else quality)
         try:
-            _, encoded = await self._pool.run(order, png, deadline_s=deadline_s, is_new=is_new)
+            _, encoded = await self._pool.run(command, png, deadline_s=deadline_s, is_new=is_new)
         except BadInput as error:
-            raise PenstockError(f"a worker gave what is no PNG: {error.message}; this is a bug") from error
+            raise PenstockError(
+                f"a worker returned an image that is not a PNG: {error.message}; this is a bug"
+            ) from error
         return encoded
 
 
 async def data_of_uri(uri: str, where: str, *, field: str) -> bytes:
-    """The bytes of a data: URI (RFC 2397) in base64; `where` and `field` name it in errors.
+    """Decodes a base64 data: URI (RFC 2397). Errors name it by `where` and `field`.
 
     Raises:
-        BadInput: it is none.
+        BadInput: it is not one.
     """
     header, comma, text = uri.partition(",")
     if not comma or not header.startswith("data:") or not header.endswith(";base64"):
         raise BadInput(f"{where}: only base64 data: URIs are accepted", field=field)
-    pieces = []
+    chunks = []
     try:
         if 0 <= text.find("=") < len(text) - 2:
             raise ValueError("padding before the end")
-        for start in range(0, len(text), BASE64_PIECE):
-            pieces.append(binascii.a2b_base64(text[start : start + BASE64_PIECE], strict_mode=True))
-            if len(text) > BASE64_PIECE:
+        for start in range(0, len(text), BASE64_CHUNK):
+            chunks.append(binascii.a2b_base64(text[start : start + BASE64_CHUNK], strict_mode=True))
+            if len(text) > BASE64_CHUNK:
                 await asyncio.sleep(0)
     except ValueError as error:
         raise BadInput(f"{where}: not valid base64: {error}", field=field) from error
-    return b"".join(pieces)
+    return b"".join(chunks)

@@ -1,4 +1,4 @@
-"""From what a caller wishes to the first image to draw: the model's defaults and bounds, for every route that draws."""
+"""Builds the first image of a request from its parameters and the defaults of the model."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from shared.errors import BadInput
 from shared.tasks.image import ImageInput
 
 
-class Wish(Protocol):
-    """What the bodies of all routes that draw have in common; None: as the model usually does."""
+class ImageRequest(Protocol):
+    """The fields that all bodies for images share. None: the default of the model."""
 
     @property
     def prompt(self) -> str:
-        """What to draw."""
+        """What the image should show."""
 
     @property
     def negative_prompt(self) -> str | None:
-        """What not to draw."""
+        """What the image should not show."""
 
     @property
     def num_inference_steps(self) -> int | None:
@@ -31,7 +31,7 @@ class Wish(Protocol):
 
     @property
     def seed(self) -> int | None:
-        """Of the first image; None: a new one."""
+        """The seed of the first image; None: a random one."""
 
     @property
     def scheduler(self) -> str | None:
@@ -39,10 +39,10 @@ class Wish(Protocol):
 
 
 def checked_size(width: int, height: int, model: Model) -> tuple[int, int]:
-    """The size in pixels, which the model must be able to draw.
+    """Validates an output size in pixels.
 
     Raises:
-        BadInput: it can't.
+        BadInput: the model can't produce it.
     """
     limits = model.image
     if width % limits.multiple or height % limits.multiple:
@@ -56,36 +56,36 @@ def checked_size(width: int, height: int, model: Model) -> tuple[int, int]:
 
 
 def size_of(text: str, model: Model) -> tuple[int, int]:
-    """The same from WIDTHxHEIGHT."""
+    """Parses and validates WIDTHxHEIGHT."""
     width, height = (int(length) for length in text.split("x"))
     return checked_size(width, height, model)
 
 
-def first_image(wish: Wish, model: Model, size: tuple[int, int]) -> ImageInput:
-    """The first image to draw; others differ in their seeds, which count up.
+def first_image(request: ImageRequest, model: Model, size: tuple[int, int]) -> ImageInput:
+    """Builds the first image. The next ones use the following seeds.
 
     Raises:
-        BadInput: more steps than the model takes.
+        BadInput: more steps than the model allows.
     """
     defaults = model.image
-    steps = defaults.steps if wish.num_inference_steps is None else wish.num_inference_steps
+    steps = defaults.steps if request.num_inference_steps is None else request.num_inference_steps
     if steps > defaults.longest_steps:
         reason = f"{steps} steps; at most {defaults.longest_steps} are allowed for {model.name}"
         raise BadInput(f"num_inference_steps: {reason}", field="num_inference_steps")
     return ImageInput(
-        prompt=wish.prompt,
+        prompt=request.prompt,
         width=size[0],
         height=size[1],
         steps=steps,
-        guidance_scale=defaults.guidance_scale if wish.guidance_scale is None else wish.guidance_scale,
-        seed=secrets.randbelow(2**32) if wish.seed is None else wish.seed,
-        scheduler=wish.scheduler or defaults.scheduler,
-        negative_prompt=wish.negative_prompt or "",
+        guidance_scale=defaults.guidance_scale if request.guidance_scale is None else request.guidance_scale,
+        seed=secrets.randbelow(2**32) if request.seed is None else request.seed,
+        scheduler=request.scheduler or defaults.scheduler,
+        negative_prompt=request.negative_prompt or "",
     )
 
 
 def check_strength(steps: int, strength: float) -> None:
-    """Lets a strength pass that leaves steps to take.
+    """Validates that a strength leaves at least one step.
 
     Raises:
         BadInput: it leaves none.

@@ -1,4 +1,4 @@
-"""From texts and token lists to the inputs of embedding jobs, within the model's limits; for all routes that embed."""
+"""Builds the inputs of embedding jobs from texts or token lists, within the limits of the model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from shared.errors import BadInput, InputTooLarge
 from shared.tasks.embedding import TextInput, TokensInput, Truncate
 
 TOKEN_BYTES = 4
-"""What a token id counts against the limit on an input; a token stands for about four bytes of text."""
+"""How many bytes a token id counts against the input limit: a token is about four bytes of text."""
 
 
 def text_inputs(
@@ -17,17 +17,17 @@ def text_inputs(
     truncate: Truncate = "none",
     tokenizer: str | None = None,
 ) -> list[TextInput | TokensInput]:
-    """One text or token list, or several, in their order.
+    """Returns the inputs in the order of the texts or token lists.
 
     Args:
-        given: the texts or token lists.
-        model: that is to embed them.
-        truncate: what becomes of those that are longer than the model takes.
-        tokenizer: whose token ids these are, as the caller says.
+        given: one text or token list, or several.
+        model: the model that embeds them.
+        truncate: which side of a too long text is cut.
+        tokenizer: the model whose tokenizer made the token ids, according to the caller.
 
     Raises:
-        BadInput: there are more than the model takes, or token ids that are not surely its own.
-        InputTooLarge: one is longer than the model takes.
+        BadInput: there are too many, or token ids without the name of the tokenizer of the model.
+        InputTooLarge: one is too long for the model.
     """
     listed = [given] if isinstance(given, str) or isinstance(given[0], int) else given
     if len(listed) > model.text.max_items:
@@ -47,7 +47,7 @@ def text_inputs(
 
 
 def _check_tokenizer(tokenizer: str | None, model: Model) -> None:
-    """Ids of another tokenizer are other words here: they would give a vector, and a wrong one."""
+    """Refuses ids of other tokenizers: they mean other words here, so the vector would be wrong."""
     if tokenizer is None:
         raise BadInput(
             "input: token ids mean nothing without their tokenizer. Send texts (LangChain: "

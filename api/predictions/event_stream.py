@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from api.predictions.service import POLL_S, Predictions, Seen
+from api.predictions.service import POLL_S, Predictions, PredictionSnapshot
 from api.shares import share_of
 from shared.errors import Overloaded
 from shared.predictions import error_of, logs_of, output_of
@@ -30,7 +30,7 @@ SILENCE_S = 10.0
 KINDS = ("logs", "output", "error", "done")
 
 
-class Event(NamedTuple):
+class StreamEvent(NamedTuple):
     """One event: `kind` counts in KINDS, `number` within the kind; later events compare greater."""
 
     kind: int
@@ -42,7 +42,7 @@ class Event(NamedTuple):
         return f"event: {KINDS[self.kind]}\nid: {self.kind}.{self.number}\ndata: {self.data}\n\n".encode()
 
 
-class Streams:
+class EventStreams:
     """The streams of this instance."""
 
     def __init__(self, predictions: Predictions, links: Links) -> None:
@@ -61,7 +61,7 @@ class Streams:
                 reason = f"{is_open} event streams are open, which is the limit"
                 raise Overloaded(f"{reason}; poll the prediction, or try again later")
 
-    async def follow(self, seen: Seen, last_id: str) -> AsyncGenerator[bytes]:
+    async def follow(self, seen: PredictionSnapshot, last_id: str) -> AsyncGenerator[bytes]:
         """The events after `last_id` (empty: all), until the last one, or for LONGEST_S."""
         tenant = seen.prediction.tenant
         self._open[tenant] += 1
@@ -85,21 +85,21 @@ class Streams:
                 del self._open[tenant]
 
 
-def events_of(seen: Seen, links: Links) -> list[Event]:
+def events_of(seen: PredictionSnapshot, links: Links) -> list[StreamEvent]:
     """What there is to tell of a prediction as it is now, in order."""
     prediction, record = seen
     events = []
     if logs := logs_of(record):
         step = record.steps if record.state == "succeeded" else record.step
-        events.append(Event(0, step, logs.rstrip("\n")))
+        events.append(StreamEvent(0, step, logs.rstrip("\n")))
     output = output_of(prediction, record, links)
     elements = output if prediction.is_list or output is None else [output]
-    events += [Event(1, number, _text(element)) for number, element in enumerate(elements or [])]
+    events += [StreamEvent(1, number, _text(element)) for number, element in enumerate(elements or [])]
     if error := error_of(record):
-        events.append(Event(2, 0, msgspec.json.encode({"detail": error}).decode()))
+        events.append(StreamEvent(2, 0, msgspec.json.encode({"detail": error}).decode()))
     if record.is_over:
         reason = {"failed": "error", "canceled": "canceled"}.get(record.state)
-        events.append(Event(3, 0, msgspec.json.encode({"reason": reason} if reason else {}).decode()))
+        events.append(StreamEvent(3, 0, msgspec.json.encode({"reason": reason} if reason else {}).decode()))
     return events
 
 

@@ -15,10 +15,10 @@ import msgspec
 
 from api.errors import NotFound
 from api.inputs.files import Files
-from api.inputs.image_codec import Studio, data_of_uri
+from api.inputs.image_codec import ImageCodec, data_of_uri
 from api.inputs.image_params import check_strength, checked_size, first_image, size_of
 from api.inputs.texts import text_inputs
-from api.predictions.results import Fetcher
+from api.predictions.results import ResultFetcher
 from api.problem_details import inside_input
 from api.schemas.replicate import LONGEST_URL, PictureInput, TextsInput
 from shared.blob import INLINE_LIMIT_BYTES, Blob
@@ -52,12 +52,14 @@ class Inputs:
 class InputReader:
     """Reads inputs; holds nothing between two calls."""
 
-    def __init__(self, objects: ObjectStore, files: Files, fetcher: Fetcher, links: Links, studio: Studio) -> None:
+    def __init__(
+        self, objects: ObjectStore, files: Files, fetcher: ResultFetcher, links: Links, image_codec: ImageCodec
+    ) -> None:
         self._objects = objects
         self._files = files
         self._fetcher = fetcher
         self._links = links
-        self._studio = studio
+        self._image_codec = image_codec
 
     async def read(
         self, given: dict[str, Any], model: Model, tenant: str, base_url: str, *, deadline_s: float
@@ -92,7 +94,7 @@ class InputReader:
         else:
             strength = wish.strength or wish.prompt_strength or USUAL_STRENGTH
             data = await self._picture(wish.image, caller)
-            source, size = await self._studio.prepare_source(data, size, model.image, caller.deadline_s)
+            source, size = await self._image_codec.prepare_source(data, size, model.image, caller.deadline_s)
             first = first_image(wish, model, size)
             check_strength(first.steps, strength)
             source = await self._traveling(source)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from api.errors import NotFound
-from api.inputs.image_codec import MEDIA_TYPES, Studio
+from api.inputs.image_codec import MEDIA_TYPES, ImageCodec
 from api.predictions.service import Predictions
 from shared.errors import BadInput
 from shared.stores.objects import ObjectStore
@@ -15,13 +15,13 @@ _INLINE = re.compile(r"predictions/([A-Za-z0-9_]{1,64})/(\d{1,3})\.png")
 _FORMATS = {media_type: name for name, media_type in MEDIA_TYPES.items()}
 
 
-class Fetcher:
+class ResultFetcher:
     """Fetches; holds nothing between two calls."""
 
-    def __init__(self, objects: ObjectStore, predictions: Predictions, studio: Studio) -> None:
+    def __init__(self, objects: ObjectStore, predictions: Predictions, image_codec: ImageCodec) -> None:
         self._objects = objects
         self._predictions = predictions
-        self._studio = studio
+        self._image_codec = image_codec
 
     async def fetch(self, key: str, media_type: str, deadline_s: float) -> bytes:
         """The bytes behind a link whose signature was checked.
@@ -46,5 +46,5 @@ class Fetcher:
             raise NotFound("the image is no longer there") from error
         # Workers give PNG. Drawn again in another format at each fetch, it needs no second place to lie.
         if key.endswith(".png") and media_type in _FORMATS:
-            return await self._studio.encode(data, _FORMATS[media_type], None, deadline_s, is_new=True)
+            return await self._image_codec.encode(data, _FORMATS[media_type], None, deadline_s, is_new=True)
         return data

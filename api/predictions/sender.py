@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from api import metrics
-from api.dispatch.job_sender import Waiter
+from api.dispatch.job_sender import ReplyWaiter
 from shared.errors import Overloaded, PenstockError, Unavailable
 from shared.messages import Envelope, Item, ItemError, Job, JobBody, ReplyBody, encode_job, encode_reply_body
 from shared.predictions import Prediction
@@ -49,7 +49,7 @@ class PredictionSender:
         self._publisher = publisher
         self._api_instance = api_instance
 
-    async def send(self, new: NewPrediction, waiter: Waiter | None) -> None:
+    async def send(self, new: NewPrediction, waiter: ReplyWaiter | None) -> None:
         """Publishes the job of a prediction whose record stands, and notes that in the record.
 
         Raises:

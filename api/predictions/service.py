@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from api import metrics
 from api.dispatch.admission import Admission
-from api.dispatch.job_sender import Inbox, Waiter
+from api.dispatch.job_sender import Inbox, ReplyWaiter
 from api.errors import NotFound
 from api.predictions.sender import NewPrediction, PredictionSender, failed_reply
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, Unavailable
@@ -43,7 +43,7 @@ class PredictionIdTaken(BadInput):
     """This id, or this Idempotency-Key, belongs to a prediction of another input."""
 
 
-class Seen(NamedTuple):
+class PredictionSnapshot(NamedTuple):
     """A prediction as it was when its record was last read."""
 
     prediction: Prediction
@@ -96,7 +96,7 @@ class Predictions:
             took_s = _took_s(creation.seen.record) if creation is not None and creation.is_new else None
             self._admission.release(model, items, answered=took_s is not None, took_s=took_s, lane=lane)
 
-    async def read(self, tenant: str, prediction_id: str) -> Seen:
+    async def read(self, tenant: str, prediction_id: str) -> PredictionSnapshot:
         """A prediction of this tenant as it is now.
 
         Raises:
@@ -108,10 +108,10 @@ class Predictions:
         if record is not None and record.document:
             prediction = decode_document(record.document)
             if prediction.tenant == tenant:
-                return await self._ended_if_late(Seen(prediction, record))
+                return await self._ended_if_late(PredictionSnapshot(prediction, record))
         raise NotFound(f"there is no prediction {prediction_id[:80]!r}")
 
-    async def page(self, tenant: str, before_s: float | None) -> tuple[list[Seen], float | None]:
+    async def page(self, tenant: str, before_s: float | None) -> tuple[list[PredictionSnapshot], float | None]:
         """Up to PAGE predictions, newest first, and the `before_s` of the next page.
 
         Raises:
@@ -119,11 +119,11 @@ class Predictions:
         """
         ids = await self._records.latest(tenant, PAGE, before_s)
         records = [record for record in await asyncio.gather(*map(self._records.read, ids)) if record is not None]
-        found = [Seen(decode_document(record.document), record) for record in records if record.document]
+        found = [PredictionSnapshot(decode_document(record.document), record) for record in records if record.document]
         next_s = found[-1].record.created_at_s if found and len(ids) == PAGE else None
         return [await self._ended_if_late(one) for one in found], next_s
 
-    async def cancel(self, tenant: str, prediction_id: str) -> Seen:
+    async def cancel(self, tenant: str, prediction_id: str) -> PredictionSnapshot:
         """Ends a prediction of this tenant as canceled, unless it is over.
 
         Raises:
@@ -149,14 +149,14 @@ class Predictions:
             return result.blob.data
         raise NotFound("the image is no longer there")
 
-    async def look(self, seen: Seen) -> Seen:
+    async def look(self, seen: PredictionSnapshot) -> PredictionSnapshot:
         """The same prediction as it is now, or as it was where Redis does not answer."""
         with suppress(Unavailable, NotFound):
             return await self.read(seen.prediction.tenant, seen.prediction.id)
         return seen
 
     @contextmanager
-    def _listening(self, record_id: str, *, waits: bool) -> Iterator[Waiter | None]:
+    def _listening(self, record_id: str, *, waits: bool) -> Iterator[ReplyWaiter | None]:
         """A waiter at the inbox, where there is one: without, who waits reads the record until it is over."""
         # Who repeats a request while the first still waits reads too: its reply goes to one of them.
         with ExitStack() as stack:
@@ -168,7 +168,7 @@ class Predictions:
                     stack.callback(self._listened.discard, record_id)
             yield waiter
 
-    async def _create(self, new: NewPrediction, waiter: Waiter | None) -> tuple[bool, Seen]:
+    async def _create(self, new: NewPrediction, waiter: ReplyWaiter | None) -> tuple[bool, PredictionSnapshot]:
         prediction, document = new.prediction, encode_document(new.prediction)
         record_id, deadline_s = prediction.record, prediction.deadline_s
         is_new = await self._records.create(
@@ -181,7 +181,7 @@ class Predictions:
         )
         if is_new:
             await self._sender.send(new, waiter)
-            return True, Seen(prediction, Record(state="starting", created_at_s=prediction.created_at_s))
+            return True, PredictionSnapshot(prediction, Record(state="starting", created_at_s=prediction.created_at_s))
         seen = await self.read(prediction.tenant, prediction.id)
         if seen.prediction.digest != prediction.digest:
             raise PredictionIdTaken(f"{prediction.id} is the id of another prediction, with another input", field="id")
@@ -191,14 +191,14 @@ class Predictions:
             await self._sender.send(replace(new, prediction=seen.prediction), waiter)
         return False, seen
 
-    async def _published_by_twin(self, seen: Seen) -> Seen:
+    async def _published_by_twin(self, seen: PredictionSnapshot) -> PredictionSnapshot:
         """The prediction once its job is surely published, or its creator has had the time for it."""
         while _waits_for_publish(seen) and time.time() < seen.record.created_at_s + TWIN_PUBLISHES_S:
             await asyncio.sleep(TWIN_POLL_S)
             seen = await self.read(seen.prediction.tenant, seen.prediction.id)
         return seen
 
-    async def _ended_if_late(self, seen: Seen) -> Seen:
+    async def _ended_if_late(self, seen: PredictionSnapshot) -> PredictionSnapshot:
         prediction, record = seen
         if record.is_over or time.time() < prediction.deadline_s + GRACE_S:
             return seen
@@ -210,13 +210,15 @@ class Predictions:
         if finish.is_ours:
             metrics.PREDICTIONS.labels(prediction.model, "expired").inc()
             await self._sender.tell_webhook(prediction, "completed")
-        return Seen(prediction, await self._records.read(prediction.record) or record)
+        return PredictionSnapshot(prediction, await self._records.read(prediction.record) or record)
 
 
 class Creation:
     """A prediction just created or found, `seen` as it was last; `is_new`: just created."""
 
-    def __init__(self, predictions: Predictions, seen: Seen, waiter: Waiter | None, *, is_new: bool) -> None:
+    def __init__(
+        self, predictions: Predictions, seen: PredictionSnapshot, waiter: ReplyWaiter | None, *, is_new: bool
+    ) -> None:
         self._predictions = predictions
         self._waiter = waiter
         self.seen = seen
@@ -246,7 +248,7 @@ class Creation:
         await asyncio.sleep(POLL_S)
 
 
-def _waits_for_publish(seen: Seen) -> bool:
+def _waits_for_publish(seen: PredictionSnapshot) -> bool:
     return seen.record.state == "starting" and not seen.record.published
 
 

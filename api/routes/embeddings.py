@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.http.dependencies import parts_of
-from api.http.fast_route import DirectRoute
+from api.http.dependencies import dependencies_of
+from api.http.fast_route import FastRoute
 from api.http.middleware import context_of
 from api.http.openapi import body_of, inferred
 from api.http.openapi_headers import TRUNCATED_HEADER
@@ -24,7 +24,7 @@ from shared.errors import BadInput, PenstockError
 from shared.messages import ItemOutcome
 from shared.tasks.embedding import EmbeddingResult
 
-router = APIRouter(route_class=DirectRoute)
+router = APIRouter(route_class=FastRoute)
 LARGE_ITEMS = 256
 """From so many on a request that finds no room is refused before its cache keys are made: they take milliseconds."""
 _encoder = msgspec.json.Encoder()
@@ -40,7 +40,7 @@ async def create_embeddings(request: Request) -> Response:
     """Answers when all vectors are ready. Each text that was embedded before comes from the cache."""
     tenant = tenant_of(request)
     body = await read_json(request, EmbeddingsBody)
-    model = parts_of(request).catalog.find(body.model, "embedding")
+    model = dependencies_of(request).catalog.find(body.model, "embedding")
     context_of(request).model = model.name
     dimensions = _dimensions(body, model)
     inputs = text_inputs(body.input, model, truncate=body.truncate or "none", tokenizer=body.tokenizer)

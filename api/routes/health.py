@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.http.dependencies import parts_of
+from api.http.dependencies import dependencies_of
 from api.http.openapi import done
 from api.schemas.replicate_replies import HealthReply, ReadinessReply
 
@@ -30,6 +30,6 @@ async def is_alive(request: Request) -> Response:
 )
 async def is_ready(request: Request) -> Response:
     """200 when a message passes through Pub/Sub and back. Without Redis it is still 200, with status `degraded`."""
-    found = await parts_of(request).readiness.check()
+    found = await dependencies_of(request).readiness.check()
     body = {"status": found.status, "pubsub": found.pubsub, "redis": found.redis}
     return Response(msgspec.json.encode(body), 200 if found.is_ready else 503, media_type="application/json")

@@ -7,9 +7,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.http.dependencies import Parts, parts_of
+from api.http.dependencies import Dependencies, dependencies_of
 from api.http.edit_body import read_edit
-from api.http.fast_route import DirectRoute
+from api.http.fast_route import FastRoute
 from api.http.middleware import context_of, while_connected
 from api.http.openapi import body_of, inferred
 from api.http.openapi_headers import TRUNCATED_HEADER
@@ -23,7 +23,7 @@ from shared.errors import PenstockError
 from shared.stores.objects import object_key
 from shared.tasks.image import ImageInput, ImageResult
 
-router = APIRouter(route_class=DirectRoute)
+router = APIRouter(route_class=FastRoute)
 RESULT_LIMIT_BYTES = 64 * 1024 * 1024
 
 
@@ -54,8 +54,8 @@ async def edit_image(request: Request) -> Response:
     body, data = await read_edit(request)
     model = _model(request, body)
     check_room(request, model, body.n)
-    studio, deadline_s = parts_of(request).studio, answer_by_s(request, model)
-    preparing = studio.prepare_source(data, _size(body, model), model.image, deadline_s)
+    image_codec, deadline_s = dependencies_of(request).image_codec, answer_by_s(request, model)
+    preparing = image_codec.prepare_source(data, _size(body, model), model.image, deadline_s)
     source, size = await while_connected(request, preparing)
     first = first_image(body, model, size)
     check_strength(first.steps, body.strength)
@@ -65,7 +65,7 @@ async def edit_image(request: Request) -> Response:
 
 
 def _model(request: Request, body: GenerationBody | EditForm) -> Model:
-    catalog = parts_of(request).catalog
+    catalog = dependencies_of(request).catalog
     model = catalog.find(body.model, "image") if body.model is not None else catalog.default("image")
     context_of(request).model = model.name
     return model
@@ -102,25 +102,25 @@ async def _draw(
 
 async def _item(request: Request, body: GenerationBody | EditForm, result: ImageResult, deadline_s: float) -> ImageItem:
     """One image as the caller wants it: bytes or link, in the format asked for."""
-    parts = parts_of(request)
+    dependencies = dependencies_of(request)
     stored_key = result.image.object_key
     if body.response_format == "url" and body.output_format == "png" and stored_key is not None:
         return ImageItem(result.seed, url=link_to(request, stored_key, result.image.media_type))
-    encoding = parts.studio.encode(
-        await _bytes(parts, result.image), body.output_format, body.output_compression, deadline_s, is_new=False
+    encoding = dependencies.image_codec.encode(
+        await _bytes(dependencies, result.image), body.output_format, body.output_compression, deadline_s, is_new=False
     )
     data = await while_connected(request, encoding)
     if body.response_format == "b64_json":
         return ImageItem(result.seed, b64_json=data)
     media_type = MEDIA_TYPES[body.output_format]
     key = object_key("results", data, media_type)
-    await parts.objects.put(key, data, media_type)
+    await dependencies.objects.put(key, data, media_type)
     return ImageItem(result.seed, url=link_to(request, key, media_type))
 
 
-async def _bytes(parts: Parts, image: Blob) -> bytes:
+async def _bytes(dependencies: Dependencies, image: Blob) -> bytes:
     if image.data is not None:
         return image.data
     if image.object_key is None:
         raise PenstockError("an image has neither bytes nor a key; this is a bug")
-    return await parts.objects.get(image.object_key, RESULT_LIMIT_BYTES)
+    return await dependencies.objects.get(image.object_key, RESULT_LIMIT_BYTES)

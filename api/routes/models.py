@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import EXPECTED
-from api.http.dependencies import Parts, parts_of
+from api.http.dependencies import Dependencies, dependencies_of
 from api.http.openapi import KEYED, Responses, done, ref_to, replies
 from api.http.request import tenant_of
 from api.predictions.versions import is_replicates_client
@@ -44,8 +44,8 @@ async def list_models(request: Request, cursor: Annotated[str, Query(include_in_
     if is_replicates_client(request.headers.get("user-agent", "")):
         return await _for_replicate(request, cursor)
     tenant_of(request)
-    parts = parts_of(request)
-    reply = ModelsReply([_item(model, parts) for model in parts.catalog.models])
+    dependencies = dependencies_of(request)
+    reply = ModelsReply([_item(model, dependencies) for model in dependencies.catalog.models])
     return Response(msgspec.json.encode(reply), headers=VARIES, media_type="application/json")
 
 
@@ -67,9 +67,11 @@ async def _for_replicate(request: Request, cursor: str) -> Response:
 async def get_model(request: Request, model: str) -> Response:
     """A model, by its name or an alias."""
     tenant_of(request)
-    parts = parts_of(request)
-    return Response(msgspec.json.encode(_item(parts.catalog.find(model), parts)), media_type="application/json")
+    dependencies = dependencies_of(request)
+    return Response(
+        msgspec.json.encode(_item(dependencies.catalog.find(model), dependencies)), media_type="application/json"
+    )
 
 
-def _item(model: Model, parts: Parts) -> ModelItem:
-    return ModelItem(model.name, int(parts.started_at_s), model.task, model.aliases)
+def _item(model: Model, dependencies: Dependencies) -> ModelItem:
+    return ModelItem(model.name, int(dependencies.started_at_s), model.task, model.aliases)

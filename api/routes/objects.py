@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.http.dependencies import parts_of
+from api.http.dependencies import dependencies_of
 from api.http.middleware import while_connected
 from api.http.openapi import bytes_of, errors
 from shared.predictions import MEDIA_TYPES
@@ -31,8 +31,8 @@ LONGEST_S = 30.0
 )
 async def get_object(request: Request, key: str, type: str, expires: int, signature: str) -> Response:
     """The bytes of a result, while the link is valid."""
-    parts = parts_of(request)
-    parts.links.check(key, type, expires, signature)
-    data = await while_connected(request, parts.fetcher.fetch(key, type, time.time() + LONGEST_S))
+    dependencies = dependencies_of(request)
+    dependencies.links.check(key, type, expires, signature)
+    data = await while_connected(request, dependencies.result_fetcher.fetch(key, type, time.time() + LONGEST_S))
     headers = {"cache-control": f"private, max-age={VALID_S}, immutable", "x-content-type-options": "nosniff"}
     return Response(data, headers=headers, media_type=type)

@@ -21,7 +21,7 @@ from starlette.responses import Response, StreamingResponse
 
 from api.dispatch.job_sender import OUTCOME_BYTES
 from api.http import openapi
-from api.http.dependencies import Parts, parts_of
+from api.http.dependencies import Dependencies, dependencies_of
 from api.http.fast_route import IS_HEAD
 from api.http.idempotency import REPLAYED
 from api.http.middleware import context_of, while_connected
@@ -29,7 +29,7 @@ from api.http.openapi_headers import LAST_EVENT_ID
 from api.http.request import base_url_of, options_of, read_json, tenant_of
 from api.predictions.event_stream import KINDS
 from api.predictions.sender import NewPrediction
-from api.predictions.service import OWN_ID, Seen
+from api.predictions.service import OWN_ID, PredictionSnapshot
 from api.predictions.versions import OWNER, find_version, version_of
 from api.problem_details import ProblemRoute
 from api.schemas.replicate import LONGEST_URL, PredictionBody, VersionedBody
@@ -68,7 +68,7 @@ async def create(request: Request) -> Response:
     """Creates a prediction of the model that `version` names. Answers at once, or with `Prefer: wait` when it ends."""
     tenant = tenant_of(request)
     body = await read_json(request, VersionedBody)
-    model = find_version(parts_of(request).catalog, body.version)
+    model = find_version(dependencies_of(request).catalog, body.version)
     return await _create(request, tenant, body, model, owner=_owner(body.version))
 
 
@@ -88,7 +88,7 @@ async def put(request: Request, prediction_id: OwnId) -> Response:
             field="id",
         )
     body = await read_json(request, VersionedBody)
-    model = find_version(parts_of(request).catalog, body.version)
+    model = find_version(dependencies_of(request).catalog, body.version)
     return await _create(request, tenant, body, model, owner=_owner(body.version), own_id=prediction_id)
 
 
@@ -102,7 +102,7 @@ async def put(request: Request, prediction_id: OwnId) -> Response:
 async def create_of_model(request: Request, owner: str, name: str) -> Response:
     """Creates a prediction of the model `name`. Any owner is accepted."""
     tenant = tenant_of(request)
-    model = parts_of(request).catalog.find(name)
+    model = dependencies_of(request).catalog.find(name)
     return await _create(request, tenant, await read_json(request, PredictionBody), model, owner=owner)
 
 
@@ -116,7 +116,7 @@ async def create_of_model(request: Request, owner: str, name: str) -> Response:
 async def create_of_deployment(request: Request, owner: str, name: str) -> Response:
     """Creates a prediction of the model `name`: each model of the catalog has one deployment, of the same name."""
     tenant = tenant_of(request)
-    model = parts_of(request).catalog.find(name)
+    model = dependencies_of(request).catalog.find(name)
     body = await read_json(request, PredictionBody)
     return await _create(request, tenant, body, model, owner=owner, deployment=f"{owner}/{name}")
 
@@ -129,12 +129,12 @@ async def create_of_deployment(request: Request, owner: str, name: str) -> Respo
 )
 async def list_all(request: Request, cursor: Cursor = "") -> Response:
     """Predictions in pages, newest first. `next` is the URL of the next page."""
-    tenant, parts = tenant_of(request), parts_of(request)
+    tenant, dependencies = tenant_of(request), dependencies_of(request)
     if not _CURSOR.fullmatch(cursor):
         raise BadInput("cursor: not a cursor of this API", field="cursor")
-    found, next_s = await parts.predictions.page(tenant, float(cursor) if cursor else None)
+    found, next_s = await dependencies.predictions.page(tenant, float(cursor) if cursor else None)
     following = None if next_s is None else f"{base_url_of(request)}/v1/predictions?cursor={next_s!r}"
-    bodies = [body_of(*seen, parts.links) for seen in found]
+    bodies = [body_of(*seen, dependencies.links) for seen in found]
     return _json({"previous": None, "next": following, "results": bodies})
 
 
@@ -147,7 +147,7 @@ async def list_all(request: Request, cursor: Cursor = "") -> Response:
 async def get(request: Request, prediction_id: str) -> Response:
     """The prediction in its current state."""
     tenant = tenant_of(request)
-    return _answer(parts_of(request), await parts_of(request).predictions.read(tenant, prediction_id))
+    return _answer(dependencies_of(request), await dependencies_of(request).predictions.read(tenant, prediction_id))
 
 
 @router.post(
@@ -159,7 +159,7 @@ async def get(request: Request, prediction_id: str) -> Response:
 async def cancel(request: Request, prediction_id: str) -> Response:
     """Ends the prediction now. Its worker stops at the next step. A prediction that has ended stays as it is."""
     tenant = tenant_of(request)
-    return _answer(parts_of(request), await parts_of(request).predictions.cancel(tenant, prediction_id))
+    return _answer(dependencies_of(request), await dependencies_of(request).predictions.cancel(tenant, prediction_id))
 
 
 @router.get(
@@ -174,13 +174,13 @@ async def cancel(request: Request, prediction_id: str) -> Response:
 )
 async def stream(request: Request, prediction_id: str) -> Response:
     """Server-sent events: logs, output, error, done. `Last-Event-ID` resumes a stream."""
-    tenant, parts = tenant_of(request), parts_of(request)
-    parts.streams.check(tenant)
-    seen = await parts.predictions.read(tenant, prediction_id)
+    tenant, dependencies = tenant_of(request), dependencies_of(request)
+    dependencies.event_streams.check(tenant)
+    seen = await dependencies.predictions.read(tenant, prediction_id)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     if IS_HEAD in request.scope:
         return Response(headers=headers, media_type="text/event-stream")
-    events = parts.streams.follow(seen, request.headers.get("last-event-id", ""))
+    events = dependencies.event_streams.follow(seen, request.headers.get("last-event-id", ""))
     return StreamingResponse(events, headers=headers, media_type="text/event-stream")
 
 
@@ -194,15 +194,15 @@ async def _create(
     own_id: str = "",
     deployment: str = "",
 ) -> Response:
-    parts, context = parts_of(request), context_of(request)
+    dependencies, context = dependencies_of(request), context_of(request)
     context.model = model.name
     base_url, options = base_url_of(request), options_of(request)
     key, wait_s = options.idempotency_key, max(0.0, options.wait_s - EARLY_S)
     deadline_s = options.done_by_s(context.received_at_s, model.deadline)
-    reading = parts.input_reader.read(body.input, model, tenant, base_url, deadline_s=deadline_s)
+    reading = dependencies.input_reader.read(body.input, model, tenant, base_url, deadline_s=deadline_s)
     read = await while_connected(request, reading)
     prediction_id, record = _ids(tenant, own_id, key)
-    webhook, webhook_events = _told(body, allow_private=parts.settings.webhooks_private)
+    webhook, webhook_events = _told(body, allow_private=dependencies.settings.webhooks_private)
     new = NewPrediction(
         Prediction(
             id=prediction_id,
@@ -232,11 +232,11 @@ async def _create(
         lane=options.lane,
         start_by_s=options.start_by_s(context.received_at_s),
     )
-    async with parts.predictions.creating(new, waits=wait_s > 0) as creation:
+    async with dependencies.predictions.creating(new, waits=wait_s > 0) as creation:
         if wait_s:
             # Whoever hangs up lets go of its place here, not of the prediction.
             await while_connected(request, creation.wait(wait_s - context.total_ms / 1000))
-    return _created(parts, creation.seen, is_new=creation.is_new)
+    return _created(dependencies, creation.seen, is_new=creation.is_new)
 
 
 def _told(body: PredictionBody, *, allow_private: bool) -> tuple[str, tuple[str, ...]]:
@@ -251,17 +251,17 @@ def _told(body: PredictionBody, *, allow_private: bool) -> tuple[str, tuple[str,
     return url, events
 
 
-def _created(parts: Parts, seen: Seen, *, is_new: bool) -> Response:
+def _created(dependencies: Dependencies, seen: PredictionSnapshot, *, is_new: bool) -> Response:
     """The answer to who created it. Replicate's clients take `processing` for the end here, so that is `starting`."""
-    body = body_of(*seen, parts.links)
+    body = body_of(*seen, dependencies.links)
     if body["status"] == "processing":
         body["status"] = "starting"
     headers = {"location": body["urls"]["get"]}
     return _json(body, 201, headers) if is_new else _json(body, 200, headers | {REPLAYED: "true"})
 
 
-def _answer(parts: Parts, seen: Seen) -> Response:
-    return _json(body_of(*seen, parts.links))
+def _answer(dependencies: Dependencies, seen: PredictionSnapshot) -> Response:
+    return _json(body_of(*seen, dependencies.links))
 
 
 def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:

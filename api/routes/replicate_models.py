@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import NotFound
-from api.http.dependencies import parts_of
+from api.http.dependencies import dependencies_of
 from api.http.edit_body import MOST_FIELDS
 from api.http.json_limits import object_in
 from api.http.openapi import KEYED, Described, done, problems
@@ -62,13 +62,13 @@ async def list_models(request: Request, cursor: str = "") -> Response:
     tenant_of(request)
     if cursor and not _CURSOR.fullmatch(cursor):
         raise BadInput("cursor: not a cursor of this API", field="cursor")
-    parts, base_url, first = parts_of(request), base_url_of(request), int(cursor or 0)
-    shown, following = parts.catalog.models[first : first + PAGE], first + PAGE
+    dependencies, base_url, first = dependencies_of(request), base_url_of(request), int(cursor or 0)
+    shown, following = dependencies.catalog.models[first : first + PAGE], first + PAGE
     pages = {"previous": max(0, first - PAGE) if first else None, "next": None}
-    if following < len(parts.catalog.models):
+    if following < len(dependencies.catalog.models):
         pages["next"] = following
     links = {name: None if at is None else f"{base_url}/v1/models?cursor={at}" for name, at in pages.items()}
-    results = [model_body(model, OWNER, base_url, parts.started_at_s) for model in shown]
+    results = [model_body(model, OWNER, base_url, dependencies.started_at_s) for model in shown]
     return _json({**links, "results": results})
 
 
@@ -81,9 +81,9 @@ async def list_models(request: Request, cursor: str = "") -> Response:
 async def get_model(request: Request, owner: str, name: str) -> Response:
     """A model of the catalog with its only version. Any owner is accepted."""
     tenant_of(request)
-    parts = parts_of(request)
-    model = parts.catalog.find(name)
-    return _json(model_body(model, owner, base_url_of(request), parts.started_at_s))
+    dependencies = dependencies_of(request)
+    model = dependencies.catalog.find(name)
+    return _json(model_body(model, owner, base_url_of(request), dependencies.started_at_s))
 
 
 @router.get(
@@ -95,8 +95,8 @@ async def get_model(request: Request, owner: str, name: str) -> Response:
 async def list_versions(request: Request, owner: str, name: str) -> Response:
     """Each model has one version."""
     tenant_of(request)
-    parts = parts_of(request)
-    versions = [version_body(parts.catalog.find(name), parts.started_at_s)]
+    dependencies = dependencies_of(request)
+    versions = [version_body(dependencies.catalog.find(name), dependencies.started_at_s)]
     return _json({"previous": None, "next": None, "results": versions})
 
 
@@ -109,15 +109,15 @@ async def list_versions(request: Request, owner: str, name: str) -> Response:
 async def get_version(request: Request, owner: str, name: str, version: str) -> Response:
     """The version, with the schema of its input and output."""
     tenant_of(request)
-    parts = parts_of(request)
-    model = parts.catalog.find(name)
+    dependencies = dependencies_of(request)
+    model = dependencies.catalog.find(name)
     try:
-        is_this = find_version(parts.catalog, version) is model
+        is_this = find_version(dependencies.catalog, version) is model
     except BadInput:
         is_this = False
     if not is_this:
         raise NotFound(f"{name} has no version {version[:80]!r}")
-    return _json(version_body(model, parts.started_at_s))
+    return _json(version_body(model, dependencies.started_at_s))
 
 
 @router.get(
@@ -129,13 +129,13 @@ async def get_version(request: Request, owner: str, name: str, version: str) -> 
 async def get_deployment(request: Request, owner: str, name: str) -> Response:
     """Each model of the catalog has one deployment, of the same name."""
     tenant_of(request)
-    parts = parts_of(request)
-    model = parts.catalog.find(name)
+    dependencies = dependencies_of(request)
+    model = dependencies.catalog.find(name)
     release = {
         "number": 1,
         "model": f"{owner}/{model.name}",
         "version": version_of(model),
-        "created_at": iso(parts.started_at_s),
+        "created_at": iso(dependencies.started_at_s),
         "created_by": None,
         "configuration": {
             "hardware": model.gpu.type,
@@ -155,14 +155,14 @@ async def get_deployment(request: Request, owner: str, name: str) -> Response:
 )
 async def create_file(request: Request) -> Response:
     """Takes a form with the file as `content` and, if wanted, a JSON object as `metadata`. Files are kept for a day."""
-    tenant, parts = tenant_of(request), parts_of(request)
+    tenant, dependencies = tenant_of(request), dependencies_of(request)
     check_charset(request)
     async with request.form(max_files=2, max_fields=MOST_FIELDS) as form:
         content, metadata = form.get("content"), form.get("metadata")
         if not isinstance(content, UploadFile):
             raise BadInput("content: a file is needed", field="content")
         text = await metadata.read() if isinstance(metadata, UploadFile) else metadata
-        file = await parts.files.add(
+        file = await dependencies.files.add(
             tenant,
             await content.read(),
             name=content.filename or "file",
@@ -181,7 +181,7 @@ async def create_file(request: Request) -> Response:
 async def get_file(request: Request, file_id: str) -> Response:
     """The file's metadata. `urls.download` is a link to its bytes."""
     tenant = tenant_of(request)
-    return _json(_shown(request, await parts_of(request).files.find(tenant, file_id)))
+    return _json(_shown(request, await dependencies_of(request).files.find(tenant, file_id)))
 
 
 @router.get(
@@ -194,7 +194,7 @@ async def get_secret(request: Request) -> Response:
     """The secret of this tenant, with which receivers verify signatures."""
     tenant = tenant_of(request)
     try:
-        first, *_ = tenant_secrets(parts_of(request).settings.webhook_secrets, tenant)
+        first, *_ = tenant_secrets(dependencies_of(request).settings.webhook_secrets, tenant)
     except ConfigurationError as error:
         raise NotFound("webhooks are not set up here: there is no secret") from error
     return _json({"key": first})

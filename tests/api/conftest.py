@@ -13,4 +13,4 @@ async def api(tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
     async with running_api(settings_for(tmp_path)) as running:
         yield running
         await running.until_idle()
-        assert running.parts.dispatcher.in_flight == 0
+        assert running.dependencies.dispatcher.in_flight == 0

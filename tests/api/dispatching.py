@@ -15,7 +15,7 @@ from api.dispatch.admission import Admission
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.job_sender import JobSender
 from api.dispatch.reply_inbox import ReplyInbox
-from api.dispatch.request import Answer, InferenceRequest
+from api.dispatch.request import InferenceRequest, InferenceResponse
 from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
@@ -52,8 +52,8 @@ class Bench:
     admission: Admission
     rows: list[Row]
 
-    def ask(self, *texts: str, deadline_in_s: float = 30.0, **flags: Any) -> asyncio.Task[Answer]:
-        """A request under way; it has boarded its flights after one turn of the loop."""
+    def ask(self, *texts: str, deadline_in_s: float = 30.0, **flags: Any) -> asyncio.Task[InferenceResponse]:
+        """A request under way; it has joined its items after one turn of the event loop."""
         now_s, inputs = time.time(), [TextInput(text) for text in texts]
         request_id = f"req_{random.getrandbits(64):x}"
         request = InferenceRequest(request_id, TEXT_MODEL, "t", inputs, now_s, now_s + deadline_in_s, **flags)
@@ -77,7 +77,7 @@ async def running_bench(tmp_path: Path, max_in_flight: int = 1000, redis_url: st
                 yield Bench(dispatcher, worker, transport, cache, records, admission, rows.rows)
 
 
-def texts_right(answer: Answer, *texts: str) -> bool:
+def texts_right(answer: InferenceResponse, *texts: str) -> bool:
     results = [outcome.result for outcome in answer.outcomes]
     vectors = [np.frombuffer(result.vector, "<f4") for result in results if isinstance(result, EmbeddingResult)]
     in_order = [outcome.index for outcome in answer.outcomes] == list(range(len(texts)))
@@ -85,9 +85,9 @@ def texts_right(answer: Answer, *texts: str) -> bool:
     return in_order and all(same)
 
 
-def origins(answer: Answer) -> list[str]:
+def origins(answer: InferenceResponse) -> list[str]:
     return [outcome.receipt.cache for outcome in answer.outcomes]
 
 
-def ends(answer: Answer) -> list[str | None]:
+def ends(answer: InferenceResponse) -> list[str | None]:
     return [outcome.error.code if outcome.error else outcome.status for outcome in answer.outcomes]

@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from api.app import create_app
-from api.http.dependencies import Parts
+from api.http.dependencies import Dependencies
 from api.server import server_config
 from shared.catalog import Catalog, read_catalog
 from shared.settings import ApiSettings, read_settings
@@ -65,10 +65,10 @@ class ApiUnderTest:
     clients: list[openai.AsyncOpenAI] = field(default_factory=list)
 
     @property
-    def parts(self) -> Parts:
-        parts = self.app.state.parts
-        assert isinstance(parts, Parts)
-        return parts
+    def dependencies(self) -> Dependencies:
+        dependencies = self.app.state.dependencies
+        assert isinstance(dependencies, Dependencies)
+        return dependencies
 
     def openai(self, **options: Any) -> Any:
         """OpenAI's client, untyped so that tests can look at what comes; it does not try again unless told to."""
@@ -80,7 +80,7 @@ class ApiUnderTest:
     async def until_idle(self) -> None:
         """Waits until the dispatcher has nothing in flight any more."""
         async with asyncio.timeout(WAIT_LIMIT_S):
-            while self.parts.dispatcher.in_flight:  # noqa: ASYNC110 - the product has no use for an event here
+            while self.dependencies.dispatcher.in_flight:  # noqa: ASYNC110 - the product has no use for an event here
                 await asyncio.sleep(0)
 
 

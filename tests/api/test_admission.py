@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api.dispatch.admission import LONGEST_RETRY_S, SHORTEST_RETRY_S, Admission
-from api.dispatch.service_rate import Pace
+from api.dispatch.service_rate import ServiceRate
 from shared.catalog import Model, read_catalog
 from shared.errors import Overloaded
 from shared.tasks.base import FirstGuesses
@@ -65,14 +65,14 @@ def test_batch_lane_leaves_room_for_interactive_requests() -> None:
     admission.admit(TEXT.name, 1, lane="batch")
 
 
-def measured(item_s: float, *, max_in_flight: int = 10_000, usual_s: float = 0.05) -> tuple[Admission, Clock]:
+def measured(item_s: float, *, max_in_flight: int = 10_000, service_s: float = 0.05) -> tuple[Admission, Clock]:
     """An admission that has seen items leave every `item_s` while others waited; 100 are in flight."""
     clock = Clock()
     admission = Admission(max_in_flight, [bounded(TEXT, max_in_flight)], clock)
     admission.admit(TEXT.name, 1100)
     for _ in range(1000):
         clock.now_s += item_s
-        admission.release(TEXT.name, 1, answered=True, took_s=usual_s)
+        admission.release(TEXT.name, 1, answered=True, took_s=service_s)
     return admission, clock
 
 
@@ -137,12 +137,12 @@ def test_slow_arrivals_do_not_look_like_a_slow_worker() -> None:
 
 
 def test_given_up_items_say_nothing_about_speed() -> None:
-    pace = Pace(FirstGuesses())
+    rate = ServiceRate(FirstGuesses())
     admission, clock = measured(0.01)
     clock.now_s += 50
     admission.release(TEXT.name, 50, answered=False)
     admission.admit(TEXT.name, 1, remaining_s=60)
-    assert pace.item_s == GUESS_S
+    assert rate.item_s == GUESS_S
 
 
 def test_late_answers_make_it_careful_for_a_while() -> None:
@@ -193,7 +193,7 @@ def test_retry_is_bounded() -> None:
     lane=st.sampled_from(["", "batch"]),
 )
 def test_after_its_wait_a_refused_request_is_let_in(item_s: float, remaining_s: float, items: int, lane: str) -> None:
-    admission, clock = measured(item_s, usual_s=item_s)
+    admission, clock = measured(item_s, service_s=item_s)
     try:
         admission.admit(TEXT.name, items, remaining_s=remaining_s, lane=lane)
     except Overloaded as error:

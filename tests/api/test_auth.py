@@ -3,7 +3,7 @@
 import pytest
 
 from api.errors import Unauthorized
-from api.http.auth import Tenants
+from api.http.auth import ApiKeys
 from shared.errors import ConfigurationError
 
 
@@ -12,13 +12,13 @@ from shared.errors import ConfigurationError
 )
 def test_keys_that_are_no_pairs_are_refused(api_keys: str) -> None:
     with pytest.raises(ConfigurationError, match="PENSTOCK_API_KEYS"):
-        Tenants(api_keys)
+        ApiKeys(api_keys)
 
 
 def test_without_keys_all_are_one_tenant() -> None:
-    assert Tenants("").tenant_of(None) == Tenants(" , ").tenant_of("Bearer x") == "default"
+    assert ApiKeys("").tenant_of(None) == ApiKeys(" , ").tenant_of("Bearer x") == "default"
 
 
 def test_wrong_key_is_refused() -> None:
     with pytest.raises(Unauthorized):
-        Tenants("k=t").tenant_of("Bearer kk")
+        ApiKeys("k=t").tenant_of("Bearer kk")

@@ -18,16 +18,16 @@ import pytest
 from PIL import Image
 from prometheus_client import REGISTRY
 
-from api.inputs import codec_client as picture_child
-from api.inputs import codec_pool as picture_pool
-from api.inputs.codec_pool import PicturePool
-from api.inputs.codec_protocol import Limits, Prepare
+from api.inputs import codec_client as codec_client
+from api.inputs import codec_pool as codec_pool
+from api.inputs.codec_pool import CodecPool
+from api.inputs.codec_protocol import PrepareSource, SourceLimits
 from shared.errors import BadInput, Unavailable
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest, running_api, settings_for
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
-LIMITS = Limits(64, 64, 8, 4096)
+LIMITS = SourceLimits(64, 64, 8, 4096)
 FAR_S = 4e9
 
 
@@ -88,7 +88,7 @@ async def _stopped(api: ApiUnderTest) -> tuple[psutil.Process, "asyncio.Task[htt
     (process,) = _processes()
     process.suspend()
     sent = asyncio.create_task(_edit(api, "in hand"))
-    pool = api.parts.studio._pool
+    pool = api.dependencies.image_codec._pool
     await _until(lambda: pool._free == 0)
     return process, sent
 
@@ -156,7 +156,7 @@ async def test_picture_of_a_caller_that_hung_up_is_decoded_no_further(api: ApiUn
 
 
 async def test_line_is_bounded(api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picture_pool, "MOST_WAITING", 3)
+    monkeypatch.setattr(codec_pool, "MAX_QUEUED", 3)
     process, first = await _stopped(api)
     others = [await _in_line(api, f"number {number}") for number in range(3)]
     refused = await _edit(api, "too many")
@@ -168,7 +168,7 @@ async def test_line_is_bounded(api: ApiUnderTest, monkeypatch: pytest.MonkeyPatc
 
 
 async def test_bytes_in_line_are_bounded(api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picture_pool, "MOST_WAITING_BYTES", len(PNG) * 2)
+    monkeypatch.setattr(codec_pool, "MAX_QUEUED_BYTES", len(PNG) * 2)
     process, first = await _stopped(api)
     others = [await _in_line(api, f"number {number}") for number in range(2)]
     assert (await _edit(api, "too many")).status_code == 429
@@ -215,25 +215,25 @@ async def test_prediction_waits_for_its_picture_until_its_deadline(api: ApiUnder
 FAKE = """
 import os, socket, sys
 sys.path.insert(0, {root!r})
-from api.inputs.codec_protocol import Opened, Prepared, Refused, head_of
+from api.inputs.codec_protocol import HeaderRead, SourcePrepared, CodecError, frame_header
 from api.inputs.codec_server import _read, _HungUpError
 connection = socket.socket(fileno=int(sys.argv[1]))
 lock = {folder!r} + "/decoding"
 try:
     while True:
         order, data = _read(connection)
-        connection.sendall(head_of(Opened(order.size[0])))
+        connection.sendall(frame_header(HeaderRead(order.size[0])))
         _read(connection)
         if data == b"too long":
             os.kill(os.getpid(), {too_long})
         try:
             os.close(os.open(lock, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
-            connection.sendall(head_of(Refused("invalid_input", "two at once")))
+            connection.sendall(frame_header(CodecError("invalid_input", "two at once")))
             continue
         sum(range(200_000))
         os.unlink(lock)
-        connection.sendall(head_of(Prepared(*order.size)))
+        connection.sendall(frame_header(SourcePrepared(*order.size)))
 except _HungUpError:
     pass
 """
@@ -245,28 +245,28 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "fake.py"
     root = str(Path(__file__).parents[2])
     script.write_text(FAKE.format(root=root, folder=str(tmp_path), too_long=int(signal.SIGXCPU)))
-    monkeypatch.setattr(picture_child, "COMMAND", (sys.executable, str(script)))
+    monkeypatch.setattr(codec_client, "COMMAND", (sys.executable, str(script)))
 
 
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("cost_bytes", [51, 1000])
 async def test_no_more_is_decoded_at_once_than_the_budget_has_room_for(cost_bytes: int) -> None:
-    async with PicturePool(3, budget_bytes=100) as pool:
-        order = Prepare((cost_bytes, 1), LIMITS)
+    async with CodecPool(3, budget_bytes=100) as pool:
+        order = PrepareSource((cost_bytes, 1), LIMITS)
         await asyncio.gather(*[pool.run(order, b"", deadline_s=FAR_S, is_new=True) for _ in range(24)])
 
 
 @pytest.mark.usefixtures("fake")
 async def test_picture_that_takes_too_long_is_no_fault_of_ours() -> None:
-    async with PicturePool(1, budget_bytes=100) as pool:
+    async with CodecPool(1, budget_bytes=100) as pool:
         with pytest.raises(BadInput, match="takes too long"):
-            await pool.run(Prepare((1, 1), LIMITS), b"too long", deadline_s=FAR_S, is_new=True)
-        await pool.run(Prepare((1, 1), LIMITS), b"", deadline_s=FAR_S, is_new=True)
+            await pool.run(PrepareSource((1, 1), LIMITS), b"too long", deadline_s=FAR_S, is_new=True)
+        await pool.run(PrepareSource((1, 1), LIMITS), b"", deadline_s=FAR_S, is_new=True)
 
 
 async def test_process_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(picture_child, "COMMAND", (os.fspath(tmp_path / "nothing"),))
-    async with PicturePool(1, budget_bytes=100) as pool:
+    monkeypatch.setattr(codec_client, "COMMAND", (os.fspath(tmp_path / "nothing"),))
+    async with CodecPool(1, budget_bytes=100) as pool:
         for _ in range(2):
             with pytest.raises(Unavailable, match="could be started"):
-                await pool.run(Prepare((1, 1), LIMITS), b"", deadline_s=FAR_S, is_new=True)
+                await pool.run(PrepareSource((1, 1), LIMITS), b"", deadline_s=FAR_S, is_new=True)

@@ -95,7 +95,7 @@ async def test_who_joined_a_job_that_no_worker_can_read_asks_anew(bench: Bench) 
     assert ends(first) == ["undecodable_message"]
     assert texts_right(others[0], "b", "a")
     assert texts_right(others[1], "a")
-    assert len(bench.worker.jobs) == 3, "one of those who joined led the next flight"
+    assert len(bench.worker.jobs) == 3, "one of those that joined led the next round"
 
 
 async def test_last_who_hangs_up_frees_everything_at_once(bench: Bench) -> None:

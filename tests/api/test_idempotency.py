@@ -16,8 +16,8 @@ import redis
 from api.app import create_app
 from api.errors import KeyInUse
 from api.http.idempotency import REPLAYED
-from api.idempotency.service import KeptResponse, KeyedRequest, Repeats
-from api.idempotency.store import AnswerStore, Claim
+from api.idempotency.service import IdempotencyService, IdempotentRequest, StoredResponse
+from api.idempotency.store import IdempotencyStore, KeyClaim
 from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
 from shared.stores.objects import ObjectStore
@@ -51,7 +51,7 @@ async def two_apis(
     given = settings_for(tmp_path, redis_url=redis_url, **settings)
     async with running_api(given.model_copy(update={"redis_url": way or redis_url})) as first:
         broker = first.broker
-        app = create_app(given, first.parts.catalog, _open(broker), _open(broker), RowList())
+        app = create_app(given, first.dependencies.catalog, _open(broker), _open(broker), RowList())
         async with serving(app, given) as url:
             yield first, url
 
@@ -294,20 +294,22 @@ async def test_lease_outlives_a_long_computation(tmp_path: Path, redis_url: str)
 
 async def test_first_answer_stays(redis_url: str) -> None:
     async with AsyncExitStack() as opened:
-        one, two = [await opened.enter_async_context(AnswerStore(redis_url, keep_s=60, lease_s=0.05)) for _ in range(2)]
-        assert await one.claim("n", "f", "c1") == Claim("ours", b"")
+        one, two = [
+            await opened.enter_async_context(IdempotencyStore(redis_url, keep_s=60, lease_s=0.05)) for _ in range(2)
+        ]
+        assert await one.claim("n", "f", "c1") == KeyClaim("ours", b"")
         async with asyncio.timeout(WAIT_LIMIT_S):
             while (await two.claim("n", "f", "c2")).state != "ours":  # noqa: ASYNC110 - Redis's clock decides
                 await asyncio.sleep(0.01)
         await one.free("n", "c1")  # no longer its own to free
         assert await one.settle("n", "acme", "f", "c1", b"late, but first") == b"late, but first"
         assert await two.settle("n", "acme", "f", "c2", b"second") == b"late, but first"
-        assert await one.claim("n", "f", "c3") == Claim("answered", b"late, but first")
+        assert await one.claim("n", "f", "c3") == KeyClaim("answered", b"late, but first")
         assert (await one.claim("n", "g", "c3")).state == "differs"
 
 
 async def test_answers_are_kept_for_a_time(redis_url: str) -> None:
-    async with AnswerStore(redis_url, keep_s=0.05, lease_s=5) as store:
+    async with IdempotencyStore(redis_url, keep_s=0.05, lease_s=5) as store:
         await store.claim("old", "f", "c1")
         await store.settle("old", "acme", "f", "c1", b"answer")
         async with asyncio.timeout(WAIT_LIMIT_S):
@@ -344,14 +346,14 @@ async def test_crowd_of_waiters_is_bounded(redis_url: str, monkeypatch: pytest.M
     monkeypatch.setattr("api.idempotency.service.MOST_WAITING", 2)
     done = asyncio.Event()
 
-    async def compute() -> KeptResponse:
+    async def compute() -> StoredResponse:
         await done.wait()
-        return KeptResponse(200, {}, 2, b"ok")
+        return StoredResponse(200, {}, 2, b"ok")
 
-    store = AnswerStore(redis_url, keep_s=60, lease_s=5)
-    async with store, Repeats(store, ObjectStore("memory://")) as repeats:
+    store = IdempotencyStore(redis_url, keep_s=60, lease_s=5)
+    async with store, IdempotencyService(store, ObjectStore("memory://")) as repeats:
         first, *waiting = [
-            asyncio.create_task(repeats.answer(KeyedRequest("n", "acme", "f"), compute, 5)) for _ in range(5)
+            asyncio.create_task(repeats.answer(IdempotentRequest("n", "acme", "f"), compute, 5)) for _ in range(5)
         ]
         over = [task for task in (await asyncio.wait(waiting, return_when="FIRST_EXCEPTION"))[0]]
         assert all(isinstance(task.exception(), KeyInUse) for task in over)
@@ -363,14 +365,14 @@ async def test_crowd_of_waiters_is_bounded(redis_url: str, monkeypatch: pytest.M
 async def test_closing_frees_what_is_under_way(redis_url: str) -> None:
     computing = asyncio.Event()
 
-    async def compute() -> KeptResponse:
+    async def compute() -> StoredResponse:
         computing.set()
         await asyncio.get_running_loop().create_future()
         raise AssertionError
 
-    async with AnswerStore(redis_url, keep_s=60, lease_s=5) as store:
-        async with Repeats(store, ObjectStore("memory://")) as repeats:
-            asked = asyncio.create_task(repeats.answer(KeyedRequest("n", "acme", "f"), compute, 5))
+    async with IdempotencyStore(redis_url, keep_s=60, lease_s=5) as store:
+        async with IdempotencyService(store, ObjectStore("memory://")) as repeats:
+            asked = asyncio.create_task(repeats.answer(IdempotentRequest("n", "acme", "f"), compute, 5))
             await computing.wait()
         with pytest.raises(Unavailable):
             await asked
@@ -380,5 +382,5 @@ async def test_closing_frees_what_is_under_way(redis_url: str) -> None:
 async def _until_seen(api: ApiUnderTest, posts: int) -> None:
     """Waits until so many requests have come to the door."""
     async with asyncio.timeout(WAIT_LIMIT_S):
-        while api.parts.repeats.waiting < posts - 1:  # noqa: ASYNC110
+        while api.dependencies.idempotency.waiting < posts - 1:  # noqa: ASYNC110
             await asyncio.sleep(0.005)

@@ -15,16 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from api.inputs.codec_protocol import Encode, Limits, Prepare, Prepared, Refused
-from api.inputs.codec_server import SOURCE_LIMIT_PIXELS, done, size_like
-from api.inputs.image_codec import BASE64_PIECE, data_of_uri
+from api.inputs.codec_protocol import CodecError, EncodeImage, PrepareSource, SourceLimits, SourcePrepared
+from api.inputs.codec_server import SOURCE_LIMIT_PIXELS, run_command, size_like
+from api.inputs.image_codec import BASE64_CHUNK, data_of_uri
 from shared.errors import BadInput
 from shared.tasks.image import ImageInput
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 
 pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).parents[2]
-LIMITS = Limits(width=64, height=64, multiple=8, largest_pixels=64 * 64)
+LIMITS = SourceLimits(width=64, height=64, multiple=8, largest_pixels=64 * 64)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ WHOLE = [
 
 
 def _prepared(data: bytes, size: tuple[int, int] | None) -> tuple[object, Image.Image | None]:
-    answer, png = done(Prepare(size, LIMITS), data, lambda cost_bytes: None)
+    answer, png = run_command(PrepareSource(size, LIMITS), data, lambda cost_bytes: None)
     return answer, Image.open(io.BytesIO(png)) if png else None
 
 
@@ -90,7 +90,9 @@ def test_broken_picture_is_refused_or_drawn_never_worse(
         start = int(place * len(broken))
         broken[start : start + len(patch)] = patch
     answer, drawn = _prepared(bytes(broken[: int(keep * len(broken))]), (8, 8))
-    assert isinstance(answer, Refused) or (answer == Prepared(8, 8) and drawn is not None and drawn.size == (8, 8))
+    assert isinstance(answer, CodecError) or (
+        answer == SourcePrepared(8, 8) and drawn is not None and drawn.size == (8, 8)
+    )
 
 
 def _chunk(kind: bytes, data: bytes) -> bytes:
@@ -109,8 +111,8 @@ def test_too_many_pixels_are_refused_by_the_header_alone(size: tuple[int, int]) 
     def never(cost_bytes: int) -> None:
         raise AssertionError("nothing is to be decoded")
 
-    answer, _ = done(Prepare((8, 8), LIMITS), _png_with(size), never)
-    assert isinstance(answer, Refused)
+    answer, _ = run_command(PrepareSource((8, 8), LIMITS), _png_with(size), never)
+    assert isinstance(answer, CodecError)
     assert answer.code == "input_too_large"
     assert "megapixels" in answer.reason
 
@@ -146,7 +148,7 @@ BLOWN_UP = zlib.compress(bytes(60_000_000), 9)
 )
 def test_what_is_odd_costs_no_more_than_what_is_usual(data: bytes, is_taken: bool) -> None:
     answer, drawn = _prepared(data, (8, 8))
-    assert isinstance(answer, Prepared) == is_taken, answer
+    assert isinstance(answer, SourcePrepared) == is_taken, answer
     if drawn is not None:
         # Of many frames the first.
         assert drawn.getpixel((4, 4)) == (0, 0, 0)
@@ -168,7 +170,7 @@ def test_large_picture_is_drawn_as_if_resampled_whole(kind: str, mode: str, turn
     if turn == 6:
         flat = flat.transpose(Image.Transpose.ROTATE_270)
     answer, drawn = _prepared(buffer.getvalue(), (64, 40))
-    assert answer == Prepared(64, 40)
+    assert answer == SourcePrepared(64, 40)
     assert drawn is not None
     expected = np.asarray(flat.resize((64, 40), Image.Resampling.LANCZOS), dtype=int)
     # Where the gradients' ends meet, two filters ring a little differently.
@@ -179,20 +181,20 @@ def test_large_picture_is_drawn_as_if_resampled_whole(kind: str, mode: str, turn
 
 @pytest.mark.parametrize("output_format", ["jpeg", "webp"])
 def test_results_are_encoded(output_format: str) -> None:
-    _, encoded = done(Encode(output_format, 80), WHOLE[0], lambda cost_bytes: None)
+    _, encoded = run_command(EncodeImage(output_format, 80), WHOLE[0], lambda cost_bytes: None)
     with Image.open(io.BytesIO(encoded)) as picture:
         assert (picture.format, picture.size) == (output_format.upper(), (48, 32))
 
 
 @given(width=st.integers(1, 5000), height=st.integers(1, 5000), step=st.sampled_from([8, 16, 64]))
 def test_auto_size_is_always_one_the_model_takes(width: int, height: int, step: int) -> None:
-    limits = Limits(width=512, height=512, multiple=step, largest_pixels=512 * 512)
+    limits = SourceLimits(width=512, height=512, multiple=step, largest_pixels=512 * 512)
     drawn = size_like(width, height, limits)
     assert all(length >= step and length % step == 0 for length in drawn)
     assert drawn[0] * drawn[1] <= limits.largest_pixels
 
 
-PIECE_BYTES = BASE64_PIECE // 4 * 3
+PIECE_BYTES = BASE64_CHUNK // 4 * 3
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 2])
@@ -203,7 +205,7 @@ async def test_data_uri_of_any_length_is_read(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a", "ab=", "a=b=", "====", "AAA=" * BASE64_PIECE, "A" * BASE64_PIECE + "%AAA", "é", "A\nAA"]
+    "text", ["a", "ab=", "a=b=", "====", "AAA=" * BASE64_CHUNK, "A" * BASE64_CHUNK + "%AAA", "é", "A\nAA"]
 )
 async def test_data_uri_that_is_not_base64_is_refused(text: str) -> None:
     with pytest.raises(BadInput, match="not valid base64"):
@@ -213,16 +215,16 @@ async def test_data_uri_that_is_not_base64_is_refused(text: str) -> None:
 MEASURED = """
 import sys
 from pathlib import Path
-from api.inputs.codec_protocol import Limits, Prepare, Prepared
-from api.inputs.codec_server import done
+from api.inputs.codec_protocol import SourceLimits, PrepareSource, SourcePrepared
+from api.inputs.codec_server import run_command
 
 def peak_bytes():
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024
 
 data, costs = sys.stdin.buffer.read(), []
 before = peak_bytes()
-answer, _ = done(Prepare((512, 512), Limits(512, 512, 8, 262144)), data, costs.append)
-assert isinstance(answer, Prepared), answer
+answer, _ = run_command(PrepareSource((512, 512), SourceLimits(512, 512, 8, 262144)), data, costs.append)
+assert isinstance(answer, SourcePrepared), answer
 print(costs[0], peak_bytes() - before)
 """
 

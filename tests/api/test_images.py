@@ -200,14 +200,14 @@ async def test_large_source_travels_through_the_object_store(api: ApiUnderTest) 
     assert blob is not None
     assert blob.data is None
     assert blob.object_key is not None
-    stored = await api.parts.objects.get(blob.object_key, 10_000_000)
+    stored = await api.dependencies.objects.get(blob.object_key, 10_000_000)
     assert len(stored) > INLINE_LIMIT_BYTES
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(stored)))[..., 0], np.asarray(noise))
 
 
 @pytest.mark.parametrize("response_format", ["url", "b64_json"])
 async def test_large_result_comes_from_the_object_store(api: ApiUnderTest, response_format: str) -> None:
-    api.worker.stores_results_in = api.parts.objects
+    api.worker.stores_results_in = api.dependencies.objects
     body = {"prompt": "a", "seed": 4, "response_format": response_format}
     item = (await api.http.post("/v1/images/generations", json=body)).json()["data"][0]
     data = base64.b64decode(item["b64_json"]) if "b64_json" in item else (await api.http.get(item["url"])).content
@@ -215,7 +215,7 @@ async def test_large_result_comes_from_the_object_store(api: ApiUnderTest, respo
 
 
 async def test_result_that_is_gone_from_the_store_is_not_found(api: ApiUnderTest) -> None:
-    path = api.parts.links.path("results/gone.png", "image/png")
+    path = api.dependencies.links.path("results/gone.png", "image/png")
     response = await api.http.get(path)
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "not_found"

@@ -113,7 +113,7 @@ async def test_streams_are_bounded_and_end_with_their_readers(
     monkeypatch.setattr("api.predictions.event_stream.MOST_STREAMS", 1)
     api.worker.go.clear()
     created = (await api.http.post("/v1/predictions", json=TEXT)).json()
-    async with Records(str(api.parts.settings.redis_url)) as records:
+    async with Records(str(api.dependencies.settings.redis_url)) as records:
         await api.worker.claimed.wait()
         await records.progress(created["id"], 1, 2)
     url = created["urls"]["stream"]

@@ -12,7 +12,7 @@ import redis
 from prometheus_client import REGISTRY
 
 from api.dispatch.inbox_lease import InboxLost
-from api.dispatch.reply_inbox import ReplyInbox, Waiter
+from api.dispatch.reply_inbox import PendingReply, ReplyInbox
 from shared.errors import ConfigurationError, DeadlineExceeded, Unavailable
 from shared.messages import ItemOutcome, Receipt, Reply, ReplyBody, encode_reply
 from shared.pubsub.admin import PubSubAdmin
@@ -53,7 +53,7 @@ def settings(**given: Any) -> ApiSettings:
     return ApiSettings(**{"reply_slots": 3, "inbox_pool": 0, **given})
 
 
-async def reply_to(broker: Broker, waiter: Waiter, request_id: str, part: int = 0, worker: str = "w") -> None:
+async def reply_to(broker: Broker, waiter: PendingReply, request_id: str, part: int = 0, worker: str = "w") -> None:
     body = ReplyBody([ItemOutcome(0, "succeeded", Receipt())], worker=worker)
     data, attributes = encode_reply(Reply(request_id, part, waiter.slot, body))
     await broker.transport.publish(waiter.inbox, data, attributes)

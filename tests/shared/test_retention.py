@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
-from api.idempotency.store import DROPPED, AnswerStore, Claim
+from api.idempotency.store import DROPPED, IdempotencyStore, KeyClaim
 from shared.errors import Overloaded
 from shared.stores.records import Records
 
@@ -70,7 +70,7 @@ class Counts:
 
 
 class Predictions(RuleBasedStateMachine):
-    """Tenants that take all they get, and a quiet one that stays below its share."""
+    """ApiKeys that take all they get, and a quiet one that stays below its share."""
 
     url = ""
     number = itertools.count()
@@ -202,7 +202,7 @@ async def test_prediction_that_can_never_fit_drops_nothing(redis_url: str) -> No
 
 async def test_what_expires_is_not_counted_any_more(redis_url: str) -> None:
     with redis.Redis.from_url(redis_url) as client:
-        async with Records(redis_url) as records, AnswerStore(redis_url, keep_s=0.001, lease_s=5) as answers:
+        async with Records(redis_url) as records, IdempotencyStore(redis_url, keep_s=0.001, lease_s=5) as answers:
             await records.create("old", "acme", b"{}", deadline_s=time.time() - 20, keep_s=10)
             await records.create("young", "acme", b"{}", deadline_s=time.time() + 20, keep_s=10)
             await answers.settle("old", "acme", "f", "c1", b"answer")
@@ -237,7 +237,7 @@ class Answers(RuleBasedStateMachine):
     def open(self) -> None:
         self.runner = asyncio.Runner()
         prefix = f"answers{next(self.number)}:"
-        self.answers = AnswerStore(self.url, keep_s=600, lease_s=60, max_bytes=BUDGET_BYTES, prefix=prefix)
+        self.answers = IdempotencyStore(self.url, keep_s=600, lease_s=60, max_bytes=BUDGET_BYTES, prefix=prefix)
         self.runner.run(self.answers.__aenter__())
         self.redis = redis.Redis.from_url(self.url)
         self.counts = Counts(self.redis, f"{prefix}answers")
@@ -255,11 +255,11 @@ class Answers(RuleBasedStateMachine):
     def claim(self, name: str) -> None:
         found = self.runner.run(self.answers.claim(name, "f", name))
         if name in self.claimed:
-            assert found == Claim("running", b"")
+            assert found == KeyClaim("running", b"")
         elif found.state == "answered":
             assert found.answer == self.settled[name]
         else:
-            assert found == Claim("ours", b"")
+            assert found == KeyClaim("ours", b"")
             assert not (name in self.settled and name.startswith(QUIET)), "dropped for others"
             self.settled.pop(name, None)
             self.claimed.add(name)
@@ -314,14 +314,14 @@ async def test_entries_of_a_release_without_budgets_live_on_and_expire(redis_url
             client.zadd("penstock:predictions:ends", {f"penstock:record:{name}": ends_s})
             client.hset(f"penstock:answers:of:{name}", mapping={"fingerprint": "f", "claim": "c", "answer": b"kept"})
             client.zadd("penstock:answers:ends", {f"penstock:answers:of:{name}": ends_s})
-        async with Records(redis_url) as records, AnswerStore(redis_url, keep_s=60, lease_s=5) as answers:
+        async with Records(redis_url) as records, IdempotencyStore(redis_url, keep_s=60, lease_s=5) as answers:
             await records.create("new", "acme", b"{}", deadline_s=now_s + 60, keep_s=60)
             assert (await records.claim(["old"]))[0] is not None
             assert (await records.finish("old", "succeeded", REPLY % b"w")) == (True, "succeeded", None)
             found = await records.read("old")
             assert found is not None
             assert found.reply is not None
-            assert await answers.claim("old", "f", "c2") == Claim("answered", b"kept")
+            assert await answers.claim("old", "f", "c2") == KeyClaim("answered", b"kept")
             assert await answers.settle("old", "acme", "f", "c2", b"mine") == b"kept"
             assert (await answers.claim("gone", "f", "c3")).state == "ours"
             assert await records.read("gone") is None
@@ -333,7 +333,7 @@ async def test_entries_of_a_release_without_budgets_live_on_and_expire(redis_url
 
 async def test_entry_removed_by_another_hand_leaves_no_count(redis_url: str) -> None:
     with redis.Redis.from_url(redis_url) as client:
-        async with AnswerStore(redis_url, keep_s=60, lease_s=5, max_bytes=BUDGET_BYTES) as answers:
+        async with IdempotencyStore(redis_url, keep_s=60, lease_s=5, max_bytes=BUDGET_BYTES) as answers:
             for number in range(12):
                 await answers.settle(str(number), "acme", "f", "c", b"a" * ANSWER_BYTES)
             client.delete("penstock:answers:of:0", "penstock:answers:of:1")
