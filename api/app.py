@@ -27,8 +27,8 @@ from api.idempotency.store import IdempotencyStore
 from api.inputs.codec_pool import CodecPool
 from api.inputs.files import Files
 from api.inputs.image_codec import ImageCodec
+from api.inputs.source_pictures import SourcePictures
 from api.predictions.event_stream import EventStreams
-from api.predictions.inputs import InputReader
 from api.predictions.results import ResultFetcher
 from api.predictions.sender import PredictionSender
 from api.predictions.service import Predictions
@@ -180,7 +180,7 @@ def _dependencies(
         event_streams=EventStreams(predictions, given.links),
         files=files,
         result_fetcher=result_fetcher,
-        input_reader=InputReader(given.objects, files, result_fetcher, given.links, image_codec),
+        source_pictures=SourcePictures(given.objects, files, result_fetcher, given.links, image_codec),
         started_at_s=time.time(),
     )
 

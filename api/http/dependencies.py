@@ -14,8 +14,8 @@ from api.http.refusals import Refusals
 from api.idempotency.service import IdempotencyService
 from api.inputs.files import Files
 from api.inputs.image_codec import ImageCodec
+from api.inputs.source_pictures import SourcePictures
 from api.predictions.event_stream import EventStreams
-from api.predictions.inputs import InputReader
 from api.predictions.results import ResultFetcher
 from api.predictions.service import Predictions
 from shared.catalog import Catalog
@@ -43,7 +43,7 @@ class Dependencies:
     event_streams: EventStreams
     files: Files
     result_fetcher: ResultFetcher
-    input_reader: InputReader
+    source_pictures: SourcePictures
     started_at_s: float
 
 

@@ -27,6 +27,7 @@ from api.http.idempotency import REPLAYED
 from api.http.middleware import context_of, while_connected
 from api.http.openapi_headers import LAST_EVENT_ID
 from api.http.request import base_url_of, options_of, read_json, tenant_of
+from api.inputs.source_pictures import Caller
 from api.predictions.event_stream import KINDS
 from api.predictions.sender import NewPrediction
 from api.predictions.service import OWN_ID, PredictionSnapshot
@@ -34,6 +35,7 @@ from api.predictions.versions import OWNER, find_version, version_of
 from api.problem_details import ProblemRoute
 from api.schemas.replicate import LONGEST_URL, PredictionBody, VersionedBody
 from api.schemas.replicate_replies import PredictionReply, PredictionsPage
+from api.tasks import read_inputs
 from shared.catalog import Model
 from shared.errors import BadInput
 from shared.messages import Item
@@ -199,7 +201,8 @@ async def _create(
     base_url, options = base_url_of(request), options_of(request)
     key, wait_s = options.idempotency_key, max(0.0, options.wait_s - EARLY_S)
     deadline_s = options.done_by_s(context.received_at_s, model.deadline)
-    reading = dependencies.input_reader.read(body.input, model, tenant, base_url, deadline_s=deadline_s)
+    caller = Caller(tenant, base_url, deadline_s)
+    reading = read_inputs(body.input, model, caller, dependencies.source_pictures)
     read = await while_connected(request, reading)
     prediction_id, record = _ids(tenant, own_id, key)
     webhook, webhook_events = _told(body, allow_private=dependencies.settings.webhooks_private)

@@ -18,8 +18,9 @@ from api.http.json_limits import object_in
 from api.http.openapi import KEYED, Described, done, problems
 from api.http.request import base_url_of, check_charset, link_to, tenant_of
 from api.inputs.files import File
-from api.predictions.versions import OWNER, find_version, model_body, version_body, version_of
+from api.predictions.versions import OWNER, find_version, version_of
 from api.problem_details import ProblemRoute
+from api.routes.replicate_bodies import model_body, version_body
 from api.schemas.replicate_replies import (
     DeploymentReply,
     FileReply,

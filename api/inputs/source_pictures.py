@@ -1,0 +1,109 @@
+"""The pictures that inputs of predictions name: fetched, prepared and kept.
+
+Pictures come as data: URIs or as URLs of our own files and results. Other URLs are not fetched, because whoever names a
+URL that this API opens could look around in its network.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+from urllib.parse import parse_qsl, unquote
+
+from api.errors import NotFound
+from api.inputs.files import Files
+from api.inputs.image_codec import ImageCodec, data_of_uri
+from api.schemas.replicate import LONGEST_URL
+from shared.blob import INLINE_LIMIT_BYTES, Blob
+from shared.catalog_entry import ImageDefaults
+from shared.errors import BadInput
+from shared.stores.objects import ObjectStore, object_key
+from shared.stores.signed_urls import LinkInvalid, Links
+
+FOREIGN = "only data: URIs and files of this API (POST /v1/files) are accepted; other URLs are not fetched"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, and until when."""
+
+    tenant: str
+    base_url: str
+    """What URLs of our own begin with, without a slash at the end."""
+    deadline_s: float
+    """Unix time until which a source picture may be worked on."""
+
+
+class SupportsFetch(Protocol):
+    """Fetches what a signed link names."""
+
+    async def fetch(self, key: str, media_type: str, deadline_s: float) -> bytes:
+        """The bytes behind a link whose signature was checked."""
+
+
+class SourcePictures:
+    """Fetches and keeps source pictures. It holds nothing between two calls."""
+
+    def __init__(
+        self, objects: ObjectStore, files: Files, fetcher: SupportsFetch, links: Links, image_codec: ImageCodec
+    ) -> None:
+        self._objects = objects
+        self._files = files
+        self._fetcher = fetcher
+        self._links = links
+        self._image_codec = image_codec
+
+    async def fetch(self, url: str, caller: Caller) -> bytes:
+        """The bytes that a data: URI holds, or one of our own URLs names.
+
+        Raises:
+            BadInput: it is neither, or there is nothing behind it.
+        """
+        if url.startswith("data:"):
+            return await data_of_uri(url, "image", field="image")
+        if not url.startswith(f"{caller.base_url}/"):
+            raise BadInput(f"image: {FOREIGN}", field="image")
+        if len(url) > LONGEST_URL:  # it is kept in the record
+            raise BadInput(f"image: longer than {LONGEST_URL} characters", field="image")
+        # What follows our own address is a path and a query, which need no parser: urlsplit raises on `//[`.
+        path, _, query_text = url.removeprefix(caller.base_url).partition("#")[0].partition("?")
+        folder, _, name = unquote(path.removeprefix("/").removeprefix("v1/")).partition("/")
+        try:
+            if folder == "files":
+                file = await self._files.find(caller.tenant, name)
+                return await self._files.read(file)
+            if folder == "objects":
+                query = dict(parse_qsl(query_text))
+                self._links.check(name, query["type"], int(query["expires"]), query["signature"])
+                return await self._fetcher.fetch(name, query["type"], caller.deadline_s)
+        except (LinkInvalid, NotFound, BadInput, KeyError, ValueError) as error:
+            reason = getattr(error, "message", "not a link that this API signed")
+            raise BadInput(f"image: {reason}", field="image") from error
+        raise BadInput(f"image: {FOREIGN}", field="image")
+
+    async def prepare(
+        self, data: bytes, size: tuple[int, int] | None, limits: ImageDefaults, caller: Caller
+    ) -> tuple[Blob, tuple[int, int]]:
+        """The picture as a model starts from it, and its size.
+
+        Args:
+            data: the encoded picture.
+            size: to give it. None: its own, as far as the model can draw it.
+            limits: of the model.
+            caller: who asks.
+        """
+        return await self._image_codec.prepare_source(data, size, limits, caller.deadline_s)
+
+    async def keep(self, uri: str, data: bytes, caller: Caller) -> str:
+        """The URL of a file with what came inside the input: a record is no place for it."""
+        media_type = uri.partition(";")[0].removeprefix("data:")
+        file = await self._files.add(caller.tenant, data, name="image", content_type=media_type)
+        return f"{caller.base_url}/v1/files/{file.id}"
+
+    async def stored(self, source: Blob) -> Blob:
+        """The source as it travels: too large for a message, it lies in the object store."""
+        if source.data is None or len(source.data) <= INLINE_LIMIT_BYTES:
+            return source
+        key = object_key("inputs", source.data, source.media_type)
+        await self._objects.put(key, source.data, source.media_type)
+        return Blob(source.media_type, object_key=key)

@@ -1,0 +1,50 @@
+"""The tasks that the API serves. Each file here has the name of its task in `shared.tasks.TASKS`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from api.inputs.source_pictures import Caller, SourcePictures
+from api.problem_details import inside_input
+from api.tasks.base import ApiTask, Inputs
+from shared.catalog import Model
+from shared.errors import BadInput
+from shared.tasks import TASKS
+
+API_TASKS: dict[str, ApiTask] = {name: import_module(f"{__name__}.{name}").TASK for name in TASKS}
+MOST_FIELDS = 100
+
+
+async def read_inputs(given: dict[str, Any], model: Model, caller: Caller, pictures: SourcePictures) -> Inputs:
+    """The inputs of one prediction.
+
+    Args:
+        given: the `input` of the body.
+        model: that is to compute them.
+        caller: whose files may be named.
+        pictures: fetches and keeps pictures that the input names.
+
+    Raises:
+        InvalidFields: something in it is wrong.
+        Overloaded: too many pictures wait to be decoded.
+        DeadlineExceeded: the source picture was not decoded in time.
+        Unavailable: the object store is out of reach.
+    """
+    if len(given) > MOST_FIELDS:
+        raise BadInput(f"input: {len(given)} fields; at most {MOST_FIELDS} are allowed", field="input")
+    with inside_input():
+        return await API_TASKS[model.task].read(given, model, caller, pictures)
+
+
+def openapi_schema_of(model: Model) -> dict[str, Any]:
+    """The model's input and output in the form that cog publishes, from which clients make their forms."""
+    task = API_TASKS[model.task]
+    given = task.input_schema.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas = {"Input": given | {"title": "Input"}, "Output": {"title": "Output"} | task.output_schema}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": model.name, "version": model.revision},
+        "paths": {},
+        "components": {"schemas": schemas},
+    }

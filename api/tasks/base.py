@@ -1,0 +1,50 @@
+"""What a task is to the API: how a prediction's `input` becomes items, and what its output looks like."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from api.inputs.source_pictures import Caller, SourcePictures
+from api.schemas.openai import Body
+from shared.catalog import Model
+from shared.tasks import Input
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a prediction is to compute."""
+
+    inputs: Sequence[Input]
+    shown: dict[str, Any]
+    """The input as it is kept and shown: as it was given, a picture inside it by the URL of a file."""
+    is_list: bool
+    """Whether the output is a list, or its only element."""
+    is_repeatable: bool
+    output_format: str = "png"
+
+
+class ApiTask(ABC):
+    """The predictions of one task. `shared/tasks` says how a result becomes output, as webhooks show it too."""
+
+    input_schema: ClassVar[type[Body]]
+    """What an input is checked against. Clients make their forms from it."""
+    output_schema: ClassVar[dict[str, Any]]
+    """The output, as JSON Schema."""
+
+    @abstractmethod
+    async def read(self, given: dict[str, Any], model: Model, caller: Caller, pictures: SourcePictures) -> Inputs:
+        """The items of one prediction.
+
+        Args:
+            given: the `input` of the body.
+            model: that is to compute them.
+            caller: who asks.
+            pictures: fetches and keeps pictures that the input names.
+
+        Raises:
+            pydantic.ValidationError: something in it is wrong.
+            BadInput: the model can't compute it.
+        """
