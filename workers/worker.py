@@ -68,6 +68,7 @@ class Worker:
         on_batch: Callable[[int, BatchDone], None] = lambda number, done: None,
     ) -> None:
         self._consumers = consumers
+        self._queues = [consumer.queue for consumer in consumers]
         self._subscriber = subscriber
         self._records = records
         self._pool = pool
@@ -134,7 +135,7 @@ class Worker:
         """Takes no more, and finishes what is in hand within the limit."""
         try:
             async with asyncio.timeout(self._drain_s):
-                await asyncio.gather(*(consumer.finish() for consumer in self._consumers))
+                await asyncio.gather(*(consumer.drain() for consumer in self._consumers))
         except TimeoutError:
             log.warning("drain limit reached", extra={"limit_s": self._drain_s})
 
@@ -149,7 +150,7 @@ class Worker:
             choice = self._choose(process, free_since_s)
             if isinstance(choice, Idle):
                 await self._rest(choice)
-            elif batch := self._consumers[choice].take(len(self._pool.processes)):
+            elif batch := self._queues[choice].take(len(self._pool.processes)):
                 self._scheduler.batch_started(choice, time.time())
                 self._count_waiting()
                 await self._run_batch(process, choice, batch)
@@ -165,11 +166,11 @@ class Worker:
         """Whose turn it is, after seeing to it that a switch is not for nobody."""
         while True:
             resident = process.residency.resident
-            choice = self._scheduler.choose(resident, free_since_s, self._consumers, time.time())
+            choice = self._scheduler.choose(resident, free_since_s, self._queues, time.time())
             if isinstance(choice, Idle) or choice in resident:
                 return choice
-            self._consumers[choice].drop_unwanted()
-            if self._consumers[choice].waiting:
+            self._queues[choice].discard_unwanted()
+            if self._queues[choice].waiting:
                 return choice
 
     async def _rest(self, pause: Idle) -> None:
@@ -181,20 +182,20 @@ class Worker:
                 await self._queued.wait()
 
     def _count_waiting(self) -> None:
-        metrics.WAITING.set(sum(consumer.waiting for consumer in self._consumers))
+        metrics.WAITING.set(sum(queue.waiting for queue in self._queues))
 
     async def _run_batch(self, process: PooledProcess, number: int, batch: list[QueuedItem]) -> None:
         consumer = self._consumers[number]
         self._running[process] = (consumer, batch)
         try:
             prepared = [entry.prepared for entry in batch]
-            on_step = partial(consumer.tell_progress, batch)
+            on_step = partial(consumer.batches.report_progress, batch)
             done = await process.run(prepared, timeout_s=BATCH_TIMEOUT_S, model=number, on_step=on_step)
         except ModelProcessDied as error:
             facts = {"reason": error.message, "model": consumer.model.name, "batch_size": len(batch)}
             log.error("model process died", extra=facts)
             metrics.MODEL_PROCESS_DEATHS.inc()
-            consumer.survive(batch, error.message)
+            consumer.batches.retry(batch, error.message)
             self._count_failed(has_failed=True)
             return
         finally:
@@ -202,7 +203,7 @@ class Worker:
         self._scheduler.batch_finished(done.finished_at_s - done.started_at_s)
         metrics.observe_batch(done)
         self._on_batch(number, done)
-        consumer.settle(batch, done)
+        consumer.batches.distribute(batch, done)
         self._count_failed(has_failed=all(isinstance(result, ModelFailed) for result in done.results))
 
     def _count_failed(self, *, has_failed: bool) -> None:
@@ -215,14 +216,14 @@ class Worker:
         async for record in self._records.canceled():
             for consumer in self._consumers:
                 if record is None:
-                    await consumer.recheck()
+                    await consumer.cancellation.recheck()
                 else:
-                    consumer.cancel(record)
+                    consumer.cancellation.cancel(record)
             self._stop_unwanted()
 
     def _stop_unwanted(self) -> None:
         for process, (consumer, batch) in self._running.items():
-            if consumer.is_unwanted(batch):
+            if consumer.cancellation.is_unwanted(batch):
                 process.cancel()
 
 

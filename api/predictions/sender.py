@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,12 +13,10 @@ from api.dispatch.job_sender import ReplyWaiter
 from shared.errors import Overloaded, PenstockError, Unavailable
 from shared.messages import Envelope, Item, ItemError, Job, JobBody, ReplyBody, encode_job, encode_reply_body
 from shared.predictions import Prediction
-from shared.pubsub.names import WEBHOOKS_TOPIC_ID, jobs_topic_id
+from shared.pubsub.names import jobs_topic_id
 from shared.stores.records import Records
 from shared.transport import Publisher
-from shared.webhooks import EventName, WebhookEvent, encode_webhook_event
-
-log = logging.getLogger(__name__)
+from shared.webhook_publisher import WebhookPublisher
 
 PUBLISH_LIMIT_S = 10.0
 
@@ -48,6 +45,7 @@ class PredictionSender:
         self._records = records
         self._publisher = publisher
         self._api_instance = api_instance
+        self.webhooks = WebhookPublisher(publisher)
 
     async def send(self, new: NewPrediction, waiter: ReplyWaiter | None) -> None:
         """Publishes the job of a prediction whose record stands, and notes that in the record.
@@ -94,16 +92,6 @@ class PredictionSender:
         if isinstance(error, Overloaded):
             raise error
         raise Unavailable(f"the broker did not take the prediction: {error.message}") from error
-
-    async def tell_webhook(self, prediction: Prediction, event: EventName) -> None:
-        """Has the prediction's webhook told of `event`, if it wants to know; lost where the broker is out of reach."""
-        if event not in prediction.webhook_events:
-            return
-        data, attributes = encode_webhook_event(WebhookEvent(prediction.record, event))
-        try:
-            await self._publisher.publish(WEBHOOKS_TOPIC_ID, data, attributes, timeout_s=PUBLISH_LIMIT_S)
-        except PenstockError as error:
-            log.warning("webhook not told", extra={"record": prediction.record, "reason": error.message})
 
 
 def failed_reply(code: str, message: str) -> bytes:

@@ -209,7 +209,8 @@ class Predictions:
             return seen
         if finish.is_ours:
             metrics.PREDICTIONS.labels(prediction.model, "expired").inc()
-            await self._sender.tell_webhook(prediction, "completed")
+            events = prediction.webhook_events
+            await self._sender.webhooks.try_publish(prediction.record, events, "completed")
         return PredictionSnapshot(prediction, await self._records.read(prediction.record) or record)
 
 

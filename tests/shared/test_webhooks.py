@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from shared.errors import ConfigurationError, UndecodableMessage
+from shared.errors import BadInput, ConfigurationError, UndecodableMessage
+from shared.pubsub.names import WEBHOOKS_SUBSCRIPTION_ID, WEBHOOKS_TOPIC_ID
+from shared.transport import SubscriptionSettings
+from shared.webhook_publisher import WebhookPublisher
 from shared.webhooks import WebhookEvent, decode_webhook_event, encode_webhook_event, signature, tenant_secrets
+from tests.fakes import InMemoryTransport
 
+WEBHOOKS = SubscriptionSettings(WEBHOOKS_TOPIC_ID)
 # The example of https://github.com/standard-webhooks/standard-webhooks/blob/main/spec/standard-webhooks.md
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 SIGNED = ("msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, b'{"test": 2432232314}')
@@ -48,3 +53,26 @@ def test_event_comes_back() -> None:
 def test_other_messages_are_no_events(data: bytes) -> None:
     with pytest.raises(UndecodableMessage):
         decode_webhook_event(data)
+
+
+@pytest.mark.anyio
+async def test_only_subscribed_events_are_published() -> None:
+    async with InMemoryTransport() as broker:
+        await broker.ensure_topic(WEBHOOKS_TOPIC_ID)
+        await broker.ensure_subscription(WEBHOOKS_SUBSCRIPTION_ID, WEBHOOKS)
+        publisher = WebhookPublisher(broker)
+        await publisher.publish("a", ["start"], "completed")
+        await publisher.publish("b", ["start", "logs"], "logs", 3)
+        async with broker.subscribe(WEBHOOKS_SUBSCRIPTION_ID, max_messages=10) as subscription:
+            message = await anext(aiter(subscription))
+            assert decode_webhook_event(message.data) == WebhookEvent("b", "logs", 3)
+
+
+@pytest.mark.anyio
+async def test_an_event_without_a_topic_is_an_error_or_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    async with InMemoryTransport() as broker:
+        publisher = WebhookPublisher(broker)
+        with pytest.raises(BadInput):
+            await publisher.publish("a", ["start"], "start")
+        await publisher.try_publish("a", ["start"], "start")
+    assert "webhook event not published" in caplog.messages

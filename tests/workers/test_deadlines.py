@@ -104,7 +104,7 @@ async def test_who_waits_is_told_at_the_deadline_and_not_computed(redis_url: str
         assert (request_id, outcome.status) == ("waits", "expired")
         assert message_of(outcome) == f"the deadline of {SHORT_S:g} s passed before the model could start"
         assert desk.consumer is not None
-        assert desk.consumer.waiting == 0, "acked, it makes room for others: its inputs must not stay"
+        assert desk.consumer.queue.waiting == 0, "acked, it makes room for others: its inputs must not stay"
         desk.process.gate.set()
         assert (await ended(desk))[1].status == "succeeded"
         assert desk.process.batches == [["held"]]

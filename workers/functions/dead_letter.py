@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import msgspec
@@ -32,7 +34,7 @@ from shared.salvage import salvaged
 from shared.stores.records import Finish, Records, record_id
 from shared.transport import Message, Publisher
 from shared.usage.row import Row, row_of
-from shared.webhooks import WebhookEvent, encode_webhook_event
+from shared.webhook_publisher import WebhookPublisher
 
 ANSWERED_BY = "dead-letter"
 """The worker in replies and rows that come from here."""
@@ -70,6 +72,7 @@ class DeadLetters:
     def __init__(self, records: Records, publisher: Publisher, table: Table, catalog: Catalog, region: str) -> None:
         self._records = records
         self._publisher = publisher
+        self._webhooks = WebhookPublisher(publisher)
         self._table = table
         self._catalog = catalog
         self._region = region
@@ -96,7 +99,7 @@ class DeadLetters:
         facts = {"request_id": envelope.request_id, "model": envelope.model, "reason": error.message, "end": end}
         log.warning("dead letter", extra=facts)
         await self._reply(envelope, answered)
-        await self._tell_webhook(envelope)
+        await self._notify_webhook(envelope)
         await self._table.write([self._row(envelope, answered, item) for item in range(len(items))])
         DEAD_LETTERS.labels(end).inc()
 
@@ -115,19 +118,14 @@ class DeadLetters:
 
     async def _reply(self, envelope: Envelope, body: ReplyBody) -> None:
         if envelope.inbox:
-            await self._publish(envelope.inbox, *encode_reply(_reply_of(envelope, body)))
+            data, attributes = encode_reply(_reply_of(envelope, body))
+            with _refusal_logged(envelope.inbox):
+                await self._publisher.publish(envelope.inbox, data, attributes)
 
-    async def _tell_webhook(self, envelope: Envelope) -> None:
-        if "completed" in envelope.webhook.split(","):
-            record = record_id(envelope.request_id, envelope.part)
-            await self._publish(WEBHOOKS_TOPIC_ID, *encode_webhook_event(WebhookEvent(record, "completed")))
-
-    async def _publish(self, topic_id: str, data: bytes, attributes: dict[str, str]) -> None:
-        try:
-            await self._publisher.publish(topic_id, data, attributes)
-        except BadInput as error:
-            # The inbox went with its instance, or there are no webhooks here: nobody waits, now or later.
-            log.warning("topic refused a message", extra={"topic": topic_id, "reason": error.message})
+    async def _notify_webhook(self, envelope: Envelope) -> None:
+        record = record_id(envelope.request_id, envelope.part)
+        with _refusal_logged(WEBHOOKS_TOPIC_ID):
+            await self._webhooks.publish(record, envelope.webhook_events, "completed")
 
     def _row(self, envelope: Envelope, answered: ReplyBody, item: int) -> Row:
         try:
@@ -142,6 +140,15 @@ class DeadLetters:
             region=self._region,
             worker=ANSWERED_BY,
         )
+
+
+@contextmanager
+def _refusal_logged(topic_id: str) -> Iterator[None]:
+    """Ignores that a topic does not exist: its subscribers are gone, so a retry is of no use."""
+    try:
+        yield
+    except BadInput as error:
+        log.warning("topic refused a message", extra={"topic": topic_id, "reason": error.message})
 
 
 def _reading(message: Message) -> tuple[list[int], PenstockError]:

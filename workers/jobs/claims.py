@@ -31,7 +31,7 @@ class Claims:
         for pulled in pulled_jobs:
             (first if pulled.is_fresh and not pulled.envelope.prediction else again).append(pulled)
         if first:
-            self._completion.spawn(self._claim(first))
+            self._completion.registry.spawn(self._claim(first))
         if again:
             await self._claim(again)
 
@@ -41,16 +41,16 @@ class Claims:
             if claim is None:  # the broker knows less: it counts what was handed back, too
                 pulled.unfinished = max(0, pulled.message.delivery_attempt - 1)
             elif not pulled.is_over:
-                self._learn(pulled, claim)
+                self._apply(pulled, claim)
 
-    def _learn(self, pulled: PulledJob, claim: Claim) -> None:
+    def _apply(self, pulled: PulledJob, claim: Claim) -> None:
         pulled.envelope.attempt = max(pulled.envelope.attempt, claim.attempt)
         if claim.state != "processing":
-            self._completion.conclude(pulled, claim)
+            self._completion.repeat(pulled, claim)
         elif claim.unfinished >= UNFINISHED_MAX:
             pulled.dead_reason = f"{claim.unfinished} workers died with this job in hand"
             for item in pulled.items:
                 self._completion.settle(pulled, failure(item.index, ModelFailed(pulled.dead_reason), pulled.receipt()))
         else:
             pulled.unfinished = claim.unfinished
-            self._completion.tell_webhook(pulled, "start")
+            self._completion.notify_webhook(pulled, "start")

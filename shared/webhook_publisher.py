@@ -1,0 +1,38 @@
+"""Publishes webhook events. The API, the workers and the dead-letter function share it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from shared.errors import PenstockError
+from shared.pubsub.names import WEBHOOKS_TOPIC_ID
+from shared.transport import Publisher
+from shared.webhooks import EventName, WebhookEvent, encode_webhook_event
+
+log = logging.getLogger(__name__)
+
+
+class WebhookPublisher:
+    """Publishes the events that a prediction's webhook subscribed to."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+
+    async def publish(self, record: str, subscribed: Collection[str], event: EventName, sequence: int = 0) -> None:
+        """Publishes `event` of the prediction `record` if it is among the `subscribed` events.
+
+        Raises:
+            PenstockError: as Publisher.publish.
+        """
+        if event in subscribed:
+            data, attributes = encode_webhook_event(WebhookEvent(record, event, sequence))
+            await self._publisher.publish(WEBHOOKS_TOPIC_ID, data, attributes)
+
+    async def try_publish(self, record: str, subscribed: Collection[str], event: EventName, sequence: int = 0) -> None:
+        """Does the same, but only logs a failure. The event is then lost."""
+        try:
+            await self.publish(record, subscribed, event, sequence)
+        except PenstockError as error:
+            facts = {"record": record, "event": event, "reason": error.message}
+            log.warning("webhook event not published", extra=facts)

@@ -1,0 +1,75 @@
+"""Drops jobs that are canceled or late, wherever they are: in the queue, or in a batch that runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+
+from shared.errors import Unavailable
+from shared.stores.records import Records
+from workers.job import PulledJob, QueuedItem
+from workers.jobs.completion import Completion
+from workers.jobs.model_queue import ModelQueue
+
+
+class Cancellation:
+    """Ends jobs early.
+
+    `on_unwanted` is called when a running batch may have lost its last caller. The worker sets it.
+    """
+
+    def __init__(self, queue: ModelQueue, completion: Completion, records: Records) -> None:
+        self._queue = queue
+        self._completion = completion
+        self._records = records
+        self.on_unwanted: Callable[[], None] = lambda: None
+
+    def cancel(self, record: str) -> None:
+        """Drops the jobs of `record`. Items that run now end with their batch."""
+        for pulled in self._completion.registry.find(record):
+            pulled.is_canceled = True
+            self._drop(pulled)
+
+    def expire(self, pulled: PulledJob) -> None:
+        """Drops a job at its deadline."""
+        pulled.is_late = True
+        self._drop(pulled)
+        self.on_unwanted()
+
+    def expire_start(self, pulled: PulledJob) -> None:
+        """Drops the items of a job that did not start by its queue limit."""
+        started = _items_in(self._queue.running, pulled)
+        for item in pulled.items:
+            if item.index not in started and item.index not in pulled.outcomes:
+                self._completion.settle(pulled, pulled.expired(item.index))
+        self._queue.discard_unwanted()
+
+    async def recheck(self) -> None:
+        """Reads all records again, to find jobs that were canceled while Redis was unavailable."""
+        for pulled in self._completion.registry.find():
+            with contextlib.suppress(Unavailable):
+                record = await self._records.read(pulled.record)
+                if record is not None and record.state == "canceled":
+                    self.cancel(pulled.record)
+
+    def is_unwanted(self, batch: Sequence[QueuedItem]) -> bool:
+        """Whether all callers of a batch are gone."""
+        return all(pulled.is_unwanted for queued in batch for pulled, _ in queued.waiters)
+
+    def _drop(self, pulled: PulledJob) -> None:
+        """Settles all items, except those in batches that stop after their current step."""
+        running = self._queue.running
+        started = _items_in(running, pulled)
+        stopping = _items_in(filter(self.is_unwanted, running), pulled)
+        for item in pulled.items:
+            if item.index not in stopping:
+                outcome = pulled.unwanted(item.index, begun=item.index in started)
+                self._completion.settle(pulled, outcome)
+        # The ack makes room for new jobs, so the items of this one must not stay in the queue.
+        self._queue.discard_unwanted()
+
+
+def _items_in(batches: Iterable[Sequence[QueuedItem]], pulled: PulledJob) -> set[int]:
+    """The indexes of the job's items in `batches`."""
+    waiters = (waiter for batch in batches for queued in batch for waiter in queued.waiters)
+    return {item.index for job, item in waiters if job is pulled}

@@ -1,0 +1,92 @@
+"""The jobs that a worker holds for one model: each is acked, handed back, or still in progress."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+from shared.stores.records import Records
+from workers import metrics
+from workers.job import PulledJob
+
+log = logging.getLogger(__name__)
+
+FINISH_LIMIT_S = 1.0
+
+
+class JobRegistry:
+    """Holds pulled jobs, and the background tasks that work on them, until both are done.
+
+    Flow control limits how many jobs and tasks there are. Only this class acks or nacks a job.
+    """
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self._jobs: set[PulledJob] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def add(self, pulled: PulledJob) -> None:
+        """Holds `pulled` until it is acked or handed back."""
+        self._jobs.add(pulled)
+        self._idle.clear()
+
+    def find(self, record: str | None = None) -> list[PulledJob]:
+        """All jobs, or those of one record. A repeated delivery can give one record two jobs."""
+        return [pulled for pulled in self._jobs if record in (None, pulled.record)]
+
+    def ack(self, pulled: PulledJob) -> None:
+        """Acks a finished job, unless it was handed back in the meantime."""
+        if pulled in self._jobs:
+            pulled.subscription.ack(pulled.message)
+            self._remove(pulled)
+
+    def hand_back(self, pulled: PulledJob) -> None:
+        """Nacks an unfinished job, so that the broker delivers it again."""
+        metrics.HANDED_BACK.inc()
+        self.spawn(self._records.release(pulled.record))
+        pulled.subscription.nack(pulled.message)
+        self._remove(pulled)
+
+    async def hand_back_all(self) -> None:
+        """Cancels all tasks and hands all jobs back, at the end of the worker.
+
+        Tasks that publish replies get a moment to finish first.
+        """
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=FINISH_LIMIT_S)
+        for task in list(self._tasks):
+            task.cancel()
+        for pulled in list(self._jobs):
+            pulled.end()
+            self.hand_back(pulled)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=FINISH_LIMIT_S)
+
+    async def wait_idle(self) -> None:
+        """Returns when no job and no task is left."""
+        await self._idle.wait()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs `work`, which concerns a job in hand, as a background task."""
+        task = asyncio.create_task(work)
+        self._idle.clear()
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._check_idle()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("finishing a job failed; this is a bug", exc_info=error)
+
+    def _remove(self, pulled: PulledJob) -> None:
+        self._jobs.discard(pulled)
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        if not self._jobs and not self._tasks:
+            self._idle.set()
