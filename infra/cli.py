@@ -1,17 +1,20 @@
-"""The `penstock` command: the local stack, its servers one by one, the two processes of the product, reports.
+"""The `penstock` command: the local stack, its servers, the processes of the product, reports.
 
-Every subcommand imports what it needs when it runs, so that `penstock --help` is quick.
+Each command imports what it needs when it runs, so that `penstock --help` is quick.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
 
 from infra.local.ports import Ports
 from shared.errors import ConfigurationError, PenstockError
@@ -19,155 +22,150 @@ from shared.errors import ConfigurationError, PenstockError
 STATE_DIR = Path("var")
 """Where `penstock up` keeps logs, rows and objects."""
 
+Port = Annotated[int, typer.Option(metavar="PORT")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for a program")]
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; returns the exit status.
+_FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""For commands whose words, `--help` included, another program reads."""
 
-    Args:
-        argv: the words after `penstock`; those of this process when None.
-    """
-    parser = _parser()
-    options, rest = parser.parse_known_args(argv)
-    if rest and options.run not in (_pubsub, _bigquery, _bench, _optimize, _deploy):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    options.rest = rest
+
+class _Commands(TyperGroup):
+    """Turns what ends a command into a message and an exit status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PenstockError as error:
+            typer.echo(f"penstock: {error.message}", err=True)
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="Models behind an HTTPS API, over Pub/Sub.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich" if sys.stdout.isatty() else None,
+)
+
+
+def main() -> None:
+    """Runs one command and exits with its status."""
     signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        return int(options.run(options))
-    except PenstockError as error:
-        print(f"penstock: {error.message}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    app(prog_name="penstock")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="penstock", description="Models behind an HTTPS API, over Pub/Sub.")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-
-    up = commands.add_parser("up", help="start the whole pipeline here and keep it up")
-    for name, port in (("api", Ports.api), ("pubsub", Ports.pubsub), ("bigquery", Ports.bigquery)):
-        up.add_argument(f"--{name}-port", type=int, default=port, metavar="PORT", help="(default: %(default)s)")
-    up.add_argument("--redis-port", type=int, default=Ports.redis, metavar="PORT", help="(default: %(default)s)")
-    up.add_argument(
-        "--functions-port", type=int, default=Ports.functions, metavar="PORT", help="(default: %(default)s)"
-    )
-    up.add_argument(
-        "--metrics-port", type=int, default=Ports.metrics, metavar="PORT", help="of the API (default: %(default)s)"
-    )
-    up.add_argument(
-        "--health-port", type=int, default=8091, metavar="PORT", help="of the first worker (default: %(default)s)"
-    )
-    up.set_defaults(run=_up)
-
-    demo = commands.add_parser("demo", help="start everything, send real input, show what came of it, stop")
-    demo.add_argument("--prompt", metavar="TEXT", help="of the picture to draw")
-    demo.add_argument("--edit-prompt", metavar="TEXT", help="of the picture to make from that one")
-    demo.set_defaults(run=_demo)
-
-    doctor = commands.add_parser("doctor", help="say what is missing or out of reach, and how to fix it")
-    doctor.set_defaults(run=_doctor)
-
-    pubsub = commands.add_parser("pubsub", add_help=False, help="the embedded Pub/Sub alone (--host --port --data-dir)")
-    pubsub.set_defaults(run=_pubsub)
-    bigquery = commands.add_parser("bigquery", add_help=False, help="the embedded BigQuery alone (--host --port)")
-    bigquery.set_defaults(run=_bigquery)
-
-    api = commands.add_parser("api", help="the API alone, as the PENSTOCK_* settings say")
-    api.set_defaults(run=_api)
-
-    worker = commands.add_parser("worker", help="one worker alone, as the PENSTOCK_* settings say")
-    worker.add_argument("--model", required=True, help="the entry of the catalog that it serves")
-    worker.set_defaults(run=_worker)
-
-    optimize = commands.add_parser(
-        "optimize", add_help=False, help="make an optimized artifact of a model, judged first"
-    )
-    optimize.set_defaults(run=_optimize)
-
-    bench = commands.add_parser("bench", add_help=False, help="measure the pipeline here, in a checkout (--profile)")
-    bench.set_defaults(run=_bench)
-
-    deploy = commands.add_parser(
-        "deploy", add_help=False, help="plan: what a deployment needs and costs, before any apply"
-    )
-    deploy.set_defaults(run=_deploy)
-
-    report = commands.add_parser("report", help="run a usage report on the configured BigQuery")
-    report.add_argument("name", nargs="?", default="", help="which; without it, the shipped ones are listed")
-    report.add_argument("--days", type=int, default=7, help="how many days back (default: %(default)s)")
-    report.set_defaults(run=_report)
-    return parser
-
-
-def _up(options: argparse.Namespace) -> int:
+@app.command()
+def up(
+    api_port: Port = Ports.api,
+    pubsub_port: Port = Ports.pubsub,
+    bigquery_port: Port = Ports.bigquery,
+    redis_port: Port = Ports.redis,
+    functions_port: Port = Ports.functions,
+    metrics_port: Annotated[int, typer.Option(metavar="PORT", help="of the API")] = Ports.metrics,
+    health_port: Annotated[int, typer.Option(metavar="PORT", help="of the first worker")] = 8091,
+) -> None:
+    """Start the whole pipeline here and keep it up."""
     from infra.local.up import stay_up
     from shared.settings import given_settings
 
-    health = range(options.health_port, options.health_port + 100)
-    own = (options.api_port, options.pubsub_port, options.bigquery_port, options.redis_port)
-    return stay_up(STATE_DIR, Ports(*own, health, options.functions_port, options.metrics_port), given_settings())
+    health = range(health_port, health_port + 100)
+    ports = Ports(api_port, pubsub_port, bigquery_port, redis_port, health, functions_port, metrics_port)
+    raise typer.Exit(stay_up(STATE_DIR, ports, given_settings()))
 
 
-def _demo(options: argparse.Namespace) -> int:
+@app.command()
+def demo(
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="of the image to generate")] = "",
+    edit_prompt: Annotated[str, typer.Option(metavar="TEXT", help="of the edit of that image")] = "",
+) -> None:
+    """Start everything, send real input, show the results, stop."""
     from infra.local.demo import EDIT_PROMPT, PROMPT, run_demo
 
-    return run_demo(STATE_DIR / "demo", options.prompt or PROMPT, options.edit_prompt or EDIT_PROMPT)
+    raise typer.Exit(run_demo(STATE_DIR / "demo", prompt or PROMPT, edit_prompt or EDIT_PROMPT))
 
 
-def _doctor(_: argparse.Namespace) -> int:
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what is missing or out of reach, and how to fix it."""
     from infra.local.doctor import examine
 
-    return examine()
+    raise typer.Exit(examine(as_json=as_json))
 
 
-def _pubsub(options: argparse.Namespace) -> int:
+@app.command(context_settings=_FORWARDED)
+def pubsub(context: typer.Context) -> None:
+    """Serve the embedded Pub/Sub alone (--host --port --data-dir)."""
     from infra.emulators.pubsub.__main__ import main as serve
 
-    return serve(options.rest)
+    raise typer.Exit(serve(context.args))
 
 
-def _bigquery(options: argparse.Namespace) -> int:
+@app.command(context_settings=_FORWARDED)
+def bigquery(context: typer.Context) -> None:
+    """Serve the embedded BigQuery alone (--host --port --data-dir)."""
     from infra.emulators.bigquery.__main__ import main as serve
 
-    return serve(options.rest)
+    raise typer.Exit(serve(context.args))
 
 
-def _api(_: argparse.Namespace) -> int:
-    return _become("api", {})
+@app.command()
+def api() -> None:
+    """Serve the API alone, with the PENSTOCK_* settings."""
+    _become("api", {})
 
 
-def _worker(options: argparse.Namespace) -> int:
-    return _become("workers", {"PENSTOCK_MODEL": options.model})
+@app.command()
+def worker(
+    model: Annotated[str, typer.Option(metavar="MODEL", help="the entry of the catalog that it serves")],
+) -> None:
+    """Run one worker alone, with the PENSTOCK_* settings."""
+    _become("workers", {"PENSTOCK_MODEL": model})
 
 
-def _optimize(options: argparse.Namespace) -> int:
-    return _become("workers.optimize", {}, options.rest)
+@app.command(context_settings=_FORWARDED)
+def optimize(context: typer.Context) -> None:
+    """Make an optimized artifact of a model, and judge it first."""
+    _become("workers.optimize", {}, context.args)
 
 
-def _bench(options: argparse.Namespace) -> int:
+@app.command(context_settings=_FORWARDED)
+def bench(context: typer.Context) -> None:
+    """Measure the pipeline here, in a checkout (--profile)."""
     if not Path("bench/__main__.py").is_file():
         raise ConfigurationError("there are no benchmarks in this folder: run it at the top of a checkout")
-    return _become("bench", {}, options.rest)
+    _become("bench", {}, context.args)
 
 
-def _deploy(options: argparse.Namespace) -> int:
+@app.command(context_settings=_FORWARDED)
+def deploy(context: typer.Context) -> None:
+    """Plan a deployment: what it needs and costs, before any apply."""
     from infra.deploy.__main__ import main as plan
 
-    return plan(options.rest)
+    raise typer.Exit(plan(context.args))
 
 
-def _report(options: argparse.Namespace) -> int:
+@app.command()
+def report(
+    name: Annotated[str, typer.Argument(help="which; without it, the shipped ones are listed")] = "",
+    days: Annotated[int, typer.Option(help="how many days back")] = 7,
+    as_json: AsJson = False,
+) -> None:
+    """Run a usage report on the configured BigQuery."""
     from infra.reports import list_reports, show_report
     from shared.settings import Settings, read_settings
 
-    if not options.name:
-        return list_reports()
-    return show_report(read_settings(Settings), options.name, days=options.days)
+    if name:
+        show_report(read_settings(Settings), name, days=days, as_json=as_json)
+    else:
+        list_reports(as_json=as_json)
 
 
-def _become(module: str, settings: dict[str, str], words: Sequence[str] = ()) -> int:
-    """Replaces this process, so that signals and the exit status are the other's; infra never imports it."""
+def _become(module: str, settings: dict[str, str], words: Sequence[str] = ()) -> NoReturn:
+    """Replaces this process, so that signals and the exit status are the other's. Infra never imports it."""
     from shared.settings import environment_with, given_settings
 
     sys.stdout.flush()
@@ -180,4 +178,4 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

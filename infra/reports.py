@@ -5,10 +5,13 @@ Between the `penstock` command or the local stack and Google's client, whose err
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
 
 from infra import bigquery as usage
 from infra.text_table import table
@@ -23,22 +26,30 @@ RETRY_LIMIT_S = 5.0
 """The client's own is ten minutes: too long for a person who waits."""
 
 
-def list_reports() -> int:
-    """Prints the shipped reports; returns the exit status."""
-    print(table(("report", "shows"), [(report.name, report.title) for report in usage.reports().values()]))
-    return 0
+def list_reports(*, as_json: bool = False) -> None:
+    """Prints the shipped reports."""
+    rows = [(report.name, report.title) for report in usage.reports().values()]
+    print(_json(("report", "shows"), rows) if as_json else table(("report", "shows"), rows))
 
 
-def show_report(settings: Settings, name: str, days: int) -> int:
-    """Prints one report over the last `days` days; returns the exit status.
+def show_report(settings: Settings, name: str, days: int, *, as_json: bool = False) -> None:
+    """Prints one report over the last `days` days.
 
     Raises:
         BadInput: there is no such report.
         Unavailable: BigQuery is out of reach or refused the query.
     """
-    heads, rows = run_report(settings, name, days)
-    print(table(heads, rows) if rows else f"no rows in the last {days} days")
-    return 0
+    with Console(stderr=True).status("waiting for BigQuery"):  # shown on a terminal only
+        heads, rows = run_report(settings, name, days)
+    if as_json:
+        print(_json(heads, rows))
+    else:
+        print(table(heads, rows) if rows else f"no rows in the last {days} days")
+
+
+def _json(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """The rows as objects. Times and decimals, which JSON lacks, become strings."""
+    return json.dumps([dict(zip(heads, row, strict=True)) for row in rows], indent=2, default=str)
 
 
 def run_report(settings: Settings, name: str, days: int) -> tuple[list[str], list[tuple[Any, ...]]]:

@@ -1,33 +1,65 @@
-"""Prints rows of values as an aligned text table; for reports and the demo."""
+"""Prints rows of values as an aligned text table, for reports, plans and the demo."""
 
 from __future__ import annotations
 
+import io
 import math
+import sys
 from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 INDENT = "  "
 SIGNIFICANT = 10
-"""Digits of a number; what a sum of doubles is surely right to."""
+"""Digits of a number. A sum of doubles is exact to that many."""
+UNBOUNDED = 10_000
+"""Columns of a table. Long lines are not folded, because programs read them too."""
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """The rows below their heads. Columns of numbers are aligned to the right, and None is shown as `-`.
+    """The rows below their heads, which are bold on a terminal.
 
-    Numbers of a column are whole if all of them are. Otherwise they have two decimals or more.
+    Columns of numbers are aligned to the right, and None is shown as `-`. Numbers of a column are
+    whole if all of them are. Otherwise they have two decimals or more.
     """
-    columns = [_column(column) for column in zip(*rows, strict=True)]
-    cells = list(zip(*columns, strict=True))
-    lines: list[Sequence[str]] = [heads, *cells]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
-    is_left = [any(_is_word(cell[column]) for cell in cells) or not cells for column in range(len(heads))]
-    return "\n".join(_line(line, widths, is_left) for line in lines)
+    columns = [_column(column) for column in zip(*rows, strict=True)] or [[] for _ in heads]
+    made = _empty_table(has_heads=True)
+    for head, column in zip(heads, columns, strict=True):
+        is_left = not column or any(map(_is_word, column))
+        made.add_column(Text(head), justify="left" if is_left else "right", no_wrap=True)
+    for cells in zip(*columns, strict=True):
+        made.add_row(*map(Text, cells))
+    return _rendered(made)
 
 
 def transposed(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """The rows side by side, one line for each head: for few rows with many values."""
-    lines = [[head, *_column([row[column] for row in rows])] for column, head in enumerate(heads)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(rows) + 1)]
-    return "\n".join(_line(line, widths, [True] + [False] * len(rows)) for line in lines)
+    made = _empty_table(has_heads=False)
+    made.add_column(no_wrap=True, style="bold")
+    for _ in rows:
+        made.add_column(justify="right", no_wrap=True)
+    for at, head in enumerate(heads):
+        made.add_row(Text(head), *map(Text, _column([row[at] for row in rows])))
+    return _rendered(made)
+
+
+def _empty_table(*, has_heads: bool) -> Table:
+    return Table(box=None, show_header=has_heads, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+
+
+def _rendered(made: Table) -> str:
+    is_terminal = sys.stdout.isatty()
+    buffer = io.StringIO()
+    console = Console(
+        file=buffer,
+        width=UNBOUNDED,
+        force_terminal=is_terminal,
+        color_system="standard" if is_terminal else None,
+    )
+    console.print(made)
+    return "\n".join((INDENT + line).rstrip() for line in buffer.getvalue().splitlines())
 
 
 def _column(values: Sequence[object]) -> list[str]:
@@ -42,7 +74,7 @@ def _shown(value: object, least_decimals: int) -> str:
 
 
 def _decimal(value: float, least: int) -> str:
-    """With `least` decimals, and as many more as ten significant digits need: fractions of a cent are money too."""
+    """With `least` decimals, and as many more as ten significant digits need, for fractions of a cent."""
     if not math.isfinite(value):
         return str(value)
     magnitude = math.floor(math.log10(abs(value))) if value else 0
@@ -53,11 +85,3 @@ def _decimal(value: float, least: int) -> str:
 
 def _is_word(cell: str) -> bool:
     return not cell.lstrip("-").replace(".", "", 1).isdigit() and cell != "-"
-
-
-def _line(cells: Sequence[str], widths: Sequence[int], is_left: Sequence[bool]) -> str:
-    placed = [
-        cell.ljust(width) if left else cell.rjust(width)
-        for cell, width, left in zip(cells, widths, is_left, strict=True)
-    ]
-    return (INDENT + "  ".join(placed)).rstrip()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shutil
 import sys
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
@@ -48,16 +50,28 @@ class Finding:
     fix: str = ""
 
 
-def examine() -> int:
+def examine(*, as_json: bool = False) -> int:
     """Prints every finding. Returns 1 when one of them needs a fix."""
-    missing = 0
+    missing, findings = 0, list[dict[str, str]]()
     for finding in _findings():
         missing += bool(finding.fix)
-        print(f"{'MISS' if finding.fix else 'ok':<5} {finding.what:<12} {finding.facts}", flush=True)
-        if finding.fix:
-            print(f"{'':<18} fix: {finding.fix}", flush=True)
-    print(f"\n{missing} to fix" if missing else "\nnothing is missing")
+        if as_json:
+            findings.append(asdict(finding))
+        else:
+            _show(finding)
+    if as_json:
+        print(json.dumps(findings, indent=2))
+    else:
+        print(f"\n{missing} to fix" if missing else "\nnothing is missing")
     return 1 if missing else 0
+
+
+def _show(finding: Finding) -> None:
+    verdict, color = ("MISS", "red") if finding.fix else ("ok", "green")
+    # Colors are removed where the output is not a terminal.
+    typer.echo(f"{typer.style(f'{verdict:<5}', fg=color)} {finding.what:<12} {finding.facts}")
+    if finding.fix:
+        typer.echo(f"{'':<18} fix: {finding.fix}")
 
 
 def _findings() -> Iterator[Finding]:

@@ -1,4 +1,6 @@
+import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -23,14 +25,14 @@ def test_help_names_every_command() -> None:
     told = penstock("--help")
     assert told.returncode == 0
     for command in ("up", "demo", "doctor", "pubsub", "bigquery", "api", "worker", "optimize", "report"):
-        assert f"\n    {command} " in told.stdout
+        assert f"\n  {command} " in told.stdout
 
 
 @pytest.mark.parametrize("words", [(), ("fly",), ("up", "--speed", "9"), ("worker",)], ids=str)
 def test_wrong_words_are_refused(words: tuple[str, ...]) -> None:
     told = penstock(*words)
     assert told.returncode == 2
-    assert told.stderr.startswith("usage: penstock")
+    assert told.stderr.startswith("Usage: penstock")
 
 
 def test_command_starts_without_heavy_imports() -> None:
@@ -47,6 +49,21 @@ def test_servers_run_alone_until_terminated(server: str) -> None:
         assert "listening on 127.0.0.1:" in process.stdout.readline()
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT_LIMIT_S) == 0
+
+
+@pytest.mark.parametrize("words", [("bigquery",), ("pubsub",), ("deploy", "plan"), ("optimize",)], ids=" ".join)
+def test_help_of_a_forwarded_command_has_its_full_name(words: tuple[str, ...]) -> None:
+    told = penstock(*words, "--help")
+    assert told.returncode == 0
+    assert told.stdout.strip().lower().startswith(f"usage: penstock {' '.join(words)} ")
+    assert "\033" not in told.stdout
+
+
+def test_help_is_quick() -> None:
+    began_s = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert penstock("--help").returncode == 0
+    ended_s = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert ended_s.ru_utime + ended_s.ru_stime - began_s.ru_utime - began_s.ru_stime < 0.5
 
 
 def test_server_has_help_of_its_own() -> None:
@@ -84,6 +101,12 @@ def test_reports_are_listed() -> None:
     assert "\n  usage " in penstock("report").stdout
 
 
+def test_reports_are_listed_as_json() -> None:
+    listed = json.loads(penstock("report", "--json").stdout)
+    assert {"report", "shows"} == set(listed[0])
+    assert "usage" in [row["report"] for row in listed]
+
+
 def test_unknown_report_is_refused() -> None:
     told = penstock("report", "weather")
     assert told.returncode == 1
@@ -102,6 +125,8 @@ def test_reports_run_on_an_empty_table(bigquery_endpoint: str, name: str) -> Non
     create_tables(read_settings(Settings, bigquery_endpoint=bigquery_endpoint, dataset="cli"))
     told = penstock("report", name, PENSTOCK_BIGQUERY_ENDPOINT=bigquery_endpoint, PENSTOCK_DATASET="cli")
     assert (told.returncode, told.stdout) == (0, "no rows in the last 7 days\n"), told.stderr
+    told = penstock("report", name, "--json", PENSTOCK_BIGQUERY_ENDPOINT=bigquery_endpoint, PENSTOCK_DATASET="cli")
+    assert (told.returncode, json.loads(told.stdout)) == (0, [])
 
 
 def test_doctor_reaches_what_the_settings_name(
@@ -143,3 +168,9 @@ def test_doctor_names_a_wrong_setting() -> None:
     told = penstock("doctor", PENSTOCK_LOG_LEVEL="LOUD")
     assert told.returncode == 1
     assert "MISS  settings     PENSTOCK_LOG_LEVEL" in told.stdout
+    told = penstock("doctor", "--json", PENSTOCK_LOG_LEVEL="LOUD")
+    assert told.returncode == 1
+    findings = {finding["what"]: finding for finding in json.loads(told.stdout)}
+    assert "PENSTOCK_LOG_LEVEL" in findings["settings"]["facts"]
+    assert findings["settings"]["fix"]
+    assert findings["Python"]["fix"] == ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import json
 import signal
 import sys
 import time
@@ -11,8 +11,11 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
+from typing import Annotated
 
 import msgspec
+import typer
+from rich.console import Console
 
 from shared.catalog import Model as Entry
 from shared.catalog import read_catalog
@@ -31,17 +34,24 @@ from workers.models.artifact import (
 from workers.models.cpu import this_cpu
 from workers.models.source import resolve
 from workers.optimize.options import (
-    CALIBRATIONS,
     EMBEDDING_VARIANTS,
     IMAGE_VARIANTS,
+    Calibration,
     Wishes,
     missing_variants,
     tolerance_of,
     wanted_variants,
 )
-from workers.optimize.report import Made, verdict_table
+from workers.optimize.report import Made, verdict_table, verdicts_as_dict
 
 _MADE_BY = ("torch", "transformers", "diffusers", "onnx", "onnxruntime", "torchao")
+
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich" if sys.stdout.isatty() else None,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,75 +60,113 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0: it is there, new or from before. 1: nothing was accepted, or something failed. 2: a setting is wrong.
     """
-    options = _parser().parse_args(arguments)
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        return _optimize(options)
-    except ConfigurationError as error:
-        print(f"penstock optimize: {error.message}", file=sys.stderr)
-        return 2
-    except PenstockError as error:
-        print(f"penstock optimize: {error.message}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("penstock optimize: interrupted; nothing was written", file=sys.stderr)
-        return 130
+        app(arguments, prog_name="penstock optimize")
+    except SystemExit as ended:
+        return int(ended.code or 0)
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="penstock optimize", description="Make an optimized artifact of a model.")
-    parser.add_argument("model", help="an entry of the catalog")
-    parser.add_argument("--models-file", type=Path, metavar="FILE", help="the catalog (default: as the settings say)")
-    parser.add_argument("--artifacts-dir", type=Path, metavar="DIR", help="(default: as the settings say)")
-    parser.add_argument(
-        "--variants",
-        default="",
-        metavar="NAME,...",
-        help=f"embeddings: {', '.join(EMBEDDING_VARIANTS)}; images: {', '.join(IMAGE_VARIANTS)}",
-    )
-    parser.add_argument(
-        "--tolerance", type=float, metavar="X", help="the least cosine (images: PSNR in dB) instead of the catalog's"
-    )
-    parser.add_argument("--prune", type=_part, default=0.0, metavar="PART", help="cut this part of the inner neurons")
-    parser.add_argument("--prune-heads", type=_part, default=0.0, metavar="PART", help="cut this part of the heads")
-    parser.add_argument("--calibration", choices=CALIBRATIONS, default="minmax", help="how int8-static takes ranges")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of each model (default: %(default)s)")
-    parser.add_argument("--force", action="store_true", help="make it anew where it is there")
-    return parser
+    return 0
 
 
 def _part(word: str) -> float:
     part = float(word)
     if not 0 <= part < 1:
-        raise ValueError(word)
+        raise ValueError(f"{word} is not between 0 and 1")
     return part
 
 
-def _optimize(options: argparse.Namespace) -> int:
-    given = {"models_file": options.models_file, "artifacts_dir": options.artifacts_dir}
-    settings = read_settings(WorkerSettings, model=options.model, **{k: v for k, v in given.items() if v is not None})
-    entry = read_catalog(settings.models_file).find(options.model)
+@app.command()
+def optimize(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="an entry of the catalog")],
+    models_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="the catalog (default: as the settings say)")
+    ] = None,
+    artifacts_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="(default: as the settings say)")] = None,
+    variants: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help=f"embeddings: {', '.join(EMBEDDING_VARIANTS)}; images: {', '.join(IMAGE_VARIANTS)}",
+        ),
+    ] = "",
+    tolerance: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="minimum cosine (images: PSNR in dB), instead of the catalog's"),
+    ] = None,
+    prune: Annotated[
+        float, typer.Option(parser=_part, metavar="PART", help="cut this part of the inner neurons")
+    ] = 0.0,
+    prune_heads: Annotated[float, typer.Option(parser=_part, metavar="PART", help="cut this part of the heads")] = 0.0,
+    calibration: Annotated[Calibration, typer.Option(help="how int8-static finds its ranges")] = "minmax",
+    threads: Annotated[int, typer.Option(metavar="N", help="of each model")] = 1,
+    force: Annotated[bool, typer.Option("--force", help="make it again if it exists")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print the verdicts as JSON; progress goes to stderr")
+    ] = False,
+) -> None:
+    """Make an optimized artifact of a model, and judge it first."""
     wishes = Wishes(
-        variants=tuple(filter(None, options.variants.split(","))),
-        tolerance=options.tolerance,
-        prune_neurons=options.prune,
-        prune_heads=options.prune_heads,
-        calibration=options.calibration,
-        threads=options.threads,
+        variants=tuple(filter(None, variants.split(","))),
+        tolerance=tolerance,
+        prune_neurons=prune,
+        prune_heads=prune_heads,
+        calibration=calibration,
+        threads=threads,
     )
+    places = {"models_file": models_file, "artifacts_dir": artifacts_dir}
+    try:
+        settings = read_settings(WorkerSettings, model=model, **{k: v for k, v in places.items() if v is not None})
+        _optimize(settings, wishes, Output(as_json=as_json), force=force)
+    except PenstockError as error:
+        typer.echo(f"penstock optimize: {error.message}", err=True)
+        raise typer.Exit(2 if isinstance(error, ConfigurationError) else 1) from error
+    except KeyboardInterrupt:
+        typer.echo("penstock optimize: interrupted; nothing was written", err=True)
+        raise typer.Exit(130) from None
+
+
+class Output:
+    """Prints what happens and what came of it, for a person or for a program."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+        self._began_s = time.monotonic()
+
+    def say(self, words: str) -> None:
+        """Prints a step, with the seconds since the start."""
+        typer.echo(f"{time.monotonic() - self._began_s:6.1f} s  {words}", err=self._as_json)
+
+    def show_found(self, artifact: Artifact) -> None:
+        """Prints an artifact that exists already."""
+        if self._as_json:
+            found = [{"variant": one.name, "relative_speed": one.relative_speed} for one in artifact.manifest.variants]
+            typer.echo(json.dumps({"folder": str(artifact.folder), "made": [], "found": found}, indent=2))
+        else:
+            typer.echo(_described(artifact))
+
+    def show_made(self, made: Made, folder: Path) -> None:
+        """Prints the verdict on each variant that was tried."""
+        if self._as_json:
+            typer.echo(json.dumps({"folder": str(folder)} | verdicts_as_dict(made), indent=2))
+        else:
+            typer.echo(verdict_table(made))
+
+
+def _optimize(settings: WorkerSettings, wishes: Wishes, output: Output, *, force: bool) -> None:
+    entry = read_catalog(settings.models_file).find(settings.model)
     wanted = wanted_variants(entry, wishes)
     folder = resolve(entry.source, entry.revision, settings.models_dir)
     digest = source_digest(folder, entry.revision)
-    there = None if options.force else find_artifact(settings.artifacts_dir, entry.name, digest)
+    there = None if force else find_artifact(settings.artifacts_dir, entry.name, digest)
     if there is not None:
         wanted = missing_variants(there.manifest, wanted, tolerance_of(entry, wishes))
     if there is not None and not wanted:
-        print(_described(there))
-        return 0
-    _make(entry, folder, settings.artifacts_dir, digest, replace(wishes, variants=wanted), there)
-    return 0
+        output.show_found(there)
+        return
+    wishes = replace(wishes, variants=wanted)
+    _make(entry, folder, settings.artifacts_dir / entry.name / digest, wishes, there, output)
 
 
 def _described(artifact: Artifact) -> str:
@@ -127,20 +175,17 @@ def _described(artifact: Artifact) -> str:
     return f"{artifact.folder} is there: {names}; --force makes it anew"
 
 
-def _make(entry: Entry, folder: Path, artifacts_dir: Path, digest: str, wishes: Wishes, there: Artifact | None) -> None:
+def _make(entry: Entry, source: Path, target: Path, wishes: Wishes, there: Artifact | None, output: Output) -> None:
     """Makes the artifact, or adds to the one that is there, and shows the table.
 
     Raises:
         ModelFailed: no variant was accepted and none was there, so nothing was written.
     """
-    began_s = time.monotonic()
-
-    def say(words: str) -> None:
-        print(f"{time.monotonic() - began_s:6.1f} s  {words}", flush=True)
-
-    with new_artifact(artifacts_dir, entry.name, digest) as draft:
-        made = _maker(entry)(entry, folder, draft, wishes, say)
-        print(verdict_table(made), flush=True)
+    digest = target.name
+    with new_artifact(target.parents[1], entry.name, digest) as draft:
+        with Console(stderr=True).status(f"optimizing {entry.name}"):
+            made = _maker(entry)(entry, source, draft, wishes, output.say)
+        output.show_made(made, target)
         kept = [] if there is None else take_over(there, draft)
         accepted = [verdict.variant for verdict in made.verdicts if verdict.is_accepted]
         refused = [verdict for verdict in made.verdicts if not verdict.is_accepted]
@@ -153,7 +198,7 @@ def _make(entry: Entry, folder: Path, artifacts_dir: Path, digest: str, wishes: 
         for variant in accepted:
             missed.pop(variant.name, None)
         write_manifest(draft, msgspec.structs.replace(_manifest(entry, digest, kept + accepted), refused=missed))
-    say(f"wrote {artifacts_dir / entry.name / digest}")
+    output.say(f"wrote {target}")
 
 
 def _maker(entry: Entry) -> Callable[[Entry, Path, Path, Wishes, Callable[[str], None]], Made]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from dataclasses import dataclass
+from typing import Literal
 
 from shared.catalog import Model as Entry
 from shared.errors import ConfigurationError
@@ -12,7 +13,7 @@ from workers.models.artifact import Manifest
 
 EMBEDDING_VARIANTS = ("fp32", "int8", "int8-static", "fp16", "pruned")
 IMAGE_VARIANTS = ("tuned", "bf16", "int8", "compiled")
-CALIBRATIONS = ("minmax", "entropy", "percentile")
+Calibration = Literal["minmax", "entropy", "percentile"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class Wishes:
     tolerance: float | None = None
     prune_neurons: float = 0.0
     prune_heads: float = 0.0
-    calibration: str = "minmax"
+    calibration: Calibration = "minmax"
     threads: int = 1
 
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+import sys
 from dataclasses import dataclass, field
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from workers.models.artifact import Variant
+
+UNBOUNDED = 10_000
+"""Columns of the table. Long lines are not folded, because programs read them too."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +45,40 @@ def verdict_table(made: Made) -> str:
     for verdict in verdicts:
         rows.append([verdict.variant.name] + [verdict.figures.get(column, "") for column in columns[1:]])
     ends = [""] + ["accepted" if verdict.is_accepted else f"refused: {verdict.refusal}" for verdict in verdicts]
-    widths = [max(len(row[at]) for row in [columns, *rows]) for at in range(len(columns))]
-    lines = [_line(columns, widths, "")] + [_line(row, widths, end) for row, end in zip(rows, ends, strict=True)]
+    made_table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for at, column in enumerate([*columns, ""]):
+        is_left = at in (0, len(columns))
+        made_table.add_column(Text(column), justify="left" if is_left else "right", no_wrap=True)
+    for row, end in zip(rows, ends, strict=True):
+        made_table.add_row(*map(Text, [*row, end]))
     notes = [f"  {verdict.variant.name}: {verdict.variant.note}" for verdict in verdicts if verdict.variant.note]
-    return "\n".join(lines + notes)
+    return "\n".join([_rendered(made_table), *notes])
 
 
-def _line(cells: Sequence[str], widths: Sequence[int], end: str) -> str:
-    first, *others = (
-        cell.ljust(width) if at == 0 else cell.rjust(width)
-        for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
+def verdicts_as_dict(made: Made) -> dict[str, object]:
+    """The same for a program: the figures of the original and the verdict on every variant."""
+    tried = [
+        {
+            "variant": verdict.variant.name,
+            "accepted": verdict.is_accepted,
+            "refusal": verdict.refusal,
+            "relative_speed": verdict.variant.relative_speed,
+            "figures": verdict.figures,
+            "note": verdict.variant.note,
+        }
+        for verdict in made.verdicts
+    ]
+    return {"original": made.original, "made": tried}
+
+
+def _rendered(table: Table) -> str:
+    """The table as text; its heads are bold on a terminal."""
+    is_terminal, buffer = sys.stdout.isatty(), io.StringIO()
+    console = Console(
+        file=buffer,
+        width=UNBOUNDED,
+        force_terminal=is_terminal,
+        color_system="standard" if is_terminal else None,
     )
-    return "  ".join([first, *others, end]).rstrip()
+    console.print(table)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())

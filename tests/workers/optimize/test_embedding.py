@@ -1,5 +1,6 @@
 """From the folder of an embedding model to an artifact, by the command, and back by what workers read it with."""
 
+import json
 import os
 import signal
 import subprocess
@@ -54,6 +55,17 @@ def test_artifact_is_what_its_manifest_says(optimize: Optimize, made: Made, tiny
         "int8.onnx",
         "manifest.json",
     ]
+
+
+def test_verdicts_are_printed_as_json(optimize: Optimize, made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    assert optimize("--variants", "fp32", "--json") == 0
+    said = capsys.readouterr()
+    verdicts = json.loads(said.out)
+    assert [(one["variant"], one["accepted"]) for one in verdicts["made"]] == [("onnx-fp32", True)]
+    assert verdicts["folder"] == str(made().folder)
+    assert "making and judging fp32" in said.err
+    assert optimize("--variants", "fp32", "--json") == 0
+    assert [one["variant"] for one in json.loads(capsys.readouterr().out)["found"]] == ["onnx-fp32"]
 
 
 def test_variant_below_the_tolerance_is_refused(
