@@ -1,1 +1,4 @@
-"""The models that the project trains itself; services load their folders and import nothing from here."""
+"""The models that the project trains itself.
+
+Services load their folders and import nothing from here.
+"""

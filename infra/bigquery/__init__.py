@@ -1,8 +1,10 @@
-"""The usage table in BigQuery: its schema, its options, its views, its reports; the one truth of all of them.
+"""The usage table in BigQuery: its schema, its options, its views, its reports.
 
-The files beside this one are read by `create` for the local stack, by Terraform for the cloud, and by
-`penstock report`. Views name their table as `${project}.${dataset}.rows`; reports take their data set from the job
-and the parameter `@since`.
+This is the only definition of each.
+
+The files beside this one are read by `create` for the local stack, by Terraform for the cloud, and
+by `penstock report`. Views name their table as `${project}.${dataset}.rows`. Reports take their
+data set from the job and the parameter `@since`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _TABLE_FIELDS = ["schema", "description", "time_partitioning", "clustering_field
 
 @dataclass(frozen=True)
 class Report:
-    """A query over the usage table since `@since` (TIMESTAMP); `title` says what it shows."""
+    """A query over the usage table since `@since` (TIMESTAMP). `title` says what it shows."""
 
     name: str
     title: str
@@ -51,7 +53,7 @@ def views(project: str, dataset: str) -> dict[str, str]:
 
 
 def reports() -> dict[str, Report]:
-    """The reports by name; the first line of each file is its title."""
+    """The reports by name. The first line of each file is its title."""
     found = {}
     for path in sorted((_FOLDER / "reports").glob("*.sql")):
         sql = path.read_text()

@@ -1,6 +1,7 @@
-"""Prints what pyproject.toml asks for, with the extras named: an image's own layer of dependencies, before our code.
+"""Prints the requirements of pyproject.toml with the named extras, for a layer of an image.
 
-pip installs a project's dependencies only together with the project, whose layer changes with every commit.
+pip installs a project's dependencies only together with the project, whose layer changes with every
+commit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Runs the built images in the places of the local stack's processes, and sends a request through them.
+"""Runs the built images instead of the local stack's processes, and sends a request.
 
-Each as its own user on a read-only file system, with its own environment and entry point, as Kubernetes and Cloud Run
-do it; writable is only what they mount. Needs root, and the images in buildah's storage: trial.sh makes them.
+Each as its own user on a read-only file system, with its own environment and entry point, as
+Kubernetes and Cloud Run do it. Writable is only what they mount. Needs root, and the images in
+buildah's storage: trial.sh makes them.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Image:
 
 
 def main() -> int:
-    """Says what it sees; 0 when all of it is as it should be."""
+    """Prints what it finds. Returns 0 if everything is as it should be."""
     images = {name: Image(name) for name in ("api", "functions", "worker")}
     for name, image in images.items():
         _require(image.has("torch") == (name == "worker"), f"{name}: torch is where it should not be, or is not")

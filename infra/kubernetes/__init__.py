@@ -1,1 +1,1 @@
-"""Kubernetes for the cloud: a Kustomize tree, and what makes one overlay per model of models.yaml from it."""
+"""A Kustomize tree, and the code that renders one overlay per model of models.yaml."""

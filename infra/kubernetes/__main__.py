@@ -1,4 +1,4 @@
-"""`python -m infra.kubernetes`: the overlay of one region from models.yaml and Terraform's output `deployments`."""
+"""`python -m infra.kubernetes`: the overlay of one region from models.yaml and Terraform."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.errors import ConfigurationError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the overlay; 0, or 2 where something given is wrong."""
+    """Writes the overlay. Returns 0, or 2 if an argument is wrong."""
     options = _parser().parse_args(argv)
     try:
         deployment = read_deployment(

@@ -1,9 +1,10 @@
-"""When to run how many workers: seconds of work that wait, from the metrics that API and workers export.
+"""Autoscaling by seconds of queued work, from the metrics of API and workers.
 
-The API counts the items that wait for a worker (`penstock_api_items_in_flight`), the workers time their batches
-(`penstock_worker_inference_seconds`, `penstock_worker_batch_items`). Items times seconds per item is what one worker
-alone would need to be done; divided by what one may have waiting, it is the number of workers. Pub/Sub's own count
-of messages is the second trigger, one to three minutes late (platform-facts G17), for jobs no API waits for any more.
+The API counts the items that wait for a worker (`penstock_api_items_in_flight`), the workers time
+their batches (`penstock_worker_inference_seconds`, `penstock_worker_batch_items`). Items times
+seconds per item is what one worker alone would need to be done. Divided by the queue that one
+worker may have, it is the number of workers. Pub/Sub's own count of messages is the second trigger,
+one to three minutes late (platform-facts G17), for jobs no API waits for any more.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def wait_s(model: Model) -> float:
 def waiting_seconds(model: Model, worker: str, region: str) -> str:
     """PromQL: what one worker alone would need for all items in flight of a region, in seconds.
 
-    Only of this region: workers of all regions pull from one subscription, and each region's autoscaler answers for
-    the callers of its own.
+    Only of this region: workers of all regions pull from one subscription, and each region's
+    autoscaler answers for the callers of its own.
 
     Args:
         model: as the API labels its items.
@@ -86,7 +87,7 @@ def keda_patch(model: Model, worker: str, deployment: Deployment) -> dict[str, A
 
 
 def hpa_patch(model: Model, deployment: Deployment) -> dict[str, Any]:
-    """What the HorizontalPodAutoscaler of one worker has beyond components/hpa: items, as it can't multiply."""
+    """The metrics of a worker's HorizontalPodAutoscaler: items, as it can't multiply."""
     target = max(1, round(wait_s(model) / model.definition.first_guesses.item_s))
     metric = {
         "name": "prometheus.googleapis.com|penstock_api_items_in_flight|gauge",

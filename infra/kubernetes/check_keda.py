@@ -1,4 +1,7 @@
-"""Checks KEDA's objects in a rendered file against KEDA's own models; run by check.sh in the checkers' environment."""
+"""Checks KEDA's objects in a rendered file against KEDA's own models.
+
+Run by check.sh in the checkers' environment.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ KINDS = {"ScaledObject": ScaledObject, "TriggerAuthentication": TriggerAuthentic
 
 
 def main() -> int:
-    """Says how many objects were checked; a wrong one raises with the field and the reason."""
+    """Prints how many objects were checked. A wrong one raises with the field and the reason."""
     checked = 0
     for found in yaml.safe_load_all(Path(sys.argv[1]).read_text(encoding="utf-8")):
         if found["kind"] in KINDS:

@@ -1,4 +1,4 @@
-"""What an overlay is made from besides the catalog: where the workers run and what they reach, and the GPU types."""
+"""The inputs of an overlay besides the catalog: where workers run, their endpoints, GPU types."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class GpuType(BaseModel):
 class Deployment(BaseModel):
     """The workers of one region, or of a cluster outside Google.
 
-    Terraform's output `deployments` (or `outside`) says most, whoever deploys the rest. Everything up to `records_url`
-    is what API and workers have to agree on, so it comes from one place.
+    Terraform's output `deployments` (or `outside`) says most, whoever deploys the rest. Everything
+    up to `records_url` is what API and workers have to agree on, so it comes from one place.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -45,9 +45,9 @@ class Deployment(BaseModel):
     redis_cidrs: tuple[str, ...] = Field(min_length=1)
     """Addresses of both, for the network policy, to which none would mean all."""
     audience: str = Field("", pattern=r"^(//iam\.googleapis\.com/\S+)?$")
-    """What the workers' tokens are made for; empty: they run on GKE, which has no need of tokens."""
+    """The audience of the workers' tokens. Empty on GKE, which needs no tokens."""
     models: tuple[str, ...] | None = None
-    """Those of the catalog that run there; None: all."""
+    """The models of the catalog that run there. None: all."""
     spot: bool
     overflow: Literal["l4", "a100"] | None
     """GPU type that takes over where another is out of stock."""
@@ -63,7 +63,7 @@ class Deployment(BaseModel):
 
     @property
     def is_outside(self) -> bool:
-        """Whether this is a cluster outside Google: it has none of GKE's nodes, metrics and identities."""
+        """Whether the cluster is outside Google, without GKE's nodes, metrics and identities."""
         return bool(self.audience)
 
     @property
@@ -76,7 +76,8 @@ def read_deployment(path: Path, region: str, **given: object) -> Deployment:
     """The deployment of `region` from `terraform output -json deployments`, with what `given` adds.
 
     Raises:
-        ConfigurationError: the file can't be read, has no such region, or something is missing or wrong.
+        ConfigurationError: the file can't be read, has no such region, or something is missing or
+            wrong.
     """
     try:
         regions = json.loads(path.read_text(encoding="utf-8"))
@@ -99,5 +100,5 @@ def read_gpu_types() -> dict[str, GpuType]:
 
 
 def gpu_class(gpu: Gpu) -> str:
-    """The class of nodes that offers this type and share; Terraform labels its pools so."""
+    """The class of nodes that offers this type and share. Terraform labels its pools so."""
     return f"{gpu.type}-x{gpu.share}"

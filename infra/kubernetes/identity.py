@@ -1,7 +1,7 @@
-"""Who a worker outside Google is: the token of its service account, exchanged for one of Google's (RFC 8693).
+"""Identity of workers outside Google: a Kubernetes token, exchanged for Google's (RFC 8693).
 
-The cluster's API server signs the token and the kubelet keeps it fresh; Google checks it against the issuer that
-infra/terraform/platform/outside.tf names. No key is made, copied or kept anywhere.
+The cluster's API server signs the token and the kubelet keeps it fresh. Google checks it against
+the issuer that infra/terraform/platform/outside.tf names. No key is made, copied or kept anywhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TOKEN_VALID_S = 3600
 
 
 def credentials(audience: str) -> str:
-    """The configuration file of google-auth (an "external account"); it holds no secret.
+    """The configuration file of google-auth (an "external account"). It holds no secret.
 
     Args:
         audience: the provider in Google's identity pool, as `//iam.googleapis.com/projects/…`.
@@ -33,7 +33,7 @@ def credentials(audience: str) -> str:
 
 
 def identity_settings(project: str) -> dict[str, str]:
-    """What google-auth reads: where the configuration is, and the project, which it would ask Google for."""
+    """The variables of google-auth: path of the configuration, and project."""
     return {
         "GOOGLE_APPLICATION_CREDENTIALS": f"{CREDENTIALS_DIR}/{CREDENTIALS_FILE}",
         "GOOGLE_CLOUD_PROJECT": project,

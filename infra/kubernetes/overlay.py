@@ -1,7 +1,7 @@
-"""Writes the Kustomize overlay of a region: one folder per model of the catalog, over the tree beside this file.
+"""Writes the Kustomize overlay of a region: one folder per model of the catalog.
 
-Kustomize does the rest: `kubectl kustomize OUT` renders it, `kubectl apply -k OUT` puts it into a cluster, and the
-Terraform stage `workloads` takes the rendered file.
+Kustomize does the rest: `kubectl kustomize OUT` renders it, `kubectl apply -k OUT` puts it into a
+cluster, and the Terraform stage `workloads` takes the rendered file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEALTH_PORT = 8081
 
 
 def slug(model: str) -> str:
-    """The name of a model as Kubernetes takes it; infra/terraform/platform/models.tf makes the same."""
+    """The name of a model in Kubernetes, the same as in infra/terraform/platform/models.tf."""
     plain = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")
     if len(plain) <= SLUG_LIMIT:
         return plain
@@ -43,14 +43,15 @@ def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: De
     """Writes the overlay, in place of what is there.
 
     Args:
-        out: the folder; what an earlier run left in it goes.
+        out: the folder. Files of an earlier run are deleted.
         catalog: the models to run workers of.
-        models_file: where it was read; each worker gets its own entry, so that a change restarts no other.
+        models_file: where it was read. Each worker gets its own entry, so that a change restarts no
+            other.
         deployment: where and with what.
 
     Raises:
-        ConfigurationError: two models would get the same name, one that is to run there is not in the catalog, or
-            `out` is a folder that is no overlay.
+        ConfigurationError: two models would get the same name, one that is to run there is not in
+            the catalog, or `out` is a folder that is no overlay.
     """
     slugs: dict[str, str] = {}
     models = _chosen(catalog, deployment)
@@ -82,7 +83,10 @@ def _chosen(catalog: Catalog, deployment: Deployment) -> list[Model]:
 
 
 def _write_cluster(folder: Path, deployment: Deployment) -> None:
-    """Namespace, priorities and network policies; the third rule of the workers' policy is Redis."""
+    """Namespace, priorities and network policies.
+
+    The third rule of the workers' policy is for Redis.
+    """
     folder.mkdir()
     to = [{"ipBlock": {"cidr": cidr}} for cidr in deployment.redis_cidrs]
     redis = [{"op": "replace", "path": "/spec/egress/2/to", "value": to}]
@@ -211,7 +215,7 @@ def _write_gpu_class(out: Path, gpu: Gpu, deployment: Deployment, gpu_types: dic
 
 
 def _buffer_patches(gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]) -> list[dict[str, Any]]:
-    """A place is as large as a worker and on the same nodes, but not on those that only take overflow."""
+    """A placeholder has the size and nodes of a worker, except nodes for overflow."""
     share = share_of(gpu, gpu_types) | {"nvidia.com/gpu": "1"}
     pod: dict[str, Any] = {"tolerations": [{"operator": "Exists", "effect": "NoSchedule"}]}
     if deployment.compute_classes:
@@ -245,7 +249,7 @@ def _of_deployment(name: str, pod: dict[str, Any], **spec: Any) -> dict[str, Any
 
 
 def _write(folder: Path, resources: list[str], *, patches: list[dict[str, Any]], **fields: Any) -> None:
-    """One kustomization.yaml; a patch that does not say its target is a strategic merge."""
+    """One kustomization.yaml. A patch that does not say its target is a strategic merge."""
     written = [patch if "target" in patch else {"patch": yaml.safe_dump(patch, sort_keys=False)} for patch in patches]
     head = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
     content = head | {"resources": resources} | fields | {"patches": written}
@@ -253,5 +257,5 @@ def _write(folder: Path, resources: list[str], *, patches: list[dict[str, Any]],
 
 
 def _up_to(folder: Path, part: str) -> str:
-    """The way from `folder` to a part of the tree; Kustomize takes only relative ones."""
+    """The relative path from `folder` to a part of the tree. Kustomize accepts no others."""
     return os.path.relpath(TREE / part, folder.resolve())

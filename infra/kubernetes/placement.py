@@ -10,12 +10,14 @@ from shared.catalog import Model
 from shared.catalog_entry import Gpu
 
 SHARED_MEMORY = 0.92
-"""Of a shared GPU's memory is handed out to torch: each process also has a CUDA context outside of torch's books."""
+"""The share of GPU memory for torch. Each process also has a CUDA context.
+"""
 PAUSE_S = 2
 """preStop of the base."""
 DRAIN_S = 60
 SPOT_DRAIN_S = 15
-"""A spot node is gone 30 s after its notice (platform-facts G14), and the kubelet keeps some of them."""
+"""A spot node is gone 30 s after its notice, and the kubelet needs some of them.
+"""
 KILL_MARGIN_S = 10
 """From the end of the drain to the kill: rows go to disk, connections close."""
 CPU_ONLY = {"cpu": "2", "memory": "4Gi"}
@@ -23,7 +25,7 @@ CPU_ONLY = {"cpu": "2", "memory": "4Gi"}
 
 @dataclass(frozen=True)
 class Placement:
-    """How one worker is placed; `components` are folders below infra/kubernetes/components."""
+    """How one worker is placed. `components` are folders below infra/kubernetes/components."""
 
     components: tuple[str, ...]
     node_selector: dict[str, str]
@@ -60,7 +62,10 @@ def place(model: Model, deployment: Deployment, gpu_types: dict[str, GpuType]) -
 
 
 def memory_fraction(gpu: Gpu) -> float:
-    """The part of a GPU's memory that torch may take in one worker; sharing in time divides no memory."""
+    """The part of a GPU's memory that torch may take in one worker.
+
+    Time-sharing does not divide memory.
+    """
     return 1.0 if gpu.share == 1 else int(SHARED_MEMORY / gpu.share * 1000) / 1000
 
 
@@ -71,13 +76,14 @@ def share_of(gpu: Gpu, gpu_types: dict[str, GpuType]) -> dict[str, str]:
 
 
 def _resources(share: dict[str, str], *, gpu: bool = False) -> dict[str, dict[str, str]]:
-    # No limit on CPU: what the neighbors leave is there for the taking. On a shared node a GPU is asked for once.
+    # No limit on CPU: what the neighbors leave is there for the taking. On a shared node a GPU is
+    # asked for once.
     one = {"nvidia.com/gpu": "1"} if gpu else {}
     return {"requests": share | one, "limits": {"memory": share["memory"]} | one}
 
 
 def compute_class(gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]) -> dict[str, Any]:
-    """The ComputeClass of one type and share: spot, on demand, then the larger GPU (platform-facts G11, G12)."""
+    """The ComputeClass of one GPU type and share: spot, on demand, then the larger GPU."""
     sharing = {"gpuSharing": {"sharingStrategy": "time-sharing", "maxSharedClientsPerGPU": gpu.share}}
 
     def rule(type_: str, spot: bool) -> dict[str, Any]:

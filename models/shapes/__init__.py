@@ -1,4 +1,4 @@
-"""A small Stable Diffusion that draws colored shapes as told: its world, its training, its judge and the result."""
+"""A small Stable Diffusion for colored shapes: world, training, judge and result."""
 
 from pathlib import Path
 

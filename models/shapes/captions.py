@@ -38,7 +38,7 @@ _RELATIONS: dict[str, tuple[str, ...]] = {
 
 
 def tell(scene: Scene, rng: random.Random) -> str:
-    """A caption of the scene; the wording is `rng`'s choice."""
+    """A caption of the scene. The wording is `rng`'s choice."""
     figures = [_figure(figure, rng) for figure in scene.figures]
     if scene.relation is None:
         what = f"{figures[0]} {rng.choice(_PLACES[scene.place or 'center'])}".rstrip()

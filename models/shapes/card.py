@@ -1,4 +1,4 @@
-"""What lies beside a trained pipeline for people: its scores as JSON, a sheet of samples, and the table of its card."""
+"""Files that describe a trained pipeline: scores as JSON, a sheet of samples, a model card."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LETTERS = 25
 
 
 def write_scores(folder: Path, scores: Mapping[str, Any], table: str) -> None:
-    """Keeps `scores` in the folder, with the digest of the weights that they are of, and puts `table` into the card."""
+    """Writes `scores` and the digest of their weights to the folder, and `table` to the card."""
     kept = {"weights_sha256": weights_sha256(folder), **scores}
     (folder / SCORES).write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
     card = folder / CARD

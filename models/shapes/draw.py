@@ -16,7 +16,8 @@ FINER = 4
 RING_HOLE = 0.55
 STAR_INNER = 0.42
 CROSS_ARM = 0.34
-"""Parts of the radius: the ring's hole, the star's inner corners, half the width of the cross's arms."""
+"""Fractions of the radius: ring's hole, star's inner corners, half the cross's arms.
+"""
 
 
 def draw_many(scenes: Iterable[Scene]) -> npt.NDArray[np.uint8]:

@@ -1,7 +1,8 @@
-"""Reads background, figures, their colors, shapes and places off a picture by plain image processing.
+"""Detects background, figures, colors, shapes and places by plain image processing.
 
-It knows no model and none of the drawing code: colors by their nearest name, shapes by how well they cover outlines
-that are written here as inequalities. After training, score.py asks it what the pipeline has drawn.
+It knows no model and none of the drawing code: colors by their nearest name, shapes by how well
+they cover outlines that are written here as inequalities. After training, score.py asks it what the
+pipeline has drawn.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Mask = npt.NDArray[np.bool_]
 CONTRAST = 45.0
 """A pixel this far from the background, in RGB steps, may belong to a figure."""
 AREA_MIN = 25
-"""Pixels; less is a speck. The smallest figure, a star, has about 50."""
+"""Smaller groups of pixels are specks. The smallest figure, a star, has about 50."""
 COVER_MIN = 0.65
 """A shape that covers no outline better than this (intersection over union) has no name."""
 GRID = 48
@@ -33,7 +34,7 @@ UNNAMED = "unnamed"
 
 @dataclass(frozen=True)
 class Seen:
-    """One figure as read: x, y is its middle in pixels from the top left, radius half its longer side."""
+    """One detected figure: center x, y in pixels from the top left, radius half its longer side."""
 
     shape: str
     color: str
@@ -44,7 +45,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a picture shows; the figures from left to right."""
+    """The figures in a picture, from left to right."""
 
     background: str
     figures: tuple[Seen, ...]
@@ -62,7 +63,7 @@ def read(picture: Pixels) -> Reading:
 
 
 def _figure(pixels: Floats, ground: Floats, part: Mask) -> Seen | None:
-    """The figure in this connected part of the picture; None for a speck."""
+    """The figure in this connected part of the picture, or None for a speck."""
     if part.sum() < AREA_MIN:
         return None
     inner = ndimage.binary_erosion(part)
@@ -91,7 +92,10 @@ def _nearest(color: Floats, names: dict[str, tuple[int, int, int]]) -> str:
 
 
 def _shape(cover: Floats) -> str:
-    """The outline that the figure in this box covers best; the box must be about as wide as high."""
+    """The outline that the figure in this box covers best.
+
+    The box must be about as wide as high.
+    """
     height, width = cover.shape
     if not 0.7 < width / height < 1.43:
         return UNNAMED
@@ -122,12 +126,16 @@ def _outlines() -> dict[str, Mask]:
 
 
 def _star(x: Floats, y: Floats) -> Mask:
-    """Five points, one up, stretched to the box; by angle, a straight edge from each point to the next inner corner."""
+    """Five points, one up, stretched to the box.
+
+    By angle, a straight edge from each point to the next inner corner.
+    """
     across, up, down = math.sin(2 * math.pi / 5), 1.0, math.cos(math.pi / 5)
     right, lower = x * across, (y + 1) / 2 * (up + down) - up
     turn = np.abs((np.arctan2(right, -lower) + math.pi / 5) % (2 * math.pi / 5) - math.pi / 5)
     inner = 0.42
-    # The line through the point (1 at angle 0) and the inner corner (0.42 at pi / 5), in polar form.
+    # The line through the point (1 at angle 0) and the inner corner (0.42 at pi / 5), in polar
+    # form.
     edge = (
         inner
         * math.sin(math.pi / 5)

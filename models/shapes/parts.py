@@ -1,4 +1,4 @@
-"""The pipeline's parts before training, all of diffusers' and transformers' own classes, and how they are joined."""
+"""The untrained parts of the pipeline, from classes of diffusers and transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LATENT_SCALE = 8
 
 @dataclass(frozen=True)
 class Widths:
-    """How wide and deep the parts are; the defaults fit the result into 12 MB at fp16."""
+    """How wide and deep the parts are. The defaults fit the result into 12 MB at fp16."""
 
     vae: tuple[int, int, int, int] = (16, 24, 48, 64)
     latents: int = 8
@@ -26,7 +26,10 @@ class Widths:
 
 
 def make_vae(widths: Widths) -> Any:
-    """Pictures [n, 3, 64, 64] from -1 to 1 to latents [n, latents, 8, 8] and back; convolutions only."""
+    """Pictures [n, 3, 64, 64] from -1 to 1 to latents [n, latents, 8, 8] and back.
+
+    Convolutions only.
+    """
     return AutoencoderKL(
         sample_size=SIDE,
         block_out_channels=widths.vae,
@@ -58,7 +61,10 @@ def make_text_encoder(widths: Widths, tokenizer: Any) -> Any:
 
 
 def make_unet(widths: Widths) -> Any:
-    """Latents, a time and a caption's encoding to the velocity; attends to the caption at 8 x 8 and at 4 x 4."""
+    """Latents, a time and a caption's encoding to the velocity.
+
+    Attends to the caption at 8 x 8 and at 4 x 4.
+    """
     return UNet2DConditionModel(
         sample_size=SIDE // LATENT_SCALE,
         in_channels=widths.latents,
@@ -74,7 +80,10 @@ def make_unet(widths: Widths) -> Any:
 
 
 def make_scheduler() -> Any:
-    """Stable Diffusion's betas, so that other schedulers take them too; steps counted from the noisiest time."""
+    """Stable Diffusion's betas, so that other schedulers take them too.
+
+    Steps counted from the noisiest time.
+    """
     return DDIMScheduler(
         beta_start=0.00085,
         beta_end=0.012,

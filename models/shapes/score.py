@@ -1,7 +1,7 @@
-"""`python -m models.shapes.score FOLDER`: what part of the pictures a pipeline draws as told, by the judge.
+"""`python -m models.shapes.score FOLDER`: the share of pictures that the judge accepts.
 
-The captions are of scenes that training never saw. A figure counts as right only where the judge reads it off the
-picture; more figures than asked count against the picture as a whole.
+The captions are of scenes that training never saw. A figure counts as right only where the judge
+reads it off the picture. Extra figures count against the picture as a whole.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Tally:
 
     @property
     def part(self) -> float:
-        """From 0 to 1; 0 where nothing was counted."""
+        """From 0 to 1. It is 0 if nothing was counted."""
         return self.right / self.of if self.of else 0.0
 
 
@@ -74,7 +74,7 @@ TARGETS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the table; fails where a target is missed."""
+    """Prints the table. Fails if a target is missed."""
     parser = argparse.ArgumentParser(prog="models.shapes.score", description=__doc__)
     parser.add_argument("folder", type=Path, help="of a diffusers pipeline")
     parser.add_argument("--captions", type=int, default=500)
@@ -106,7 +106,10 @@ def load(folder: Path) -> Any:
 
 
 def held_out(number: int, seed: int = SEED) -> list[Asked]:
-    """Captions that training never saw, one and two figures in turn; the same for the same seed."""
+    """Captions that training never saw, alternating one and two figures.
+
+    They depend on the seed only.
+    """
     rng = random.Random(seed)
     scenes = [sample_scene(rng, held_out=True, figures=1 + index % 2) for index in range(number)]
     return [Asked(scene, tell(scene, rng), seed=index) for index, scene in enumerate(scenes)]
@@ -155,7 +158,7 @@ def _count(table: dict[str, Tally], scene: Scene, reading: Reading) -> None:
 
 
 def matched(asked: Sequence[Figure], seen: Sequence[Seen]) -> list[tuple[Figure, Seen | None]]:
-    """Each asked figure with what was seen of it: the pairing with the most colors and shapes right."""
+    """Each requested figure with the detected one, paired for the most right colors and shapes."""
     padded: list[Seen | None] = [*seen, *[None] * len(asked)]
     ways = itertools.permutations(padded[: len(seen) + len(asked)], len(asked))
     best = max(ways, key=lambda way: sum(_likeness(figure, other) for figure, other in zip(asked, way, strict=True)))
@@ -174,7 +177,7 @@ def _is_near(figure: Figure, seen: Seen) -> bool:
 
 
 def _is_related(scene: Scene, first: Seen | None, second: Seen | None) -> bool:
-    """Whether both figures are there, each with its color or its shape, and stand to each other as told."""
+    """Whether both figures are there, with color or shape, in the right relation."""
     if first is None or second is None:
         return False
     for figure, seen in zip(scene.figures, (first, second), strict=True):

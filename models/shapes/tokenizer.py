@@ -1,4 +1,4 @@
-"""The text encoder's tokenizer: CLIP's kind, with each word of the captions as one token and bytes for all others."""
+"""The tokenizer: like CLIP's, with one token per word of the captions and bytes for others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WORD_END = "</w>"
 
 
 def make_tokenizer() -> Any:
-    """A CLIPTokenizer; its merges are learned from captions, until every word of theirs is whole."""
+    """A CLIPTokenizer. Its merges are learned from captions until every word is one token."""
     rng = random.Random(0)
     words = sorted({word for _ in range(_CAPTIONS) for word in tell(sample_scene(rng), rng).replace(",", " ,").split()})
     tokenizer = Tokenizer(models.BPE(end_of_word_suffix=_WORD_END))

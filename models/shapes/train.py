@@ -1,7 +1,7 @@
-"""`python -m models.shapes.train FOLDER`: trains the small Stable Diffusion and writes it as a diffusers folder.
+"""`python -m models.shapes.train FOLDER`: trains the model and writes a diffusers folder.
 
-Three stages, each of which goes on where a stopped run was: the autoencoder, the text encoder, the UNet. Now and then
-the pipeline as it is draws a sheet of held-out captions and is scored.
+Three stages, each of which goes on where a stopped run was: the autoencoder, the text encoder, the
+UNet. Now and then the pipeline as it is draws a sheet of held-out captions and is scored.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ def train(
     look_captions: int = LOOK_CAPTIONS,
     say: Callable[[str], None] = lambda line: print(line, flush=True),
 ) -> None:
-    """All stages; at the end `folder` has the pipeline in fp16 and `state_dir` the last sheet and scores."""
+    """All stages.
+
+    At the end `folder` has the pipeline in fp16 and `state_dir` the last sheet and scores.
+    """
     began_s = time.monotonic()
     tokenizer = make_tokenizer()
     vae = train_vae(state_dir, vae_plan, widths, seed, device=device, say=say)
@@ -104,12 +107,13 @@ def _look(pipeline: Any, state_dir: Path, step: int, captions: int, say: Callabl
 
 
 def write_pipeline(pipeline: Any, folder: Path) -> None:
-    """The pipeline in fp16 safetensors, as a whole: the folder is there complete or as it was before."""
+    """Writes the pipeline in fp16 safetensors, completely or not at all."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     halved = {name: copy.deepcopy(getattr(pipeline, name)).half() for name in ("vae", "text_encoder", "unet")}
     join(halved["vae"], halved["text_encoder"], pipeline.tokenizer, halved["unet"]).save_pretrained(partial)
-    # transformers loads in the precision that this file names, diffusers in fp32: the parts must agree.
+    # transformers loads in the precision that this file names, diffusers in fp32: the parts must
+    # agree.
     config = partial / "text_encoder" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "float32"}, indent=2) + "\n")
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,8 @@
 """Second stage of the training: the text encoder learns to read captions.
 
-Its end token (and the padding after it, which is the same token) learns to tell what the scene is: linear heads,
-dropped afterwards, read every attribute off it. So the UNet starts with words that already mean something.
+Its end token (and the padding after it, which is the same token) learns to tell what the scene is:
+linear heads, dropped afterwards, read every attribute off it. So the UNet starts with words that
+already mean something.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def train_text(
     device: str = "cpu",
     say: Callable[[str], None] = print,
 ) -> Any:
-    """Trains the text encoder, or goes on from what `state_dir` has; returns it."""
+    """Trains the text encoder, or continues from `state_dir`. Returns it."""
     torch.manual_seed(seed)
     encoder = make_text_encoder(widths, tokenizer).to(device).train()
     heads = torch.nn.Linear(widths.text, _OUTPUTS).to(device)
@@ -92,7 +93,7 @@ def train_text(
 
 
 def tokens_of(tokenizer: Any, captions: Sequence[str]) -> torch.Tensor:
-    """Token ids as the pipeline makes them: padded and cut to the longest that the encoder takes."""
+    """Token ids as in the pipeline: padded and truncated to the encoder's maximum."""
     encoded = tokenizer(
         list(captions),
         padding="max_length",
@@ -105,7 +106,7 @@ def tokens_of(tokenizer: Any, captions: Sequence[str]) -> torch.Tensor:
 
 
 def _loss(outputs: torch.Tensor, scenes: Sequence[Scene], owner: torch.Tensor) -> torch.Tensor:
-    """Mean of the attributes' losses; `owner` says which scene each row of outputs is about."""
+    """Mean of the attributes' losses. `owner` says which scene each row of outputs is about."""
     ordered = torch.tensor([_ordered(scene) for scene in scenes], device=outputs.device)[owner]
     shown = torch.tensor([_shown(scene) for scene in scenes], device=outputs.device)[owner]
     parts = torch.split(outputs, [*_CHOICES, _KINDS], dim=1)
@@ -118,7 +119,7 @@ def _loss(outputs: torch.Tensor, scenes: Sequence[Scene], owner: torch.Tensor) -
 
 
 def _ordered(scene: Scene) -> list[int]:
-    """Background, place, relation, then shape, color and size of each figure where the caption says which is which."""
+    """Background, place, relation, then shape, color and size of each figure in the caption."""
     targets = [
         _BACKGROUNDS.index(scene.background),
         _PLACES.index(scene.place) if scene.place else IGNORED,

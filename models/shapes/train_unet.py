@@ -1,7 +1,8 @@
-"""Last stage of the training: the UNet learns to take noise off latents, told by the caption what to find.
+"""Last stage of the training: the UNet learns to denoise latents, guided by the caption.
 
-Velocity prediction (Salimans and Ho 2022) weighted by min-SNR (Hang et al. 2023), captions left out now and then for
-classifier-free guidance (Ho and Salimans 2022), and a moving average of the weights as the result.
+Velocity prediction (Salimans and Ho 2022) weighted by min-SNR (Hang et al. 2023), captions left out
+now and then for classifier-free guidance (Ho and Salimans 2022), and a moving average of the
+weights as the result.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ class Latents:
 def encode_scenes(
     state_dir: Path, vae: Any, number: int, seed: int, *, device: str = "cpu", say: Callable[[str], None] = print
 ) -> Latents:
-    """Draws and encodes `number` scenes, or reads what an earlier run encoded; evens out the autoencoder's latents."""
+    """Draws and encodes `number` scenes, or reads those of an earlier run.
+
+    Normalizes the autoencoder's latents.
+    """
     rng = random.Random(f"scenes {seed}")
     scenes = [sample_scene(rng) for _ in range(number)]
     path = state_dir / "latents.pt"
@@ -87,11 +91,11 @@ def encode_scenes(
 
 
 class UnetTraining:
-    """The UNet, its moving average and where the training is; `run` trains.
+    """The UNet, its moving average and the progress of the training. `run` trains.
 
     Args:
         state_dir: has `unet.pt`, which an earlier run left.
-        text_encoder, tokenizer: trained; they stay as they are.
+        text_encoder, tokenizer: trained. They are not changed.
         device: where the UNet and the text encoder are.
     """
 
@@ -108,7 +112,8 @@ class UnetTraining:
         torch.manual_seed(seed)
         self.unet = make_unet(widths).to(device, memory_format=torch.channels_last)
         if device == "cpu":
-            # torch's fused attention is slow backwards at these sizes: a third of a step on a processor.
+            # torch's fused attention is slow backwards at these sizes: a third of a step on a
+            # processor.
             self.unet.set_attn_processor(AttnProcessor())
         self.average = make_unet(widths).to(device).eval().requires_grad_(False)
         self.average.load_state_dict(self.unet.state_dict())
@@ -136,7 +141,10 @@ class UnetTraining:
         look: Callable[[], None],
         say: Callable[[str], None] = print,
     ) -> None:
-        """Trains to the plan's last step; `look` is called now and then, and at the end, when the state is saved."""
+        """Trains to the plan's last step.
+
+        `look` is called now and then, and at the end, when the state is saved.
+        """
         self.unet.train()
         began_s = saved_s = looked_s = time.monotonic()
         spent_s, smooth = self.spent_s, 0.0
@@ -183,7 +191,8 @@ class UnetTraining:
 
     def _loss(self, clean: torch.Tensor, told: torch.Tensor) -> torch.Tensor:
         number = len(clean)
-        # One time from each of `number` equal parts of the schedule: less chance in the loss than free draws.
+        # One time from each of `number` equal parts of the schedule: less chance in the loss than
+        # free draws.
         spread = (torch.randperm(number) + torch.rand(number)) / number
         times = (spread * len(self._alphas)).long().to(clean.device)
         alpha = self._alphas[times].view(-1, 1, 1, 1)

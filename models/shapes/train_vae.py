@@ -1,7 +1,7 @@
-"""First stage of the training: the autoencoder learns to keep a picture in 8 x 8 latents and to draw it sharply again.
+"""First stage of the training: the autoencoder learns to encode pictures in 8 x 8 latents.
 
-It has convolutions only, so its first steps see crops of a quarter of a picture around a figure, which cost a quarter
-and show little of the flat background.
+It has convolutions only, so its first steps see crops of a quarter of a picture around a figure,
+which cost a quarter and show little of the flat background.
 """
 
 from __future__ import annotations
@@ -26,19 +26,26 @@ from models.shapes.world import SIDE, sample_scene
 
 KL_WEIGHT = 1e-4
 FIGURE_WEIGHT = 9.0
-"""A figure's pixel, and one next to it, counts so much against one of the background, if it has FIGURE_PIXELS; more in
-a smaller figure, so that small ones are not drawn as blots, less in a larger one."""
+"""Weight of pixels in and next to a figure of FIGURE_PIXELS, relative to the background.
+
+Smaller figures weigh more, so that they are not drawn as blots, and larger ones less.
+"""
 FIGURE_PIXELS = 300
 EDGE_PIXELS = 2
 NOISE = 0.07
-"""Deviation of what is added to the latents before they are drawn, over their own: the UNet will not find them exactly,
-and a picture must not hang on what is finer."""
+"""Deviation of the noise that is added to latents, relative to theirs.
+
+The UNet will not find latents exactly, and a picture must not depend on finer detail.
+"""
 SAVE_EVERY_S = 60.0
 
 
 @dataclass(frozen=True)
 class VaePlan:
-    """How long and on what the autoencoder is trained; `batch` is of crops, a quarter as many of whole pictures."""
+    """How long and on what the autoencoder is trained.
+
+    `batch` counts crops, and a quarter as many whole pictures.
+    """
 
     steps: int = 11_000
     full_from: float = 0.4
@@ -58,10 +65,11 @@ def train_vae(
     device: str = "cpu",
     say: Callable[[str], None] = print,
 ) -> Any:
-    """Trains the autoencoder, or goes on from what `state_dir` has; returns it.
+    """Trains the autoencoder, or continues from `state_dir`. Returns it.
 
-    The loss is the pixels' mean absolute and squared difference and that of their hues, plus KL_WEIGHT times the
-    latents' mean divergence from the normal distribution (Kingma and Welling 2014).
+    The loss is the pixels' mean absolute and squared difference and that of their hues, plus
+    KL_WEIGHT times the latents' mean divergence from the normal distribution (Kingma and Welling
+    2014).
     """
     torch.manual_seed(seed)
     vae = make_vae(widths).to(device, memory_format=torch.channels_last).train()
@@ -88,7 +96,7 @@ def train_vae(
 
 
 def make_pictures(number: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pictures to train on, uint8 [number, 3, 64, 64], and what their pixels count, float16 [number, 1, 64, 64]."""
+    """Pictures, uint8 [number, 3, 64, 64], and weights of pixels, float16 [number, 1, 64, 64]."""
     rng = random.Random(seed)
     pixels = draw_many(sample_scene(rng) for _ in range(number))
     weights = np.stack([_weights(picture) for picture in pixels])[:, None]
@@ -129,7 +137,7 @@ def _batch(
 
 
 def _corner(figure: torch.Tensor, size: int, rng: random.Random) -> tuple[int, int]:
-    """Where a crop begins that has some pixel of a figure near its middle, on the latents' grid of 8 pixels."""
+    """The start of a crop with a figure's pixel near its middle, on the latents' grid of 8 pixels."""
     inside = figure.nonzero()
     row, column = inside[rng.randrange(len(inside))].tolist()
     top, left = (round((at - size / 2 + rng.uniform(-8, 8)) / 8) * 8 for at in (row, column))
@@ -162,7 +170,7 @@ def _step(vae: Any, optimizer: torch.optim.Optimizer, pixels: torch.Tensor, weig
 
 @torch.no_grad()
 def even_out(vae: Any, mean: torch.Tensor, std: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Brings each channel of the latents to a mean of 0 and a deviation of 1: noise would drown one that is small.
+    """Normalizes each channel of the latents to mean 0 and deviation 1.
 
     The autoencoder's own 1 x 1 convolutions take it up, so it draws what it drew.
 

@@ -1,4 +1,4 @@
-"""The world of the pictures: which shapes, colors, sizes, places and relations there are, and scenes drawn at random.
+"""The world of the pictures: shapes, colors, sizes, places, relations, and random scenes.
 
 First on the path of training: a scene is sampled here, drawn in draw.py and told in captions.py.
 """
@@ -54,7 +54,8 @@ PLACES: dict[str, tuple[int, int]] = {
     "bottom left": (-1, 1),
     "bottom right": (1, 1),
 }
-"""Where a single figure is: a step to the right and a step down, each of PLACE_STEP pixels from the middle."""
+"""The place of a single figure: steps right and down of PLACE_STEP pixels from the middle.
+"""
 PLACE_STEP = 14.0
 EDGE = 2.0
 """Pixels that every figure keeps from the edge."""
@@ -70,7 +71,7 @@ HELD_OUT_IN = 10
 
 @dataclass(frozen=True)
 class Figure:
-    """One shape in a picture; x, y (its middle, from the top left) and radius in pixels."""
+    """One shape in a picture, with its center (x, y from the top left) and radius in pixels."""
 
     shape: str
     color: str
@@ -107,9 +108,9 @@ def sample_scene(rng: random.Random, *, held_out: bool = False, figures: int | N
     """One scene at random, of the kinds to train on or of the held-out ones.
 
     Args:
-        rng: decides everything; the same state gives the same scene.
+        rng: the only source of randomness. The same state gives the same scene.
         held_out: which of the two halves of the world.
-        figures: 1 or 2; None is either.
+        figures: 1 or 2. None means either.
     """
     while True:
         number = figures or rng.choice((1, 2, 2))

@@ -1,1 +1,1 @@
-"""`penstock optimize`: makes, judges and writes the optimized artifacts that workers/models/artifact.py reads."""
+"""`penstock optimize`: builds and judges the artifacts that workers/models/artifact.py reads."""

@@ -1,4 +1,4 @@
-"""`python -m workers.optimize MODEL`: makes and shows variants of a model, writes those that are true to it."""
+"""`python -m workers.optimize MODEL`: builds variants of a model, keeps the faithful ones."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Makes the artifact that the command line asks for.
 
     Returns:
-        0: it is there, new or from before. 1: nothing was accepted, or something failed. 2: a setting is wrong.
+        0: it is there, new or from before. 1: nothing was accepted, or something failed. 2: a
+            setting is wrong.
     """
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -202,7 +203,8 @@ def _make(entry: Entry, source: Path, target: Path, wishes: Wishes, there: Artif
 
 
 def _maker(entry: Entry) -> Callable[[Entry, Path, Path, Wishes, Callable[[str], None]], Made]:
-    # Imported where needed: a run that finds its artifact takes half a second, not the several that torch does.
+    # Imported where needed: a run that finds its artifact takes half a second, not the several that
+    # torch does.
     if entry.task == "embedding":
         from workers.optimize.embedding import make_embedding_variants
 

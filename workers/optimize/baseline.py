@@ -1,4 +1,4 @@
-"""Measures an embedding variant beside the original: speed in the same run, quality on texts nothing was fitted to."""
+"""Compares an embedding variant with the original: speed, and quality on unseen texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from workers.optimize.quality import VectorQuality, compare_vectors
 
 _JUDGED_TOGETHER = 8
 _TIMED_EVERY = 4
-"""Every how many-th text is timed, in the batches that a worker would make of them: a tenth of a second a round."""
+"""Every n-th text is timed, in the batches of a worker: a tenth of a second per round.
+"""
 _ROUNDS = 3
 
 
@@ -44,8 +45,8 @@ class Yardstick:
     def measure(self, encoder: Encoder) -> tuple[VectorQuality, float, float]:
         """The worse of a variant's qualities alone and in batches, its texts/s, and the original's.
 
-        In a batch because padding and the scaling of INT8 activations tell only there. Best of some rounds each, by
-        turns, so that whatever else the machine does disturbs both alike.
+        In a batch because padding and the scaling of INT8 activations tell only there. Best of some
+        rounds each, by turns, so that whatever else the machine does disturbs both alike.
 
         Raises:
             ConfigurationError: the variant can't be loaded.

@@ -1,8 +1,8 @@
-"""The texts that embedding variants are calibrated and judged on: real English of mixed length, two sets apart.
+"""Two separate sets of English texts, to calibrate and to judge embedding variants.
 
-english.txt has one subject a line. The subjects of the two sets are disjoint, so nothing a variant is calibrated on
-comes back when it is judged. To calibrate there are lists of words too, which stretch activations further than
-sentences do.
+english.txt has one subject a line. The subjects of the two sets are disjoint, so nothing a variant
+is calibrated on comes back when it is judged. To calibrate there are lists of words too, which
+stretch activations further than sentences do.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from shared.tasks.embedding import TextInput
 from workers.models.base import PreparedText, Preparer
 
 INPUTS = ("input_ids", "attention_mask")
-"""What every transformer takes; some take token_type_ids too."""
+"""The inputs of every transformer. Some also have token_type_ids."""
 _PARAGRAPH = 4
-"""Sentences of a text of medium length: about 60 tokens; a whole line has about 170, one and a half about 250."""
+"""Sentences of a text of medium length: about 60 tokens.
+
+A whole line has about 170, one and a half about 250.
+"""
 
 _LIST_WORDS = (8, 12, 20, 40, 60, 90, 120, 150, 180, 180, 180, 200, 200, 200, 200, 200)
 _WORD_MARKS = "▁Ġ"
@@ -40,9 +43,12 @@ def vocabulary(transformer: Path) -> list[str]:
 
 
 def word_lists(tokens: Sequence[str]) -> list[str]:
-    """16 texts of words drawn from a tokenizer's vocabulary, short and (most of them) long; always the same.
+    """16 texts of words drawn from a tokenizer's vocabulary, a few short and most long.
 
-    Without them MiniLM in static INT8 had a least cosine of 0.9845 on such lists; with them 0.9876, more on English.
+    They are always the same.
+
+    Without them MiniLM in static INT8 had a least cosine of 0.9845 on such lists. With them 0.9876,
+    more on English.
     """
     words = sorted({word for token in tokens if (word := token.strip(_WORD_MARKS)).isalpha() and len(word) > 1})
     draw = random.Random(1)

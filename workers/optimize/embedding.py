@@ -69,7 +69,8 @@ def make_embedding_variants(
         verdicts.append(verdict)
         original_rate = max(original_rate, rate)
     workshop.clear()
-    # The texts that variants were judged by, not those they were fitted to: a worker checks against them again.
+    # The texts that variants were judged by, not those they were fitted to: a worker checks against
+    # them again.
     write_calibration(target, Calibration(yardstick.texts, yardstick.vectors))
     size_mb = sum(path.stat().st_size for path in settings.transformer.glob("*.safetensors")) / 1e6
     original = {
@@ -86,7 +87,7 @@ def make_embedding_variants(
 
 
 class _Workshop:
-    """Makes one graph at a time in `target`; what several are made from is made once."""
+    """Creates one graph at a time in `target`. Shared inputs are created once."""
 
     def __init__(
         self,
@@ -170,7 +171,7 @@ class _Workshop:
 
     @cached_property
     def _has_types(self) -> bool:
-        """Only where the tokenizer gives some: an input that is always 0 costs its part of every call."""
+        """Only if the tokenizer returns some. An input that is always 0 would slow every call."""
         return any(text.type_ids for text in self._texts) and takes_types(self._model)
 
     @property
@@ -196,7 +197,7 @@ class _Workshop:
 
 
 def _judge(entry: Entry, workshop: _Workshop, yardstick: Yardstick, name: str, wishes: Wishes) -> tuple[Verdict, float]:
-    """The verdict, and the original's texts/s beside it; the graph of a refused variant is gone."""
+    """The verdict and the texts/s of the original. The graph of a refused variant is deleted."""
     try:
         variant = workshop.make(name)
         quality, rate, original_rate = yardstick.measure(workshop.encoder(variant))

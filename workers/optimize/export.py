@@ -1,4 +1,4 @@
-"""From a transformer in torch to an ONNX graph of states, exported by torch and fused by ONNX Runtime's own passes."""
+"""Exports a transformer from torch to an ONNX graph, fused by ONNX Runtime's passes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from shared.errors import ConfigurationError
 OPSET = 17
 STATES = "last_hidden_state"
 _BERT_LIKE = frozenset({"bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "xlm-roberta"})
-"""Families (config.model_type) that ONNX Runtime's fusions for BERT know; others stay as exported."""
+"""Families (config.model_type) that ONNX Runtime's fusions for BERT know.
+
+Others stay as exported.
+"""
 
 
 def load_transformer(folder: Path) -> Any:
@@ -45,12 +48,12 @@ def load_transformer(folder: Path) -> Any:
 
 
 def export_graph(model: Any, path: Path, *, has_types: bool) -> None:
-    """Writes the graph of `model`: token ids and mask [items, tokens] in, states [items, tokens, width] out.
+    """Writes the graph: token ids and mask [items, tokens] to states [items, tokens, width].
 
     Args:
         model: a transformer of load_transformer.
         path: the .onnx file to write.
-        has_types: whether the graph takes token_type_ids too; without, they are taken as 0.
+        has_types: whether the graph takes token_type_ids too. Without it they are 0.
 
     Raises:
         ConfigurationError: torch can't export this family.
@@ -103,18 +106,21 @@ def fuse_graph(source: Path, target: Path, config: Any, *, has_all_heads: bool =
         source: a graph of export_graph.
         target: the .onnx file to write.
         config: of the transformer.
-        has_all_heads: whether the graph has as many as `config` says; attention is fused only then.
-        to_fp16: narrows weights and inner values; the inputs keep their types and the states come out in fp32.
+        has_all_heads: whether the graph has as many as `config` says. Attention is fused only then.
+        to_fp16: narrows weights and inner values. The inputs keep their types and the states come
+            out in fp32.
 
     Returns:
-        How many operators of which kind there are now, in words; or why nothing was fused.
+        How many operators of which kind there are now, in words, or why nothing was fused.
     """
     is_known = config.model_type in _BERT_LIKE
     with _quiet():
-        # Its own passes only (level 0): those of ONNX Runtime itself suit one machine, and run when a graph is loaded.
+        # Its own passes only (level 0): those of ONNX Runtime itself suit one machine, and run when
+        # a graph is loaded.
         heads, width = (config.num_attention_heads, config.hidden_size) if has_all_heads else (0, 0)
         options = FusionOptions("bert")
-        # On a CPU it takes eight times as long as an addition and a layer norm (encoder_onnx.py keeps it out too).
+        # On a CPU it takes eight times as long as an addition and a layer norm (encoder_onnx.py
+        # keeps it out too).
         options.enable_skip_layer_norm = options.enable_bias_skip_layer_norm = to_fp16
         fused = (
             optimize_model(
@@ -139,7 +145,7 @@ def fuse_graph(source: Path, target: Path, config: Any, *, has_all_heads: bool =
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the exporter's warnings about its own age and about Python values that become constants."""
+    """Suppresses the exporter's warnings about its age and about constants."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,7 +1,8 @@
-"""Static INT8 products as one operator each, with a bias that makes up for what rounding moves on average.
+"""Static INT8 products as one operator each, with a bias that corrects rounding errors.
 
-The correction is that of Nagel, van Baalen, Blankevoort and Welling, "Data-Free Quantization Through Weight
-Equalization and Bias Correction" (2019), with averages over real inputs instead of estimated ones.
+The correction is that of Nagel, van Baalen, Blankevoort and Welling, "Data-Free Quantization
+Through Weight Equalization and Bias Correction" (2019), with averages over real inputs instead of
+estimated ones.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ _OPERATOR, _DOMAIN = "MatMulIntegerToFloat", "com.microsoft"
 class _Product:
     """An INT8 product between the quantizer's conversions, and the fp32 product that it stands for.
 
-    Its activation is rounded by `scale` and `zero` to 0 … 255. `weights` and `rounded_weights` are [inputs, outputs].
+    Its activation is rounded by `scale` and `zero` to 0 … 255. `weights` and `rounded_weights` are
+    [inputs, outputs].
     """
 
     node: onnx.NodeProto
     left: onnx.NodeProto
-    """The conversion back to fp32 of the activation; `right` of the weights."""
+    """The conversion of the activation back to fp32. `right`: of the weights."""
     right: onnx.NodeProto
     activation: str
     scale: np.ndarray
@@ -39,14 +41,15 @@ class _Product:
 
 
 def fold_products(source: Path, target: Path, feeds: Sequence[Feed]) -> None:
-    """Rewrites `target` in place: conversions, product and corrected bias become one operator of ONNX Runtime's.
+    """Rewrites `target`: conversions, product and corrected bias become one operator.
 
-    ONNX Runtime does as much when it loads a graph on a CPU, but leaves the bias out, which then is a pass over memory
-    of its own: a tenth of MiniLM's time.
+    ONNX Runtime does as much when it loads a graph on a CPU, but leaves the bias out, which then is
+    a pass over memory of its own: a tenth of MiniLM's time.
 
     Args:
         source: the graph in fp32 that `target` was made of.
-        target: what quantize_static made, with conversions (QDQ) around the products with constant weights only.
+        target: what quantize_static made, with conversions (QDQ) around the products with constant
+            weights only.
         feeds: inputs whose activations are typical.
     """
     graph = OnnxModel(onnx.load(target))
@@ -104,7 +107,7 @@ def _shifts(source: Path, products: Sequence[_Product], feeds: Sequence[Feed]) -
 
 
 def _fold(graph: OnnxModel, product: _Product, shift: np.ndarray, users: Sequence[onnx.NodeProto]) -> None:
-    """Turns the product into the operator, and takes in the addition of a constant if nothing else follows."""
+    """Turns the product into the operator, with the addition of a constant if only that follows."""
     node = product.node
     bias = shift
     if len(users) == 1 and users[0].op_type == "Add":

@@ -1,4 +1,4 @@
-"""Judges the variants of an image model: ways to run the same pipeline, by the pictures that they draw."""
+"""Judges the variants of an image model by the pictures that they draw."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROMPTS = (
     "portrait of an old sailor, soft light",
     "a bowl of lemons on a wooden table",
 )
-"""Each is drawn with a seed of its own; the first two also from a source picture."""
+"""Each has its own seed. The first two are also drawn from a source picture."""
 _STRENGTH = 0.5
 _PLANS: dict[str, tuple[torch.dtype, dict[str, bool]]] = {
     "tuned": (torch.float32, {"is_tuned": True}),
@@ -48,7 +48,9 @@ _NOTES = {
 
 
 def make_image_variants(entry: Entry, folder: Path, target: Path, wishes: Wishes, say: Callable[[str], None]) -> Made:
-    """Tries each variant against the pipeline in fp32 on this machine's device; nothing is written to `target`.
+    """Tries each variant against the pipeline in fp32 on this machine's device.
+
+    Nothing is written to `target`.
 
     Raises:
         ConfigurationError: the folder is no pipeline, or a wish is wrong.
@@ -75,7 +77,7 @@ def make_image_variants(entry: Entry, folder: Path, target: Path, wishes: Wishes
 
 
 def _plan(name: str, entry: Entry) -> ImagePlan:
-    """The plan of a variant; of the reference for an empty name."""
+    """The plan of a variant, or of the reference for an empty name."""
     dtype, options = _PLANS.get(name, (torch.float32, {}))
     chosen = {"is_tuned": False, "is_int8": False, "is_compiled": False} | options
     return ImagePlan(dtype=dtype, batch_sizes=(1,), **chosen)
@@ -83,7 +85,7 @@ def _plan(name: str, entry: Entry) -> ImagePlan:
 
 @dataclass(frozen=True)
 class _Quality:
-    """The least PSNR of all pictures, their mean SSIM, and the mean distance of their VAE features."""
+    """The minimum PSNR of all pictures, mean SSIM, and mean distance of VAE features."""
 
     psnr_db: float
     ssim: float
@@ -102,7 +104,7 @@ class _Studio:
 
     @property
     def weights_bytes(self) -> int:
-        """What the parameters take in memory; INT8 ones as their own tensors tell."""
+        """The memory of the parameters. INT8 parameters report their own size."""
         parts = (part for part in self.text_to_image.components.values() if isinstance(part, torch.nn.Module))
         return sum(_stored_bytes(weight) for part in parts for weight in part.parameters())
 
@@ -234,7 +236,7 @@ def _judge(
 
 
 def _missing(plan: ImagePlan, device: torch.device) -> str:
-    """What this machine lacks for the plan, in words; empty where nothing is."""
+    """What this machine lacks for the plan, in words. Empty if it lacks nothing."""
     if plan.is_int8 and importlib.util.find_spec("torchao") is None:
         return "torchao is not installed"
     if plan.is_compiled and device.type == "cpu" and not (shutil.which("c++") or shutil.which("g++")):

@@ -1,4 +1,4 @@
-"""What `python -m workers.optimize` is asked to make of a model, and which variants there are by which name."""
+"""The options of `python -m workers.optimize`, and the variants by name."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ Calibration = Literal["minmax", "entropy", "percentile"]
 class Wishes:
     """The options of the command line.
 
-    `variants`: names from EMBEDDING_VARIANTS or IMAGE_VARIANTS; empty: the usual ones. `tolerance`: the least cosine
-    (images: PSNR in dB) in the place of the catalog's. `prune_neurons`, `prune_heads`: the part to cut, 0 to 1.
-    `calibration`: how int8-static takes ranges. `threads`: of the reference and of every variant alike.
+    `variants`: names from EMBEDDING_VARIANTS or IMAGE_VARIANTS. Empty: the usual ones. `tolerance`:
+    the least cosine (images: PSNR in dB) in the place of the catalog's. `prune_neurons`,
+    `prune_heads`: the part to cut, 0 to 1. `calibration`: how int8-static takes ranges. `threads`:
+    of the reference and of every variant alike.
     """
 
     variants: tuple[str, ...] = ()
@@ -37,7 +38,8 @@ def wanted_variants(entry: Entry, wishes: Wishes) -> tuple[str, ...]:
     """The variants to try, in the order of the tables above.
 
     Raises:
-        ConfigurationError: one is unknown for this task, or pruning is asked for without a part to cut.
+        ConfigurationError: one is unknown for this task, or pruning is asked for without a part to
+            cut.
     """
     known = EMBEDDING_VARIANTS if entry.task == "embedding" else IMAGE_VARIANTS
     unknown = [name for name in wishes.variants if name not in known]
@@ -53,7 +55,7 @@ def wanted_variants(entry: Entry, wishes: Wishes) -> tuple[str, ...]:
 
 
 def missing_variants(manifest: Manifest, wanted: tuple[str, ...], tolerance: float) -> tuple[str, ...]:
-    """Those of `wanted` that an artifact has not, leaving out what missed this tolerance, or a looser one, before."""
+    """Wanted variants that an artifact lacks, except those that missed this or a looser tolerance."""
     kept = {variant.name for variant in manifest.variants}
     prefix = "onnx" if manifest.task == "embedding" else "torch"
 

@@ -1,7 +1,8 @@
-"""Structured pruning: cuts the inner neurons and the attention heads that matter least, so that matrices get smaller.
+"""Structured pruning: removes the inner neurons and attention heads that matter least.
 
-What is cut is the input of a linear layer (the consumer) together with the outputs of those that fill it (the
-producers). torch.nn.utils.prune only sets weights to zero: such a matrix costs what it did before.
+What is cut is the input of a linear layer (the consumer) together with the outputs of those that
+fill it (the producers). torch.nn.utils.prune only sets weights to zero: such a matrix costs what it
+did before.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from workers.models.base import PreparedText
 from workers.optimize.calibration import INPUTS, feed_of
 
 _RIDGE = 1e-3
-"""Of the mean variance, added to the fit so that neurons which never fire don't make it singular."""
+"""Share of the mean variance that regularizes the fit, for neurons that never fire."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Pruned:
 
 @dataclass(frozen=True)
 class _Cut:
-    """A linear layer to cut the inputs of, in groups of `width` (a head, or 1), and the layers that fill them."""
+    """A linear layer, its inputs in groups of `width` (a head, or 1), and the layers before it."""
 
     consumer: torch.nn.Linear
     producers: Sequence[torch.nn.Linear]
@@ -40,13 +41,13 @@ class _Cut:
 
 
 def prune(model: Any, texts: Sequence[PreparedText], *, neurons: float, heads: float) -> Pruned:
-    """Cuts a part of each layer of `model`, in place, and refits the layer behind each cut to what it gave before.
+    """Cuts a part of each layer of `model`, in place, and refits the following layers.
 
     Args:
         model: a transformer of BERT's build, in fp32.
         texts: what importance is measured on, and the refit made for.
         neurons: the part of each layer's inner neurons to cut, 0 to 1.
-        heads: the part of each layer's attention heads to cut, 0 to 1; at least one head stays.
+        heads: the part of each layer's attention heads to cut, 0 to 1. At least one head stays.
 
     Raises:
         ConfigurationError: the model has no such layers.
@@ -86,7 +87,7 @@ def _groups(cuts: Sequence[_Cut]) -> int:
 
 
 def _cut_all(model: Any, cuts: Sequence[_Cut], texts: Sequence[PreparedText], part: float) -> int:
-    """Cuts `part` of the groups of each; returns how many."""
+    """Cuts `part` of the groups of each. Returns how many."""
     before = _groups(cuts)
     # All are measured before any is cut: layers cut in turn would be fitted to each other's errors.
     for cut, inputs in zip(cuts, _inputs_of(model, cuts, texts), strict=True):
@@ -113,10 +114,11 @@ def _inputs_of(model: Any, cuts: Sequence[_Cut], texts: Sequence[PreparedText]) 
 
 
 def _cut(cut: _Cut, inputs: torch.Tensor, part: float) -> None:
-    """Drops the groups of `inputs` [tokens, features] that contribute least, and refits the consumer to the rest.
+    """Drops the groups of `inputs` [tokens, features] that contribute least, refits the consumer.
 
-    A feature contributes its deviation from its mean times the length of its column of weights. The mean of what is
-    dropped goes into the bias, and as much of the rest as a ridge regression on the kept features explains.
+    A feature contributes its deviation from its mean times the length of its column of weights. The
+    mean of what is dropped goes into the bias, and as much of the rest as a ridge regression on the
+    kept features explains.
     """
     weight, mean = cut.consumer.weight, inputs.mean(0)
     around = inputs - mean

@@ -1,4 +1,4 @@
-"""How far a variant's results lie from the reference's: vectors by cosine and ranking, images by three measures."""
+"""Distances from the reference: vectors by cosine and ranking, images by three measures."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _NO_DIFFERENCE_DB = 100.0
 class VectorQuality:
     """Vectors against the reference's, all from -1 or 0 to 1.
 
-    `neighbors`: the part of each text's ten nearest that it keeps, on average; `rank_correlation`: Spearman's, over
-    the similarities of all pairs of texts.
+    `neighbors`: the part of each text's ten nearest that it keeps, on average. `rank_correlation`:
+    Spearman's, over the similarities of all pairs of texts.
     """
 
     cosine_mean: float
@@ -65,7 +65,8 @@ def _nearest(similarities: np.ndarray, count: int) -> np.ndarray:
 def psnr_db(image: np.ndarray, reference: np.ndarray) -> float:
     """Peak signal-to-noise ratio, in dB, of images of values from 0 to 1 and any equal shape.
 
-    10 log10(1 / MSE), as in ITU-T J.340; two equal images give 100, one that is not finite minus infinity.
+    10 log10(1 / MSE), as in ITU-T J.340. Two equal images give 100, one that is not finite minus
+    infinity.
     """
     error = float(np.mean((image.astype(np.float64) - reference) ** 2))
     if not np.isfinite(error):
@@ -74,10 +75,11 @@ def psnr_db(image: np.ndarray, reference: np.ndarray) -> float:
 
 
 def ssim(image: np.ndarray, reference: np.ndarray) -> float:
-    """Structural similarity of two images [height, width, channels] of values from 0 to 1: 1 where they are equal.
+    """Structural similarity of two images [height, width, channels] of values from 0 to 1.
 
-    The formula of Wang, Bovik, Sheikh and Simoncelli, "Image Quality Assessment: From Error Visibility to Structural
-    Similarity" (2004), with a uniform window of 7 pixels, K1 = 0.01 and K2 = 0.03, averaged over pixels and channels.
+    The formula of Wang, Bovik, Sheikh and Simoncelli, "Image Quality Assessment: From Error
+    Visibility to Structural Similarity" (2004), with a uniform window of 7 pixels, K1 = 0.01 and K2
+    = 0.03, averaged over pixels and channels.
     """
     ours, theirs = image.astype(np.float64), reference.astype(np.float64)
     size = (_SSIM_WINDOW, _SSIM_WINDOW, 1)
@@ -93,11 +95,12 @@ def ssim(image: np.ndarray, reference: np.ndarray) -> float:
 
 
 def feature_distance(features: list[np.ndarray], reference: list[np.ndarray]) -> float:
-    """Distance of two images by their features, one array [channels, height, width] per layer: 0 where they are equal.
+    """Distance of two images by features, one array [channels, height, width] per layer.
 
-    Made like LPIPS (Zhang et al., "The Unreasonable Effectiveness of Deep Features as a Perceptual Metric", 2018): at
-    each place the channels are scaled to unit length, and squared differences are averaged over places and summed over
-    layers. The features are not LPIPS's and have no learned weights, so figures compare only with each other.
+    Made like LPIPS (Zhang et al., "The Unreasonable Effectiveness of Deep Features as a Perceptual
+    Metric", 2018): at each place the channels are scaled to unit length, and squared differences
+    are averaged over places and summed over layers. The features are not LPIPS's and have no
+    learned weights, so figures compare only with each other.
     """
     return float(
         sum(np.mean(np.sum((_direction(a) - _direction(b)) ** 2, 0)) for a, b in zip(features, reference, strict=True))

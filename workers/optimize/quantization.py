@@ -1,4 +1,7 @@
-"""INT8 graphs by ONNX Runtime's quantizer: weights per channel; activations scaled per call or once, by calibration."""
+"""INT8 graphs by ONNX Runtime's quantizer.
+
+Weights are scaled per channel, activations per call or once by calibration.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,9 @@ _TYPES = {"DefaultTensorType": onnx.TensorProto.FLOAT}
 
 
 def quantize_per_call(source: Path, target: Path) -> None:
-    """Writes `source` with INT8 matrix products and embedding tables; each call scales its own activations.
+    """Writes `source` with INT8 matrix products and embedding tables.
+
+    Each call scales its own activations.
 
     So a text's vector depends a little on the texts beside it in its batch.
     """
@@ -40,17 +45,20 @@ def quantize_per_call(source: Path, target: Path) -> None:
 
 
 def quantize_calibrated(source: Path, target: Path, feeds: Sequence[Feed], method: str) -> None:
-    """Writes `source` with INT8 matrix products whose activations have fixed scales, found by running `feeds`.
+    """Writes `source` with INT8 products whose activations have fixed scales, found with `feeds`.
 
     Args:
-        source: a graph of export_graph, maybe smoothed, but not fused: calibration sees only standard operators.
+        source: a graph of export_graph, maybe smoothed, but not fused: calibration sees only
+            standard operators.
         target: the .onnx file to write.
-        feeds: inputs to calibrate on; all of one shape for `entropy` and `percentile`, which keep histograms.
+        feeds: inputs to calibrate on. They must have one shape for `entropy` and `percentile`,
+            which keep histograms.
         method: how a range is taken from the values seen: `minmax`, `entropy` or `percentile`.
     """
     products = [node.name for nodes in weighted_products(onnx.load(source)).values() for node in nodes]
     options = {
-        # What comes out stays fp32: rounding it too cost far more than all the rest (MiniLM: cosine 0.94, not 0.998).
+        # What comes out stays fp32: rounding it too cost far more than all the rest (MiniLM: cosine
+        # 0.94, not 0.998).
         "OpTypesToExcludeOutputQuantization": ["MatMul"],
         "CalibPercentile": 99.999,
         **_TYPES,

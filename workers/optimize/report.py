@@ -18,7 +18,10 @@ UNBOUNDED = 10_000
 
 @dataclass(frozen=True)
 class Verdict:
-    """A variant that was tried, with its figures as the table shows them, by column; `refusal` is empty if accepted."""
+    """A variant that was tried, with its figures as the table shows them, by column.
+
+    `refusal` is empty if it was accepted.
+    """
 
     variant: Variant
     figures: dict[str, str] = field(default_factory=dict)
@@ -32,7 +35,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Made:
-    """All that was tried of a model; `original` has the figures of what it was judged by, the first is its name."""
+    """All that was tried of a model.
+
+    `original` has the figures of the reference, its name first.
+    """
 
     verdicts: list[Verdict]
     original: dict[str, str]

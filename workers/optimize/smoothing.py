@@ -1,7 +1,8 @@
-"""SmoothQuant for a graph: moves the few large channels of activations into the weights, where INT8 bears them.
+"""SmoothQuant for a graph: moves large channels of activations into the weights.
 
-After Xiao, Lin, Seznec, Wu, Demouth and Han, "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large
-Language Models" (2022). ONNX Runtime offers it only through another package, which is not maintained any more.
+After Xiao, Lin, Seznec, Wu, Demouth and Han, "SmoothQuant: Accurate and Efficient Post-Training
+Quantization for Large Language Models" (2022). ONNX Runtime offers it only through another package,
+which is not maintained any more.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from onnx import helper, numpy_helper
 
 Feed = dict[str, np.ndarray]
 _STRENGTH = 0.75
-"""The paper's alpha. Measured with MiniLM, 0.5 to 1.0 in INT8: 0.75 has the highest least cosine."""
+"""The paper's alpha.
+
+Measured with MiniLM, 0.5 to 1.0 in INT8: 0.75 has the highest least cosine.
+"""
 _FLOOR = 1e-5
 
 
 def smooth_graph(source: Path, target: Path, feeds: Sequence[Feed]) -> int:
-    """Writes `source` with scaled weights, and a multiplication of each activation by the inverse scales.
+    """Writes `source` with scaled weights, and activations multiplied by the inverse scales.
 
     The result computes what `source` does, up to rounding.
 
@@ -50,7 +54,7 @@ def smooth_graph(source: Path, target: Path, feeds: Sequence[Feed]) -> int:
 
 
 def weighted_products(model: onnx.ModelProto) -> dict[str, list[onnx.NodeProto]]:
-    """The matrix products with constant weights that nobody else uses, by the activation that they multiply."""
+    """Matrix products whose constant weights have no other user, by their activation."""
     constants = {weight.name for weight in model.graph.initializer if len(weight.dims) == 2}
     users: dict[str, int] = defaultdict(int)
     for node in model.graph.node:
@@ -85,7 +89,10 @@ def activations(source: Path, names: Sequence[str], feeds: Sequence[Feed]) -> It
 
 
 def _scales(peak: np.ndarray, matrices: list[np.ndarray]) -> np.ndarray:
-    """The factor of each input channel, for all matrices that multiply the activation; the geometric mean is 1."""
+    """The factor of each input channel, for all matrices that multiply the activation.
+
+    The geometric mean is 1.
+    """
     widest = np.max([np.abs(matrix).max(axis=1) for matrix in matrices], axis=0)
     scales = np.maximum(peak, _FLOOR) ** _STRENGTH / np.maximum(widest, _FLOOR) ** (1 - _STRENGTH)
     return np.asarray(scales / np.exp(np.log(scales).mean()))

@@ -1,4 +1,4 @@
-"""Runs the embedded BigQuery alone: `python -m infra.emulators.bigquery --port 9050 --data-dir DIR`."""
+"""Runs the embedded BigQuery: `python -m infra.emulators.bigquery --port 9050 --data-dir DIR`."""
 
 import argparse
 import signal
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serves until SIGINT or SIGTERM.
 
     Args:
-        argv: the arguments, without the program's name; None takes those of the process.
+        argv: the arguments, without the program's name. None means those of the process.
 
     Returns:
         The exit status: 0, or 1 where the port or the data directory can't be had.

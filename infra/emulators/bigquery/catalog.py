@@ -1,6 +1,7 @@
-"""The catalog of data sets, tables and views: kept in the database beside the rows, held in memory to read.
+"""The catalog of data sets, tables and views, stored in the database and cached in memory.
 
-Between the API or a query's DDL and the store. Methods that change something run in the server's writer.
+Between the API or a query's DDL and the store. Methods that change something run in the server's
+writer.
 """
 
 import json
@@ -111,7 +112,7 @@ class Catalog:
         Args:
             key: its name.
             body: the new settings.
-            etag: what the caller read; None changes whatever is there.
+            etag: what the caller read. None changes any version.
             is_patch: whether settings that `body` leaves out stay.
 
         Raises:
@@ -178,7 +179,7 @@ class Catalog:
         Args:
             key: its name.
             body: the new settings, and maybe a schema.
-            etag: what the caller read; None changes whatever is there.
+            etag: what the caller read. None changes any version.
             is_patch: whether settings that `body` leaves out stay.
             view_schema: the fields of a view's new query.
 

@@ -1,18 +1,15 @@
 """The errors that the embedded BigQuery answers with, in the service's own words and shape.
 
-ServiceError                 anything below
-├── InvalidError             400 invalid: a request that makes no sense
-├── InvalidQueryError        400 invalidQuery: SQL that can't be read or run
-├── NotFoundError            404 notFound
-├── DuplicateError           409 duplicate
-├── InUseError               400 resourceInUse: a data set that still holds tables
-├── ConditionError           412 conditionNotMet: the etag has changed
-├── TooLargeError            413 uploadTooLarge / requestTooLarge
-├── BusyError                403 rateLimitExceeded: too many jobs at once
-├── BytesBilledError         400 bytesBilledLimitExceeded
-├── StoppedError             499 stopped: a job that was cancelled or ran out of time
-├── UnsupportedError         501 notImplemented: the service can, this server can't
-└── BugError                 500 bug: this server is wrong; a reason of its own, so that clients don't try again
+ServiceError                 anything below ├── InvalidError             400 invalid: a request that
+makes no sense ├── InvalidQueryError        400 invalidQuery: SQL that can't be read or run ├──
+NotFoundError            404 notFound ├── DuplicateError           409 duplicate ├── InUseError
+400 resourceInUse: a data set that still holds tables ├── ConditionError           412
+conditionNotMet: the etag has changed ├── TooLargeError            413 uploadTooLarge /
+requestTooLarge ├── BusyError                403 rateLimitExceeded: too many jobs at once ├──
+BytesBilledError         400 bytesBilledLimitExceeded ├── StoppedError             499 stopped: a
+job that was cancelled or ran out of time ├── UnsupportedError         501 notImplemented: the
+service can, this server can't └── BugError                 500 bug: this server is wrong. It has
+its own reason, so that clients don't retry
 
 Source: https://docs.cloud.google.com/bigquery/docs/error-messages
 """

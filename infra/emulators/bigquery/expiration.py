@@ -14,14 +14,17 @@ _EVERY_S = 60.0
 
 
 async def expire_forever(service: Service) -> None:
-    """Runs until canceled; a task of the server."""
+    """Runs until canceled, as a task of the server."""
     while True:
         await service.lanes.write(expire, service.store, service.catalog, time.time_ns() // 1_000_000)
         await anyio.sleep(_EVERY_S)
 
 
 def expire(store: Store, catalog: Catalog, now_ms: int) -> None:
-    """Removes what had expired at `now_ms` (unix milliseconds); runs in the server's writer."""
+    """Removes everything that expired by `now_ms` (unix milliseconds).
+
+    Runs in the server's writer.
+    """
     for table in list(catalog.tables.values()):
         expiration_ms = table.settings.get("expirationTime")
         if expiration_ms is not None and int(expiration_ms) <= now_ms:

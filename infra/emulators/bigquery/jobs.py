@@ -1,7 +1,7 @@
-"""Jobs: queries, loads and copies, from the request to their result; kept in memory while the server runs.
+"""Jobs: queries, loads and copies, from the request to their result, in memory.
 
-`Jobs.start` gives each job a task of the server's task group; whoever wants the outcome waits on the job. Work that
-blocks goes to the lanes.
+`Jobs.start` gives each job a task of the server's task group. Callers who need the outcome wait on
+the job. Work that blocks goes to the threads.
 """
 
 import contextlib
@@ -31,7 +31,8 @@ from infra.emulators.bigquery.store import Cursor
 
 log = logging.getLogger(__name__)
 
-# A job stays known, with its result, until this many have followed it or the results have this many rows.
+# A job stays known, with its result, until this many have followed it or the results have this many
+# rows.
 _KEPT_JOBS = 1_000
 _KEPT_ROWS = 2_000_000
 _MOST_RUNNING = 100
@@ -67,7 +68,7 @@ class Job:
         return TableKey(self.project, "_anonymous", f"anon{self.job_id}")
 
     def watch(self, cursor: Cursor) -> None:
-        """Remembers the session at work; refuses it where the job was canceled meanwhile.
+        """Remembers the session at work. Raises if the job was canceled meanwhile.
 
         Raises:
             StoppedError: if so.
@@ -77,7 +78,7 @@ class Job:
         self.cursor = cursor
 
     def cancel(self) -> None:
-        """Asks the job to stop; one that is done stays as it is."""
+        """Asks the job to stop. A job that is done does not change."""
         self.stopping.set()
 
     def interrupt(self) -> None:
@@ -213,7 +214,8 @@ class Jobs:
 
 
 async def _interruptible(job: Job, work: Work) -> None:
-    # A thread can't be canceled; a task beside it interrupts its session, so that DuckDB raises there.
+    # A thread can't be canceled; a task beside it interrupts its session, so that DuckDB raises
+    # there.
     finished = anyio.Event()
     async with anyio.create_task_group() as group:
         group.start_soon(_interrupt_when_stopped, job, finished)

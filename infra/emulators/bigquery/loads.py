@@ -1,7 +1,8 @@
 """Load jobs: newline-delimited JSON and CSV files into a table.
 
-The uploaded file is read in a thread, checked row by row against the schema, and put into the destination whole.
-Source: https://docs.cloud.google.com/bigquery/docs/reference/rest/v2/Job#JobConfigurationLoad
+The uploaded file is read in a thread, checked row by row against the schema, and put into the
+destination whole. Source:
+https://docs.cloud.google.com/bigquery/docs/reference/rest/v2/Job#JobConfigurationLoad
 """
 
 import csv
@@ -46,7 +47,7 @@ async def run_load(service: Service, file: IO[bytes], job: Job) -> None:
     Args:
         service: the server.
         file: the uploaded bytes, at their start.
-        job: the job; its `statistics.load` and `problems` are filled.
+        job: the job. Its `statistics.load` and `problems` are filled.
 
     Raises:
         ServiceError: where the file, the schema or the destination do not fit.
@@ -143,7 +144,10 @@ def _is_csv(config: Json) -> bool:
 
 
 def _read(config: Json, file: IO[bytes], schema: Schema | None) -> Iterator[_Line]:
-    """Gives the rows of a file; `schema` names the columns of a CSV, without one its first line does."""
+    """Gives the rows of a file.
+
+    `schema` names the columns of a CSV, without one its first line does.
+    """
     is_csv = _is_csv(config)
     file.seek(0)
     is_gzip = file.read(2) == _GZIP_MAGIC
@@ -202,7 +206,8 @@ def _csv_rows(config: Json, text: io.TextIOWrapper, schema: Schema | None) -> It
 def _csv_row(names: list[str], cells: list[str], text_names: set[str], null: str) -> Json:
     row: dict[str, Any] = {}
     for name, cell in zip(names, cells, strict=False):
-        # An empty cell is NULL, but for text it is the empty text, unless the null marker says otherwise.
+        # An empty cell is NULL, but for text it is the empty text, unless the null marker says
+        # otherwise.
         is_null = cell == null and (bool(null) or name not in text_names)
         row[name] = None if is_null or (not cell and name not in text_names) else cell
     return row

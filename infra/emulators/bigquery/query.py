@@ -90,7 +90,7 @@ class Queries:
         return Result(physical, schema, rows)
 
     def stage(self, schema: Schema) -> str:
-        """Makes an empty table in memory for rows on their way into the data; returns its DuckDB name."""
+        """Creates an empty table in memory for incoming rows. Returns its DuckDB name."""
         physical = f"memory.main.r{next(self._numbers)}"
         with self._store.cursor() as cursor:
             columns = ", ".join(f"{quoted(field.name)} {field.duckdb_type}" for field in schema)
@@ -103,13 +103,13 @@ class Queries:
             cursor.execute(f"DROP TABLE IF EXISTS {physical}")
 
     def manipulate(self, statement: Statement, on_cursor: OnCursor) -> int:
-        """Runs INSERT, UPDATE, DELETE or MERGE; only in the server's writer.
+        """Runs INSERT, UPDATE, DELETE or MERGE. It must run in the server's writer.
 
         Returns:
             The number of rows inserted, changed or removed.
 
         Raises:
-            InvalidQueryError: where it fails; nothing has changed then.
+            InvalidQueryError: it failed and changed nothing.
             StoppedError: where the session was interrupted.
         """
         with self._store.cursor() as cursor, _translated(statement):
@@ -120,7 +120,7 @@ class Queries:
     def read_bytes(self, statement: Statement) -> int:
         """Returns the logical bytes of the columns that a statement reads, over whole tables.
 
-        BigQuery counts only the partitions that pass the filter; this is the most it would be.
+        BigQuery counts only the partitions that pass the filter. This is the most it would be.
         """
         with self._store.cursor() as cursor:
             return sum(_table_bytes(cursor, table, statement.columns) for table in statement.tables)

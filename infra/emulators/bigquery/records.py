@@ -1,6 +1,6 @@
 """Rows on their way in: each field of a JSON object checked against the schema, by name and mode.
 
-Used by insertAll and load jobs; the single values are read in `values`.
+Used by insertAll and load jobs. The single values are read in `values`.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ class RowReader:
         """Returns a row with canonical values under the schema's names, every field present.
 
         Args:
-            row: a JSON object; names match in any case.
+            row: a JSON object. Names match in any case.
 
         Raises:
             BadValueError: at the first field that does not fit.

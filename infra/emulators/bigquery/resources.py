@@ -1,6 +1,6 @@
 """What the server knows of a data set and of a table or view, and how the API shows it.
 
-The catalog keeps these; a record is never changed, a change makes a new one.
+The catalog keeps these. A record is immutable. A change creates a new one.
 """
 
 import base64
@@ -52,7 +52,7 @@ class TableKey:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data set; `settings` are the fields of its resource that a user sets."""
+    """A data set. `settings` are the fields of its resource that a user sets."""
 
     key: DatasetKey
     settings: Json
@@ -80,7 +80,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Partitioning:
-    """How a table is cut into partitions; `field` is None for the time of ingestion."""
+    """How a table is cut into partitions. `field` is None for the time of ingestion."""
 
     field: str | None
     unit: str
@@ -95,7 +95,10 @@ class Partitioning:
 
 @dataclass(frozen=True)
 class Table:
-    """A table or a view; `settings` are the fields of its resource that a user sets, without the schema."""
+    """A table or a view.
+
+    `settings` are the fields of its resource that a user sets, without the schema.
+    """
 
     key: TableKey
     number: int
@@ -106,18 +109,18 @@ class Table:
 
     @property
     def physical(self) -> str:
-        """The table's name in DuckDB, free of the letters that BigQuery allows and DuckDB does not."""
+        """The table's name in DuckDB, without characters that only BigQuery allows."""
         return f"data.main.t{self.number}"
 
     @property
     def view_query(self) -> str | None:
-        """The view's GoogleSQL; None for a table."""
+        """The view's GoogleSQL. None for a table."""
         view = self.settings.get("view")
         return None if view is None else str(view["query"])
 
     @property
     def partitioning(self) -> Partitioning | None:
-        """How the table is cut into partitions; None where it isn't."""
+        """How the table is cut into partitions. None where it isn't."""
         time = self.settings.get("timePartitioning")
         required = bool(self.settings.get("requirePartitionFilter"))
         if time is not None:

@@ -68,7 +68,8 @@ def read_rows(cursor: Cursor, physical: str, schema: Schema, start: int, count: 
 
 
 def _readable(field: Field) -> str:
-    # DuckDB's Python client needs pytz for a TIMESTAMPTZ; the same moment without a zone needs nothing.
+    # DuckDB's Python client needs pytz for a TIMESTAMPTZ; the same moment without a zone needs
+    # nothing.
     return field.duckdb_type.replace("TIMESTAMP WITH TIME ZONE", "TIMESTAMP")
 
 
@@ -133,7 +134,8 @@ def _numeric_text(value: Decimal) -> str:
 def size_sql(schema: Schema) -> str:
     """Returns the SQL for a row's logical size in bytes, as BigQuery counts it for billing.
 
-    Source: https://docs.cloud.google.com/bigquery/docs/reference/standard-sql/data-types#data_type_sizes
+    Source:
+        https://docs.cloud.google.com/bigquery/docs/reference/standard-sql/data-types#data_type_sizes
     """
     return " + ".join(_size(quoted(field.name), field) for field in schema) or "0"
 

@@ -1,7 +1,7 @@
 """Table schemas: the fields that the API speaks of, and the DuckDB types they are kept in.
 
-Used by everything that reads or writes a table. NUMERIC is DECIMAL(38, 9); a TIMESTAMP is a TIMESTAMPTZ in the
-session's zone, UTC; a DATETIME is a plain TIMESTAMP.
+Used by everything that reads or writes a table. NUMERIC is DECIMAL(38, 9). A TIMESTAMP is a
+TIMESTAMPTZ in the session's zone, UTC. A DATETIME is a plain TIMESTAMP.
 """
 
 import re
@@ -157,7 +157,8 @@ def result_schema(columns: Sequence[tuple[str, Any]]) -> Schema:
 
     Raises:
         InvalidError: where a name stands twice.
-        UnsupportedError: for a type that BigQuery's results can't carry or this server does not know.
+        UnsupportedError: for a type that BigQuery's results can't carry or this server does not
+            know.
     """
     seen: set[str] = set()
     for name, _ in columns:

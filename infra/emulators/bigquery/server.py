@@ -1,4 +1,4 @@
-"""Opens and closes the embedded BigQuery: the database, the parts on top of it, the web server in front."""
+"""Opens and closes the embedded BigQuery: database, services and web server."""
 
 import contextlib
 import socket
@@ -46,7 +46,7 @@ async def serve(host: str, port: int, data_dir: Path | None) -> AsyncIterator[Bi
     Args:
         host: the address to listen on.
         port: 0 takes a free one.
-        data_dir: where the data is kept; None keeps it in memory.
+        data_dir: where the data is kept. None keeps it in memory.
 
     Raises:
         OSError: where the port is taken, or the data directory is in use by another process.
@@ -71,7 +71,8 @@ async def serve(host: str, port: int, data_dir: Path | None) -> AsyncIterator[Bi
 
 def _bound(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Without the protocol asyncio leaves Nagle on, and each answer waits 40 ms for an acknowledgment.
+    # Without the protocol asyncio leaves Nagle on, and each answer waits 40 ms for an
+    # acknowledgment.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

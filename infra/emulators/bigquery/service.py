@@ -1,6 +1,6 @@
-"""The embedded BigQuery behind its HTTP routes: the parts of one server, and how a job's work is done with them.
+"""The embedded BigQuery behind its HTTP routes: its parts, and how they run a job.
 
-Routes call it; it calls the catalog, the translator and the queries, through the lanes.
+Routes call it. It calls the catalog, the translator and the queries, through the lanes.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class Service:
         """Does the work of a query job.
 
         Raises:
-            ServiceError: where it fails; the job keeps it.
+            ServiceError: it failed. The job keeps the error.
         """
         config = job.configuration["query"]
         statement = await self._statement(job.project, config, config["query"])
@@ -60,7 +60,7 @@ class Service:
                 details["dmlStats"] = {_COUNTS[statement.kind]: str(affected)}
 
     async def dry_run(self, job: Job) -> None:
-        """Fills a job's statistics as a dry run does: the fields and bytes of a query that is not run."""
+        """Fills the statistics of a dry run: fields and bytes of a query that is not run."""
         config = job.configuration["query"]
         statement = await self._statement(job.project, config, config["query"])
         job.statistics["query"] = details = {"statementType": statement.kind, "cacheHit": False}

@@ -1,4 +1,4 @@
-"""The settings of data sets and tables: which fields of a request are kept, and whether they make sense."""
+"""The settings of data sets and tables: which fields are kept, and how they are validated."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ _PARTITION_TYPES = ("DATE", "TIMESTAMP", "DATETIME")
 
 
 def merged(old: Json, patch: Json) -> Json:
-    """Returns `old` with the fields of `patch`; null takes a field away, and objects are merged.
+    """Returns `old` with the fields of `patch`. Null removes a field, and objects are merged.
 
     This is the meaning of PATCH in Google's APIs (JSON merge patch, RFC 7396).
     """
@@ -49,12 +49,13 @@ def table_settings(schema: Schema, body: Json, dataset: Dataset, created_ms: int
     Args:
         schema: the table's fields.
         body: the Table resource.
-        dataset: where it stands; its defaults apply.
+        dataset: the data set that contains it. Its defaults apply.
         created_ms: when the table was made, for the default expiration.
 
     Raises:
         InvalidError: where partitioning or clustering names no fitting field.
-        UnsupportedError: for an external table, a snapshot or another kind that this server has not.
+        UnsupportedError: for an external table, a snapshot or another kind that this server has
+            not.
     """
     for name in _OTHER_TABLES:
         if body.get(name):

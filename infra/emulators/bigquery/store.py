@@ -1,7 +1,8 @@
-"""The DuckDB database under the embedded BigQuery: opening it, its sessions and its GoogleSQL macros.
+"""The DuckDB database of the embedded BigQuery: file, sessions and GoogleSQL macros.
 
-Tables live in the attached database `data` (one file, or memory), results of queries in `memory`, so a large
-result never touches the file. Whoever writes to `data` holds the server's writer, which is one at a time.
+Tables live in the attached database `data` (one file, or memory), results of queries in `memory`,
+so a large result never touches the file. Whoever writes to `data` holds the server's writer, which
+is one at a time.
 """
 
 from collections.abc import Iterator
@@ -18,10 +19,11 @@ _MACROS = Path(__file__).parent / "googlesql" / "macros.sql"
 
 
 class Store:
-    """One DuckDB instance; `open` and `close` belong to the server's life.
+    """One DuckDB instance. The server calls `open` at its start and `close` at its end.
 
     Args:
-        data_dir: the directory that holds the database file, made when missing; None keeps all in memory.
+        data_dir: the directory that holds the database file, created if missing. None keeps all in
+            memory.
     """
 
     def __init__(self, data_dir: Path | None) -> None:
@@ -43,7 +45,8 @@ class Store:
         if self._data_dir is not None:
             self._data_dir.mkdir(parents=True, exist_ok=True)
             place, spill_dir = str(self._data_dir / FILE_NAME), str(self._data_dir / "spill")
-        # Without data on disk a query that outgrows the memory fails; DuckDB's own default is the working directory.
+        # Without data on disk a query that outgrows the memory fails; DuckDB's own default is the
+        # working directory.
         self._root.execute(f"SET GLOBAL temp_directory = {_literal(spill_dir)}")
         try:
             self._root.execute(f"ATTACH {_literal(place)} AS data")

@@ -1,4 +1,4 @@
-"""Threads for DuckDB's blocking calls: several readers, and one writer for everything that changes the data.
+"""Threads for DuckDB's blocking calls: several readers, and one writer for all changes.
 
 Every request and every job goes through one of the two lanes, so two changes never meet.
 """
@@ -21,9 +21,9 @@ class Lanes:
         self._writer = anyio.CapacityLimiter(1)
 
     async def read(self, function: Callable[..., _Found], *args: object) -> _Found:
-        """Runs what only reads the data; waits for a free thread."""
+        """Runs a function that only reads the data. Waits for a free thread."""
         return await to_thread.run_sync(function, *args, limiter=self._readers)
 
     async def write(self, function: Callable[..., _Found], *args: object) -> _Found:
-        """Runs what may change the data or the catalog; waits for the others."""
+        """Runs a function that may change the data or the catalog. Waits for the others."""
         return await to_thread.run_sync(function, *args, limiter=self._writer)

@@ -1,8 +1,9 @@
-r"""Values on their way in: checks what a request says against a field's type, and writes it as DuckDB reads it.
+r"""Incoming values: checks them against a field's type and writes them for DuckDB.
 
-Used by insertAll, load jobs and query parameters. A canonical value is what `from_json` of DuckDB turns into the
-column's type: text for most types, `\xNN` pairs for BYTES, lists and objects for REPEATED and RECORD.
-Source: https://docs.cloud.google.com/bigquery/docs/loading-data-cloud-storage-json#details_of_loading_json_data
+Used by insertAll, load jobs and query parameters. A canonical value is what `from_json` of DuckDB
+turns into the column's type: text for most types, `\xNN` pairs for BYTES, lists and objects for
+REPEATED and RECORD. Source:
+https://docs.cloud.google.com/bigquery/docs/loading-data-cloud-storage-json#details_of_loading_json_data
 """
 
 import base64
@@ -31,7 +32,7 @@ _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 class BadValueError(Exception):
-    """A value does not fit its field; the message is the service's."""
+    """A value does not fit its field. The message is the service's."""
 
     def __init__(self, location: str, message: str) -> None:
         super().__init__(message)
@@ -44,7 +45,7 @@ def canonical_scalar(kind: str, value: Any, path: str = "") -> Any:
 
     Args:
         kind: the type's name in a schema, such as INTEGER.
-        value: text or another JSON scalar; None stays None.
+        value: text or another JSON scalar. None stays None.
         path: the field that it is for, named in the error.
 
     Raises:

@@ -15,10 +15,10 @@ from shared.gc_tuning import settle_heap
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the server; returns the exit code.
+    """Run the server. Returns the exit code.
 
     Args:
-        argv: the arguments after the program's name; those of the process when None.
+        argv: the arguments after the program's name. None means those of the process.
     """
     parser = argparse.ArgumentParser(prog="penstock pubsub", description="Serve google.pubsub.v1.")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")

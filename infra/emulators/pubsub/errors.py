@@ -1,4 +1,6 @@
-"""What the embedded Pub/Sub refuses, worded as the service words it; the servicer turns these into gRPC statuses.
+"""The errors of the embedded Pub/Sub, with the service's wording.
+
+The servicer turns them into gRPC statuses.
 
 PubsubError
 ├── InvalidArgument
@@ -17,7 +19,7 @@ INVALID_ACK_ID = "PERMANENT_FAILURE_INVALID_ACK_ID"
 
 
 class PubsubError(Exception):
-    """A request was refused; `status` is the name of its gRPC status code."""
+    """A request was refused. `status` is the name of its gRPC status code."""
 
     status = "INTERNAL"
 
@@ -31,7 +33,8 @@ class InvalidArgument(PubsubError):
 class AckIdsRefused(InvalidArgument):
     """Some ack ids of an exactly-once subscription are no longer valid.
 
-    `reasons` maps each refused ack id to its reason; it travels as the metadata of a `google.rpc.ErrorInfo`.
+    `reasons` maps each refused ack id to its reason. It travels as the metadata of a
+    `google.rpc.ErrorInfo`.
     """
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
@@ -73,16 +76,16 @@ class Unimplemented(PubsubError):
 
 
 class Unavailable(PubsubError):
-    """The server is stopping, or its disk takes nothing; clients try again."""
+    """The server is stopping, or cannot write to its disk. Clients retry."""
 
     status = "UNAVAILABLE"
 
 
 def resource_not_found(path: str) -> NotFound:
-    """Return the refusal for a resource that does not exist; `path` is `projects/…/<kind>/<id>`."""
+    """Return the refusal for a resource that does not exist. `path` is `projects/…/<kind>/<id>`."""
     return NotFound(f"Resource not found (resource={path.rpartition('/')[2]}).")
 
 
 def resource_exists(path: str) -> AlreadyExists:
-    """Return the refusal for a name that is taken; `path` is `projects/…/<kind>/<id>`."""
+    """Return the refusal for a name that is taken. `path` is `projects/…/<kind>/<id>`."""
     return AlreadyExists(f"Resource already exists in the project (resource={path.rpartition('/')[2]}).")

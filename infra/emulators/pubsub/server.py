@@ -22,7 +22,8 @@ _CHANNEL_OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # As the service has it: the 101st stream of a connection waits. Clients that need more open more channels.
+    # As the service has it: the 101st stream of a connection waits. Clients that need more open
+    # more channels.
     ("grpc.max_concurrent_streams", 100),
     # Google's clients ping every 30 s, on idle channels too; the default would hang up on them.
     ("grpc.keepalive_permit_without_calls", 1),
@@ -32,7 +33,7 @@ _CHANNEL_OPTIONS = (
 
 @dataclass(frozen=True)
 class PubsubServer:
-    """A listening server; `broker` is its state, for a look from inside the process."""
+    """A listening server. `broker` is its state, for inspection within the process."""
 
     host: str
     port: int
@@ -54,21 +55,22 @@ async def serve(
     data_dir: Path | None = None,
     fsync: bool = False,
 ) -> AsyncIterator[PubsubServer]:
-    """Listen until the block ends; then open streams end with UNAVAILABLE, and what is in no directory is gone.
+    """Listen until the block ends. Then open streams end with UNAVAILABLE.
 
     Args:
         host: the address to listen on.
         port: the port, 0 for a free one.
-        socket_path: a Unix socket to listen on as well; takes a tenth of a millisecond off each call on this machine.
+        socket_path: a Unix socket to listen on as well. It saves 0.1 ms per local call.
         storage_bytes: message bytes held at most before publishes are refused.
-        data_dir: where everything is kept, and found again at the next start; None for in memory.
+        data_dir: where the state is kept and read at the next start. None keeps it in memory.
         fsync: whether what is kept outlives a power cut too, not only this process.
 
     Yields:
         The server with the port that it got.
 
     Raises:
-        OSError: the port or the socket is taken, the address is not this machine's, or the directory can't be used.
+        OSError: the port or the socket is taken, the address is not this machine's, or the
+            directory can't be used.
     """
     async with (
         _opened_broker(data_dir, storage_bytes, fsync=fsync) as broker,
@@ -110,7 +112,7 @@ def _listen(server: grpc.aio.Server, address: str) -> int:
 
 
 class _Alarm:
-    """Runs due timers: one pending call on the loop, moved whenever something earlier is scheduled."""
+    """Runs due timers with one pending call on the loop, moved if something earlier is scheduled."""
 
     def __init__(self, timers: Timers, loop: asyncio.AbstractEventLoop) -> None:
         self._timers = timers

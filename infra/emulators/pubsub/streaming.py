@@ -1,7 +1,8 @@
 """The two calls that wait: StreamingPull and Pull, between gRPC and a subscription.
 
-A stream is one reading task, which applies acks and modacks as they come, and one writing loop, which takes
-whatever is ready each time the last write is through. Nothing polls and nothing is queued in between.
+A stream is one reading task, which applies acks and modacks as they come, and one writing loop,
+which takes whatever is ready each time the last write is through. Nothing polls and nothing is
+queued in between.
 """
 
 import asyncio
@@ -23,7 +24,9 @@ PULL_MARGIN_S = 0.5
 
 
 async def pull(broker: Broker, request: Any, time_left_s: float | None) -> PullResponse:
-    """Answer a Pull: what is ready, or the first that comes within 20 s or the caller's own deadline, or nothing.
+    """Answer a Pull with the ready messages, or wait for one.
+
+        It waits for at most 20 s or the caller's deadline, and may answer with nothing.
 
     Args:
         broker: where the subscription lives.
@@ -67,7 +70,8 @@ async def streaming_pull(broker: Broker, requests: AsyncIterator[StreamingPullRe
         context: the call, to write responses to.
 
     Raises:
-        PubsubError: a refused request, the subscription was deleted or detached, or the server stops.
+        PubsubError: a refused request, the subscription was deleted or detached, or the server
+            stops.
     """
     first = await anext(requests, None)
     if first is None:
@@ -119,7 +123,7 @@ class _Stream:
         self._woken.set()
 
     async def write(self, context: Any) -> None:
-        """Send what is ready, as often as something is; an idle stream waits for as long as its client stays."""
+        """Send messages whenever some are ready, for as long as the client stays."""
         while True:
             self._woken.clear()
             failure = self._failure or self.consumer.ended
@@ -128,7 +132,8 @@ class _Stream:
             response = self._next_response()
             if response is not None:
                 if response.HasField("acknowledge_confirmation"):
-                    # Confirmed means that the message does not come again, whatever becomes of this process.
+                    # Confirmed means that the message does not come again, whatever becomes of this
+                    # process.
                     await self._journal.committed()
                 await context.write(response)
             elif self._is_half_closed:
@@ -149,7 +154,8 @@ class _Stream:
             self.consumer.ack_deadline_s = request.stream_ack_deadline_seconds
         self._subscription.touch()
         self._apply_outcomes(request)
-        # Clients of protocol version 1 take a stream without answers to their empty pings for dead after 15 s.
+        # Clients of protocol version 1 take a stream without answers to their empty pings for dead
+        # after 15 s.
         if self._wants_pongs and not request.ack_ids and not request.modify_deadline_ack_ids:
             self._owes_pong = True
             self._woken.set()

@@ -10,7 +10,7 @@ Rewrite = Callable[[exp.Expr], exp.Expr]
 
 
 def call(name: str, *args: exp.Expr) -> exp.Expr:
-    """Returns a call of a macro of the schema `bq`, or of a DuckDB function that sqlglot has no class for."""
+    """Returns a call of a macro in the schema `bq`, or of a DuckDB function unknown to sqlglot."""
     return exp.Anonymous(this=name, expressions=list(args))
 
 

@@ -1,8 +1,8 @@
 """Rewrites dates, times and timestamps, where GoogleSQL and DuckDB differ the most.
 
-DuckDB's weeks begin on Monday, its DATE arithmetic gives a TIMESTAMP, its DATE_DIFF always counts boundaries.
-A TIMESTAMP of GoogleSQL is DuckDB's TIMESTAMPTZ (the session's zone is UTC), a DATETIME its TIMESTAMP.
-Part of `rewrite`, which walks the statement.
+DuckDB's weeks begin on Monday, its DATE arithmetic gives a TIMESTAMP, its DATE_DIFF always counts
+boundaries. A TIMESTAMP of GoogleSQL is DuckDB's TIMESTAMPTZ (the session's zone is UTC), a DATETIME
+its TIMESTAMP. Part of `rewrite`, which walks the statement.
 """
 
 import re

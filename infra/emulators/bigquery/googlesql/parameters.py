@@ -30,7 +30,7 @@ def put_parameters(tree: exp.Expr, parameters: Sequence[Json], bindings: Binding
     """Replaces the parameters of a statement by typed placeholders.
 
     Args:
-        tree: a parsed statement; it is changed in place.
+        tree: a parsed statement. It is changed in place.
         parameters: QueryParameter resources, all named or all positional.
         bindings: filled with the values.
 

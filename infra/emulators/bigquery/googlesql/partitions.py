@@ -1,9 +1,10 @@
-"""Whether a query filters on the partitions of the tables that demand it (`requirePartitionFilter`).
+"""Checks that queries filter on partitions where a table requires it (`requirePartitionFilter`).
 
-A filter counts where BigQuery could skip partitions by it: a comparison of the partitioning column with something
-constant, in the WHERE or ON beside the table, or further out if nothing between needs the other rows: no LIMIT,
-no window and no grouping that the column isn't a key of. Checked after `references`, before anything is rewritten.
-Source: https://docs.cloud.google.com/bigquery/docs/querying-partitioned-tables
+A filter counts where BigQuery could skip partitions by it: a comparison of the partitioning column
+with something constant, in the WHERE or ON beside the table, or further out if nothing between
+needs the other rows: no LIMIT, no window and no grouping that the column isn't a key of. Checked
+after `references`, before anything is rewritten. Source:
+https://docs.cloud.google.com/bigquery/docs/querying-partitioned-tables
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +14,8 @@ from sqlglot import exp
 from infra.emulators.bigquery.errors import InvalidQueryError
 from infra.emulators.bigquery.resources import Table
 
-# A column as a filter names it: the source's alias, or None, and the column's name, both in lower case.
+# A column as a filter names it: the source's alias, or None, and the column's name, both in lower
+# case.
 _Column = tuple[str | None, str]
 _Ctes = Mapping[str, exp.Expr]
 _COMPARISONS = (exp.EQ, exp.GT, exp.GTE, exp.LT, exp.LTE)

@@ -1,6 +1,7 @@
 """Names to tables: replaces what a statement calls a table by the table it means.
 
-A table becomes its DuckDB name, a view its query, INFORMATION_SCHEMA a list of values. First step of `translate`.
+A table becomes its DuckDB name, a view its query, INFORMATION_SCHEMA a list of values. First step
+of `translate`.
 """
 
 from collections.abc import Callable
@@ -22,8 +23,8 @@ _WRITES = (exp.Insert, exp.Update, exp.Delete, exp.Merge)
 class Names:
     """Where names are looked up.
 
-    `find` returns a table or raises NotFoundError; `tables_of` lists a data set's; `parse` reads and checks a view's
-    GoogleSQL.
+    `find` returns a table or raises NotFoundError. `tables_of` lists the tables of a data set.
+    `parse` reads and checks a view's GoogleSQL.
     """
 
     project: str
@@ -41,10 +42,10 @@ class Resolved:
 
 
 def resolve(tree: exp.Expr, names: Names, resolved: Resolved, depth: int = 0) -> exp.Expr:
-    """Replaces the table names of a statement; views are put in as subqueries.
+    """Replaces the table names of a statement. Views are put in as subqueries.
 
     Args:
-        tree: a parsed statement; it is changed in place.
+        tree: a parsed statement. It is changed in place.
         names: where names are looked up.
         resolved: filled with the tables found.
         depth: how many views this statement stands in.

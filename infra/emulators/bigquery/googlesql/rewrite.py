@@ -1,6 +1,7 @@
 """Rewrites the expressions whose meaning differs between GoogleSQL and DuckDB, children first.
 
-After the tables are named and before sqlglot writes DuckDB's SQL. Calls to `bq.*` stand in macros.sql.
+After the tables are named and before sqlglot writes DuckDB's SQL. Calls to `bq.*` stand in
+macros.sql.
 """
 
 import re
@@ -11,8 +12,8 @@ from infra.emulators.bigquery.errors import InvalidQueryError
 from infra.emulators.bigquery.googlesql.calls import Rewrite, call, cast, number, text, unsupported
 from infra.emulators.bigquery.googlesql.datetimes import MOMENTS
 
-# A number that stands here is a value, so it has BigQuery's 64 bits; elsewhere (LIMIT, an ordinal, a
-# function's digits) DuckDB wants its plain form.
+# A number that stands here is a value, so it has BigQuery's 64 bits; elsewhere (LIMIT, an ordinal,
+# a function's digits) DuckDB wants its plain form.
 _VALUE_PARENTS = (
     *(exp.Binary, exp.Neg, exp.Paren, exp.Alias, exp.Array, exp.PropertyEQ, exp.Struct),
     *(exp.Case, exp.If, exp.Coalesce, exp.Tuple, exp.Select),
@@ -24,7 +25,7 @@ def rewrite(tree: exp.Expr) -> exp.Expr:
     """Returns the statement with every expression that needs it in DuckDB's words.
 
     Args:
-        tree: a statement that `supported.check` has let through; it is changed in place.
+        tree: a statement that `supported.check` has accepted. It is changed in place.
 
     Raises:
         InvalidQueryError: for arguments that BigQuery refuses as well.
@@ -45,7 +46,8 @@ def _literal(node: exp.Expr) -> exp.Expr:
         return node
     digits = str(node.this)
     if not digits.isdigit():
-        # 0.1 is a FLOAT64 in GoogleSQL and a decimal in DuckDB; an exponent makes it a float there too.
+        # 0.1 is a FLOAT64 in GoogleSQL and a decimal in DuckDB; an exponent makes it a float there
+        # too.
         return node if "e" in digits.lower() else exp.Literal.number(f"{digits}e0")
     if isinstance(node.parent, _VALUE_PARENTS) and not isinstance(node.parent, exp.Interval | exp.Dot):
         return cast(exp.Literal.number(digits), "BIGINT")

@@ -1,7 +1,7 @@
 """Which GoogleSQL expressions are known to give BigQuery's answer on DuckDB.
 
-A function enters this list only with a line in tests/infra/bigquery/test_googlesql.py that states its result.
-Everything else is refused: a wrong number in a report costs more than an error.
+A function enters this list only with a line in tests/infra/bigquery/test_googlesql.py that states
+its result. Everything else is refused: a wrong number in a report costs more than an error.
 """
 
 from sqlglot import exp
@@ -69,8 +69,8 @@ _REFUSED: dict[type[exp.Expr], str] = {
     exp.NetFunc: "NET functions",
     exp.Collate: "COLLATE",
 }
-# Words that GoogleSQL takes for a name only in backquotes; sqlglot is kinder.
-# Source: https://docs.cloud.google.com/bigquery/docs/reference/standard-sql/lexical#reserved_keywords
+# Words that GoogleSQL takes for a name only in backquotes; sqlglot is kinder. Source:
+# https://docs.cloud.google.com/bigquery/docs/reference/standard-sql/lexical#reserved_keywords
 _RESERVED_WORDS = (
     "ALL AND ANY ARRAY AS ASC ASSERT_ROWS_MODIFIED AT BETWEEN BY CASE CAST COLLATE CONTAINS CREATE CROSS CUBE CURRENT"
     " DEFINE DESC DISTINCT ELSE END ENUM ESCAPE EXCEPT EXCLUDE EXISTS EXTRACT FALSE FETCH FOLLOWING FOR FROM FULL GROUP"

@@ -1,4 +1,4 @@
-"""From GoogleSQL text to a DuckDB statement: parse, refuse, name the tables, check filters, bind, rewrite, write.
+"""From GoogleSQL text to a DuckDB statement: parse, check, resolve names, bind, rewrite, write.
 
 The entry of this package, called by query jobs and views. Data definition goes on to `definitions`.
 """
@@ -34,9 +34,9 @@ _MANIPULATIONS: dict[type[exp.Expr], str] = {
 class Statement:
     """A statement ready for DuckDB.
 
-    `kind` is the API's statementType. `columns` are the names that it mentions, None where it takes all of them.
-    `expanded` are the aliases of UNNESTs beside a `*`, whose records BigQuery would expand. `definition` is the parsed
-    tree of a data definition, which has no `sql`.
+    `kind` is the API's statementType. `columns` are the names that it mentions, None where it takes
+    all of them. `expanded` are the aliases of UNNESTs beside a `*`, whose records BigQuery would
+    expand. `definition` is the parsed tree of a data definition, which has no `sql`.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""The discovery document, by which Google's generated clients, such as the `bq` tool, learn the methods of this API.
+"""The discovery document, from which generated clients such as `bq` learn this API.
 
 It lists the methods that this server has, and for bodies only that they are objects.
 Source: https://developers.google.com/discovery/v1/reference/apis
@@ -20,7 +20,8 @@ _RESULT_PARAMETERS = (
     *("startIndex", "maxResults", "pageToken", "timeoutMs", "location", "formatOptions.useInt64Timestamp"),
     "formatOptions.timestampOutputFormat",
 )
-# resource: method: verb, path, query parameters, name of the body's schema, name of the answer's schema.
+# resource: method: verb, path, query parameters, name of the body's schema, name of the answer's
+# schema.
 _METHODS: dict[str, dict[str, tuple[str, str, tuple[str, ...], str | None, str | None]]] = {
     "projects": {
         "list": ("GET", "projects", ("maxResults", "pageToken"), None, "ProjectList"),

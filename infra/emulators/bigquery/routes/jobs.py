@@ -46,7 +46,10 @@ class RequestIds:
 
 
 async def insert(request: Request) -> Response:
-    """Starts a query or copy job; loads come with a file, to infra/emulators/bigquery/routes/uploads.py."""
+    """Starts a query or copy job.
+
+    Loads come with a file and go to infra/emulators/bigquery/routes/uploads.py.
+    """
     service, body = service_of(request), await json_body(request)
     job = new_job(request.path_params["project"], body)
     if job.kind == "LOAD":
@@ -98,7 +101,7 @@ async def list_all(request: Request) -> Response:
 
 
 async def cancel(request: Request) -> Response:
-    """Asks a job to stop; the answer may come before it has."""
+    """Asks a job to stop. The answer may come before it has."""
     job = _job(request)
     job.cancel()
     return JSONResponse({"kind": "bigquery#jobCancelResponse", "job": job.resource()})
@@ -111,7 +114,7 @@ async def delete(request: Request) -> Response:
 
 
 async def query(request: Request) -> Response:
-    """Runs a query and answers with its first page, or with the job where it takes longer than `timeoutMs`."""
+    """Runs a query. Answers with the first page, or with the job after `timeoutMs`."""
     service, body = service_of(request), await json_body(request)
     is_micros = bool((body.get("formatOptions") or {}).get("useInt64Timestamp"))
     request_ids: RequestIds = request.app.state.request_ids

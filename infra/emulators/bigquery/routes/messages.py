@@ -1,4 +1,4 @@
-"""Reads requests and writes responses as the BigQuery API has them: JSON bodies, maybe gzipped, and its errors."""
+"""Requests and responses of the BigQuery API: JSON bodies, maybe gzipped, and errors."""
 
 import json
 import zlib
@@ -24,7 +24,7 @@ def service_of(request: Request) -> Service:
 
 
 async def json_body(request: Request, most_bytes: int = MOST_BODY_BYTES) -> Json:
-    """Returns the request's JSON object; an empty body is an empty object.
+    """Returns the request's JSON object. An empty body is an empty object.
 
     Raises:
         InvalidError: for a body that isn't a JSON object.
@@ -124,6 +124,9 @@ def page(request: Request, items: list[Json]) -> tuple[list[Json], Json]:
 
 
 def answer_error(request: Request, error: Exception) -> Response:
-    """Answers with the service's JSON for an error; one that isn't ours is a bug, which the server logs."""
+    """Answers with the service's JSON for an error.
+
+    Any other exception is a bug, which the server logs.
+    """
     known = error if isinstance(error, ServiceError) else BugError(f"This is a bug in the embedded BigQuery: {error!r}")
     return JSONResponse(known.body(), status_code=known.status)

@@ -30,7 +30,10 @@ _DEFAULT_PAGE_ROWS = 10_000
 
 
 class InsertIds:
-    """The insertIds seen within the last minute, so that a row sent twice is kept once; as the service, best effort."""
+    """The insertIds seen within the last minute, so that a row sent twice is kept once.
+
+    Like the service, this is best effort.
+    """
 
     def __init__(self) -> None:
         self._seen: OrderedDict[tuple[int, str], float] = OrderedDict()
@@ -56,7 +59,7 @@ class InsertIds:
 
 
 async def insert_all(request: Request) -> Response:
-    """Streams rows into a table; rows that don't fit are answered one by one."""
+    """Streams rows into a table. Rows that don't fit are answered one by one."""
     service = service_of(request)
     body = await json_body(request, _MOST_REQUEST_BYTES)
     if body.get("templateSuffix"):

@@ -47,7 +47,7 @@ class Session:
 
 
 class Sessions:
-    """The uploads under way, by id; one that nobody goes on with is dropped."""
+    """The uploads in progress, by id. An abandoned upload is dropped."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
@@ -90,7 +90,7 @@ class Sessions:
 
 
 async def upload(request: Request) -> Response:
-    """Starts a load: with its file beside its description, or a session to send the file in parts."""
+    """Starts a load with its file, or a session that sends the file in parts."""
     kind = request.query_params.get("uploadType")
     if kind == "multipart":
         return await _multipart(request)
@@ -100,7 +100,7 @@ async def upload(request: Request) -> Response:
 
 
 async def resume(request: Request) -> Response:
-    """Takes the next part of a resumable upload; the last one starts the job."""
+    """Takes the next part of a resumable upload. The last one starts the job."""
     sessions: Sessions = request.app.state.sessions
     name = request.query_params.get("upload_id", "")
     session = sessions.get(name)

@@ -1,7 +1,7 @@
-"""The door to the state machine: every call of the API that changes or shows something, by its name.
+"""The entry point to the state machine: every call of the API by its name.
 
-No gRPC and no event loop behind it. What comes through `call`, together with the timers and the leases that
-`Subscription.take` hands out, is all that ever changes the state, and each change is told to the journal.
+It has no gRPC and no event loop. Only `call`, the timers and `Subscription.take` change the state,
+and each change goes to the journal.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,10 @@ class Broker:
     """Topics, subscriptions and snapshots.
 
     Args:
-        now_s: the clock, in seconds since the epoch; must never go back.
-        storage_bytes: message bytes held at most; a publish beyond is refused with RESOURCE_EXHAUSTED.
-        journal: what is told of each change; by default nothing outlives the process.
+        now_s: the clock, in seconds since the epoch. It must never go back.
+        storage_bytes: the limit of message bytes. A publish above it is refused with
+            RESOURCE_EXHAUSTED.
+        journal: receives each change. By default nothing outlives the process.
     """
 
     def __init__(
@@ -70,11 +71,13 @@ class Broker:
         """Run one call of the API.
 
         Args:
-            name: as in `google.pubsub.v1`, for example `Publish`; any but Pull and StreamingPull.
-            request: the raw protobuf request of that call; a Publish takes over its messages.
+            name: as in `google.pubsub.v1`, for example `Publish`. Not Pull or StreamingPull.
+            request: the raw protobuf request of that call. A Publish takes ownership of its
+                messages.
 
         Returns:
-            The raw protobuf response; it is the broker's own and must be serialized before the next call.
+            The raw protobuf response. It belongs to the broker and must be serialized before the
+            next call.
 
         Raises:
             PubsubError: the call was refused and changed nothing.
@@ -82,5 +85,8 @@ class Broker:
         return self._calls[name](request)
 
     def pullable(self, path: str) -> Subscription:
-        """Return the subscription to `take` from; raises `NotFound` or `FailedPrecondition` as a pull does."""
+        """Return the subscription to `take` from.
+
+        Raises `NotFound` or `FailedPrecondition` like a pull.
+        """
         return self._subscriptions.consumable(path, for_pull=True)

@@ -14,7 +14,7 @@ Resource = TypeVar("Resource")
 
 
 def page_of(named: Iterable[tuple[str, Resource]], page_size: int, page_token: str) -> tuple[list[Resource], str]:
-    """Return one page of `(name, resource)` pairs, in order of name, and the token of the next ("" at the end).
+    """Return one page of `(name, resource)` pairs, sorted by name, and the next page's token or "".
 
     A token says after which name to go on, so resources made or deleted meanwhile break nothing.
 

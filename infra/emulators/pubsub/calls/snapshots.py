@@ -26,7 +26,7 @@ class SnapshotCalls:
         self._registry = registry
 
     def create_snapshot(self, request: Any) -> Any:
-        """Keep a subscription's unacked messages, and all its topic gets from now on, for up to 7 days."""
+        """Keep unacked messages, and all that the topic gets from now on, for up to 7 days."""
         subscription = self._registry.subscription(request.subscription)
         if subscription.topic is None or subscription.proto.detached:
             raise FailedPrecondition(f"The subscription has no topic (resource={request.subscription}).")
@@ -82,7 +82,7 @@ class SnapshotCalls:
         return empty()
 
     def seek(self, request: Any) -> Any:
-        """Move a subscription to a time or to a snapshot of its topic: bulk ack, or bulk redelivery."""
+        """Move a subscription to a time or a snapshot: bulk ack or bulk redelivery."""
         subscription = self._registry.subscription(request.subscription)
         if subscription.proto.detached:
             raise FailedPrecondition(f"Subscription is detached (resource={request.subscription}).")

@@ -1,4 +1,4 @@
-"""The Subscriber service on the broker's memory, all but what waits: Pull and StreamingPull stand in `streaming`."""
+"""The Subscriber service on the broker's state. Pull and StreamingPull are in `streaming`."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ class SubscriptionCalls:
         self._registry = registry
 
     def create_subscription(self, request: SubscriptionProto) -> Any:
-        """Make a subscription; it receives what is published from now on."""
+        """Create a subscription. It receives messages that are published from now on."""
         proto = checked_subscription(request)
         if proto.name in self._registry.subscriptions:
             raise resource_exists(proto.name)
@@ -42,7 +42,10 @@ class SubscriptionCalls:
         return _shown(subscription)
 
     def update_subscription(self, request: Any) -> Any:
-        """Change the masked fields of a subscription; its filter, topic and ordering are for ever."""
+        """Change the masked fields of a subscription.
+
+        Its filter, topic and ordering never change.
+        """
         subscription = self._registry.subscription(request.subscription.name)
         merged = merge_update(subscription.proto, request.subscription, request.update_mask)
         proto = checked_subscription(merged)
@@ -67,12 +70,12 @@ class SubscriptionCalls:
         )
 
     def delete_subscription(self, request: Any) -> Any:
-        """Delete a subscription with its backlog; its open streams end with NOT_FOUND."""
+        """Delete a subscription with its backlog. Its open streams end with NOT_FOUND."""
         self._registry.remove_subscription(self._registry.subscription(request.subscription))
         return empty()
 
     def modify_push_config(self, request: Any) -> Any:
-        """Change where messages are pushed to; an empty configuration turns to pull."""
+        """Change where messages are pushed to. An empty configuration means pull."""
         subscription = self._registry.subscription(request.subscription)
         exactly_once = subscription.proto.enable_exactly_once_delivery
         push_config = checked_push_config(request.push_config, exactly_once=exactly_once)
@@ -84,7 +87,10 @@ class SubscriptionCalls:
         return empty()
 
     def acknowledge(self, request: Any) -> Any:
-        """Ack messages; raises `AckIdsRefused` for ids that exactly-once delivery no longer accepts."""
+        """Ack messages.
+
+        Raises `AckIdsRefused` for ids that exactly-once delivery no longer accepts.
+        """
         subscription = self.consumable(request.subscription)
         if not request.ack_ids:
             raise InvalidArgument("No ack ids specified.")
@@ -106,7 +112,7 @@ class SubscriptionCalls:
         return empty()
 
     def consumable(self, path: str, *, for_pull: bool = False) -> Subscription:
-        """Return a subscription that messages can be pulled from (`for_pull`) or acked on, and note its use.
+        """Return a subscription to pull from (`for_pull`) or to ack on, and note its use.
 
         Raises:
             NotFound: it does not exist.

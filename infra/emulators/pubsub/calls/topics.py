@@ -1,4 +1,4 @@
-"""The Publisher service on the broker's memory: one method per call, protobuf request in, protobuf response out."""
+"""The Publisher service on the broker's state: one method per call, protobuf in and out."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ class TopicCalls:
         self._registry = registry
 
     def create_topic(self, request: TopicProto) -> Any:
-        """Make a topic; raises `AlreadyExists` when the name is taken."""
+        """Create a topic. Raises `AlreadyExists` if the name is taken."""
         proto = checked_topic(request)
         if proto.name in self._registry.topics:
             raise resource_exists(proto.name)
@@ -79,7 +79,7 @@ class TopicCalls:
         return _ListTopicSnapshotsResponse(snapshots=page, next_page_token=token)
 
     def delete_topic(self, request: Any) -> Any:
-        """Delete a topic; its subscriptions keep their backlog and show `_deleted-topic_`."""
+        """Delete a topic. Its subscriptions keep their backlog and show `_deleted-topic_`."""
         topic = self._registry.topic(request.topic)
         del self._registry.topics[topic.path]
         for subscription in self._subscriptions_of(topic):
@@ -96,7 +96,7 @@ class TopicCalls:
         return empty()
 
     def publish(self, request: Any) -> Any:
-        """Publish messages; returns their ids in the order of the request."""
+        """Publish messages. Returns their ids in the order of the request."""
         topic = self._registry.topic(request.topic)
         self._registry.storage.admit(check_publish(request))
         message_ids = self._registry.publish(topic, request.messages)

@@ -1,6 +1,7 @@
 """One kept-alive HTTP/1.1 connection to a push endpoint.
 
-h11 rather than an HTTP client: the service takes a 102 for an ack, and clients swallow informational answers.
+h11 rather than an HTTP client: the service takes a 102 for an ack, and clients swallow
+informational answers.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ class PushFailed(Exception):
 
 
 class PushConnection:
-    """Posts to one endpoint, one request at a time, over a connection that is opened when first needed.
+    """Posts to one endpoint, one request at a time, over a connection that is opened on demand.
 
     Args:
         endpoint: an http or https URL.
@@ -37,7 +38,7 @@ class PushConnection:
     async def post(self, headers: list[tuple[str, str]], body: bytes) -> int:
         """Send one POST and return the status of the answer, 102 included.
 
-        The caller limits the time; a post that was cut off leaves nothing to reuse.
+        The caller limits the time. A post that was cut off closes the connection.
 
         Raises:
             PushFailed: no connection, or an answer that is no HTTP.
@@ -48,7 +49,8 @@ class PushConnection:
                 return await self._post(headers, body)
             except (OSError, EOFError, UnicodeError, h11.ProtocolError) as error:
                 self.close()
-                # The other side may close an idle connection at any time; only a fresh one's failure counts.
+                # The other side may close an idle connection at any time; only a fresh one's
+                # failure counts.
                 if not is_reused:
                     raise PushFailed(str(error) or type(error).__name__) from error
             except BaseException:

@@ -1,6 +1,7 @@
-"""Push delivery: for each subscription with an endpoint, a few lanes that take one message at a time and post it.
+"""Push delivery: a few workers per subscription, each of which posts one message at a time.
 
-A lane is a consumer like a stream is, so leases, backoff, ordering and dead letters are the subscription's own.
+A lane is a consumer like a stream is, so leases, backoff, ordering and dead letters are the
+subscription's own.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def push_loops(broker: Broker) -> AsyncIterator[None]:
-    """Push for every subscription that has an endpoint, from when it gets one until the block ends."""
+    """Push for every subscription with an endpoint until the block ends."""
     loops = _PushLoops(broker)
     broker.registry.on_push_config = loops.follow
     for subscription in broker.registry.subscriptions.values():
@@ -38,7 +39,7 @@ async def push_loops(broker: Broker) -> AsyncIterator[None]:
 
 
 class _PushLoops:
-    """The running loops by subscription; owns their tasks."""
+    """The running loops by subscription, and their tasks."""
 
     def __init__(self, broker: Broker) -> None:
         self._subscriptions = broker.registry.subscriptions
@@ -46,7 +47,7 @@ class _PushLoops:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def follow(self, subscription: Subscription) -> None:
-        """Start or stop pushing; called for each change, but only another push configuration makes one."""
+        """Start or stop pushing. Only a different push configuration has an effect."""
         is_alive = self._subscriptions.get(subscription.path) is subscription
         is_pushed = is_alive and subscription.settings.push_endpoint and not subscription.proto.detached
         wanted = subscription.proto.push_config.SerializeToString(deterministic=True) if is_pushed else b""
@@ -76,7 +77,7 @@ class _PushLoops:
 
 
 class _PushLoop:
-    """The lanes of one subscription; they share the pause after a failure, since they share the endpoint."""
+    """The push workers of one subscription. They share the pause after a failure."""
 
     def __init__(self, subscription: Subscription) -> None:
         self._subscription = subscription

@@ -1,6 +1,7 @@
-"""What a push endpoint receives for a message: the JSON envelope, or the bare data with metadata as headers.
+"""The body of a push: the JSON envelope, or the bare data with metadata as headers.
 
-Formats: https://cloud.google.com/pubsub/docs/push and https://cloud.google.com/pubsub/docs/payload-unwrapping
+Formats: https://cloud.google.com/pubsub/docs/push and
+    https://cloud.google.com/pubsub/docs/payload-unwrapping
 """
 
 import base64
@@ -18,7 +19,7 @@ _OWN_HEADERS = frozenset({"host", "content-length", "transfer-encoding", "connec
 
 
 def push_payload(subscription: Subscription, delivery: Delivery) -> tuple[list[tuple[str, str]], bytes]:
-    """Return the headers and the body of the POST for one delivery, as the push configuration wants them."""
+    """Return headers and body of the POST for one delivery, as its push configuration says."""
     push_config = subscription.proto.push_config
     if push_config.WhichOneof("wrapper") != "no_wrapper":
         return [_USER_AGENT, ("Content-Type", "application/json")], _envelope(subscription, delivery)

@@ -1,6 +1,7 @@
 """The deliveries of one subscription: what waits, what is leased to whom, and what comes back.
 
-Between a subscription, which adds messages and owns the policies, and the consumers (streams, pulls, push lanes).
+Between a subscription, which adds messages and owns the policies, and the consumers (streams,
+pulls, push lanes).
 """
 
 from collections import OrderedDict
@@ -17,7 +18,8 @@ from infra.emulators.pubsub.state.subscription_settings import SubscriptionSetti
 from infra.emulators.pubsub.state.timers import Timers
 
 MAX_TAKE = 1000
-# One response stays well under what clients accept by default (4 MiB), unless one message alone is bigger.
+# One response stays well under what clients accept by default (4 MiB), unless one message alone is
+# bigger.
 MAX_TAKE_BYTES = 2 * 1024 * 1024
 
 
@@ -30,10 +32,10 @@ class Policy(Protocol):
         """Note that a message was acked."""
 
     def next_number(self) -> int:
-        """Return a number for a delivery of a message that came back; higher than all before."""
+        """Return a number for a delivery that came back, higher than all before."""
 
     def forward_dead_letter(self, delivery: Delivery) -> bool:
-        """Publish to the dead-letter topic; False when that topic is gone."""
+        """Publish to the dead-letter topic. Return False if that topic is gone."""
 
 
 class Backlog:
@@ -62,11 +64,11 @@ class Backlog:
 
     @property
     def attempts_of_oldest(self) -> int:
-        """How often the oldest unacked message was handed out; 0 without one."""
+        """How often the oldest unacked message was delivered. 0 if there is none."""
         return next(iter(self._deliveries.values())).attempts if self._deliveries else 0
 
     def add(self, message: StoredMessage) -> None:
-        """Take in a message and wake a consumer for it, unless an older one of its ordering key is still here."""
+        """Add a message and wake a consumer, unless an older one of its ordering key is present."""
         self._enter(message, message.sequence)
 
     def restore(self, message: StoredMessage, number: int, attempts: int) -> None:
@@ -86,8 +88,8 @@ class Backlog:
         """Lease ready messages to a consumer, as many as its room and its share allow.
 
         Returns:
-            At most `max_messages`, oldest first; empty if nothing can be taken: then the consumer is woken when
-            that changes.
+            At most `max_messages`, oldest first. Empty if nothing is available. Then the consumer
+            is woken when that changes.
         """
         limit = min(max_messages, self.consumers.share(consumer, len(self._ready)))
         taken: list[Delivery] = []
@@ -111,11 +113,11 @@ class Backlog:
         return taken
 
     def busy(self, consumer: Consumer) -> None:
-        """Wake others instead of a consumer that took nothing and can't take anything before it asks again."""
+        """Wake others instead of a consumer that took nothing and can't take more now."""
         self.consumers.busy(consumer, len(self._ready))
 
     def leave(self, consumer: Consumer) -> None:
-        """Disconnect a consumer; its leases stay until they are acked, nacked or run out."""
+        """Disconnect a consumer. Its leases stay until they are acked, nacked or run out."""
         self.consumers.leave(consumer, len(self._ready))
 
     def ack_id(self, delivery: Delivery) -> str:
@@ -133,11 +135,11 @@ class Backlog:
         """Settle the messages of these ack ids.
 
         Returns:
-            The refused ack ids with their reasons. Without exactly-once delivery there are none: an expired id
-            acks the message if it is still there, and is ignored otherwise.
+            The refused ack ids with their reasons. Without exactly-once delivery there are none: an
+            expired id acks the message if it is still there, and is ignored otherwise.
 
         Raises:
-            InvalidArgument: an ack id that no server would have made; nothing was acked.
+            InvalidArgument: an ack id that no server would have made. Nothing was acked.
         """
         refused: dict[str, str] = {}
         for ack_id, delivery, is_current in self._find_all(ack_ids):
@@ -148,13 +150,13 @@ class Backlog:
         return refused
 
     def modify_ack_deadline(self, ack_ids: Iterable[str], deadlines_s: Iterable[int]) -> dict[str, str]:
-        """Move the end of leases to so many seconds from now; 0 gives the message back at once (a nack).
+        """Move the end of leases to so many seconds from now. 0 is a nack.
 
         Returns:
-            The refused ack ids with their reasons; none without exactly-once delivery.
+            The refused ack ids with their reasons. None without exactly-once delivery.
 
         Raises:
-            InvalidArgument: an ack id that no server would have made; nothing was changed.
+            InvalidArgument: an ack id that no server would have made. Nothing was changed.
         """
         refused: dict[str, str] = {}
         now_s = self._timers.now_s()
@@ -192,12 +194,12 @@ class Backlog:
         self._remove(next(iter(self._deliveries.values())))
 
     def withdraw(self, sequences: Collection[int]) -> None:
-        """Forget messages, leased or not; acks for them find nothing."""
+        """Forget messages, leased or not. Acks for them have no effect."""
         for delivery in [each for each in self._deliveries.values() if each.message.sequence in sequences]:
             self._remove(delivery)
 
     def clear(self) -> None:
-        """Forget every message; acks for them find nothing."""
+        """Forget every message. Acks for them have no effect."""
         for delivery in self._deliveries.values():
             self._journal.release(delivery.message, self._holder)
             delivery.stop_timer()

@@ -1,7 +1,8 @@
 """The deliveries of a subscription, who takes them, and who is woken when something can be taken.
 
-Consumers take what they have room for; nothing is queued for them here. So a stream that can't write leaves
-the messages to the others, and what waits while it writes goes out in one response.
+Consumers take as much as they have room for. Nothing is queued for them here. So a stream that
+can't write leaves the messages to the others, and messages that wait while it writes go out in one
+response.
 """
 
 from collections.abc import Callable
@@ -18,8 +19,8 @@ class Consumer:
     Args:
         wake: called when there may be something to take, or when `ended` was set.
         ack_deadline_s: the lease of what it takes, in seconds.
-        max_messages: outstanding messages at which no more are taken; 0 means no limit.
-        max_bytes: outstanding bytes at which no more are taken; 0 means no limit.
+        max_messages: outstanding messages at which no more are taken. 0 means no limit.
+        max_bytes: outstanding bytes at which no more are taken. 0 means no limit.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Consumer:
 
 
 class State(Enum):
-    """Where a delivery stands; every delivery is in exactly one place."""
+    """The state of a delivery. Every delivery is in exactly one."""
 
     READY = auto()
     """Can be handed to the next consumer."""
@@ -58,9 +59,12 @@ class State(Enum):
 
 
 class Delivery:
-    """A message on its way to being acked; `number` is unique in the subscription, also after a seek.
+    """A message on its way to being acked.
 
-    `attempts` counts hand-outs: 1 + nacks + expired leases at any delivery, as `delivery_attempt` is defined.
+    `number` is unique in the subscription, also after a seek.
+
+    `attempts` counts hand-outs: 1 + nacks + expired leases at any delivery, as `delivery_attempt`
+    is defined.
     """
 
     __slots__ = ("attempts", "consumer", "message", "number", "state", "timer")
@@ -81,7 +85,7 @@ class Delivery:
 
 
 class Consumers:
-    """All consumers of one subscription: hungry ones wait for messages, woken ones are about to take."""
+    """All consumers of one subscription. Hungry ones wait, woken ones are about to take."""
 
     def __init__(self) -> None:
         self._joined: set[Consumer] = set()
@@ -92,11 +96,11 @@ class Consumers:
         return len(self._joined)
 
     def join(self, consumer: Consumer) -> None:
-        """Count it as connected; it gets nothing before it asks."""
+        """Count it as connected. It gets messages only when it takes them."""
         self._joined.add(consumer)
 
     def leave(self, consumer: Consumer, ready: int) -> None:
-        """Forget it; one that was woken hands its turn on, and what it still leases wakes it no more."""
+        """Forget a consumer. If it was woken, wake the next. Its leases no longer wake it."""
         consumer.is_waiting = False
         self._joined.discard(consumer)
         self._hungry.pop(consumer, None)
@@ -110,7 +114,7 @@ class Consumers:
             consumer.wake()
 
     def offer(self, ready: int) -> None:
-        """Wake hungry consumers, the longest waiting first, until there is one for each ready message."""
+        """Wake idle consumers, the longest waiting first, one for each ready message."""
         while self._hungry and len(self._woken) < ready:
             consumer = next(iter(self._hungry))
             del self._hungry[consumer]
@@ -118,7 +122,7 @@ class Consumers:
             consumer.wake()
 
     def share(self, consumer: Consumer, ready: int) -> int:
-        """How many of the ready messages it may take now, leaving as many for each other idle consumer."""
+        """How many ready messages it may take, leaving as many for each other idle consumer."""
         self._hungry.pop(consumer, None)
         self._woken.discard(consumer)
         consumer.is_waiting = False
@@ -131,7 +135,7 @@ class Consumers:
             self._hungry[consumer] = None
 
     def busy(self, consumer: Consumer, ready: int) -> None:
-        """It writes something else first, for as long as that takes: what comes meanwhile is for the others."""
+        """It is busy writing. Messages that arrive meanwhile go to the others."""
         self._hungry.pop(consumer, None)
         self._woken.discard(consumer)
         consumer.is_waiting = False
@@ -144,7 +148,7 @@ class Consumers:
         consumer.outstanding_bytes += delivery.message.size_bytes
 
     def gave_back(self, delivery: Delivery, ready: int) -> None:
-        """End a lease's count; a consumer that was full may become hungry."""
+        """End a lease's count. A consumer that was full may have room again."""
         consumer, delivery.consumer = delivery.consumer, None
         if consumer is None:
             return

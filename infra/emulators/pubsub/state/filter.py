@@ -16,7 +16,8 @@ from infra.emulators.pubsub.errors import InvalidArgument
 
 MAX_FILTER_BYTES = 256
 
-# A filter is one level of AND or one level of OR: mixing them without parentheses has no rule here, on purpose.
+# A filter is one level of AND or one level of OR: mixing them without parentheses has no rule here,
+# on purpose.
 _GRAMMAR = r"""
     ?start: expression
     ?expression: term
@@ -128,13 +129,14 @@ def parse_filter(text: str) -> Filter | None:
     """Parse a subscription's filter.
 
     Args:
-        text: the filter, at most 256 bytes of UTF-8; empty means everything matches.
+        text: the filter, at most 256 bytes of UTF-8. Empty means everything matches.
 
     Returns:
         The tree to match attributes with, or None for an empty filter.
 
     Raises:
-        InvalidArgument: too long, or not in the language; the message names the column and the reason.
+        InvalidArgument: too long, or not in the language. The message names the column and the
+            reason.
     """
     size_bytes = len(text.encode())
     if size_bytes > MAX_FILTER_BYTES:
@@ -155,7 +157,8 @@ def parse_filter(text: str) -> Filter | None:
 
 @functools.cache
 def _parser() -> Lark:
-    # Built on first use: most processes that start this server never see a filter before they listen.
+    # Built on first use: most processes that start this server never see a filter before they
+    # listen.
     return Lark(_GRAMMAR, parser="lalr", transformer=_TreeBuilder())
 
 

@@ -1,4 +1,6 @@
-"""What is told of every change that must outlive the process; the journal here keeps nothing, for a broker in memory.
+"""The interface for changes that must outlive the process.
+
+The journal here keeps nothing, for a broker in memory.
 
 `durable.DurableJournal` is the one of a broker with a data directory.
 """
@@ -16,7 +18,10 @@ ACKED = -1
 
 
 class Resource(Protocol):
-    """A topic, subscription or snapshot, as it is saved; `holder` is its number among those that hold messages."""
+    """A topic, subscription or snapshot, as it is saved.
+
+    `holder` is its number among those that hold messages.
+    """
 
     path: str
     holder: int
@@ -24,7 +29,7 @@ class Resource(Protocol):
 
     @property
     def moment_s(self) -> float:
-        """The one time it remembers: a subscription's last use, a snapshot's latest end; 0 for a topic."""
+        """A subscription's last use, or a snapshot's latest end. 0 for a topic."""
 
 
 class Journal:
@@ -37,16 +42,19 @@ class Journal:
         """Note that a resource is gone."""
 
     def keep(self, message: "StoredMessage") -> None:
-        """Note a new message; it stays until it is dropped."""
+        """Note a new message. It stays until it is dropped."""
 
     def drop(self, sequence: int) -> None:
-        """Note that nobody holds a message any more."""
+        """Note that no subscription or snapshot holds a message any more."""
 
     def offered(self, message_ids: Iterable[str]) -> None:
-        """Note that a publisher waits for the answer to these messages; until then they may be withdrawn."""
+        """Note that a publisher waits for the answer to these messages.
+
+        Until then they may be withdrawn.
+        """
 
     def hold(self, message: "StoredMessage", holder: int, number: int = 0, attempts: int = 0) -> None:
-        """Note that a resource holds a message: a delivery's number and its hand-outs, or `ACKED`."""
+        """Note that a resource holds a message: delivery number and attempts, or `ACKED`."""
 
     def release(self, message: "StoredMessage", holder: int) -> None:
         """Note that a resource no longer holds a message."""
@@ -62,5 +70,5 @@ class Journal:
         """Wait until all that was noted so far will outlive this process.
 
         Raises:
-            Unavailable: it could not be kept; messages on offer were withdrawn.
+            Unavailable: it could not be kept. Uncommitted messages were withdrawn.
         """

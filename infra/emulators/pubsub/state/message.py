@@ -1,4 +1,4 @@
-"""A published message as the broker keeps it, shared by every subscription, snapshot and log that holds it."""
+"""A published message, shared by all subscriptions, snapshots and logs that hold it."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ class Storage:
 
     Args:
         limit_bytes: what may be held at most.
-        drop: told the sequence of each message that nobody holds any more.
+        drop: called with the sequence of each message that is no longer held.
     """
 
     def __init__(self, limit_bytes: int, drop: Callable[[int], None]) -> None:
@@ -33,7 +33,10 @@ class Storage:
 
 
 class StoredMessage:
-    """One message with its server-given id and time; `sequence` is the order of arrival over all topics."""
+    """One message with its server-given id and time.
+
+    `sequence` is the order of arrival over all topics.
+    """
 
     __slots__ = ("_storage", "attributes", "ordering_key", "proto", "published_s", "sequence", "size_bytes")
 
@@ -48,6 +51,7 @@ class StoredMessage:
         storage.held_bytes += self.size_bytes
 
     def __del__(self) -> None:
-        # Backlogs, snapshots, logs and leases all hold messages; the reference count is the one true ledger.
+        # Backlogs, snapshots, logs and leases all hold messages; the reference count is the one
+        # true ledger.
         self._storage.held_bytes -= self.size_bytes
         self._storage.drop(self.sequence)

@@ -1,4 +1,4 @@
-"""Lines of messages with the same ordering key: only the oldest of a line may be out at any time."""
+"""Queues of messages with the same ordering key: only the oldest may be outstanding."""
 
 import bisect
 
@@ -6,7 +6,7 @@ from infra.emulators.pubsub.state.consumers import Delivery, State
 
 
 class OrderingLines:
-    """One line per ordering key, oldest first; only heads are out, so a redelivery brings the later ones after it."""
+    """One queue per ordering key, oldest first. Only heads are outstanding."""
 
     def __init__(self) -> None:
         self._lines: dict[str, list[Delivery]] = {}
@@ -15,8 +15,8 @@ class OrderingLines:
         """Put a delivery into its line by order of publishing.
 
         Returns:
-            The delivery it pushed back from the head (a seek brings older messages than the head), to be taken
-            back from whoever holds it. Whether the new one is the head is `is_head`.
+            The delivery it pushed back from the head (a seek brings older messages than the head),
+            to be taken back from whoever holds it. Whether the new one is the head is `is_head`.
         """
         line = self._lines.setdefault(delivery.message.ordering_key, [])
         if not line or line[-1].message.sequence < delivery.message.sequence:
@@ -31,7 +31,7 @@ class OrderingLines:
         return self._lines[delivery.message.ordering_key][0] is delivery
 
     def remove(self, delivery: Delivery) -> Delivery | None:
-        """Take a delivery out; returns the new head if that may go out now."""
+        """Remove a delivery. Return the new head if it may be delivered now."""
         line = self._lines[delivery.message.ordering_key]
         line.pop(bisect.bisect_left(line, delivery.message.sequence, key=_sequence))
         if not line:

@@ -19,7 +19,8 @@ def check_publish(request: PublishRequest) -> int:
     """Check the messages of a publish request and return its size in bytes.
 
     Raises:
-        InvalidArgument: too many, too big, an empty message, an attribute out of bounds, or several ordering keys.
+        InvalidArgument: too many, too big, an empty message, an attribute out of bounds, or several
+            ordering keys.
     """
     messages = request.messages
     check_range("message_count", len(messages), 1, MAX_MESSAGES)

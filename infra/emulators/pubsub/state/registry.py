@@ -1,6 +1,6 @@
 """All topics, subscriptions and snapshots of the broker, and the paths between them.
 
-The calls of the API stand in `topic_calls`, `subscription_calls` and `snapshot_calls`; they meet here.
+The calls of the API are in the package `calls`, which shares this registry.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -33,11 +33,12 @@ class Registry:
         self.subscriptions: dict[str, Subscription] = {}
         self.snapshots: dict[str, Snapshot] = {}
         self.on_push_config: Callable[[Subscription], None] = _nobody_pushes
-        # Microseconds since the epoch: ids look like the service's and don't come again after a restart.
+        # Microseconds since the epoch: ids look like the service's and don't come again after a
+        # restart.
         self._next_sequence = int(timers.now_s() * 1e6)
 
     def next_sequence(self) -> int:
-        """Return a number that is higher than all before: message ids, holders, delivery numbers."""
+        """Return the next number, for message ids, holders and deliveries."""
         self._next_sequence += 1
         return self._next_sequence
 
@@ -58,7 +59,7 @@ class Registry:
         return _look_up(self.snapshots, path, "snapshots")
 
     def publish(self, topic: Topic, messages: Sequence[PubsubMessage]) -> list[str]:
-        """Give checked messages their ids and the time, pass them on, and return the ids in order."""
+        """Give checked messages ids and a time, publish them, and return the ids in order."""
         now_s = self.timers.now_s()
         seconds = int(now_s)
         nanos = int((now_s - seconds) * 1e6) * 1000
@@ -77,12 +78,12 @@ class Registry:
         return message_ids
 
     def forward_dead_letter(self, subscription: Subscription, delivery: Delivery) -> bool:
-        """Publish a message that failed too often to the dead-letter topic, with the attributes the service adds.
+        """Publish a message to the dead-letter topic, with the attributes that the service adds.
 
         Source: https://cloud.google.com/pubsub/docs/handling-failures#track-delivery-attempts
 
         Returns:
-            False when that topic does not exist any more; the message then stays where it is.
+            False if that topic no longer exists. The message then stays.
         """
         topic = self.topics.get(subscription.settings.dead_letter_topic)
         if topic is None:
@@ -98,7 +99,7 @@ class Registry:
         return True
 
     def remove_subscription(self, subscription: Subscription) -> None:
-        """Take a subscription out; whoever consumes it is told that it is gone."""
+        """Remove a subscription. Its consumers are notified."""
         del self.subscriptions[subscription.path]
         if subscription.topic is not None:
             subscription.topic.detach(subscription)
@@ -107,7 +108,7 @@ class Registry:
         self.on_push_config(subscription)
 
     def remove_snapshot(self, snapshot: Snapshot) -> None:
-        """Take a snapshot out; its messages go with it."""
+        """Remove a snapshot with its messages."""
         del self.snapshots[snapshot.path]
         if snapshot.topic is not None:
             snapshot.topic.detach(snapshot)
@@ -117,7 +118,7 @@ class Registry:
         self.journal.erase(snapshot.path)
 
     def remove_snapshot_at(self, snapshot: Snapshot, expire_s: float) -> None:
-        """Take a snapshot out when it expires, in seconds since the epoch, and no more when it was to before."""
+        """Remove a snapshot when it expires. Replaces an earlier expiration."""
         if snapshot.timer is not None:
             snapshot.timer.cancel()
         snapshot.timer = self.timers.at(expire_s, partial(self.remove_snapshot, snapshot))
@@ -144,4 +145,4 @@ def _copy(message: PubsubMessage) -> PubsubMessage:
 
 
 def _nobody_pushes(subscription: Subscription) -> None:
-    """Stand in for the push loops while none run."""
+    """Replaces the push loops while none run."""

@@ -1,7 +1,7 @@
 """What a topic, subscription or snapshot may look like: ranges, defaults, updates.
 
-Every request passes here before it changes anything. Limits: https://cloud.google.com/pubsub/quotas and the API's own
-field comments.
+Every request passes here before it changes anything. Limits: https://cloud.google.com/pubsub/quotas
+and the API's own field comments.
 """
 
 import re
@@ -78,7 +78,7 @@ def checked_topic(request: Topic) -> Topic:
 
 
 def checked_subscription(request: Subscription) -> Subscription:
-    """Return a copy of a requested subscription with the service's defaults, as GetSubscription will show it.
+    """Return a copy of a requested subscription with the service's defaults.
 
     Raises:
         InvalidArgument: a name, filter, label, number or duration out of bounds.
@@ -114,10 +114,11 @@ def checked_snapshot(request: Snapshot) -> Snapshot:
 
 
 def checked_push_config(push_config: PushConfig, *, exactly_once: bool) -> PushConfig:
-    """Check a push configuration; an empty one means pull.
+    """Check a push configuration. An empty one means pull.
 
     Raises:
-        InvalidArgument: an endpoint that is no http(s) URL, or push together with exactly-once delivery.
+        InvalidArgument: an endpoint that is no http(s) URL, or push together with exactly-once
+            delivery.
     """
     if not push_config.push_endpoint:
         return push_config

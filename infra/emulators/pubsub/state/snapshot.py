@@ -1,4 +1,4 @@
-"""One snapshot: the backlog of a subscription when it was made, and all that its topic got since."""
+"""One snapshot: the backlog of a subscription, and all that its topic received since."""
 
 from collections.abc import Collection
 
@@ -16,9 +16,10 @@ SHORTEST_LIFE_S = 3600.0
 
 
 class Snapshot:
-    """Holds messages until it expires; attached to the topic like a subscription.
+    """Holds messages until it expires. It is attached to the topic like a subscription.
 
-    `holder` is its number in the journal; `latest_expire_s`, in seconds since the epoch, is the end it was made with.
+    `holder` is its number in the journal. `latest_expire_s`, in seconds since the epoch, is the end
+    that it was created with.
     """
 
     def __init__(
@@ -31,7 +32,8 @@ class Snapshot:
         self.latest_expire_s = self.moment_s = latest_expire_s
         self._journal = journal
         self.timer: Timer | None = None
-        # The source's filter is left out: the snapshot may be used on another subscription of the topic.
+        # The source's filter is left out: the snapshot may be used on another subscription of the
+        # topic.
         self.filter: Filter | None = None
         self.messages: dict[int, StoredMessage] = {}
 
@@ -51,7 +53,7 @@ class Snapshot:
             del self.messages[message.sequence]
 
     def close(self) -> None:
-        """Give everything up; the snapshot is gone."""
+        """Release all messages. The snapshot was deleted."""
         for message in self.messages.values():
             self._journal.release(message, self.holder)
         self.messages.clear()
@@ -60,7 +62,8 @@ class Snapshot:
 def snapshot_expire_s(source: Subscription, now_s: float) -> float:
     """Return when a snapshot made now expires: 7 days less the age of the oldest unacked message.
 
-    Source: the field `expire_time` of https://cloud.google.com/pubsub/docs/reference/rpc/google.pubsub.v1#snapshot
+    Source: the field `expire_time` of
+        https://cloud.google.com/pubsub/docs/reference/rpc/google.pubsub.v1#snapshot
 
     Raises:
         FailedPrecondition: it would live for less than an hour.
@@ -76,7 +79,7 @@ def snapshot_expire_s(source: Subscription, now_s: float) -> float:
 
 
 def check_expire_time(snapshot: Snapshot, expire_s: float, now_s: float) -> None:
-    """Refuse an updated end (seconds since the epoch) in the past, or after the one it was made with.
+    """Refuse an end (seconds since the epoch) in the past, or after the original one.
 
     Raises:
         InvalidArgument: with the bound that it breaks.

@@ -1,6 +1,7 @@
-"""One subscription: its settings, its backlog, and what becomes of messages that are acked, too old or fail too often.
+"""One subscription: settings, backlog, and the end of messages (ack, expiry, dead letter).
 
-Plain synchronous code on an injected clock; every change happens inside one call and is told to the journal.
+Plain synchronous code on an injected clock. Every change happens inside one call and goes to the
+journal.
 """
 
 from collections import deque
@@ -29,14 +30,17 @@ class Surroundings(Protocol):
         """Return a number that is higher than all before."""
 
     def forward_dead_letter(self, subscription: "Subscription", delivery: Delivery) -> bool:
-        """Publish to the dead-letter topic; False when that topic is gone."""
+        """Publish to the dead-letter topic. Return False if that topic is gone."""
 
     def remove_subscription(self, subscription: "Subscription") -> None:
         """Delete the subscription."""
 
 
 class Subscription:
-    """The state of one subscription; `proto` is what GetSubscription shows, `holder` its number in the journal."""
+    """The state of one subscription.
+
+    `proto` is what GetSubscription shows, `holder` its number in the journal.
+    """
 
     def __init__(self, proto: SubscriptionProto, topic: Topic | None, surroundings: Surroundings, holder: int) -> None:
         self.path: str = proto.name
@@ -54,7 +58,7 @@ class Subscription:
         self.configure(proto)
 
     def configure(self, proto: SubscriptionProto) -> None:
-        """Take over new settings; running leases keep their deadlines."""
+        """Apply new settings. Running leases keep their deadlines."""
         self.proto = proto
         self.settings = SubscriptionSettings.of(proto)
         if not self.settings.retain_acked:
@@ -72,12 +76,12 @@ class Subscription:
 
     @property
     def retention_s(self) -> float:
-        """How long after publishing a message stays, in seconds: the longer of this and the topic's retention."""
+        """Retention in seconds: the longer of this and the topic's."""
         return max(self.settings.retention_s, self.topic.retention_s if self.topic else 0.0)
 
     @property
     def moment_s(self) -> float:
-        """When somebody last used it, in seconds since the epoch; a connected consumer uses it all the time."""
+        """The last use, in seconds since the epoch. A connected consumer is always in use."""
         return self._timers.now_s() if len(self.backlog.consumers) else self._last_active_s
 
     def touch(self) -> None:
@@ -85,12 +89,12 @@ class Subscription:
         self._last_active_s = self._timers.now_s()
 
     def join(self, consumer: Consumer) -> None:
-        """Connect a consumer; while one is connected the subscription does not expire."""
+        """Connect a consumer. While one is connected the subscription does not expire."""
         self.touch()
         self.backlog.consumers.join(consumer)
 
     def leave(self, consumer: Consumer) -> None:
-        """Disconnect a consumer; its leases stay until they are acked, nacked or run out."""
+        """Disconnect a consumer. Its leases stay until they are acked, nacked or run out."""
         self.touch()
         self.backlog.leave(consumer)
 
@@ -109,7 +113,7 @@ class Subscription:
                 self._arm_retention()
 
     def restore(self, message: StoredMessage, number: int, attempts: int) -> None:
-        """Take in a message that was held before a restart: acked if the attempts say so, else to be delivered."""
+        """Restore a message after a restart: acked if the attempts say so, else to be delivered."""
         if attempts == ACKED:
             self._acked.append(message)
         else:
@@ -123,7 +127,7 @@ class Subscription:
         self._arm_expiration()
 
     def withdraw(self, sequences: Collection[int]) -> None:
-        """Give messages up again, leased ones and acked ones too; acks for them find nothing."""
+        """Drop messages again, also leased and acked ones. Acks for them have no effect."""
         self.backlog.withdraw(sequences)
         for message in [each for each in self._acked if each.sequence in sequences]:
             self._journal.release(message, self.holder)
@@ -134,11 +138,13 @@ class Subscription:
         return self._surroundings.next_sequence()
 
     def forward_dead_letter(self, delivery: Delivery) -> bool:
-        """Publish a message that failed too often to the dead-letter topic; False when that topic is gone."""
+        """Publish a message to the dead-letter topic. Return False if that topic is gone."""
         return self._surroundings.forward_dead_letter(self, delivery)
 
     def seek(self, is_unacked: Callable[[StoredMessage], bool], candidates: Iterable[StoredMessage]) -> None:
-        """Ack what `is_unacked` denies; bring back what it affirms, of the acked ones retained and of `candidates`.
+        """Ack messages for which `is_unacked` is false, and restore those for which it is true.
+
+        Retained acked messages and `candidates` can be restored.
 
         Messages past the retention or not matching the filter stay gone.
         """
@@ -158,7 +164,7 @@ class Subscription:
         self._arm_retention()
 
     def close(self, reason: PubsubError) -> None:
-        """Drop everything and end all consumers; the subscription was deleted or detached."""
+        """Drop everything and end all consumers. The subscription was deleted or detached."""
         self.backlog.clear()
         self._forget_acked()
         for timer in (self._retention_timer, self._expiration_timer):

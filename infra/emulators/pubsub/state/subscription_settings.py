@@ -11,7 +11,7 @@ DEFAULT_MAX_DELIVERY_ATTEMPTS = 5
 
 @dataclass(frozen=True)
 class SubscriptionSettings:
-    """Plain copies of the fields that decide about deliveries; times in seconds."""
+    """Plain copies of the fields that control deliveries. Times are in seconds."""
 
     ack_deadline_s: float
     retention_s: float
@@ -52,7 +52,7 @@ class SubscriptionSettings:
         )
 
     def backoff_s(self, attempts: int) -> float:
-        """Return the wait in seconds before the next delivery, doubling from the minimum up to the maximum."""
+        """Return the backoff in seconds, doubling from the minimum to the maximum."""
         doublings = min(attempts - 1, 30)
         return min(self.minimum_backoff_s * 2.0**doublings, self.maximum_backoff_s)
 

@@ -1,6 +1,7 @@
-"""One heap of due times for everything that happens later: leases, backoffs, retention, expirations.
+"""One heap of timers for leases, backoffs, retention and expirations.
 
-Knows no event loop: whoever owns the clock calls `run_due` at `next_due_s`, so tests advance time by hand.
+This module has no event loop: the owner of the clock calls `run_due` at `next_due_s`, so tests
+advance time by hand.
 """
 
 import heapq
@@ -11,7 +12,7 @@ _COMPACT_FROM = 1024
 
 
 class Timer:
-    """One action at one time; `cancel` drops its references at once."""
+    """One action at one time. `cancel` drops its references at once."""
 
     __slots__ = ("_owner", "action")
 
@@ -20,7 +21,7 @@ class Timer:
         self.action: Callable[[], None] | None = action
 
     def cancel(self) -> None:
-        """Drop the action; does nothing once it has run."""
+        """Cancel the action. This has no effect once it has run."""
         if self.action is not None:
             self.action = None
             self._owner.note_cancelled()
@@ -48,7 +49,7 @@ class Timers:
         return self._heap[0][0] if self._heap else None
 
     def at(self, due_s: float, action: Callable[[], None]) -> Timer:
-        """Run `action` at `due_s`; tells `on_earlier` when that is before everything else."""
+        """Run `action` at `due_s`. Calls `on_earlier` if that is before all others."""
         timer = Timer(self, action)
         is_earliest = not self._heap or due_s < self._heap[0][0]
         heapq.heappush(self._heap, (due_s, next(self._tie), timer))
@@ -57,7 +58,7 @@ class Timers:
         return timer
 
     def run_due(self) -> None:
-        """Run every action that is due by now, in order; actions may schedule and cancel."""
+        """Run every action that is due by now, in order. Actions may schedule and cancel."""
         while (due_s := self.next_due_s) is not None and due_s <= self.now_s():
             timer = heapq.heappop(self._heap)[2]
             action, timer.action = timer.action, None
@@ -65,9 +66,10 @@ class Timers:
                 action()
 
     def note_cancelled(self) -> None:
-        """Count a canceled timer; the heap is rebuilt when most of it is dead.
+        """Count a canceled timer. The heap is rebuilt when most of it is dead.
 
-        Nearly every lease is acked long before it is due, so without this a minute of traffic would stay.
+        Nearly every lease is acked long before it is due, so without this a minute of traffic would
+        stay.
         """
         self._cancelled += 1
         if self._cancelled > _COMPACT_FROM and self._cancelled * 2 > len(self._heap):
@@ -77,4 +79,4 @@ class Timers:
 
 
 def _nobody_waits() -> None:
-    """Stand in for the event loop while there is none: virtual time is read, not waited for."""
+    """Replaces the event loop if there is none: virtual time is read, not waited for."""

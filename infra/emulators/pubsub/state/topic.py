@@ -23,10 +23,10 @@ class Sink(Protocol):
 
 
 class Topic:
-    """The state of one topic; `proto` is what GetTopic shows, `holder` its number in the journal.
+    """The state of one topic. `proto` is what GetTopic shows, `holder` its number in the journal.
 
-    Filters of the one form `attributes.KEY = "literal"` are found by two dict look-ups, so 80 reply slots on a
-    topic cost a publish no more than one. Any other filter is tried on each message.
+    Filters of the one form `attributes.KEY = "literal"` are found by two dict look-ups, so 80 reply
+    slots on a topic cost a publish no more than one. Any other filter is tried on each message.
     """
 
     moment_s = 0.0
@@ -44,7 +44,7 @@ class Topic:
         self.configure(proto)
 
     def configure(self, proto: TopicProto) -> None:
-        """Take over new settings; a log that is no longer kept is dropped."""
+        """Apply new settings. A log that is no longer kept is dropped."""
         self.proto = proto
         self.retention_s = seconds_of(proto.message_retention_duration)
         self._drop_old()
@@ -102,7 +102,7 @@ class Topic:
             self.log.remove(message)
 
     def close(self) -> None:
-        """Drop the log; the topic was deleted."""
+        """Drop the log. The topic was deleted."""
         self.retention_s = 0.0
         self._drop_old()
 

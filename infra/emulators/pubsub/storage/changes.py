@@ -12,7 +12,7 @@ HeldRow = tuple[int, int]
 
 
 class Changes:
-    """What one transaction writes; None in a row's place deletes it."""
+    """The changes of one transaction. None in place of a row deletes it."""
 
     def __init__(self) -> None:
         self.resources: dict[str, ResourceRow | None] = {}
@@ -35,7 +35,7 @@ class Changes:
         self.size_bytes += len(data) + MESSAGE_OVERHEAD_BYTES
 
     def drop(self, sequence: int) -> None:
-        """Take a message out; one that was added here leaves no trace."""
+        """Remove a message. If it was added here, no trace is left."""
         data = self.messages.pop(sequence, None)
         if data is None:
             self.dropped.add(sequence)

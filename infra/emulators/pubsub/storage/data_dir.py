@@ -1,4 +1,4 @@
-"""A broker whose state is in a directory: read at the start, written while it runs, whole at any moment."""
+"""A broker whose state is in a directory, read at the start and written as it changes."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,7 +20,8 @@ from infra.emulators.pubsub.storage.database import Database, WriteFailed, opene
 from infra.emulators.pubsub.storage.durable import DurableJournal
 
 USE_NOTED_EVERY_S = 3600.0
-"""How far back a subscription's last use, from which its expiration counts, may be set by a restart."""
+"""How much a restart may set back the last use of a subscription.
+"""
 
 Restore = Callable[[StoredMessage, int, int], None]
 
@@ -38,7 +39,8 @@ async def durable_broker(
         fsync: whether each commit waits for the disk, and so outlives a power cut too.
 
     Raises:
-        OSError: the directory can't be written, another server uses it, or the file is none of ours.
+        OSError: the directory can't be written, another server uses it, or the file is none of
+            ours.
     """
     with opened_database(data_dir, fsync=fsync) as database:
         journal = DurableJournal(database)
@@ -57,7 +59,8 @@ def restore(registry: Registry, database: Database) -> None:
     """Fill an empty registry with what was there when the last process ended, however it did."""
     registry.continue_after(database.highest_number())
     holders: dict[int, Restore] = {}
-    # In order of their making, so a topic comes before its subscriptions, and these before their snapshots.
+    # In order of their making, so a topic comes before its subscriptions, and these before their
+    # snapshots.
     for path, holder, moment_s, data in database.resources():
         holders[holder] = _RESTORE[path.split("/")[2]](registry, holder, moment_s, data)
     messages = {
@@ -77,7 +80,8 @@ def _restore_subscription(registry: Registry, holder: int, moment_s: float, data
     proto = SubscriptionProto.FromString(data)
     subscription = Subscription(proto, registry.topics.get(proto.topic), registry, holder)
     if subscription.settings.exactly_once:
-        # An attempt that was noted too late would be given the same ack id again, and both would count as current.
+        # An attempt that was noted too late would be given the same ack id again, and both would
+        # count as current.
         subscription.backlog.ack_id_prefix = f"{registry.next_sequence():x}"
     subscription.restore_last_use(min(moment_s + USE_NOTED_EVERY_S, registry.timers.now_s()))
     registry.subscriptions[subscription.path] = subscription

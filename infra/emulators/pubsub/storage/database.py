@@ -1,4 +1,4 @@
-"""The file of a data directory: SQLite in WAL mode, one connection, which one thread at a time uses."""
+"""The SQLite file of a data directory: WAL mode, one connection, one thread at a time."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ CHECKPOINT_PAGES = 2000
 LONGEST_LOG_BYTES = 64 * 1024**2
 CACHE_KIB = 16 * 1024
 SPARE_PAGES = 1024
-"""Free pages that the file keeps for what comes next, 4 MiB; more than that are given back."""
+"""Free pages that the file keeps for later use, 4 MiB. More are returned to the disk."""
 SHRINK_PAGES = 1024
 """Pages given back at a time, for which a publish may have to wait."""
 PROBE_BYTES = 64 * 1024
@@ -31,7 +31,8 @@ CREATE TABLE probe (id INTEGER PRIMARY KEY, data BLOB);
 PRAGMA user_version = {VERSION};
 COMMIT;
 """
-# A message and the row that says who holds it were one transaction; this is for a file that was repaired by hand.
+# A message and the row that says who holds it were one transaction; this is for a file that was
+# repaired by hand.
 _ORPHANS = (
     "DELETE FROM held WHERE holder NOT IN (SELECT holder FROM resource)",
     "DELETE FROM message WHERE sequence NOT IN (SELECT sequence FROM held)",
@@ -45,7 +46,7 @@ _RELEASE = "DELETE FROM held WHERE sequence = ? AND holder = ?"
 
 
 class WriteFailed(Exception):
-    """The file could not be written: no room, or an input/output error; it is as it was before."""
+    """The file could not be written (disk full or input/output error). It is unchanged."""
 
 
 @contextmanager
@@ -53,9 +54,10 @@ def opened_database(data_dir: Path, *, fsync: bool) -> Iterator["Database"]:
     """Open the file in a directory, which is made if it is missing, and close it at the end.
 
     Args:
-        data_dir: the directory; one server at a time uses it.
-        fsync: whether each commit waits for the disk. Without it a commit outlives this process, whatever kills it,
-            and the last ones before a power cut may be lost, the file being whole all the same.
+        data_dir: the directory. Only one server at a time may use it.
+        fsync: whether each commit waits for the disk. Without it a commit outlives this process,
+            whatever kills it, and the last ones before a power cut may be lost, the file being
+            whole all the same.
 
     Raises:
         OSError: the directory can't be used, another server uses it, or the file is none of ours.
@@ -74,7 +76,8 @@ def opened_database(data_dir: Path, *, fsync: bool) -> Iterator["Database"]:
             raise OSError(f"Pub/Sub can't use {path}: {error}{hint}") from error
         yield Database(connection)
     finally:
-        # A full disk may refuse the last checkpoint; the log then stays and is read at the next start.
+        # A full disk may refuse the last checkpoint; the log then stays and is read at the next
+        # start.
         with suppress(sqlite3.Error):
             connection.close()
 
@@ -104,7 +107,7 @@ class Database:
         self._connection = connection
 
     def resources(self) -> Iterator[tuple[str, int, float, bytes]]:
-        """Yield path, holder number, moment and serialized proto of each topic, subscription and snapshot."""
+        """Yield path, holder, time and serialized proto of each topic, subscription and snapshot."""
         yield from self._connection.execute("SELECT path, holder, moment_s, proto FROM resource ORDER BY holder")
 
     def messages(self) -> Iterator[tuple[int, bytes]]:
@@ -112,7 +115,7 @@ class Database:
         yield from self._connection.execute("SELECT sequence, data FROM message ORDER BY sequence")
 
     def held(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield sequence, holder, delivery number and attempts of each row, by the message's sequence."""
+        """Yield sequence, holder, delivery number and attempts of each row, sorted by sequence."""
         yield from self._connection.execute("SELECT sequence, holder, number, attempts FROM held ORDER BY sequence")
 
     def highest_number(self) -> int:
@@ -124,7 +127,7 @@ class Database:
         return int(highest)
 
     def write(self, changes: Changes) -> None:
-        """Write all changes as one transaction, or none; they are not to be touched until this returns.
+        """Write all changes as one transaction, or none. Do not modify them until this returns.
 
         Raises:
             WriteFailed: with SQLite's reason.
@@ -133,7 +136,7 @@ class Database:
             self._write_rows(changes)
 
     def make_room(self) -> None:
-        """Give the log's room back to a full disk; this may fail for the same reason, and then nothing is worse."""
+        """Return the space of the log to a full disk. If this fails, nothing is lost."""
         with suppress(sqlite3.Error):
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
@@ -149,7 +152,7 @@ class Database:
             self._connection.execute("DELETE FROM probe")
 
     def shrink(self) -> bool:
-        """Give some of the pages that nothing uses back to the disk; returns whether there are more.
+        """Return some unused pages to the disk. The result says whether there are more.
 
         Raises:
             WriteFailed: with SQLite's reason.
@@ -158,7 +161,8 @@ class Database:
             (free,) = self._connection.execute("PRAGMA freelist_count").fetchone()
             if free <= SPARE_PAGES:
                 return False
-            # Not by `execute`, which takes the first step of a statement without rows, and with it one page.
+            # Not by `execute`, which takes the first step of a statement without rows, and with it
+            # one page.
             self._connection.executescript(f"PRAGMA incremental_vacuum({SHRINK_PAGES})")
             if free > SPARE_PAGES + SHRINK_PAGES:
                 return True

@@ -1,7 +1,8 @@
-"""Group commit: changes gather while the last transaction is written, and all that gathered are the next one.
+"""Group commit: changes collect while a transaction is written, and form the next one.
 
-Between the broker, which notes each change, and the file. A message goes to its subscribers at once and only the
-answer to its publisher waits: what is delivered without having been answered is what at-least-once allows.
+Between the broker, which notes each change, and the file. A message goes to its subscribers at once
+and only the answer to its publisher waits: a message that is delivered before its publish was
+answered is within at-least-once.
 """
 
 import asyncio
@@ -18,10 +19,10 @@ from infra.emulators.pubsub.storage.changes import Changes
 from infra.emulators.pubsub.storage.database import Database, WriteFailed
 
 LAZY_S = 0.1
-"""How long acks and attempts wait for a publish to go along with; also the pause between tries on a full disk."""
+"""How long acks and attempts wait for a publish, and the pause between attempts on a full disk."""
 COMMIT_LIMIT_S = 30.0
 MAX_UNWRITTEN_BYTES = 64 * 1024**2
-"""Messages that wait for the disk; beyond, publishes are refused."""
+"""The limit of bytes that wait for the disk. Above it, publishes are refused."""
 
 Withdraw = Callable[[Collection[int]], None]
 
@@ -32,7 +33,7 @@ class DurableJournal(Journal):
     """The journal of a broker with a data directory.
 
     Args:
-        database: the open file; nobody else writes to it while `running`.
+        database: the open file. Nothing else may write to it while `running`.
         commit_limit_s: how long a transaction may take before the disk counts as failing.
     """
 
@@ -55,19 +56,22 @@ class DurableJournal(Journal):
         self._pending.resources[path] = None
 
     def keep(self, message: StoredMessage) -> None:
-        """Note a new message; it stays until it is dropped."""
+        """Note a new message. It stays until it is dropped."""
         self._pending.keep(message.sequence, message.proto.SerializeToString())
 
     def drop(self, sequence: int) -> None:
-        """Note that nobody holds a message any more."""
+        """Note that no subscription or snapshot holds a message any more."""
         self._pending.drop(sequence)
 
     def offered(self, message_ids: Iterable[str]) -> None:
-        """Note that a publisher waits for the answer to these messages; until then they may be withdrawn."""
+        """Note that a publisher waits for the answer to these messages.
+
+        Until then they may be withdrawn.
+        """
         self._pending.offered.update(map(int, message_ids))
 
     def hold(self, message: StoredMessage, holder: int, number: int = 0, attempts: int = 0) -> None:
-        """Note that a resource holds a message: a delivery's number and its hand-outs, or `ACKED`."""
+        """Note that a resource holds a message: delivery number and attempts, or `ACKED`."""
         self._pending.held[message.sequence, holder] = (number, attempts)
 
     def release(self, message: StoredMessage, holder: int) -> None:
@@ -90,7 +94,8 @@ class DurableJournal(Journal):
         """Wait until all that was noted so far is in the file.
 
         Raises:
-            Unavailable: it could not be written and messages on offer were withdrawn, or it was not written in time.
+            Unavailable: it could not be written and messages on offer were withdrawn, or it was not
+                written in time.
         """
         changes = self._pending
         self._due.set()
@@ -109,7 +114,7 @@ class DurableJournal(Journal):
 
     @asynccontextmanager
     async def running(self, withdraw: Withdraw) -> AsyncIterator[None]:
-        """Commit until the block ends, and what is noted by then.
+        """Commit until the block ends, and once more then.
 
         Args:
             withdraw: takes messages back, by their sequences, from everyone who holds them.
@@ -157,7 +162,8 @@ class DurableJournal(Journal):
         self._writing.settle()
         self._writing = Changes()
         if self._failure:
-            # A few acks may fit where no message does; what is taken again should not have to be withdrawn again.
+            # A few acks may fit where no message does; what is taken again should not have to be
+            # withdrawn again.
             await in_thread(self._database.probe)
             self._failure = ""
             _log.warning("the data directory can be written again")
@@ -173,7 +179,8 @@ class DurableJournal(Journal):
             _log.error("the data directory can't be written, so publishes are refused", extra={"error": error})
         self._failure = error
         refused = (self._writing, self._pending)
-        # Acks and attempts stay noted for the next try. Publishers hear that theirs failed and will send them again.
+        # Acks and attempts stay noted for the next try. Publishers hear that theirs failed and will
+        # send them again.
         self._pending = self._writing.followed_by(self._pending)
         self._writing = Changes()
         offered, self._pending.offered = self._pending.offered, set()
