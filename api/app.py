@@ -41,7 +41,7 @@ from shared.settings import ApiSettings
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
-from shared.stores.signed_urls import Links
+from shared.stores.signed_urls import UrlSigner
 from shared.transport import Admin, Transport
 from shared.usage.row import RowSink
 
@@ -66,7 +66,7 @@ def create_app(
         ConfigurationError: an API key or the object store's URL is wrong.
     """
     given = _Given(
-        settings, catalog, ApiKeys(settings.api_keys), ObjectStore(settings.objects_url), Links(settings.secret)
+        settings, catalog, ApiKeys(settings.api_keys), ObjectStore(settings.objects_url), UrlSigner(settings.secret)
     )
 
     @asynccontextmanager
@@ -107,7 +107,7 @@ class _Given(NamedTuple):
     catalog: Catalog
     api_keys: ApiKeys
     objects: ObjectStore
-    links: Links
+    url_signer: UrlSigner
 
 
 async def _open(
@@ -172,15 +172,15 @@ def _dependencies(
         dispatcher=dispatcher,
         refusals=refusals,
         objects=given.objects,
-        links=given.links,
+        url_signer=given.url_signer,
         image_codec=image_codec,
         readiness=readiness,
         idempotency=idempotency,
         predictions=predictions,
-        event_streams=EventStreams(predictions, given.links),
+        event_streams=EventStreams(predictions, given.url_signer),
         files=files,
         result_fetcher=result_fetcher,
-        source_pictures=SourcePictures(given.objects, files, result_fetcher, given.links, image_codec),
+        source_pictures=SourcePictures(given.objects, files, result_fetcher, given.url_signer, image_codec),
         started_at_s=time.time(),
     )
 

@@ -15,7 +15,7 @@ import msgspec
 
 from shared.messages import ItemOutcome, reason_of
 from shared.stores.records import Record
-from shared.stores.signed_urls import Links
+from shared.stores.signed_urls import UrlSigner
 from shared.tasks import Result
 
 MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp"}
@@ -85,13 +85,13 @@ def inline_key(record: str, index: int) -> str:
     return f"predictions/{record}/{index}.png"
 
 
-def body_of(prediction: Prediction, record: Record, links: Links) -> dict[str, Any]:
+def body_of(prediction: Prediction, record: Record, url_signer: UrlSigner) -> dict[str, Any]:
     """The prediction as callers see it, ready for JSON.
 
     Args:
         prediction: the document.
         record: its record.
-        links: sign the URLs of large images, which are valid for an hour from now.
+        url_signer: signs the URLs of large images, which are valid for an hour from now.
     """
     url = f"{prediction.base_url}/v1/predictions/{prediction.id}"
     return {
@@ -102,7 +102,7 @@ def body_of(prediction: Prediction, record: Record, links: Links) -> dict[str, A
         "source": prediction.source,
         "status": record.state,
         "input": prediction.input,
-        "output": output_of(prediction, record, links),
+        "output": output_of(prediction, record, url_signer),
         "logs": logs_of(record),
         "error": error_of(record),
         "metrics": _metrics(prediction, record),
@@ -115,20 +115,22 @@ def body_of(prediction: Prediction, record: Record, links: Links) -> dict[str, A
     }
 
 
-def output_of(prediction: Prediction, record: Record, links: Links) -> list[Any] | Any | None:
+def output_of(prediction: Prediction, record: Record, url_signer: UrlSigner) -> list[Any] | Any | None:
     """Vectors as lists of floats, images as URLs: signed ones of large images, `data:` of small ones."""
     if record.state != "succeeded" or record.reply is None:
         return None
     results = [outcome.result for outcome in record.reply.outcomes]
-    shown = [_shown(prediction, index, result, links) for index, result in enumerate(results) if result is not None]
+    shown = [
+        _shown(prediction, index, result, url_signer) for index, result in enumerate(results) if result is not None
+    ]
     return shown if prediction.is_list else shown[0] if shown else None
 
 
-def _shown(prediction: Prediction, index: int, result: Result, links: Links) -> Any:
+def _shown(prediction: Prediction, index: int, result: Result, url_signer: UrlSigner) -> Any:
     media_type = MEDIA_TYPES[prediction.output_format]
 
     def link_to(key: str | None) -> str:
-        return prediction.base_url + links.path(key or inline_key(prediction.record, index), media_type)
+        return prediction.base_url + url_signer.path(key or inline_key(prediction.record, index), media_type)
 
     return result.to_output(media_type, link_to)
 

@@ -21,7 +21,7 @@ from api.predictions.service import Predictions
 from shared.catalog import Catalog
 from shared.settings import ApiSettings
 from shared.stores.objects import ObjectStore
-from shared.stores.signed_urls import Links
+from shared.stores.signed_urls import UrlSigner
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Dependencies:
     dispatcher: Dispatcher
     refusals: Refusals
     objects: ObjectStore
-    links: Links
+    url_signer: UrlSigner
     image_codec: ImageCodec
     readiness: Readiness
     idempotency: IdempotencyService

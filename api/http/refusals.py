@@ -20,7 +20,7 @@ class Refusals:
         self._api_instance = api_instance
         self._region = region
 
-    def record(self, context: RequestContext) -> None:
+    def write_row(self, context: RequestContext) -> None:
         """Writes the row of a request that was just refused."""
         self._rows.write(
             Row(

@@ -30,7 +30,7 @@ def tenant_of(request: Request) -> str:
     """
     dependencies, context = dependencies_of(request), context_of(request)
     context.tenant = dependencies.api_keys.tenant_of(request.headers.get("authorization"))
-    context.record_refusal = dependencies.refusals.record
+    context.record_refusal = dependencies.refusals.write_row
     return context.tenant
 
 
@@ -127,4 +127,4 @@ def base_url_of(request: Request) -> str:
 
 def link_to(request: Request, key: str, media_type: str) -> str:
     """The URL under which an object can be fetched for the next 60 minutes."""
-    return base_url_of(request) + dependencies_of(request).links.path(key, media_type)
+    return base_url_of(request) + dependencies_of(request).url_signer.path(key, media_type)

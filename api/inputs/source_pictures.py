@@ -18,7 +18,7 @@ from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.catalog_entry import ImageDefaults
 from shared.errors import BadInput
 from shared.stores.objects import ObjectStore, object_key
-from shared.stores.signed_urls import LinkInvalid, Links
+from shared.stores.signed_urls import LinkInvalid, UrlSigner
 
 FOREIGN = "only data: URIs and files of this API (POST /v1/files) are accepted; other URLs are not fetched"
 
@@ -45,12 +45,12 @@ class SourcePictures:
     """Fetches and keeps source pictures. It holds nothing between two calls."""
 
     def __init__(
-        self, objects: ObjectStore, files: Files, fetcher: SupportsFetch, links: Links, image_codec: ImageCodec
+        self, objects: ObjectStore, files: Files, fetcher: SupportsFetch, url_signer: UrlSigner, image_codec: ImageCodec
     ) -> None:
         self._objects = objects
         self._files = files
         self._fetcher = fetcher
-        self._links = links
+        self._url_signer = url_signer
         self._image_codec = image_codec
 
     async def fetch(self, url: str, caller: Caller) -> bytes:
@@ -74,7 +74,7 @@ class SourcePictures:
                 return await self._files.read(file)
             if folder == "objects":
                 query = dict(parse_qsl(query_text))
-                self._links.check(name, query["type"], int(query["expires"]), query["signature"])
+                self._url_signer.check(name, query["type"], int(query["expires"]), query["signature"])
                 return await self._fetcher.fetch(name, query["type"], caller.deadline_s)
         except (LinkInvalid, NotFound, BadInput, KeyError, ValueError) as error:
             reason = getattr(error, "message", "not a link that this API signed")

@@ -19,7 +19,7 @@ from api.predictions.service import POLL_S, Predictions, PredictionSnapshot
 from api.shares import share_of
 from shared.errors import Overloaded
 from shared.predictions import error_of, logs_of, output_of
-from shared.stores.signed_urls import Links
+from shared.stores.signed_urls import UrlSigner
 
 MOST_STREAMS = 256
 """Of one instance; each reads its record twice a second."""
@@ -45,9 +45,9 @@ class StreamEvent(NamedTuple):
 class EventStreams:
     """The streams of this instance."""
 
-    def __init__(self, predictions: Predictions, links: Links) -> None:
+    def __init__(self, predictions: Predictions, url_signer: UrlSigner) -> None:
         self._predictions = predictions
-        self._links = links
+        self._url_signer = url_signer
         self._open: Counter[str] = Counter()
 
     def check(self, tenant: str) -> None:
@@ -68,7 +68,7 @@ class EventStreams:
         try:
             after, until_s, spoke_s = _place(last_id), time.monotonic() + LONGEST_S, time.monotonic()
             while True:
-                for event in events_of(seen, self._links):
+                for event in events_of(seen, self._url_signer):
                     if event[:2] > after:
                         yield event.encoded()
                         after, spoke_s = event[:2], time.monotonic()
@@ -85,14 +85,14 @@ class EventStreams:
                 del self._open[tenant]
 
 
-def events_of(seen: PredictionSnapshot, links: Links) -> list[StreamEvent]:
+def events_of(seen: PredictionSnapshot, url_signer: UrlSigner) -> list[StreamEvent]:
     """What there is to tell of a prediction as it is now, in order."""
     prediction, record = seen
     events = []
     if logs := logs_of(record):
         step = record.steps if record.state == "succeeded" else record.step
         events.append(StreamEvent(0, step, logs.rstrip("\n")))
-    output = output_of(prediction, record, links)
+    output = output_of(prediction, record, url_signer)
     elements = output if prediction.is_list or output is None else [output]
     events += [StreamEvent(1, number, _text(element)) for number, element in enumerate(elements or [])]
     if error := error_of(record):

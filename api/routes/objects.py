@@ -32,7 +32,7 @@ LONGEST_S = 30.0
 async def get_object(request: Request, key: str, type: str, expires: int, signature: str) -> Response:
     """The bytes of a result, while the link is valid."""
     dependencies = dependencies_of(request)
-    dependencies.links.check(key, type, expires, signature)
+    dependencies.url_signer.check(key, type, expires, signature)
     data = await while_connected(request, dependencies.result_fetcher.fetch(key, type, time.time() + LONGEST_S))
     headers = {"cache-control": f"private, max-age={VALID_S}, immutable", "x-content-type-options": "nosniff"}
     return Response(data, headers=headers, media_type=type)

@@ -136,7 +136,7 @@ async def list_all(request: Request, cursor: Cursor = "") -> Response:
         raise BadInput("cursor: not a cursor of this API", field="cursor")
     found, next_s = await dependencies.predictions.page(tenant, float(cursor) if cursor else None)
     following = None if next_s is None else f"{base_url_of(request)}/v1/predictions?cursor={next_s!r}"
-    bodies = [body_of(*seen, dependencies.links) for seen in found]
+    bodies = [body_of(*seen, dependencies.url_signer) for seen in found]
     return _json({"previous": None, "next": following, "results": bodies})
 
 
@@ -256,7 +256,7 @@ def _told(body: PredictionBody, *, allow_private: bool) -> tuple[str, tuple[str,
 
 def _created(dependencies: Dependencies, seen: PredictionSnapshot, *, is_new: bool) -> Response:
     """The answer to who created it. Replicate's clients take `processing` for the end here, so that is `starting`."""
-    body = body_of(*seen, dependencies.links)
+    body = body_of(*seen, dependencies.url_signer)
     if body["status"] == "processing":
         body["status"] = "starting"
     headers = {"location": body["urls"]["get"]}
@@ -264,7 +264,7 @@ def _created(dependencies: Dependencies, seen: PredictionSnapshot, *, is_new: bo
 
 
 def _answer(dependencies: Dependencies, seen: PredictionSnapshot) -> Response:
-    return _json(body_of(*seen, dependencies.links))
+    return _json(body_of(*seen, dependencies.url_signer))
 
 
 def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:

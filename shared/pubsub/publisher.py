@@ -1,4 +1,4 @@
-"""The publishing side of the broker client: from a message to its id, through one lane per topic and ordering key."""
+"""The publishing side of the broker client: from a message to its id, through one queue per topic and ordering key."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PublishQueue:
 
     def __init__(self, method: Method) -> None:
         self._method = method
-        self._lanes: dict[tuple[str, str], _Lane] = {}
+        self._queues: dict[tuple[str, str], _TopicQueue] = {}
         self._messages = 0
         self._bytes = 0
         self._is_closed = False
@@ -57,11 +57,11 @@ class PublishQueue:
         loop = asyncio.get_running_loop()
         pending = _Pending(message, size_bytes, loop.time() + timeout_s, loop.create_future())
         late = Unavailable(f"publish to {topic_path}: no answer within {timeout_s} s")
-        timer = loop.call_at(pending.end_s, _settle, pending, late)
+        timer = loop.call_at(pending.end_s, _resolve, pending, late)
         self._messages += 1
         self._bytes += size_bytes
         try:
-            self._lane(topic_path, message.ordering_key).put(pending)
+            self._queue_of(topic_path, message.ordering_key).put(pending)
             return await pending.message_id
         finally:
             timer.cancel()
@@ -71,13 +71,13 @@ class PublishQueue:
     async def close(self) -> None:
         """Ends the requests in flight; who waits for one is told."""
         self._is_closed = True
-        tasks = [task for lane in self._lanes.values() for task in lane.tasks]
+        tasks = [task for queue in self._queues.values() for task in queue.tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for lane in list(self._lanes.values()):
-            lane.fail(Unavailable("the connection to the broker is closed"))
-        self._lanes.clear()
+        for queue in list(self._queues.values()):
+            queue.fail(Unavailable("the connection to the broker is closed"))
+        self._queues.clear()
 
     def _check_room(self, size_bytes: int) -> None:
         if size_bytes > MESSAGE_LIMIT_BYTES:
@@ -85,27 +85,29 @@ class PublishQueue:
         if self._messages >= QUEUE_LIMIT_MESSAGES or self._bytes + size_bytes > QUEUE_LIMIT_BYTES:
             raise Overloaded(f"{self._messages} messages wait to be published already")
 
-    def _lane(self, topic_path: str, ordering_key: str) -> _Lane:
+    def _queue_of(self, topic_path: str, ordering_key: str) -> _TopicQueue:
         name = (topic_path, ordering_key)
-        lane = self._lanes.get(name)
-        if lane is None:
-            # Lanes end when they run empty: inboxes and ordering keys come and go without bound.
-            lane = self._lanes[name] = _Lane(self._method, topic_path, ordering_key, self._forget)
-        return lane
+        queue = self._queues.get(name)
+        if queue is None:
+            # Queues end when they run empty: inboxes and ordering keys come and go without bound.
+            queue = self._queues[name] = _TopicQueue(self._method, topic_path, ordering_key, self._forget)
+        return queue
 
-    def _forget(self, lane: _Lane) -> None:
-        if self._lanes.get(lane.name) is lane:
-            del self._lanes[lane.name]
+    def _forget(self, queue: _TopicQueue) -> None:
+        if self._queues.get(queue.name) is queue:
+            del self._queues[queue.name]
 
 
-class _Lane:
+class _TopicQueue:
     """What waits for one topic and ordering key, and the requests that carry it.
 
     A message goes out at once while requests may start; else it waits for one to return and leaves with all that
     came meanwhile. There is no timer. With one request at a time the messages of an ordering key keep their order.
     """
 
-    def __init__(self, method: Method, topic_path: str, ordering_key: str, on_empty: Callable[[_Lane], None]) -> None:
+    def __init__(
+        self, method: Method, topic_path: str, ordering_key: str, on_empty: Callable[[_TopicQueue], None]
+    ) -> None:
         self.name = (topic_path, ordering_key)
         self._method = method
         self._topic_path = topic_path
@@ -124,12 +126,12 @@ class _Lane:
 
     def fail(self, error: Unavailable) -> None:
         while self._waiting:
-            _settle(self._waiting.popleft(), error)
+            _resolve(self._waiting.popleft(), error)
 
     def _flush(self) -> None:
         self._is_flush_due = False
         while self._waiting and len(self.tasks) < self._requests_in_flight:
-            batch = self._take()
+            batch = self._next_batch()
             if batch:
                 task = asyncio.create_task(self._send(batch))
                 self.tasks.add(task)
@@ -141,7 +143,7 @@ class _Lane:
         self.tasks.discard(task)
         self._flush()
 
-    def _take(self) -> list[_Pending]:
+    def _next_batch(self) -> list[_Pending]:
         batch: list[_Pending] = []
         size_bytes = 0
         while self._waiting and len(batch) < REQUEST_LIMIT_MESSAGES:
@@ -166,17 +168,17 @@ class _Lane:
                     await self._send([pending])
                 return
             for pending in batch:
-                _settle(pending, translate(error, f"publish to {self._topic_path}"))
+                _resolve(pending, translate(error, f"publish to {self._topic_path}"))
         except asyncio.CancelledError:
             for pending in batch:
-                _settle(pending, Unavailable("the connection to the broker is closed"))
+                _resolve(pending, Unavailable("the connection to the broker is closed"))
             raise
         else:
             for pending, message_id in zip(batch, response.message_ids, strict=True):
-                _settle(pending, message_id)
+                _resolve(pending, message_id)
 
 
-def _settle(pending: _Pending, outcome: Any) -> None:
+def _resolve(pending: _Pending, outcome: Any) -> None:
     if pending.message_id.done():
         return
     if isinstance(outcome, Exception):

@@ -66,7 +66,7 @@ def cache_key(model: Model, input: Input, tenant: str) -> str:
     return hashlib.blake2b(canonical, digest_size=32).hexdigest()
 
 
-class Entry(msgspec.Struct, array_like=True):
+class CacheEntry(msgspec.Struct, array_like=True):
     """What a key holds in Redis, as MessagePack; the time lets memory forget when Redis does."""
 
     expires_at_s: float
@@ -99,7 +99,7 @@ class ResultCache:
         self._memory = _Memory(memory_bytes)
         self._prefix = f"{prefix}result:{ENTRY_SCHEMA}:"
         self._clock = clock
-        self._decoder = msgspec.msgpack.Decoder(Entry)
+        self._decoder = msgspec.msgpack.Decoder(CacheEntry)
 
     async def __aenter__(self) -> Self:
         await self._redis.__aenter__()
@@ -171,7 +171,7 @@ class ResultCache:
             return {}
         expires_at_s, values = self._clock() + ttl_s, dict[str, bytes]()
         for key, result in results.items():
-            entry = Entry(expires_at_s, result)
+            entry = CacheEntry(expires_at_s, result)
             value = msgspec.msgpack.encode(entry)
             if len(value) <= VALUE_LIMIT_BYTES:
                 self._memory.put(key, entry, len(value))
@@ -185,7 +185,7 @@ class _Memory:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._used_bytes = 0
-        self._entries: OrderedDict[str, tuple[Entry, int]] = OrderedDict()
+        self._entries: OrderedDict[str, tuple[CacheEntry, int]] = OrderedDict()
 
     def get(self, key: str, now_s: float) -> Result | None:
         entry, _ = self._entries.get(key, (None, 0))
@@ -197,7 +197,7 @@ class _Memory:
         self._entries.move_to_end(key)
         return entry.result
 
-    def put(self, key: str, entry: Entry, value_bytes: int) -> None:
+    def put(self, key: str, entry: CacheEntry, value_bytes: int) -> None:
         self._drop(key)
         size_bytes = value_bytes + MEMORY_OVERHEAD_BYTES
         if size_bytes > self._limit_bytes:

@@ -28,8 +28,8 @@ class RedisLevel:
 
     def __init__(self, url: str, *, timeout_s: float, retry_s: float) -> None:
         self._link = RedisLink("cache", url, timeout_s=timeout_s, retry_s=retry_s, up=UP, errors=ERRORS)
-        self._reads = self._link.lane("get", self._send_reads)
-        self._writes = self._link.lane("put", self._send_writes)
+        self._reads = self._link.batcher("get", self._send_reads)
+        self._writes = self._link.batcher("put", self._send_writes)
 
     async def __aenter__(self) -> Self:
         await self._link.__aenter__()

@@ -145,8 +145,8 @@ class Records:
         self._store = f"{prefix}predictions"
         self._max_bytes = predictions_max_bytes
         self._channel = f"{prefix}canceled"
-        self._claims = self._link.lane("claim", self._send_claims)
-        self._finishes = self._link.lane("finish", self._send_finishes)
+        self._claims = self._link.batcher("claim", self._send_claims)
+        self._finishes = self._link.batcher("finish", self._send_finishes)
         self._commands = self._link.commands("the store of predictions")
 
     async def __aenter__(self) -> Self:

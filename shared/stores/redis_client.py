@@ -1,6 +1,6 @@
 """A connection to Redis that many callers share: round trips under a hard limit of time, behind a breaker.
 
-One call of each operation (a lane) is on the wire at a time; what is asked meanwhile goes with the next round trip, so
+Each operation has a batcher. It sends one round trip at a time, and what is asked meanwhile goes with the next one. So
 128 callers cost one connection and a few commands, not 128. After FAILURES round trips in a row that failed or ran out
 of time the breaker opens: calls return at once, and one task retries in the background until Redis answers in time.
 """
@@ -65,25 +65,29 @@ class RedisLink:
         self._failures = 0
         self._up = asyncio.Event()
         self._tripped = asyncio.Event()
-        self._lanes: list[Lane[Any, Any]] = []
+        self._batchers: list[Batcher[Any, Any]] = []
         self._tasks: list[asyncio.Task[None]] = []
 
-    def lane(self, operation: str, send: Callable[[list[Sent]], Coroutine[Any, Any, list[Got]]]) -> Lane[Sent, Got]:
-        """A lane of this link, to be asked for before it is opened; `send` does one round trip with `client`."""
-        made = Lane(operation, send, self._timeout_s, self._judge, self._errors)
-        self._lanes.append(made)
+    def batcher(
+        self, operation: str, send: Callable[[list[Sent]], Coroutine[Any, Any, list[Got]]]
+    ) -> Batcher[Sent, Got]:
+        """Returns a batcher of this link. Ask before the link is opened. `send` does one round trip with `client`."""
+        made = Batcher(operation, send, self._timeout_s, self._judge, self._errors)
+        self._batchers.append(made)
         return made
 
     def commands(self, store: str) -> Commands:
-        """Commands in a lane of their own, to be asked for before the link is opened; `store` names it in errors."""
+        """Returns commands with a batcher of their own. Ask before the link is opened. `store` names it in errors."""
         return Commands(self, store)
 
     async def __aenter__(self) -> Self:
-        # One for each lane, and one for whoever listens or retries.
-        self.client = _connect(self._url, len(self._lanes) + 2)
+        # One for each batcher, one that listens, and one that retries.
+        self.client = _connect(self._url, len(self._batchers) + 2)
         self._up.set()
         self._gauge.set(1)
-        self._tasks = [asyncio.create_task(run) for run in (*(lane.run() for lane in self._lanes), self._recover())]
+        self._tasks = [
+            asyncio.create_task(run) for run in (*(batcher.run() for batcher in self._batchers), self._recover())
+        ]
         return self
 
     async def __aexit__(
@@ -96,7 +100,7 @@ class RedisLink:
         await self.client.aclose()
 
     async def run_script(self, script: Script, keys: Sequence[str], args: Sequence[Argument]) -> Any:
-        """Runs a script in a round trip of its own; for the `send` of a lane.
+        """Runs a script in a round trip of its own; for the `send` of a batcher.
 
         Raises:
             RedisError: Redis did not answer, or refused.
@@ -172,7 +176,7 @@ class Commands:
     def __init__(self, link: RedisLink, store: str) -> None:
         self._link = link
         self._store = store
-        self._lane = link.lane("call", self._send)
+        self._batcher = link.batcher("call", self._send)
 
     async def run(self, *words: Argument) -> Any:
         """Runs a command and returns its answer.
@@ -191,7 +195,7 @@ class Commands:
         return await self._run(_Call((len(keys), *keys, *args), script))
 
     async def _run(self, call: _Call) -> Any:
-        answers = await self._lane.call([call]) if self._link.is_up else None
+        answers = await self._batcher.call([call]) if self._link.is_up else None
         if answers is None or isinstance(answers[0], Exception):
             reason = "out of reach" if answers is None else f"refusing: {answers[0]}"
             raise Unavailable(f"{self._store} is {reason}; try again")
@@ -236,7 +240,7 @@ def _connect(url: str, connections: int) -> redis.asyncio.Redis:
         raise ConfigurationError(f"Redis URL: {error}", field="redis_url") from error
 
 
-class Lane(Generic[Sent, Got]):
+class Batcher(Generic[Sent, Got]):
     """Calls of one operation, one round trip at a time; a call that comes while one is under way joins the next."""
 
     def __init__(

@@ -26,7 +26,7 @@ class LinkInvalid(PenstockError):
     code = "link_invalid"
 
 
-class Links:
+class UrlSigner:
     """Makes and checks links.
 
     Args:

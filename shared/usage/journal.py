@@ -39,7 +39,7 @@ DISK_ERRORS = Counter("penstock_rows_disk_errors_total", "Writes of rows that th
 LOST = Counter("penstock_rows_lost_total", "Rows given up because neither disk nor BigQuery took them in time")
 
 
-class InMemory(NamedTuple):
+class UnsavedRow(NamedTuple):
     """A row that is in memory alone, and whom to tell when it is safe."""
 
     fields: Fields
@@ -49,13 +49,13 @@ class InMemory(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Batch:
+class RowBatch:
     """Rows that are sent together: those of a segment, or some that are in memory alone."""
 
     segment: Segment | None
     rows: list[Fields]
     since_s: float
-    in_memory: list[InMemory] = field(default_factory=list)
+    unsaved: list[UnsavedRow] = field(default_factory=list)
 
 
 class Journal:
@@ -64,10 +64,10 @@ class Journal:
     def __init__(self, spool: Spool) -> None:
         self.changed = threading.Condition()
         self._spool = spool
-        self._open: Batch | None = None
-        self._sealed: deque[Batch] = deque()
-        self._in_memory: deque[InMemory] = deque()
-        self._in_flight: Batch | None = None
+        self._open: RowBatch | None = None
+        self._sealed: deque[RowBatch] = deque()
+        self._unsaved: deque[UnsavedRow] = deque()
+        self._in_flight: RowBatch | None = None
         self._is_disk_up = True
         self._retry_disk_at_s = 0.0
         self._disk_pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
@@ -76,8 +76,8 @@ class Journal:
     def open(self) -> None:
         """Counts what earlier processes left; a disk that fails is found at the first row."""
         DISK_UP.set(1)
-        with _survived("rows of earlier processes not found"):
-            self._spool.look()
+        with _disk_errors_counted("rows of earlier processes not found"):
+            self._spool.scan()
 
     def append(self, fields: Fields, on_safe: Callable[[], None] | None) -> None:
         """Takes a row, on the event loop; never raises."""
@@ -87,10 +87,10 @@ class Journal:
             if self._is_disk_up and self._write(fields):
                 if on_safe is not None and loop is not None:
                     loop.call_soon(on_safe)
-            elif on_safe is None and len(self._in_memory) >= MEMORY_ROWS:
+            elif on_safe is None and len(self._unsaved) >= MEMORY_ROWS:
                 self._lose(1)
             else:
-                self._in_memory.append(InMemory(fields, on_safe, loop, time.time()))
+                self._unsaved.append(UnsavedRow(fields, on_safe, loop, time.time()))
             if was_empty or self._open is None:
                 self.changed.notify_all()
 
@@ -100,7 +100,7 @@ class Journal:
         try:
             if self._open is None:
                 segment = self._spool.create()
-                self._open = Batch(segment, [], segment.since_s)
+                self._open = RowBatch(segment, [], segment.since_s)
             batch = self._open
             assert batch.segment is not None, "only segments are open; this is a bug"
             batch.segment.append([fields])
@@ -125,7 +125,7 @@ class Journal:
         while len(self._sealed) > MEMORY_ROWS // BATCH_ROWS:
             self._release(self._sealed.popleft())
 
-    def _release(self, batch: Batch) -> None:
+    def _release(self, batch: RowBatch) -> None:
         if batch.segment is not None:
             self._spool.release(batch.segment, len(batch.rows))
 
@@ -143,19 +143,19 @@ class Journal:
         if not self._is_disk_up:
             self._is_disk_up = True
             DISK_UP.set(1)
-            log.info("disk takes rows again", extra={"in_memory": len(self._in_memory)})
+            log.info("disk takes rows again", extra={"in_memory": len(self._unsaved)})
 
     def _lose(self, rows: int) -> None:
         LOST.inc(rows)
         if rows and not self._is_losing:
             self._is_losing = True
-            log.error("rows are lost: disk and BigQuery both fail", extra={"in_memory": len(self._in_memory)})
+            log.error("rows are lost: disk and BigQuery both fail", extra={"in_memory": len(self._unsaved)})
 
     def save(self, is_last: bool = False) -> None:
         """Tries the disk again with the rows that are in memory alone, when that is due, or for the `is_last` time."""
-        while self._in_memory and (is_last or self.is_disk_due):
+        while self._unsaved and (is_last or self.is_disk_due):
             with self.changed:
-                rows = list(islice(self._in_memory, BATCH_ROWS))  # they stay until they are on disk
+                rows = list(islice(self._unsaved, BATCH_ROWS))  # they stay until they are on disk
             began_s = time.perf_counter()
             try:
                 batch = self._batch_on_disk(rows)
@@ -165,51 +165,51 @@ class Journal:
                 return
             with self.changed:
                 for _ in rows:
-                    self._in_memory.popleft()
+                    self._unsaved.popleft()
                 self._sealed.append(batch)
                 if time.perf_counter() - began_s <= SLOW_DISK_S:
                     self._disk_worked()
-            _tell_safe(rows)
+            _notify_safe(rows)
 
-    def _batch_on_disk(self, rows: Sequence[InMemory]) -> Batch:
+    def _batch_on_disk(self, rows: Sequence[UnsavedRow]) -> RowBatch:
         segment = self._spool.create()
         try:
             segment.append([row.fields for row in rows])
         except OSError:
             self._spool.remove(segment)
             raise
-        return Batch(segment, [row.fields for row in rows], rows[0].since_s)
+        return RowBatch(segment, [row.fields for row in rows], rows[0].since_s)
 
     @property
     def is_disk_due(self) -> bool:
         """Whether rows are in memory alone and it is time to try the disk."""
-        return bool(self._in_memory) and time.monotonic() >= self._retry_disk_at_s
+        return bool(self._unsaved) and time.monotonic() >= self._retry_disk_at_s
 
-    def take(self, takes_open: bool) -> Batch | None:
-        """What is to be sent next, in flight until `done` or `give_back`; None when nothing waits here or on disk.
+    def next_batch(self, takes_open: bool) -> RowBatch | None:
+        """What is to be sent next, in flight until `mark_sent` or `requeue`; None when nothing waits here or on disk.
 
         Args:
             takes_open: whether the segment that is not full yet may go too.
         """
         with self.changed:
-            if self._in_memory:
-                rows = [self._in_memory.popleft() for _ in range(min(BATCH_ROWS, len(self._in_memory)))]
-                self._in_flight = Batch(None, [row.fields for row in rows], rows[0].since_s, rows)
+            if self._unsaved:
+                rows = [self._unsaved.popleft() for _ in range(min(BATCH_ROWS, len(self._unsaved)))]
+                self._in_flight = RowBatch(None, [row.fields for row in rows], rows[0].since_s, rows)
                 return self._in_flight
             if not self._sealed and takes_open:
                 self._seal()
             if self._sealed:
                 self._in_flight = self._sealed.popleft()
                 return self._in_flight
-        with _survived("segment not read"):
+        with _disk_errors_counted("segment not read"):
             adopted = self._spool.adopt()
             if adopted is not None:
                 with self.changed:
-                    self._in_flight = Batch(*adopted, adopted[0].since_s)
-                    self._spool.left.pop(adopted[0].path, None)
+                    self._in_flight = RowBatch(*adopted, adopted[0].since_s)
+                    self._spool.unowned.pop(adopted[0].path, None)
         return self._in_flight
 
-    def done(self, batch: Batch) -> None:
+    def mark_sent(self, batch: RowBatch) -> None:
         """BigQuery has the rows of `batch`, or refused them for good."""
         if batch.segment is not None:
             self._spool.remove(batch.segment)
@@ -217,14 +217,14 @@ class Journal:
             self._in_flight = None
             self._is_losing = False
             self.changed.notify_all()
-        _tell_safe(batch.in_memory)
+        _notify_safe(batch.unsaved)
 
-    def give_back(self, batch: Batch) -> None:
+    def requeue(self, batch: RowBatch) -> None:
         """`batch` was not sent."""
         with self.changed:
             self._in_flight = None
             if batch.segment is None:
-                self._in_memory.extendleft(reversed(batch.in_memory))
+                self._unsaved.extendleft(reversed(batch.unsaved))
             else:
                 self._sealed.appendleft(batch)
             self.changed.notify_all()
@@ -233,12 +233,12 @@ class Journal:
         """Leaves everything on disk to the next; the thread may still hang in a request, so what it has counts too."""
         with self.changed:
             if self._in_flight is not None:
-                self.give_back(self._in_flight)
+                self.requeue(self._in_flight)
         self.save(is_last=True)
         with self.changed:
             # The others' jobs were never acked: they come again, and so do their rows.
-            self._lose(sum(row.on_safe is None for row in self._in_memory))
-            self._in_memory.clear()
+            self._lose(sum(row.on_safe is None for row in self._unsaved))
+            self._unsaved.clear()
             self._seal()
             while self._sealed:
                 self._release(self._sealed.popleft())
@@ -246,45 +246,45 @@ class Journal:
     @property
     def waiting(self) -> bool:
         """Whether rows wait that were written here and are not in flight."""
-        return self._open is not None or bool(self._sealed) or bool(self._in_memory)
+        return self._open is not None or bool(self._sealed) or bool(self._unsaved)
 
     @property
     def is_full(self) -> bool:
         """Whether a whole batch waits, or rows whose writers wait for BigQuery."""
-        return bool(self._sealed) or bool(self._in_memory)
+        return bool(self._sealed) or bool(self._unsaved)
 
     @property
     def is_short_of_disk(self) -> bool:
         """Whether rows are in memory alone."""
-        return bool(self._in_memory)
+        return bool(self._unsaved)
 
     @property
     def rows(self) -> int:
         """Rows that BigQuery does not have: here, in flight, and on disk under nobody's lock."""
         with self.changed:
             held = sum(len(batch.rows) for batch in self._held())
-            return held + len(self._in_memory) + self._spool.left_rows
+            return held + len(self._unsaved) + self._spool.unowned_rows
 
     @property
     def size_bytes(self) -> int:
         """What they take on disk."""
         with self.changed:
-            return self._spool.left_bytes + sum(batch.segment.size_bytes for batch in self._held() if batch.segment)
+            return self._spool.unowned_bytes + sum(batch.segment.size_bytes for batch in self._held() if batch.segment)
 
     @property
     def oldest_s(self) -> float:
         """When the oldest of them was written, unix seconds; now if there is none."""
         with self.changed:
             held = min((batch.since_s for batch in self._held()), default=time.time())
-            alone = self._in_memory[0].since_s if self._in_memory else held
+            alone = self._unsaved[0].since_s if self._unsaved else held
             return min(held, alone, self._spool.oldest_s)
 
-    def _held(self) -> Sequence[Batch]:
+    def _held(self) -> Sequence[RowBatch]:
         return [*self._sealed, *(batch for batch in (self._open, self._in_flight) if batch is not None)]
 
 
 @contextmanager
-def _survived(what: str) -> Iterator[None]:
+def _disk_errors_counted(what: str) -> Iterator[None]:
     """A disk that can't be read costs nothing but what is on it."""
     try:
         yield
@@ -293,7 +293,7 @@ def _survived(what: str) -> Iterator[None]:
         log.warning(what, extra={"reason": str(error)})
 
 
-def _tell_safe(rows: Sequence[InMemory]) -> None:
+def _notify_safe(rows: Sequence[UnsavedRow]) -> None:
     """Calls every `on_safe` on its event loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
     for row in rows:

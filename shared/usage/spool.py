@@ -63,7 +63,7 @@ class Segment:
             os.close(fd)
 
 
-class Left(NamedTuple):
+class SegmentSize(NamedTuple):
     """What lies in a segment that nobody holds."""
 
     rows: int
@@ -84,23 +84,23 @@ class Spool:
         self._numbers = itertools.count()
         self._unseen: list[Path] = []
         self._stuck: set[Path] = set()
-        self.left: dict[Path, Left] = {}
+        self.unowned: dict[Path, SegmentSize] = {}
         """Segments that nobody held when we last looked, oldest first."""
 
     @property
-    def left_rows(self) -> int:
+    def unowned_rows(self) -> int:
         """Rows in segments that nobody holds."""
-        return sum(left.rows for left in list(self.left.values()))
+        return sum(size.rows for size in list(self.unowned.values()))
 
     @property
-    def left_bytes(self) -> int:
+    def unowned_bytes(self) -> int:
         """What segments that nobody holds take on disk."""
-        return sum(left.size_bytes for left in list(self.left.values()))
+        return sum(size.size_bytes for size in list(self.unowned.values()))
 
     @property
     def oldest_s(self) -> float:
         """When the oldest segment that nobody holds was made, unix seconds; now if there is none."""
-        return min(map(_since_s, list(self.left)), default=time.time())
+        return min(map(_since_s, list(self.unowned)), default=time.time())
 
     def create(self) -> Segment:
         """A new, empty segment.
@@ -108,7 +108,7 @@ class Spool:
         Raises:
             OSError: the disk or the bound of this folder does not allow it.
         """
-        if self.left_bytes >= self._max_bytes:
+        if self.unowned_bytes >= self._max_bytes:
             raise OSError(errno.EDQUOT, f"rows on disk take {self._max_bytes} bytes, the most they may")
         for _ in range(CREATE_TRIES):
             path = self._folder / f"{time.time_ns()}-{os.getpid()}-{next(self._numbers)}.segment"
@@ -130,17 +130,17 @@ class Spool:
     def adopt(self) -> tuple[Segment, list[Fields]] | None:
         """The oldest segment that nobody holds, locked, and its rows; None when there is none.
 
-        It still counts in `left` until the caller takes it out there.
+        It still counts as unowned until the caller takes it out there.
         """
         for is_new in (False, True):
             if is_new:
-                self.look()
+                self.scan()
             while self._unseen:
                 path = self._unseen.pop(0)
                 adopted = self._adopt(path)
                 if adopted is not None:
                     return adopted
-                self.left.pop(path, None)
+                self.unowned.pop(path, None)
         return None
 
     def _adopt(self, path: Path) -> tuple[Segment, list[Fields]] | None:
@@ -173,24 +173,24 @@ class Spool:
         self.reject(unreadable)
         return rows
 
-    def look(self) -> None:
+    def scan(self) -> None:
         """Finds the segments that nobody holds and counts their rows."""
-        before, self.left = self.left, {}
+        before, self.unowned = self.unowned, {}
         for path in sorted(self._folder.glob("*.segment")):
             if path in self._stuck:
                 continue
             if path in before:
-                self.left[path] = before[path]
+                self.unowned[path] = before[path]
                 continue
             with suppress(OSError), path.open("rb") as file:
                 if _lock(file.fileno()):
                     data = file.read()
-                    self.left[path] = Left(data.count(b"\n"), len(data))
-        self._unseen = list(self.left)
+                    self.unowned[path] = SegmentSize(data.count(b"\n"), len(data))
+        self._unseen = list(self.unowned)
 
     def release(self, segment: Segment, rows: int) -> None:
         """Leaves a segment to whoever comes by, which may be us."""
-        self.left[segment.path] = Left(rows, segment.size_bytes)
+        self.unowned[segment.path] = SegmentSize(rows, segment.size_bytes)
         segment.release()
 
     def remove(self, segment: Segment) -> None:

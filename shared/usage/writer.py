@@ -153,16 +153,16 @@ class RowWriter:
     def _send(self, takes_open: bool) -> bool:
         """Sends one batch; False where there is none."""
         self._journal.save()
-        batch = self._journal.take(takes_open)
+        batch = self._journal.next_batch(takes_open)
         if batch is None:
             return False
         try:
             for start in range(0, len(batch.rows), BATCH_ROWS):
                 self._spool.reject(self._sender.send(batch.rows[start : start + BATCH_ROWS]))
         except BaseException:
-            self._journal.give_back(batch)
+            self._journal.requeue(batch)
             raise
-        self._journal.done(batch)
+        self._journal.mark_sent(batch)
         return True
 
     def _wait_for_rows(self) -> None:

@@ -10,7 +10,7 @@ from PIL import Image
 
 from shared.blob import INLINE_LIMIT_BYTES
 from shared.errors import PenstockError
-from shared.stores.signed_urls import VALID_S, Links
+from shared.stores.signed_urls import VALID_S, UrlSigner
 from shared.tasks.image import ImageInput
 from tests.api.fake_worker import LONGEST_PROMPT_WORDS, png_of
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest
@@ -140,13 +140,13 @@ async def test_link_without_signature_is_refused(api: ApiUnderTest) -> None:
 
 def test_link_expires_after_an_hour() -> None:
     now_s = [1000.0]
-    links = Links("secret", clock=lambda: now_s[0])
-    query = dict(httpx.URL(links.path("a", "image/png")).params)
+    url_signer = UrlSigner("secret", clock=lambda: now_s[0])
+    query = dict(httpx.URL(url_signer.path("a", "image/png")).params)
     now_s[0] += VALID_S - 1
-    links.check("a", query["type"], int(query["expires"]), query["signature"])
+    url_signer.check("a", query["type"], int(query["expires"]), query["signature"])
     now_s[0] += 1
     with pytest.raises(PenstockError, match="expired"):
-        links.check("a", query["type"], int(query["expires"]), query["signature"])
+        url_signer.check("a", query["type"], int(query["expires"]), query["signature"])
 
 
 async def test_edit_sends_the_source_at_the_size_to_draw(api: ApiUnderTest) -> None:
@@ -215,7 +215,7 @@ async def test_large_result_comes_from_the_object_store(api: ApiUnderTest, respo
 
 
 async def test_result_that_is_gone_from_the_store_is_not_found(api: ApiUnderTest) -> None:
-    path = api.dependencies.links.path("results/gone.png", "image/png")
+    path = api.dependencies.url_signer.path("results/gone.png", "image/png")
     response = await api.http.get(path)
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "not_found"

@@ -265,7 +265,7 @@ async def test_pending_rows_are_measured(tmp_path: Path) -> None:
 
 def test_folder_takes_no_more_than_its_bound(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "spool", max_bytes=1000)
-    while spool.left_bytes < 1000:
+    while spool.unowned_bytes < 1000:
         segment = spool.create()
         segment.append([{"row_id": "r" * 100}])
         spool.release(segment, rows=1)
@@ -273,6 +273,6 @@ def test_folder_takes_no_more_than_its_bound(tmp_path: Path) -> None:
         spool.create()
     adopted = spool.adopt()
     assert adopted is not None
-    spool.left.pop(adopted[0].path)
+    spool.unowned.pop(adopted[0].path)
     spool.remove(adopted[0])
     spool.create().release()

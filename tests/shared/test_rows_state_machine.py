@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from shared.settings import SPOOL_MAX_BYTES
-from shared.usage.journal import Batch, Journal
+from shared.usage.journal import Journal, RowBatch
 from shared.usage.spool import Fields, Segment, Spool
 
 SMALL = {"BATCH_ROWS": 3, "MEMORY_ROWS": 6, "FIRST_PAUSE_S": 0.0, "LONGEST_PAUSE_S": 0.0}
@@ -52,7 +52,7 @@ class Rows(RuleBasedStateMachine):
         self._place = tempfile.TemporaryDirectory()
         self._folder = Path(self._place.name) / "spool"
         self._numbers = itertools.count()
-        self._in_flight: Batch | None = None
+        self._in_flight: RowBatch | None = None
         self.alive: set[int] = set()
         self.safe: set[int] = set()
         self.sent: set[int] = set()
@@ -84,7 +84,7 @@ class Rows(RuleBasedStateMachine):
     @precondition(lambda self: self._in_flight is None)
     @rule(takes_open=st.booleans())
     def take(self, takes_open: bool) -> None:
-        self._in_flight = self._journal.take(takes_open)
+        self._in_flight = self._journal.next_batch(takes_open)
 
     @precondition(lambda self: self._in_flight is not None)
     @rule(is_sent=st.booleans())
@@ -94,9 +94,9 @@ class Rows(RuleBasedStateMachine):
         assert batch.rows
         if is_sent:
             self.sent |= {row["row_id"] for row in batch.rows}
-            self._journal.done(batch)
+            self._journal.mark_sent(batch)
         else:
-            self._journal.give_back(batch)
+            self._journal.requeue(batch)
         self._turn()
 
     @rule()
@@ -163,7 +163,7 @@ class Rows(RuleBasedStateMachine):
         assert list(self._folder.glob("*.segment")) == []
 
     def _drain(self) -> None:
-        while (batch := self._journal.take(takes_open=True)) is not None:
+        while (batch := self._journal.next_batch(takes_open=True)) is not None:
             self._in_flight = batch
             self.end(is_sent=True)
 

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from shared.catalog import read_catalog
 from shared.pubsub.client import PubSubTransport
 from shared.stores.records import Records
-from shared.stores.signed_urls import Links
+from shared.stores.signed_urls import UrlSigner
 from shared.transport import Message
 from shared.usage.bigquery import Sender
 from shared.usage.row import Row
@@ -66,11 +66,11 @@ class Parts:
     async def _open_webhooks(self) -> Handler:
         settings = self._settings
         notes = await self._stack.enter_async_context(Notes(settings.redis_url))
-        links = Links(settings.secret)
+        url_signer = UrlSigner(settings.secret)
         return Webhooks(
             await self._open_records(),
             notes,
-            links,
+            url_signer,
             settings.webhook_secrets,
             allow_private=settings.webhooks_private,
         ).deliver

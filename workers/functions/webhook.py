@@ -17,7 +17,7 @@ from prometheus_client import Counter
 from shared.errors import Unavailable, UndecodableMessage
 from shared.predictions import Prediction, body_of, decode_document
 from shared.stores.records import Record, Records
-from shared.stores.signed_urls import Links
+from shared.stores.signed_urls import UrlSigner
 from shared.transport import Message
 from shared.webhook_urls import Forbidden
 from shared.webhooks import WebhookEvent, decode_webhook_event, signature, tenant_secrets
@@ -46,15 +46,17 @@ class Webhooks:
     Args:
         records: has the predictions.
         notes: keeps order and rate.
-        links: sign the URLs of results.
+        url_signer: signs the URLs of results.
         secrets: as for shared.webhooks.tenant_secrets.
         allow_private: as for Destination.
     """
 
-    def __init__(self, records: Records, notes: Notes, links: Links, secrets: str, *, allow_private: bool) -> None:
+    def __init__(
+        self, records: Records, notes: Notes, url_signer: UrlSigner, secrets: str, *, allow_private: bool
+    ) -> None:
         self._records = records
         self._notes = notes
-        self._links = links
+        self._url_signer = url_signer
         self._secrets = secrets
         self._allow_private = allow_private
 
@@ -96,7 +98,7 @@ class Webhooks:
         return end
 
     async def _post(self, prediction: Prediction, record: Record, webhook_id: str) -> Answer:
-        body = msgspec.json.encode(body_of(prediction, record, self._links))
+        body = msgspec.json.encode(body_of(prediction, record, self._url_signer))
         now_s = int(time.time())
         secrets = tenant_secrets(self._secrets, prediction.tenant)
         headers = {
