@@ -33,9 +33,9 @@ from workers.health import health_server
 from workers.job import WorkerInfo
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
-from workers.models import preparer_for
 from workers.models.source import resolve
 from workers.runtime.pool import HostedModel, ModelPool
+from workers.tasks import WORKER_TASKS, preparer_for
 from workers.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ async def serve(settings: WorkerSettings, models: Sequence[Model]) -> None:
 async def _place(settings: WorkerSettings, model: Model) -> tuple[HostedModel, Layout, TunedModel | None]:
     """The model with what computes it, processes and threads to run it with (0: as usual), and the choice of both."""
     folder = await asyncio.to_thread(resolve, model.source, model.revision, settings.models_dir)
-    if model.task == "image":
+    if not WORKER_TASKS[model.task].measures_backends:
         return HostedModel(model, folder), Layout(settings.processes, settings.threads or 1), None
     choice = await chosen(model, folder, settings)
     return HostedModel(model, folder, choice.backend), choice.layout, held(model, folder, settings, choice)

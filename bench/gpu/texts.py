@@ -16,10 +16,10 @@ from bench.gpu.card import DTYPES, seconds
 from bench.gpu.scale import Scale
 from shared.catalog import Model, read_catalog
 from shared.catalog_entry import Batch
-from workers.models import model_for
 from workers.models.base import PreparedText
 from workers.models.embedding.model_folder import read_sentence_folder
 from workers.models.source import resolve
+from workers.tasks import model_for
 
 VOCABULARY = 30522
 _CATALOG = Path(__file__).resolve().parents[2] / "models.yaml"

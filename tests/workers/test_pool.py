@@ -16,11 +16,11 @@ from shared.errors import ConfigurationError, ModelFailed, PenstockError
 from shared.tasks import Input
 from shared.tasks.embedding import EmbeddingResult, TextInput
 from tests.limits import WAIT_LIMIT_S
-from workers.models import preparer_for
 from workers.models.base import Prepared, PreparedText
 from workers.models.source import resolve
 from workers.runtime.pool import HostedModel, ModelPool, ModelProcessDied, PooledProcess, child_environment
 from workers.runtime.protocol import HEADER, Ready, decode_server_message, encode_run
+from workers.tasks import preparer_for
 
 pytestmark = pytest.mark.anyio
 

@@ -39,11 +39,11 @@ from tests.workers.desk import RowList
 from workers.job import WorkerInfo
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
-from workers.models import preparer_for
 from workers.models.base import Prepared
 from workers.models.source import resolve
 from workers.runtime.memory import weights_bytes
 from workers.runtime.pool import HostedModel, ModelPool, ModelProcessDied, PooledProcess
+from workers.tasks import preparer_for
 from workers.worker import Worker
 
 pytestmark = pytest.mark.anyio

@@ -23,9 +23,9 @@ from workers.autotune.choice import Choice, Refusal, TuningSettings, read_choice
 from workers.autotune.client import choice_path
 from workers.autotune.hardware import this_machine
 from workers.autotune.search import CALIBRATION_TEXTS, SearchSpec, choose
-from workers.models import preparer_for
 from workers.models.artifact import find_artifact
 from workers.models.base import PreparedText
+from workers.models.embedding.tokenization import TextPreparer
 from workers.optimize.calibration import calibration_texts, prepare_texts
 
 LEAST_PRIORITY = 19
@@ -91,7 +91,7 @@ def _alone(path: Path) -> Iterator[None]:
 def _own_texts(entry: Model, folder: Path) -> list[PreparedText]:
     """Some dozen texts of mixed length, for where there is no artifact."""
     texts = calibration_texts()
-    return prepare_texts(preparer_for(entry, folder), texts[:: max(1, len(texts) // CALIBRATION_TEXTS)])
+    return prepare_texts(TextPreparer(folder), texts[:: max(1, len(texts) // CALIBRATION_TEXTS)])
 
 
 if __name__ == "__main__":

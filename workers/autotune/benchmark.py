@@ -16,10 +16,11 @@ import numpy as np
 
 from shared.catalog import Model
 from shared.tasks.embedding import EmbeddingResult
-from workers.models import model_for
 from workers.models.backend import Backend
 from workers.models.base import InferenceModel, PreparedText
 from workers.models.embedding.length_bucketing import cut_by_length
+from workers.tasks.base import Resources
+from workers.tasks.embedding import encoder_model
 
 _SHAPES = ((1, 8), (1, 32), (4, 16), (4, 64), (1, 192))
 """Texts and tokens of the calls that the costs are found from; all far enough apart to tell them."""
@@ -61,7 +62,7 @@ def open_model(entry: Model, folder: Path, target: BenchmarkTarget, device: str,
         return
     if not keeps_others:
         _opened.clear()
-    model = model_for(entry, folder, device, backend=target.backend, threads=target.threads)
+    model = encoder_model(entry, folder, Resources(device=device, backend=target.backend, threads=target.threads))
     model.setup()
     model.warmup()
     # On a CPU the CPU seconds count that it got, so that what else runs here spoils no figure.

@@ -28,6 +28,7 @@ from workers.jobs.deadlines import Deadlines
 from workers.jobs.model_queue import ModelQueue
 from workers.jobs.preprocessing import Preprocessor
 from workers.models.base import Preparer
+from workers.tasks import WORKER_TASKS
 
 ADMIT_MESSAGES_MAX = 256
 """Messages that are admitted together, with one cache look-up and one tokenizer call for all."""
@@ -52,7 +53,7 @@ class JobConsumer:
         self.queue = ModelQueue(model, completion)
         self.batches = BatchResults(model, self.queue, completion, records)
         self.cancellation = Cancellation(self.queue, completion, records)
-        self._preprocessor = Preprocessor(preparer, objects, on_thread=model.task == "image")
+        self._preprocessor = Preprocessor(preparer, objects, on_thread=WORKER_TASKS[model.task].prepares_on_thread)
         self._cache = cache
         self._claims = Claims(records, completion)
         self._deadlines = Deadlines(self.cancellation.expire_start, self.cancellation.expire)

@@ -8,10 +8,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, cast
 
 import msgspec
 import typer
@@ -34,8 +35,6 @@ from workers.models.artifact import (
 from workers.models.cpu import this_cpu
 from workers.models.source import resolve
 from workers.optimize.options import (
-    EMBEDDING_VARIANTS,
-    IMAGE_VARIANTS,
     Calibration,
     Wishes,
     missing_variants,
@@ -43,7 +42,10 @@ from workers.optimize.options import (
     wanted_variants,
 )
 from workers.optimize.report import Made, verdict_table, verdicts_as_dict
+from workers.tasks import WORKER_TASKS
 
+Maker = Callable[[Entry, Path, Path, Wishes, Callable[[str], None]], Made]
+"""Makes and judges variants: of an entry and its folder, into a folder."""
 _MADE_BY = ("torch", "transformers", "diffusers", "onnx", "onnxruntime", "torchao")
 
 
@@ -89,7 +91,7 @@ def optimize(
         str,
         typer.Option(
             metavar="NAME,...",
-            help=f"embeddings: {', '.join(EMBEDDING_VARIANTS)}; images: {', '.join(IMAGE_VARIANTS)}",
+            help="; ".join(f"{name}: {', '.join(task.variants)}" for name, task in WORKER_TASKS.items()),
         ),
     ] = "",
     tolerance: Annotated[
@@ -202,16 +204,11 @@ def _make(entry: Entry, source: Path, target: Path, wishes: Wishes, there: Artif
     output.say(f"wrote {target}")
 
 
-def _maker(entry: Entry) -> Callable[[Entry, Path, Path, Wishes, Callable[[str], None]], Made]:
-    # Imported where needed: a run that finds its artifact takes half a second, not the several that
-    # torch does.
-    if entry.task == "embedding":
-        from workers.optimize.embedding import make_embedding_variants
-
-        return make_embedding_variants
-    from workers.optimize.image import make_image_variants
-
-    return make_image_variants
+def _maker(entry: Entry) -> Maker:
+    # Imported where needed: a run that finds its artifact takes half a second, not the several
+    # that torch does.
+    module = import_module(f"workers.optimize.{WORKER_TASKS[entry.task].optimizer}")
+    return cast(Maker, module.make_variants)
 
 
 def _manifest(entry: Entry, digest: str, variants: list[Variant]) -> Manifest:

@@ -11,11 +11,11 @@ import msgspec
 
 from shared.catalog import Model as Entry
 from shared.errors import PenstockError
-from workers.models import preparer_for
 from workers.models.artifact import Calibration, Variant, write_calibration
 from workers.models.base import PreparedText
 from workers.models.embedding.encoder_onnx import OnnxEncoder
 from workers.models.embedding.model_folder import SentenceFolder, read_sentence_folder
+from workers.models.embedding.tokenization import TextPreparer
 from workers.optimize.baseline import Yardstick
 from workers.optimize.calibration import (
     INPUTS,
@@ -40,9 +40,7 @@ _EQUAL_TOKENS = 32
 """Length of the inputs where calibration wants one shape."""
 
 
-def make_embedding_variants(
-    entry: Entry, folder: Path, target: Path, wishes: Wishes, say: Callable[[str], None]
-) -> Made:
+def make_variants(entry: Entry, folder: Path, target: Path, wishes: Wishes, say: Callable[[str], None]) -> Made:
     """Writes the graphs of the accepted variants and calibration.npz.
 
     Args:
@@ -57,7 +55,7 @@ def make_embedding_variants(
     """
     names = wanted_variants(entry, wishes)
     settings = read_sentence_folder(folder)
-    preparer = preparer_for(entry, folder)
+    preparer = TextPreparer(folder)
     say("computing the reference vectors with torch fp32")
     yardstick = Yardstick(entry, settings, prepare_texts(preparer, held_out_texts()), wishes.threads)
     lists = prepare_texts(preparer, word_lists(vocabulary(settings.transformer)))

@@ -47,7 +47,7 @@ _NOTES = {
 }
 
 
-def make_image_variants(entry: Entry, folder: Path, target: Path, wishes: Wishes, say: Callable[[str], None]) -> Made:
+def make_variants(entry: Entry, folder: Path, target: Path, wishes: Wishes, say: Callable[[str], None]) -> Made:
     """Tries each variant against the pipeline in fp32 on this machine's device.
 
     Nothing is written to `target`.

@@ -10,9 +10,8 @@ from typing import Literal
 from shared.catalog import Model as Entry
 from shared.errors import ConfigurationError
 from workers.models.artifact import Manifest
+from workers.tasks import WORKER_TASKS
 
-EMBEDDING_VARIANTS = ("fp32", "int8", "int8-static", "fp16", "pruned")
-IMAGE_VARIANTS = ("tuned", "bf16", "int8", "compiled")
 Calibration = Literal["minmax", "entropy", "percentile"]
 
 
@@ -20,7 +19,7 @@ Calibration = Literal["minmax", "entropy", "percentile"]
 class Wishes:
     """The options of the command line.
 
-    `variants`: names from EMBEDDING_VARIANTS or IMAGE_VARIANTS. Empty: the usual ones. `tolerance`:
+    `variants`: names that the task knows. Empty: the usual ones. `tolerance`:
     the least cosine (images: PSNR in dB) in the place of the catalog's. `prune_neurons`,
     `prune_heads`: the part to cut, 0 to 1. `calibration`: how int8-static takes ranges. `threads`:
     of the reference and of every variant alike.
@@ -35,13 +34,13 @@ class Wishes:
 
 
 def wanted_variants(entry: Entry, wishes: Wishes) -> tuple[str, ...]:
-    """The variants to try, in the order of the tables above.
+    """The variants to try, in the order of the task.
 
     Raises:
         ConfigurationError: one is unknown for this task, or pruning is asked for without a part to
             cut.
     """
-    known = EMBEDDING_VARIANTS if entry.task == "embedding" else IMAGE_VARIANTS
+    known = WORKER_TASKS[entry.task].variants
     unknown = [name for name in wishes.variants if name not in known]
     if unknown:
         raise ConfigurationError(
@@ -57,7 +56,7 @@ def wanted_variants(entry: Entry, wishes: Wishes) -> tuple[str, ...]:
 def missing_variants(manifest: Manifest, wanted: tuple[str, ...], tolerance: float) -> tuple[str, ...]:
     """Wanted variants that an artifact lacks, except those that missed this or a looser tolerance."""
     kept = {variant.name for variant in manifest.variants}
-    prefix = "onnx" if manifest.task == "embedding" else "torch"
+    prefix = WORKER_TASKS[manifest.task].variant_prefix
 
     def is_missing(name: str) -> bool:
         return f"{prefix}-{name}" not in kept and tolerance < manifest.refused.get(f"{prefix}-{name}", math.inf)
@@ -67,13 +66,11 @@ def missing_variants(manifest: Manifest, wanted: tuple[str, ...], tolerance: flo
 
 def _usual(entry: Entry, cuts: bool) -> tuple[str, ...]:
     has_gpu = shutil.which("nvidia-smi") is not None
-    if entry.task == "image":
-        return ("tuned", "bf16", "int8") + (("compiled",) if has_gpu else ())
-    return ("fp32", "int8", "int8-static") + (("fp16",) if has_gpu else ()) + (("pruned",) if cuts else ())
+    return WORKER_TASKS[entry.task].usual_variants(has_gpu=has_gpu, cuts=cuts)
 
 
 def tolerance_of(entry: Entry, wishes: Wishes) -> float:
     """The least cosine, or PSNR in dB, that a variant must reach."""
     if wishes.tolerance is not None:
         return wishes.tolerance
-    return entry.tolerance.cosine if entry.task == "embedding" else entry.tolerance.psnr_db
+    return entry.result_tolerance

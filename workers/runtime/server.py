@@ -26,7 +26,6 @@ from shared.catalog import Model
 from shared.errors import Canceled, ModelFailed, PenstockError
 from shared.logs import configure_logs
 from shared.tasks import Result
-from workers.models import model_for
 from workers.models.backend import Backend
 from workers.models.base import InferenceModel, OnStep, OutOfMemory, PreparedItem
 from workers.runtime import memory, template_process
@@ -44,6 +43,7 @@ from workers.runtime.protocol import (
 )
 from workers.runtime.resident_models import ResidentModels
 from workers.runtime.template_protocol import TemplateReady
+from workers.tasks import model_for
 
 PROGRESS_EVERY_S = 0.1
 _BEGAN_S = time.monotonic()

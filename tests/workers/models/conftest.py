@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from shared.catalog import Catalog, read_catalog
-from workers.models import model_for, preparer_for
 from workers.models.base import InferenceModel, Preparer
 from workers.models.source import resolve
+from workers.tasks import model_for, preparer_for
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,8 @@ from shared.catalog import Catalog
 from shared.errors import ConfigurationError
 from shared.tasks import Input
 from shared.tasks.embedding import EmbeddingResult, TextInput, TokensInput
-from workers.models import model_for, preparer_for
 from workers.models.base import InferenceModel, PreparedText, Preparer
+from workers.tasks import model_for, preparer_for
 
 WORDS = [
     "river",

@@ -16,7 +16,7 @@ from shared.catalog import read_catalog
 from shared.tasks.embedding import TextInput
 from shared.tasks.image import ImageInput
 from workers.runtime.pool import HostedModel, ModelPool
-from workers.models import preparer_for
+from workers.tasks import preparer_for
 from workers.models.source import resolve
 texts, images = read_catalog(Path("models.yaml")).models
 folder = resolve(texts.source, texts.revision, Path("unused"))
@@ -27,7 +27,7 @@ preparer_for(images, folder).prepare([ImageInput("a", 64, 64, 1, 1.0, 1, "ddim")
 EMBEDDING_PROCESS = """
 from pathlib import Path
 from shared.catalog import read_catalog
-from workers.models import model_for
+from workers.tasks import model_for
 from workers.models.source import resolve
 texts, images = read_catalog(Path("models.yaml")).models
 model_for(texts, resolve(texts.source, texts.revision, Path("unused")), "cpu")
@@ -55,7 +55,7 @@ from pathlib import Path
 import numpy as np
 from onnx import TensorProto, helper, save
 from shared.catalog import read_catalog
-from workers.models import model_for
+from workers.tasks import model_for
 from workers.models.backend import Backend
 from workers.models.base import PreparedText
 import workers.runtime.server

@@ -11,8 +11,8 @@ from PIL import Image
 
 from shared.catalog import Catalog
 from shared.tasks.image import ImageInput, ImageResult
-from workers.models import model_for
 from workers.models.base import InferenceModel, Preparer
+from workers.tasks import model_for
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed"),

@@ -13,8 +13,8 @@ from shared.errors import BadInput, ConfigurationError, ContextLengthExceeded
 from shared.tasks import Input
 from shared.tasks.embedding import TextInput, TokensInput, Truncate
 from shared.tasks.image import ImageInput
-from workers.models import preparer_for
 from workers.models.base import PreparedText, Preparer
+from workers.tasks import preparer_for
 
 CLS, SEP = 101, 102
 LONGEST = 256

@@ -1,0 +1,41 @@
+"""The tasks that a worker computes. Each file here has the name of its task in `shared.tasks.TASKS`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+from shared.catalog import Model
+from shared.tasks import TASKS
+from workers.models.backend import Backend
+from workers.models.base import InferenceModel, Preparer
+from workers.tasks.base import Resources, WorkerTask
+
+WORKER_TASKS: dict[str, WorkerTask] = {name: import_module(f"{__name__}.{name}").TASK for name in TASKS}
+
+
+def preparer_for(entry: Model, folder: Path) -> Preparer:
+    """What checks and prepares the inputs of `entry`, whose files are in `folder`.
+
+    Raises:
+        ConfigurationError: the folder is not a model of this task.
+    """
+    return WORKER_TASKS[entry.task].preparer(entry, folder)
+
+
+def model_for(
+    entry: Model,
+    folder: Path,
+    device: str,
+    *,
+    backend: Backend | None = None,
+    threads: int = 1,
+    memory_fraction: float = 1.0,
+) -> InferenceModel:
+    """The model of `entry`, not yet loaded. The arguments are those of Resources.
+
+    Raises:
+        ConfigurationError: the folder is not a model of this task, or the entry needs a backend that is not given.
+    """
+    resources = Resources(device=device, backend=backend, threads=threads, memory_fraction=memory_fraction)
+    return WORKER_TASKS[entry.task].model(entry, folder, resources)

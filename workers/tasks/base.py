@@ -1,0 +1,66 @@
+"""What a task is to a worker: how its items are prepared and computed, and how its models are optimized."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from shared.catalog import Model
+from workers.models.backend import Backend
+from workers.models.base import InferenceModel, Preparer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What a model runs on.
+
+    `device` is `cpu`, `cuda`, `cuda:N` or `auto`. `threads` counts on a CPU. `memory_fraction` is the part of a GPU's
+    memory that the process may take. `backend` is what computes an embedding. None: torch in the entry's precision.
+    """
+
+    device: str
+    backend: Backend | None = None
+    threads: int = 1
+    memory_fraction: float = 1.0
+
+
+class WorkerTask(ABC):
+    """The models of one task. No method but `model` imports torch."""
+
+    prepares_on_thread: ClassVar[bool] = False
+    """Whether preparing an item takes milliseconds, so is done off the loop that keeps the leases."""
+    measures_backends: ClassVar[bool] = False
+    """Whether a worker measures which backend computes a model fastest (workers/autotune)."""
+    optimizer: ClassVar[str]
+    """The module in workers/optimize that makes the variants. Its function is `make_variants`."""
+    variants: ClassVar[tuple[str, ...]]
+    """Names of the variants that `penstock optimize` can make, in the order it tries them."""
+    variant_prefix: ClassVar[str]
+    """What the name of a variant begins with in its manifest."""
+
+    @abstractmethod
+    def usual_variants(self, *, has_gpu: bool, cuts: bool) -> tuple[str, ...]:
+        """The variants to make where the command line names none.
+
+        Args:
+            has_gpu: whether there is a GPU here.
+            cuts: whether neurons or heads are to be pruned.
+        """
+
+    @abstractmethod
+    def preparer(self, entry: Model, folder: Path) -> Preparer:
+        """What checks and prepares the inputs of a model, whose files are in `folder`.
+
+        Raises:
+            ConfigurationError: the folder is not a model of this task.
+        """
+
+    @abstractmethod
+    def model(self, entry: Model, folder: Path, resources: Resources) -> InferenceModel:
+        """The model, not yet loaded.
+
+        Raises:
+            ConfigurationError: the folder is not a model of this task, or the entry needs a backend that is not given.
+        """

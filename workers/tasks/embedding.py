@@ -1,0 +1,69 @@
+"""Embedding models: sentence encoders in torch or ONNX Runtime, whichever was measured to be faster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shared.catalog import Model
+from workers.models.backend import Backend, unmeasured_backend
+from workers.models.base import InferenceModel, Preparer
+from workers.models.embedding.model import EmbeddingModel, Encoder
+from workers.models.embedding.model_folder import SentenceFolder, read_sentence_folder
+from workers.tasks.base import Resources, WorkerTask
+
+
+class EmbeddingWorker(WorkerTask):
+    """Preparing a text takes microseconds. Libraries are imported where they are used."""
+
+    measures_backends = True
+    optimizer = "embedding"
+    variants = ("fp32", "int8", "int8-static", "fp16", "pruned")
+    variant_prefix = "onnx"
+
+    def usual_variants(self, *, has_gpu: bool, cuts: bool) -> tuple[str, ...]:
+        """FP16 is for GPUs."""
+        return ("fp32", "int8", "int8-static") + (("fp16",) if has_gpu else ()) + (("pruned",) if cuts else ())
+
+    def preparer(self, entry: Model, folder: Path) -> Preparer:
+        """A tokenizer."""
+        from workers.models.embedding.tokenization import TextPreparer
+
+        return TextPreparer(folder)
+
+    def model(self, entry: Model, folder: Path, resources: Resources) -> InferenceModel:
+        """An encoder."""
+        return encoder_model(entry, folder, resources)
+
+
+def encoder_model(entry: Model, folder: Path, resources: Resources) -> EmbeddingModel:
+    """The model that gives the vectors of texts, not yet loaded.
+
+    Raises:
+        ConfigurationError: the folder is no sentence encoder, or the entry needs a backend that is not given.
+    """
+    # Read first: a wrong folder is refused before the seconds that importing torch takes.
+    settings = read_sentence_folder(folder)
+    backend = resources.backend or unmeasured_backend(entry)
+    encoder = _encoder(settings, backend, resources)
+    return EmbeddingModel(entry, encoder, call_tokens=backend.call_tokens)
+
+
+def _encoder(settings: SentenceFolder, backend: Backend, resources: Resources) -> Encoder:
+    if backend.backend == "onnx":
+        from workers.models.embedding.encoder_onnx import OnnxEncoder
+
+        return OnnxEncoder(
+            settings,
+            Path(backend.graph),
+            device=resources.device,
+            threads=resources.threads,
+            memory_fraction=resources.memory_fraction,
+        )
+    from workers.models.device import Device
+    from workers.models.embedding.encoder_torch import TorchEncoder
+
+    device = Device(resources.device, resources.threads, resources.memory_fraction)
+    return TorchEncoder(settings, device, backend.precision)
+
+
+TASK = EmbeddingWorker()
