@@ -46,8 +46,8 @@ def measure(scale: Scale, folder: Path, matrix_tflops: float) -> list[dict[str, 
     ours.setup()
     ours.warmup()
     rows = []
-    for task in ("text-to-image", "image-to-image"):
-        items = [_item(task, number, scale) for number in range(max(scale.batches))]
+    for mode in ("text-to-image", "image-to-image"):
+        items = [_item(mode, number, scale) for number in range(max(scale.batches))]
         tera_per_image = plain.operations(items[0]) / 1e12
         for count in scale.batches:
             batch = items[:count]
@@ -56,7 +56,7 @@ def measure(scale: Scale, folder: Path, matrix_tflops: float) -> list[dict[str, 
                 "ours": lambda batch=batch: draw(ours, batch),  # type: ignore[misc]
             }
             taken = _in_turns(scale, contenders)
-            row: dict[str, Any] = {"task": task, "batch": count}
+            row: dict[str, Any] = {"task": mode, "batch": count}
             for name, call_s in taken.items():
                 rate = count / call_s
                 row[name] = {
@@ -120,13 +120,13 @@ class _Plain:
         return float(counter.get_total_flops())
 
 
-def _item(task: str, number: int, scale: Scale) -> PreparedImage:
-    is_text = task == "text-to-image"
+def _item(mode: str, number: int, scale: Scale) -> PreparedImage:
+    is_text = mode == "text-to-image"
     steps = scale.text_steps if is_text else scale.image_steps
     run = steps if is_text else int(steps * STRENGTH)
     work = scale.side * scale.side * run
     return PreparedImage(
-        key=task,
+        key=mode,
         length=work,
         prompt=f"a red circle left of a blue star, number {number}",
         negative_prompt="",

@@ -29,7 +29,7 @@ TEXT = PreparedText(key="", length=4, ids=np.array([101, 4937, 4937, 102], "<u4"
 
 
 def hosted(task: str) -> HostedModel:
-    entry = next(one for one in read_catalog(Path("models.yaml")).models if one.task == task)
+    entry = read_catalog(Path("models.yaml")).default(task)
     return HostedModel(entry, resolve(entry.source, entry.revision, Path("unused")))
 
 

@@ -79,17 +79,16 @@ def test_a_model_without_a_rate_has_its_least_replicas() -> None:
     assert "no rate is given for idle: planned without load" in plan.notes
 
 
-@pytest.mark.parametrize(
-    ("task", "tokens", "items"), [("embedding", None, 16), ("embedding", 500.0, 4), ("image", None, 2)]
-)
-def test_batch_is_what_the_budget_holds(task: str, tokens: float | None, items: int) -> None:
-    image: dict[str, Any] = {
-        "task": "image",
-        "batch": {"max_pixel_steps": 12_000_000, "max_items": 16},
-        "dimensions": None,
-    }
-    model = entry(**(image if task == "image" else {}))  # 512 x 512 x 20 steps: 5.2 million
-    assert batch_items(model, rate(tokens_per_item=tokens)) == items
+IMAGE: dict[str, Any] = {
+    "task": "image",
+    "batch": {"max_pixel_steps": 12_000_000, "max_items": 16},  # 512 x 512 x 20 steps: 5.2 million
+    "dimensions": None,
+}
+
+
+@pytest.mark.parametrize(("fields", "tokens", "items"), [({}, None, 16), ({}, 500.0, 4), (IMAGE, None, 2)])
+def test_batch_is_what_the_budget_holds(fields: dict[str, Any], tokens: float | None, items: int) -> None:
+    assert batch_items(entry(**fields), rate(tokens_per_item=tokens)) == items
 
 
 def test_instances_of_the_api_hold_what_is_in_flight() -> None:

@@ -176,15 +176,15 @@ def plain(tiny_folder: Path) -> dict[str, Any]:
     return made
 
 
-@pytest.mark.parametrize("task", ["text", "image"])
+@pytest.mark.parametrize("start", ["text", "image"])
 def test_pixels_are_those_of_plain_diffusers(
-    draw_with: Draw, plain: dict[str, Any], asked: ImageInput, task: str
+    draw_with: Draw, plain: dict[str, Any], asked: ImageInput, start: str
 ) -> None:
     prompt = "a large blue circle on a white background"
     source = draw(Scene("white", (RECOLORED[0][0],), place="center"))
-    (ours,) = draw_with([prompt], [source] if task == "image" else ())
-    given = {"image": source, "strength": STRENGTH} if task == "image" else {}
-    drawn = plain[task](
+    (ours,) = draw_with([prompt], [source] if start == "image" else ())
+    given = {"image": source, "strength": STRENGTH} if start == "image" else {}
+    drawn = plain[start](
         prompt,
         num_inference_steps=asked.steps,
         guidance_scale=asked.guidance_scale,
