@@ -16,7 +16,7 @@ _EVERY_S = 60.0
 async def expire_forever(service: Service) -> None:
     """Runs until canceled, as a task of the server."""
     while True:
-        await service.lanes.write(expire, service.store, service.catalog, time.time_ns() // 1_000_000)
+        await service.threads.write(expire, service.store, service.catalog, time.time_ns() // 1_000_000)
         await anyio.sleep(_EVERY_S)
 
 

@@ -57,14 +57,14 @@ async def run_load(service: Service, file: IO[bytes], job: Job) -> None:
         raise UnsupportedError("Loading from Cloud Storage: not supported by the embedded BigQuery")
     destination = parse_destination(config, _DEFAULT_WRITE)
     table = service.catalog.tables.get(destination.key)
-    schema = await service.lanes.read(_schema, config, file, None if table is None else table.schema)
-    physical = await service.lanes.read(service.queries.stage, schema)
+    schema = await service.threads.read(_schema, config, file, None if table is None else table.schema)
+    physical = await service.threads.read(service.queries.stage, schema)
     try:
         stage = partial(_stage, service, config, file, schema, physical, job)
-        loaded = await service.lanes.read(stage)
-        await service.lanes.write(_put, service, destination, schema, physical)
+        loaded = await service.threads.read(stage)
+        await service.threads.write(_put, service, destination, schema, physical)
     finally:
-        await service.lanes.read(service.queries.drop, physical)
+        await service.threads.read(service.queries.drop, physical)
     size_bytes = file.seek(0, io.SEEK_END)
     job.statistics["load"] = {
         "inputFiles": "1",

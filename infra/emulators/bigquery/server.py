@@ -19,7 +19,7 @@ from infra.emulators.bigquery.jobs import Jobs
 from infra.emulators.bigquery.query import Queries, Result
 from infra.emulators.bigquery.service import Service
 from infra.emulators.bigquery.store import Store
-from infra.emulators.bigquery.threads import Lanes
+from infra.emulators.bigquery.threads import Threads
 
 _SHUTDOWN_S = 5
 _BACKLOG = 1_024
@@ -84,13 +84,13 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def _service(store: Store, catalog: Catalog, tasks: TaskGroup) -> Service:
-    lanes, queries = Lanes(), Queries(store)
+    threads, queries = Threads(), Queries(store)
 
     async def let_go(result: Result) -> None:
-        await lanes.read(queries.drop, result.physical)
+        await threads.read(queries.drop, result.physical)
 
     translator = Translator(catalog.table, catalog.tables_of)
-    return Service(store, catalog, lanes, queries, translator, Jobs(tasks, let_go))
+    return Service(store, catalog, threads, queries, translator, Jobs(tasks, let_go))
 
 
 class _Server(uvicorn.Server):

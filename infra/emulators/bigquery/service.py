@@ -1,6 +1,6 @@
 """The embedded BigQuery behind its HTTP routes: its parts, and how they run a job.
 
-Routes call it. It calls the catalog, the translator and the queries, through the lanes.
+Routes call it. It calls the catalog, the translator and the queries, through the threads.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from infra.emulators.bigquery.query import Queries, check_billed
 from infra.emulators.bigquery.resources import DatasetKey, TableKey
 from infra.emulators.bigquery.schema import Json, Schema
 from infra.emulators.bigquery.store import Store
-from infra.emulators.bigquery.threads import Lanes
+from infra.emulators.bigquery.threads import Threads
 
 _COUNTS = {"INSERT": "insertedRowCount", "UPDATE": "updatedRowCount", "DELETE": "deletedRowCount"}
 
@@ -29,15 +29,15 @@ class Service:
 
     store: Store
     catalog: Catalog
-    lanes: Lanes
+    threads: Threads
     queries: Queries
     translator: Translator
     jobs: Jobs
 
     async def view_schema(self, sql: str, project: str) -> Schema:
         """Returns the fields of a view's query, and so checks it."""
-        statement = await self.lanes.read(self.translator.translate, sql, project, None, (), True)
-        return await self.lanes.read(self.queries.describe, statement)
+        statement = await self.threads.read(self.translator.translate, sql, project, None, (), True)
+        return await self.threads.read(self.queries.describe, statement)
 
     async def run_query(self, job: Job) -> None:
         """Does the work of a query job.
@@ -54,7 +54,7 @@ class Service:
             await self._define(job, config, statement)
         else:
             await self._charge(job, statement)
-            affected = await self.lanes.write(self.queries.manipulate, statement, job.watch)
+            affected = await self.threads.write(self.queries.manipulate, statement, job.watch)
             details["numDmlAffectedRows"] = str(affected)
             if statement.kind in _COUNTS:
                 details["dmlStats"] = {_COUNTS[statement.kind]: str(affected)}
@@ -65,7 +65,7 @@ class Service:
         statement = await self._statement(job.project, config, config["query"])
         job.statistics["query"] = details = {"statementType": statement.kind, "cacheHit": False}
         if statement.kind == "SELECT":
-            schema = await self.lanes.read(self.queries.describe, statement)
+            schema = await self.threads.read(self.queries.describe, statement)
             details["schema"] = {"fields": [field.resource() for field in schema]}
         await self._charge(job, statement)
         job.state = "DONE"
@@ -85,7 +85,7 @@ class Service:
             write = destination.write if position == 0 else "WRITE_APPEND"
             into = type(destination)(destination.key, destination.creates, write, False, kept)
             put = partial(put_rows, self.store, self.catalog, into, table.schema, table.physical)
-            await self.lanes.write(put)
+            await self.threads.write(put)
 
     async def _statement(self, project: str, config: Json, sql: str) -> Statement:
         if config.get("useLegacySql", True):
@@ -96,18 +96,18 @@ class Service:
         default = config.get("defaultDataset")
         dataset = DatasetKey(default.get("projectId", project), default["datasetId"]) if default else None
         parameters: Sequence[Any] = config.get("queryParameters") or ()
-        return await self.lanes.read(self.translator.translate, sql, project, dataset, parameters)
+        return await self.threads.read(self.translator.translate, sql, project, dataset, parameters)
 
     async def _select(self, job: Job, config: Json, statement: Statement) -> None:
         await self._charge(job, statement)
-        result = await self.lanes.read(self.queries.select, statement, job.watch)
+        result = await self.threads.read(self.queries.select, statement, job.watch)
         job.result = result
         if not config.get("destinationTable"):
             config["destinationTable"] = job.anonymous_table.resource()
             return
         destination = parse_destination(config, "WRITE_EMPTY")
         put = partial(put_rows, self.store, self.catalog, destination, result.schema, result.physical)
-        await self.lanes.write(put)
+        await self.threads.write(put)
 
     async def _define(self, job: Job, config: Json, statement: Statement) -> None:
         tree = statement.definition
@@ -120,22 +120,22 @@ class Service:
             else:
                 inner = await self._statement(job.project, config, query.sql("bigquery"))
                 await self._charge(job, inner)
-                result = await self.lanes.read(self.queries.select, inner, job.watch)
+                result = await self.threads.read(self.queries.select, inner, job.watch)
         default = config.get("defaultDataset")
         dataset = DatasetKey(default.get("projectId", job.project), default["datasetId"]) if default else None
         definitions = Definitions(self.store, self.catalog, self.translator.names(job.project, dataset))
         try:
-            defined = await self.lanes.write(definitions.run, tree, result, view_schema)
+            defined = await self.threads.write(definitions.run, tree, result, view_schema)
         finally:
             if result is not None:
-                await self.lanes.read(self.queries.drop, result.physical)
+                await self.threads.read(self.queries.drop, result.physical)
         details = job.statistics["query"]
         details["ddlOperationPerformed"] = defined.operation
         if defined.table is not None:
             details["ddlTargetTable"] = defined.table.resource()
 
     async def _charge(self, job: Job, statement: Statement) -> None:
-        read_bytes = await self.lanes.read(self.queries.read_bytes, statement)
+        read_bytes = await self.threads.read(self.queries.read_bytes, statement)
         limit = job.configuration["query"].get("maximumBytesBilled")
         billed = check_billed(read_bytes, None if limit is None else int(limit))
         job.statistics["totalBytesProcessed"] = str(read_bytes)

@@ -1,6 +1,6 @@
 """Threads for DuckDB's blocking calls: several readers, and one writer for all changes.
 
-Every request and every job goes through one of the two lanes, so two changes never meet.
+Every request and every job goes through `read` or `write`, so two changes never meet.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ _Found = TypeVar("_Found")
 _READERS = 8
 
 
-class Lanes:
-    """The lanes of one server, made inside its event loop."""
+class Threads:
+    """The threads of one server, created inside its event loop."""
 
     def __init__(self) -> None:
         self._readers = anyio.CapacityLimiter(_READERS)

@@ -112,7 +112,7 @@ def _listen(server: grpc.aio.Server, address: str) -> int:
 
 
 class _Alarm:
-    """Runs due timers with one pending call on the loop, moved if something earlier is scheduled."""
+    """Runs due timers with one pending call on the loop, moved if an earlier one is scheduled."""
 
     def __init__(self, timers: Timers, loop: asyncio.AbstractEventLoop) -> None:
         self._timers = timers

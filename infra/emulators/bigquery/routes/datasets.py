@@ -21,7 +21,7 @@ async def insert(request: Request) -> Response:
     if "datasetId" not in reference:
         raise InvalidError("Required parameter is missing: datasetReference.datasetId")
     key = DatasetKey(request.path_params["project"], reference["datasetId"])
-    dataset = await service.lanes.write(service.catalog.create_dataset, key, body)
+    dataset = await service.threads.write(service.catalog.create_dataset, key, body)
     return JSONResponse(dataset.resource())
 
 
@@ -58,7 +58,7 @@ async def update(request: Request) -> Response:
         request.headers.get("if-match"),
         request.method == "PATCH",
     )
-    dataset = await service.lanes.write(change)
+    dataset = await service.threads.write(change)
     return JSONResponse(dataset.resource())
 
 
@@ -66,7 +66,7 @@ async def delete(request: Request) -> Response:
     """Removes a data set, with its tables if asked."""
     service = service_of(request)
     with_contents = flag(request, "deleteContents")
-    await service.lanes.write(service.catalog.delete_dataset, dataset_key(request), with_contents)
+    await service.threads.write(service.catalog.delete_dataset, dataset_key(request), with_contents)
     return Response(status_code=204)
 
 

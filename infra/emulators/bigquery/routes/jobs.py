@@ -178,7 +178,7 @@ async def _results(service: Service, job: Job, wait_ms: int, start: int, count: 
     read = partial(
         read_page, service, job.result.physical, schema, start, min(count, _DEFAULT_PAGE_ROWS), is_micros=is_micros
     )
-    total, rows = await service.lanes.read(read)
+    total, rows = await service.threads.read(read)
     found |= {"totalRows": str(total), "schema": {"fields": [field.resource() for field in schema]}, "rows": rows}
     if start + len(rows) < total:
         found["pageToken"] = str(start + len(rows))

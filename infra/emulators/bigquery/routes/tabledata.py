@@ -70,7 +70,7 @@ async def insert_all(request: Request) -> Response:
     if len(rows) > _MOST_ROWS:
         raise InvalidError(f"Too many rows present in the request, limit: {_MOST_ROWS} row count: {len(rows)}.")
     insert = partial(_insert, service, request.app.state.insert_ids, table_key(request), body, rows)
-    errors = await service.lanes.write(insert)
+    errors = await service.threads.write(insert)
     found: Json = {"kind": "bigquery#tableDataInsertAllResponse"}
     return JSONResponse(found | ({"insertErrors": errors} if errors else {}))
 
@@ -136,7 +136,7 @@ async def list_rows(request: Request) -> Response:
     count = _DEFAULT_PAGE_ROWS if asked is None else min(asked, _DEFAULT_PAGE_ROWS)
     wanted = _selected(schema, request.query_params.get("selectedFields"))
     is_micros = flag(request, "formatOptions.useInt64Timestamp")
-    total, rows = await service.lanes.read(
+    total, rows = await service.threads.read(
         partial(read_page, service, physical, wanted, start, count, is_micros=is_micros)
     )
     found: Json = {"kind": "bigquery#tableDataList", "etag": "list", "totalRows": str(total), "rows": rows}

@@ -26,7 +26,7 @@ async def insert(request: Request) -> Response:
     key = TableKey(dataset.project, dataset.dataset_id, reference["tableId"])
     view_schema = await _view_schema(service, key, body)
     schema = view_schema if view_schema is not None else parse_schema(body.get("schema", {}).get("fields") or ())
-    table = await service.lanes.write(service.catalog.create_table, key, schema, body)
+    table = await service.threads.write(service.catalog.create_table, key, schema, body)
     return JSONResponse(await _shown(service, table))
 
 
@@ -61,13 +61,13 @@ async def update(request: Request) -> Response:
         request.method == "PATCH",
         view_schema,
     )
-    return JSONResponse(await _shown(service, await service.lanes.write(change)))
+    return JSONResponse(await _shown(service, await service.threads.write(change)))
 
 
 async def delete(request: Request) -> Response:
     """Removes a table or view."""
     service = service_of(request)
-    await service.lanes.write(service.catalog.delete_table, table_key(request))
+    await service.threads.write(service.catalog.delete_table, table_key(request))
     return Response(status_code=204)
 
 
@@ -83,6 +83,6 @@ async def _shown(service: Service, table: Table) -> Json:
         with service.store.cursor() as cursor:
             return table_size(cursor, table)
 
-    rows, size_bytes = await service.lanes.read(size)
+    rows, size_bytes = await service.threads.read(size)
     location = service.catalog.dataset(table.key.dataset).settings.get("location", "US")
     return table.resource(rows, size_bytes, location)

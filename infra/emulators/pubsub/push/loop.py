@@ -1,6 +1,6 @@
 """Push delivery: a few workers per subscription, each of which posts one message at a time.
 
-A lane is a consumer like a stream is, so leases, backoff, ordering and dead letters are the
+A push worker is a consumer like a stream is, so leases, backoff, ordering and dead letters are the
 subscription's own.
 """
 
@@ -15,7 +15,7 @@ from infra.emulators.pubsub.push.payload import push_payload
 from infra.emulators.pubsub.state.consumers import Consumer, Delivery
 from infra.emulators.pubsub.state.subscription import Subscription
 
-LANES = 8
+PUSH_WORKERS = 8
 # https://cloud.google.com/pubsub/docs/push#receive_push: these ack, anything else is a nack.
 ACK_STATUSES = frozenset({102, 200, 201, 202, 204})
 # The service's push backoff, used where the subscription has no retry policy of its own.
@@ -84,11 +84,11 @@ class _PushLoop:
         self._failures = 0
 
     async def run(self) -> None:
-        async with asyncio.TaskGroup() as lanes:
-            for _ in range(LANES):
-                lanes.create_task(self._lane())
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(PUSH_WORKERS):
+                workers.create_task(self._post_one_by_one())
 
-    async def _lane(self) -> None:
+    async def _post_one_by_one(self) -> None:
         woken = asyncio.Event()
         consumer = Consumer(woken.set, self._subscription.settings.ack_deadline_s, max_messages=1)
         connection = PushConnection(self._subscription.settings.push_endpoint)

@@ -1,7 +1,7 @@
 """The deliveries of one subscription: what waits, what is leased to whom, and what comes back.
 
 Between a subscription, which adds messages and owns the policies, and the consumers (streams,
-pulls, push lanes).
+pulls, push workers).
 """
 
 from collections import OrderedDict

@@ -64,7 +64,7 @@ class Subscription:
         if not self.settings.retain_acked:
             self._forget_acked()
         if self.settings.push_endpoint:
-            # Push lanes are not among the connected consumers: these are streams and pulls.
+            # Push workers are not among the connected consumers: these are streams and pulls.
             self.backlog.consumers.end(not_pullable(self.path))
         self._arm_retention()
         self._arm_expiration()

@@ -107,7 +107,7 @@ class Database:
         self._connection = connection
 
     def resources(self) -> Iterator[tuple[str, int, float, bytes]]:
-        """Yield path, holder, time and serialized proto of each topic, subscription and snapshot."""
+        """Yield path, holder, time and serialized proto of each resource."""
         yield from self._connection.execute("SELECT path, holder, moment_s, proto FROM resource ORDER BY holder")
 
     def messages(self) -> Iterator[tuple[int, bytes]]:
