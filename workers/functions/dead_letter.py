@@ -17,7 +17,15 @@ import msgspec
 from prometheus_client import Counter
 
 from shared.catalog import Catalog
-from shared.errors import BadInput, Canceled, ModelFailed, PenstockError, Unavailable, UndecodableMessage, UnknownModel
+from shared.errors import (
+    BadInput,
+    Canceled,
+    ModelFailed,
+    PenstockError,
+    Unavailable,
+    UndecodableMessage,
+    UnknownModel,
+)
 from shared.messages import (
     Envelope,
     ItemError,
@@ -41,13 +49,15 @@ ANSWERED_BY = "dead-letter"
 _ATTEMPTS = "cloudpubsubdeadlettersourcedeliverycount"
 
 DEAD_LETTERS = Counter(
-    "penstock_functions_dead_letters_total", "Dead letters, by what was left to do: answered, repeated, none", ["end"]
+    "penstock_functions_dead_letters_total",
+    "Dead letters, by what was left to do: answered, repeated, none",
+    ["end"],
 )
 
 log = logging.getLogger(__name__)
 
 
-class Table(Protocol):
+class UsageTable(Protocol):
     """Where rows go."""
 
     async def write(self, rows: list[Row]) -> None:
@@ -69,7 +79,14 @@ class DeadLetters:
         region: where this runs, for the rows.
     """
 
-    def __init__(self, records: Records, publisher: Publisher, table: Table, catalog: Catalog, region: str) -> None:
+    def __init__(
+        self,
+        records: Records,
+        publisher: Publisher,
+        table: UsageTable,
+        catalog: Catalog,
+        region: str,
+    ) -> None:
         self._records = records
         self._publisher = publisher
         self._webhooks = WebhookPublisher(publisher)
@@ -96,7 +113,12 @@ class DeadLetters:
             DEAD_LETTERS.labels("none").inc()
             return
         answered, end = found
-        facts = {"request_id": envelope.request_id, "model": envelope.model, "reason": error.message, "end": end}
+        facts = {
+            "request_id": envelope.request_id,
+            "model": envelope.model,
+            "reason": error.message,
+            "end": end,
+        }
         log.warning("dead letter", extra=facts)
         await self._reply(envelope, answered)
         await self._notify_webhook(envelope)

@@ -1,6 +1,6 @@
-"""What the webhook function remembers in Redis of each prediction: when it last told of output, and that it is done.
+"""The state of webhook deliveries in Redis: when output was last sent, and which predictions are done.
 
-Redis is asked for order and rate only: without it events are delivered, maybe one too many.
+Redis gives order and rate only. Without it events are delivered, maybe one too many.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shared.stores.redis_client import RedisLink
 from shared.stores.redis_scripts import load_script
 
 THROTTLE_MS = 500
-"""Output and logs are told of at most so often (https://replicate.com/docs/topics/webhooks)."""
+"""Output and logs are sent at most so often (https://replicate.com/docs/topics/webhooks)."""
 KEEP_S = 2 * 24 * 3600
 """Longer than an event can wait on its topic."""
 THROTTLED = frozenset({"output", "logs"})
@@ -28,11 +28,11 @@ UP = Gauge("penstock_functions_notes_redis_up", "1 while Redis is being asked ab
 
 _ADMIT = load_script("workers/functions/admit_event.lua")
 
-Verdict = Literal["due", "throttled", "late"]
+DeliveryDecision = Literal["due", "throttled", "late"]
 
 
-class Notes:
-    """Notes about webhooks; an async context manager, cheap to open with or without Redis.
+class DeliveryState:
+    """The delivery state of each prediction: an async context manager that opens without Redis too.
 
     Args:
         redis_url: `redis://`, `rediss://` or `unix://` URL.
@@ -41,7 +41,7 @@ class Notes:
 
     def __init__(self, redis_url: str, *, prefix: str = "penstock:") -> None:
         self._link = RedisLink("webhooks", redis_url, timeout_s=0.25, retry_s=0.25, up=UP, errors=ERRORS)
-        self._commands = self._link.commands("the store of notes")
+        self._commands = self._link.commands("the delivery state of webhooks")
         self._prefix = prefix
 
     async def __aenter__(self) -> Self:
@@ -53,17 +53,17 @@ class Notes:
     ) -> None:
         await self._link.__aexit__(kind, error, trace)
 
-    async def admit(self, record: str, event: str) -> Verdict:
-        """Whether an event is due, comes too soon after the last one of its kind, or after the end was told."""
-        told, spare_ms = self._key(record, event), THROTTLE_MS if event in THROTTLED else 0
+    async def admit(self, record: str, event: str) -> DeliveryDecision:
+        """Says if an event is due, too soon after the last of its kind, or later than the end."""
+        sent_key, spare_ms = self._key(record, event), THROTTLE_MS if event in THROTTLED else 0
         answer = None
-        with contextlib.suppress(Unavailable):  # better told twice than not at all
-            answer = await self._commands.run_script(_ADMIT, [self._key(record, "done"), told], spare_ms)
-        verdicts: dict[bytes | None, Verdict] = {b"throttled": "throttled", b"late": "late"}
-        return verdicts.get(answer, "due")
+        with contextlib.suppress(Unavailable):  # better sent twice than not at all
+            answer = await self._commands.run_script(_ADMIT, [self._key(record, "done"), sent_key], spare_ms)
+        decisions: dict[bytes | None, DeliveryDecision] = {b"throttled": "throttled", b"late": "late"}
+        return decisions.get(answer, "due")
 
     async def close(self, record: str) -> None:
-        """Nothing of this prediction is due any more."""
+        """Ends the deliveries of this prediction: nothing is due any more."""
         with contextlib.suppress(Unavailable):
             await self._commands.run("SET", self._key(record, "done"), 1, "EX", KEEP_S)
 

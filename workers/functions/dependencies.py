@@ -1,7 +1,8 @@
-"""What the functions of one process are made of, opened with their first message: there is no earlier moment.
+"""The dependencies of the functions in one process, opened with the first message.
 
-functions-framework loads a function in a parent process and calls it in another, where the event loop is. It has no end
-either that a function hears of; nothing is lost by that, since a push is answered only when all of it is done.
+There is no earlier moment: functions-framework loads a function in a parent process and calls it in another, where the
+event loop is. It does not tell a function of its end. Nothing is lost by that, because a push is answered only when all
+of it is done.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shared.usage.bigquery import Sender
 from shared.usage.row import Row
 from shared.usage.writer import TABLE, fields_of
 from workers.functions.dead_letter import DeadLetters
-from workers.functions.delivery_state import Notes
+from workers.functions.delivery_state import DeliveryState
 from workers.functions.handler import Handler
 from workers.functions.settings import FunctionSettings
 from workers.functions.webhook import Webhooks
@@ -27,7 +28,7 @@ from workers.functions.webhook import Webhooks
 log = logging.getLogger(__name__)
 
 
-class Parts:
+class FunctionDependencies:
     """Opens what a function needs, once.
 
     Args:
@@ -65,11 +66,11 @@ class Parts:
 
     async def _open_webhooks(self) -> Handler:
         settings = self._settings
-        notes = await self._stack.enter_async_context(Notes(settings.redis_url))
+        delivery_state = await self._stack.enter_async_context(DeliveryState(settings.redis_url))
         url_signer = UrlSigner(settings.secret)
         return Webhooks(
             await self._open_records(),
-            notes,
+            delivery_state,
             url_signer,
             settings.webhook_secrets,
             allow_private=settings.webhooks_private,

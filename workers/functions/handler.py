@@ -1,7 +1,7 @@
-"""What every function does with a request: who calls, which message, how it went, in the status that Pub/Sub reads.
+"""Handles a push: authenticates the caller, decodes the message, runs the function, and answers with a status.
 
-2xx ends a message; anything else has Pub/Sub bring it again, after a pause that grows. So a message that can never be
-handled gets 2xx too, with a counter and its ids in the log; what its caller wrote is in no log.
+2xx ends a message. Any other status makes Pub/Sub send it again, after a growing pause. So a message that can never be
+handled gets 2xx too, with a counter and its ids in the log. The content of a message is in no log.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from prometheus_client import Counter, generate_latest
 
 from shared.errors import PenstockError, UndecodableMessage
 from shared.transport import Message
-from workers.functions.push_auth import Caller, Refused
+from workers.functions.push_auth import PushAuthenticator, PushRefused
 from workers.functions.push_message import read_push
 
 HANDLE_LIMIT_S = 50.0
@@ -25,14 +25,16 @@ LONGEST_BODY_BYTES = 16 * 1024 * 1024
 LOGGED_CHARACTERS = 128
 
 UNREADABLE = Counter(
-    "penstock_functions_unreadable_total", "Pushes that carry no message a function can handle", ["function"]
+    "penstock_functions_unreadable_total",
+    "Pushes that carry no message a function can handle",
+    ["function"],
 )
 FAILED = Counter("penstock_functions_failed_total", "Pushes that Pub/Sub was asked to bring again", ["function"])
 REFUSED = Counter("penstock_functions_refused_total", "Pushes of somebody who may not call", ["function"])
 
 log = logging.getLogger(__name__)
 
-Answer = tuple[str, int]
+FunctionResponse = tuple[str, int]
 Handler = Callable[[Message], Awaitable[None]]
 
 
@@ -60,16 +62,18 @@ class Request(Protocol):
         """The body as it comes."""
 
 
-async def answer(request: Request, function: str, caller: Caller, handle: Handler) -> Answer:
-    """Handles one request to `function`: text and status of the answer."""
+async def handle_push(
+    request: Request, function: str, authenticator: PushAuthenticator, handle: Handler
+) -> FunctionResponse:
+    """Handles one request to `function`: returns text and status of the response."""
     if request.method != "POST":
-        return looked_at(request)
+        return probe_response(request)
     try:
-        await caller.check(request.headers.get("authorization", ""))
+        await authenticator.check(request.headers.get("authorization", ""))
         message = read_push(request.headers, await _body(request))
         async with asyncio.timeout(HANDLE_LIMIT_S):
-            await _handled(message, function, handle)
-    except Refused as error:
+            await _handle(message, function, handle)
+    except PushRefused as error:
         REFUSED.labels(function).inc()
         log.warning("push refused", extra={"function": function, "reason": error.message})
         return error.message, 401
@@ -83,7 +87,7 @@ async def answer(request: Request, function: str, caller: Caller, handle: Handle
     return "", 204
 
 
-async def _handled(message: Message, function: str, handle: Handler) -> None:
+async def _handle(message: Message, function: str, handle: Handler) -> None:
     try:
         await handle(message)
     except UndecodableMessage:
@@ -107,6 +111,6 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-def looked_at(request: Request) -> Answer:
-    """What probes and scrapes (`/metrics`) get."""
+def probe_response(request: Request) -> FunctionResponse:
+    """The response to probes and scrapes (`/metrics`)."""
     return (generate_latest().decode(), 200) if request.url.path == "/metrics" else ("ready", 200)

@@ -12,43 +12,43 @@ from functions_framework import aio
 
 from shared.logs import configure_logs
 from shared.settings import read_settings
-from workers.functions.dependencies import Parts
-from workers.functions.handler import Answer, Request, answer, looked_at
-from workers.functions.push_auth import Caller
+from workers.functions.dependencies import FunctionDependencies
+from workers.functions.handler import FunctionResponse, Request, handle_push, probe_response
+from workers.functions.push_auth import PushAuthenticator
 from workers.functions.settings import FunctionSettings
 
 settings = read_settings(FunctionSettings)
 configure_logs(settings.log_level)
-caller = Caller(
+authenticator = PushAuthenticator(
     settings.push_audience,
     settings.push_account,
     certs_url=settings.push_certs_url,
     checked_by=settings.push_checked_by,
 )
-parts = Parts(settings)
+dependencies = FunctionDependencies(settings)
 
 
-handlers = {"dead_letter": parts.dead_letter, "webhook": parts.webhook}
-
-
-@aio.http
-async def dead_letter(request: Request) -> Answer:
-    """Answers who waits for a job that no worker could finish."""
-    return await answer(request, "dead_letter", caller, handlers["dead_letter"])
+handlers = {"dead_letter": dependencies.dead_letter, "webhook": dependencies.webhook}
 
 
 @aio.http
-async def webhook(request: Request) -> Answer:
+async def dead_letter(request: Request) -> FunctionResponse:
+    """Answers the caller of a job that no worker could finish."""
+    return await handle_push(request, "dead_letter", authenticator, handlers["dead_letter"])
+
+
+@aio.http
+async def webhook(request: Request) -> FunctionResponse:
     """Delivers an event of a prediction to its webhook."""
-    return await answer(request, "webhook", caller, handlers["webhook"])
+    return await handle_push(request, "webhook", authenticator, handlers["webhook"])
 
 
 @aio.http
-async def functions(request: Request) -> Answer:
+async def functions(request: Request) -> FunctionResponse:
     """Both of them, at `/dead_letter` and `/webhook`."""
     if request.method != "POST":
-        return looked_at(request)
+        return probe_response(request)
     name = request.url.path.strip("/")
     if name not in handlers:
         return "there is no such function", 404
-    return await answer(request, name, caller, handlers[name])
+    return await handle_push(request, name, authenticator, handlers[name])

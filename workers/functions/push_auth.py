@@ -1,4 +1,4 @@
-"""Who calls a function: the OpenID Connect token that Pub/Sub sends with a push, checked before the body is read.
+"""Authenticates pushes by their OpenID Connect token, before the body is read.
 
 https://cloud.google.com/pubsub/docs/authenticate-push-subscriptions: signature and audience say that Google made the
 token for us, and only the account says that it was our subscription that asked for it.
@@ -29,14 +29,14 @@ CLOCK_SKEW_S = 10
 REMOVED_SIGNATURE = "SIGNATURE_REMOVED_BY_GOOGLE"
 
 
-class Refused(PenstockError):
-    """The caller is not the one that may call."""
+class PushRefused(PenstockError):
+    """The caller may not call."""
 
     code = "push_refused"
 
 
-class Caller:
-    """The one account that may call.
+class PushAuthenticator:
+    """Lets one account call.
 
     Args:
         audience: what its tokens must be made for; empty: anybody may call, as on one machine.
@@ -63,20 +63,20 @@ class Caller:
         self._account = account
         self._certs_url = certs_url
         self._checked_by = checked_by
-        self._certs = _KeptCerts()
+        self._certs = _CachedCerts()
 
     async def check(self, authorization: str) -> None:
-        """Lets a call with this header pass.
+        """Checks the authorization header of a call.
 
         Raises:
-            Refused: it has no token, or not the right one.
+            PushRefused: it has no token, or not the right one.
             Unavailable: the signers' certificates are out of reach.
         """
         if not self._audience:
             return
         scheme, _, token = authorization.partition(" ")
         if scheme.lower() != "bearer" or not token:
-            raise Refused("there is no token")
+            raise PushRefused("there is no token")
         try:
             if self._checked_by == "cloud-run" and token.endswith(f".{REMOVED_SIGNATURE}"):
                 claims = _unsigned_claims(token)
@@ -85,7 +85,7 @@ class Caller:
         except TransportError as error:
             raise Unavailable(f"certificates: {error}") from error
         except (GoogleAuthError, ValueError, RecursionError) as error:
-            raise Refused(f"the token is not valid: {error}") from error
+            raise PushRefused(f"the token is not valid: {error}") from error
         self._check_claims(claims)
 
     def _signed_claims(self, token: str) -> Mapping[str, Any]:
@@ -106,7 +106,7 @@ class Caller:
         if not isinstance(expires_s, int | float) or expires_s + CLOCK_SKEW_S < time.time():
             wrong.append("exp")
         if wrong:
-            raise Refused(f"the token is not for us: {', '.join(wrong)}")
+            raise PushRefused(f"the token is not for us: {', '.join(wrong)}")
 
 
 def _unsigned_claims(token: str) -> Mapping[str, Any]:
@@ -119,7 +119,7 @@ def _unsigned_claims(token: str) -> Mapping[str, Any]:
     return claims
 
 
-class _KeptCerts:
+class _CachedCerts:
     """Fetches certificates for google-auth, which would do so for every token, and keeps what it got for a while."""
 
     def __init__(self) -> None:

@@ -86,7 +86,7 @@ def _wrapped(envelope: Any) -> Message:
 
 
 def _unwrapped(headers: Mapping[str, str], body: bytes) -> Message:
-    """Metadata and attributes are headers, among those of HTTP; whoever reads an attribute knows its name."""
+    """Metadata and attributes are headers, among those of HTTP. Readers of an attribute know its name."""
     metadata = {name.removeprefix(_METADATA): value for name, value in headers.items() if name.startswith(_METADATA)}
     others = {name: value for name, value in headers.items() if not name.startswith(_METADATA)}
     attributes = {name: value for name, value in others.items() if name not in _CREDENTIALS}

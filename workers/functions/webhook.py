@@ -1,4 +1,4 @@
-"""Tells a prediction's webhook what happened: its body as GET would return it, signed, posted once for each push.
+"""Sends events to a prediction's webhook: its body as GET would return it, signed, posted once per push.
 
 Pub/Sub repeats what did not work, 5 to 600 s apart, for a day: a receiver that is down, slow, overloaded, or answers
 with any other error gets the same `webhook-id` again. 2xx ends it, 410 ends it for the whole prediction; other 4xx and
@@ -21,8 +21,8 @@ from shared.stores.signed_urls import UrlSigner
 from shared.transport import Message
 from shared.webhook_urls import Forbidden
 from shared.webhooks import WebhookEvent, decode_webhook_event, signature, tenant_secrets
-from workers.functions.delivery_state import Notes
-from workers.functions.webhook_client import Answer, Destination
+from workers.functions.delivery_state import DeliveryState
+from workers.functions.webhook_client import WebhookClient, WebhookResponse
 
 GONE = 410
 WORTH_RETRYING = frozenset({408, 425, 429})
@@ -45,17 +45,23 @@ class Webhooks:
 
     Args:
         records: has the predictions.
-        notes: keeps order and rate.
+        delivery_state: keeps order and rate.
         url_signer: signs the URLs of results.
         secrets: as for shared.webhooks.tenant_secrets.
-        allow_private: as for Destination.
+        allow_private: as for WebhookClient.
     """
 
     def __init__(
-        self, records: Records, notes: Notes, url_signer: UrlSigner, secrets: str, *, allow_private: bool
+        self,
+        records: Records,
+        delivery_state: DeliveryState,
+        url_signer: UrlSigner,
+        secrets: str,
+        *,
+        allow_private: bool,
     ) -> None:
         self._records = records
-        self._notes = notes
+        self._delivery_state = delivery_state
         self._url_signer = url_signer
         self._secrets = secrets
         self._allow_private = allow_private
@@ -84,9 +90,9 @@ class Webhooks:
             return "unwanted"
         if event.event == "completed" and not record.is_over:
             raise Unavailable("the prediction is not over yet")
-        verdict = await self._notes.admit(event.id, event.event)
-        if verdict != "due":
-            return verdict
+        decision = await self._delivery_state.admit(event.id, event.event)
+        if decision != "due":
+            return decision
         try:
             answer = await self._post(prediction, record, _webhook_id(event, message))
         except Forbidden as error:
@@ -94,10 +100,10 @@ class Webhooks:
             return "forbidden"
         end = _end_of(answer, time.time() - (message.publish_time_s or time.time()))
         if end == "gone" or (end == "delivered" and event.event == "completed"):
-            await self._notes.close(event.id)
+            await self._delivery_state.close(event.id)
         return end
 
-    async def _post(self, prediction: Prediction, record: Record, webhook_id: str) -> Answer:
+    async def _post(self, prediction: Prediction, record: Record, webhook_id: str) -> WebhookResponse:
         body = msgspec.json.encode(body_of(prediction, record, self._url_signer))
         now_s = int(time.time())
         secrets = tenant_secrets(self._secrets, prediction.tenant)
@@ -108,7 +114,7 @@ class Webhooks:
             "webhook-timestamp": str(now_s),
             "webhook-signature": signature(secrets, webhook_id, now_s, body),
         }
-        return await Destination(prediction.webhook, allow_private=self._allow_private).post(headers, body)
+        return await WebhookClient(prediction.webhook, allow_private=self._allow_private).post(headers, body)
 
 
 def _prediction_of(record: Record) -> Prediction:
@@ -124,7 +130,7 @@ def _webhook_id(event: WebhookEvent, message: Message) -> str:
     return "msg_" + hashlib.sha256(f"{event.id}\n{event.event}\n{which}".encode()).hexdigest()[:32]
 
 
-def _end_of(answer: Answer, age_s: float) -> str:
+def _end_of(answer: WebhookResponse, age_s: float) -> str:
     """What an answer means for the event.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Posts to a URL that a caller chose, and to no address that a caller must not reach through us.
+"""Posts to a URL that a caller chose, but to no address that the caller must not reach through us.
 
-The name is resolved once, every address it has is judged, and the connection goes to one of those: a name server that
-answers differently the second time gets no second time. Certificate, SNI and Host are the name's own.
+The name is resolved once, all of its addresses are checked, and the connection goes to one of them. So a name server
+that answers differently the second time is not asked again. Certificate, SNI and Host are those of the name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from ipaddress import ip_address
 from typing import Any, NamedTuple
 
-from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
+from aiohttp import (
+    ClientError,
+    ClientResponse,
+    ClientSession,
+    ClientTimeout,
+    DummyCookieJar,
+    TCPConnector,
+)
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from shared.errors import Unavailable
@@ -26,8 +33,8 @@ READ_BYTES = 1024
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
-class Answer(NamedTuple):
-    """How a receiver answered: its status, and the first words of it."""
+class WebhookResponse(NamedTuple):
+    """A receiver's response: its status and the first words of it."""
 
     status: int
     words: str
@@ -43,8 +50,8 @@ async def resolve(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found))
 
 
-class Destination:
-    """Where a webhook goes.
+class WebhookClient:
+    """Posts to one webhook.
 
     Args:
         url: as the caller gave it.
@@ -57,7 +64,7 @@ class Destination:
         self._allow_private = allow_private
         self._resolve = resolve
 
-    async def post(self, headers: Mapping[str, str], body: bytes) -> Answer:
+    async def post(self, headers: Mapping[str, str], body: bytes) -> WebhookResponse:
         """Posts once; follows no redirect.
 
         Raises:
@@ -67,15 +74,25 @@ class Destination:
         url = judged_url(self._url, allow_private=self._allow_private)
         addresses = await self._addresses(url.host or "", url.port or 0)
         connector = TCPConnector(
-            resolver=_Judged(addresses), socket_factory=_only_to(addresses), force_close=True, happy_eyeballs_delay=None
+            resolver=_FixedResolver(addresses),
+            socket_factory=_sockets_for(addresses),
+            force_close=True,
+            happy_eyeballs_delay=None,
         )
         timeout = ClientTimeout(total=TOTAL_LIMIT_S, connect=CONNECT_LIMIT_S)
         session = ClientSession(
-            connector=connector, timeout=timeout, cookie_jar=DummyCookieJar(), auto_decompress=False, trust_env=False
+            connector=connector,
+            timeout=timeout,
+            cookie_jar=DummyCookieJar(),
+            auto_decompress=False,
+            trust_env=False,
         )
         try:
-            async with session, session.post(url, data=body, headers=headers, allow_redirects=False) as answer:
-                return Answer(answer.status, await _first_words(answer))
+            async with (
+                session,
+                session.post(url, data=body, headers=headers, allow_redirects=False) as answer,
+            ):
+                return WebhookResponse(answer.status, await _first_words(answer))
         except (ClientError, OSError, ValueError) as error:
             # aiohttp's own time limits are TimeoutError, which is an OSError.
             raise Unavailable(f"{url.host}: {str(error) or type(error).__name__}") from error
@@ -92,8 +109,8 @@ class Destination:
         return list(addresses)
 
 
-class _Judged(AbstractResolver):
-    """Gives a connector the addresses that were judged, whatever it asks for."""
+class _FixedResolver(AbstractResolver):
+    """Gives a connector the addresses that were checked, whatever it asks for."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses = addresses
@@ -117,20 +134,20 @@ class _Judged(AbstractResolver):
         """Holds nothing."""
 
 
-def _only_to(addresses: Sequence[str]) -> Any:
-    """Makes sockets for these addresses alone: what looks like an address to aiohttp never gets to a resolver."""
+def _sockets_for(addresses: Sequence[str]) -> Any:
+    """Makes sockets for these addresses only, because aiohttp resolves no literal addresses."""
 
     def make(info: Any) -> socket.socket:
         family, kind, proto, _, sockaddr = info
         if sockaddr[0] not in addresses:
-            raise OSError(errno.EACCES, f"{sockaddr[0]} was not judged")
+            raise OSError(errno.EACCES, f"{sockaddr[0]} was not checked")
         return socket.socket(family, kind, proto)
 
     return make
 
 
 async def _first_words(answer: ClientResponse) -> str:
-    """What a receiver says that does not take it; one that takes it has said all."""
+    """The start of a refusal's body; empty after a success."""
     if answer.ok:
         return ""
     try:

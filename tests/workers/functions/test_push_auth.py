@@ -13,7 +13,7 @@ import pytest
 from infra.local.process import free_port
 from shared.errors import ConfigurationError, Unavailable
 from tests.workers.functions.tokens import ACCOUNT, AUDIENCE, Issuer, certificates_of
-from workers.functions.push_auth import REMOVED_SIGNATURE, Caller, Refused
+from workers.functions.push_auth import REMOVED_SIGNATURE, PushAuthenticator, PushRefused
 
 pytestmark = pytest.mark.anyio
 
@@ -25,7 +25,7 @@ def certs(issuer: Issuer) -> Iterator[tuple[str, list[str]]]:
 
 
 async def test_right_tokens_pass_and_certificates_are_kept(issuer: Issuer, certs: tuple[str, list[str]]) -> None:
-    caller = Caller(AUDIENCE, ACCOUNT, certs_url=certs[0])
+    caller = PushAuthenticator(AUDIENCE, ACCOUNT, certs_url=certs[0])
     await caller.check(f"Bearer {issuer.token()}")
     await caller.check(f"bearer {issuer.token(iss='accounts.google.com')}")
     assert len(certs[1]) == 1
@@ -46,11 +46,11 @@ async def test_right_tokens_pass_and_certificates_are_kept(issuer: Issuer, certs
 async def test_other_claims_are_refused(
     issuer: Issuer, certs: tuple[str, list[str]], claims: dict[str, object], checked_by: str
 ) -> None:
-    caller = Caller(AUDIENCE, ACCOUNT, certs_url=certs[0], checked_by=checked_by)  # type: ignore[arg-type]
+    caller = PushAuthenticator(AUDIENCE, ACCOUNT, certs_url=certs[0], checked_by=checked_by)  # type: ignore[arg-type]
     token = issuer.token(**claims)
     if checked_by == "cloud-run":
         token = _stripped(token)
-    with pytest.raises(Refused):
+    with pytest.raises(PushRefused):
         await caller.check(f"Bearer {token}")
 
 
@@ -65,26 +65,26 @@ def _nested() -> str:
 async def test_token_that_is_nested_without_end_is_refused(
     certs: tuple[str, list[str]], token: str, checked_by: Literal["us", "cloud-run"]
 ) -> None:
-    with pytest.raises(Refused):
-        await Caller(AUDIENCE, ACCOUNT, certs_url=certs[0], checked_by=checked_by).check(f"Bearer {token}")
+    with pytest.raises(PushRefused):
+        await PushAuthenticator(AUDIENCE, ACCOUNT, certs_url=certs[0], checked_by=checked_by).check(f"Bearer {token}")
 
 
 @pytest.mark.parametrize("authorization", ["", "Bearer ", "Basic dTpw", "Bearer a.b.c", "Bearer nonsense"])
 async def test_no_token_is_refused(certs: tuple[str, list[str]], authorization: str) -> None:
-    with pytest.raises(Refused):
-        await Caller(AUDIENCE, ACCOUNT, certs_url=certs[0]).check(authorization)
+    with pytest.raises(PushRefused):
+        await PushAuthenticator(AUDIENCE, ACCOUNT, certs_url=certs[0]).check(authorization)
 
 
 async def test_tokens_of_others_are_refused(certs: tuple[str, list[str]]) -> None:
-    with pytest.raises(Refused):
-        await Caller(AUDIENCE, ACCOUNT, certs_url=certs[0]).check(f"Bearer {Issuer().token()}")
+    with pytest.raises(PushRefused):
+        await PushAuthenticator(AUDIENCE, ACCOUNT, certs_url=certs[0]).check(f"Bearer {Issuer().token()}")
 
 
 async def test_signature_may_be_missing_only_behind_cloud_run(issuer: Issuer, certs: tuple[str, list[str]]) -> None:
     token = _stripped(issuer.token())
-    await Caller(AUDIENCE, ACCOUNT, certs_url=certs[0], checked_by="cloud-run").check(f"Bearer {token}")
-    with pytest.raises(Refused):
-        await Caller(AUDIENCE, ACCOUNT, certs_url=certs[0]).check(f"Bearer {token}")
+    await PushAuthenticator(AUDIENCE, ACCOUNT, certs_url=certs[0], checked_by="cloud-run").check(f"Bearer {token}")
+    with pytest.raises(PushRefused):
+        await PushAuthenticator(AUDIENCE, ACCOUNT, certs_url=certs[0]).check(f"Bearer {token}")
 
 
 def _stripped(token: str) -> str:
@@ -92,14 +92,14 @@ def _stripped(token: str) -> str:
 
 
 async def test_without_certificates_nobody_is_judged(issuer: Issuer) -> None:
-    caller = Caller(AUDIENCE, ACCOUNT, certs_url=f"http://127.0.0.1:{free_port()}/certs")
+    caller = PushAuthenticator(AUDIENCE, ACCOUNT, certs_url=f"http://127.0.0.1:{free_port()}/certs")
     with pytest.raises(Unavailable):
         await caller.check(f"Bearer {issuer.token()}")
 
 
 def test_audience_needs_an_account() -> None:
     with pytest.raises(ConfigurationError, match="PENSTOCK_PUSH_ACCOUNT"):
-        Caller(AUDIENCE, "")
+        PushAuthenticator(AUDIENCE, "")
 
 
 async def test_function_asks_who_calls(issuer: Issuer, guarded_url: str) -> None:

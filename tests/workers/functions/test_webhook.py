@@ -17,7 +17,7 @@ from shared.webhooks import tenant_secrets
 from tests.workers.functions.conftest import SECRETS
 from tests.workers.functions.receiver import Delivery, Receiver
 from tests.workers.functions.world import World
-from workers.functions.delivery_state import Notes
+from workers.functions.delivery_state import DeliveryState
 
 pytestmark = pytest.mark.anyio
 
@@ -162,6 +162,6 @@ async def test_refusals_are_repeated_for_an_hour(
 
 
 async def test_events_are_due_without_redis() -> None:
-    async with Notes(f"redis://127.0.0.1:{free_port()}/0") as notes:
+    async with DeliveryState(f"redis://127.0.0.1:{free_port()}/0") as notes:
         assert [await notes.admit("req_1", event) for event in ("logs", "logs", "completed")] == ["due"] * 3
         await notes.close("req_1")

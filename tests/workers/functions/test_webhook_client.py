@@ -21,7 +21,7 @@ from tests.workers.functions.receiver import Receiver
 from tests.workers.functions.tokens import Issuer
 from tests.workers.functions.world import World
 from workers.functions import webhook_client as destination
-from workers.functions.webhook_client import Answer, Destination
+from workers.functions.webhook_client import WebhookClient, WebhookResponse
 
 pytestmark = pytest.mark.anyio
 
@@ -69,7 +69,7 @@ def test_public_addresses(address: str) -> None:
 async def test_private_addresses_are_refused(address: str) -> None:
     assert not is_public(ip_address(address))
     with pytest.raises(Forbidden, match="not public"):
-        await Destination("https://receiver.example/hook", resolve=gives("93.184.216.34", address)).post({}, b"")
+        await WebhookClient("https://receiver.example/hook", resolve=gives("93.184.216.34", address)).post({}, b"")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ async def test_private_addresses_are_refused(address: str) -> None:
 )
 async def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(Forbidden):
-        await Destination(url, resolve=gives("93.184.216.34")).post({}, b"")
+        await WebhookClient(url, resolve=gives("93.184.216.34")).post({}, b"")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ async def test_no_spelling_of_this_machine_gets_through(host: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setblocking(False)
         with pytest.raises((Forbidden, Unavailable)):
-            await Destination(f"https://{host}:{listening.getsockname()[1]}/").post({}, b"")
+            await WebhookClient(f"https://{host}:{listening.getsockname()[1]}/").post({}, b"")
         with pytest.raises(BlockingIOError):
             listening.accept()
 
@@ -112,9 +112,9 @@ async def test_connects_to_what_was_judged_under_the_own_name(receiver: Receiver
         return ["127.0.0.1"]
 
     url = f"http://receiver.example:{receiver.port}/hook"
-    answer = await Destination(url, allow_private=True, resolve=resolve).post({"x-a": "1"}, b"body")
+    answer = await WebhookClient(url, allow_private=True, resolve=resolve).post({"x-a": "1"}, b"body")
     (delivery,) = receiver.deliveries
-    assert answer == Answer(204, "")
+    assert answer == WebhookResponse(204, "")
     assert asked == [("receiver.example", receiver.port)]
     assert (delivery.headers["host"], delivery.headers["x-a"]) == (f"receiver.example:{receiver.port}", "1")
     assert delivery.body == b"body"
@@ -130,20 +130,20 @@ async def test_tls_is_by_name_and_certificates_are_checked(issuer: Issuer, tmp_p
     async with listening:
         url = f"https://receiver.example:{listening.sockets[0].getsockname()[1]}/hook"
         with pytest.raises(Unavailable, match="certificate"):
-            await Destination(url, allow_private=True, resolve=gives("127.0.0.1")).post({}, b"")
+            await WebhookClient(url, allow_private=True, resolve=gives("127.0.0.1")).post({}, b"")
     assert asked == ["receiver.example"]
 
 
-async def test_an_address_that_was_not_judged_is_not_reached(receiver: Receiver) -> None:
+async def test_an_address_that_was_not_checked_is_not_reached(receiver: Receiver) -> None:
     """What looks like an address is connected to without a resolver; nor does it help to judge another."""
-    with pytest.raises(Unavailable, match="not judged"):
-        await Destination(receiver.url, allow_private=True, resolve=gives("127.0.0.2")).post({}, b"")
+    with pytest.raises(Unavailable, match="not checked"):
+        await WebhookClient(receiver.url, allow_private=True, resolve=gives("127.0.0.2")).post({}, b"")
     assert receiver.deliveries == []
 
 
 async def test_redirects_are_answers(receiver: Receiver) -> None:
     receiver.statuses = [307]
-    answer = await Destination(receiver.url, allow_private=True).post({}, b"")
+    answer = await WebhookClient(receiver.url, allow_private=True).post({}, b"")
     assert (answer.status, len(receiver.deliveries)) == (307, 1)
 
 
@@ -165,7 +165,7 @@ async def test_only_the_first_words_of_an_answer_are_read() -> None:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
-        answer = await Destination(url, allow_private=True).post({}, b"")
+        answer = await WebhookClient(url, allow_private=True).post({}, b"")
         assert (answer.status, len(answer.words)) == (500, destination.READ_BYTES)
     finally:
         await runner.cleanup()
@@ -177,7 +177,7 @@ async def test_silence_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
         async with asyncio.timeout(WAIT_LIMIT_S):
             with pytest.raises(Unavailable):
-                await Destination(url, allow_private=True).post({}, b"")
+                await WebhookClient(url, allow_private=True).post({}, b"")
 
 
 @pytest.mark.parametrize("error", [socket.gaierror("no such name"), TimeoutError(), UnicodeError("label too long")])
@@ -186,7 +186,7 @@ async def test_name_that_has_no_address_is_tried_again(error: Exception) -> None
         raise error
 
     with pytest.raises(Unavailable):
-        await Destination("https://receiver.example/", resolve=resolve).post({}, b"")
+        await WebhookClient("https://receiver.example/", resolve=resolve).post({}, b"")
 
 
 async def test_function_does_not_go_to_this_machine(
