@@ -13,13 +13,12 @@ scripts are beside this file (*.lua).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import TracebackType
-from typing import Literal, NamedTuple, Self, cast
+from typing import Literal, NamedTuple, cast
 
 from prometheus_client import Counter, Gauge
 
 from shared.retention import BUDGET_BYTES
-from shared.stores.redis_client import RedisLink
+from shared.stores.redis_client import RedisLink, RedisStore
 from shared.stores.redis_scripts import load_script
 
 ERRORS = Counter(
@@ -46,7 +45,7 @@ class KeyClaim(NamedTuple):
     answer: bytes
 
 
-class IdempotencyStore:
+class IdempotencyStore(RedisStore):
     """The entries in one Redis; an async context manager, cheap to open with or without Redis.
 
     Args:
@@ -70,21 +69,13 @@ class IdempotencyStore:
         timeout_s: float = 0.25,
         retry_s: float = 0.25,
     ) -> None:
-        self._link = RedisLink("answers", redis_url, timeout_s=timeout_s, retry_s=retry_s, up=UP, errors=ERRORS)
+        limits = {"timeout_s": timeout_s, "retry_s": retry_s}
+        super().__init__(RedisLink("answers", redis_url, **limits, up=UP, errors=ERRORS, field="records_url"))
         self._commands = self._link.commands("the store of answers, which an Idempotency-Key needs,")
         self._prefix = prefix
         self._keep_s = keep_s
         self._max_bytes = max_bytes
         self.lease_s = lease_s
-
-    async def __aenter__(self) -> Self:
-        await self._link.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._link.__aexit__(kind, error, trace)
 
     async def claim(self, name: str, fingerprint: str, claim: str) -> KeyClaim:
         """Asks for the right to answer; `claim` is a name that is never used again.

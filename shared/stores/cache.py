@@ -11,15 +11,15 @@ import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 import msgspec
 from prometheus_client import Counter
 
 from shared.catalog import Model
 from shared.errors import BadInput
-from shared.stores.cache_redis import RedisLevel
+from shared.stores.cache_redis import ERRORS, UP, RedisLevel
+from shared.stores.redis_client import RedisLink, RedisStore
 from shared.tasks import Input, Result
 
 KEY_SCHEME = 2
@@ -73,7 +73,7 @@ class CacheEntry(msgspec.Struct, array_like=True):
     result: Result
 
 
-class ResultCache:
+class ResultCache(RedisStore):
     """Two levels of results by cache_key; an async context manager, cheap to open with or without Redis.
 
     Args:
@@ -95,29 +95,13 @@ class ResultCache:
         retry_s: float = 0.25,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._redis = RedisLevel(redis_url, timeout_s=timeout_s, retry_s=retry_s)
+        link = RedisLink("cache", redis_url, timeout_s=timeout_s, retry_s=retry_s, up=UP, errors=ERRORS)
+        super().__init__(link)
+        self._redis = RedisLevel(link)
         self._memory = _Memory(memory_bytes)
         self._prefix = f"{prefix}result:{ENTRY_SCHEMA}:"
         self._clock = clock
         self._decoder = msgspec.msgpack.Decoder(CacheEntry)
-
-    async def __aenter__(self) -> Self:
-        await self._redis.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._redis.__aexit__(kind, error, trace)
-
-    @property
-    def redis_is_up(self) -> bool:
-        """Whether Redis is being asked; False between a failure and the background retry that succeeds."""
-        return self._redis.is_up
-
-    async def wait_redis(self, limit_s: float) -> bool:
-        """Waits until Redis is being asked (again), at most `limit_s`; says whether it is."""
-        return await self._redis.wait_up(limit_s)
 
     async def get_many(self, keys: Iterable[str]) -> dict[str, tuple[Result, Level]]:
         """The results that are there, each with the level it came from; never raises.

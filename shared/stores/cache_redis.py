@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import NamedTuple, Self, cast
+from typing import NamedTuple, cast
 
 from prometheus_client import Counter, Gauge
 
@@ -24,34 +23,20 @@ class _Write(NamedTuple):
 
 
 class RedisLevel:
-    """Gets and puts many values at once; never raises and never waits long. Opening it contacts nobody."""
+    """Gets and puts many values at once. Never raises and never waits long.
 
-    def __init__(self, url: str, *, timeout_s: float, retry_s: float) -> None:
-        self._link = RedisLink("cache", url, timeout_s=timeout_s, retry_s=retry_s, up=UP, errors=ERRORS)
-        self._reads = self._link.batcher("get", self._send_reads)
-        self._writes = self._link.batcher("put", self._send_writes)
+    Args:
+        link: not yet open.
+    """
 
-    async def __aenter__(self) -> Self:
-        await self._link.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._link.__aexit__(kind, error, trace)
-
-    @property
-    def is_up(self) -> bool:
-        """Whether the breaker is closed."""
-        return self._link.is_up
-
-    async def wait_up(self, limit_s: float) -> bool:
-        """Waits until the breaker is closed, at most `limit_s`."""
-        return await self._link.wait_up(limit_s)
+    def __init__(self, link: RedisLink) -> None:
+        self._link = link
+        self._reads = link.batcher("get", self._send_reads)
+        self._writes = link.batcher("put", self._send_writes)
 
     async def get(self, keys: Sequence[str]) -> list[bytes | None]:
         """The values of `keys` in their order; None where there is none, or where Redis did not answer."""
-        values = await self._reads.call(keys) if self.is_up else None
+        values = await self._reads.call(keys) if self._link.is_up else None
         return [None] * len(keys) if values is None else values
 
     async def put(self, values: Mapping[str, bytes], ttl_s: int) -> None:
@@ -59,7 +44,7 @@ class RedisLevel:
         writes = [_Write(key, value, ttl_s) for key, value in values.items()]
         # Packing SETs takes about 20 us each: in parts, so that no other task waits long for the loop.
         for start in range(0, len(writes), WRITE_ENTRIES):
-            if self.is_up:
+            if self._link.is_up:
                 await self._writes.call(writes[start : start + WRITE_ENTRIES])
 
     async def _send_reads(self, keys: list[str]) -> list[bytes | None]:

@@ -23,8 +23,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from types import TracebackType
-from typing import Literal, NamedTuple, Self, cast
+from typing import Literal, NamedTuple, cast
 
 import msgspec
 from prometheus_client import Counter, Gauge
@@ -33,7 +32,7 @@ from redis.exceptions import RedisError
 from shared.errors import Overloaded, Unavailable
 from shared.messages import ReplyBody, decode_reply_body
 from shared.retention import BUDGET_BYTES
-from shared.stores.redis_client import RedisLink
+from shared.stores.redis_client import RedisLink, RedisStore
 from shared.stores.redis_scripts import load_script
 
 State = Literal["starting", "processing", "succeeded", "failed", "canceled"]
@@ -120,7 +119,7 @@ class Record(msgspec.Struct, kw_only=True):
         return self.state in OVER
 
 
-class Records:
+class Records(RedisStore):
     """The records in one Redis; an async context manager, cheap to open with or without Redis.
 
     Args:
@@ -140,7 +139,8 @@ class Records:
         retry_s: float = 0.25,
         predictions_max_bytes: int = BUDGET_BYTES,
     ) -> None:
-        self._link = RedisLink("records", redis_url, timeout_s=timeout_s, retry_s=retry_s, up=UP, errors=ERRORS)
+        limits = {"timeout_s": timeout_s, "retry_s": retry_s}
+        super().__init__(RedisLink("records", redis_url, **limits, up=UP, errors=ERRORS, field="records_url"))
         self._prefix = prefix
         self._store = f"{prefix}predictions"
         self._max_bytes = predictions_max_bytes
@@ -148,24 +148,6 @@ class Records:
         self._claims = self._link.batcher("claim", self._send_claims)
         self._finishes = self._link.batcher("finish", self._send_finishes)
         self._commands = self._link.commands("the store of predictions")
-
-    async def __aenter__(self) -> Self:
-        await self._link.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._link.__aexit__(kind, error, trace)
-
-    @property
-    def is_up(self) -> bool:
-        """Whether Redis is being asked; False between a failure and the background retry that succeeds."""
-        return self._link.is_up
-
-    async def wait_up(self, limit_s: float) -> bool:
-        """Waits until Redis is being asked (again), at most `limit_s`; says whether it is."""
-        return await self._link.wait_up(limit_s)
 
     def _key(self, record: str) -> str:
         return f"{self._prefix}record:{record}"

@@ -53,15 +53,27 @@ class RedisLink:
         retry_s: first pause before a Redis that failed is tried again, in the background.
         up: set to 1 while Redis is being asked, 0 while the breaker is open.
         errors: counts round trips that failed, by operation.
+        field: the setting that has the URL, named where the URL is wrong.
     """
 
-    def __init__(self, use: str, url: str, *, timeout_s: float, retry_s: float, up: Gauge, errors: Counter) -> None:
+    def __init__(
+        self,
+        use: str,
+        url: str,
+        *,
+        timeout_s: float,
+        retry_s: float,
+        up: Gauge,
+        errors: Counter,
+        field: str = "redis_url",
+    ) -> None:
         self._use = use
         self._url = url
         self._timeout_s = timeout_s
         self._retry_s = retry_s
         self._gauge = up
         self._errors = errors
+        self._field = field
         self._failures = 0
         self._up = asyncio.Event()
         self._tripped = asyncio.Event()
@@ -82,7 +94,7 @@ class RedisLink:
 
     async def __aenter__(self) -> Self:
         # One for each batcher, one that listens, and one that retries.
-        self.client = _connect(self._url, len(self._batchers) + 2)
+        self.client = self._connect(len(self._batchers) + 2)
         self._up.set()
         self._gauge.set(1)
         self._tasks = [
@@ -109,6 +121,20 @@ class RedisLink:
             return await self.client.evalsha(script.digest, len(keys), *keys, *args)
         except NoScriptError:  # a Redis that started since forgot it; EVAL has it learn the script again
             return await self.client.eval(script.text, len(keys), *keys, *args)
+
+    def _connect(self, connections: int) -> redis.asyncio.Redis:
+        try:
+            # No retries by redis-py: they would double every limit here.
+            return redis.asyncio.Redis.from_url(
+                self._url,
+                socket_timeout=CONNECT_LIMIT_S,
+                socket_connect_timeout=CONNECT_LIMIT_S,
+                retry=Retry(NoBackoff(), 0),
+                max_connections=connections,
+            )
+        except ValueError as error:
+            reason = f"PENSTOCK_{self._field.upper()}: {error}"
+            raise ConfigurationError(reason, field=self._field) from error
 
     @property
     def is_up(self) -> bool:
@@ -163,6 +189,31 @@ class RedisLink:
 
     async def _ping(self) -> None:
         await self.client.ping()
+
+
+class RedisStore:
+    """A store in Redis: an async context manager that opens and closes its link."""
+
+    def __init__(self, link: RedisLink) -> None:
+        self._link = link
+
+    async def __aenter__(self) -> Self:
+        await self._link.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._link.__aexit__(kind, error, trace)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether Redis is being asked. False between a failure and the retry that succeeds."""
+        return self._link.is_up
+
+    async def wait_up(self, limit_s: float) -> bool:
+        """Waits until Redis is being asked, at most `limit_s`. Returns whether it is."""
+        return await self._link.wait_up(limit_s)
 
 
 class _Call(NamedTuple):
@@ -224,20 +275,6 @@ def _words(call: _Call, *, by_digest: bool) -> tuple[Argument, ...]:
         return call.words
     start = ("EVALSHA", call.script.digest) if by_digest else ("EVAL", call.script.text)
     return start + call.words
-
-
-def _connect(url: str, connections: int) -> redis.asyncio.Redis:
-    try:
-        # No retries of redis-py's own: they would double every limit here.
-        return redis.asyncio.Redis.from_url(
-            url,
-            socket_timeout=CONNECT_LIMIT_S,
-            socket_connect_timeout=CONNECT_LIMIT_S,
-            retry=Retry(NoBackoff(), 0),
-            max_connections=connections,
-        )
-    except ValueError as error:
-        raise ConfigurationError(f"Redis URL: {error}", field="redis_url") from error
 
 
 class Batcher(Generic[Sent, Got]):

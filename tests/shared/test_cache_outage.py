@@ -16,6 +16,7 @@ from infra.local.redis_server import RedisServer
 from shared.errors import ConfigurationError
 from shared.stores import redis_client as redis_link
 from shared.stores.cache import ResultCache
+from shared.stores.records import Records
 from shared.tasks.embedding import EmbeddingResult
 from tests.limits import REDIS_LIMIT_S, WAIT_LIMIT_S
 
@@ -55,7 +56,7 @@ async def quick_cache(url: str, timeout_s: float = REDIS_LIMIT_S) -> AsyncIterat
 async def trip(cache: ResultCache) -> None:
     """Asks until the breaker opens."""
     with anyio.fail_after(WAIT_LIMIT_S):
-        while cache.redis_is_up:
+        while cache.is_up:
             assert await cache.get_many(["k"]) == {}
 
 
@@ -66,7 +67,7 @@ async def test_opens_without_redis_and_finds_it_later(tmp_path: Path) -> None:
         await cache.put_many({"a": vector()}, ttl_s=60)
         assert await cache.get_many(["a"]) == {"a": (vector(), "memory")}
         with server:
-            assert await cache.wait_redis(WAIT_LIMIT_S)
+            assert await cache.wait_up(WAIT_LIMIT_S)
             async with quick_cache(server.url) as other:
                 await cache.put_many({"b": vector()}, ttl_s=60)
                 assert (await other.get_many(["b"]))["b"][1] == "redis"
@@ -82,7 +83,7 @@ async def test_redis_stops_and_comes_back(own_redis: RedisServer) -> None:
         assert metric("penstock_cache_errors_total", operation="get") > errors
         assert metric("penstock_cache_redis_up") == 0
         own_redis.start()
-        assert await cache.wait_redis(WAIT_LIMIT_S)
+        assert await cache.wait_up(WAIT_LIMIT_S)
         await cache.put_many({"a": vector()}, ttl_s=60)
         assert "a" in await cache.get_many(["a"])
         assert metric("penstock_cache_redis_up") == 1
@@ -99,7 +100,7 @@ async def test_hanging_redis_costs_a_bounded_wait_then_none(own_redis: RedisServ
                 assert await cache.get_many(["a"]) == {}
                 await cache.put_many({"b": vector()}, ttl_s=60)
         own_redis.resume()
-        assert await cache.wait_redis(WAIT_LIMIT_S)
+        assert await cache.wait_up(WAIT_LIMIT_S)
         assert "a" in await cache.get_many(["a"])
 
 
@@ -112,7 +113,7 @@ async def test_a_crowd_of_callers_is_let_go(own_redis: RedisServer) -> None:
                     group.start_soon(cache.get_many, [f"k{n}"])
 
         async def is_open() -> bool:
-            return not await cache.get_many(["k"]) and not cache.redis_is_up
+            return not await cache.get_many(["k"]) and not cache.is_up
 
         await wait_for(is_open)
 
@@ -126,7 +127,7 @@ async def test_refused_write_is_an_error_but_no_reason_to_stop_asking(own_redis:
         for _ in range(redis_link.FAILURES + 1):
             await cache.put_many({"b": vector()}, ttl_s=60)
         assert metric("penstock_cache_errors_total", operation="put") - errors == redis_link.FAILURES + 1
-        assert cache.redis_is_up
+        assert cache.is_up
         assert "a" in await cache.get_many(["a"])
 
 
@@ -165,6 +166,11 @@ async def test_answer_that_came_while_the_process_was_held_up_counts(own_redis: 
 
 
 async def test_wrong_url_is_refused_at_start() -> None:
-    with pytest.raises(ConfigurationError, match="Redis URL"):
+    with pytest.raises(ConfigurationError, match=r"^PENSTOCK_REDIS_URL: ") as caught:
         async with ResultCache("http://localhost", 0):
             pass
+    assert caught.value.field == "redis_url"
+    with pytest.raises(ConfigurationError, match=r"^PENSTOCK_RECORDS_URL: ") as caught:
+        async with Records("http://localhost"):
+            pass
+    assert caught.value.field == "records_url"

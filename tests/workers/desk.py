@@ -260,7 +260,7 @@ async def working(
         await broker.ensure_subscription(subscription_id, settings)
     rows, stop = RowList(), asyncio.Event()
     async with cache_kind(redis_url, 1_000_000) as cache, Records(redis_url, retry_s=0.01) as records:
-        assert await cache.wait_redis(WAIT_LIMIT_S)
+        assert await cache.wait_up(WAIT_LIMIT_S)
         desk = Desk(broker, letters.processes[0], rows, records, stop)
         objects = objects or ObjectStore(f"file://{folder}")
         completion = Completion(MODEL, broker, cache, records, objects, rows, WorkerInfo("w", "here", "letters"))

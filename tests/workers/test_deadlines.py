@@ -200,7 +200,7 @@ async def test_answer_to_an_instance_that_is_gone_is_neither_charged_nor_kept(re
         (row,) = desk.rows
         assert (row.status, row.error_code, row.charged_share, row.cost_usd) == ("failed", "unavailable", 0.0, 0.0)
     async with ResultCache(redis_url, 1_000_000) as cache:
-        assert await cache.wait_redis(WAIT_LIMIT_S)
+        assert await cache.wait_up(WAIT_LIMIT_S)
         assert await cache.get_many(["key-cat"]) == {}
 
 

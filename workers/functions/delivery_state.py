@@ -6,13 +6,12 @@ Redis gives order and rate only. Without it events are delivered, maybe one too 
 from __future__ import annotations
 
 import contextlib
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 from prometheus_client import Counter, Gauge
 
 from shared.errors import Unavailable
-from shared.stores.redis_client import RedisLink
+from shared.stores.redis_client import RedisLink, RedisStore
 from shared.stores.redis_scripts import load_script
 
 THROTTLE_MS = 500
@@ -31,7 +30,7 @@ _ADMIT = load_script("workers/functions/admit_event.lua")
 DeliveryDecision = Literal["due", "throttled", "late"]
 
 
-class DeliveryState:
+class DeliveryState(RedisStore):
     """The delivery state of each prediction: an async context manager that opens without Redis too.
 
     Args:
@@ -40,18 +39,9 @@ class DeliveryState:
     """
 
     def __init__(self, redis_url: str, *, prefix: str = "penstock:") -> None:
-        self._link = RedisLink("webhooks", redis_url, timeout_s=0.25, retry_s=0.25, up=UP, errors=ERRORS)
+        super().__init__(RedisLink("webhooks", redis_url, timeout_s=0.25, retry_s=0.25, up=UP, errors=ERRORS))
         self._commands = self._link.commands("the delivery state of webhooks")
         self._prefix = prefix
-
-    async def __aenter__(self) -> Self:
-        await self._link.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._link.__aexit__(kind, error, trace)
 
     async def admit(self, record: str, event: str) -> DeliveryDecision:
         """Says if an event is due, too soon after the last of its kind, or later than the end."""
