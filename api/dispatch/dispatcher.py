@@ -134,7 +134,7 @@ class Dispatcher:
     async def _start(self, state: RequestState, led: Sequence[InFlightItem]) -> None:
         """Completes cache hits, and starts jobs for the other items."""
         request = state.request
-        missing = await self._complete_cache_hits(led) if request.cache_read else led
+        missing = await self._complete_cache_hits(led) if request.options.cache_read else led
         if not missing:
             return
         if state.remaining_s() <= 0:
@@ -142,7 +142,9 @@ class Dispatcher:
                 late = failure(in_flight.item.index, request.too_late())
                 self._single_flight.complete(in_flight, ItemCompletion(late, by_worker=False))
             return
-        self._admission.admit(request.model.name, len(missing), remaining_s=state.remaining_s(), lane=request.lane)
+        self._admission.admit(
+            request.model.name, len(missing), remaining_s=state.remaining_s(), lane=request.options.lane
+        )
         for items in split_into_jobs(request.model, missing):
             job = state.new_job(items)
             job.task = asyncio.create_task(self._send(request, job))
@@ -213,7 +215,7 @@ class Dispatcher:
         self, request: InferenceRequest, job: InFlightJob, outcomes: Sequence[ItemOutcome | None]
     ) -> None:
         """Puts results into the memory cache. The worker fills Redis, but only after its reply."""
-        if not request.cache_write:
+        if not request.options.cache_write:
             return
         results = {
             in_flight.item.cache_key: outcome.result
@@ -233,7 +235,7 @@ class Dispatcher:
             answered=any(receipt.pulled_at_s for receipt in receipts),
             was_late=len(receipts) < len(ended),
             took_s=max((receipt.inference_ms / 1000 for receipt in receipts if receipt.inference_ms), default=None),
-            lane=request.lane,
+            lane=request.options.lane,
         )
 
     def _write_rows(self, state: RequestState) -> None:

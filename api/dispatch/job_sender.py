@@ -10,24 +10,25 @@ from typing import Protocol
 
 import msgspec
 
+from api.dispatch.envelope import build_envelope, encode_message
 from api.dispatch.request import InferenceRequest
 from api.dispatch.singleflight import InFlightItem, InFlightJob
 from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.catalog import Model
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, Unavailable, error_for_code
-from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, Reply, ReplyBody, encode_job
+from shared.messages import Envelope, Item, ItemOutcome, Reply, ReplyBody
 from shared.pubsub.names import jobs_topic_id
 from shared.stores.objects import ObjectStore, object_key
 from shared.stores.records import Records, record_id
 from shared.transport import Publisher
 
 OUTCOME_BYTES = 512
-"""What an outcome takes in a reply beside its result: index, status and receipt."""
+"""The size of an outcome in a reply without its result: index, status and receipt."""
 PUBLISH_LIMIT_S = 10.0
 LOOK_EVERY_S = 5.0
-"""A reply that takes longer is looked for in the record as well."""
+"""How often the record is read while the reply is outstanding."""
 TIMER_EARLY_S = 0.002
-"""The event loop counts whole milliseconds, so what runs out at the deadline may do so a little before it."""
+"""Timers of the event loop have a resolution of 1 ms, so they may fire just before the deadline."""
 
 
 class ReplyWaiter(Protocol):
@@ -130,22 +131,16 @@ class JobSender:
     ) -> float:
         now_s = time.time()
         envelope = envelope_of(request, self._api_instance)
-        envelope.part, envelope.inbox, envelope.slot, envelope.published_at_s = (
-            job.index,
-            waiter.inbox,
-            waiter.slot,
-            now_s,
-        )
-        envelope.cache_key = items[0].cache_key or ""
-        body = JobBody(items, request.cache_read, request.cache_write)
-        data, attributes = encode_job(Job(envelope, body))
+        envelope.part, envelope.published_at_s = job.index, now_s
+        envelope.inbox, envelope.slot = waiter.inbox, waiter.slot
+        data, attributes = encode_message(envelope, items, request.options)
         timeout_s = min(PUBLISH_LIMIT_S, job.deadline_s - now_s)
         if timeout_s <= 0:
             raise request.too_late()
         try:
             await self._publisher.publish(jobs_topic_id(request.model.name), data, attributes, timeout_s=timeout_s)
         except BadInput as error:
-            # What the caller sent was checked before, so a refusal is about our topics.
+            # The caller's input is already validated, so a refusal is about the topics.
             raise Unavailable(f"the broker refused the job: {error.message}") from error
         except Unavailable as error:
             if time.time() >= job.deadline_s - TIMER_EARLY_S:
@@ -155,20 +150,16 @@ class JobSender:
 
 
 def envelope_of(request: InferenceRequest, api_instance: str) -> Envelope:
-    """The envelope of a request, as part 0, not published."""
-    return Envelope(
+    """The envelope of a request, also for the rows that the API writes."""
+    return build_envelope(
         request_id=request.request_id,
-        part=0,
+        client_request_id=request.client_request_id,
         model=request.model.name,
         tenant=request.tenant,
+        received_at_s=request.options.received_at_s,
         deadline_s=request.deadline_s,
-        received_at_s=request.received_at_s,
-        published_at_s=0.0,
+        options=request.options,
         api_instance=api_instance,
-        traceparent=request.traceparent,
-        lane=request.lane,
-        start_by_s=request.start_by_s,
-        client_request_id=request.client_request_id,
     )
 
 

@@ -1,4 +1,4 @@
-"""What the dispatcher takes and returns: an InferenceRequest and an InferenceResponse."""
+"""What the dispatcher takes and returns: an InferenceRequest with RequestOptions, and an InferenceResponse."""
 
 from __future__ import annotations
 
@@ -8,9 +8,51 @@ from dataclasses import dataclass
 
 from api.errors import ANSWERS
 from shared.catalog import Model
+from shared.catalog_entry import Deadline
 from shared.errors import DeadlineExceeded, Overloaded, PenstockError, error_for_code
 from shared.messages import ItemOutcome, reason_of
 from shared.tasks import Input
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """The options of one request, parsed from its headers once. None or empty: not given."""
+
+    received_at_s: float = 0.0
+    """Unix time of arrival. Time limits count from here."""
+    deadline_s: float | None = None
+    """Seconds until the answer is due."""
+    queue_limit_s: float | None = None
+    """Seconds after which the model no longer starts."""
+    cancel_after_s: float | None = None
+    """Seconds after which a prediction is stopped."""
+    wait_s: float = 0.0
+    """Seconds for which the answer may wait for the end of a prediction."""
+    lane: str = ""
+    """`batch` for requests that may wait behind interactive ones, else empty."""
+    cache_read: bool = True
+    cache_write: bool = True
+    traceparent: str = ""
+    """The trace of the request (W3C Trace Context)."""
+    idempotency_key: str = ""
+
+    def limit_s(self, bound: Deadline) -> float:
+        """Seconds until the answer is due, within the bounds of a model."""
+        return bound.default_s if self.deadline_s is None else min(self.deadline_s, bound.longest_s)
+
+    def answer_by_s(self, bound: Deadline) -> float:
+        """Unix time at which the answer is due."""
+        return self.received_at_s + self.limit_s(bound)
+
+    def done_by_s(self, bound: Deadline) -> float:
+        """Unix time at which a prediction is stopped: the shortest limit of model and caller."""
+        given_s = [limit_s for limit_s in (self.deadline_s, self.cancel_after_s) if limit_s is not None]
+        return self.received_at_s + min([bound.longest_s, *given_s])
+
+    @property
+    def start_by_s(self) -> float:
+        """Unix time after which the model no longer starts; 0: only the deadline counts."""
+        return 0.0 if self.queue_limit_s is None else self.received_at_s + self.queue_limit_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,24 +63,18 @@ class InferenceRequest:
     model: Model
     tenant: str
     inputs: Sequence[Input]
-    received_at_s: float
     deadline_s: float
     """Unix time, within the longest deadline of the model."""
+    options: RequestOptions
     is_repeatable: bool = True
     """Whether equal inputs give equal results. If not, no item is cached or joined."""
-    cache_read: bool = True
-    cache_write: bool = True
-    traceparent: str = ""
-    start_by_s: float = 0.0
-    """Unix time after which no worker starts on it; 0: only the deadline counts."""
-    lane: str = ""
-    """`batch` for requests that may wait behind interactive ones, else empty."""
     client_request_id: str = ""
     """The `x-request-id` of the caller, for rows."""
 
     def too_late(self) -> DeadlineExceeded:
         """The error of a request without an answer at its deadline."""
-        waited_s, limit_s = time.time() - self.received_at_s, round(self.deadline_s - self.received_at_s, 3)
+        received_at_s = self.options.received_at_s
+        waited_s, limit_s = time.time() - received_at_s, round(self.deadline_s - received_at_s, 3)
         return DeadlineExceeded(f"no answer came within the deadline of {limit_s:.10g} s; waited {waited_s:.2f} s")
 
 

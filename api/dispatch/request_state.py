@@ -24,13 +24,13 @@ class RequestState:
 
     def __init__(self, request: InferenceRequest) -> None:
         self.request = request
-        model = request.model
-        uses_cache = request.is_repeatable and model.cache.ttl_s > 0 and (request.cache_read or request.cache_write)
+        model, options = request.model, request.options
+        uses_cache = request.is_repeatable and model.cache.ttl_s > 0 and (options.cache_read or options.cache_write)
         self.items = [
             Item(index, one, cache_key(model, one, request.tenant) if uses_cache else None)
             for index, one in enumerate(request.inputs)
         ]
-        self.is_shareable = request.cache_read and request.cache_write
+        self.is_shareable = options.cache_read and options.cache_write
         """False for callers that want nothing stored, or nothing older than their request."""
         self.completions: list[ItemCompletion | None] = [None] * len(self.items)
         self._jobs: list[InFlightJob] = []

@@ -1,11 +1,10 @@
-"""The two shapes of an edit request, a form with a file and JSON with a data: URI, read into one."""
+"""Reads both forms of an edit request: a form with a file, and JSON with a data: URI."""
 
 from __future__ import annotations
 
 from starlette.datastructures import FormData, UploadFile
-from starlette.requests import Request
 
-from api.http.request import check_charset, read_json
+from api.http.request import ApiRequest
 from api.inputs.image_codec import data_of_uri
 from api.schemas.openai import EditBody, EditForm
 from shared.errors import BadInput
@@ -16,31 +15,31 @@ _LARGEST_FIELD_BYTES = 256 * 1024
 MOST_FIELDS = 64
 
 
-async def read_edit(request: Request) -> tuple[EditForm, bytes]:
-    """The fields of an edit request, checked, and the bytes of its source image.
+async def read_edit(call: ApiRequest) -> tuple[EditForm, bytes]:
+    """Returns the validated fields of an edit request, and the bytes of its source image.
 
     Raises:
         ValidationError: a field is wrong.
         BadInput: there is not exactly one image, there is a mask, or the body is neither form nor JSON.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind = call.http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
-        return await _read_form(request)
+        return await _read_form(call)
     if kind in ("application/json", ""):
-        body = await read_json(request, EditBody)
+        body = await call.read_json(EditBody)
         return body, await data_of_uri(body.images[0].image_url, "images[0].image_url", field="images")
     raise BadInput(f"content-type: {kind!r} is neither multipart/form-data nor application/json", field="content-type")
 
 
-async def _read_form(request: Request) -> tuple[EditForm, bytes]:
-    check_charset(request)
+async def _read_form(call: ApiRequest) -> tuple[EditForm, bytes]:
+    call.check_charset()
     form_limits = {"max_files": 4, "max_fields": MOST_FIELDS, "max_part_size": _LARGEST_FIELD_BYTES}
-    async with request.form(**form_limits) as form:
+    async with call.http.form(**form_limits) as form:
         data = await _only_image(form)
         fields = {name: value for name, value in form.items() if name not in IMAGE_FIELDS}
         if misplaced := [name for name, value in fields.items() if isinstance(value, UploadFile)]:
             raise BadInput(f"{misplaced[0]}: this field is not a file", field=misplaced[0])
-        # Everything in a form is text, so numbers may stand in quotes here.
+        # Every field of a form is text, so numbers may be strings here.
         return EditForm.model_validate(fields), data
 
 

@@ -1,6 +1,6 @@
-"""The short way to the routes that infer: uvicorn, the context, the endpoint, without FastAPI's ten layers between.
+"""Calls inference endpoints directly, without the ten layers of FastAPI between.
 
-Measured: a tenth of what the API spends on a request. FastAPI still knows these routes, for its pages.
+This saves a tenth of the CPU time of a request. FastAPI still knows these routes for OpenAPI.
 """
 
 from __future__ import annotations
@@ -15,59 +15,59 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.errors import EXPECTED, answer
-from api.http.compression import compressed
-from api.http.idempotency import once
+from api.http.compression import compress
+from api.http.idempotency import run_idempotent
 from api.http.middleware import BodyBudget, ContextMiddleware
 from api.http.request_options import IDEMPOTENCY_HEADER
 
 IS_HEAD = "penstock.is_head"
-"""In the scope of a HEAD that is served as a GET: for routes whose body is endless."""
-_TOLD_TO_SCRIPTS = (
+"""Marks a HEAD that is served as a GET, for routes whose body never ends."""
+_EXPOSED_HEADERS = (
     *("x-request-id", "location", "retry-after", "x-should-retry", "idempotent-replayed", "x-penstock-cache"),
     *("x-penstock-queue-ms", "x-penstock-batch-ms", "x-penstock-inference-ms", "x-penstock-total-ms"),
     "x-penstock-seed",
 )
-_PREFLIGHT_KEPT_S = 7200
+_PREFLIGHT_MAX_AGE_S = 7200
 """Chromium's limit."""
 
 
 def _for_browsers(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    # A key is sent by the script itself, so nothing that a browser would send along of its own is allowed.
+    # Scripts send their API key themselves, so no credentials of the browser are allowed.
     return CORSMiddleware(
         app,
         allow_origins=origins,
         allow_methods=("GET", "HEAD", "POST", "PUT"),
         allow_headers=("*",),
-        expose_headers=_TOLD_TO_SCRIPTS,
-        max_age=_PREFLIGHT_KEPT_S,
+        expose_headers=_EXPOSED_HEADERS,
+        max_age=_PREFLIGHT_MAX_AGE_S,
     )
 
 
 class FastRoute(APIRoute):
-    """A route whose path has no parameters and whose endpoint takes the request and nothing else."""
+    """A route without path parameters, whose endpoint takes only the request."""
 
 
 class FastRouteApp(FastAPI):
-    """FastAPI that calls the endpoints of direct routes itself.
+    """A FastAPI app that calls the endpoints of its fast routes directly.
 
     Args:
-        bodies: how much of them is read.
-        origins: whose pages may call it from a browser; `*`: all.
-        given: as FastAPI takes it.
+        bodies: the body limits.
+        origins: the origins whose pages may call the API from a browser. `*` allows all.
+        given: the arguments of FastAPI.
     """
 
     def __init__(self, bodies: BodyBudget, *, origins: Sequence[str] = (), **given: Any) -> None:
         super().__init__(**given)
         self._entry: ASGIApp = _for_browsers(self._serve, origins) if origins else self._serve
-        self._direct: dict[tuple[str, str], FastRoute] = {}
+        self._fast_routes: dict[tuple[str, str], FastRoute] = {}
         self._in_context = ContextMiddleware(self._answer, bodies)
         self.add_middleware(ContextMiddleware, bodies=bodies)
 
     def add(self, router: APIRouter) -> None:
-        """Serves the routes of `router`, the direct ones directly."""
+        """Adds the routes of `router`, and calls its fast ones directly."""
         self.include_router(router)
-        direct = [route for route in router.routes if isinstance(route, FastRoute)]
-        self._direct |= {(method, route.path): route for route in direct for method in route.methods or ()}
+        fast = [route for route in router.routes if isinstance(route, FastRoute)]
+        self._fast_routes |= {(method, route.path): route for route in fast for method in route.methods or ()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one connection."""
@@ -75,9 +75,9 @@ class FastRouteApp(FastAPI):
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "HEAD":
-            # Answered like GET; the server leaves the body out (RFC 9110, 9.3.2).
+            # Answered like GET. The server omits the body (RFC 9110, 9.3.2).
             scope = dict(scope, method="GET", **{IS_HEAD: True})
-        route = self._direct.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        route = self._fast_routes.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
         if route is None:
             await super().__call__(scope, receive, send)
             return
@@ -87,8 +87,10 @@ class FastRouteApp(FastAPI):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, endpoint = Request(scope, receive, send), scope["route"].endpoint
         try:
-            response = await (once(request, endpoint) if IDEMPOTENCY_HEADER in request.headers else endpoint(request))
+            has_key = IDEMPOTENCY_HEADER in request.headers
+            response = await (run_idempotent(request, endpoint) if has_key else endpoint(request))
         except EXPECTED as error:
             response = await answer(request, error)
-        response = await compressed(request, response)
+        if scope["penstock.context"].is_compressible:
+            await compress(response, request.headers.get("accept-encoding", ""))
         await response(scope, receive, send)

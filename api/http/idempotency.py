@@ -1,9 +1,9 @@
-"""The door for requests with an `Idempotency-Key`: the same request under the same key is computed once.
+"""Handles requests with an `Idempotency-Key`: equal requests with the same key are computed once.
 
-After draft-ietf-httpapi-idempotency-key-header: a key that comes again with another body is 422; one whose first
-request takes longer than the second can wait is 409 (OpenAI's clients repeat a 409 and not a 422, which is right for
-both). Keys are each tenant's own. With Redis out of reach a request with a key is 503: it asked for a promise that
-can't be given. A request without a key does not come here.
+After draft-ietf-httpapi-idempotency-key-header. A key that was used with another body is 422. If the
+first request is still running when the second has to be answered, that one is 409. OpenAI's clients
+retry a 409 but not a 422, which is right for both. Each tenant has separate keys. While Redis is out
+of reach a request with a key is 503. api/idempotency/service.py decides who computes the answer.
 """
 
 from __future__ import annotations
@@ -20,70 +20,67 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from api.errors import EXPECTED, answer
-from api.http.dependencies import dependencies_of
-from api.http.middleware import RequestContext, context_of, while_connected
-from api.http.request import options_of, tenant_of
+from api.http.middleware import RequestContext, context_of
+from api.http.request import open_request
 from api.idempotency.service import IdempotentRequest, StoredResponse
 from api.schemas.openai import ErrorReply
 
 REPLAYED = "idempotent-replayed"
 LARGE_BYTES = 256 * 1024
-"""A larger body is digested on a thread: 30 MB take 40 ms, and leave the interpreter to others meanwhile."""
+"""Larger bodies are hashed on a thread, which releases the interpreter: 30 MB take 40 ms."""
 _BOUNDARY = re.compile(r'boundary="?([^";,]+)"?', re.IGNORECASE)
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-async def once(request: Request, endpoint: Endpoint) -> Response:
-    """The answer to a request that has the header: `endpoint`'s, or the one it gave before.
+async def run_idempotent(request: Request, endpoint: Endpoint) -> Response:
+    """Answers a request with the header: runs `endpoint`, or returns its stored answer.
 
     Raises:
-        Unauthorized: as the endpoint would.
-        BadInput: the key is empty, too long, or has other characters than visible ASCII.
-        KeyReused: the key came with another body, or to another route, before.
-        KeyInUse: its first request is still being answered, and this one's time is over.
+        Unauthorized: the API key is missing or wrong.
+        BadInput: the key is empty, too long, or not visible ASCII.
+        KeyReused: the key was used with another body or route.
+        KeyInUse: the first request is still running at the deadline of this one.
         Unavailable: Redis is out of reach.
     """
-    tenant = tenant_of(request)
-    options, dependencies, context = options_of(request), dependencies_of(request), context_of(request)
-    key = options.idempotency_key
+    call = open_request(request)
     body = await request.body()
-    digest = hashlib.blake2b(f"{tenant}\0{key}".encode(), digest_size=32)
-    context.key_seed = int.from_bytes(digest.digest()[:4], "big")
+    digest = hashlib.blake2b(f"{call.tenant}\0{call.options.idempotency_key}".encode(), digest_size=32)
+    call.context.key_seed = int.from_bytes(digest.digest()[:4], "big")
 
     async def compute() -> StoredResponse:
         return await _computed(Request(request.scope, _receive(body)), endpoint)
 
-    wait_s = options.limit_s(dependencies.catalog.deadline)
     large = len(body) > LARGE_BYTES
     fingerprint = await asyncio.to_thread(_fingerprint, request, body) if large else _fingerprint(request, body)
-    asked = IdempotentRequest(digest.hexdigest(), tenant, fingerprint)
-    work = dependencies.idempotency.answer(asked, compute, wait_s)
-    answered, is_repeated = await while_connected(request, work)
-    return _response(answered, context, is_repeated=is_repeated)
+    keyed = IdempotentRequest(digest.hexdigest(), call.tenant, fingerprint)
+    wait_s = call.options.limit_s(call.dependencies.catalog.deadline)
+    running = call.dependencies.idempotency.run(keyed, compute, wait_s)
+    stored, is_replayed = await call.while_connected(running)
+    return _response(stored, call.context, is_replayed=is_replayed)
 
 
 def _fingerprint(request: Request, body: bytes) -> str:
-    """What makes two requests the same: method, path, query and body."""
+    """A digest of method, path, query and body. Equal requests have the same."""
     kind = request.headers.get("content-type", "")
     if boundary := _BOUNDARY.search(kind):
-        # Clients draw another boundary for each try of the same form.
+        # Clients choose a new boundary for each retry of the same form.
         body = body.replace(b"--" + boundary[1].encode("latin-1"), b"--")
     digest = hashlib.blake2b(digest_size=32)
-    for part in (request.method, request.url.path, request.url.query, kind.partition(";")[0].strip().lower()):
-        digest.update(f"{part}\0".encode())
+    for field in (request.method, request.url.path, request.url.query, kind.partition(";")[0].strip().lower()):
+        digest.update(f"{field}\0".encode())
     digest.update(body)
     return digest.hexdigest()
 
 
 def _receive(body: bytes) -> Callable[[], Coroutine[Any, Any, Message]]:
-    """Of a caller that never hangs up: what is computed under a key goes on without one."""
+    """The channel of a caller that never hangs up: keyed requests run to the end without one."""
     messages: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def receive() -> Message:
         for message in messages:
             return message
         await asyncio.get_running_loop().create_future()
-        raise AssertionError("nobody hangs up; this is a bug")
+        raise AssertionError("this caller never hangs up; this is a bug")
 
     return receive
 
@@ -95,14 +92,14 @@ async def _computed(request: Request, endpoint: Endpoint) -> StoredResponse:
         response = await answer(request, error)
     context, body = context_of(request), bytes(response.body)
     headers = context.headers | {name: value for name, value in response.headers.items() if name != "content-length"}
-    # They come with the answer that counts, which may be another's.
+    # The headers of the stored answer count, which may come from another instance.
     context.headers.clear()
     return StoredResponse(response.status_code, headers, len(body), body, model=context.model)
 
 
-def _response(answered: StoredResponse, context: RequestContext, *, is_repeated: bool) -> Response:
-    context.model = answered.model
-    if answered.status >= 400 and not context.error_code:
-        context.error_code = msgspec.json.decode(answered.body, type=ErrorReply).error.code
-    headers = answered.headers | {REPLAYED: "true"} if is_repeated else answered.headers
-    return Response(answered.body, answered.status, headers)
+def _response(stored: StoredResponse, context: RequestContext, *, is_replayed: bool) -> Response:
+    context.model = stored.model
+    if stored.status >= 400 and not context.error_code:
+        context.error_code = msgspec.json.decode(stored.body, type=ErrorReply).error.code
+    headers = stored.headers | {REPLAYED: "true"} if is_replayed else stored.headers
+    return Response(stored.body, stored.status, headers)

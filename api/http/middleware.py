@@ -1,6 +1,6 @@
-"""What stands around every request, outermost: its id and times, the bound on its body, headers, metrics, last errors.
+"""The outermost layer of every request: its id and times, the body limit, headers, metrics, errors.
 
-Pure ASGI: a middleware that wraps responses costs more than a hit does.
+Plain ASGI: a middleware that wraps responses costs more than a cache hit.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api import metrics
-from api.errors import BodyTooLarge, ClientGone, TooSlow, error_response
-from api.http.request_options import RequestOptions
+from api.dispatch.request import RequestOptions
+from api.errors import BodyTooLarge, TooSlow, error_response
 from api.shares import share_of
 from shared.errors import Overloaded, PenstockError
 
@@ -34,98 +33,65 @@ BODY_IDLE_S = 30.0
 SMALL_BODY_BYTES = 64 * 1024
 FULL_RETRY_S = 1.0
 BODY_GRACE_S, LEAST_BYTES_PER_S = 60.0, 8192
-"""A body may take so long, and longer by what came of it: a byte now and then would last for ever."""
+"""A body may take this long, plus the time for its bytes at this rate. So a trickle ends."""
 CLIENT_GONE = 499
-ASKING = frozenset({"POST", "PUT"})
-"""Methods of requests that leave a row where they are refused: who only looks leaves none where it succeeds either."""
+RECORDED_METHODS = frozenset({"POST", "PUT"})
+"""Refused requests with these methods leave a row. Other methods leave no rows when they succeed."""
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class RequestContext:
-    """One request as the API follows it; routes find it with `context_of` and say what they learned."""
+    """What the middleware knows about a request. Routes add the tenant, the model and headers."""
 
     shown_id: str
-    """The id in the answer: the caller's own, where it sent one that can be shown."""
+    """The id in the answer: that of the caller if it has allowed characters, else ours."""
     request_id: str
-    """The id in messages and rows. It is always ours: a caller's may come twice, and be as long as it likes."""
+    """The id in messages and rows. Always ours, since callers may send long or duplicate ids."""
     client_request_id: str = ""
-    """What the caller sent as `x-request-id`, as rows keep it: at most 128 characters; empty where it sent none."""
+    """The `x-request-id` of the caller for rows, at most 128 characters; empty without one."""
     received_at_s: float = field(default_factory=time.time)
     started_s: float = field(default_factory=time.perf_counter)
     tenant: str = ""
-    """Who asks; empty before that is known."""
+    """The authenticated tenant; empty before authentication."""
     model: str = ""
-    """The model that is asked; empty before that is known."""
+    """The name of the model; empty before the route has found it."""
     headers: dict[str, str] = field(default_factory=dict)
-    """Headers of the answer, beside those that every answer has."""
+    """Headers of the answer, in addition to those of every answer."""
     options: RequestOptions | None = None
-    """What its headers ask for, once they were read."""
-    shrinks: bool = False
-    """Whether the answer's body is worth compressing, if it is long."""
+    """The options from its headers, once they were read."""
+    is_compressible: bool = False
+    """Whether a long body of the answer is worth compressing."""
     key_seed: int | None = None
-    """With an Idempotency-Key: the seed of an image whose caller named none, the same whoever draws it."""
+    """With an Idempotency-Key: the default seed of images, the same on every instance."""
     error_code: str = ""
-    """The code of the error that is the answer."""
+    """The code of the error in the answer."""
     has_rows: bool = False
-    """Its items leave rows, however they end."""
+    """Whether its items leave rows, however they end."""
     record_refusal: Callable[[RequestContext], None] | None = None
-    """Writes the row of a refused request, once the tenant is known."""
+    """Writes the row of a refused request. Set once the tenant is known."""
 
     @property
     def total_ms(self) -> float:
-        """Milliseconds since the request came in."""
+        """Milliseconds since the request arrived."""
         return (time.perf_counter() - self.started_s) * 1000
 
 
 def context_of(request: Request) -> RequestContext:
-    """The context that the middleware put around this request."""
+    """The context of this request, from the middleware."""
     context = request.scope["penstock.context"]
-    assert isinstance(context, RequestContext), "the middleware stands around every route; this is a bug"
+    assert isinstance(context, RequestContext), "the middleware wraps every route; this is a bug"
     return context
-
-
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Awaits `work`, and cancels it as soon as the caller hangs up; the body must have been read before.
-
-    Raises:
-        ClientGone: the caller hung up.
-    """
-    task, is_working = asyncio.current_task(), True
-    assert task is not None, "routes run in tasks; this is a bug"
-
-    def give_up(watcher: asyncio.Task[None]) -> None:
-        if is_working and not watcher.cancelled():
-            task.cancel()
-
-    watcher = asyncio.create_task(_until_gone(request))
-    watcher.add_done_callback(give_up)
-    try:
-        return await work
-    except asyncio.CancelledError:
-        # Only our own is taken back: the server's, as it stops, goes on.
-        if watcher.done() and task.uncancel() == 0:
-            raise ClientGone from None
-        raise
-    finally:
-        is_working = False
-        watcher.cancel()
-
-
-async def _until_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 @dataclass(slots=True)
 class BodyBudget:
-    """The bodies of all requests in hand: a body stays in memory until its request is answered."""
+    """The memory for request bodies. A body is held until its request is answered."""
 
     largest_bytes: int
-    """Of one; more is not read."""
+    """The limit of one body."""
     together_bytes: int
-    """Of all; above it only small ones are taken in."""
+    """The limit of all bodies together. Above it only small bodies are accepted."""
     held_bytes: int = 0
     held_of: Counter[str] = field(default_factory=Counter)
     """The same by tenant."""
@@ -146,8 +112,8 @@ class ContextMiddleware:
     """Gives each HTTP request its RequestContext and each answer its headers.
 
     Args:
-        app: what it stands around.
-        bodies: their bounds; the same for all that stand in this process.
+        app: the wrapped app.
+        bodies: the body limits, shared by all middlewares of the process.
     """
 
     def __init__(self, app: ASGIApp, bodies: BodyBudget) -> None:
@@ -155,7 +121,7 @@ class ContextMiddleware:
         self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one connection; what is not HTTP passes."""
+        """Handles one request. Passes on what is not HTTP."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -170,7 +136,7 @@ class ContextMiddleware:
 
 
 class _Exchange:
-    """One request and its answer, seen from outside."""
+    """One request and its answer."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, bodies: BodyBudget) -> None:
         self._scope, self._receive, self._send = scope, receive, send
@@ -245,24 +211,24 @@ class _Exchange:
 
     @property
     def _route(self) -> str:
-        """Its path with names for what differs between requests, so that there are few of them."""
+        """The path template of the route, so that metrics have few label values."""
         return getattr(self._scope.get("route"), "path", "unmatched")
 
     def _count_error(self) -> None:
         context, route = self.context, self._route
         metrics.of_errors(route, self._status, context.error_code or "unknown").inc()
-        is_refused = self._status < 500 and self._status != CLIENT_GONE and self._scope["method"] in ASKING
+        is_refused = self._status < 500 and self._status != CLIENT_GONE and self._scope["method"] in RECORDED_METHODS
         if is_refused and not context.has_rows and context.record_refusal is not None:
             context.record_refusal(context)
 
 
 def _digest_of(given: str) -> str:
-    """Stands for an id that is too long for a row, or has characters that a header or a log must not show."""
+    """Replaces an id that is too long for a row, or not safe in headers and logs."""
     return f"sha256:{hashlib.sha256(given.encode('latin-1')).hexdigest()[:32]}"
 
 
 def _number(text: str | None) -> int:
-    """What Content-Length says; of many digits only that they are many, for Python does not read them."""
+    """The value of Content-Length. Python does not parse very long numbers, so they become maxsize."""
     if not (text and text.isascii() and text.isdigit()):
         return 0
     return int(text) if len(text) < 20 else sys.maxsize

@@ -1,18 +1,18 @@
-"""Reads and checks the headers that say how a request is to be treated: the only way from a header to a job.
+"""Parses the request headers with options into RequestOptions. No other code reads them.
 
-Values that pass fit the bounds with which workers decode jobs, so workers can read every published job. Other values
-are refused, and the error names the header. Invalid values of Cache-Control, Prefer and traceparent are ignored, as
-their standards demand.
+Accepted values are within the bounds of the job decoder, so workers can read every published job.
+Other values are refused, and the error names the header. Invalid values of Cache-Control, Prefer and
+traceparent are ignored, as their standards demand.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
-from shared.catalog_entry import LONGEST_DEADLINE_S, Deadline
+from api.dispatch.request import RequestOptions
+from shared.catalog_entry import LONGEST_DEADLINE_S
 from shared.errors import BadInput
 
 DEADLINE_HEADER = "x-penstock-deadline-ms"
@@ -24,7 +24,7 @@ LONGEST_MS = LONGEST_DEADLINE_S * 1000
 LONGEST_KEY = 255
 LONGEST_WAIT_S = 60.0
 _SHOWN = 40
-"""Characters of a wrong value that its refusal repeats."""
+"""How many characters of an invalid value its error repeats."""
 _MS = re.compile(r"[0-9]{1,12}")
 _CANCEL_AFTER = re.compile(r"(?=[0-9])(?:([0-9]{1,3})h)?(?:([0-9]{1,5})m)?(?:([0-9]{1,6})s?)?")
 _WAIT = re.compile(r"wait(?:\s*=\s*\"?([0-9]+)\"?)?(?:\s*;.*)?", re.IGNORECASE)
@@ -32,49 +32,15 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _KEY = re.compile(rf"[\x21-\x7e]{{1,{LONGEST_KEY}}}")
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOptions:
-    """The options of one request; None and empty: the caller did not say."""
+def read_options(headers: Iterable[tuple[bytes, bytes]], received_at_s: float) -> RequestOptions:
+    """Parses the options of a request that arrived at `received_at_s`.
 
-    deadline_s: float | None = None
-    """Seconds from receipt to answer."""
-    queue_limit_s: float | None = None
-    """Seconds from receipt after which the model does not begin any more."""
-    cancel_after_s: float | None = None
-    """Seconds from receipt after which a prediction is not worked on any more."""
-    wait_s: float = 0.0
-    """Seconds for which the answer about a prediction may be held back."""
-    lane: str = ""
-    """`batch`: may wait behind requests without one."""
-    cache_read: bool = True
-    cache_write: bool = True
-    traceparent: str = ""
-    """The trace this request belongs to (W3C Trace Context)."""
-    idempotency_key: str = ""
-
-    def answer_by_s(self, received_at_s: float, bound: Deadline) -> float:
-        """Unix time by which the request is to be answered; `bound` is its model's."""
-        return received_at_s + self.limit_s(bound)
-
-    def limit_s(self, bound: Deadline) -> float:
-        """The same in seconds from receipt."""
-        return bound.default_s if self.deadline_s is None else min(self.deadline_s, bound.longest_s)
-
-    def done_by_s(self, received_at_s: float, bound: Deadline) -> float:
-        """Unix time by which a prediction is to be done: the least that its model and its caller say."""
-        given_s = [limit_s for limit_s in (self.deadline_s, self.cancel_after_s) if limit_s is not None]
-        return received_at_s + min([bound.longest_s, *given_s])
-
-    def start_by_s(self, received_at_s: float) -> float:
-        """Unix time after which the model does not begin any more; 0 where the caller did not say."""
-        return 0.0 if self.queue_limit_s is None else received_at_s + self.queue_limit_s
-
-
-def read_options(headers: Iterable[tuple[bytes, bytes]]) -> RequestOptions:
-    """The options that raw headers, their names in lower case, ask for.
+    Args:
+        headers: the raw headers, with names in lower case.
+        received_at_s: Unix time. Time limits count from here.
 
     Raises:
-        BadInput: a header has no such value, or says two things; `field` names it.
+        BadInput: a value is invalid, or sent more than once. `field` names the header.
     """
     given: dict[bytes, str] = {}
     for name, value in headers:
@@ -84,11 +50,11 @@ def read_options(headers: Iterable[tuple[bytes, bytes]]) -> RequestOptions:
     options: dict[str, Any] = {}
     for name, text in given.items():
         options |= _READERS[name](text)
-    return RequestOptions(**options)
+    return RequestOptions(received_at_s=received_at_s, **options)
 
 
 def _joined(name: bytes, first: str, second: str) -> str:
-    """Two headers of one name: a list goes on, and all others can say one thing only."""
+    """Joins headers of one name if they are lists. Other headers may be sent only once."""
     if name in (b"cache-control", b"prefer"):
         return f"{first}, {second}"
     if name == b"traceparent":
@@ -133,10 +99,10 @@ def _cache_control(text: str) -> dict[str, Any]:
 
 
 def _prefer(text: str) -> dict[str, Any]:
-    """RFC 7240: what can't be complied with is ignored, and the first of two counts."""
+    """RFC 7240: unknown preferences are ignored, and the first of two counts."""
     for found in filter(None, (_WAIT.fullmatch(one.strip()) for one in text.split(","))):
         asked = found[1]
-        # Any number of digits may stand here, so they are counted before they are read.
+        # There may be any number of digits, so they are counted before they are parsed.
         return {"wait_s": LONGEST_WAIT_S if asked is None or len(asked) > 4 else min(float(asked), LONGEST_WAIT_S)}
     return {}
 

@@ -104,7 +104,7 @@ class IdempotencyService:
             task.cancel()
         await asyncio.wait(tasks, timeout=CLOSE_LIMIT_S)
 
-    async def answer(self, request: IdempotentRequest, compute: Compute, wait_s: float) -> tuple[StoredResponse, bool]:
+    async def run(self, request: IdempotentRequest, compute: Compute, wait_s: float) -> tuple[StoredResponse, bool]:
         """The answer to a request with a key, and whether it is a repeated one.
 
         Canceling the call leaves what is computed going on.

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from api import metrics
+from api.dispatch.envelope import build_envelope, encode_message
 from api.dispatch.job_sender import ReplyWaiter
+from api.dispatch.request import RequestOptions
 from shared.errors import Overloaded, PenstockError, Unavailable
-from shared.messages import Envelope, Item, ItemError, Job, JobBody, ReplyBody, encode_job, encode_reply_body
+from shared.messages import Item, ItemError, ReplyBody, encode_reply_body
 from shared.predictions import Prediction
 from shared.pubsub.names import jobs_topic_id
 from shared.stores.records import Records
@@ -27,15 +29,11 @@ class NewPrediction:
 
     prediction: Prediction
     items: Sequence[Item]
+    options: RequestOptions
     reply_bytes: int
-    """What its reply may take."""
+    """The largest size of its reply."""
     is_keyed: bool
     """Whether the caller can ask for it again and mean the same one."""
-    cache_read: bool = True
-    cache_write: bool = True
-    traceparent: str = ""
-    lane: str = ""
-    start_by_s: float = 0.0
 
 
 class PredictionSender:
@@ -55,27 +53,22 @@ class PredictionSender:
             Unavailable: it is out of reach; a record that nobody can ask for again was ended.
         """
         prediction = new.prediction
-        envelope = Envelope(
+        envelope = build_envelope(
             request_id=prediction.record,
-            part=0,
+            client_request_id=prediction.client_request_id,
             model=prediction.model,
             tenant=prediction.tenant,
-            inbox=waiter.inbox if waiter is not None else "",
-            slot=waiter.slot if waiter is not None else "",
-            deadline_s=prediction.deadline_s,
             received_at_s=prediction.created_at_s,
-            published_at_s=time.time(),
+            deadline_s=prediction.deadline_s,
+            options=new.options,
             api_instance=self._api_instance,
-            traceparent=new.traceparent,
-            cache_key=new.items[0].cache_key or "",
-            prediction="1",
-            webhook=",".join(prediction.webhook_events),
-            lane=new.lane,
-            start_by_s=new.start_by_s,
-            client_request_id=prediction.client_request_id,
         )
+        envelope.prediction, envelope.webhook = "1", ",".join(prediction.webhook_events)
+        envelope.published_at_s = time.time()
+        if waiter is not None:
+            envelope.inbox, envelope.slot = waiter.inbox, waiter.slot
         try:
-            data, attributes = encode_job(Job(envelope, JobBody(list(new.items), new.cache_read, new.cache_write)))
+            data, attributes = encode_message(envelope, new.items, new.options)
             await self._publisher.publish(jobs_topic_id(prediction.model), data, attributes, timeout_s=PUBLISH_LIMIT_S)
         except PenstockError as error:
             await self._give_up(new, error)

@@ -82,7 +82,7 @@ class Predictions:
             PredictionIdTaken: its id is that of another prediction.
             Unavailable: Redis or the broker is out of reach; nothing was promised.
         """
-        model, items, lane = new.prediction.model, len(new.items), new.lane
+        model, items, lane = new.prediction.model, len(new.items), new.options.lane
         self._admission.admit(model, items, remaining_s=new.prediction.deadline_s - time.time(), lane=lane)
         creation: Creation | None = None
         try:

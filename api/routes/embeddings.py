@@ -1,4 +1,4 @@
-"""POST /v1/embeddings. The vectors stay bytes from the worker's reply to the answer, unless floats are asked for."""
+"""POST /v1/embeddings. Vectors stay bytes from the worker's reply to the answer, except for floats."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.http.dependencies import dependencies_of
 from api.http.fast_route import FastRoute
-from api.http.middleware import context_of
 from api.http.openapi import body_of, inferred
 from api.http.openapi_headers import TRUNCATED_HEADER
-from api.http.request import check_room, infer, read_json, tenant_of
+from api.http.request import open_request
 from api.inputs.texts import text_inputs
 from api.schemas.openai import EmbeddingItem, EmbeddingsBody, EmbeddingsReply, Usage
 from shared.catalog import Model
@@ -26,7 +24,7 @@ from shared.tasks.embedding import EmbeddingResult
 
 router = APIRouter(route_class=FastRoute)
 LARGE_ITEMS = 256
-"""From so many on a request that finds no room is refused before its cache keys are made: they take milliseconds."""
+"""From this many items on, room is checked before the cache keys are made, which takes milliseconds."""
 _encoder = msgspec.json.Encoder()
 
 
@@ -38,24 +36,24 @@ _encoder = msgspec.json.Encoder()
 )
 async def create_embeddings(request: Request) -> Response:
     """Answers when all vectors are ready. Each text that was embedded before comes from the cache."""
-    tenant = tenant_of(request)
-    body = await read_json(request, EmbeddingsBody)
-    model = dependencies_of(request).catalog.find(body.model, "embedding")
-    context_of(request).model = model.name
+    call = open_request(request)
+    body = await call.read_json(EmbeddingsBody)
+    model = call.dependencies.catalog.find(body.model, "embedding")
+    call.context.model = model.name
     dimensions = _dimensions(body, model)
     inputs = text_inputs(body.input, model, truncate=body.truncate or "none", tokenizer=body.tokenizer)
     if len(inputs) >= LARGE_ITEMS:
-        check_room(request, model, 1)
-    answer = await infer(request, model, tenant, inputs)
-    reply = _reply(answer.outcomes, model, dimensions, as_floats=body.encoding_format == "float")
-    context_of(request).shrinks = body.encoding_format == "float"
+        call.check_room(model, 1)
+    outcomes = (await call.infer(model, inputs)).outcomes
+    reply = _reply(outcomes, model, dimensions, as_floats=body.encoding_format == "float")
+    call.context.is_compressible = body.encoding_format == "float"
     if body.truncate:
-        context_of(request).headers[TRUNCATED_HEADER] = str(_tell_truncated(reply, answer.outcomes))
+        call.context.headers[TRUNCATED_HEADER] = str(_add_truncated(reply, outcomes))
     return Response(_encoder.encode(reply), media_type="application/json")
 
 
-def _tell_truncated(reply: EmbeddingsReply, outcomes: Sequence[ItemOutcome]) -> int:
-    """Says at each vector how many tokens of its text were left out; returns how many in all."""
+def _add_truncated(reply: EmbeddingsReply, outcomes: Sequence[ItemOutcome]) -> int:
+    """Adds to each vector how many tokens of its text were cut. Returns the total."""
     found = [getattr(outcome.result, "truncated_tokens", 0) for outcome in outcomes]
     for item, tokens in zip(reply.data, found, strict=True):
         item.truncated_tokens = tokens
@@ -85,7 +83,7 @@ def _reply(outcomes: Sequence[ItemOutcome], model: Model, dimensions: int, *, as
 
 
 def _matrix(vectors: Sequence[bytes], model: Model, dimensions: int) -> NDArray[np.float32]:
-    """The vectors as one (n, dimensions) matrix; cut ones are scaled to length 1 again, as OpenAI's API does."""
+    """The vectors as an (n, dimensions) matrix. Cut vectors are normalized again, as in OpenAI's API."""
     matrix = np.frombuffer(b"".join(vectors), dtype="<f4").reshape(len(vectors), -1)
     if dimensions == model.dimensions:
         return matrix

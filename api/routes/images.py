@@ -1,4 +1,4 @@
-"""POST /v1/images/generations and POST /v1/images/edits: from a prompt, or from a picture and a prompt."""
+"""POST /v1/images/generations (from a prompt) and POST /v1/images/edits (from an image and a prompt)."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.http.dependencies import Dependencies, dependencies_of
 from api.http.edit_body import read_edit
 from api.http.fast_route import FastRoute
-from api.http.middleware import context_of, while_connected
 from api.http.openapi import body_of, inferred
 from api.http.openapi_headers import TRUNCATED_HEADER
-from api.http.request import answer_by_s, check_room, infer, link_to, read_json, tenant_of
+from api.http.request import ApiRequest, open_request
 from api.inputs.image_codec import MEDIA_TYPES
 from api.inputs.image_params import check_strength, first_image, size_of
 from api.schemas.openai import EditBody, EditForm, GenerationBody, ImageItem, ImagesReply
 from shared.blob import Blob
 from shared.catalog import Model
 from shared.errors import PenstockError
-from shared.stores.objects import object_key
+from shared.stores.objects import ObjectStore, object_key
 from shared.tasks.image import ImageInput, ImageResult
 
 router = APIRouter(route_class=FastRoute)
@@ -35,11 +33,11 @@ RESULT_LIMIT_BYTES = 64 * 1024 * 1024
 )
 async def create_images(request: Request) -> Response:
     """Answers when all images are ready. With a seed the same request gives the same images, mostly from the cache."""
-    tenant = tenant_of(request)
-    body = await read_json(request, GenerationBody)
-    model = _model(request, body)
+    call = open_request(request)
+    body = await call.read_json(GenerationBody)
+    model = _find_model(call, body)
     first = first_image(body, model, _size(body, model) or (model.image.width, model.image.height))
-    return await _draw(request, body, model, tenant, first)
+    return await _answer(call, body, model, first)
 
 
 @router.post(
@@ -50,77 +48,76 @@ async def create_images(request: Request) -> Response:
 )
 async def edit_image(request: Request) -> Response:
     """Image-to-image: the source is resized to the output size and changed as much as `strength` says."""
-    tenant = tenant_of(request)
-    body, data = await read_edit(request)
-    model = _model(request, body)
-    check_room(request, model, body.n)
-    image_codec, deadline_s = dependencies_of(request).image_codec, answer_by_s(request, model)
+    call = open_request(request)
+    body, data = await read_edit(call)
+    model = _find_model(call, body)
+    call.check_room(model, body.n)
+    image_codec, deadline_s = call.dependencies.image_codec, call.options.answer_by_s(model.deadline)
     preparing = image_codec.prepare_source(data, _size(body, model), model.image, deadline_s)
-    source, size = await while_connected(request, preparing)
+    source, size = await call.while_connected(preparing)
     first = first_image(body, model, size)
     check_strength(first.steps, body.strength)
-    return await _draw(
-        request, body, model, tenant, msgspec.structs.replace(first, image=source, strength=body.strength)
-    )
+    return await _answer(call, body, model, msgspec.structs.replace(first, image=source, strength=body.strength))
 
 
-def _model(request: Request, body: GenerationBody | EditForm) -> Model:
-    catalog = dependencies_of(request).catalog
+def _find_model(call: ApiRequest, body: GenerationBody | EditForm) -> Model:
+    catalog = call.dependencies.catalog
     model = catalog.find(body.model, "image") if body.model is not None else catalog.default("image")
-    context_of(request).model = model.name
+    call.context.model = model.name
     return model
 
 
 def _size(body: GenerationBody | EditForm, model: Model) -> tuple[int, int] | None:
-    """The width and height asked for, checked; None for `auto`."""
+    """The requested width and height; None for `auto`."""
     return None if body.size == "auto" else size_of(body.size, model)
 
 
-async def _draw(
-    request: Request, body: GenerationBody | EditForm, model: Model, tenant: str, first: ImageInput
-) -> Response:
-    """Has n images drawn, from seeds that count up, and answers with them."""
-    key_seed = context_of(request).key_seed
+async def _answer(call: ApiRequest, body: GenerationBody | EditForm, model: Model, first: ImageInput) -> Response:
+    """Computes n images with consecutive seeds, and answers with them."""
+    key_seed = call.context.key_seed
     start = first.seed if body.seed is not None or key_seed is None else key_seed
     inputs = [msgspec.structs.replace(first, seed=start + number) for number in range(body.n)]
-    # A seed nobody chose never comes again, so keeping its image would only push others out.
+    # A random seed never comes again, so its image is not worth a place in the cache.
     is_repeatable = body.seed is not None or key_seed is not None
-    answer = await infer(request, model, tenant, inputs, is_repeatable=is_repeatable)
-    results = [outcome.result for outcome in answer.outcomes]
-    drawn = [result for result in results if isinstance(result, ImageResult)]
-    if len(drawn) < len(results):
+    response = await call.infer(model, inputs, is_repeatable=is_repeatable)
+    results = [outcome.result for outcome in response.outcomes]
+    images = [result for result in results if isinstance(result, ImageResult)]
+    if len(images) < len(results):
         raise PenstockError(f"{model.name} gave a result that is no image; this is a bug")
-    headers = context_of(request).headers
-    headers["x-penstock-seed"] = ",".join(str(result.seed) for result in drawn)
-    if (left_out := ImageResult.count_truncated(drawn)) is not None:
-        headers[TRUNCATED_HEADER] = str(left_out)
-    deadline_s = answer_by_s(request, model)
-    items = [await _item(request, body, result, deadline_s) for result in drawn]
+    headers = call.context.headers
+    headers["x-penstock-seed"] = ",".join(str(result.seed) for result in images)
+    if (truncated := ImageResult.count_truncated(images)) is not None:
+        headers[TRUNCATED_HEADER] = str(truncated)
+    deadline_s = call.options.answer_by_s(model.deadline)
+    items = [await _encode(call, body, result, deadline_s) for result in images]
     reply = ImagesReply(items, model.name, f"{first.width}x{first.height}", body.output_format)
     return Response(msgspec.json.encode(reply), media_type="application/json")
 
 
-async def _item(request: Request, body: GenerationBody | EditForm, result: ImageResult, deadline_s: float) -> ImageItem:
-    """One image as the caller wants it: bytes or link, in the format asked for."""
-    dependencies = dependencies_of(request)
+async def _encode(
+    call: ApiRequest, body: GenerationBody | EditForm, result: ImageResult, deadline_s: float
+) -> ImageItem:
+    """One image in the requested format, as bytes or as a link."""
+    objects = call.dependencies.objects
     stored_key = result.image.object_key
     if body.response_format == "url" and body.output_format == "png" and stored_key is not None:
-        return ImageItem(result.seed, url=link_to(request, stored_key, result.image.media_type))
-    encoding = dependencies.image_codec.encode(
-        await _bytes(dependencies, result.image), body.output_format, body.output_compression, deadline_s, is_new=False
+        return ImageItem(result.seed, url=call.link_to(stored_key, result.image.media_type))
+    png = await _read(objects, result.image)
+    encoding = call.dependencies.image_codec.encode(
+        png, body.output_format, body.output_compression, deadline_s, is_new=False
     )
-    data = await while_connected(request, encoding)
+    data = await call.while_connected(encoding)
     if body.response_format == "b64_json":
         return ImageItem(result.seed, b64_json=data)
     media_type = MEDIA_TYPES[body.output_format]
     key = object_key("results", data, media_type)
-    await dependencies.objects.put(key, data, media_type)
-    return ImageItem(result.seed, url=link_to(request, key, media_type))
+    await objects.put(key, data, media_type)
+    return ImageItem(result.seed, url=call.link_to(key, media_type))
 
 
-async def _bytes(dependencies: Dependencies, image: Blob) -> bytes:
+async def _read(objects: ObjectStore, image: Blob) -> bytes:
     if image.data is not None:
         return image.data
     if image.object_key is None:
         raise PenstockError("an image has neither bytes nor a key; this is a bug")
-    return await dependencies.objects.get(image.object_key, RESULT_LIMIT_BYTES)
+    return await objects.get(image.object_key, RESULT_LIMIT_BYTES)

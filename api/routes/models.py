@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import EXPECTED
-from api.http.dependencies import Dependencies, dependencies_of
+from api.http.dependencies import Dependencies
 from api.http.openapi import KEYED, Responses, done, ref_to, replies
-from api.http.request import tenant_of
+from api.http.request import authenticate
 from api.predictions.versions import is_replicates_client
 from api.problem_details import problem_response
 from api.routes import replicate_models as prediction_models
@@ -43,8 +43,7 @@ async def list_models(request: Request, cursor: Annotated[str, Query(include_in_
     """All models of the catalog, in OpenAI's shape. Replicate's clients get them in pages of Replicate's shape."""
     if is_replicates_client(request.headers.get("user-agent", "")):
         return await _for_replicate(request, cursor)
-    tenant_of(request)
-    dependencies = dependencies_of(request)
+    dependencies = authenticate(request).dependencies
     reply = ModelsReply([_item(model, dependencies) for model in dependencies.catalog.models])
     return Response(msgspec.json.encode(reply), headers=VARIES, media_type="application/json")
 
@@ -66,8 +65,7 @@ async def _for_replicate(request: Request, cursor: str) -> Response:
 )
 async def get_model(request: Request, model: str) -> Response:
     """A model, by its name or an alias."""
-    tenant_of(request)
-    dependencies = dependencies_of(request)
+    dependencies = authenticate(request).dependencies
     return Response(
         msgspec.json.encode(_item(dependencies.catalog.find(model), dependencies)), media_type="application/json"
     )

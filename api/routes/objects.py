@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.http.dependencies import dependencies_of
-from api.http.middleware import while_connected
+from api.http.disconnect import while_connected
 from api.http.openapi import bytes_of, errors
 from shared.predictions import MEDIA_TYPES
 from shared.stores.signed_urls import VALID_S
@@ -33,6 +33,7 @@ async def get_object(request: Request, key: str, type: str, expires: int, signat
     """The bytes of a result, while the link is valid."""
     dependencies = dependencies_of(request)
     dependencies.url_signer.check(key, type, expires, signature)
-    data = await while_connected(request, dependencies.result_fetcher.fetch(key, type, time.time() + LONGEST_S))
+    fetching = dependencies.result_fetcher.fetch(key, type, time.time() + LONGEST_S)
+    data = await while_connected(request.receive, fetching)
     headers = {"cache-control": f"private, max-age={VALID_S}, immutable", "x-content-type-options": "nosniff"}
     return Response(data, headers=headers, media_type=type)

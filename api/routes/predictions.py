@@ -21,12 +21,11 @@ from starlette.responses import Response, StreamingResponse
 
 from api.dispatch.job_sender import OUTCOME_BYTES
 from api.http import openapi
-from api.http.dependencies import Dependencies, dependencies_of
+from api.http.dependencies import Dependencies
 from api.http.fast_route import IS_HEAD
 from api.http.idempotency import REPLAYED
-from api.http.middleware import context_of, while_connected
 from api.http.openapi_headers import LAST_EVENT_ID
-from api.http.request import base_url_of, options_of, read_json, tenant_of
+from api.http.request import ApiRequest, authenticate, open_request
 from api.inputs.source_pictures import Caller
 from api.predictions.event_stream import KINDS
 from api.predictions.sender import NewPrediction
@@ -68,10 +67,10 @@ _ONE: openapi.Responses = {
 )
 async def create(request: Request) -> Response:
     """Creates a prediction of the model that `version` names. Answers at once, or with `Prefer: wait` when it ends."""
-    tenant = tenant_of(request)
-    body = await read_json(request, VersionedBody)
-    model = find_version(dependencies_of(request).catalog, body.version)
-    return await _create(request, tenant, body, model, owner=_owner(body.version))
+    call = open_request(request)
+    body = await call.read_json(VersionedBody)
+    model = find_version(call.dependencies.catalog, body.version)
+    return await _create(call, body, model, owner=_owner(body.version))
 
 
 @router.put(
@@ -83,15 +82,15 @@ async def create(request: Request) -> Response:
 )
 async def put(request: Request, prediction_id: OwnId) -> Response:
     """The same request finds the same prediction again. Another request with the same id is refused (422)."""
-    tenant = tenant_of(request)
+    call = open_request(request)
     if not OWN_ID.fullmatch(prediction_id):
         raise BadInput(
             "id: must be 1 to 64 letters, digits, '.', '_' or '-', begin with a letter or digit, and not with 'pred_'",
             field="id",
         )
-    body = await read_json(request, VersionedBody)
-    model = find_version(dependencies_of(request).catalog, body.version)
-    return await _create(request, tenant, body, model, owner=_owner(body.version), own_id=prediction_id)
+    body = await call.read_json(VersionedBody)
+    model = find_version(call.dependencies.catalog, body.version)
+    return await _create(call, body, model, owner=_owner(body.version), own_id=prediction_id)
 
 
 @router.post(
@@ -103,9 +102,9 @@ async def put(request: Request, prediction_id: OwnId) -> Response:
 )
 async def create_of_model(request: Request, owner: str, name: str) -> Response:
     """Creates a prediction of the model `name`. Any owner is accepted."""
-    tenant = tenant_of(request)
-    model = dependencies_of(request).catalog.find(name)
-    return await _create(request, tenant, await read_json(request, PredictionBody), model, owner=owner)
+    call = open_request(request)
+    model = call.dependencies.catalog.find(name)
+    return await _create(call, await call.read_json(PredictionBody), model, owner=owner)
 
 
 @router.post(
@@ -117,10 +116,10 @@ async def create_of_model(request: Request, owner: str, name: str) -> Response:
 )
 async def create_of_deployment(request: Request, owner: str, name: str) -> Response:
     """Creates a prediction of the model `name`: each model of the catalog has one deployment, of the same name."""
-    tenant = tenant_of(request)
-    model = dependencies_of(request).catalog.find(name)
-    body = await read_json(request, PredictionBody)
-    return await _create(request, tenant, body, model, owner=owner, deployment=f"{owner}/{name}")
+    call = open_request(request)
+    model = call.dependencies.catalog.find(name)
+    body = await call.read_json(PredictionBody)
+    return await _create(call, body, model, owner=owner, deployment=f"{owner}/{name}")
 
 
 @router.get(
@@ -131,12 +130,12 @@ async def create_of_deployment(request: Request, owner: str, name: str) -> Respo
 )
 async def list_all(request: Request, cursor: Cursor = "") -> Response:
     """Predictions in pages, newest first. `next` is the URL of the next page."""
-    tenant, dependencies = tenant_of(request), dependencies_of(request)
+    call = authenticate(request)
     if not _CURSOR.fullmatch(cursor):
         raise BadInput("cursor: not a cursor of this API", field="cursor")
-    found, next_s = await dependencies.predictions.page(tenant, float(cursor) if cursor else None)
-    following = None if next_s is None else f"{base_url_of(request)}/v1/predictions?cursor={next_s!r}"
-    bodies = [body_of(*seen, dependencies.url_signer) for seen in found]
+    found, next_s = await call.dependencies.predictions.page(call.tenant, float(cursor) if cursor else None)
+    following = None if next_s is None else f"{call.base_url}/v1/predictions?cursor={next_s!r}"
+    bodies = [body_of(*seen, call.dependencies.url_signer) for seen in found]
     return _json({"previous": None, "next": following, "results": bodies})
 
 
@@ -148,8 +147,8 @@ async def list_all(request: Request, cursor: Cursor = "") -> Response:
 )
 async def get(request: Request, prediction_id: str) -> Response:
     """The prediction in its current state."""
-    tenant = tenant_of(request)
-    return _answer(dependencies_of(request), await dependencies_of(request).predictions.read(tenant, prediction_id))
+    call = authenticate(request)
+    return _answer(call.dependencies, await call.dependencies.predictions.read(call.tenant, prediction_id))
 
 
 @router.post(
@@ -160,8 +159,8 @@ async def get(request: Request, prediction_id: str) -> Response:
 )
 async def cancel(request: Request, prediction_id: str) -> Response:
     """Ends the prediction now. Its worker stops at the next step. A prediction that has ended stays as it is."""
-    tenant = tenant_of(request)
-    return _answer(dependencies_of(request), await dependencies_of(request).predictions.cancel(tenant, prediction_id))
+    call = authenticate(request)
+    return _answer(call.dependencies, await call.dependencies.predictions.cancel(call.tenant, prediction_id))
 
 
 @router.get(
@@ -176,9 +175,10 @@ async def cancel(request: Request, prediction_id: str) -> Response:
 )
 async def stream(request: Request, prediction_id: str) -> Response:
     """Server-sent events: logs, output, error, done. `Last-Event-ID` resumes a stream."""
-    tenant, dependencies = tenant_of(request), dependencies_of(request)
-    dependencies.event_streams.check(tenant)
-    seen = await dependencies.predictions.read(tenant, prediction_id)
+    call = authenticate(request)
+    dependencies = call.dependencies
+    dependencies.event_streams.check(call.tenant)
+    seen = await dependencies.predictions.read(call.tenant, prediction_id)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     if IS_HEAD in request.scope:
         return Response(headers=headers, media_type="text/event-stream")
@@ -187,8 +187,7 @@ async def stream(request: Request, prediction_id: str) -> Response:
 
 
 async def _create(
-    request: Request,
-    tenant: str,
+    call: ApiRequest,
     body: PredictionBody,
     model: Model,
     *,
@@ -196,14 +195,14 @@ async def _create(
     own_id: str = "",
     deployment: str = "",
 ) -> Response:
-    dependencies, context = dependencies_of(request), context_of(request)
+    dependencies, context, options, tenant = call.dependencies, call.context, call.options, call.tenant
     context.model = model.name
-    base_url, options = base_url_of(request), options_of(request)
+    base_url = call.base_url
     key, wait_s = options.idempotency_key, max(0.0, options.wait_s - EARLY_S)
-    deadline_s = options.done_by_s(context.received_at_s, model.deadline)
+    deadline_s = options.done_by_s(model.deadline)
     caller = Caller(tenant, base_url, deadline_s)
     reading = read_inputs(body.input, model, caller, dependencies.source_pictures)
-    read = await while_connected(request, reading)
+    read = await call.while_connected(reading)
     prediction_id, record = _ids(tenant, own_id, key)
     webhook, webhook_events = _told(body, allow_private=dependencies.settings.webhooks_private)
     new = NewPrediction(
@@ -229,16 +228,12 @@ async def _create(
         _items(model, read.inputs, tenant, is_kept=read.is_repeatable and options.cache_write),
         reply_bytes=len(read.inputs) * (model.definition.result_bytes(model) + OUTCOME_BYTES),
         is_keyed=bool(own_id or key),
-        cache_read=options.cache_read,
-        cache_write=options.cache_write,
-        traceparent=options.traceparent,
-        lane=options.lane,
-        start_by_s=options.start_by_s(context.received_at_s),
+        options=options,
     )
     async with dependencies.predictions.creating(new, waits=wait_s > 0) as creation:
         if wait_s:
             # Whoever hangs up lets go of its place here, not of the prediction.
-            await while_connected(request, creation.wait(wait_s - context.total_ms / 1000))
+            await call.while_connected(creation.wait(wait_s - context.total_ms / 1000))
     return _created(dependencies, creation.seen, is_new=creation.is_new)
 
 

@@ -12,11 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import NotFound
-from api.http.dependencies import dependencies_of
 from api.http.edit_body import MOST_FIELDS
 from api.http.json_limits import object_in
 from api.http.openapi import KEYED, Described, done, problems
-from api.http.request import base_url_of, check_charset, link_to, tenant_of
+from api.http.request import ApiRequest, authenticate
 from api.inputs.files import File
 from api.predictions.versions import OWNER, find_version, version_of
 from api.problem_details import ProblemRoute
@@ -60,10 +59,10 @@ _CURSOR = re.compile(r"\d{1,9}")
 @router.get("/models", include_in_schema=False)
 async def list_models(request: Request, cursor: str = "") -> Response:
     """All models of the catalog, a page at a time; under /v1 only for Replicate's clients (api/routes/models.py)."""
-    tenant_of(request)
+    call = authenticate(request)
     if cursor and not _CURSOR.fullmatch(cursor):
         raise BadInput("cursor: not a cursor of this API", field="cursor")
-    dependencies, base_url, first = dependencies_of(request), base_url_of(request), int(cursor or 0)
+    dependencies, base_url, first = call.dependencies, call.base_url, int(cursor or 0)
     shown, following = dependencies.catalog.models[first : first + PAGE], first + PAGE
     pages = {"previous": max(0, first - PAGE) if first else None, "next": None}
     if following < len(dependencies.catalog.models):
@@ -81,10 +80,10 @@ async def list_models(request: Request, cursor: str = "") -> Response:
 )
 async def get_model(request: Request, owner: str, name: str) -> Response:
     """A model of the catalog with its only version. Any owner is accepted."""
-    tenant_of(request)
-    dependencies = dependencies_of(request)
+    call = authenticate(request)
+    dependencies = call.dependencies
     model = dependencies.catalog.find(name)
-    return _json(model_body(model, owner, base_url_of(request), dependencies.started_at_s))
+    return _json(model_body(model, owner, call.base_url, dependencies.started_at_s))
 
 
 @router.get(
@@ -95,8 +94,7 @@ async def get_model(request: Request, owner: str, name: str) -> Response:
 )
 async def list_versions(request: Request, owner: str, name: str) -> Response:
     """Each model has one version."""
-    tenant_of(request)
-    dependencies = dependencies_of(request)
+    dependencies = authenticate(request).dependencies
     versions = [version_body(dependencies.catalog.find(name), dependencies.started_at_s)]
     return _json({"previous": None, "next": None, "results": versions})
 
@@ -109,8 +107,7 @@ async def list_versions(request: Request, owner: str, name: str) -> Response:
 )
 async def get_version(request: Request, owner: str, name: str, version: str) -> Response:
     """The version, with the schema of its input and output."""
-    tenant_of(request)
-    dependencies = dependencies_of(request)
+    dependencies = authenticate(request).dependencies
     model = dependencies.catalog.find(name)
     try:
         is_this = find_version(dependencies.catalog, version) is model
@@ -129,8 +126,7 @@ async def get_version(request: Request, owner: str, name: str, version: str) -> 
 )
 async def get_deployment(request: Request, owner: str, name: str) -> Response:
     """Each model of the catalog has one deployment, of the same name."""
-    tenant_of(request)
-    dependencies = dependencies_of(request)
+    dependencies = authenticate(request).dependencies
     model = dependencies.catalog.find(name)
     release = {
         "number": 1,
@@ -156,21 +152,21 @@ async def get_deployment(request: Request, owner: str, name: str) -> Response:
 )
 async def create_file(request: Request) -> Response:
     """Takes a form with the file as `content` and, if wanted, a JSON object as `metadata`. Files are kept for a day."""
-    tenant, dependencies = tenant_of(request), dependencies_of(request)
-    check_charset(request)
+    call = authenticate(request)
+    call.check_charset()
     async with request.form(max_files=2, max_fields=MOST_FIELDS) as form:
         content, metadata = form.get("content"), form.get("metadata")
         if not isinstance(content, UploadFile):
             raise BadInput("content: a file is needed", field="content")
         text = await metadata.read() if isinstance(metadata, UploadFile) else metadata
-        file = await dependencies.files.add(
-            tenant,
+        file = await call.dependencies.files.add(
+            call.tenant,
             await content.read(),
             name=content.filename or "file",
             content_type=content.content_type or "",
             metadata=object_in(text, "metadata") if text else {},
         )
-    return _json(_shown(request, file), 201)
+    return _json(_shown(call, file), 201)
 
 
 @router.get(
@@ -181,8 +177,8 @@ async def create_file(request: Request) -> Response:
 )
 async def get_file(request: Request, file_id: str) -> Response:
     """The file's metadata. `urls.download` is a link to its bytes."""
-    tenant = tenant_of(request)
-    return _json(_shown(request, await dependencies_of(request).files.find(tenant, file_id)))
+    call = authenticate(request)
+    return _json(_shown(call, await call.dependencies.files.find(call.tenant, file_id)))
 
 
 @router.get(
@@ -193,15 +189,15 @@ async def get_file(request: Request, file_id: str) -> Response:
 )
 async def get_secret(request: Request) -> Response:
     """The secret of this tenant, with which receivers verify signatures."""
-    tenant = tenant_of(request)
+    call = authenticate(request)
     try:
-        first, *_ = tenant_secrets(dependencies_of(request).settings.webhook_secrets, tenant)
+        first, *_ = tenant_secrets(call.dependencies.settings.webhook_secrets, call.tenant)
     except ConfigurationError as error:
         raise NotFound("webhooks are not set up here: there is no secret") from error
     return _json({"key": first})
 
 
-def _shown(request: Request, file: File) -> dict[str, Any]:
+def _shown(call: ApiRequest, file: File) -> dict[str, Any]:
     # A page or a script that somebody sent us is not to be served as one from here.
     media_type = file.content_type if file.content_type in MEDIA_TYPES.values() else "application/octet-stream"
     return {
@@ -215,8 +211,8 @@ def _shown(request: Request, file: File) -> dict[str, Any]:
         "created_at": iso(file.created_at_s),
         "expires_at": iso(file.expires_at_s),
         "urls": {
-            "get": f"{base_url_of(request)}/v1/files/{file.id}",
-            "download": link_to(request, file.key, media_type),
+            "get": f"{call.base_url}/v1/files/{file.id}",
+            "download": call.link_to(file.key, media_type),
         },
     }
 

@@ -15,7 +15,7 @@ from api.dispatch.admission import Admission
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.job_sender import JobSender
 from api.dispatch.reply_inbox import ReplyInbox
-from api.dispatch.request import InferenceRequest, InferenceResponse
+from api.dispatch.request import InferenceRequest, InferenceResponse, RequestOptions
 from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
@@ -56,7 +56,9 @@ class Bench:
         """A request under way; it has joined its items after one turn of the event loop."""
         now_s, inputs = time.time(), [TextInput(text) for text in texts]
         request_id = f"req_{random.getrandbits(64):x}"
-        request = InferenceRequest(request_id, TEXT_MODEL, "t", inputs, now_s, now_s + deadline_in_s, **flags)
+        is_repeatable = flags.pop("is_repeatable", True)
+        options = RequestOptions(received_at_s=now_s, **flags)
+        request = InferenceRequest(request_id, TEXT_MODEL, "t", inputs, now_s + deadline_in_s, options, is_repeatable)
         return asyncio.create_task(self.dispatcher.dispatch(request), name=request_id)
 
     def is_idle(self) -> bool:

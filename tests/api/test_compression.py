@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from api.http.compression import LEAST_BYTES, takes_gzip
+from api.http.compression import MIN_BYTES, accepts_gzip
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 
 pytestmark = pytest.mark.anyio
@@ -16,7 +16,7 @@ NONE = {"accept-encoding": "identity"}
 async def test_many_floats_shrink_to_half_for_those_who_ask(api: ApiUnderTest) -> None:
     plain = await api.http.post("/v1/embeddings", json=MANY, headers=NONE)
     assert "content-encoding" not in plain.headers
-    assert len(plain.content) > LEAST_BYTES
+    assert len(plain.content) > MIN_BYTES
     async with api.http.stream("POST", "/v1/embeddings", json=MANY, headers=GZIP) as response:
         raw = b"".join([piece async for piece in response.aiter_raw()])
         assert (response.headers["content-encoding"], response.headers["vary"]) == ("gzip", "accept-encoding")
@@ -72,5 +72,5 @@ async def test_both_clients_read_it(api: ApiUnderTest) -> None:
         ("x-gzippy", False),
     ],
 )
-def test_who_takes_gzip(accepted: str, takes: bool) -> None:
-    assert takes_gzip(accepted) is takes
+def test_who_accepts_gzip(accepted: str, takes: bool) -> None:
+    assert accepts_gzip(accepted) is takes

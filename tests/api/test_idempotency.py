@@ -184,7 +184,7 @@ async def test_large_answer_lies_in_the_object_store(api: ApiUnderTest, redis_ur
 async def test_openai_client_that_gives_up_and_retries_costs_one_inference(api: ApiUnderTest) -> None:
     api.worker.go.clear()
     client = api.openai(max_retries=2, timeout=2.0)
-    asked = asyncio.create_task(
+    running = asyncio.create_task(
         client.embeddings.create(
             model=TEXT_MODEL.name, input="a cat", extra_headers={"Idempotency-Key": "again", **UNCACHED}
         )
@@ -192,7 +192,7 @@ async def test_openai_client_that_gives_up_and_retries_costs_one_inference(api: 
     await api.worker.until_taken(1)
     await _until_seen(api, 2)  # the client hung up, and asks again
     api.worker.go.set()
-    reply = await asked
+    reply = await running
     assert len(reply.data) == 1
     assert len(api.worker.jobs) == 1
 
@@ -250,7 +250,7 @@ async def test_second_waits_no_longer_than_its_own_deadline(tmp_path: Path, redi
         httpx.AsyncClient(base_url=url, timeout=WAIT_LIMIT_S) as other,
     ):
         first.worker.go.clear()
-        asked = asyncio.create_task(first.http.post("/v1/embeddings", json=TEXTS, headers=keyed()))
+        running = asyncio.create_task(first.http.post("/v1/embeddings", json=TEXTS, headers=keyed()))
         await first.worker.until_taken(1)
         for http in (first.http, other):
             busy = await http.post("/v1/embeddings", json=TEXTS, headers=keyed() | {"x-penstock-deadline-ms": "500"})
@@ -258,21 +258,21 @@ async def test_second_waits_no_longer_than_its_own_deadline(tmp_path: Path, redi
             assert busy.json()["error"]["code"] == "idempotency_key_in_use"
             assert int(busy.headers["retry-after"]) >= 1
         first.worker.go.set()
-        assert (await asked).status_code == 200
+        assert (await running).status_code == 200
 
 
 async def test_key_of_an_instance_that_is_cut_off_is_taken_over(tmp_path: Path, redis_url: str) -> None:
     path, line = "/v1/images/generations", Line(redis_url)
     async with line, two_apis(tmp_path, redis_url, way=line.url, idempotency_lease_s=0.4) as (first, url):
         first.worker.go.clear()
-        asked = asyncio.create_task(first.http.post(path, json=PICTURE, headers=keyed()))
+        running = asyncio.create_task(first.http.post(path, json=PICTURE, headers=keyed()))
         await first.worker.until_taken(1)
         line.cut()
         async with httpx.AsyncClient(base_url=url, timeout=WAIT_LIMIT_S) as other:
             taken_over = asyncio.create_task(other.post(path, json=PICTURE, headers=keyed()))
             await first.worker.until_taken(2)
             first.worker.go.set()
-            answers = [await asked, await taken_over]
+            answers = [await running, await taken_over]
             drawn, again = [answer.json()["data"][0]["b64_json"] for answer in answers]
             assert drawn == again
             later = await other.post(path, json=PICTURE, headers=keyed())
@@ -282,13 +282,13 @@ async def test_key_of_an_instance_that_is_cut_off_is_taken_over(tmp_path: Path, 
 async def test_lease_outlives_a_long_computation(tmp_path: Path, redis_url: str) -> None:
     async with two_apis(tmp_path, redis_url, idempotency_lease_s=1.0) as (first, url):
         first.worker.go.clear()
-        asked = asyncio.create_task(first.http.post("/v1/embeddings", json=TEXTS, headers=keyed()))
+        running = asyncio.create_task(first.http.post("/v1/embeddings", json=TEXTS, headers=keyed()))
         await first.worker.until_taken(1)
         async with httpx.AsyncClient(base_url=url, timeout=WAIT_LIMIT_S) as other:
             waits = {"x-penstock-deadline-ms": "2500"}
             busy = await other.post("/v1/embeddings", json=TEXTS, headers=keyed() | waits)
             first.worker.go.set()
-            assert (busy.status_code, (await asked).status_code) == (409, 200)
+            assert (busy.status_code, (await running).status_code) == (409, 200)
             assert len(first.worker.jobs) == 1
 
 
@@ -330,14 +330,14 @@ def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
 async def test_without_redis_only_keys_are_refused(tmp_path: Path, own_redis: RedisServer) -> None:
     async with running_api(settings_for(tmp_path, redis_url=own_redis.url)) as api:
         api.worker.go.clear()
-        asked = asyncio.create_task(api.http.post("/v1/embeddings", json=TEXTS, headers=keyed("before")))
+        running = asyncio.create_task(api.http.post("/v1/embeddings", json=TEXTS, headers=keyed("before")))
         await api.worker.until_taken(1)
         own_redis.stop()
         refused = await api.http.post("/v1/embeddings", json=TEXTS, headers=keyed())
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
         api.worker.go.set()
-        assert (await asked).status_code == 200  # computed, though it can't be kept
+        assert (await running).status_code == 200  # computed, though it can't be kept
         assert (await api.http.post("/v1/embeddings", json=TEXTS, headers=UNCACHED)).status_code == 200
         assert len(api.worker.jobs) == 2
 
@@ -351,9 +351,9 @@ async def test_crowd_of_waiters_is_bounded(redis_url: str, monkeypatch: pytest.M
         return StoredResponse(200, {}, 2, b"ok")
 
     store = IdempotencyStore(redis_url, keep_s=60, lease_s=5)
-    async with store, IdempotencyService(store, ObjectStore("memory://")) as repeats:
+    async with store, IdempotencyService(store, ObjectStore("memory://")) as idempotency:
         first, *waiting = [
-            asyncio.create_task(repeats.answer(IdempotentRequest("n", "acme", "f"), compute, 5)) for _ in range(5)
+            asyncio.create_task(idempotency.run(IdempotentRequest("n", "acme", "f"), compute, 5)) for _ in range(5)
         ]
         over = [task for task in (await asyncio.wait(waiting, return_when="FIRST_EXCEPTION"))[0]]
         assert all(isinstance(task.exception(), KeyInUse) for task in over)
@@ -371,11 +371,11 @@ async def test_closing_frees_what_is_under_way(redis_url: str) -> None:
         raise AssertionError
 
     async with IdempotencyStore(redis_url, keep_s=60, lease_s=5) as store:
-        async with IdempotencyService(store, ObjectStore("memory://")) as repeats:
-            asked = asyncio.create_task(repeats.answer(IdempotentRequest("n", "acme", "f"), compute, 5))
+        async with IdempotencyService(store, ObjectStore("memory://")) as idempotency:
+            running = asyncio.create_task(idempotency.run(IdempotentRequest("n", "acme", "f"), compute, 5))
             await computing.wait()
         with pytest.raises(Unavailable):
-            await asked
+            await running
         assert (await store.claim("n", "f", "other")).state == "ours"
 
 

@@ -1,0 +1,47 @@
+"""Builds the envelope and the message of a job, for requests and predictions alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from api.dispatch.request import RequestOptions
+from shared.messages import Envelope, Item, Job, JobBody, encode_job
+
+
+def build_envelope(
+    *,
+    request_id: str,
+    client_request_id: str,
+    model: str,
+    tenant: str,
+    received_at_s: float,
+    deadline_s: float,
+    options: RequestOptions,
+    api_instance: str,
+) -> Envelope:
+    """The envelope of the first job of a request. It is complete except for the inbox and the time of publishing."""
+    return Envelope(
+        request_id=request_id,
+        part=0,
+        model=model,
+        tenant=tenant,
+        deadline_s=deadline_s,
+        received_at_s=received_at_s,
+        published_at_s=0.0,
+        api_instance=api_instance,
+        traceparent=options.traceparent,
+        lane=options.lane,
+        start_by_s=options.start_by_s,
+        client_request_id=client_request_id,
+    )
+
+
+def encode_message(envelope: Envelope, items: Sequence[Item], options: RequestOptions) -> tuple[bytes, dict[str, str]]:
+    """The data and attributes of a job with these items.
+
+    Raises:
+        UndecodableMessage: workers could not read it.
+    """
+    envelope.cache_key = items[0].cache_key or ""
+    body = JobBody(list(items), options.cache_read, options.cache_write)
+    return encode_job(Job(envelope, body))
