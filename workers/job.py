@@ -15,17 +15,17 @@ from shared.tasks import Result
 from shared.transport import Message, Subscription
 from shared.usage.row import Row, row_of
 from workers.models.base import Prepared
-from workers.runtime.pool import BatchDone
+from workers.runtime.protocol import BatchResult
 
 FRESH_S = 0.05
 NOT_STARTED, NOT_DONE = "the model could start", "the model was done"
 NOT_SENT = "the answer was on its way"
-"""What an item's time ran out before."""
+"""What did not happen before an item's time ran out."""
 
 
 @dataclass(slots=True, eq=False)
 class PulledJob:
-    """A pulled job and what became of its items so far."""
+    """A pulled job, and the outcomes of its items so far."""
 
     job: Job
     message: Message
@@ -33,19 +33,19 @@ class PulledJob:
     pulled_at_s: float
     outcomes: dict[int, ItemOutcome] = field(default_factory=dict)
     to_cache: dict[str, int] = field(default_factory=dict)
-    """Cache keys that this job fills, and the index of the item whose result goes there."""
+    """Cache keys that this job fills, each with the index of its item."""
     is_over: bool = False
-    """Finishing, finished or handed back: entries of it that still wait are dropped."""
+    """The job is being finished, is finished, or was handed back. Its queued items are dropped."""
     is_canceled: bool = False
-    """Nobody wants it any more; what runs of it ends with the step it is at."""
+    """The caller is gone. Running batches of this job stop after their current step."""
     is_late: bool = False
-    """Its deadline passed, which ends it in the same way."""
+    """The deadline passed, which ends the job in the same way."""
     timer: asyncio.TimerHandle | None = None
-    """Runs while it is not over."""
-    unfinished: int = 0
-    """Earlier claims that came to no end: it was in the hands of so many workers that died."""
-    dead_reason: str = ""
-    """Why it is given up for good; a copy of its message goes to the dead letters."""
+    """Set until the job is over."""
+    unfinished_claims: int = 0
+    """How many workers died while they held this job."""
+    dead_letter_reason: str = ""
+    """Why the job is given up. A copy of its message goes to the dead letters."""
 
     @property
     def record(self) -> str:
@@ -54,7 +54,7 @@ class PulledJob:
 
     @property
     def start_by_s(self) -> float:
-        """Unix time after which it is not begun any more."""
+        """Unix time after which the job is not started: the queue limit or the deadline."""
         envelope = self.envelope
         return min(envelope.deadline_s, envelope.start_by_s) if envelope.start_by_s else envelope.deadline_s
 
@@ -70,32 +70,32 @@ class PulledJob:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether results computed earlier, or for others right now, may answer."""
+        """Whether the job accepts cached results and results computed for others."""
         return self.job.body.cache_read
 
     @property
     def is_fresh(self) -> bool:
-        """Whether so little time passed since the API looked in the cache that another look would find the same."""
+        """Whether the API looked in the cache so recently that a second look would find the same."""
         return self.envelope.attempt == 1 and self.pulled_at_s - self.envelope.published_at_s < FRESH_S
-
-    def receipt(self, **facts: Any) -> Receipt:
-        """A receipt of one item of this job."""
-        return Receipt(pulled_at_s=self.pulled_at_s, **facts)
 
     @property
     def is_unwanted(self) -> bool:
-        """Whether nobody wants anything of it any more."""
+        """Whether the caller no longer waits for it."""
         return self.is_over or self.is_canceled or self.is_late
 
     def end(self) -> None:
-        """From now on it is over."""
+        """Marks the job as over, and stops its timer."""
         self.is_over = True
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
 
+    def receipt(self, **fields: Any) -> Receipt:
+        """A receipt for one item of this job."""
+        return Receipt(pulled_at_s=self.pulled_at_s, **fields)
+
     def expired(self, index: int, receipt: Receipt | None = None, before: str = NOT_STARTED) -> ItemOutcome:
-        """The outcome of an item whose time ran out `before` something."""
+        """The outcome of an item whose time ran out `before` something happened."""
         is_queue_limit = before == NOT_STARTED and not self.is_late and self.start_by_s < self.envelope.deadline_s
         which, at_s = ("queue limit", self.start_by_s) if is_queue_limit else ("deadline", self.envelope.deadline_s)
         limit_s = round(at_s - self.envelope.received_at_s, 3)
@@ -103,101 +103,109 @@ class PulledJob:
         return failure(index, error, receipt or self.receipt())
 
     def canceled(self, index: int, receipt: Receipt | None = None) -> ItemOutcome:
-        """The outcome of an item that nobody wants any more."""
+        """The outcome of an item of a canceled job."""
         return failure(index, Canceled(), receipt or self.receipt())
 
-    def unwanted(self, index: int, receipt: Receipt | None = None, *, begun: bool) -> ItemOutcome:
+    def unwanted(self, index: int, receipt: Receipt | None = None, *, started: bool) -> ItemOutcome:
         """The outcome of an item of a job that is canceled or late."""
         if self.is_canceled:
             return self.canceled(index, receipt)
-        return self.expired(index, receipt, NOT_DONE if begun else NOT_STARTED)
+        return self.expired(index, receipt, NOT_DONE if started else NOT_STARTED)
 
     def hit(self, item: Item, result: Result, level: str) -> ItemOutcome:
-        """The outcome of an item that the cache level `level` answers."""
+        """The outcome of an item whose result is in the cache, at `level`."""
         tokens, pixel_steps = getattr(result, "tokens", None), getattr(result, "pixel_steps", None)
         receipt = self.receipt(cache=level, tokens=tokens, pixel_steps=pixel_steps)
         return ItemOutcome(item.index, "succeeded", receipt, result)
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What the model returned for an item, and the batch that the item was in."""
+
+    outcome: Result | PenstockError
+    batch: BatchResult
+
+
 @dataclass(slots=True, eq=False)
 class QueuedItem:
-    """One prepared input that waits for the model, and the items (at least one) that its result answers."""
+    """A prepared input that waits for the model, and the items (at least one) that share its result."""
 
     prepared: Prepared
     cache_key: str | None
     queued_at_s: float
     waiters: list[tuple[PulledJob, Item]]
-    computed: tuple[Result | PenstockError, BatchDone, int] | None = None
-    """What the model gave, in which batch, of how many items."""
+    computed: Computed | None = None
+    """Set once the model ran."""
     is_cached: bool = False
-    """The result is on its way to the cache."""
+    """Whether the result goes to the cache."""
     deaths: int = 0
-    """Model processes that died over it."""
+    """Model processes that died while they computed it."""
     deaths_alone: int = 0
-    """Those of them that had nothing else in hand."""
+    """How many of them computed nothing else."""
 
     @property
     def key(self) -> str:
-        """The compatibility key."""
+        """The compatibility key. Only items with equal keys share a batch."""
         return self.prepared.key
 
     @property
     def length(self) -> int:
-        """What padding counts."""
+        """What it takes of the batch budget."""
         return self.prepared.length
 
     @property
     def lane(self) -> str:
-        """`batch` where every waiter may wait behind interactive requests."""
+        """`batch` if all waiters are batch jobs."""
         return "batch" if all(pulled.envelope.lane == "batch" for pulled, _ in self.waiters) else ""
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it was in the hands of somebody who died."""
-        return self.deaths > 0 or any(pulled.unfinished for pulled, _ in self.waiters)
+        """Whether a model process or a worker died while it held this item."""
+        return self.deaths > 0 or any(pulled.unfinished_claims for pulled, _ in self.waiters)
 
     def open_waiters(self) -> list[tuple[PulledJob, Item]]:
-        """The waiters whose job is still open."""
+        """The waiters whose jobs are not over."""
         return [(pulled, item) for pulled, item in self.waiters if not pulled.is_over]
 
     def outcomes(self) -> Iterator[tuple[PulledJob, ItemOutcome]]:
-        """One outcome for each waiter, once `computed` is set.
+        """One outcome per open waiter, once `computed` is set.
 
-        What was computed once is a miss once: of the first who still wants it.
+        The first waiter that gets the result has a cache miss. The others joined it.
         """
-        is_given = False
+        has_miss = False
         for pulled, item in self.open_waiters():
-            outcome = self._outcome(pulled, item, "joined" if is_given else "miss")
-            if not is_given and outcome.result is not None:
-                is_given = True
-                self._keep(pulled, item)
+            outcome = self._outcome(pulled, item, "joined" if has_miss else "miss")
+            if not has_miss and outcome.result is not None:
+                has_miss = True
+                self._mark_for_cache(pulled, item)
             yield pulled, outcome
 
     def joined(self, pulled: PulledJob, item: Item) -> ItemOutcome:
-        """The outcome of an waiter for whom another had it computed."""
+        """The outcome of a waiter that joined after `computed` was set."""
         return self._outcome(pulled, item, "joined")
 
     def _outcome(self, pulled: PulledJob, item: Item, cache: str) -> ItemOutcome:
         assert self.computed is not None, "asked for before the model had run; this is a bug"
-        result, done, batch_size = self.computed
+        result, batch = self.computed.outcome, self.computed.batch
         receipt = pulled.receipt(
             cache=cache if pulled.reads_cache and item.cache_key else "none",
-            started_at_s=done.started_at_s,
-            finished_at_s=done.finished_at_s,
-            batch_wait_ms=max(0.0, done.started_at_s - self.queued_at_s) * 1000,
-            inference_ms=done.inference_ms,
-            batch_size=batch_size,
+            started_at_s=batch.started_at_s,
+            finished_at_s=batch.finished_at_s,
+            batch_wait_ms=max(0.0, batch.started_at_s - self.queued_at_s) * 1000,
+            inference_ms=batch.inference_ms,
+            batch_size=len(batch.results),
         )
         if pulled.is_unwanted:
-            receipt.steps_saved = done.steps_saved
-            return pulled.unwanted(item.index, receipt, begun=True)
+            receipt.steps_saved = batch.steps_saved
+            return pulled.unwanted(item.index, receipt, started=True)
         if isinstance(result, PenstockError):
             return failure(item.index, result, receipt)
         receipt.tokens = getattr(result, "tokens", None)
         receipt.pixel_steps = getattr(result, "pixel_steps", None)
         return ItemOutcome(item.index, "succeeded", receipt, result)
 
-    def _keep(self, pulled: PulledJob, item: Item) -> None:
+    def _mark_for_cache(self, pulled: PulledJob, item: Item) -> None:
         if pulled.job.body.cache_write and item.cache_key:
             pulled.to_cache[item.cache_key] = item.index
             self.is_cached = True
@@ -205,22 +213,22 @@ class QueuedItem:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What every reply and row of this worker says of it."""
+    """How replies and rows describe this worker."""
 
     worker: str
     region: str
     device: str
 
 
-def row_for(model: Model, facts: WorkerInfo, envelope: Envelope, outcome: ItemOutcome, replied_at_s: float) -> Row:
-    """The row that a worker leaves for an item."""
+def row_for(model: Model, info: WorkerInfo, envelope: Envelope, outcome: ItemOutcome, replied_at_s: float) -> Row:
+    """The row that this worker writes for an item."""
     return row_of(
         envelope,
         outcome,
         model,
         replied_at_s=replied_at_s,
-        region=facts.region,
-        worker=facts.worker,
-        device=facts.device,
+        region=info.region,
+        worker=info.worker,
+        device=info.device,
         device_share=1 / model.gpu.share,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from workers.runtime.pool import BatchDone
+from workers.runtime.protocol import BatchResult
 
 ITEMS = Counter("penstock_worker_items_total", "Items ended, by status and cache level", ["status", "cache"])
 WAITING = Gauge("penstock_worker_items_waiting", "Items that wait for a model process")
@@ -32,7 +32,7 @@ REPLIES_REFUSED = Counter("penstock_worker_replies_refused_total", "Replies whos
 MODEL_PROCESS_DEATHS = Counter("penstock_worker_model_process_deaths_total", "Model processes that died or hung")
 
 
-def observe_batch(done: BatchDone) -> None:
+def observe_batch(done: BatchResult) -> None:
     """Counts one batch."""
     BATCH_ITEMS.observe(len(done.results))
     INFERENCE_SECONDS.observe(done.inference_ms / 1000)

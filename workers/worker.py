@@ -27,8 +27,8 @@ from shared.transport import Subscriber
 from workers import metrics
 from workers.job import QueuedItem
 from workers.jobs.consumer import JobConsumer
-from workers.runtime.pool import BatchDone, ModelPool, ModelProcessDied, PooledProcess
-from workers.runtime.protocol import ResidencyReport
+from workers.runtime.pool import ModelPool, ModelProcessDied, PooledProcess
+from workers.runtime.protocol import BatchResult, ResidencyReport
 from workers.scheduling.model_scheduler import Idle, ModelScheduler
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Worker:
         ack_deadline_s: int = 10,
         max_outstanding_bytes: int = 64 * 1024 * 1024,
         drain_s: float = 20.0,
-        on_batch: Callable[[int, BatchDone], None] = lambda number, done: None,
+        on_batch: Callable[[int, BatchResult], None] = lambda number, done: None,
     ) -> None:
         self._consumers = consumers
         self._queues = [consumer.queue for consumer in consumers]
@@ -204,7 +204,7 @@ class Worker:
         metrics.observe_batch(done)
         self._on_batch(number, done)
         consumer.batches.distribute(batch, done)
-        self._count_failed(has_failed=all(isinstance(result, ModelFailed) for result in done.results))
+        self._count_failed(has_failed=done.has_failed)
 
     def _count_failed(self, *, has_failed: bool) -> None:
         self._failed_batches = self._failed_batches + 1 if has_failed else 0

@@ -41,8 +41,8 @@ from workers.job import WorkerInfo
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
 from workers.models.base import OnStep, PreparedText
-from workers.runtime.pool import BatchDone, ModelPool, ModelProcessDied
-from workers.runtime.protocol import ResidencyReport
+from workers.runtime.pool import ModelPool, ModelProcessDied
+from workers.runtime.protocol import BatchResult, Failure, ResidencyReport
 from workers.worker import Worker
 
 MODEL = Model(
@@ -94,7 +94,7 @@ class LetterProcess:
 
     async def run(
         self, batch: Sequence[PreparedText], *, timeout_s: float, model: int, on_step: OnStep | None = None
-    ) -> BatchDone:
+    ) -> BatchResult:
         texts = [prepared.ids.decode() for prepared in batch]
         self.batches.append(texts)
         self.started.set()
@@ -111,7 +111,16 @@ class LetterProcess:
         now_s, letters = time.time(), sum(map(len, texts))
         short = "short" in texts and len(texts) > 1
         saved = 47 if was_canceled else None
-        return BatchDone(results, now_s, now_s, 1.5, letters, letters, out_of_memory=short, steps_saved=saved)
+        return BatchResult(
+            results=[Failure.from_error(one) if isinstance(one, PenstockError) else one for one in results],
+            started_at_s=now_s,
+            finished_at_s=now_s,
+            inference_ms=1.5,
+            real_work=letters,
+            padded_work=letters,
+            out_of_memory=short,
+            steps_saved=saved,
+        )
 
     def _result(self, text: str) -> Result | PenstockError:
         if text == "LARGE":

@@ -93,7 +93,7 @@ async def test_callers_at_once_take_turns(process: PooledProcess, texts: list[Pr
 
 
 async def test_a_bad_item_fails_alone(process: PooledProcess, texts: list[PreparedText]) -> None:
-    first, error, last = (await process.run([texts[0], text_of(UNHEARD_OF), texts[2]], timeout_s=WAIT_LIMIT_S)).results
+    first, error, last = (await process.run([texts[0], text_of(UNHEARD_OF), texts[2]], timeout_s=WAIT_LIMIT_S)).outcomes
     assert isinstance(error, ModelFailed)
     assert isinstance(first, EmbeddingResult)
     assert isinstance(last, EmbeddingResult)
@@ -172,13 +172,13 @@ async def test_a_command_that_is_not_there(entry: Model, folder: Path) -> None:
 ANSWERS_ODDLY = """
 import socket, sys
 from workers.runtime import server as model_process
-from workers.runtime.protocol import Done, Progress, Ready, encode_server_message, read_client_message
+from workers.runtime.protocol import BatchResult, Progress, Ready, encode_server_message, read_client_message
 
 def serve(given, loaded):
     connection = socket.socket(fileno=given.fd)
     connection.sendall(encode_server_message(Ready("odd", 0.0, 0.0, 1)))
     number = read_client_message(connection).number
-    done = Done(number=number, results=[], started_at_s=0.0, finished_at_s=0.0, inference_ms=0.0, real_work=0,
+    done = BatchResult(number=number, results=[], started_at_s=0.0, finished_at_s=0.0, inference_ms=0.0, real_work=0,
                 padded_work=0, out_of_memory=False, memory_bytes=1)
     connection.sendall({"few": encode_server_message(done), "turn": encode_server_message(Progress(number + 1, 1, 2)),
                         "noise": bytes([4, 0, 0, 0]) + b"nono"}[kind])

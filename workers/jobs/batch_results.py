@@ -10,10 +10,10 @@ from shared.errors import Canceled, ModelFailed
 from shared.messages import failure
 from shared.stores.records import Records
 from workers import metrics
-from workers.job import QueuedItem
+from workers.job import Computed, QueuedItem
 from workers.jobs.completion import Completion
 from workers.jobs.model_queue import ModelQueue
-from workers.runtime.pool import BatchDone
+from workers.runtime.protocol import BatchResult
 
 PROGRESS_EVERY_S = 0.5
 
@@ -41,16 +41,16 @@ class BatchResults:
                 self._completion.registry.spawn(work)
                 self._completion.notify_webhook(pulled, "logs", step)
 
-    def distribute(self, batch: list[QueuedItem], done: BatchDone) -> None:
+    def distribute(self, batch: list[QueuedItem], done: BatchResult) -> None:
         """Settles the items of a batch that ran."""
         self._queue.batch_ended(batch, out_of_memory=done.out_of_memory)
-        for queued, result in zip(batch, done.results, strict=True):
+        for queued, outcome in zip(batch, done.outcomes, strict=True):
             self._waits.observe(max(0.0, done.started_at_s - queued.queued_at_s))
-            if isinstance(result, Canceled):
+            if isinstance(outcome, Canceled):
                 self._requeue_joined(queued)
-            queued.computed = (result, done, len(batch))
-            for pulled, outcome in list(queued.outcomes()):
-                self._completion.settle(pulled, outcome)
+            queued.computed = Computed(outcome, done)
+            for pulled, item_outcome in list(queued.outcomes()):
+                self._completion.settle(pulled, item_outcome)
             self._queue.forget_when_cached(queued)
 
     def _requeue_joined(self, queued: QueuedItem) -> None:
@@ -66,6 +66,6 @@ class BatchResults:
             deaths = f"{queued.deaths} model processes died over this item, {queued.deaths_alone} of them with it alone"
             error = ModelFailed(f"{deaths}; the last: {reason}")
             for pulled, item in queued.open_waiters():
-                pulled.dead_reason = error.message
+                pulled.dead_letter_reason = error.message
                 self._completion.settle(pulled, failure(item.index, error, pulled.receipt()))
         self._queue.on_queued()

@@ -63,7 +63,7 @@ class Cancellation:
         stopping = _items_in(filter(self.is_unwanted, running), pulled)
         for item in pulled.items:
             if item.index not in stopping:
-                outcome = pulled.unwanted(item.index, begun=item.index in started)
+                outcome = pulled.unwanted(item.index, started=item.index in started)
                 self._completion.settle(pulled, outcome)
         # The ack makes room for new jobs, so the items of this one must not stay in the queue.
         self._queue.discard_unwanted()

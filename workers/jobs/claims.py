@@ -11,7 +11,7 @@ from workers.job import PulledJob
 from workers.jobs.completion import Completion
 
 UNFINISHED_MAX = 3
-"""Workers that may die with a job in hand before it is given up."""
+"""How many workers may die while they hold a job before it is given up."""
 
 
 class Claims:
@@ -22,24 +22,25 @@ class Claims:
         self._completion = completion
 
     async def claim(self, pulled_jobs: Sequence[PulledJob]) -> None:
-        """Claims the records of all that come again, and has those claimed in the background that come first.
+        """Claims the records of jobs. Waits only for those that may have been delivered before.
 
-        Nobody waits for the claim of a job that comes for the first time, as nearly all do; should it be over all the
-        same, it is dropped wherever it is by then.
+        Nearly all jobs arrive for the first time, and are claimed in the background. If such a job turns out to be
+        over, it is dropped wherever it is by then.
         """
-        first, again = list[PulledJob](), list[PulledJob]()
+        first, repeated = list[PulledJob](), list[PulledJob]()
         for pulled in pulled_jobs:
-            (first if pulled.is_fresh and not pulled.envelope.prediction else again).append(pulled)
+            is_first = pulled.is_fresh and not pulled.envelope.prediction
+            (first if is_first else repeated).append(pulled)
         if first:
             self._completion.registry.spawn(self._claim(first))
-        if again:
-            await self._claim(again)
+        if repeated:
+            await self._claim(repeated)
 
     async def _claim(self, pulled_jobs: Sequence[PulledJob]) -> None:
         claims = await self._records.claim([pulled.record for pulled in pulled_jobs])
         for pulled, claim in zip(pulled_jobs, claims, strict=True):
-            if claim is None:  # the broker knows less: it counts what was handed back, too
-                pulled.unfinished = max(0, pulled.message.delivery_attempt - 1)
+            if claim is None:  # no Redis; the broker's count includes jobs that were handed back
+                pulled.unfinished_claims = max(0, pulled.message.delivery_attempt - 1)
             elif not pulled.is_over:
                 self._apply(pulled, claim)
 
@@ -48,9 +49,10 @@ class Claims:
         if claim.state != "processing":
             self._completion.repeat(pulled, claim)
         elif claim.unfinished >= UNFINISHED_MAX:
-            pulled.dead_reason = f"{claim.unfinished} workers died with this job in hand"
+            error = ModelFailed(f"{claim.unfinished} workers died with this job in hand")
+            pulled.dead_letter_reason = error.message
             for item in pulled.items:
-                self._completion.settle(pulled, failure(item.index, ModelFailed(pulled.dead_reason), pulled.receipt()))
+                self._completion.settle(pulled, failure(item.index, error, pulled.receipt()))
         else:
-            pulled.unfinished = claim.unfinished
+            pulled.unfinished_claims = claim.unfinished
             self._completion.notify_webhook(pulled, "start")

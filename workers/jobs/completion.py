@@ -98,8 +98,8 @@ class Completion:
             ours = ReplyBody(outcomes, None, self._worker.worker, self._worker.device, time.time())
             end = self._end_prediction if pulled.envelope.prediction else self._end
             answered = await end(pulled, ours)
-            if pulled.dead_reason:
-                await self.replies.publish_dead_letter(pulled.message, pulled.dead_reason)
+            if pulled.dead_letter_reason:
+                await self.replies.publish_dead_letter(pulled.message, pulled.dead_letter_reason)
         except PenstockError as error:
             self._give_up(pulled, error)
             return

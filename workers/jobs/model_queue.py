@@ -115,7 +115,7 @@ class ModelQueue:
         now_s, wanted = time.time(), []
         for pulled, item in queued.open_waiters():
             if pulled.is_unwanted:
-                self._completion.settle(pulled, pulled.unwanted(item.index, begun=False))
+                self._completion.settle(pulled, pulled.unwanted(item.index, started=False))
             elif pulled.start_by_s <= now_s:
                 self._completion.settle(pulled, pulled.expired(item.index))
             else:

@@ -12,16 +12,14 @@ from typing import Self
 
 import msgspec
 
-from shared.errors import ConfigurationError, ModelFailed, PenstockError, error_for_code
-from shared.tasks import Result
+from shared.errors import ConfigurationError, ModelFailed
 from workers.models.base import OnStep, Prepared
 from workers.runtime.child_process import ChildProcess
 from workers.runtime.output import ChildOutput
 from workers.runtime.protocol import (
     FRAME_MAX_BYTES,
     HEADER,
-    Done,
-    Failure,
+    BatchResult,
     Progress,
     Ready,
     Refused,
@@ -41,28 +39,6 @@ class ModelProcessDied(ModelFailed):
     """The model process ended, hung or answered nonsense while it had the batch."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchDone:
-    """A batch that was run: one result or error per item, in order, and what it took.
-
-    Times are unix seconds. `real_work` and `padded_work` are tokens or pixel-steps without and with padding.
-    `out_of_memory`: the device had too little memory for the batch as it was, and it was run in parts. `switched`: the
-    models that the process holds now, and what was brought in and dropped for this batch; None where nothing was.
-    `steps_saved`: the steps that were left out, where the batch was canceled. `cpu_s`: CPU seconds of the process.
-    """
-
-    results: list[Result | PenstockError]
-    started_at_s: float
-    finished_at_s: float
-    inference_ms: float
-    real_work: int
-    padded_work: int
-    out_of_memory: bool = False
-    switched: ResidencyReport | None = None
-    steps_saved: int | None = None
-    cpu_s: float = 0.0
-
-
 Start = Callable[[socket.socket], Awaitable[ChildProcess]]
 """Starts a process with this end of the socket."""
 
@@ -79,7 +55,7 @@ class Launch:
 class _Pending:
     number: int
     size: int
-    done: asyncio.Future[BatchDone]
+    done: asyncio.Future[BatchResult]
     on_step: OnStep | None
     timer: asyncio.TimerHandle
 
@@ -159,7 +135,7 @@ class ModelClient:
 
     async def run(
         self, batch: Sequence[Prepared], timeout_s: float, on_step: OnStep | None, model: int = 0
-    ) -> BatchDone:
+    ) -> BatchResult:
         """Runs one batch on model number `model`, after the one in hand; `timeout_s` counts from then.
 
         Raises:
@@ -173,7 +149,7 @@ class ModelClient:
         loop = asyncio.get_running_loop()
         self._batches += 1
         timer = loop.call_later(timeout_s, self.kill, f"the batch was not done in {timeout_s:g} s")
-        done: asyncio.Future[BatchDone] = loop.create_future()
+        done: asyncio.Future[BatchResult] = loop.create_future()
         self._pending = _Pending(self._batches, len(batch), done, on_step, timer)
         self._writer.write(encode_run(self._batches, list(batch), model))
         return await done
@@ -218,7 +194,7 @@ class ModelClient:
 
     def _take(self, answer: ServerMessage) -> None:
         pending = self._pending
-        if not isinstance(answer, Progress | Done) or pending is None or answer.number != pending.number:
+        if not isinstance(answer, Progress | BatchResult) or pending is None or answer.number != pending.number:
             self.kill(f"it sent {type(answer).__name__} out of turn")
         elif isinstance(answer, Progress):
             if pending.on_step is not None:
@@ -227,11 +203,11 @@ class ModelClient:
             self.kill(f"it gave {len(answer.results)} results for {pending.size} items")
         else:
             self.memory_bytes = answer.memory_bytes
-            self.residency = answer.residency or self.residency
+            self.residency = answer.switched or self.residency
             if (done := self._end_turn()) is not None:
-                done.set_result(_batch_done(answer))
+                done.set_result(answer)
 
-    def _end_turn(self) -> asyncio.Future[BatchDone] | None:
+    def _end_turn(self) -> asyncio.Future[BatchResult] | None:
         """Lets the next batch in; returns who waits for this one, unless nobody does any more."""
         pending, self._pending = self._pending, None
         if pending is None:
@@ -250,24 +226,6 @@ class ModelClient:
             self.kill("it did not leave")
             await self._process.wait()
         await self._output.finish()
-
-
-def _batch_done(answer: Done) -> BatchDone:
-    return BatchDone(
-        results=[
-            error_for_code(result.code, result.message, result.field) if isinstance(result, Failure) else result
-            for result in answer.results
-        ],
-        started_at_s=answer.started_at_s,
-        finished_at_s=answer.finished_at_s,
-        inference_ms=answer.inference_ms,
-        real_work=answer.real_work,
-        padded_work=answer.padded_work,
-        out_of_memory=answer.out_of_memory,
-        switched=answer.residency,
-        steps_saved=answer.steps_saved,
-        cpu_s=answer.cpu_s,
-    )
 
 
 async def _connect(ours: socket.socket, process: ChildProcess) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

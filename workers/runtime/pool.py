@@ -21,11 +21,11 @@ from shared.errors import ConfigurationError, ModelFailed, PenstockError
 from workers.models.backend import Backend
 from workers.models.base import OnStep, Prepared
 from workers.runtime.child_process import spawn
-from workers.runtime.client import BatchDone, Launch, ModelClient, ModelProcessDied, Start
-from workers.runtime.protocol import ResidencyReport
+from workers.runtime.client import Launch, ModelClient, ModelProcessDied, Start
+from workers.runtime.protocol import BatchResult, ResidencyReport
 from workers.runtime.template import Template, can_fork
 
-__all__ = ["BatchDone", "HostedModel", "ModelPool", "ModelProcessDied", "PooledProcess"]
+__all__ = ["HostedModel", "ModelPool", "ModelProcessDied", "PooledProcess"]
 
 CPU_PROCESSES_MAX = 4
 START_TIMEOUT_S = 180.0
@@ -150,7 +150,7 @@ class PooledProcess:
 
     async def run(
         self, batch: Sequence[Prepared], *, timeout_s: float, model: int = 0, on_step: OnStep | None = None
-    ) -> BatchDone:
+    ) -> BatchResult:
         """Runs one batch of items with equal keys, one batch at a time.
 
         Args:

@@ -1,7 +1,7 @@
 """What the I/O process and a model process say to each other over their socket: frames of msgpack, length first.
 
 A frame is its length in bytes (unsigned 32-bit, little-endian) and then one of the structs below in MessagePack. To the
-model process go RunBatch and Cancel; from it come Ready or Refused once, and then Progress and Done.
+model process go RunBatch and Cancel; from it come Ready or Refused once, and then Progress and BatchResult.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import struct
 
 import msgspec
 
+from shared.errors import ModelFailed, PenstockError, error_for_code
 from shared.tasks import Result
 from workers.models.base import Prepared, PreparedItem
 
@@ -74,31 +75,58 @@ class Progress(msgspec.Struct, tag="progress"):
 
 
 class Failure(msgspec.Struct, tag="failure"):
-    """Why an item has no result; `code` as in shared.errors."""
+    """Why an item has no result. `code` is one of shared.errors."""
 
     code: str
     message: str
     field: str | None = None
 
+    @classmethod
+    def from_error(cls, error: PenstockError) -> Failure:
+        """The failure that `error` becomes on the socket."""
+        return cls(error.code, error.message, error.field)
 
-class Done(msgspec.Struct, tag="done", kw_only=True):
-    """Batch `number` is done. Times are unix seconds; `residency` where it changed; the rest as in BatchDone."""
+    def to_error(self) -> PenstockError:
+        """The error it was made from."""
+        return error_for_code(self.code, self.message, self.field)
 
-    number: int
+
+class BatchResult(msgspec.Struct, tag="done", kw_only=True):
+    """A batch that ran: one result or failure per item, in order, and what the batch took. Times are unix seconds."""
+
+    number: int = 0
+    """Number of the batch, as in RunBatch."""
     results: list[Result | Failure]
     started_at_s: float
     finished_at_s: float
     inference_ms: float
     real_work: int
+    """Tokens or pixel-steps of the items."""
     padded_work: int
-    out_of_memory: bool
-    memory_bytes: int
-    residency: ResidencyReport | None = None
+    """The same with padding, as computed."""
+    out_of_memory: bool = False
+    """Whether the device had too little memory for the whole batch, which was then run in parts."""
+    memory_bytes: int = 0
+    """Resident memory of the process."""
+    switched: ResidencyReport | None = None
+    """The models that were loaded and evicted for this batch; None if there were none."""
     steps_saved: int | None = None
+    """Steps that were left out because the batch was canceled."""
     cpu_s: float = 0.0
+    """CPU seconds of the process."""
+
+    @property
+    def outcomes(self) -> list[Result | PenstockError]:
+        """The results, with failures as errors."""
+        return [result.to_error() if isinstance(result, Failure) else result for result in self.results]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the model failed on every item."""
+        return all(isinstance(result, Failure) and result.code == ModelFailed.code for result in self.results)
 
 
-ServerMessage = Ready | Refused | Progress | Done
+ServerMessage = Ready | Refused | Progress | BatchResult
 ClientMessage = RunBatch | Cancel
 
 _encoder = msgspec.msgpack.Encoder()

@@ -10,7 +10,8 @@ from shared.errors import Canceled
 from shared.tasks.image import ImageInput, ImageResult
 from tests.limits import START_LIMIT_S
 from workers.models.base import Prepared, Preparer
-from workers.runtime.pool import BatchDone, HostedModel, ModelPool
+from workers.runtime.pool import HostedModel, ModelPool
+from workers.runtime.protocol import BatchResult
 
 pytestmark = pytest.mark.anyio
 
@@ -37,8 +38,8 @@ async def test_image_canceled_at_step_3_stops_within_one_step(
                 process.cancel()
 
         batch = asked(tiny_preparer, 100, images)
-        done: BatchDone = await process.run(batch, timeout_s=START_LIMIT_S, on_step=on_step)
-        assert all(isinstance(result, Canceled) for result in done.results)
+        done: BatchResult = await process.run(batch, timeout_s=START_LIMIT_S, on_step=on_step)
+        assert all(isinstance(result, Canceled) for result in done.outcomes)
         assert len(done.results) == images
         canceled_at = next(step for step, _ in told if step >= 3)
         assert told[0][1] == 100

@@ -1,0 +1,156 @@
+"""Runs one batch in a model process: group by group, split when a group fails, and stopped when it is canceled."""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import time
+from collections.abc import Sequence
+
+from shared.errors import Canceled, ModelFailed, PenstockError
+from shared.tasks import Result
+from workers.models.base import InferenceModel, OnStep, OutOfMemory, PreparedItem
+from workers.runtime import memory
+from workers.runtime.protocol import (
+    BatchResult,
+    Cancel,
+    Failure,
+    Progress,
+    RunBatch,
+    encode_server_message,
+    read_client_message,
+)
+from workers.runtime.resident_models import ResidentModels
+
+PROGRESS_EVERY_S = 0.1
+
+log = logging.getLogger(__name__)
+
+
+def run_batch(resident_models: ResidentModels, batch: RunBatch, steps: StepReporter) -> BatchResult:
+    """Runs `batch`. A model that can't be loaded fails only the items of this batch."""
+    try:
+        model = resident_models.use(batch.model)
+    except Exception as error:
+        # The boundary to the model libraries, as below.
+        log.warning("model could not be loaded", exc_info=True, extra={"model": batch.model})
+        failures: list[Result | Failure] = [_as_failure(error)] * len(batch.items)
+        return _result(resident_models, batch, time.time(), 0.0, failures)
+    started_at_s, began_s, began_cpu_s = time.time(), time.perf_counter(), time.process_time()
+    execution = BatchExecution(model, steps)
+    execution.compute(batch.items)
+    inference_ms, cpu_s = (time.perf_counter() - began_s) * 1000, time.process_time() - began_cpu_s
+    if execution.out_of_memory:
+        resident_models.drop_others(keep=batch.model)  # makes room for the next batch
+    results = [result for _, result in sorted(execution.results.items())]
+    done = _result(resident_models, batch, started_at_s, inference_ms, results)
+    done.padded_work, done.out_of_memory = execution.padded_work, execution.out_of_memory
+    done.steps_saved, done.cpu_s = steps.saved, cpu_s
+    return done
+
+
+def _result(
+    resident_models: ResidentModels,
+    batch: RunBatch,
+    started_at_s: float,
+    inference_ms: float,
+    results: list[Result | Failure],
+) -> BatchResult:
+    return BatchResult(
+        number=batch.number,
+        results=results,
+        started_at_s=started_at_s,
+        finished_at_s=time.time(),
+        inference_ms=inference_ms,
+        real_work=sum(item.length for item in batch.items),
+        padded_work=0,
+        memory_bytes=memory.resident_bytes(),
+        switched=resident_models.changes(),
+    )
+
+
+class StepReporter:
+    """What a model calls after each step. Reports progress, and ends batch `number` if it is canceled.
+
+    It reads the socket between two steps. A thread for this would slow down every batch.
+    """
+
+    def __init__(self, connection: socket.socket, number: int) -> None:
+        self._connection = connection
+        self._number = number
+        self._reported_s = time.monotonic()
+        self.saved: int | None = None
+        """The steps that were left out, if the batch was canceled."""
+
+    def __call__(self, step: int, steps: int) -> None:
+        """Reports `step` of `steps`.
+
+        Raises:
+            Canceled: the batch is canceled.
+        """
+        # Checked after the last step too: decoding and encoding take as long as several steps.
+        if self._is_canceled():
+            self.saved = steps - step
+            raise Canceled
+        if (now_s := time.monotonic()) - self._reported_s >= PROGRESS_EVERY_S:
+            self._reported_s = now_s
+            self._connection.sendall(encode_server_message(Progress(self._number, step, steps)))
+
+    def _is_canceled(self) -> bool:
+        while select.select([self._connection], [], [], 0)[0]:
+            message = read_client_message(self._connection)
+            # While a batch runs, only its Cancel, a late Cancel of another batch, or the end can arrive.
+            if not isinstance(message, Cancel) or message.number == self._number:
+                return True
+        return False
+
+
+class BatchExecution:
+    """Computes one batch group by group. A group that fails is halved until the bad item is alone."""
+
+    def __init__(self, model: InferenceModel, on_step: OnStep) -> None:
+        self._model = model
+        self._on_step = on_step
+        self.results: dict[int, Result | Failure] = {}
+        self.padded_work = 0
+        self.out_of_memory = False
+
+    def compute(self, items: Sequence[PreparedItem]) -> None:
+        """Fills `results` for every place in `items`."""
+        try:
+            for places in self._model.groups(items):
+                self._compute_group(items, places)
+        except Canceled as error:
+            for place in range(len(items)):
+                self.results.setdefault(place, Failure.from_error(error))
+
+    def _compute_group(self, items: Sequence[PreparedItem], places: Sequence[int]) -> None:
+        group = [items[place] for place in places]
+        self.padded_work += self._model.computed_work([item.length for item in group])
+        try:
+            results = self._model.predict(group, self._on_step)
+            if len(results) != len(group):
+                counts = f"{len(results)} results for {len(group)} items"
+                raise ModelFailed(f"the model gave {counts}; this is a bug")
+        except Canceled:
+            raise
+        except Exception as error:
+            # The boundary to the model libraries: their errors fail items, never the process.
+            self.out_of_memory |= isinstance(error, OutOfMemory)
+            log.warning("batch failed", exc_info=True, extra={"items": len(group)})
+            if len(group) == 1:
+                self.results[places[0]] = _as_failure(error)
+                return
+        else:
+            for place, result in zip(places, results, strict=True):
+                self.results[place] = Failure.from_error(result) if isinstance(result, PenstockError) else result
+            return
+        middle = len(places) // 2
+        self._compute_group(items, places[:middle])
+        self._compute_group(items, places[middle:])
+
+
+def _as_failure(error: Exception) -> Failure:
+    known = error if isinstance(error, PenstockError) else ModelFailed(f"{type(error).__name__}: {error}")
+    return Failure.from_error(known)
