@@ -56,7 +56,17 @@ def test_five_hops_lead_from_the_readme_to_the_ack() -> None:
     assert len(PATH_TO_THE_ACK) - 1 <= MAX_HOPS
     for here, there in pairwise(PATH_TO_THE_ACK):
         assert there in leads_to(Path(here)), f"{here} does not lead to {there}"
-    assert re.search(r"\.ack\(", (ROOT / PATH_TO_THE_ACK[-1]).read_text())
+    assert "subscription.ack(" in (ROOT / PATH_TO_THE_ACK[-1]).read_text()
+
+
+def test_forms_of_a_text_are_defined_where_the_document_says() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    rows = re.findall(r"^\| (`[A-Z][^|]+) \| `([\w./]+)` \|", text, re.MULTILINE)
+    assert rows
+    for names, path in rows:
+        files = (ROOT / path).glob("*.py") if (ROOT / path).is_dir() else [ROOT / path]
+        defined = {name for file in files for name in re.findall(r"^class (\w+)", file.read_text(), re.MULTILINE)}
+        assert set(re.findall(r"`(\w+)`", names)) <= defined
 
 
 def leads_to(file: Path) -> set[str]:
