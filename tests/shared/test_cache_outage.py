@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY
 from infra.local.process import free_port
 from infra.local.redis_server import RedisServer
 from shared.errors import ConfigurationError
-from shared.stores import redis_client as redis_link
+from shared.stores import redis_client
 from shared.stores.cache import ResultCache
 from shared.stores.records import Records
 from shared.tasks.embedding import EmbeddingResult
@@ -124,9 +124,9 @@ async def test_refused_write_is_an_error_but_no_reason_to_stop_asking(own_redis:
         await client.config_set("maxmemory-policy", "noeviction")
         await client.config_set("maxmemory", 1)
         errors = metric("penstock_cache_errors_total", operation="put")
-        for _ in range(redis_link.FAILURES + 1):
+        for _ in range(redis_client.FAILURES + 1):
             await cache.put_many({"b": vector()}, ttl_s=60)
-        assert metric("penstock_cache_errors_total", operation="put") - errors == redis_link.FAILURES + 1
+        assert metric("penstock_cache_errors_total", operation="put") - errors == redis_client.FAILURES + 1
         assert cache.is_up
         assert "a" in await cache.get_many(["a"])
 
