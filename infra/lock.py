@@ -1,8 +1,8 @@
-"""Reads the lock, constraints.txt: every package that the project needs, with its version and hashes.
+"""Reads the lock, constraints.txt, which has versions and hashes of all packages.
 
-`make constraints` writes the lock. As a program this module prints the versions alone (`pins`; pip wants hashes for
-all packages or none), one package with its hashes (`only NAME`), or what the lock lacks (`check`). It imports the
-standard library only.
+`make constraints` writes the lock. As a program this module prints the versions alone (`pins`; pip
+wants hashes for all packages or none), one package with its hashes (`only NAME`), or what the lock
+lacks (`check`). It imports the standard library only.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _asked(project_file: Path) -> list[str]:
 
 
 def main(words: list[str]) -> int:
-    """Runs one command; returns the exit status."""
+    """Runs one command. Returns the exit status."""
     if words == ["pins"]:
         print("\n".join(f"{name}=={locked.version}" for name, locked in read_lock().items()))
         return 0

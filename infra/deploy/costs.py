@@ -19,16 +19,21 @@ LEAST_ROW_BYTES = 1024
 GPU_DISK_GIB, GENERAL_DISK_GIB = 100, 50
 """Boot disks, as infra/terraform/modules/cluster/nodes.tf has them."""
 SIDECAR_CPU, SIDECAR_GIB = 0.5, 0.25
-"""Of the container beside the API that collects its metrics (infra/terraform/modules/region/api.tf)."""
+"""The API's sidecar that collects metrics (infra/terraform/modules/region/api.tf)."""
 REPLIES = "Pub/Sub, replies"
 JOB_DELIVERIES = 2
-"""A job goes to the workers' subscription and to the one of the lane `batch`; what a filter drops is billed too
-(docs.cloud.google.com/pubsub/docs/subscription-message-filter)."""
+"""A job goes to the workers' subscription and to the one of the lane `batch`.
+
+What a filter drops is billed too (docs.cloud.google.com/pubsub/docs/subscription-message-filter).
+"""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One row: at the mean rate, and were the peak held for all of the month. No amount: `lacks` says what to give."""
+    """One row: at the mean rate, and were the peak held for all of the month.
+
+    No amount: `lacks` says what to give.
+    """
 
     item: str
     place: str
@@ -58,7 +63,10 @@ def cost_table(sites: Sequence[Site], volumes: Sequence[Volume], platform: Platf
 
 
 class _Bill:
-    """Looks prices up while rows are added; rows of one price share what is free of it, and its steps."""
+    """Looks prices up while rows are added.
+
+    Rows of one price share its free amount and its steps.
+    """
 
     def __init__(self, prices: Prices) -> None:
         self._prices = prices
@@ -131,7 +139,7 @@ def _machine(pool: Pool, kind: str) -> str:
 
 
 def on_demand_usd(sites: Sequence[Site], prices: Prices) -> tuple[float, float] | None:
-    """What the GPU nodes cost where none is a spot node, at mean and peak; None where a price is missing."""
+    """The cost of GPU nodes without spot nodes, at mean and peak. None if a price is missing."""
     total = [0.0, 0.0]
     for pool in (pool for site in sites for pool in site.pools):
         price = prices.prices.get(_machine(pool, "on-demand"))
@@ -144,7 +152,7 @@ def on_demand_usd(sites: Sequence[Site], prices: Prices) -> tuple[float, float] 
 
 
 def _messages(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None:
-    """Publish and each delivery are billed, 1,000 bytes at least; a filtered one at most as much."""
+    """Publish and each delivery are billed, with at least 1,000 bytes each."""
     slots = platform.inboxes.slots
     for what, size, times in (("jobs", "job_bytes", 1 + JOB_DELIVERIES), ("replies", "reply_bytes", 1 + slots)):
         total, unknown = 0.0, []

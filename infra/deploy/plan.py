@@ -1,4 +1,4 @@
-"""`penstock deploy plan`: sizes everything from catalog, rates, variables and prices, and says what to set first."""
+"""`penstock deploy plan`: sizes a deployment from catalog, rates, variables and prices."""
 
 from __future__ import annotations
 
@@ -59,15 +59,17 @@ def make_plan(
     """The plan.
 
     Args:
-        catalog: the models; those without a rate are made too, and have no more workers than replicas.min.
+        catalog: the models. Those without a rate have no more workers than replicas.min.
         rates: what is expected.
         platform: the variables of infra/terraform/platform.
         prices: what things cost.
         gpus: infra/kubernetes/gpus.yaml.
-        buffer: places kept warm for each class of GPU nodes, as `python -m infra.kubernetes --buffer`.
+        buffer: places kept warm for each class of GPU nodes, as `python -m infra.kubernetes
+            --buffer`.
 
     Raises:
-        ConfigurationError: rates, variables and catalog do not fit together; the message names the field.
+        ConfigurationError: rates, variables and catalog do not fit together. The message names the
+            field.
     """
     shares = _shares(rates, platform)
     sites = tuple(_site(name, share, catalog, rates, platform, gpus, buffer) for name, share in shares.items())

@@ -1,9 +1,9 @@
-"""How many workers a load needs: utilization below a target, and a wait that stays within the deadline.
+"""How many workers a load needs, for a target utilization and waits within the deadline.
 
-Workers of one model are the servers of one queue, as all of them pull from one subscription. Arrivals are taken as
-Poisson and service times as exponential (M/M/c); batches of one model differ less than that, and M/D/c waits less than
-M/M/c at the same load, so what comes out is on the safe side. Not counted: a request of more items than a batch holds
-brings them all at once.
+Workers of one model are the servers of one queue, as all of them pull from one subscription.
+Arrivals are taken as Poisson and service times as exponential (M/M/c). Batches of one model differ
+less than that, and M/D/c waits less than M/M/c at the same load, so what comes out is on the safe
+side. Not counted: a request of more items than a batch holds brings them all at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def servers_needed(load: float, service_s: float, wait_s: float, *, utilization:
     Args:
         load: offered load in Erlangs: arrivals per second x seconds of one server that each takes.
         service_s: seconds for which one server is taken at a time.
-        wait_s: seconds that an arrival may wait for a server; above 0.
+        wait_s: seconds that an arrival may wait for a server. Above 0.
         utilization: the share of its time that a server may be busy, between 0 and 1.
         late_share: the share of arrivals that may wait longer.
 
@@ -36,7 +36,8 @@ def servers_needed(load: float, service_s: float, wait_s: float, *, utilization:
 def late(servers: int, load: float, service_s: float, wait_s: float) -> float:
     """The share of arrivals that wait longer than `wait_s`: P(W > t) = C(c, a) exp(-(c - a) t / s).
 
-    Source: Gross, Shortle, Thompson, Harris: Fundamentals of Queueing Theory, section "Multiserver queues (M/M/c)".
+    Source: Gross, Shortle, Thompson, Harris: Fundamentals of Queueing Theory, section "Multiserver
+        queues (M/M/c)".
     """
     if load >= servers:
         return 1.0
@@ -44,9 +45,11 @@ def late(servers: int, load: float, service_s: float, wait_s: float) -> float:
 
 
 def erlang_c(servers: int, load: float) -> float:
-    """The share of arrivals that find all servers busy (A. K. Erlang, 1917), by way of the loss formula B.
+    """The share of arrivals that find all servers busy (A. K.
 
-    B(0) = 1, B(k) = a B(k-1) / (k + a B(k-1)); C = B / (1 - (a / c) (1 - B)), for a < c.
+    Erlang, 1917), by way of the loss formula B.
+
+    B(0) = 1, B(k) = a B(k-1) / (k + a B(k-1)), and C = B / (1 - (a / c) (1 - B)), for a < c.
     """
     lost = 1.0
     for count in range(1, servers + 1):
@@ -55,5 +58,5 @@ def erlang_c(servers: int, load: float) -> float:
 
 
 def mean_wait_s(servers: int, load: float, service_s: float) -> float:
-    """Seconds that an arrival waits on average: C(c, a) s / (c - a); for a < c."""
+    """Seconds that an arrival waits on average: C(c, a) s / (c - a), for a < c."""
     return erlang_c(servers, load) * service_s / (servers - load) if load else 0.0

@@ -14,12 +14,12 @@ from infra.kubernetes.deployment import GpuType
 
 UNKNOWN = "unknown"
 GPU_METRICS = {"nvidia-l4": "NVIDIA_L4_GPUS", "nvidia-tesla-a100": "NVIDIA_A100_GPUS"}
-"""Names of the quotas: cloud.google.com/dataflow/docs/gpu/use-l4-gpus and Compute Engine's enum Quota.Types.Metric."""
+"""Quota names: cloud.google.com/dataflow/docs/gpu/use-l4-gpus and Compute Engine's API."""
 RUN_QUOTAS = "depends on the region; cloud.google.com/run/docs/configuring/max-instances-limits"
 SUBSCRIPTIONS_OF_A_TOPIC = 10_000
 """docs.cloud.google.com/bigquery/docs/analytics-hub-introduction, limitations."""
 SUBSCRIPTIONS_OF_A_PROJECT = 10_000
-"""As infra/terraform/platform/variables.tf has it; of older copies of cloud.google.com/pubsub/quotas."""
+"""As in infra/terraform/platform/variables.tf, from old copies of Pub/Sub's page of quotas."""
 INSERT_MB_PER_S = {"EU": 1000, "US": 1000}
 """Else 300 (docs.cloud.google.com/bigquery/quotas)."""
 

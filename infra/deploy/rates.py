@@ -1,4 +1,4 @@
-"""The rates that one expects, from a file or the command line; nothing that has to be measured has a default."""
+"""The expected rates, from a file or the command line. Measured values have no defaults."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class ModelRate(_Entry):
     mean_per_s: float = Field(ge=0)
     """Requests a second, averaged over a month."""
     peak_per_s: float | None = Field(None, ge=0)
-    """Requests a second in the busiest minutes; the mean, if not given."""
+    """Requests per second in the busiest minutes. Default: the mean."""
     items_per_request: float = Field(1.0, ge=1)
     hit_share: float = Field(0.0, ge=0, le=1)
     """Of all items, those that the cache answers."""
     seconds_per_item: float | None = Field(None, gt=0)
-    """Seconds of one worker for each item, in batches as they come under load; to be given where anything is asked."""
+    """Seconds of one worker per item, in batches under load. Required if there are requests."""
     measured: str = ""
     """Where seconds_per_item comes from: command, GPU and day."""
     measured_share: int = Field(1, ge=1, le=48)
     """Workers that were busy on the same GPU while it was measured."""
     kept_when_sharing: float = Field(1.0, gt=0, le=1)
-    """Of a GPU's rate, what is left when workers share it; `python -m bench.gpu` measures it."""
+    """The share of a GPU's rate that is left when workers share it, measured by bench.gpu."""
     tokens_per_item: float | None = Field(None, gt=0)
-    """With it, the batch is what batch.max_tokens holds; without, batch.max_items."""
+    """With it, batch.max_tokens bounds the batch. Without it, batch.max_items."""
     input_bytes: int | None = Field(None, ge=0)
     """Of one item, as the caller sends it."""
     output_bytes: int | None = Field(None, ge=0)
@@ -73,13 +73,13 @@ class Rates(_Entry):
 
     models: dict[str, ModelRate] = Field(min_length=1)
     regions: dict[str, float] = {}
-    """Share of all requests that each region gets; evenly, if not given."""
+    """The share of requests of each region. Default: equal shares."""
     target_utilization: float = Field(0.7, gt=0, lt=1)
     """Share of its time that a worker may be busy at the peak."""
     late_share: float = Field(0.001, gt=0, lt=1)
     """Of the requests at the peak, those that may wait past the deadline."""
     api_requests_per_s: float | None = Field(None, gt=0)
-    """What one API instance was measured to take; without it, only its concurrency is counted."""
+    """The measured rate of one API instance. Without it, only its concurrency counts."""
 
     @model_validator(mode="after")
     def _shares_add_up(self) -> Self:
@@ -107,7 +107,8 @@ def rates_of_words(rates: Sequence[str], seconds: Sequence[str], catalog: Catalo
     """The rates that `--rate MODEL=MEAN[:PEAK]` and `--seconds MODEL=SECONDS` say.
 
     Raises:
-        ConfigurationError: a word is malformed, or names no model, or a model's seconds are missing.
+        ConfigurationError: a word is malformed, or names no model, or a model's seconds are
+            missing.
     """
     models: dict[str, dict[str, Any]] = {}
     for word in rates:

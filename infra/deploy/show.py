@@ -157,7 +157,7 @@ def _number(value: float) -> str:
 
 
 def as_json(plan: Plan) -> str:
-    """The plan with every name and figure; `tfvars` holds the variables with the changes made."""
+    """The plan with every name and figure. `tfvars` has the changed variables."""
     document = {
         "models": [_model_document(one) for one in _workers(plan)],
         "regions": [_site_document(site) for site in plan.sites],

@@ -1,4 +1,4 @@
-"""From rates to workers, GPUs, nodes and API instances: of one model in one region, then of each class of nodes."""
+"""From rates to workers, GPUs, nodes and API instances, per model, region and node class."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shared.catalog_entry import Gpu
 from shared.errors import ConfigurationError
 
 TRIP_S = 0.1
-"""Pub/Sub there and back at the 90th percentile, 2 x 47 ms: github.com/davidxia/cloud-message-latency (Go, 2021)."""
+"""Pub/Sub round trip, p90, 2 x 47 ms: github.com/davidxia/cloud-message-latency (2021)."""
 CPUS_OF_A_WORKER = int(CPU_ONLY["cpu"])
 """Of a worker without a GPU, which runs as many model processes."""
 
@@ -40,7 +40,7 @@ class Workers:
     pods_mean: int
     pods_peak: int
     answer_s: float
-    """Seconds from request to answer at the peak, for what is computed: trip, mean wait, one batch."""
+    """Seconds from request to answer at the peak, without hits: network, mean wait, one batch."""
 
     @property
     def batch_s(self) -> float:
@@ -50,7 +50,7 @@ class Workers:
 
 @dataclass(frozen=True)
 class Pool:
-    """A class of GPU nodes in one region: its machines, and how many are needed at the mean and at the peak."""
+    """A class of GPU nodes in one region: machines, and how many at the mean and the peak."""
 
     region: str
     gpu: Gpu
@@ -61,7 +61,10 @@ class Pool:
 
     @property
     def name(self) -> str:
-        """As Terraform names the pool on demand; `-spot` and `-on-<overflow>` stand for its other pools."""
+        """Terraform's name of the on-demand pool.
+
+        Its others end in `-spot` and `-on-<overflow>`.
+        """
         return gpu_class(self.gpu)
 
 
@@ -83,10 +86,10 @@ class Site:
 def size_workers(model: Model, rate: ModelRate, share: float, region: str, rates: Rates) -> Workers:
     """Workers for the part `share` of a model's rate.
 
-    Offered load = items per second x (1 - hit share) x seconds per item; as many workers as keep their utilization at
-    the target and let no more than `late_share` wait past the deadline (infra/deploy/queueing.py). Time-sharing gives
-    each of n workers an n-th of a GPU: with n places taken an item takes n times as long as with one, and longer by
-    what sharing itself costs.
+    Offered load = items per second x (1 - hit share) x seconds per item. As many workers as keep
+    their utilization at the target and let no more than `late_share` wait past the deadline
+    (infra/deploy/queueing.py). Time-sharing gives each of n workers an n-th of a GPU: with n places
+    taken an item takes n times as long as with one, and longer by what sharing itself costs.
 
     Raises:
         ConfigurationError: a full batch alone takes longer than the deadline.
@@ -132,7 +135,7 @@ def size_workers(model: Model, rate: ModelRate, share: float, region: str, rates
 
 
 def batch_items(model: Model, rate: ModelRate) -> int:
-    """Items of a full batch: what the budget holds of the model's usual items, max_items at most."""
+    """Items of a full batch: as many usual items as the budget holds, at most max_items."""
     one = model.definition.usual_work(model, rate.tokens_per_item)
     return max(1, min(model.batch.max_items, int(model.budget // one))) if one else model.batch.max_items
 
@@ -152,7 +155,8 @@ def size_site(
 ) -> Site:
     """The nodes and the API instances of one region, which has the part `share` of all requests.
 
-    Peaks of models are taken to come together. `buffer` places of each class are kept warm beside the workers.
+    Peaks of models are taken to come together. `buffer` places of each class are kept warm beside
+    the workers.
 
     Raises:
         ConfigurationError: a model's GPU type is not in infra/kubernetes/gpus.yaml.
@@ -190,7 +194,7 @@ def _pool(region: str, members: Sequence[Workers], gpus: dict[str, GpuType], buf
 
 
 def _cpu_workers_per_node(machine_type: str) -> int:
-    """Workers without a GPU on a general node; one of its vCPUs is left to the system's own pods."""
+    """Workers without a GPU per general node. One of its vCPUs is for system pods."""
     tail = machine_type.rpartition("-")[2]
     if not tail.isdigit():
         raise ConfigurationError(
@@ -201,7 +205,10 @@ def _cpu_workers_per_node(machine_type: str) -> int:
 
 
 def _api_instances(workers: Sequence[Workers], rates: Rates, platform: Platform, *, at_peak: bool) -> int:
-    """By Little's law: requests in flight = rate x seconds until the answer; hits are in flight for next to nothing."""
+    """By Little's law: requests in flight = rate x seconds until the answer.
+
+    Hits take almost none.
+    """
     in_flight = asked_per_s = 0.0
     for one in workers:
         per_s = one.requests_peak_per_s if at_peak else one.requests_mean_per_s

@@ -1,4 +1,7 @@
-"""What Terraform's stage `platform` makes, by name: topics, subscriptions, node pools, Redis; a test holds it to it."""
+"""What Terraform's stage `platform` creates: topics, subscriptions, node pools, Redis.
+
+A test compares the two.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def _inboxes(platform: Platform) -> list[str]:
 
 
 def gpu_pools(models: Iterable[Model], platform: Platform) -> list[str]:
-    """The names of a region's pools of GPU nodes; none where ComputeClasses make the nodes."""
+    """The names of a region's GPU node pools. None if ComputeClasses create the nodes."""
     if platform.nodes.compute_classes:
         return []
     found = []
@@ -71,7 +74,7 @@ class Redis:
 
 
 def redis(platform: Platform) -> list[Redis]:
-    """One in each region for cache and leases; one for the records of all regions, where they are kept apart."""
+    """One in each region for cache and leases, and one for all records if they are separate."""
     cache, records = platform.cache, platform.records
     found = [Redis(region, "cache", cache.node_type, 1 + cache.replicas) for region in platform.regions]
     apart = records.apart if records.apart is not None else len(platform.regions) > 1

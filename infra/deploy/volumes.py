@@ -1,4 +1,4 @@
-"""What a month of requests moves: messages, rows, objects, answers; sizes are those of messages as they are encoded."""
+"""The volumes of a month: messages, rows, objects, answers. Sizes are of encoded messages."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ HOURS = 730.0
 SECONDS = HOURS * 3600
 DAYS = HOURS / 24
 MESSAGE_BYTES = 20 + 16
-"""Billed with every message besides body and attributes: timestamp and message id (cloud.google.com/pubsub/pricing)."""
+"""Timestamp and message id are billed with each message (cloud.google.com/pubsub/pricing)."""
 NOW_S = 1_790_000_000.25
 """Any moment: what counts is its length."""
 
 
 @dataclass(frozen=True)
 class Volume:
-    """A month of one model, all regions together. None: not known, as the rates do not say how large an item is."""
+    """A month of one model, all regions together.
+
+    None: not known, as the rates do not say how large an item is.
+    """
 
     model: str
     requests: float
@@ -56,7 +59,7 @@ class Volume:
 
 
 def volume(model: Model, rate: ModelRate) -> Volume:
-    """What the mean rate of a model adds up to in a month; each computed item is one of a job's, and leaves a row."""
+    """The volumes of a model in a month, at its mean rate. Each item has a row."""
     requests = rate.mean_per_s * SECONDS
     items = requests * rate.items_per_request
     computed = items * (1 - rate.hit_share)
@@ -105,7 +108,7 @@ def reply_bytes(model: Model, output_bytes: int | None, items: int) -> int | Non
 
 
 def row_bytes(model: Model) -> int:
-    """What a row is stored as: 8 bytes a number or time, 2 + its length a string (BigQuery's data size calculation)."""
+    """Stored size of a row: 8 bytes per number or time, 2 + length per string (BigQuery's docs)."""
     receipt = Receipt("miss", NOW_S, NOW_S, NOW_S, 10.25, 100.25, 8, 100)
     outcome = ItemOutcome(0, "succeeded", receipt)
     facts = {"worker": "worker-" + "0" * 24, "device": "NVIDIA L4", "region": "europe-west4", "device_share": 1.0}

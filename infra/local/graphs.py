@@ -1,4 +1,4 @@
-"""Optimized graphs that a model lacks at the first start on a machine, made while everything else starts."""
+"""Builds missing optimized graphs at the first start, while everything else starts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ LOOSE_COSINE = 0.999
 
 
 def graph_commands(catalog: Catalog) -> dict[str, list[str]]:
-    """The module and words that make each model's graphs, by the model's name; models that need none are left out."""
+    """The command that builds each model's graphs, by model name. Omits models without graphs."""
     wanted = {model.name: wanted_graphs(model) for model in catalog.models}
     return {name: ["workers.optimize", name, "--variants", graphs] for name, graphs in wanted.items() if graphs}
 
 
 def wanted_graphs(model: Model) -> str:
-    """The optimized graphs that a worker here may choose from, as `workers.optimize` names them; empty: none."""
+    """The optimized graphs that a worker may choose from, as named by `workers.optimize`."""
     if not model.definition.runs_graphs or model.backend == "torch":
         return ""
     graphs = ["fp32"]
@@ -33,7 +33,7 @@ def wanted_graphs(model: Model) -> str:
 
 
 def await_graphs(makers: Mapping[str, Process], tell: Callable[[str, str], None]) -> Iterator[str]:
-    """The models' names, each once its maker has ended, in whichever way: without graphs torch serves a model.
+    """Model names, as their builders end. Without graphs torch serves a model.
 
     Args:
         makers: started, by the model's name.

@@ -1,4 +1,4 @@
-"""The TCP ports of a local stack: the well-known ones of `penstock up`, or free ones beside others."""
+"""The TCP ports of a local stack: the defaults of `penstock up`, or free ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from infra.local.process import free_port
 
 @dataclass(frozen=True)
 class Ports:
-    """Where the parts listen on 127.0.0.1; worker number n of the catalog answers probes on `health[n]`."""
+    """The ports on 127.0.0.1. Worker number n of the catalog answers probes on `health[n]`."""
 
     api: int = 8080
     pubsub: int = 8085

@@ -1,4 +1,4 @@
-"""One process of the local stack: started in a group of its own, its words in a log file, stopped with a limit."""
+"""One process of the local stack, in its own group, with a log file and a time limit to stop."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _random = random.SystemRandom()
 
 
 class Process:
-    """A program while it runs; entering the context starts it, leaving it stops it.
+    """A program while it runs. Entering the context starts it, leaving it stops it.
 
     Args:
-        name: what people call it; names the log file.
+        name: for people, and for the log file.
         command: program and arguments.
         log_dir: gets `<name>.log`, both output streams, written anew at each start.
-        environment: all of its environment; None: this process's own.
+        environment: its whole environment. None: that of this process.
         stop_limit_s: how long it may take to end after SIGTERM before its whole group is killed.
     """
 
@@ -87,7 +87,8 @@ class Process:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as output:
             try:
-                # A session of its own: Ctrl-C reaches the stack alone, which then stops its parts in order.
+                # A session of its own: Ctrl-C reaches the stack alone, which then stops its parts
+                # in order.
                 self._popen = subprocess.Popen(
                     self._command,
                     stdin=subprocess.DEVNULL,
@@ -104,7 +105,8 @@ class Process:
         """Returns once `is_ready` says so.
 
         Raises:
-            Unavailable: it ended first, or `limit_s` seconds passed; the message has the end of its log.
+            Unavailable: it ended first, or `limit_s` seconds passed. The message has the end of its
+                log.
         """
         deadline_s = time.monotonic() + limit_s
         while not is_ready():
@@ -118,7 +120,8 @@ class Process:
         """Returns once it ended by itself with code 0.
 
         Raises:
-            Unavailable: it ended with another code or not within `limit_s` seconds; the message has the end of its log.
+            Unavailable: it ended with another code or not within `limit_s` seconds. The message has
+                the end of its log.
         """
         deadline_s = time.monotonic() + limit_s
         while self.is_running:
@@ -137,14 +140,14 @@ class Process:
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
     def ask_to_stop(self) -> None:
-        """Sends SIGTERM and returns at once; several processes can so wind down side by side before `stop`."""
+        """Sends SIGTERM and returns at once, so that several processes can stop concurrently."""
         if self._popen is not None and self._popen.poll() is None:
             self._popen.terminate()
             # A paused process takes SIGTERM only once it goes on.
             self._popen.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
-        """Asks it to end, then kills its group; harmless when it is not running."""
+        """Sends SIGTERM, then kills its group. Does nothing if it is not running."""
         self.ask_to_stop()
         popen, self._popen = self._popen, None
         if popen is None:
@@ -159,13 +162,13 @@ class Process:
             _kill_group(popen.pid)
 
     def kill(self) -> None:
-        """Ends it at once, with SIGKILL, as a crash would; what it started is left to notice by itself."""
+        """Kills it with SIGKILL, like a crash. Its children are not killed."""
         self._signal(signal.SIGKILL)
         assert self._popen is not None, "a signal was sent to it; this is a bug"
         self._popen.wait(KILL_LIMIT_S)
 
     def pause(self) -> None:
-        """Freezes it: connections stay open and nothing is answered, as with a machine that hangs."""
+        """Freezes it like a machine that hangs: connections stay open without answers."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -184,7 +187,7 @@ class Process:
 
 
 def _end_with_parent() -> None:
-    """Runs in the child: SIGTERM comes when the parent dies, however it dies, so nothing is left behind."""
+    """Runs in the child: requests SIGTERM when the parent dies, so that no process is left."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -217,15 +220,17 @@ def answers(port: int, path: str, timeout_s: float = 5.0) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that is free; no other process is given it by this function while this one lives.
+    """A free TCP port of 127.0.0.1. Reserved against other callers while this process lives.
 
     Raises:
         Unavailable: none was found.
     """
     for _ in range(PORT_TRIES):
-        # Below those that the kernel hands out by itself, which would race with whoever was told of this one.
+        # Below those that the kernel hands out by itself, which would race with whoever was told of
+        # this one.
         port = _random.randrange(*FREE_PORTS)
-        # The same number of UDP, which nobody here uses, is the claim; the kernel lifts it when this process ends.
+        # The same number of UDP, which nobody here uses, is the claim; the kernel lifts it when
+        # this process ends.
         claim = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         try:
             claim.bind(("127.0.0.1", port))

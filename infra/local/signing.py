@@ -1,4 +1,4 @@
-"""What the local API and its functions sign with: made at the first start, and kept in the state's folder."""
+"""The signing keys of the local API and functions, created at the first start and kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WEBHOOK_KEY_BYTES = 32
 
 
 def kept_secrets(state_dir: Path) -> dict[str, str]:
-    """The secrets of this state's folder, by setting; the same at every start, since receivers of webhooks note theirs.
+    """The secrets of this state folder, by setting, equal at every start.
 
     Args:
         state_dir: gets the file `secrets.json`, which only its owner may read.

@@ -1,6 +1,6 @@
-"""The whole pipeline on one machine, as real processes: servers, one worker per model of the catalog, the API.
+"""The whole pipeline on one machine, as real processes.
 
-What runs here is what runs in the cloud; only the endpoints, handed on by environment, differ. Started by
+The code is the same as in the cloud. Only the endpoints, set by environment, differ. Started by
 `penstock up`, by `penstock demo` and by the end-to-end tests.
 """
 
@@ -33,7 +33,7 @@ from shared.settings import ApiSettings, environment_with, read_settings
 
 SERVER_LIMIT_S = 60.0
 WORKER_LIMIT_S = 180.0
-"""A worker loads its model from disk and warms it up; the shipped ones take about ten seconds."""
+"""Time to load a model and warm it up. The shipped ones take about ten seconds."""
 API_LIMIT_S = 120.0
 TEMP_DIR_LONGEST = 60
 API_STOP_LIMIT_S = 12.0
@@ -51,19 +51,20 @@ REPLACED_BY = {
 
 
 class Stack:
-    """The running pipeline; entering starts everything and returns when every part is ready, leaving stops it.
+    """The running pipeline. Entering starts all parts and waits for them, leaving stops them.
 
     Args:
         state_dir: gets the logs, the rows, the objects and the spool.
         ports: where to listen.
-        settings: `PENSTOCK_*` variables for every process, above the stack's own. A server whose variable in
-            REPLACED_BY is among them is not started: the one it names is used.
-        keep_messages: whether Pub/Sub keeps what it holds in the state's folder, over restarts and crashes.
+        settings: `PENSTOCK_*` variables for every process, above the stack's own. A server whose
+            variable in REPLACED_BY is among them is not started: the one it names is used.
+        keep_messages: whether Pub/Sub keeps what it holds in the state's folder, over restarts and
+            crashes.
         say: gets one line of progress at a time.
 
     Raises:
         ConfigurationError: a port is taken, the catalog or a setting is wrong.
-        Unavailable: a part ended or was not ready in time; the message has the end of its log.
+        Unavailable: a part ended or was not ready in time. The message has the end of its log.
     """
 
     def __init__(
@@ -94,7 +95,10 @@ class Stack:
 
     @property
     def functions_url(self) -> str:
-        """Where the functions answer; empty where the broker is Google's, which can't push to this machine."""
+        """The URL of the functions.
+
+        Empty with Google's broker, which can't push to this machine.
+        """
         return f"http://127.0.0.1:{self.ports.functions}" if self.settings.pubsub_endpoint else ""
 
     @property
@@ -145,7 +149,7 @@ class Stack:
             self._undo.close()
 
     def failure(self) -> str | None:
-        """Which part has ended that should run, with the end of its log; None while all do."""
+        """The part that ended unexpectedly, with the end of its log. None while all run."""
         for process in self.processes.values():
             if not process.is_running:
                 return f"{process.name} {process.ending}{process.last_words()}"
@@ -207,8 +211,8 @@ class Stack:
     def _start_pipeline(self, undo: ExitStack, catalog: Catalog, makers: Mapping[str, Process]) -> None:
         """Starts the API, the functions and the workers, each as early as what it needs is there.
 
-        A worker whose model lacks graphs comes last: it measures what computes the model fastest here, and waits for
-        that until nothing starts any more.
+        A worker whose model lacks graphs comes last: it measures what computes the model fastest
+        here, and waits for that until nothing starts any more.
         """
         workers = {
             model.name: self._worker(model, port)
@@ -216,7 +220,8 @@ class Stack:
         }
         for worker in workers.values():
             undo.callback(worker.stop)
-        # Undone after the API has stopped and before the first worker is waited for: they wind down side by side.
+        # Undone after the API has stopped and before the first worker is waited for: they wind down
+        # side by side.
         for worker in workers.values():
             undo.callback(worker.ask_to_stop)
         self.processes |= {worker.name: worker for worker in workers.values()}
@@ -238,7 +243,7 @@ class Stack:
             self._await("functions", partial(answers, self.ports.functions, "/"), FUNCTIONS_LIMIT_S, facts)
 
     def _worker(self, model: Model, port: int) -> Process:
-        """A worker that may have all cores, as each of the others: the OS gives them to whoever has work."""
+        """A worker that may use all cores, like the others: the OS assigns them by load."""
         settings = {"PENSTOCK_MODEL": model.name, "PENSTOCK_HEALTH_PORT": str(port), **self._sockets}
         return self._module(f"worker-{model.name}", ["workers"], settings, stop_limit_s=WORKER_STOP_LIMIT_S)
 
@@ -277,7 +282,7 @@ async def _provision(settings: ApiSettings, catalog: Catalog, functions_url: str
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Stopping has limits of its own; a second Ctrl-C must not leave processes behind."""
+    """Stopping has its own limits. A second Ctrl-C must not leave processes behind."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -17,7 +17,7 @@ WATCH_S = 0.5
 def served_stack(
     state_dir: Path, ports: Ports, settings: Mapping[str, str], say: Callable[[str], None] = print
 ) -> Stack:
-    """The stack exactly as `penstock up` serves it, not yet started; benchmarks measure this one.
+    """The stack of `penstock up`, not started. Benchmarks measure it.
 
     Args:
         state_dir: as for Stack.
@@ -29,7 +29,7 @@ def served_stack(
 
 
 def stay_up(state_dir: Path, ports: Ports, settings: Mapping[str, str]) -> int:
-    """Starts everything and stays until interrupted; returns 1 when a part ended by itself.
+    """Runs everything until interrupted. Returns 1 if a part ended by itself.
 
     Args:
         state_dir: as for Stack.

@@ -1,8 +1,8 @@
-"""A job that no worker could finish: its record ends, its caller hears why, its webhook is told, its rows are written.
+"""Ends a job that no worker could finish: record, reply to the caller, webhook event, rows.
 
-All of it is repeated when the message comes again, since any step may have been the last one of a process that died:
-the caller takes one reply, a webhook's event and a row are known by their ids. A job that somebody else has answered is
-left alone; workers send such jobs here for people to look at.
+A redelivered message repeats every step, because a process may die after any of them. The caller
+takes one reply, and events and rows have ids. A job that a worker has answered is left alone.
+Workers send such jobs here for inspection.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class DeadLetters:
         """Does for one dead letter what its worker could not.
 
         Raises:
-            UndecodableMessage: nothing in it says whose it is.
-            PenstockError: something could not be done now; to be repeated.
+            UndecodableMessage: it does not identify its job.
+            PenstockError: a step failed and is to be retried.
         """
         envelope = salvaged(message.attributes)
         if envelope is None:
@@ -126,7 +126,10 @@ class DeadLetters:
         DEAD_LETTERS.labels(end).inc()
 
     async def _end(self, envelope: Envelope, ours: ReplyBody) -> tuple[ReplyBody, str] | None:
-        """Ends the record: what its caller is to hear, by now or by an earlier attempt; None where others answered."""
+        """Ends the record. Returns the reply, of this or an earlier attempt.
+
+        None if others answered.
+        """
         record = record_id(envelope.request_id, envelope.part)
         finish = await self._records.finish(record, "failed", encode_reply_body(ours))
         if finish is None and envelope.prediction:
@@ -174,7 +177,7 @@ def _refusal_logged(topic_id: str) -> Iterator[None]:
 
 
 def _reading(message: Message) -> tuple[list[int], PenstockError]:
-    """The items of a dead letter (the first one where its body can't be read), and what is wrong with them."""
+    """The items of a dead letter (the first if the body can't be read), and their error."""
     attributes = {name.lower(): value for name, value in message.attributes.items()}
     attempts = attributes.get(_ATTEMPTS, "its")
     reason = attributes.get("penstock_reason") or f"no worker could finish it in {attempts} attempts"

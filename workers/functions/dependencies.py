@@ -1,8 +1,8 @@
 """The dependencies of the functions in one process, opened with the first message.
 
-There is no earlier moment: functions-framework loads a function in a parent process and calls it in another, where the
-event loop is. It does not tell a function of its end. Nothing is lost by that, because a push is answered only when all
-of it is done.
+There is no earlier moment: functions-framework loads a function in a parent process and calls it in
+another, where the event loop is. It does not tell a function of its end. Nothing is lost by that,
+because a push is answered only when all of it is done.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class FunctionDependencies:
         self._handlers: dict[str, Handler] = {}
 
     async def dead_letter(self, message: Message) -> None:
-        """Answers a dead letter; see DeadLetters.answer."""
+        """Answers a dead letter. See DeadLetters.answer."""
         await (await self._handler("dead_letter"))(message)
 
     async def webhook(self, message: Message) -> None:
-        """Delivers an event; see Webhooks.deliver."""
+        """Delivers an event. See Webhooks.deliver."""
         await (await self._handler("webhook"))(message)
 
     async def _handler(self, function: str) -> Handler:
@@ -83,7 +83,10 @@ class FunctionDependencies:
 
 
 class RowTable:
-    """The table in BigQuery. Unlike RowWriter it waits for BigQuery, because a function has no disk."""
+    """The table in BigQuery.
+
+    Unlike RowWriter it waits for BigQuery, because a function has no disk.
+    """
 
     def __init__(self, settings: FunctionSettings) -> None:
         self._sender = Sender(
@@ -92,7 +95,7 @@ class RowTable:
         self._sending = asyncio.Lock()
 
     async def write(self, rows: list[Row]) -> None:
-        """Returns once BigQuery has `rows`; one that it refuses for good is logged.
+        """Returns once BigQuery has `rows`. Rows that it refuses for good are logged.
 
         Raises:
             Unavailable: it can't be said that it has them.

@@ -1,9 +1,10 @@
-"""The targets of functions-framework: `dead_letter`, `webhook`, and `functions`, which is both of them by path.
+"""The targets of functions-framework: `dead_letter`, `webhook`, and `functions` for both.
 
     functions-framework --source workers/functions/main.py --target dead_letter
 
-In the cloud each is a service of its own; on one machine one process has both, since the framework takes one target.
-They are HTTP targets that read CloudEvents and raw pushes alike; workers/functions/push_message.py says why.
+In the cloud each is a separate service. On one machine one process has both, since the framework
+takes one target. They are HTTP targets that read both CloudEvents and raw pushes (push_message.py
+says why).
 """
 
 from __future__ import annotations

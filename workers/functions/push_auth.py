@@ -1,7 +1,8 @@
 """Authenticates pushes by their OpenID Connect token, before the body is read.
 
-https://cloud.google.com/pubsub/docs/authenticate-push-subscriptions: signature and audience say that Google made the
-token for us, and only the account says that it was our subscription that asked for it.
+https://cloud.google.com/pubsub/docs/authenticate-push-subscriptions: signature and audience say
+that Google made the token for us, and only the account says that it was our subscription that asked
+for it.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ class PushAuthenticator:
     """Lets one account call.
 
     Args:
-        audience: what its tokens must be made for; empty: anybody may call, as on one machine.
+        audience: the audience of its tokens. Empty: no check, as on one machine.
         account: its email.
         certs_url: where the signers' certificates are.
-        checked_by: `us`, or `cloud-run` where the service lets nobody in without roles/run.invoker: it checks
-            signatures itself and passes tokens on without them.
+        checked_by: `us`, or `cloud-run` if the service requires roles/run.invoker. Cloud Run checks
+            signatures and removes them from tokens.
 
     Raises:
         ConfigurationError: there is an audience, but no account.
@@ -120,7 +121,7 @@ def _unsigned_claims(token: str) -> Mapping[str, Any]:
 
 
 class _CachedCerts:
-    """Fetches certificates for google-auth, which would do so for every token, and keeps what it got for a while."""
+    """Fetches and caches certificates for google-auth, which would fetch them for every token."""
 
     def __init__(self) -> None:
         self._request: Any = None

@@ -1,8 +1,9 @@
 """What Pub/Sub sends to a function, in any of its forms, as the one message that it is about.
 
-Read here and not by functions-framework: its CloudEvent targets answer 400 to a raw push under ASGI, and to a message
-that has attributes only under WSGI too, so Pub/Sub would repeat it for ever. Formats:
-https://cloud.google.com/pubsub/docs/push, https://cloud.google.com/pubsub/docs/payload-unwrapping and, for CloudEvents,
+Read here and not by functions-framework: its CloudEvent targets answer 400 to a raw push under
+ASGI, and to a message that has attributes only under WSGI too, so Pub/Sub would repeat it for ever.
+Formats: https://cloud.google.com/pubsub/docs/push,
+https://cloud.google.com/pubsub/docs/payload-unwrapping and, for CloudEvents,
 https://googleapis.github.io/google-cloudevents/examples/binary/pubsub
 """
 
@@ -86,7 +87,10 @@ def _wrapped(envelope: Any) -> Message:
 
 
 def _unwrapped(headers: Mapping[str, str], body: bytes) -> Message:
-    """Metadata and attributes are headers, among those of HTTP. Readers of an attribute know its name."""
+    """Metadata and attributes are headers, among those of HTTP.
+
+    Readers of an attribute know its name.
+    """
     metadata = {name.removeprefix(_METADATA): value for name, value in headers.items() if name.startswith(_METADATA)}
     others = {name: value for name, value in headers.items() if not name.startswith(_METADATA)}
     attributes = {name: value for name, value in others.items() if name not in _CREDENTIALS}
@@ -101,7 +105,7 @@ def _unwrapped(headers: Mapping[str, str], body: bytes) -> Message:
 
 
 def _unix_s(moment: Any) -> float:
-    """A moment of RFC 3339 as unix seconds; 0 where there is none."""
+    """An RFC 3339 timestamp as unix seconds. 0 if there is none."""
     try:
         return datetime.fromisoformat(moment).timestamp()
     except (TypeError, ValueError):

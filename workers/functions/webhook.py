@@ -1,8 +1,8 @@
-"""Sends events to a prediction's webhook: its body as GET would return it, signed, posted once per push.
+"""Sends events to webhooks: the body that GET returns, signed, posted once per push.
 
-Pub/Sub repeats what did not work, 5 to 600 s apart, for a day: a receiver that is down, slow, overloaded, or answers
-with any other error gets the same `webhook-id` again. 2xx ends it, 410 ends it for the whole prediction; other 4xx and
-redirects end it after an hour. Whatever becomes of it, the prediction's record stands.
+Pub/Sub retries failed deliveries every 5 to 600 s for a day, with the same `webhook-id`. 2xx ends
+the retries. 410 ends all events of the prediction. Other 4xx and redirects are retried for an hour.
+None of this changes the record of the prediction.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GONE = 410
 WORTH_RETRYING = frozenset({408, 425, 429})
 """Of the 4xx: they say that a later try may do."""
 REFUSED_LIMIT_S = 3600.0
-"""How long after an event a receiver that refuses it is asked again; with growing pauses that is a dozen tries."""
+"""How long a refused event is retried. With growing pauses that is a dozen attempts."""
 WORDS_LOGGED = 200
 
 WEBHOOKS = Counter(
@@ -71,7 +71,7 @@ class Webhooks:
 
         Raises:
             UndecodableMessage: it is no event.
-            PenstockError: it could not be delivered now; to be repeated.
+            PenstockError: the delivery failed and is to be retried.
         """
         event = decode_webhook_event(message.data)
         end = "failed"
@@ -125,7 +125,10 @@ def _prediction_of(record: Record) -> Prediction:
 
 
 def _webhook_id(event: WebhookEvent, message: Message) -> str:
-    """The same for every push of one event. Start and end happen once; others are told apart by number, or message."""
+    """The same for every push of one event. Start and end occur once.
+
+    Others have a number or a message.
+    """
     which = "" if event.event in ("start", "completed") else str(event.sequence or message.message_id)
     return "msg_" + hashlib.sha256(f"{event.id}\n{event.event}\n{which}".encode()).hexdigest()[:32]
 

@@ -1,7 +1,8 @@
 """Posts to a URL that a caller chose, but to no address that the caller must not reach through us.
 
-The name is resolved once, all of its addresses are checked, and the connection goes to one of them. So a name server
-that answers differently the second time is not asked again. Certificate, SNI and Host are those of the name.
+The name is resolved once, all of its addresses are checked, and the connection goes to one of them.
+So a name server that answers differently the second time is not asked again. Certificate, SNI and
+Host are those of the name.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from shared.webhook_urls import Forbidden, is_public, judged_url
 CONNECT_LIMIT_S = 5.0
 TOTAL_LIMIT_S = 20.0
 READ_BYTES = 1024
-"""Of the answer, for the log; only its status counts."""
+"""The part of the answer that is logged. Only the status counts."""
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
@@ -55,7 +56,7 @@ class WebhookClient:
 
     Args:
         url: as the caller gave it.
-        allow_private: whether any address may be reached, and http used; for one machine.
+        allow_private: whether any address and http are allowed, for one machine.
         resolve: gives all addresses of a host and port.
     """
 
@@ -65,7 +66,7 @@ class WebhookClient:
         self._resolve = resolve
 
     async def post(self, headers: Mapping[str, str], body: bytes) -> WebhookResponse:
-        """Posts once; follows no redirect.
+        """Posts once and follows no redirect.
 
         Raises:
             Forbidden: the URL is not one for webhooks, or one of its addresses is not public.
@@ -147,7 +148,7 @@ def _sockets_for(addresses: Sequence[str]) -> Any:
 
 
 async def _first_words(answer: ClientResponse) -> str:
-    """The start of a refusal's body; empty after a success."""
+    """The start of the body of a failure. Empty after a success."""
     if answer.ok:
         return ""
     try:
