@@ -52,7 +52,7 @@ LIMIT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class TimedAnswer:
     """One answered request: for which model, and milliseconds."""
 
     model: str
@@ -165,13 +165,13 @@ class _Window:
         self._began_s = time.perf_counter()
         self._counted_from_s: float | None = None
         self.count = 0
-        self.answers: list[Answer] = []
+        self.answers: list[TimedAnswer] = []
 
     def is_open(self) -> bool:
         """Whether more is to be sent."""
         return self._counted_from_s is None or time.perf_counter() < self._counted_from_s + self._seconds
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: TimedAnswer) -> None:
         """Counts an answer, if it came in the window."""
         now_s = time.perf_counter()
         self.count += 1
@@ -184,7 +184,7 @@ class _Window:
 
 def _drive(
     port: int, worker: Part, texts: Texts, rare_share: float, model: str, seconds: float
-) -> tuple[list[Answer], float]:
+) -> tuple[list[TimedAnswer], float]:
     """Keeps IN_FLIGHT requests open.
 
     Returns the answers that came within `seconds` after the lead-in, and the CPU milliseconds that each request cost
@@ -208,7 +208,7 @@ async def _send(window: _Window, port: int, texts: Texts, rare_share: float, mod
                 if response.status != 200:
                     raise RuntimeError(f"an answer was expected, not {response.status}: {text}")
                 took = [float(response.headers[f"x-penstock-{name}-ms"]) for name in ("batch", "inference")]
-                window.add(Answer(chosen, 1000 * (time.perf_counter() - sent_s), *took))
+                window.add(TimedAnswer(chosen, 1000 * (time.perf_counter() - sent_s), *took))
 
     limits = aiohttp.ClientTimeout(total=LIMIT_S)
     connector = aiohttp.TCPConnector(limit=IN_FLIGHT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.load.generator import Report, percentiles
+from bench.load.generator import LoadReport, percentiles
 from bench.pipeline import running
 from bench.report import Figure, Outcome
 
@@ -30,7 +30,7 @@ def run() -> Outcome:
     return Outcome(figures, details)
 
 
-def _split(report: Report) -> dict[str, Any]:
+def _split(report: LoadReport) -> dict[str, Any]:
     """Where a round trip goes, as the answers' own headers say."""
     exchanges = report.exchanges
     return {

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from bench.load.connection import LOST
-from bench.load.generator import Order, Report, drive, percentiles
+from bench.load.generator import LoadOrder, LoadReport, drive, percentiles
 from bench.pipeline import MODEL, Pipeline, running
 from bench.report import Figure, Outcome, table
 
@@ -37,7 +37,7 @@ def run(seconds: float = SECONDS) -> Outcome:
     """Measures capacity, then overloads for `seconds`."""
     with running() as pipeline:
         bodies = _bodies(pipeline)
-        asked = Order(
+        asked = LoadOrder(
             pipeline.api.port,
             bodies,
             IN_FLIGHT,
@@ -78,7 +78,7 @@ def _bodies(pipeline: Pipeline) -> list[str]:
     return [msgspec.json.encode(body).decode() for body in made]
 
 
-def _drive(pipeline: Pipeline, order: Order) -> tuple[Report, dict[str, float]]:
+def _drive(pipeline: Pipeline, order: LoadOrder) -> tuple[LoadReport, dict[str, float]]:
     """What came of `order`, and the part of all cores that each took meanwhile, in percent."""
     before_s = pipeline.cpu_s()
     report = drive(order)
@@ -87,13 +87,13 @@ def _drive(pipeline: Pipeline, order: Order) -> tuple[Report, dict[str, float]]:
     return report, taken | {"load generator": 100 * report.cpu_s / cores_s}
 
 
-def _rate(report: Report, seconds: float) -> float:
+def _rate(report: LoadReport, seconds: float) -> float:
     """Answers in time per second, of those that came while requests were sent."""
     answered = [one for one in report.exchanges if one.status == 200 and one.ended_s <= seconds]
     return len(answered) / seconds
 
 
-def _figures(report: Report, seconds: float, capacity: float, goodput: float) -> list[Figure]:
+def _figures(report: LoadReport, seconds: float, capacity: float, goodput: float) -> list[Figure]:
     admitted = [one for one in report.exchanges if one.status not in (REFUSED, LOST)]
     refused = [one for one in report.exchanges if one.status == REFUSED]
     of_admitted = percentiles([one.round_trip_ms for one in admitted])
@@ -121,7 +121,7 @@ def _memory(pipeline: Pipeline) -> dict[str, float]:
     }
 
 
-def _by_second(report: Report, seconds: float) -> list[int]:
+def _by_second(report: LoadReport, seconds: float) -> list[int]:
     answered = [0] * (int(seconds) + 1)
     for one in report.exchanges:
         if one.status == 200 and one.ended_s <= seconds:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import httpx
 import psutil
 
-from bench.load.generator import Order, drive, embedding_bodies, percentiles
+from bench.load.generator import LoadOrder, drive, embedding_bodies, percentiles
 from bench.pipeline import MODEL, MODELS_FILE, Part, running
 from bench.report import Figure, Outcome
 
@@ -40,7 +40,7 @@ def run() -> Outcome:
     png, figures = _png(), []
     with running() as pipeline, pipeline.another_api(models_file=MODELS_FILE.absolute()) as api:
         bodies = embedding_bodies(MODEL, pipeline.texts.short(TEXTS))
-        drive(Order(api.port, bodies, 8))
+        drive(LoadOrder(api.port, bodies, 8))
         quiet_ms: list[float] = []
         busy_ms: list[float] = []
         before_bytes, decoded, peak = api.rss_bytes(), 0, [0, 0]
@@ -68,7 +68,7 @@ def run() -> Outcome:
 
 
 def _hits_ms(api: Part, bodies: list[str]) -> list[float]:
-    order = Order(api.port, bodies, CONNECTIONS, send_s=SECONDS, is_cycled=True, rate_per_s=RATE)
+    order = LoadOrder(api.port, bodies, CONNECTIONS, send_s=SECONDS, is_cycled=True, rate_per_s=RATE)
     report = drive(order)
     if report.failures:
         raise RuntimeError(f"only answers were expected, not {report.failures}")

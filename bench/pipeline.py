@@ -21,7 +21,7 @@ from google.cloud import bigquery
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from bench.load.generator import Order, Report, drive, embedding_bodies
+from bench.load.generator import LoadOrder, LoadReport, drive, embedding_bodies
 from bench.load.texts import Texts
 from infra.local.ports import Ports
 from infra.local.process import Process, answers, free_port
@@ -114,14 +114,14 @@ class Pipeline:
             "BigQuery": self._bigquery.cpu_s(),
         }
 
-    def ask(self, texts: list[str], in_flight: int, *, cache: str, port: int = 0, limit_s: float = 300.0) -> Report:
+    def ask(self, texts: list[str], in_flight: int, *, cache: str, port: int = 0, limit_s: float = 300.0) -> LoadReport:
         """Sends a request per text to the API, or to that on `port`.
 
         Raises:
             RuntimeError: not every answer was a success with the word `cache`.
         """
         bodies = embedding_bodies(MODEL, texts)
-        report = drive(Order(port or self.api.port, bodies, in_flight, limit_s=limit_s))
+        report = drive(LoadOrder(port or self.api.port, bodies, in_flight, limit_s=limit_s))
         if report.statuses() != {200: len(texts)} or report.hits() != {cache: len(texts)}:
             found = f"{report.statuses()} {report.hits()}"
             raise RuntimeError(f"{len(texts)} answers ({cache}) were expected, not {found}")

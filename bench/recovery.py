@@ -27,7 +27,7 @@ TEXT = "The quick brown fox jumps over the lazy dog, number {0}, " * 4
 
 
 @dataclass(frozen=True)
-class Call:
+class TimedCall:
     """One request: when it began and ended (monotonic seconds), and its status (0: no answer)."""
 
     began_s: float
@@ -57,8 +57,8 @@ def run() -> Outcome:
     return Outcome(figures, details)
 
 
-async def _measure(world: World, kill: Callable[[World], Any]) -> tuple[float, list[Call]]:
-    calls: list[Call] = []
+async def _measure(world: World, kill: Callable[[World], Any]) -> tuple[float, list[TimedCall]]:
+    calls: list[TimedCall] = []
     numbers, over = itertools.count(), asyncio.Event()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
 
@@ -72,7 +72,7 @@ async def _measure(world: World, kill: Callable[[World], Any]) -> tuple[float, l
                         status = response.status
                 except (aiohttp.ClientError, TimeoutError):
                     status = 0
-                calls.append(Call(began_s, time.monotonic(), status))
+                calls.append(TimedCall(began_s, time.monotonic(), status))
 
         callers = [asyncio.create_task(call()) for _ in range(IN_FLIGHT)]
         await asyncio.sleep(CALM_S)

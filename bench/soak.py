@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from bench.load.generator import Order, drive, embedding_bodies
+from bench.load.generator import LoadOrder, drive, embedding_bodies
 from bench.pipeline import MODEL, running
 from bench.report import Figure, Outcome
 from shared.catalog import read_catalog
@@ -24,7 +24,7 @@ def run() -> Outcome:
     with running() as pipeline:
         texts = pipeline.texts.short(REQUESTS)
         bodies = embedding_bodies(MODEL, texts)
-        report = drive(Order(pipeline.api.port, bodies, IN_FLIGHT, limit_s=LIMIT_S))
+        report = drive(LoadOrder(pipeline.api.port, bodies, IN_FLIGHT, limit_s=LIMIT_S))
         request_ids = {exchange.request_id for exchange in report.exchanges}
         rows = pipeline.usage_rows(COLUMNS, request_ids, ROWS_LIMIT_S)
         max_items = read_catalog(pipeline.stack.settings.models_file).find(MODEL).batch.max_items

@@ -24,7 +24,7 @@ START_LIMIT_S = 60.0
 REASONS = {LOST: "connection lost", UNANSWERED: "unanswered"}
 
 
-class Order(msgspec.Struct):
+class LoadOrder(msgspec.Struct):
     """What to send to whom.
 
     Closed loop: `in_flight` requests at a time, the next one as soon as one is answered. Open loop (`rate_per_s` above
@@ -49,7 +49,7 @@ class Order(msgspec.Struct):
     """Of so many answers, one is kept; 0: none."""
 
 
-class Report(msgspec.Struct):
+class LoadReport(msgspec.Struct):
     """The exchanges in order of their end, and what they cost.
 
     `lag_ms` says how late each request of an open loop was sent. `samples` has numbers of bodies and their answers.
@@ -108,7 +108,7 @@ def embedding_bodies(model: str, texts: list[str]) -> list[str]:
     return [msgspec.json.encode(body).decode() for body in bodies]
 
 
-def drive(order: Order) -> Report:
+def drive(order: LoadOrder) -> LoadReport:
     """Carries out `order` in a process of its own.
 
     Raises:
@@ -121,10 +121,10 @@ def drive(order: Order) -> Report:
     with tempfile.TemporaryFile() as report:
         subprocess.run(words, input=sent, stdout=report, timeout=limit_s, check=True)
         report.seek(0)
-        return msgspec.json.decode(report.read(), type=Report)
+        return msgspec.json.decode(report.read(), type=LoadReport)
 
 
-async def send(order: Order) -> Report:
+async def send(order: LoadOrder) -> LoadReport:
     """Carries out `order` on this event loop.
 
     Raises:
@@ -140,13 +140,13 @@ async def send(order: Order) -> Report:
     exchanges = generator.exchanges
     wall_s = max((one.ended_s for one in exchanges), default=0.0) or 1e-9
     sent, lag_ms, samples = generator.sent, generator.lag_ms, generator.samples
-    return Report(sent, exchanges, lag_ms, samples, wall_s, cpu_s)
+    return LoadReport(sent, exchanges, lag_ms, samples, wall_s, cpu_s)
 
 
 class _Generator:
     """The state of one order: requests to come, connections, exchanges."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: LoadOrder) -> None:
         self._order = order
         self._requests = [_request(order, body) for body in order.bodies]
         self._idle: deque[Connection] = deque()
@@ -273,7 +273,7 @@ class _Generator:
             connection.close()
 
 
-def _request(order: Order, body: str) -> bytes:
+def _request(order: LoadOrder, body: str) -> bytes:
     content = body.encode()
     headers = {
         "host": f"127.0.0.1:{order.port}",
@@ -287,7 +287,7 @@ def _request(order: Order, body: str) -> bytes:
 
 def main() -> int:
     """Reads an order from stdin and writes its report to stdout; returns the exit status."""
-    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=LoadOrder)
     sys.stdout.buffer.write(msgspec.json.encode(uvloop.run(send(order))))
     return 0
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.load.generator import Report, percentiles
+from bench.load.generator import LoadReport, percentiles
 from bench.load.texts import Texts
 from bench.peers.answers import vector_of
 from bench.peers.loads import Load
@@ -152,7 +152,7 @@ def _one(
     return [(measured, [(texts[place], vector) for place, vector in vectors])]
 
 
-def _vectors(report: Report, contender: Contender) -> tuple[list[tuple[int, list[float]]], dict[str, int]]:
+def _vectors(report: LoadReport, contender: Contender) -> tuple[list[tuple[int, list[float]]], dict[str, int]]:
     """The sampled vectors by number of the text, and the failures; an answer without a vector is one."""
     vectors, failures = [], dict(report.failures)
     for number, body in report.samples:

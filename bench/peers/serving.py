@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from bench.load.generator import Order, Report, drive
+from bench.load.generator import LoadOrder, LoadReport, drive
 from bench.peers.answers import PLACE, bodies_of, vector_of
 from bench.peers.environments import FOLDER, programs_of
 from bench.peers.roster import OFFLINE, Contender
@@ -43,9 +43,9 @@ class Serving:
     ready_s: float
     tree: Tree
 
-    def drive(self, texts: list[str], in_flight: int, send_s: float, rate_per_s: float = 0.0) -> Report:
-        """Sends `texts` as a generator.Order says."""
-        order = Order(
+    def drive(self, texts: list[str], in_flight: int, send_s: float, rate_per_s: float = 0.0) -> LoadReport:
+        """Sends `texts` as a generator.LoadOrder says."""
+        order = LoadOrder(
             self.port,
             bodies_of(self.contender.body, texts),
             in_flight,

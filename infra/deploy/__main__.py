@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from infra.deploy.plan import Plan, make_plan
-from infra.deploy.platform import read_platform
+from infra.deploy.platform_variables import read_platform
 from infra.deploy.prices import read_prices
 from infra.deploy.rates import rates_of_words, read_rates
 from infra.deploy.show import as_json as plan_as_json

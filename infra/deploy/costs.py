@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from infra.deploy.platform import Platform
+from infra.deploy.platform_variables import Platform
 from infra.deploy.prices import Prices
 from infra.deploy.sizing import Pool, Site
 from infra.deploy.topology import redis

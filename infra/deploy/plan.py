@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from infra.deploy.costs import REPLIES, Cost, cost_table, on_demand_usd
-from infra.deploy.platform import MOST_SLOTS, Platform
+from infra.deploy.platform_variables import MOST_SLOTS, Platform
 from infra.deploy.prices import Prices, Source
 from infra.deploy.quotas import Quota, quotas
 from infra.deploy.rates import ModelRate, Rates

@@ -37,7 +37,7 @@ class Step(_Entry):
     usd: float = Field(ge=0)
 
 
-class Price(_Entry):
+class ListPrice(_Entry):
     """What one unit costs, by region or location; `any` stands for all that are not named."""
 
     unit: str
@@ -80,7 +80,7 @@ class Prices(_Entry):
     """All prices, in US dollars before tax, discounts and commitments."""
 
     sources: dict[str, Source]
-    prices: dict[str, Price]
+    prices: dict[str, ListPrice]
 
     @model_validator(mode="after")
     def _sources_are_named(self) -> Self:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from infra.deploy.costs import GENERAL_DISK_GIB, GPU_DISK_GIB, SIDECAR_CPU, SIDECAR_GIB
-from infra.deploy.platform import Platform
+from infra.deploy.platform_variables import Platform
 from infra.deploy.sizing import Site
 from infra.deploy.topology import redis
 from infra.deploy.volumes import Volume

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infra.deploy.platform import INSTANCES_TO_INBOXES, Platform
+from infra.deploy.platform_variables import INSTANCES_TO_INBOXES, Platform
 from infra.deploy.queueing import mean_wait_s, servers_needed
 from infra.deploy.rates import ModelRate, Rates
 from infra.kubernetes.deployment import GpuType, gpu_class

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from infra.deploy.platform import Platform
+from infra.deploy.platform_variables import Platform
 from infra.kubernetes.deployment import gpu_class
 from shared.catalog import Model
 from shared.pubsub.names import (

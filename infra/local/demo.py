@@ -50,7 +50,7 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass
-class Call:
+class DemoCall:
     """One call, its answer's own headers and the round trip as the caller saw it."""
 
     what: str
@@ -104,7 +104,7 @@ class Visitor:
         self._client = openai.OpenAI(
             base_url=f"{stack.api_url}/v1", api_key="none", timeout=CALL_LIMIT_S, max_retries=0
         )
-        self._calls: list[Call] = []
+        self._calls: list[DemoCall] = []
 
     def compare_sentences(self) -> None:
         """Embeds SENTENCES twice and prints how close each two are."""
@@ -201,7 +201,7 @@ class Visitor:
             float(headers.get(f"x-penstock-{part}-ms", 0)) for part in ("queue", "batch", "inference")
         )
         said = headers.get("x-penstock-cache", "nothing")
-        self._calls.append(Call(what, said, round_trip_ms, queue_ms, batch_ms, inference_ms))
+        self._calls.append(DemoCall(what, said, round_trip_ms, queue_ms, batch_ms, inference_ms))
         _expect(said == cache, f"{what}: the cache said {said}, not {cache}")
         return answer
 

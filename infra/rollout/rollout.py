@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from infra.rollout.judge import Judge
-from infra.rollout.service import Service, Traffic
+from infra.rollout.judge import CanaryJudge
+from infra.rollout.service import CloudRunService, Traffic
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 
 Check = Callable[[str], list[str]]
@@ -33,8 +33,8 @@ class Rollout:
 
     def __init__(
         self,
-        services: Mapping[str, Service],
-        judge: Judge,
+        services: Mapping[str, CloudRunService],
+        judge: CanaryJudge,
         check: Check,
         public_urls: Mapping[str, str],
         *,
@@ -122,7 +122,7 @@ class Rollout:
             service.give({revision: 100})
             self._say(f"{region}: {revision} serves")
 
-    def _roll_region(self, region: str, service: Service) -> None:
+    def _roll_region(self, region: str, service: CloudRunService) -> None:
         traffic = _present(region, service)
         candidate = traffic.newest
         others = {name: percent for name, percent in traffic.shares.items() if name != candidate}
@@ -156,7 +156,7 @@ class Rollout:
             self._say(f"{region}: {line}")
 
 
-def _present(region: str, service: Service) -> Traffic:
+def _present(region: str, service: CloudRunService) -> Traffic:
     traffic = service.traffic()
     if traffic is None or not traffic.newest:
         raise Unavailable(f"{region}: there is no API yet: {service.name}")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from infra.rollout.google import Google
+from infra.rollout.google import GoogleClient
 
 LATEST, NAMED = "TRAFFIC_TARGET_ALLOCATION_TYPE_LATEST", "TRAFFIC_TARGET_ALLOCATION_TYPE_REVISION"
 CHANGE_LIMIT_S = 300.0
@@ -35,7 +35,7 @@ class Traffic:
     candidate_url: str
 
 
-class Service:
+class CloudRunService:
     """One service in one region.
 
     Args:
@@ -44,7 +44,7 @@ class Service:
         pause: waits so many seconds.
     """
 
-    def __init__(self, google: Google, name: str, pause: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, google: GoogleClient, name: str, pause: Callable[[float], None] = time.sleep) -> None:
         self.name = name
         self._google = google
         self._pause = pause

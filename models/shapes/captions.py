@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from models.shapes.world import USUAL_BACKGROUND, Figure, Scene
+from models.shapes.world import USUAL_BACKGROUND, DrawnShape, Scene
 
 _OPENINGS = ("", "", "", "a picture of ", "a drawing of ", "draw ", "there is ", "please draw ")
 _PLACES: dict[str, tuple[str, ...]] = {
@@ -51,7 +51,7 @@ def tell(scene: Scene, rng: random.Random) -> str:
     return f"{rng.choice(_OPENINGS)}{what}{comma} {ground}".rstrip()
 
 
-def _figure(figure: Figure, rng: random.Random) -> str:
+def _figure(figure: DrawnShape, rng: random.Random) -> str:
     sizes = {"small": ("small", "small", "little"), "medium": ("",), "large": ("large", "big")}
     article = "an" if figure.size == "medium" and figure.color == "orange" else "a"
     return " ".join(word for word in (article, rng.choice(sizes[figure.size]), figure.color, figure.shape) if word)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw
 
-from models.shapes.world import BACKGROUNDS, COLORS, SIDE, Figure, Scene
+from models.shapes.world import BACKGROUNDS, COLORS, SIDE, DrawnShape, Scene
 
 FINER = 4
 """Drawn so many times larger and averaged down: the edges' shades."""
@@ -34,7 +34,7 @@ def draw(scene: Scene) -> Image.Image:
     return picture.reduce(FINER)
 
 
-def _draw_figure(pen: ImageDraw.ImageDraw, figure: Figure, background: tuple[int, int, int]) -> None:
+def _draw_figure(pen: ImageDraw.ImageDraw, figure: DrawnShape, background: tuple[int, int, int]) -> None:
     x, y, radius = figure.x * FINER, figure.y * FINER, figure.radius * FINER
     color = COLORS[figure.color]
     if figure.shape in ("circle", "ring"):

@@ -23,7 +23,7 @@ from models.shapes.captions import tell
 from models.shapes.card import SCORES, SHEET, captioned_sheet, write_scores
 from models.shapes.draw import draw
 from models.shapes.judge import Pixels, Reading, Seen, read
-from models.shapes.world import COLORS, Figure, Scene, sample_scene
+from models.shapes.world import COLORS, DrawnShape, Scene, sample_scene
 
 STEPS = 20
 GUIDANCE = 2.0
@@ -157,7 +157,7 @@ def _count(table: dict[str, Tally], scene: Scene, reading: Reading) -> None:
         table["relation right"].add(_is_related(scene, pairs[0][1], pairs[1][1]))
 
 
-def matched(asked: Sequence[Figure], seen: Sequence[Seen]) -> list[tuple[Figure, Seen | None]]:
+def matched(asked: Sequence[DrawnShape], seen: Sequence[Seen]) -> list[tuple[DrawnShape, Seen | None]]:
     """Each requested figure with the detected one, paired for the most right colors and shapes."""
     padded: list[Seen | None] = [*seen, *[None] * len(asked)]
     ways = itertools.permutations(padded[: len(seen) + len(asked)], len(asked))
@@ -165,13 +165,13 @@ def matched(asked: Sequence[Figure], seen: Sequence[Seen]) -> list[tuple[Figure,
     return list(zip(asked, best, strict=True))
 
 
-def _likeness(asked: Figure, seen: Seen | None) -> float:
+def _likeness(asked: DrawnShape, seen: Seen | None) -> float:
     if seen is None:
         return 0.0
     return 1.0 + 2 * (asked.color == seen.color) + 2 * (asked.shape == seen.shape)
 
 
-def _is_near(figure: Figure, seen: Seen) -> bool:
+def _is_near(figure: DrawnShape, seen: Seen) -> bool:
     """Within the same ninth of the picture, about: 9 pixels each way."""
     return max(abs(figure.x - seen.x), abs(figure.y - seen.y)) <= 9.0
 
@@ -217,12 +217,12 @@ def score_edits(pipeline: Any, number: int, guidance: float = GUIDANCE) -> dict[
     return {"recolored, place kept": tally}
 
 
-def recolored(figure: Figure, color: str) -> Figure:
+def recolored(figure: DrawnShape, color: str) -> DrawnShape:
     """The same figure in another color."""
-    return Figure(figure.shape, color, figure.size, figure.x, figure.y, figure.radius)
+    return DrawnShape(figure.shape, color, figure.size, figure.x, figure.y, figure.radius)
 
 
-def _has_stayed(before: Figure, seen: Seen) -> bool:
+def _has_stayed(before: DrawnShape, seen: Seen) -> bool:
     return max(abs(before.x - seen.x), abs(before.y - seen.y)) <= PLACE_MAX
 
 

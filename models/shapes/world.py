@@ -70,7 +70,7 @@ HELD_OUT_IN = 10
 
 
 @dataclass(frozen=True)
-class Figure:
+class DrawnShape:
     """One shape in a picture, with its center (x, y from the top left) and radius in pixels."""
 
     shape: str
@@ -86,7 +86,7 @@ class Scene:
     """What a picture shows: one figure at a place, or two in a relation."""
 
     background: str
-    figures: tuple[Figure, ...]
+    figures: tuple[DrawnShape, ...]
     place: str | None = None
     relation: str | None = None
 
@@ -148,10 +148,10 @@ def _figure(
     radii: dict[str, tuple[float, float]],
     offset: tuple[float, float],
     jitter: float,
-) -> Figure:
+) -> DrawnShape:
     size = rng.choice(("medium", *SIZES))
     radius = rng.uniform(*radii[size])
     least, most = EDGE + radius, SIDE - EDGE - radius
     x, y = (min(max(SIDE / 2 + step + rng.uniform(-jitter, jitter), least), most) for step in offset)
     color = rng.choice([name for name in COLORS if name != background])
-    return Figure(rng.choice(SHAPES), color, size, x, y, radius)
+    return DrawnShape(rng.choice(SHAPES), color, size, x, y, radius)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from bench.load.generator import Order, drive, send
+from bench.load.generator import LoadOrder, drive, send
 from bench.peers.answers import PLACE, bodies_of, vector_of
 
 Answer = Callable[[web.Request, str], Awaitable[web.StreamResponse]]
@@ -60,9 +60,9 @@ async def length_of(request: web.Request, text: str) -> web.StreamResponse:
     return web.json_response({"vector": [float(len(text)), 1.0]})
 
 
-def order(server: Server, texts: list[str], in_flight: int = 4, **changed: object) -> Order:
+def order(server: Server, texts: list[str], in_flight: int = 4, **changed: object) -> LoadOrder:
     given: dict[str, Any] = {"send_s": 5.0, "limit_s": 5.0, "sample_every": 2} | changed
-    return Order(server.port, bodies_of({"text": PLACE}, texts), in_flight, path="/embed", **given)
+    return LoadOrder(server.port, bodies_of({"text": PLACE}, texts), in_flight, path="/embed", **given)
 
 
 @pytest.mark.anyio

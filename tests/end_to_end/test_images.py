@@ -13,7 +13,7 @@ from PIL import Image
 
 from models.shapes.draw import draw
 from models.shapes.judge import Seen, read
-from models.shapes.world import Figure, Scene
+from models.shapes.world import DrawnShape, Scene
 from tests.end_to_end.rows import Rows
 from tests.limits import PATIENCE
 
@@ -113,7 +113,7 @@ def test_n_images_have_seeds_that_count_up(client: openai.OpenAI, rows: Rows, te
 def circle_at(x: float) -> bytes:
     """A red circle so many pixels from the left, as PNG."""
     png = io.BytesIO()
-    draw(Scene("white", (Figure("circle", "red", "medium", x, 32.0, 12.0),))).save(png, "PNG")
+    draw(Scene("white", (DrawnShape("circle", "red", "medium", x, 32.0, 12.0),))).save(png, "PNG")
     return png.getvalue()
 
 

@@ -6,10 +6,10 @@ import pytest
 
 from infra.local.demo import what_it_shows
 from models.shapes.draw import draw
-from models.shapes.world import Figure, Scene
+from models.shapes.world import DrawnShape, Scene
 
-RED_CIRCLE = Figure("circle", "red", "medium", 17.0, 32.0, 10.0)
-ORANGE_STAR = Figure("star", "orange", "medium", 47.0, 32.0, 10.0)
+RED_CIRCLE = DrawnShape("circle", "red", "medium", 17.0, 32.0, 10.0)
+ORANGE_STAR = DrawnShape("star", "orange", "medium", 47.0, 32.0, 10.0)
 
 
 @pytest.mark.parametrize(

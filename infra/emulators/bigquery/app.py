@@ -12,7 +12,7 @@ from starlette.routing import Mount, Route
 from infra.emulators.bigquery.errors import NotFoundError, ServiceError
 from infra.emulators.bigquery.routes import datasets, discovery, jobs, tabledata, tables, uploads
 from infra.emulators.bigquery.routes.messages import answer_error
-from infra.emulators.bigquery.service import Service
+from infra.emulators.bigquery.service import BigQueryService
 
 _Endpoint = Callable[[Request], Awaitable[Response]]
 _DATASETS = "/projects/{project}/datasets"
@@ -24,7 +24,7 @@ _JOB = _JOBS + "/{job}"
 _QUERIES = "/projects/{project}/queries"
 
 
-def create_app(service: Service) -> Starlette:
+def create_app(service: BigQueryService) -> Starlette:
     """Returns the application of one server.
 
     Args:

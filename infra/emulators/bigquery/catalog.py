@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from infra.emulators.bigquery.errors import ConditionError, DuplicateError, InUseError, InvalidError, NotFoundError
-from infra.emulators.bigquery.resources import Dataset, DatasetKey, Table, TableKey
+from infra.emulators.bigquery.resources import DatasetKey, DatasetResource, TableKey, TableResource
 from infra.emulators.bigquery.schema import Field, Json, Schema, parse_schema, quoted, widened
 from infra.emulators.bigquery.settings import dataset_settings, merged, table_settings
 from infra.emulators.bigquery.store import Cursor, Store
@@ -29,7 +29,7 @@ CREATE SEQUENCE IF NOT EXISTS data.main.table_numbers;
 """
 
 
-class Catalog:
+class TableCatalog:
     """All data sets and tables.
 
     Args:
@@ -40,8 +40,8 @@ class Catalog:
     def __init__(self, store: Store, now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000) -> None:
         self._store = store
         self._now_ms = now_ms
-        self.datasets: dict[DatasetKey, Dataset] = {}
-        self.tables: dict[TableKey, Table] = {}
+        self.datasets: dict[DatasetKey, DatasetResource] = {}
+        self.tables: dict[TableKey, TableResource] = {}
 
     def load(self) -> None:
         """Reads what an earlier run left in the database."""
@@ -51,15 +51,15 @@ class Catalog:
                 "SELECT * FROM data.main.datasets"
             ).fetchall():
                 dataset_key = DatasetKey(project, name)
-                self.datasets[dataset_key] = Dataset(dataset_key, json.loads(settings), created_ms, modified_ms)
+                self.datasets[dataset_key] = DatasetResource(dataset_key, json.loads(settings), created_ms, modified_ms)
             for number, *name, fields, settings, created_ms, modified_ms in cursor.execute(
                 "SELECT * FROM data.main.tables"
             ).fetchall():
                 key = TableKey(*name)
                 schema = parse_schema(json.loads(fields))
-                self.tables[key] = Table(key, number, schema, json.loads(settings), created_ms, modified_ms)
+                self.tables[key] = TableResource(key, number, schema, json.loads(settings), created_ms, modified_ms)
 
-    def dataset(self, key: DatasetKey) -> Dataset:
+    def dataset(self, key: DatasetKey) -> DatasetResource:
         """Returns a data set.
 
         Raises:
@@ -70,7 +70,7 @@ class Catalog:
             raise NotFoundError(f"Not found: Dataset {key}")
         return found
 
-    def table(self, key: TableKey) -> Table:
+    def table(self, key: TableKey) -> TableResource:
         """Returns a table or view.
 
         Raises:
@@ -82,13 +82,13 @@ class Catalog:
             raise NotFoundError(f"Not found: Table {key}")
         return found
 
-    def tables_of(self, key: DatasetKey) -> list[Table]:
+    def tables_of(self, key: DatasetKey) -> list[TableResource]:
         """Returns the tables and views of a data set, by name."""
         self.dataset(key)
         found = [table for name, table in list(self.tables.items()) if name.dataset == key]
         return sorted(found, key=lambda table: table.key.table_id)
 
-    def create_dataset(self, key: DatasetKey, body: Json) -> Dataset:
+    def create_dataset(self, key: DatasetKey, body: Json) -> DatasetResource:
         """Makes a data set.
 
         Args:
@@ -104,9 +104,9 @@ class Catalog:
         if key in self.datasets:
             raise DuplicateError(f"Already Exists: Dataset {key}")
         now_ms = self._now_ms()
-        return self._keep_dataset(Dataset(key, dataset_settings(body), now_ms, now_ms))
+        return self._keep_dataset(DatasetResource(key, dataset_settings(body), now_ms, now_ms))
 
-    def update_dataset(self, key: DatasetKey, body: Json, etag: str | None, is_patch: bool) -> Dataset:
+    def update_dataset(self, key: DatasetKey, body: Json, etag: str | None, is_patch: bool) -> DatasetResource:
         """Changes a data set's settings.
 
         Args:
@@ -140,7 +140,7 @@ class Catalog:
             )
         del self.datasets[key]
 
-    def create_table(self, key: TableKey, schema: Schema, body: Json, filled_by: str | None = None) -> Table:
+    def create_table(self, key: TableKey, schema: Schema, body: Json, filled_by: str | None = None) -> TableResource:
         """Makes a table or a view.
 
         Args:
@@ -162,7 +162,7 @@ class Catalog:
         settings = table_settings(schema, body, dataset, now_ms)
         with self._store.transaction() as cursor:
             (number,) = cursor.execute("SELECT nextval('data.main.table_numbers')").fetchone()
-            table = Table(key, number, schema, settings, now_ms, now_ms)
+            table = TableResource(key, number, schema, settings, now_ms, now_ms)
             if table.view_query is None:
                 cursor.execute(f"CREATE TABLE {table.physical} ({table.columns_sql()})")
             if filled_by is not None:
@@ -173,7 +173,7 @@ class Catalog:
 
     def update_table(
         self, key: TableKey, body: Json, etag: str | None, is_patch: bool, view_schema: Schema | None = None
-    ) -> Table:
+    ) -> TableResource:
         """Changes a table's settings or widens its schema.
 
         Args:
@@ -212,7 +212,7 @@ class Catalog:
                 cursor.execute(f"DROP TABLE {table.physical}")
         del self.tables[key]
 
-    def _keep_dataset(self, dataset: Dataset) -> Dataset:
+    def _keep_dataset(self, dataset: DatasetResource) -> DatasetResource:
         with self._store.cursor() as cursor:
             cursor.execute(
                 "INSERT OR REPLACE INTO data.main.datasets VALUES (?, ?, ?, ?, ?)",
@@ -227,7 +227,7 @@ class Catalog:
         self.datasets[dataset.key] = dataset
         return dataset
 
-    def _keep_table(self, cursor: Cursor, table: Table) -> None:
+    def _keep_table(self, cursor: Cursor, table: TableResource) -> None:
         key = table.key
         fields = json.dumps([field.resource() for field in table.schema])
         cursor.execute(
@@ -247,7 +247,7 @@ def _names(schema: Schema) -> str:
     return ", ".join(quoted(field.name) for field in schema)
 
 
-def _alterations(table: Table, field: Field, exists: bool) -> list[str]:
+def _alterations(table: TableResource, field: Field, exists: bool) -> list[str]:
     name = quoted(field.name)
     if not exists:
         default = " DEFAULT []" if field.mode == "REPEATED" else ""

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlglot import exp
 
-from infra.emulators.bigquery.catalog import Catalog
+from infra.emulators.bigquery.catalog import TableCatalog
 from infra.emulators.bigquery.errors import DuplicateError, InvalidQueryError, NotFoundError
 from infra.emulators.bigquery.googlesql.calls import unsupported
 from infra.emulators.bigquery.googlesql.references import Names, table_key
@@ -44,7 +44,7 @@ class Definitions:
         names: where the statement's names are looked up.
     """
 
-    def __init__(self, store: Store, catalog: Catalog, names: Names) -> None:
+    def __init__(self, store: Store, catalog: TableCatalog, names: Names) -> None:
         self._store = store
         self._catalog = catalog
         self._names = names

@@ -5,15 +5,15 @@ Runs in the server's writer.
 
 from dataclasses import dataclass, replace
 
-from infra.emulators.bigquery.catalog import Catalog
+from infra.emulators.bigquery.catalog import TableCatalog
 from infra.emulators.bigquery.errors import DuplicateError, InvalidError, NotFoundError
-from infra.emulators.bigquery.resources import Table, TableKey
+from infra.emulators.bigquery.resources import TableKey, TableResource
 from infra.emulators.bigquery.schema import Field, Json, Schema, quoted
 from infra.emulators.bigquery.store import Store
 
 
 @dataclass(frozen=True)
-class Destination:
+class TableDestination:
     """Where rows go and how.
 
     `settings` are the table's partitioning, clustering and the like, should it be made.
@@ -26,7 +26,7 @@ class Destination:
     settings: Json
 
 
-def parse_destination(config: Json, default_write: str) -> Destination:
+def parse_destination(config: Json, default_write: str) -> TableDestination:
     """Reads the destination of a job's configuration.
 
     Args:
@@ -41,7 +41,7 @@ def parse_destination(config: Json, default_write: str) -> Destination:
     if write not in ("WRITE_EMPTY", "WRITE_APPEND", "WRITE_TRUNCATE"):
         raise InvalidError(f"Invalid value for writeDisposition: {write}")
     names = ("timePartitioning", "rangePartitioning", "clustering")
-    return Destination(
+    return TableDestination(
         TableKey(reference["projectId"], reference["datasetId"], reference["tableId"]),
         config.get("createDisposition", "CREATE_IF_NEEDED") != "CREATE_NEVER",
         write,
@@ -50,7 +50,9 @@ def parse_destination(config: Json, default_write: str) -> Destination:
     )
 
 
-def put_rows(store: Store, catalog: Catalog, destination: Destination, schema: Schema, source: str) -> Table:
+def put_rows(
+    store: Store, catalog: TableCatalog, destination: TableDestination, schema: Schema, source: str
+) -> TableResource:
     """Writes the rows of a DuckDB table into the destination, all or none.
 
     Args:
@@ -85,7 +87,9 @@ def put_rows(store: Store, catalog: Catalog, destination: Destination, schema: S
     return table
 
 
-def _replaced(catalog: Catalog, table: Table, destination: Destination, schema: Schema, source: str) -> Table:
+def _replaced(
+    catalog: TableCatalog, table: TableResource, destination: TableDestination, schema: Schema, source: str
+) -> TableResource:
     settings = {**table.settings, **destination.settings}
     modes = {field.name.lower(): field for field in table.schema}
     # A query knows no descriptions and no REQUIRED; where the table has the field, they stay.
@@ -101,7 +105,9 @@ def _kept(field: Field, old: Field | None) -> Field:
     return replace(field, mode=mode, description=field.description or old.description)
 
 
-def _fitted(catalog: Catalog, table: Table, destination: Destination, schema: Schema) -> Table:
+def _fitted(
+    catalog: TableCatalog, table: TableResource, destination: TableDestination, schema: Schema
+) -> TableResource:
     known = {field.name.lower(): field for field in table.schema}
     added = [field for field in schema if field.name.lower() not in known]
     for field in schema:

@@ -4,23 +4,23 @@ import time
 
 import anyio
 
-from infra.emulators.bigquery.catalog import Catalog
-from infra.emulators.bigquery.resources import Table
+from infra.emulators.bigquery.catalog import TableCatalog
+from infra.emulators.bigquery.resources import TableResource
 from infra.emulators.bigquery.schema import quoted
-from infra.emulators.bigquery.service import Service
+from infra.emulators.bigquery.service import BigQueryService
 from infra.emulators.bigquery.store import Store
 
 _EVERY_S = 60.0
 
 
-async def expire_forever(service: Service) -> None:
+async def expire_forever(service: BigQueryService) -> None:
     """Runs until canceled, as a task of the server."""
     while True:
         await service.threads.write(expire, service.store, service.catalog, time.time_ns() // 1_000_000)
         await anyio.sleep(_EVERY_S)
 
 
-def expire(store: Store, catalog: Catalog, now_ms: int) -> None:
+def expire(store: Store, catalog: TableCatalog, now_ms: int) -> None:
     """Removes everything that expired by `now_ms` (unix milliseconds).
 
     Runs in the server's writer.
@@ -33,7 +33,7 @@ def expire(store: Store, catalog: Catalog, now_ms: int) -> None:
             _expire_partitions(store, table, now_ms)
 
 
-def _expire_partitions(store: Store, table: Table, now_ms: int) -> None:
+def _expire_partitions(store: Store, table: TableResource, now_ms: int) -> None:
     partitioning = table.partitioning
     assert partitioning is not None
     # A partition lives for the expiration after its own start, whatever its rows' times.

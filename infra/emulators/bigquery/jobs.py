@@ -42,7 +42,7 @@ _INTERRUPT_EVERY_S = 0.05
 
 
 @dataclass
-class Job:
+class BigQueryJob:
     """One job: what it was asked (`configuration`) and how it stands."""
 
     project: str
@@ -118,7 +118,7 @@ class Job:
         }
 
 
-Work = Callable[[Job], Awaitable[None]]
+Work = Callable[[BigQueryJob], Awaitable[None]]
 
 
 class Jobs:
@@ -132,9 +132,9 @@ class Jobs:
     def __init__(self, tasks: TaskGroup, let_go: Callable[[Result], Awaitable[None]]) -> None:
         self._tasks = tasks
         self._let_go = let_go
-        self._jobs: OrderedDict[tuple[str, str], Job] = OrderedDict()
+        self._jobs: OrderedDict[tuple[str, str], BigQueryJob] = OrderedDict()
 
-    def get(self, project: str, job_id: str) -> Job:
+    def get(self, project: str, job_id: str) -> BigQueryJob:
         """Returns a job.
 
         Raises:
@@ -145,18 +145,18 @@ class Jobs:
             raise NotFoundError(f"Not found: Job {project}:{job_id}")
         return found
 
-    def of_project(self, project: str) -> list[Job]:
+    def of_project(self, project: str) -> list[BigQueryJob]:
         """Returns the jobs of a project, the latest first."""
         return [job for (name, _), job in reversed(self._jobs.items()) if name == project]
 
-    def result_of(self, key: TableKey) -> Job | None:
+    def result_of(self, key: TableKey) -> BigQueryJob | None:
         """Returns the job whose hidden result table has this name."""
         if not key.table_id.startswith("anon"):
             return None
         job = self._jobs.get((key.project, key.table_id.removeprefix("anon")))
         return job if job is not None and job.anonymous_table == key and job.result is not None else None
 
-    async def start(self, job: Job, work: Work) -> Job:
+    async def start(self, job: BigQueryJob, work: Work) -> BigQueryJob:
         """Starts a job's work in a task of its own.
 
         Args:
@@ -177,7 +177,7 @@ class Jobs:
         self._tasks.start_soon(self._run, job, work)
         return job
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: BigQueryJob) -> None:
         """Removes a job from what can be asked for."""
         self._jobs.pop((job.project, job.job_id), None)
 
@@ -193,7 +193,7 @@ class Jobs:
     def _kept_rows(self) -> int:
         return sum(job.result.rows for job in self._jobs.values() if job.result is not None)
 
-    async def _run(self, job: Job, work: Work) -> None:
+    async def _run(self, job: BigQueryJob, work: Work) -> None:
         job.state, job.started_ms = "RUNNING", time.time_ns() // 1_000_000
         scope = anyio.CancelScope(deadline=anyio.current_time() + _limit_s(job.configuration))
         try:
@@ -213,7 +213,7 @@ class Jobs:
             job.done.set()
 
 
-async def _interruptible(job: Job, work: Work) -> None:
+async def _interruptible(job: BigQueryJob, work: Work) -> None:
     # A thread can't be canceled; a task beside it interrupts its session, so that DuckDB raises
     # there.
     finished = anyio.Event()
@@ -228,7 +228,7 @@ async def _interruptible(job: Job, work: Work) -> None:
         raise error
 
 
-async def _outcome(job: Job, work: Work) -> ServiceError | None:
+async def _outcome(job: BigQueryJob, work: Work) -> ServiceError | None:
     # Handed over as a value: a task group would wrap what is raised in it.
     try:
         await work(job)
@@ -237,7 +237,7 @@ async def _outcome(job: Job, work: Work) -> ServiceError | None:
     return None
 
 
-async def _interrupt_when_stopped(job: Job, finished: anyio.Event) -> None:
+async def _interrupt_when_stopped(job: BigQueryJob, finished: anyio.Event) -> None:
     try:
         await job.stopping.wait()
     finally:

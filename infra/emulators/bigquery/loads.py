@@ -15,14 +15,14 @@ from functools import partial
 from itertools import islice
 from typing import IO, Any
 
-from infra.emulators.bigquery.destinations import Destination, parse_destination, put_rows
+from infra.emulators.bigquery.destinations import TableDestination, parse_destination, put_rows
 from infra.emulators.bigquery.detection import detect_schema
 from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
-from infra.emulators.bigquery.jobs import Job
+from infra.emulators.bigquery.jobs import BigQueryJob
 from infra.emulators.bigquery.records import RowReader
 from infra.emulators.bigquery.rows import insert_rows
 from infra.emulators.bigquery.schema import Json, Schema, parse_schema
-from infra.emulators.bigquery.service import Service
+from infra.emulators.bigquery.service import BigQueryService
 from infra.emulators.bigquery.values import BadValueError
 
 _CHUNK_ROWS = 5_000
@@ -41,7 +41,7 @@ class _Loaded:
     bad: int = 0
 
 
-async def run_load(service: Service, file: IO[bytes], job: Job) -> None:
+async def run_load(service: BigQueryService, file: IO[bytes], job: BigQueryJob) -> None:
     """Does the work of a load job.
 
     Args:
@@ -75,7 +75,7 @@ async def run_load(service: Service, file: IO[bytes], job: Job) -> None:
     }
 
 
-def _put(service: Service, destination: Destination, schema: Schema, physical: str) -> None:
+def _put(service: BigQueryService, destination: TableDestination, schema: Schema, physical: str) -> None:
     put_rows(service.store, service.catalog, destination, schema, physical)
 
 
@@ -93,7 +93,9 @@ def _schema(config: Json, file: IO[bytes], known: Schema | None) -> Schema:
     return known
 
 
-def _stage(service: Service, config: Json, file: IO[bytes], schema: Schema, physical: str, job: Job) -> _Loaded:
+def _stage(
+    service: BigQueryService, config: Json, file: IO[bytes], schema: Schema, physical: str, job: BigQueryJob
+) -> _Loaded:
     loaded = _Loaded()
     most_bad = int(config.get("maxBadRecords") or 0)
     lines = _read(config, file, schema)
@@ -130,7 +132,7 @@ def _checked(reader: RowReader, line: Json | str) -> Json | str:
         return error.message
 
 
-def _note(job: Job, number: int, message: str) -> None:
+def _note(job: BigQueryJob, number: int, message: str) -> None:
     if len(job.problems) < _SHOWN_PROBLEMS:
         text = f"Error while reading data, error message: {message} Line: {number}"
         job.problems.append({"reason": "invalid", "message": text})

@@ -13,7 +13,7 @@ import duckdb
 
 from infra.emulators.bigquery.errors import BytesBilledError, InvalidQueryError, StoppedError, UnsupportedError
 from infra.emulators.bigquery.googlesql.translate import Statement
-from infra.emulators.bigquery.resources import Table
+from infra.emulators.bigquery.resources import TableResource
 from infra.emulators.bigquery.rows import size_sql
 from infra.emulators.bigquery.schema import Schema, quoted, result_schema
 from infra.emulators.bigquery.store import Cursor, Store
@@ -142,7 +142,7 @@ def check_billed(read_bytes: int, limit_bytes: int | None) -> int:
     return billed
 
 
-def table_size(cursor: Cursor, table: Table) -> tuple[int, int]:
+def table_size(cursor: Cursor, table: TableResource) -> tuple[int, int]:
     """Returns the number of rows of a table and their logical bytes."""
     if table.view_query is not None:
         return 0, 0
@@ -151,7 +151,7 @@ def table_size(cursor: Cursor, table: Table) -> tuple[int, int]:
     return int(rows), int(size_bytes)
 
 
-def _table_bytes(cursor: Cursor, table: Table, columns: frozenset[str] | None) -> int:
+def _table_bytes(cursor: Cursor, table: TableResource, columns: frozenset[str] | None) -> int:
     read = tuple(field for field in table.schema if columns is None or field.name.lower() in columns)
     query = f"SELECT coalesce(sum({size_sql(read)}), 0) FROM {table.physical}"
     return int(cursor.execute(query).fetchone()[0])

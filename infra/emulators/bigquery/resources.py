@@ -51,7 +51,7 @@ class TableKey:
 
 
 @dataclass(frozen=True)
-class Dataset:
+class DatasetResource:
     """A data set. `settings` are the fields of its resource that a user sets."""
 
     key: DatasetKey
@@ -94,7 +94,7 @@ class Partitioning:
 
 
 @dataclass(frozen=True)
-class Table:
+class TableResource:
     """A table or a view.
 
     `settings` are the fields of its resource that a user sets, without the schema.

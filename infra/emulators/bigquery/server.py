@@ -12,12 +12,12 @@ import uvicorn
 from anyio.abc import TaskGroup
 
 from infra.emulators.bigquery.app import create_app
-from infra.emulators.bigquery.catalog import Catalog
+from infra.emulators.bigquery.catalog import TableCatalog
 from infra.emulators.bigquery.expiration import expire_forever
 from infra.emulators.bigquery.googlesql.translate import Translator
 from infra.emulators.bigquery.jobs import Jobs
 from infra.emulators.bigquery.query import Queries, Result
-from infra.emulators.bigquery.service import Service
+from infra.emulators.bigquery.service import BigQueryService
 from infra.emulators.bigquery.store import Store
 from infra.emulators.bigquery.threads import Threads
 
@@ -55,7 +55,7 @@ async def serve(host: str, port: int, data_dir: Path | None) -> AsyncIterator[Bi
         store = Store(data_dir)
         store.open()
         try:
-            catalog = Catalog(store)
+            catalog = TableCatalog(store)
             catalog.load()
             # Only now: a port that listens says that the data is there.
             listener.listen(_BACKLOG)
@@ -83,14 +83,14 @@ def _bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _service(store: Store, catalog: Catalog, tasks: TaskGroup) -> Service:
+def _service(store: Store, catalog: TableCatalog, tasks: TaskGroup) -> BigQueryService:
     threads, queries = Threads(), Queries(store)
 
     async def let_go(result: Result) -> None:
         await threads.read(queries.drop, result.physical)
 
     translator = Translator(catalog.table, catalog.tables_of)
-    return Service(store, catalog, threads, queries, translator, Jobs(tasks, let_go))
+    return BigQueryService(store, catalog, threads, queries, translator, Jobs(tasks, let_go))
 
 
 class _Server(uvicorn.Server):
@@ -102,7 +102,7 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def _listening(service: Service, listener: socket.socket, tasks: TaskGroup) -> AsyncIterator[None]:
+async def _listening(service: BigQueryService, listener: socket.socket, tasks: TaskGroup) -> AsyncIterator[None]:
     config = uvicorn.Config(
         create_app(service),
         lifespan="off",

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from infra.emulators.bigquery.catalog import Catalog
+from infra.emulators.bigquery.catalog import TableCatalog
 from infra.emulators.bigquery.definitions import Definitions
 from infra.emulators.bigquery.destinations import parse_destination, put_rows
 from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
 from infra.emulators.bigquery.googlesql.translate import Statement, Translator
-from infra.emulators.bigquery.jobs import Job, Jobs
+from infra.emulators.bigquery.jobs import BigQueryJob, Jobs
 from infra.emulators.bigquery.query import Queries, check_billed
 from infra.emulators.bigquery.resources import DatasetKey, TableKey
 from infra.emulators.bigquery.schema import Json, Schema
@@ -24,11 +24,11 @@ _COUNTS = {"INSERT": "insertedRowCount", "UPDATE": "updatedRowCount", "DELETE": 
 
 
 @dataclass(frozen=True)
-class Service:
+class BigQueryService:
     """One server's parts."""
 
     store: Store
-    catalog: Catalog
+    catalog: TableCatalog
     threads: Threads
     queries: Queries
     translator: Translator
@@ -39,7 +39,7 @@ class Service:
         statement = await self.threads.read(self.translator.translate, sql, project, None, (), True)
         return await self.threads.read(self.queries.describe, statement)
 
-    async def run_query(self, job: Job) -> None:
+    async def run_query(self, job: BigQueryJob) -> None:
         """Does the work of a query job.
 
         Raises:
@@ -59,7 +59,7 @@ class Service:
             if statement.kind in _COUNTS:
                 details["dmlStats"] = {_COUNTS[statement.kind]: str(affected)}
 
-    async def dry_run(self, job: Job) -> None:
+    async def dry_run(self, job: BigQueryJob) -> None:
         """Fills the statistics of a dry run: fields and bytes of a query that is not run."""
         config = job.configuration["query"]
         statement = await self._statement(job.project, config, config["query"])
@@ -70,7 +70,7 @@ class Service:
         await self._charge(job, statement)
         job.state = "DONE"
 
-    async def run_copy(self, job: Job) -> None:
+    async def run_copy(self, job: BigQueryJob) -> None:
         """Does the work of a copy job: one or more tables into another."""
         config = job.configuration["copy"]
         destination = parse_destination(config, "WRITE_EMPTY")
@@ -98,7 +98,7 @@ class Service:
         parameters: Sequence[Any] = config.get("queryParameters") or ()
         return await self.threads.read(self.translator.translate, sql, project, dataset, parameters)
 
-    async def _select(self, job: Job, config: Json, statement: Statement) -> None:
+    async def _select(self, job: BigQueryJob, config: Json, statement: Statement) -> None:
         await self._charge(job, statement)
         result = await self.threads.read(self.queries.select, statement, job.watch)
         job.result = result
@@ -109,7 +109,7 @@ class Service:
         put = partial(put_rows, self.store, self.catalog, destination, result.schema, result.physical)
         await self.threads.write(put)
 
-    async def _define(self, job: Job, config: Json, statement: Statement) -> None:
+    async def _define(self, job: BigQueryJob, config: Json, statement: Statement) -> None:
         tree = statement.definition
         assert tree is not None
         result = view_schema = None
@@ -134,7 +134,7 @@ class Service:
         if defined.table is not None:
             details["ddlTargetTable"] = defined.table.resource()
 
-    async def _charge(self, job: Job, statement: Statement) -> None:
+    async def _charge(self, job: BigQueryJob, statement: Statement) -> None:
         read_bytes = await self.threads.read(self.queries.read_bytes, statement)
         limit = job.configuration["query"].get("maximumBytesBilled")
         billed = check_billed(read_bytes, None if limit is None else int(limit))

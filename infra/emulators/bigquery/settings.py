@@ -3,7 +3,7 @@
 from typing import Any
 
 from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
-from infra.emulators.bigquery.resources import Dataset
+from infra.emulators.bigquery.resources import DatasetResource
 from infra.emulators.bigquery.schema import Json, Schema
 
 _DATASET_FIELDS = (
@@ -43,7 +43,7 @@ def dataset_settings(body: Json) -> Json:
     return found
 
 
-def table_settings(schema: Schema, body: Json, dataset: Dataset, created_ms: int) -> Json:
+def table_settings(schema: Schema, body: Json, dataset: DatasetResource, created_ms: int) -> Json:
     """Returns what is kept of a Table resource.
 
     Args:
@@ -90,7 +90,7 @@ def _view_settings(found: Json) -> Json:
     return found
 
 
-def _time_partitioning(schema: Schema, partitioning: Json, dataset: Dataset) -> Json:
+def _time_partitioning(schema: Schema, partitioning: Json, dataset: DatasetResource) -> Json:
     found = {**partitioning, "type": str(partitioning.get("type") or "DAY").upper()}
     if found["type"] not in _PARTITION_UNITS:
         raise InvalidError(f"Invalid value for timePartitioning.type: {found['type']}")

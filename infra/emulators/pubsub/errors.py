@@ -5,12 +5,12 @@ The servicer turns them into gRPC statuses.
 PubsubError
 ├── InvalidArgument
 │   └── AckIdsRefused
-├── NotFound
-├── AlreadyExists
+├── ResourceNotFound
+├── ResourceExists
 ├── FailedPrecondition
 ├── ResourceExhausted
 ├── Unimplemented
-└── Unavailable
+└── ServerUnavailable
 """
 
 from collections.abc import Mapping
@@ -45,13 +45,13 @@ class AckIdsRefused(InvalidArgument):
         self.reasons = dict(reasons)
 
 
-class NotFound(PubsubError):
+class ResourceNotFound(PubsubError):
     """The named resource does not exist."""
 
     status = "NOT_FOUND"
 
 
-class AlreadyExists(PubsubError):
+class ResourceExists(PubsubError):
     """A resource of this name exists."""
 
     status = "ALREADY_EXISTS"
@@ -75,17 +75,17 @@ class Unimplemented(PubsubError):
     status = "UNIMPLEMENTED"
 
 
-class Unavailable(PubsubError):
+class ServerUnavailable(PubsubError):
     """The server is stopping, or cannot write to its disk. Clients retry."""
 
     status = "UNAVAILABLE"
 
 
-def resource_not_found(path: str) -> NotFound:
+def resource_not_found(path: str) -> ResourceNotFound:
     """Return the refusal for a resource that does not exist. `path` is `projects/…/<kind>/<id>`."""
-    return NotFound(f"Resource not found (resource={path.rpartition('/')[2]}).")
+    return ResourceNotFound(f"Resource not found (resource={path.rpartition('/')[2]}).")
 
 
-def resource_exists(path: str) -> AlreadyExists:
+def resource_exists(path: str) -> ResourceExists:
     """Return the refusal for a name that is taken. `path` is `projects/…/<kind>/<id>`."""
-    return AlreadyExists(f"Resource already exists in the project (resource={path.rpartition('/')[2]}).")
+    return ResourceExists(f"Resource already exists in the project (resource={path.rpartition('/')[2]}).")

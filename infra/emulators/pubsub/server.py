@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 
 from infra.emulators.pubsub.calls.broker import DEFAULT_STORAGE_BYTES, Broker
-from infra.emulators.pubsub.errors import Unavailable
+from infra.emulators.pubsub.errors import ServerUnavailable
 from infra.emulators.pubsub.push.loop import push_loops
 from infra.emulators.pubsub.servicer import service_handlers
 from infra.emulators.pubsub.state.timers import Timers
@@ -99,7 +99,7 @@ async def _listening(broker: Broker, host: str, port: int, socket_path: Path | N
             yield PubsubServer(host, bound_port, broker)
         finally:
             for subscription in broker.registry.subscriptions.values():
-                subscription.backlog.consumers.end(Unavailable("The server is stopping."))
+                subscription.backlog.consumers.end(ServerUnavailable("The server is stopping."))
             await server.stop(_STOP_GRACE_S)
             alarm.close()
 

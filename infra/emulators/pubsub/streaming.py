@@ -15,8 +15,8 @@ from infra.emulators.pubsub.errors import InvalidArgument, PubsubError
 from infra.emulators.pubsub.names import check_range
 from infra.emulators.pubsub.protos import PullResponse, StreamingPullRequest, StreamingPullResponse
 from infra.emulators.pubsub.state.consumers import Consumer
-from infra.emulators.pubsub.state.journal import Journal
-from infra.emulators.pubsub.state.subscription import Subscription
+from infra.emulators.pubsub.state.journal import ChangeJournal
+from infra.emulators.pubsub.state.subscription import SubscriptionState
 
 PULL_WAIT_S = 20.0
 # A waiting pull answers empty this long before its caller would give up.
@@ -93,7 +93,7 @@ async def streaming_pull(broker: Broker, requests: AsyncIterator[StreamingPullRe
 class _Stream:
     """One open StreamingPull."""
 
-    def __init__(self, subscription: Subscription, journal: Journal, first: StreamingPullRequest) -> None:
+    def __init__(self, subscription: SubscriptionState, journal: ChangeJournal, first: StreamingPullRequest) -> None:
         self._subscription = subscription
         self._journal = journal
         self._woken = asyncio.Event()

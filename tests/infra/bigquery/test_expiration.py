@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from infra.emulators.bigquery.catalog import Catalog
+from infra.emulators.bigquery.catalog import TableCatalog
 from infra.emulators.bigquery.expiration import expire
 from infra.emulators.bigquery.resources import DatasetKey, TableKey
 from infra.emulators.bigquery.rows import insert_rows
@@ -25,24 +25,24 @@ def store() -> Iterator[Store]:
 
 
 @pytest.fixture
-def catalog(store: Store) -> Catalog:
-    catalog = Catalog(store, now_ms=lambda: NOW_MS)
+def catalog(store: Store) -> TableCatalog:
+    catalog = TableCatalog(store, now_ms=lambda: NOW_MS)
     catalog.load()
     return catalog
 
 
-def table(catalog: Catalog, settings: Json, **dataset: str) -> TableKey:
+def table(catalog: TableCatalog, settings: Json, **dataset: str) -> TableKey:
     catalog.create_dataset(DatasetKey("p", "d"), dataset)
     return catalog.create_table(TableKey("p", "d", "t"), SCHEMA, settings).key
 
 
-def days(store: Store, catalog: Catalog, key: TableKey) -> list[str]:
+def days(store: Store, catalog: TableCatalog, key: TableKey) -> list[str]:
     with store.cursor() as cursor:
         found = cursor.execute(f"SELECT day FROM {catalog.table(key).physical} ORDER BY day").fetchall()
     return [str(day) for (day,) in found]
 
 
-def test_a_table_lives_until_its_expiration(store: Store, catalog: Catalog) -> None:
+def test_a_table_lives_until_its_expiration(store: Store, catalog: TableCatalog) -> None:
     key = table(catalog, {"expirationTime": str(NOW_MS + 1)})
     expire(store, catalog, NOW_MS)
     assert key in catalog.tables
@@ -50,12 +50,12 @@ def test_a_table_lives_until_its_expiration(store: Store, catalog: Catalog) -> N
     assert key not in catalog.tables
 
 
-def test_a_dataset_gives_its_tables_their_expiration(store: Store, catalog: Catalog) -> None:
+def test_a_dataset_gives_its_tables_their_expiration(store: Store, catalog: TableCatalog) -> None:
     key = table(catalog, {}, defaultTableExpirationMs="3600000")
     assert catalog.table(key).settings["expirationTime"] == str(NOW_MS + 3_600_000)
 
 
-def test_partitions_leave_one_by_one(store: Store, catalog: Catalog) -> None:
+def test_partitions_leave_one_by_one(store: Store, catalog: TableCatalog) -> None:
     partitioning = {"type": "DAY", "field": "day", "expirationMs": str(2 * DAY_MS)}
     key = table(catalog, {"timePartitioning": partitioning})
     # Day 20,000 after 1970 is 4 October 2024.

@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 from infra.emulators.bigquery.errors import BusyError, NotFoundError
-from infra.emulators.bigquery.jobs import Job, Jobs
+from infra.emulators.bigquery.jobs import BigQueryJob, Jobs
 from infra.emulators.bigquery.query import Result
 
 pytestmark = pytest.mark.anyio
@@ -23,12 +23,12 @@ async def running(freed: list[Result]) -> AsyncIterator[Jobs]:
         tasks.cancel_scope.cancel()
 
 
-def job(number: int) -> Job:
-    return Job("p", f"job{number}", "QUERY", {"query": {}})
+def job(number: int) -> BigQueryJob:
+    return BigQueryJob("p", f"job{number}", "QUERY", {"query": {}})
 
 
 async def test_the_oldest_jobs_are_forgotten_with_their_rows() -> None:
-    async def work(job: Job) -> None:
+    async def work(job: BigQueryJob) -> None:
         job.result = Result(job.job_id, (), 0)
 
     freed: list[Result] = []
@@ -44,7 +44,7 @@ async def test_the_oldest_jobs_are_forgotten_with_their_rows() -> None:
 
 
 async def test_large_results_are_forgotten_sooner() -> None:
-    async def work(job: Job) -> None:
+    async def work(job: BigQueryJob) -> None:
         job.result = Result(job.job_id, (), 1_500_000)
 
     freed: list[Result] = []
@@ -56,7 +56,7 @@ async def test_large_results_are_forgotten_sooner() -> None:
 
 
 async def test_too_many_jobs_at_once_are_refused() -> None:
-    async def work(job: Job) -> None:
+    async def work(job: BigQueryJob) -> None:
         await job.stopping.wait()
 
     async with running([]) as jobs:
@@ -72,10 +72,10 @@ async def test_too_many_jobs_at_once_are_refused() -> None:
 
 
 async def test_a_job_that_breaks_says_so_and_harms_no_other() -> None:
-    async def broken(job: Job) -> None:
+    async def broken(job: BigQueryJob) -> None:
         raise KeyError("oops")
 
-    async def work(job: Job) -> None:
+    async def work(job: BigQueryJob) -> None:
         job.statistics["ok"] = True
 
     async with running([]) as jobs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from infra.deploy.plan import Plan, make_plan
-from infra.deploy.platform import Platform
+from infra.deploy.platform_variables import Platform
 from infra.deploy.prices import Prices
 from infra.deploy.rates import ModelRate, Rates
 from infra.kubernetes.deployment import read_gpu_types

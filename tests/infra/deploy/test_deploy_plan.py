@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infra.deploy.__main__ import main
-from infra.deploy.platform import Platform
+from infra.deploy.platform_variables import Platform
 from tests.infra.deploy.planning import entry, plan_of, rate
 from tests.infra.test_cli import penstock
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from infra.deploy import costs, platform, show
+from infra.deploy import costs, platform_variables, show
 from infra.deploy.plan import Plan as Deployed
-from infra.deploy.platform import Platform
+from infra.deploy.platform_variables import Platform
 from infra.deploy.topology import gpu_pools, redis
 from shared.catalog import read_catalog
 from tests.infra.deploy.planning import plan_of, rate
@@ -91,13 +91,13 @@ def test_disks_are_those_of_terraform() -> None:
 @pytest.mark.parametrize(
     ("variable", "model", "file"),
     [
-        ("api", platform.Api, PLATFORM),
-        ("cache", platform.CacheNodes, PLATFORM),
-        ("inboxes", platform.Inboxes, PLATFORM),
-        ("nodes", platform.Nodes, PLATFORM),
-        ("objects_days", platform.ObjectsDays, PLATFORM),
-        ("records", platform.Records, PLATFORM),
-        ("general_nodes", platform.GeneralNodes, CLUSTER),
+        ("api", platform_variables.ApiVariable, PLATFORM),
+        ("cache", platform_variables.CacheVariable, PLATFORM),
+        ("inboxes", platform_variables.Inboxes, PLATFORM),
+        ("nodes", platform_variables.Nodes, PLATFORM),
+        ("objects_days", platform_variables.ObjectsDays, PLATFORM),
+        ("records", platform_variables.RecordsVariable, PLATFORM),
+        ("general_nodes", platform_variables.GeneralNodes, CLUSTER),
     ],
 )
 def test_defaults_are_those_of_terraform(variable: str, model: Any, file: Path) -> None:
@@ -119,7 +119,7 @@ def test_single_defaults_are_those_of_terraform(variable: str) -> None:
 
 
 def test_bound_of_the_slots_is_that_of_terraform() -> None:
-    assert f"length(var.regions) <= {platform.MOST_SLOTS}" in PLATFORM.read_text()
+    assert f"length(var.regions) <= {platform_variables.MOST_SLOTS}" in PLATFORM.read_text()
 
 
 def _block(variable: str, file: Path) -> str:

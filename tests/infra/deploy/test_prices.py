@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.deploy.costs import totals, without_price
-from infra.deploy.platform import Platform
-from infra.deploy.prices import Price, Prices, Source, Step, read_prices
+from infra.deploy.platform_variables import Platform
+from infra.deploy.prices import ListPrice, Prices, Source, Step, read_prices
 from shared.errors import ConfigurationError
 from tests.infra.deploy.planning import entry, plan_of, rate
 
-EGRESS = Price(
+EGRESS = ListPrice(
     unit="GiB", source="s", free=10, usd={"here": (Step(up_to=100, usd=0.5), Step(up_to=200, usd=0.2), Step(usd=0.1))}
 )
 SOURCE = Source(url="https://example.com/prices", seen=datetime.date(2026, 1, 1))
@@ -48,8 +48,8 @@ def test_a_month_adds_up() -> None:
     prices = Prices(
         sources={"s": SOURCE},
         prices={
-            "machine/g2-standard-8/spot": Price(unit="hour", source="s", usd={"europe-west4": 0.5}),
-            "pubsub/throughput": Price(unit="TiB", source="s", usd={"any": 40}),
+            "machine/g2-standard-8/spot": ListPrice(unit="hour", source="s", usd={"europe-west4": 0.5}),
+            "pubsub/throughput": ListPrice(unit="TiB", source="s", usd={"any": 40}),
         },
     )
     asked = rate(10, peak_per_s=1000, input_bytes=100)

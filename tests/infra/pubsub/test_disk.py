@@ -11,7 +11,7 @@ import grpc
 import psutil
 import pytest
 
-from infra.emulators.pubsub.errors import Unavailable
+from infra.emulators.pubsub.errors import ServerUnavailable
 from infra.emulators.pubsub.protos import message_class
 from infra.emulators.pubsub.server import PubsubServer, serve
 from infra.emulators.pubsub.state.timers import Timers
@@ -95,7 +95,7 @@ async def test_failed_commit_takes_back_what_is_published_and_nothing_else(tmp_p
                 world.nack([poison])
                 poison = next(iter(world.pull()), poison)
             world.publish("refused")
-            with pytest.raises(Unavailable, match="database or disk is full"):
+            with pytest.raises(ServerUnavailable, match="database or disk is full"):
                 await world.journal.committed()
             assert not is_admitted(world.journal)
             assert world.pull_data() == []
@@ -127,9 +127,9 @@ async def test_disk_that_does_not_answer_refuses_in_time_and_what_waits_is_writt
         journal = DurableJournal(SlowDatabase(connection, answers), commit_limit_s=0.05)
         async with journal.running(lambda sequences: None):
             journal.save(Topic(message_class("Topic")(name=TOPIC), Timers(time.time), journal, holder=1))
-            with pytest.raises(Unavailable, match=r"the disk took longer than 0\.05 s"):
+            with pytest.raises(ServerUnavailable, match=r"the disk took longer than 0\.05 s"):
                 await journal.committed()
-            with pytest.raises(Unavailable):
+            with pytest.raises(ServerUnavailable):
                 journal.admit()
             answers.set()
             await until(lambda: is_admitted(journal))
@@ -139,7 +139,7 @@ async def test_disk_that_does_not_answer_refuses_in_time_and_what_waits_is_writt
 def is_admitted(journal: DurableJournal) -> bool:
     try:
         journal.admit()
-    except Unavailable:
+    except ServerUnavailable:
         return False
     return True
 
@@ -240,7 +240,7 @@ def test_more_than_the_disk_keeps_up_with_is_refused(kept: KeptWorld) -> None:
     for _ in range(7):
         kept.broker.journal.admit()
         kept.publish("x" * 10_000_000)
-    with pytest.raises(Unavailable, match=r"70001\d+ bytes wait for the disk"):
+    with pytest.raises(ServerUnavailable, match=r"70001\d+ bytes wait for the disk"):
         kept.broker.journal.admit()
     kept.flush()
     kept.broker.journal.admit()

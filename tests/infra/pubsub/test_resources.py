@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from infra.emulators.pubsub.errors import (
-    AlreadyExists,
     FailedPrecondition,
     InvalidArgument,
-    NotFound,
     PubsubError,
+    ResourceExists,
+    ResourceNotFound,
     Unimplemented,
 )
 from tests.infra.pubsub.world import PROJECT, World, subscription_path, topic_path
@@ -63,14 +63,14 @@ def test_defaults_are_the_services(world: World) -> None:
 
 
 def test_second_of_a_name_is_refused(world: World) -> None:
-    with pytest.raises(AlreadyExists, match=r"Resource already exists in the project \(resource=jobs\)\."):
+    with pytest.raises(ResourceExists, match=r"Resource already exists in the project \(resource=jobs\)\."):
         world.topic()
-    with pytest.raises(AlreadyExists, match=r"\(resource=workers\)"):
+    with pytest.raises(ResourceExists, match=r"\(resource=workers\)"):
         world.subscription()
 
 
 def test_subscription_needs_its_topic() -> None:
-    with pytest.raises(NotFound, match=r"Resource not found \(resource=jobs\)\."):
+    with pytest.raises(ResourceNotFound, match=r"Resource not found \(resource=jobs\)\."):
         World().subscription()
 
 
@@ -171,7 +171,7 @@ def test_deleted_topic_leaves_its_subscription_with_the_backlog(world: World) ->
 
 
 def test_publish_to_a_missing_topic_is_refused() -> None:
-    with pytest.raises(NotFound, match=r"Resource not found \(resource=jobs\)\."):
+    with pytest.raises(ResourceNotFound, match=r"Resource not found \(resource=jobs\)\."):
         World().publish("a")
 
 
@@ -179,7 +179,7 @@ def test_deleted_subscription_is_gone_and_its_name_free(world: World) -> None:
     world.publish("a")
     path = subscription_path("workers")
     world.call("DeleteSubscription", "DeleteSubscriptionRequest", subscription=path)
-    with pytest.raises(NotFound):
+    with pytest.raises(ResourceNotFound):
         get(world)
     assert world.broker.registry.storage.held_bytes == 0
     world.subscription()
@@ -193,7 +193,7 @@ def test_deleting_ends_consumers_with_not_found(world: World) -> None:
     path = subscription_path("workers")
     world.call("DeleteSubscription", "DeleteSubscriptionRequest", subscription=path)
     assert reader.wakes == 1
-    assert isinstance(reader.ended, NotFound)
+    assert isinstance(reader.ended, ResourceNotFound)
 
 
 def test_detached_subscription_drops_everything_and_refuses_pulls(world: World) -> None:
@@ -280,7 +280,7 @@ def test_wrong_list_request_is_refused(fields: dict[str, Any]) -> None:
 )
 def test_missing_resource_is_not_found_and_wrong_name_is_invalid(name: str, kind: str, field: str) -> None:
     world = World()
-    with pytest.raises(NotFound, match=r"Resource not found \(resource=missing\)\."):
+    with pytest.raises(ResourceNotFound, match=r"Resource not found \(resource=missing\)\."):
         world.call(name, kind, **{field: f"{PROJECT}/{field}s/missing"})
     with pytest.raises(InvalidArgument):
         world.call(name, kind, **{field: "nonsense"})

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from infra.emulators.pubsub.errors import AckIdsRefused, NotFound
+from infra.emulators.pubsub.errors import AckIdsRefused, ResourceNotFound
 from tests.infra.pubsub.world import (
     KeptWorld,
     message,
@@ -65,7 +65,7 @@ def test_updates_and_deletions_come_back(kept: KeptWorld) -> None:
     kept.restart()
     assert get(kept).ack_deadline_seconds == 33
     assert get(kept).push_config.push_endpoint == "http://localhost:1/push"
-    with pytest.raises(NotFound):
+    with pytest.raises(ResourceNotFound):
         get(kept, "gone")
 
 
@@ -212,7 +212,7 @@ def test_snapshot_comes_back_and_goes_with_its_messages(kept: KeptWorld) -> None
     kept.flush()
     assert kept.rows() == 0
     kept.restart()
-    with pytest.raises(NotFound):
+    with pytest.raises(ResourceNotFound):
         kept.call("GetSnapshot", "GetSnapshotRequest", **request)
 
 

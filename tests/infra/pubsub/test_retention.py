@@ -2,7 +2,7 @@
 
 import pytest
 
-from infra.emulators.pubsub.errors import InvalidArgument, NotFound, ResourceExhausted
+from infra.emulators.pubsub.errors import InvalidArgument, ResourceExhausted, ResourceNotFound
 from tests.infra.pubsub.world import World, subscription_path, topic_path
 
 DAY_S = 86400
@@ -100,7 +100,7 @@ def test_unused_subscription_expires_after_its_time_to_live() -> None:
     world.advance(DAY_S - 1)
     world.pull()
     world.advance(DAY_S)
-    with pytest.raises(NotFound):
+    with pytest.raises(ResourceNotFound):
         world.call("GetSubscription", "GetSubscriptionRequest", subscription=path)
     world.publish("nobody gets this")
     assert world.broker.registry.storage.held_bytes == 0
@@ -129,7 +129,7 @@ def test_policy_without_ttl_never_expires() -> None:
 
 def test_default_time_to_live_is_31_days(world: World) -> None:
     world.advance(31 * DAY_S)
-    with pytest.raises(NotFound):
+    with pytest.raises(ResourceNotFound):
         world.pull()
 
 

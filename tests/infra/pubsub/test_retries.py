@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from infra.emulators.pubsub.errors import InvalidArgument, NotFound
+from infra.emulators.pubsub.errors import InvalidArgument, ResourceNotFound
 from tests.infra.pubsub.world import World, message, topic_path
 
 
@@ -88,7 +88,7 @@ def test_dead_letter_lets_the_next_of_its_key_out() -> None:
 def test_dead_letter_topic_must_exist() -> None:
     world = World()
     world.topic()
-    with pytest.raises(NotFound, match=r"Resource not found \(resource=missing\)\."):
+    with pytest.raises(ResourceNotFound, match=r"Resource not found \(resource=missing\)\."):
         world.subscription(dead_letter_policy={"dead_letter_topic": topic_path("missing")})
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from infra.emulators.pubsub.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
+from infra.emulators.pubsub.errors import FailedPrecondition, InvalidArgument, ResourceExists, ResourceNotFound
 from infra.emulators.pubsub.protos import message_class
 from tests.infra.pubsub.world import World, message, snapshot_path, subscription_path, topic_path
 
@@ -174,7 +174,7 @@ def test_snapshot_lives_seven_days_less_the_age_of_its_oldest_message(world: Wor
     world.advance(4 * DAY_S - 1)
     world.call("GetSnapshot", "GetSnapshotRequest", snapshot=made.name)
     world.advance(1)
-    with pytest.raises(NotFound):
+    with pytest.raises(ResourceNotFound):
         world.call("GetSnapshot", "GetSnapshotRequest", snapshot=made.name)
 
 
@@ -187,7 +187,7 @@ def test_snapshot_that_would_expire_within_an_hour_is_refused(world: World) -> N
 
 def test_snapshot_name_is_taken_or_given(world: World) -> None:
     snapshot(world)
-    with pytest.raises(AlreadyExists, match=r"\(resource=before\)"):
+    with pytest.raises(ResourceExists, match=r"\(resource=before\)"):
         snapshot(world)
     path = subscription_path("workers")
     made = world.call("CreateSnapshot", "CreateSnapshotRequest", subscription=path)
@@ -203,7 +203,7 @@ def test_snapshots_are_listed_and_deleted(world: World) -> None:
     of_topic = world.call("ListTopicSnapshots", "ListTopicSnapshotsRequest", topic=topic_path("jobs"))
     assert list(of_topic.snapshots) == [snapshot_path("one-1"), snapshot_path("two-2")]
     world.call("DeleteSnapshot", "DeleteSnapshotRequest", snapshot=snapshot_path("one-1"))
-    with pytest.raises(NotFound, match=r"Resource not found \(resource=one-1\)\."):
+    with pytest.raises(ResourceNotFound, match=r"Resource not found \(resource=one-1\)\."):
         seek_to_snapshot(world, "one-1")
 
 
@@ -224,7 +224,7 @@ def test_snapshot_labels_and_end_can_be_updated(world: World) -> None:
     updated = world.broker.call("UpdateSnapshot", update)
     assert dict(updated.labels) == {"env": "test"}
     world.advance(DAY_S)
-    with pytest.raises(NotFound):
+    with pytest.raises(ResourceNotFound):
         seek_to_snapshot(world, "before")
 
 

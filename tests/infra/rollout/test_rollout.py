@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from google.auth.credentials import AnonymousCredentials
 
-from infra.rollout.google import Google
-from infra.rollout.judge import Judge
+from infra.rollout.google import GoogleClient
+from infra.rollout.judge import CanaryJudge
 from infra.rollout.rollout import Rollout
-from infra.rollout.service import Service
+from infra.rollout.service import CloudRunService
 from infra.rollout.smoke import smoke
 from shared.catalog import Catalog, read_catalog
 from shared.errors import ConfigurationError, Unavailable
@@ -42,12 +42,12 @@ def catalog(tmp_path: Path) -> Catalog:
 def rollout(
     apis: GoogleApis, catalog: Catalog, said: list[str] | None = None, on_pause: Callable[[], None] = lambda: None
 ) -> Rollout:
-    google = Google(AnonymousCredentials(), dict.fromkeys(("run", "monitoring", "secretmanager"), apis.url))
+    google = GoogleClient(AnonymousCredentials(), dict.fromkeys(("run", "monitoring", "secretmanager"), apis.url))
     services = {
-        region: Service(google, f"projects/{PROJECT}/locations/{region}/services/{SERVICE}", lambda _: None)
+        region: CloudRunService(google, f"projects/{PROJECT}/locations/{region}/services/{SERVICE}", lambda _: None)
         for region in apis.regions
     }
-    judge = Judge(google, PROJECT, SERVICE, error_ratio=0.02, least_requests=50)
+    judge = CanaryJudge(google, PROJECT, SERVICE, error_ratio=0.02, least_requests=50)
 
     def check(url: str) -> list[str]:
         return smoke(url, google.secret(PROJECT, "penstock-api-keys").split("=")[0], catalog)
@@ -193,7 +193,7 @@ def test_smoke_needs_the_right_key(apis: GoogleApis, catalog: Catalog) -> None:
 
 @pytest.mark.parametrize("steps", [(), (5, 50), (50, 25, 100), (5, 5, 100)])
 def test_steps_rise_to_100(apis: GoogleApis, steps: tuple[int, ...]) -> None:
-    google = Google(AnonymousCredentials())
-    judge = Judge(google, PROJECT, SERVICE, error_ratio=0.02, least_requests=50)
+    google = GoogleClient(AnonymousCredentials())
+    judge = CanaryJudge(google, PROJECT, SERVICE, error_ratio=0.02, least_requests=50)
     with pytest.raises(ConfigurationError, match="rise to 100"):
         Rollout({}, judge, lambda url: [], {}, steps_percent=steps)

@@ -5,7 +5,7 @@ import pytest
 
 from models.shapes.draw import draw
 from models.shapes.judge import UNNAMED, read
-from models.shapes.world import BACKGROUNDS, COLORS, SHAPES, Figure, Scene, sample_scene
+from models.shapes.world import BACKGROUNDS, COLORS, SHAPES, DrawnShape, Scene, sample_scene
 
 WHITE = np.full((64, 64, 3), 250, np.uint8)
 
@@ -30,7 +30,7 @@ def test_judge_is_right_on_99_percent_of_generated_pictures() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("color", ["red", "green", "pink"])
 def test_judge_reads_a_figure(shape: str, color: str) -> None:
-    figure = Figure(shape, color, "medium", 30.0, 35.0, 12.0)
+    figure = DrawnShape(shape, color, "medium", 30.0, 35.0, 12.0)
     (seen,) = read(np.asarray(draw(Scene("gray", (figure,), place="center")))).figures
     assert (seen.shape, seen.color) == (shape, color)
     assert abs(seen.x - 30) < 1.5

@@ -6,7 +6,7 @@ import numpy as np
 from models.shapes.captions import tell
 from models.shapes.draw import draw, draw_many
 from models.shapes.tokenizer import make_tokenizer
-from models.shapes.world import BACKGROUNDS, COLORS, RELATIONS, SHAPES, SIDE, Figure, Scene, sample_scene
+from models.shapes.world import BACKGROUNDS, COLORS, RELATIONS, SHAPES, SIDE, DrawnShape, Scene, sample_scene
 
 
 def scenes(number: int, seed: int = 3, *, held_out: bool = False) -> list[Scene]:
@@ -27,8 +27,8 @@ def test_held_out_scenes_are_of_kinds_that_training_never_sees() -> None:
 
 
 def test_beside_is_one_kind_in_both_orders() -> None:
-    red = Figure("circle", "red", "small", 17, 32, 7)
-    blue = Figure("star", "blue", "large", 47, 32, 13)
+    red = DrawnShape("circle", "red", "small", 17, 32, 7)
+    blue = DrawnShape("star", "blue", "large", 47, 32, 13)
     assert Scene("white", (red, blue), relation="beside").kind == Scene("white", (blue, red), relation="beside").kind
     assert Scene("white", (red, blue), relation="left of").kind != Scene("white", (blue, red), relation="left of").kind
 
@@ -54,7 +54,7 @@ def test_two_figures_stand_to_each_other_as_told() -> None:
 
 
 def test_picture_has_its_colors() -> None:
-    figure = Figure("circle", "red", "medium", 32, 32, 13)
+    figure = DrawnShape("circle", "red", "medium", 32, 32, 13)
     picture = draw(Scene("light blue", (figure,), place="center"))
     assert picture.size == (SIDE, SIDE)
     assert picture.getpixel((32, 32)) == COLORS["red"]

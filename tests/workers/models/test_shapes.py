@@ -14,7 +14,7 @@ from PIL import Image
 
 from models.shapes.draw import draw
 from models.shapes.judge import Pixels, Seen, read
-from models.shapes.world import Figure, Scene
+from models.shapes.world import DrawnShape, Scene
 from shared.blob import Blob
 from shared.catalog import Catalog
 from shared.tasks.image import ImageInput, ImageResult
@@ -126,12 +126,12 @@ def ninth(figure: Seen) -> tuple[int, int]:
 
 
 RECOLORED = (
-    (Figure("circle", "red", "large", 32.0, 32.0, 19.0), "blue", "a large blue circle"),
-    (Figure("square", "blue", "medium", 19.0, 31.0, 13.0), "green", "a green square on the left"),
-    (Figure("star", "purple", "large", 33.0, 30.0, 20.0), "orange", "a large orange star"),
-    (Figure("triangle", "green", "medium", 45.0, 33.0, 14.0), "red", "a red triangle on the right"),
-    (Figure("ring", "black", "large", 31.0, 33.0, 18.0), "purple", "a large purple ring"),
-    (Figure("cross", "orange", "medium", 32.0, 18.0, 13.0), "blue", "a blue cross at the top"),
+    (DrawnShape("circle", "red", "large", 32.0, 32.0, 19.0), "blue", "a large blue circle"),
+    (DrawnShape("square", "blue", "medium", 19.0, 31.0, 13.0), "green", "a green square on the left"),
+    (DrawnShape("star", "purple", "large", 33.0, 30.0, 20.0), "orange", "a large orange star"),
+    (DrawnShape("triangle", "green", "medium", 45.0, 33.0, 14.0), "red", "a red triangle on the right"),
+    (DrawnShape("ring", "black", "large", 31.0, 33.0, 18.0), "purple", "a large purple ring"),
+    (DrawnShape("cross", "orange", "medium", 32.0, 18.0, 13.0), "blue", "a blue cross at the top"),
 )
 
 
@@ -145,7 +145,7 @@ def test_image_to_image_changes_the_color_and_keeps_the_place(draw_with: Draw) -
     assert hits(seen, [[(color, before.shape, True)] for before, color, _ in RECOLORED]) >= 5, seen
 
 
-def is_near(seen: Seen, before: Figure) -> bool:
+def is_near(seen: Seen, before: DrawnShape) -> bool:
     return max(abs(seen.x - before.x), abs(seen.y - before.y)) <= NEAR_PX
 
 

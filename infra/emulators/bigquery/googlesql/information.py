@@ -6,7 +6,7 @@ from sqlglot import exp
 
 from infra.emulators.bigquery.errors import InvalidQueryError
 from infra.emulators.bigquery.googlesql.calls import call, cast, number, text, unsupported
-from infra.emulators.bigquery.resources import DatasetKey, Table
+from infra.emulators.bigquery.resources import DatasetKey, TableResource
 from infra.emulators.bigquery.schema import Field
 
 _TABLES = ("table_catalog", "table_schema", "table_name", "table_type", "is_insertable_into", "creation_time")
@@ -17,7 +17,9 @@ _COLUMNS = (
 _SQL_NAMES = {"INTEGER": "INT64", "FLOAT": "FLOAT64", "BOOLEAN": "BOOL"}
 
 
-def information_schema(node: exp.Table, project: str, tables_of: Callable[[DatasetKey], list[Table]]) -> exp.Expr:
+def information_schema(
+    node: exp.Table, project: str, tables_of: Callable[[DatasetKey], list[TableResource]]
+) -> exp.Expr:
     """Returns the query that a name such as `d.INFORMATION_SCHEMA.TABLES` stands for.
 
     Args:
@@ -48,17 +50,17 @@ def sql_type(field: Field) -> str:
     return f"ARRAY<{name}>" if field.mode == "REPEATED" else name
 
 
-def _name(table: Table) -> list[exp.Expr]:
+def _name(table: TableResource) -> list[exp.Expr]:
     return [text(part) for part in (table.key.project, table.key.dataset_id, table.key.table_id)]
 
 
-def _table_row(table: Table) -> list[exp.Expr]:
+def _table_row(table: TableResource) -> list[exp.Expr]:
     is_view = table.view_query is not None
     created = call("bq.from_micros", number(table.created_ms * 1_000))
     return [*_name(table), text("VIEW" if is_view else "BASE TABLE"), text("NO" if is_view else "YES"), created]
 
 
-def _column_rows(table: Table) -> list[list[exp.Expr]]:
+def _column_rows(table: TableResource) -> list[list[exp.Expr]]:
     clustering = table.settings.get("clustering", {}).get("fields", [])
     partitioned = table.partitioning.column if table.partitioning else None
     return [

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from sqlglot import exp
 
 from infra.emulators.bigquery.errors import InvalidQueryError
-from infra.emulators.bigquery.resources import Table
+from infra.emulators.bigquery.resources import TableResource
 
 # A column as a filter names it: the source's alias, or None, and the column's name, both in lower
 # case.
@@ -21,7 +21,7 @@ _Ctes = Mapping[str, exp.Expr]
 _COMPARISONS = (exp.EQ, exp.GT, exp.GTE, exp.LT, exp.LTE)
 
 
-def check_partition_filters(tree: exp.Expr, tables: Mapping[str, Table]) -> None:
+def check_partition_filters(tree: exp.Expr, tables: Mapping[str, TableResource]) -> None:
     """Refuses a statement that reads a whole table which demands a filter on its partitions.
 
     Args:
@@ -42,7 +42,7 @@ def check_partition_filters(tree: exp.Expr, tables: Mapping[str, Table]) -> None
         _check_query(query, set(), {}, tables)
 
 
-def _check_query(query: exp.Expr, wanted: set[str], ctes: _Ctes, tables: Mapping[str, Table]) -> None:
+def _check_query(query: exp.Expr, wanted: set[str], ctes: _Ctes, tables: Mapping[str, TableResource]) -> None:
     """Checks a query of whose output columns `wanted` are filtered by what stands around it."""
     with_ = query.args.get("with_")
     if with_ is not None:
@@ -55,7 +55,9 @@ def _check_query(query: exp.Expr, wanted: set[str], ctes: _Ctes, tables: Mapping
         _check_select(query, wanted, ctes, tables)
 
 
-def _check_set_operation(query: exp.SetOperation, wanted: set[str], ctes: _Ctes, tables: Mapping[str, Table]) -> None:
+def _check_set_operation(
+    query: exp.SetOperation, wanted: set[str], ctes: _Ctes, tables: Mapping[str, TableResource]
+) -> None:
     # The first query names the columns; the others are filtered at the same places.
     names = [name.lower() for name in query.named_selects]
     for side in (query.this, query.expression):
@@ -65,7 +67,7 @@ def _check_set_operation(query: exp.SetOperation, wanted: set[str], ctes: _Ctes,
         _check_query(side, inner if query.args.get("limit") is None else set(), ctes, tables)
 
 
-def _check_select(select: exp.Select, wanted: set[str], ctes: _Ctes, tables: Mapping[str, Table]) -> None:
+def _check_select(select: exp.Select, wanted: set[str], ctes: _Ctes, tables: Mapping[str, TableResource]) -> None:
     joins = select.args.get("joins") or []
     filters = [select.args.get("where"), *(join.args.get("on") for join in joins)]
     columns = set(_pruned(part for condition in filters for part in _conjuncts(condition)))
@@ -79,7 +81,9 @@ def _check_select(select: exp.Select, wanted: set[str], ctes: _Ctes, tables: Map
         _check_query(query, set(), ctes, tables)
 
 
-def _check_source(source: exp.Expr, columns: Iterable[_Column], ctes: _Ctes, tables: Mapping[str, Table]) -> None:
+def _check_source(
+    source: exp.Expr, columns: Iterable[_Column], ctes: _Ctes, tables: Mapping[str, TableResource]
+) -> None:
     alias = source.alias_or_name.lower()
     filtered = {name for owner, name in columns if owner in (None, alias)}
     if isinstance(source, exp.Subquery):

@@ -12,7 +12,7 @@ from sqlglot import exp
 from infra.emulators.bigquery.errors import InvalidQueryError
 from infra.emulators.bigquery.googlesql.calls import cast, unsupported
 from infra.emulators.bigquery.googlesql.information import information_schema
-from infra.emulators.bigquery.resources import PARTITION_TIME, DatasetKey, Table, TableKey
+from infra.emulators.bigquery.resources import PARTITION_TIME, DatasetKey, TableKey, TableResource
 
 PARTITION_DATE = "_PARTITIONDATE"
 _DEEPEST_VIEW = 16
@@ -29,8 +29,8 @@ class Names:
 
     project: str
     default_dataset: DatasetKey | None
-    find: Callable[[TableKey], Table]
-    tables_of: Callable[[DatasetKey], list[Table]]
+    find: Callable[[TableKey], TableResource]
+    tables_of: Callable[[DatasetKey], list[TableResource]]
     parse: Callable[[str], exp.Expr]
 
 
@@ -38,7 +38,7 @@ class Names:
 class Resolved:
     """The tables that a statement reads or writes, by DuckDB name."""
 
-    tables: dict[str, Table] = field(default_factory=dict)
+    tables: dict[str, TableResource] = field(default_factory=dict)
 
 
 def resolve(tree: exp.Expr, names: Names, resolved: Resolved, depth: int = 0) -> exp.Expr:
@@ -135,7 +135,7 @@ def _replacement(node: exp.Table, names: Names, resolved: Resolved, depth: int) 
     return physical
 
 
-def _physical(table: Table) -> exp.Table:
+def _physical(table: TableResource) -> exp.Table:
     catalog, schema, name = table.physical.split(".")
     return exp.Table(this=exp.to_identifier(name), db=exp.to_identifier(schema), catalog=exp.to_identifier(catalog))
 

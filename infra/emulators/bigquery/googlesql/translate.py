@@ -18,7 +18,7 @@ from infra.emulators.bigquery.googlesql.partitions import check_partition_filter
 from infra.emulators.bigquery.googlesql.references import Names, Resolved, resolve
 from infra.emulators.bigquery.googlesql.rewrite import rewrite
 from infra.emulators.bigquery.googlesql.supported import check
-from infra.emulators.bigquery.resources import DatasetKey, Table, TableKey
+from infra.emulators.bigquery.resources import DatasetKey, TableKey, TableResource
 from infra.emulators.bigquery.schema import Json
 
 _DEFINITIONS = (exp.Create, exp.Drop, exp.TruncateTable, exp.Alter)
@@ -42,7 +42,7 @@ class Statement:
     kind: str
     sql: str
     values: dict[str, Any]
-    tables: tuple[Table, ...]
+    tables: tuple[TableResource, ...]
     columns: frozenset[str] | None
     expanded: frozenset[str] = frozenset()
     definition: exp.Expr | None = None
@@ -57,8 +57,8 @@ class Translator:
         tables_of: lists the tables of a data set.
     """
 
-    find: Callable[[TableKey], Table]
-    tables_of: Callable[[DatasetKey], list[Table]]
+    find: Callable[[TableKey], TableResource]
+    tables_of: Callable[[DatasetKey], list[TableResource]]
 
     def translate(
         self,

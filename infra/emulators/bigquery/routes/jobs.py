@@ -11,11 +11,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
-from infra.emulators.bigquery.jobs import Job, new_job_id
+from infra.emulators.bigquery.jobs import BigQueryJob, new_job_id
 from infra.emulators.bigquery.routes.messages import flag, json_body, natural, number, page, service_of
 from infra.emulators.bigquery.routes.tabledata import read_page
 from infra.emulators.bigquery.schema import Json
-from infra.emulators.bigquery.service import Service
+from infra.emulators.bigquery.service import BigQueryService
 
 _DEFAULT_WAIT_MS = 10_000
 _LONGEST_WAIT_MS = 200_000
@@ -31,13 +31,13 @@ class RequestIds:
     """The jobs of jobs.query by `requestId`, so that a request sent again is not run again."""
 
     def __init__(self) -> None:
-        self._jobs: OrderedDict[str, Job] = OrderedDict()
+        self._jobs: OrderedDict[str, BigQueryJob] = OrderedDict()
 
-    def job_of(self, request_id: str | None) -> Job | None:
+    def job_of(self, request_id: str | None) -> BigQueryJob | None:
         """Returns the job that this request started before."""
         return None if request_id is None else self._jobs.get(request_id)
 
-    def remember(self, request_id: str | None, job: Job) -> None:
+    def remember(self, request_id: str | None, job: BigQueryJob) -> None:
         """Keeps a request's job."""
         if request_id is not None:
             self._jobs[request_id] = job
@@ -61,7 +61,7 @@ async def insert(request: Request) -> Response:
     return JSONResponse(job.resource())
 
 
-def new_job(project: str, body: Json) -> Job:
+def new_job(project: str, body: Json) -> BigQueryJob:
     """Returns the job that a request describes, not started yet.
 
     Raises:
@@ -79,7 +79,7 @@ def new_job(project: str, body: Json) -> Job:
     reference = body.get("jobReference") or {}
     job_id = reference.get("jobId") or new_job_id()
     location = reference.get("location") or "US"
-    return Job(project, job_id, kinds[0].upper(), configuration, location)
+    return BigQueryJob(project, job_id, kinds[0].upper(), configuration, location)
 
 
 async def get(request: Request) -> Response:
@@ -155,7 +155,9 @@ async def query_results(request: Request) -> Response:
     return JSONResponse({**found, "kind": "bigquery#getQueryResultsResponse"})
 
 
-async def _results(service: Service, job: Job, wait_ms: int, start: int, count: int, is_micros: bool) -> Json:
+async def _results(
+    service: BigQueryService, job: BigQueryJob, wait_ms: int, start: int, count: int, is_micros: bool
+) -> Json:
     with anyio.move_on_after(min(wait_ms, _LONGEST_WAIT_MS) / 1_000):
         await job.done.wait()
     found: Json = {"jobReference": job.reference(), "jobComplete": job.state == "DONE"}
@@ -185,7 +187,7 @@ async def _results(service: Service, job: Job, wait_ms: int, start: int, count: 
     return found
 
 
-def _dry_response(job: Job) -> Json:
+def _dry_response(job: BigQueryJob) -> Json:
     details = job.statistics["query"]
     return {
         "kind": "bigquery#queryResponse",
@@ -197,5 +199,5 @@ def _dry_response(job: Job) -> Json:
     }
 
 
-def _job(request: Request) -> Job:
+def _job(request: Request) -> BigQueryJob:
     return service_of(request).jobs.get(request.path_params["project"], request.path_params["job"])

@@ -11,15 +11,15 @@ from starlette.responses import JSONResponse, Response
 from infra.emulators.bigquery.errors import BugError, InvalidError, ServiceError, TooLargeError
 from infra.emulators.bigquery.resources import DatasetKey, TableKey
 from infra.emulators.bigquery.schema import Json
-from infra.emulators.bigquery.service import Service
+from infra.emulators.bigquery.service import BigQueryService
 
 MOST_BODY_BYTES = 32 * 1024 * 1024
 _GZIP_WINDOW_BITS = 31
 
 
-def service_of(request: Request) -> Service:
+def service_of(request: Request) -> BigQueryService:
     """Returns the server that the request came to."""
-    found: Service = request.app.state.service
+    found: BigQueryService = request.app.state.service
     return found
 
 

@@ -13,11 +13,11 @@ from starlette.responses import JSONResponse, Response
 
 from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
 from infra.emulators.bigquery.records import RowReader
-from infra.emulators.bigquery.resources import Table, TableKey
+from infra.emulators.bigquery.resources import TableKey, TableResource
 from infra.emulators.bigquery.routes.messages import flag, json_body, number, service_of, table_key
 from infra.emulators.bigquery.rows import insert_rows, read_rows
 from infra.emulators.bigquery.schema import Json, Schema
-from infra.emulators.bigquery.service import Service
+from infra.emulators.bigquery.service import BigQueryService
 from infra.emulators.bigquery.values import BadValueError
 
 # BigQuery's limits for one insertAll (platform facts B4).
@@ -38,12 +38,12 @@ class InsertIds:
     def __init__(self) -> None:
         self._seen: OrderedDict[tuple[int, str], float] = OrderedDict()
 
-    def is_new(self, table: Table, insert_id: str) -> bool:
+    def is_new(self, table: TableResource, insert_id: str) -> bool:
         """Says whether no row of this id was inserted lately."""
         self._forget_old()
         return (table.number, insert_id) not in self._seen
 
-    def remember(self, table: Table, insert_ids: list[str]) -> None:
+    def remember(self, table: TableResource, insert_ids: list[str]) -> None:
         """Keeps the ids of rows that are in the table now."""
         now_s = time.monotonic()
         for insert_id in insert_ids:
@@ -75,7 +75,7 @@ async def insert_all(request: Request) -> Response:
     return JSONResponse(found | ({"insertErrors": errors} if errors else {}))
 
 
-def _insert(service: Service, insert_ids: InsertIds, key: TableKey, body: Json, rows: list[Any]) -> list[Json]:
+def _insert(service: BigQueryService, insert_ids: InsertIds, key: TableKey, body: Json, rows: list[Any]) -> list[Json]:
     table = service.catalog.table(key)
     if table.view_query is not None:
         raise InvalidError(f"Cannot add rows to a view: {key}")
@@ -146,7 +146,7 @@ async def list_rows(request: Request) -> Response:
 
 
 def read_page(
-    service: Service, physical: str, schema: Schema, start: int, count: int, is_micros: bool
+    service: BigQueryService, physical: str, schema: Schema, start: int, count: int, is_micros: bool
 ) -> tuple[int, list[Json]]:
     """Returns how many rows a DuckDB table has, and a page of them in the wire form."""
     with service.store.cursor() as cursor:

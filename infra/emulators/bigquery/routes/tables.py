@@ -10,10 +10,10 @@ from starlette.responses import JSONResponse, Response
 
 from infra.emulators.bigquery.errors import InvalidError
 from infra.emulators.bigquery.query import table_size
-from infra.emulators.bigquery.resources import Table, TableKey
+from infra.emulators.bigquery.resources import TableKey, TableResource
 from infra.emulators.bigquery.routes.messages import dataset_key, json_body, page, service_of, table_key
 from infra.emulators.bigquery.schema import Json, Schema, parse_schema
-from infra.emulators.bigquery.service import Service
+from infra.emulators.bigquery.service import BigQueryService
 
 
 async def insert(request: Request) -> Response:
@@ -36,7 +36,7 @@ async def get(request: Request) -> Response:
     job = service.jobs.result_of(key)
     if job is None or job.result is None:
         return JSONResponse(await _shown(service, service.catalog.table(key)))
-    hidden = Table(key, 0, job.result.schema, {}, job.created_ms, job.ended_ms)
+    hidden = TableResource(key, 0, job.result.schema, {}, job.created_ms, job.ended_ms)
     return JSONResponse(hidden.resource(job.result.rows, 0, job.location))
 
 
@@ -71,14 +71,14 @@ async def delete(request: Request) -> Response:
     return Response(status_code=204)
 
 
-async def _view_schema(service: Service, key: TableKey, body: Json) -> Schema | None:
+async def _view_schema(service: BigQueryService, key: TableKey, body: Json) -> Schema | None:
     view = body.get("view")
     if not view or not view.get("query"):
         return None
     return await service.view_schema(str(view["query"]), key.project)
 
 
-async def _shown(service: Service, table: Table) -> Json:
+async def _shown(service: BigQueryService, table: TableResource) -> Json:
     def size() -> tuple[int, int]:
         with service.store.cursor() as cursor:
             return table_size(cursor, table)

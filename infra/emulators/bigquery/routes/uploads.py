@@ -16,12 +16,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from infra.emulators.bigquery.errors import BusyError, InvalidError, NotFoundError, TooLargeError
-from infra.emulators.bigquery.jobs import Job
+from infra.emulators.bigquery.jobs import BigQueryJob
 from infra.emulators.bigquery.loads import run_load
 from infra.emulators.bigquery.routes.jobs import new_job
 from infra.emulators.bigquery.routes.messages import body_parts, json_body, service_of, whole_body
 from infra.emulators.bigquery.schema import Json
-from infra.emulators.bigquery.service import Service
+from infra.emulators.bigquery.service import BigQueryService
 
 _MOST_MULTIPART_BYTES = 64 * 1024 * 1024
 _MOST_FILE_BYTES = 5 * 1024 * 1024 * 1024
@@ -181,7 +181,7 @@ async def _start(request: Request, session: Session) -> Response:
     return JSONResponse(job.resource())
 
 
-async def _load_and_close(service: Service, file: IO[bytes], job: Job) -> None:
+async def _load_and_close(service: BigQueryService, file: IO[bytes], job: BigQueryJob) -> None:
     try:
         await run_load(service, file, job)
     finally:

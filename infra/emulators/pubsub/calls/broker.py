@@ -1,6 +1,6 @@
 """The entry point to the state machine: every call of the API by its name.
 
-It has no gRPC and no event loop. Only `call`, the timers and `Subscription.take` change the state,
+It has no gRPC and no event loop. Only `call`, the timers and `SubscriptionState.take` change the state,
 and each change goes to the journal.
 """
 
@@ -10,10 +10,10 @@ from typing import Any
 from infra.emulators.pubsub.calls.snapshots import SnapshotCalls
 from infra.emulators.pubsub.calls.subscriptions import SubscriptionCalls
 from infra.emulators.pubsub.calls.topics import TopicCalls
-from infra.emulators.pubsub.state.journal import Journal
+from infra.emulators.pubsub.state.journal import ChangeJournal
 from infra.emulators.pubsub.state.message import Storage
 from infra.emulators.pubsub.state.registry import Registry
-from infra.emulators.pubsub.state.subscription import Subscription
+from infra.emulators.pubsub.state.subscription import SubscriptionState
 from infra.emulators.pubsub.state.timers import Timers
 
 DEFAULT_STORAGE_BYTES = 2 * 1024**3
@@ -33,10 +33,10 @@ class Broker:
         self,
         now_s: Callable[[], float],
         storage_bytes: int = DEFAULT_STORAGE_BYTES,
-        journal: Journal | None = None,
+        journal: ChangeJournal | None = None,
     ) -> None:
         self.timers = Timers(now_s)
-        self.journal = journal or Journal()
+        self.journal = journal or ChangeJournal()
         self.registry = Registry(self.timers, Storage(storage_bytes, self.journal.drop), self.journal)
         topics = TopicCalls(self.registry)
         snapshots = SnapshotCalls(self.registry)
@@ -84,7 +84,7 @@ class Broker:
         """
         return self._calls[name](request)
 
-    def pullable(self, path: str) -> Subscription:
+    def pullable(self, path: str) -> SubscriptionState:
         """Return the subscription to `take` from.
 
         Raises `NotFound` or `FailedPrecondition` like a pull.

@@ -8,12 +8,12 @@ from infra.emulators.pubsub.errors import FailedPrecondition, InvalidArgument, r
 from infra.emulators.pubsub.names import check_name, check_project
 from infra.emulators.pubsub.protos import Snapshot as SnapshotProto
 from infra.emulators.pubsub.protos import empty, message_class
+from infra.emulators.pubsub.state.delivery_settings import seconds_of
 from infra.emulators.pubsub.state.message import StoredMessage
 from infra.emulators.pubsub.state.registry import Registry
 from infra.emulators.pubsub.state.resources import checked_snapshot, merge_update
 from infra.emulators.pubsub.state.snapshot import Snapshot, check_expire_time, snapshot_expire_s
-from infra.emulators.pubsub.state.subscription import Subscription
-from infra.emulators.pubsub.state.subscription_settings import seconds_of
+from infra.emulators.pubsub.state.subscription import SubscriptionState
 
 _ListSnapshotsResponse = message_class("ListSnapshotsResponse")
 _SeekResponse = message_class("SeekResponse")
@@ -96,13 +96,13 @@ class SnapshotCalls:
             raise InvalidArgument("A seek needs a target: either time or snapshot.")
         return _SeekResponse()
 
-    def _seek_to_time(self, subscription: Subscription, time_s: float) -> None:
+    def _seek_to_time(self, subscription: SubscriptionState, time_s: float) -> None:
         def is_unacked(message: StoredMessage) -> bool:
             return message.published_s >= time_s
 
         subscription.seek(is_unacked, subscription.topic.log if subscription.topic else ())
 
-    def _seek_to_snapshot(self, subscription: Subscription, snapshot: Snapshot) -> None:
+    def _seek_to_snapshot(self, subscription: SubscriptionState, snapshot: Snapshot) -> None:
         if snapshot.topic is None or snapshot.topic is not subscription.topic:
             raise FailedPrecondition(
                 f"The snapshot's topic must be the subscription's topic (snapshot={snapshot.path}, "

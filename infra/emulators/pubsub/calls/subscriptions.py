@@ -9,7 +9,7 @@ from infra.emulators.pubsub.protos import Subscription as SubscriptionProto
 from infra.emulators.pubsub.protos import empty, message_class
 from infra.emulators.pubsub.state.registry import Registry
 from infra.emulators.pubsub.state.resources import checked_push_config, checked_subscription, merge_update
-from infra.emulators.pubsub.state.subscription import Subscription, not_pullable
+from infra.emulators.pubsub.state.subscription import SubscriptionState, not_pullable
 
 _ListSubscriptionsResponse = message_class("ListSubscriptionsResponse")
 
@@ -28,7 +28,7 @@ class SubscriptionCalls:
         topic = self._registry.topic(proto.topic)
         self._check_dead_letter_topic(proto)
         proto.detached = False
-        subscription = Subscription(proto, topic, self._registry, self._registry.next_sequence())
+        subscription = SubscriptionState(proto, topic, self._registry, self._registry.next_sequence())
         self._registry.subscriptions[proto.name] = subscription
         self._registry.journal.save(subscription)
         topic.attach(subscription)
@@ -111,7 +111,7 @@ class SubscriptionCalls:
             raise AckIdsRefused(refused)
         return empty()
 
-    def consumable(self, path: str, *, for_pull: bool = False) -> Subscription:
+    def consumable(self, path: str, *, for_pull: bool = False) -> SubscriptionState:
         """Return a subscription to pull from (`for_pull`) or to ack on, and note its use.
 
         Raises:
@@ -131,7 +131,7 @@ class SubscriptionCalls:
             self._registry.topic(proto.dead_letter_policy.dead_letter_topic)
 
 
-def _shown(subscription: Subscription) -> Any:
+def _shown(subscription: SubscriptionState) -> Any:
     proto, topic = subscription.proto, subscription.topic
     proto.ClearField("topic_message_retention_duration")
     if topic is not None and topic.proto.HasField("message_retention_duration"):

@@ -10,7 +10,7 @@ from infra.emulators.pubsub.protos import empty, message_class
 from infra.emulators.pubsub.state.publishing import check_publish
 from infra.emulators.pubsub.state.registry import Registry
 from infra.emulators.pubsub.state.resources import DELETED_TOPIC, checked_topic, merge_update
-from infra.emulators.pubsub.state.subscription import Subscription
+from infra.emulators.pubsub.state.subscription import SubscriptionState
 from infra.emulators.pubsub.state.topic import Topic
 
 _PublishResponse = message_class("PublishResponse")
@@ -115,5 +115,5 @@ class TopicCalls:
             self._registry.on_push_config(subscription)
         return _DetachSubscriptionResponse()
 
-    def _subscriptions_of(self, topic: Topic) -> list[Subscription]:
+    def _subscriptions_of(self, topic: Topic) -> list[SubscriptionState]:
         return [subscription for subscription in self._registry.subscriptions.values() if subscription.topic is topic]

@@ -13,7 +13,7 @@ from infra.emulators.pubsub.calls.broker import Broker
 from infra.emulators.pubsub.push.connection import PushConnection, PushFailed
 from infra.emulators.pubsub.push.payload import push_payload
 from infra.emulators.pubsub.state.consumers import Consumer, Delivery
-from infra.emulators.pubsub.state.subscription import Subscription
+from infra.emulators.pubsub.state.subscription import SubscriptionState
 
 PUSH_WORKERS = 8
 # https://cloud.google.com/pubsub/docs/push#receive_push: these ack, anything else is a nack.
@@ -46,7 +46,7 @@ class _PushLoops:
         self._running: dict[str, tuple[bytes, asyncio.Task[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def follow(self, subscription: Subscription) -> None:
+    def follow(self, subscription: SubscriptionState) -> None:
         """Start or stop pushing. Only a different push configuration has an effect."""
         is_alive = self._subscriptions.get(subscription.path) is subscription
         is_pushed = is_alive and subscription.settings.push_endpoint and not subscription.proto.detached
@@ -64,7 +64,7 @@ class _PushLoops:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _start(self, subscription: Subscription) -> asyncio.Task[None]:
+    def _start(self, subscription: SubscriptionState) -> asyncio.Task[None]:
         task = asyncio.create_task(_PushLoop(subscription).run())
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -79,7 +79,7 @@ class _PushLoops:
 class _PushLoop:
     """The push workers of one subscription. They share the pause after a failure."""
 
-    def __init__(self, subscription: Subscription) -> None:
+    def __init__(self, subscription: SubscriptionState) -> None:
         self._subscription = subscription
         self._failures = 0
 

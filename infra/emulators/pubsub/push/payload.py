@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from infra.emulators.pubsub.state.consumers import Delivery
-from infra.emulators.pubsub.state.subscription import Subscription
+from infra.emulators.pubsub.state.subscription import SubscriptionState
 
 _USER_AGENT = ("User-Agent", "CloudPubSub-Google")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
@@ -18,7 +18,7 @@ _HEADER_VALUE = re.compile(r"(?:[\x21-\x7e](?:[\x20-\x7e\t]*[\x21-\x7e])?)?")
 _OWN_HEADERS = frozenset({"host", "content-length", "transfer-encoding", "connection", "user-agent"})
 
 
-def push_payload(subscription: Subscription, delivery: Delivery) -> tuple[list[tuple[str, str]], bytes]:
+def push_payload(subscription: SubscriptionState, delivery: Delivery) -> tuple[list[tuple[str, str]], bytes]:
     """Return headers and body of the POST for one delivery, as its push configuration says."""
     push_config = subscription.proto.push_config
     if push_config.WhichOneof("wrapper") != "no_wrapper":
@@ -31,7 +31,7 @@ def push_payload(subscription: Subscription, delivery: Delivery) -> tuple[list[t
     return headers, delivery.message.proto.data
 
 
-def _envelope(subscription: Subscription, delivery: Delivery) -> bytes:
+def _envelope(subscription: SubscriptionState, delivery: Delivery) -> bytes:
     proto = delivery.message.proto
     published = proto.publish_time.ToJsonString()
     # Both spellings of id and time are in the service's envelope; receivers read either.
@@ -53,7 +53,7 @@ def _envelope(subscription: Subscription, delivery: Delivery) -> bytes:
     return json.dumps(envelope).encode()
 
 
-def _metadata(subscription: Subscription, delivery: Delivery) -> list[tuple[str, str]]:
+def _metadata(subscription: SubscriptionState, delivery: Delivery) -> list[tuple[str, str]]:
     proto = delivery.message.proto
     headers = [
         ("x-goog-pubsub-subscription-name", subscription.path),

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from infra.emulators.pubsub.errors import INVALID_ACK_ID, InvalidArgument
 from infra.emulators.pubsub.state.consumers import Consumer, Consumers, Delivery, State
-from infra.emulators.pubsub.state.journal import Journal
+from infra.emulators.pubsub.state.delivery_settings import DeliverySettings
+from infra.emulators.pubsub.state.journal import ChangeJournal
 from infra.emulators.pubsub.state.message import StoredMessage
 from infra.emulators.pubsub.state.ordering import OrderingLines
-from infra.emulators.pubsub.state.subscription_settings import SubscriptionSettings
 from infra.emulators.pubsub.state.timers import Timers
 
 MAX_TAKE = 1000
@@ -26,7 +26,7 @@ MAX_TAKE_BYTES = 2 * 1024 * 1024
 class Policy(Protocol):
     """What the backlog asks of its subscription."""
 
-    settings: SubscriptionSettings
+    settings: DeliverySettings
 
     def acked(self, message: StoredMessage) -> None:
         """Note that a message was acked."""
@@ -41,7 +41,7 @@ class Policy(Protocol):
 class Backlog:
     """All unacked messages of one subscription, oldest first, each in one `State`."""
 
-    def __init__(self, policy: Policy, timers: Timers, journal: Journal, holder: int) -> None:
+    def __init__(self, policy: Policy, timers: Timers, journal: ChangeJournal, holder: int) -> None:
         self.ack_id_prefix = f"{holder:x}"
         self.consumers = Consumers()
         self._policy = policy

@@ -32,7 +32,7 @@ class Resource(Protocol):
         """A subscription's last use, or a snapshot's latest end. 0 for a topic."""
 
 
-class Journal:
+class ChangeJournal:
     """Keeps nothing: every method is a place where a durable journal takes note."""
 
     def save(self, resource: Resource) -> None:

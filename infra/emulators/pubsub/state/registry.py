@@ -12,10 +12,10 @@ from infra.emulators.pubsub.errors import resource_not_found
 from infra.emulators.pubsub.names import check_name
 from infra.emulators.pubsub.protos import PubsubMessage
 from infra.emulators.pubsub.state.consumers import Delivery
-from infra.emulators.pubsub.state.journal import Journal
+from infra.emulators.pubsub.state.journal import ChangeJournal
 from infra.emulators.pubsub.state.message import Storage, StoredMessage
 from infra.emulators.pubsub.state.snapshot import Snapshot
-from infra.emulators.pubsub.state.subscription import Subscription
+from infra.emulators.pubsub.state.subscription import SubscriptionState
 from infra.emulators.pubsub.state.timers import Timers
 from infra.emulators.pubsub.state.topic import Topic
 
@@ -25,14 +25,14 @@ Resource = TypeVar("Resource")
 class Registry:
     """The broker's memory: what exists, who is attached to what, which id comes next."""
 
-    def __init__(self, timers: Timers, storage: Storage, journal: Journal) -> None:
+    def __init__(self, timers: Timers, storage: Storage, journal: ChangeJournal) -> None:
         self.timers = timers
         self.storage = storage
         self.journal = journal
         self.topics: dict[str, Topic] = {}
-        self.subscriptions: dict[str, Subscription] = {}
+        self.subscriptions: dict[str, SubscriptionState] = {}
         self.snapshots: dict[str, Snapshot] = {}
-        self.on_push_config: Callable[[Subscription], None] = _nobody_pushes
+        self.on_push_config: Callable[[SubscriptionState], None] = _nobody_pushes
         # Microseconds since the epoch: ids look like the service's and don't come again after a
         # restart.
         self._next_sequence = int(timers.now_s() * 1e6)
@@ -50,7 +50,7 @@ class Registry:
         """Return a topic by its full name, or raise `InvalidArgument` or `NotFound`."""
         return _look_up(self.topics, path, "topics")
 
-    def subscription(self, path: str) -> Subscription:
+    def subscription(self, path: str) -> SubscriptionState:
         """Return a subscription by its full name, or raise `InvalidArgument` or `NotFound`."""
         return _look_up(self.subscriptions, path, "subscriptions")
 
@@ -77,7 +77,7 @@ class Registry:
             message_ids.append(message.message_id)
         return message_ids
 
-    def forward_dead_letter(self, subscription: Subscription, delivery: Delivery) -> bool:
+    def forward_dead_letter(self, subscription: SubscriptionState, delivery: Delivery) -> bool:
         """Publish a message to the dead-letter topic, with the attributes that the service adds.
 
         Source: https://cloud.google.com/pubsub/docs/handling-failures#track-delivery-attempts
@@ -98,7 +98,7 @@ class Registry:
         self.publish(topic, [letter])
         return True
 
-    def remove_subscription(self, subscription: Subscription) -> None:
+    def remove_subscription(self, subscription: SubscriptionState) -> None:
         """Remove a subscription. Its consumers are notified."""
         del self.subscriptions[subscription.path]
         if subscription.topic is not None:
@@ -144,5 +144,5 @@ def _copy(message: PubsubMessage) -> PubsubMessage:
     return copy
 
 
-def _nobody_pushes(subscription: Subscription) -> None:
+def _nobody_pushes(subscription: SubscriptionState) -> None:
     """Replaces the push loops while none run."""

@@ -12,13 +12,13 @@ from urllib.parse import urlsplit
 from infra.emulators.pubsub.errors import InvalidArgument, Unimplemented
 from infra.emulators.pubsub.names import check_name, check_range, plain_number
 from infra.emulators.pubsub.protos import PushConfig, Snapshot, Subscription, Topic
-from infra.emulators.pubsub.state.filter import parse_filter
-from infra.emulators.pubsub.state.subscription_settings import (
+from infra.emulators.pubsub.state.delivery_settings import (
     DEFAULT_MAX_DELIVERY_ATTEMPTS,
     DEFAULT_MAXIMUM_BACKOFF_S,
     DEFAULT_MINIMUM_BACKOFF_S,
     seconds_of,
 )
+from infra.emulators.pubsub.state.filter import parse_filter
 
 DELETED_TOPIC = "_deleted-topic_"
 

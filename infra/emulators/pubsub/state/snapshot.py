@@ -5,9 +5,9 @@ from collections.abc import Collection
 from infra.emulators.pubsub.errors import FailedPrecondition, InvalidArgument
 from infra.emulators.pubsub.protos import Snapshot as SnapshotProto
 from infra.emulators.pubsub.state.filter import Filter
-from infra.emulators.pubsub.state.journal import Journal
+from infra.emulators.pubsub.state.journal import ChangeJournal
 from infra.emulators.pubsub.state.message import StoredMessage
-from infra.emulators.pubsub.state.subscription import Subscription
+from infra.emulators.pubsub.state.subscription import SubscriptionState
 from infra.emulators.pubsub.state.timers import Timer
 from infra.emulators.pubsub.state.topic import Topic
 
@@ -23,7 +23,7 @@ class Snapshot:
     """
 
     def __init__(
-        self, proto: SnapshotProto, topic: Topic | None, journal: Journal, holder: int, latest_expire_s: float
+        self, proto: SnapshotProto, topic: Topic | None, journal: ChangeJournal, holder: int, latest_expire_s: float
     ) -> None:
         self.path: str = proto.name
         self.proto = proto
@@ -59,7 +59,7 @@ class Snapshot:
         self.messages.clear()
 
 
-def snapshot_expire_s(source: Subscription, now_s: float) -> float:
+def snapshot_expire_s(source: SubscriptionState, now_s: float) -> float:
     """Return when a snapshot made now expires: 7 days less the age of the oldest unacked message.
 
     Source: the field `expire_time` of

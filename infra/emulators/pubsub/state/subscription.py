@@ -12,10 +12,10 @@ from infra.emulators.pubsub.errors import FailedPrecondition, PubsubError
 from infra.emulators.pubsub.protos import Subscription as SubscriptionProto
 from infra.emulators.pubsub.state.backlog import Backlog
 from infra.emulators.pubsub.state.consumers import Consumer, Delivery
+from infra.emulators.pubsub.state.delivery_settings import DeliverySettings
 from infra.emulators.pubsub.state.filter import parse_filter
-from infra.emulators.pubsub.state.journal import ACKED, Journal
+from infra.emulators.pubsub.state.journal import ACKED, ChangeJournal
 from infra.emulators.pubsub.state.message import StoredMessage
-from infra.emulators.pubsub.state.subscription_settings import SubscriptionSettings
 from infra.emulators.pubsub.state.timers import Timer, Timers
 from infra.emulators.pubsub.state.topic import Topic
 
@@ -24,19 +24,19 @@ class Surroundings(Protocol):
     """What a subscription asks of the broker around it."""
 
     timers: Timers
-    journal: Journal
+    journal: ChangeJournal
 
     def next_sequence(self) -> int:
         """Return a number that is higher than all before."""
 
-    def forward_dead_letter(self, subscription: "Subscription", delivery: Delivery) -> bool:
+    def forward_dead_letter(self, subscription: "SubscriptionState", delivery: Delivery) -> bool:
         """Publish to the dead-letter topic. Return False if that topic is gone."""
 
-    def remove_subscription(self, subscription: "Subscription") -> None:
+    def remove_subscription(self, subscription: "SubscriptionState") -> None:
         """Delete the subscription."""
 
 
-class Subscription:
+class SubscriptionState:
     """The state of one subscription.
 
     `proto` is what GetSubscription shows, `holder` its number in the journal.
@@ -60,7 +60,7 @@ class Subscription:
     def configure(self, proto: SubscriptionProto) -> None:
         """Apply new settings. Running leases keep their deadlines."""
         self.proto = proto
-        self.settings = SubscriptionSettings.of(proto)
+        self.settings = DeliverySettings.of(proto)
         if not self.settings.retain_acked:
             self._forget_acked()
         if self.settings.push_endpoint:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from infra.emulators.pubsub.protos import Topic as TopicProto
+from infra.emulators.pubsub.state.delivery_settings import seconds_of
 from infra.emulators.pubsub.state.filter import Equals, Filter
-from infra.emulators.pubsub.state.journal import Journal
+from infra.emulators.pubsub.state.journal import ChangeJournal
 from infra.emulators.pubsub.state.message import StoredMessage
-from infra.emulators.pubsub.state.subscription_settings import seconds_of
 from infra.emulators.pubsub.state.timers import Timer, Timers
 
 
@@ -31,7 +31,7 @@ class Topic:
 
     moment_s = 0.0
 
-    def __init__(self, proto: TopicProto, timers: Timers, journal: Journal, holder: int) -> None:
+    def __init__(self, proto: TopicProto, timers: Timers, journal: ChangeJournal, holder: int) -> None:
         self.path: str = proto.name
         self.holder = holder
         self.log: deque[StoredMessage] = deque()

@@ -10,11 +10,11 @@ from infra.emulators.pubsub.protos import PubsubMessage
 from infra.emulators.pubsub.protos import Snapshot as SnapshotProto
 from infra.emulators.pubsub.protos import Subscription as SubscriptionProto
 from infra.emulators.pubsub.protos import Topic as TopicProto
+from infra.emulators.pubsub.state.delivery_settings import seconds_of
 from infra.emulators.pubsub.state.message import StoredMessage
 from infra.emulators.pubsub.state.registry import Registry
 from infra.emulators.pubsub.state.snapshot import Snapshot
-from infra.emulators.pubsub.state.subscription import Subscription
-from infra.emulators.pubsub.state.subscription_settings import seconds_of
+from infra.emulators.pubsub.state.subscription import SubscriptionState
 from infra.emulators.pubsub.state.topic import Topic
 from infra.emulators.pubsub.storage.database import Database, WriteFailed, opened_database
 from infra.emulators.pubsub.storage.durable import DurableJournal
@@ -78,7 +78,7 @@ def _restore_topic(registry: Registry, holder: int, moment_s: float, data: bytes
 
 def _restore_subscription(registry: Registry, holder: int, moment_s: float, data: bytes) -> Restore:
     proto = SubscriptionProto.FromString(data)
-    subscription = Subscription(proto, registry.topics.get(proto.topic), registry, holder)
+    subscription = SubscriptionState(proto, registry.topics.get(proto.topic), registry, holder)
     if subscription.settings.exactly_once:
         # An attempt that was noted too late would be given the same ack id again, and both would
         # count as current.

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 
-from infra.emulators.pubsub.errors import Unavailable
-from infra.emulators.pubsub.state.journal import Journal, Resource
+from infra.emulators.pubsub.errors import ServerUnavailable
+from infra.emulators.pubsub.state.journal import ChangeJournal, Resource
 from infra.emulators.pubsub.state.message import StoredMessage
 from infra.emulators.pubsub.storage.changes import Changes
 from infra.emulators.pubsub.storage.database import Database, WriteFailed
@@ -29,7 +29,7 @@ Withdraw = Callable[[Collection[int]], None]
 _log = logging.getLogger(__name__)
 
 
-class DurableJournal(Journal):
+class DurableJournal(ChangeJournal):
     """The journal of a broker with a data directory.
 
     Args:
@@ -82,7 +82,7 @@ class DurableJournal(Journal):
         """Refuse a call that is to last, before it changes anything.
 
         Raises:
-            Unavailable: the last commit failed, or more waits for the disk than may.
+            ServerUnavailable: the last commit failed, or more waits for the disk than may.
         """
         if self._failure:
             raise _unavailable(self._failure)
@@ -94,7 +94,7 @@ class DurableJournal(Journal):
         """Wait until all that was noted so far is in the file.
 
         Raises:
-            Unavailable: it could not be written and messages on offer were withdrawn, or it was not
+            ServerUnavailable: it could not be written and messages on offer were withdrawn, or it was not
                 written in time.
         """
         changes = self._pending
@@ -197,5 +197,5 @@ class DurableJournal(Journal):
             self._pending.settle(self._failure)
 
 
-def _unavailable(reason: str) -> Unavailable:
-    return Unavailable(f"The embedded server can't keep anything new in its data directory now: {reason}.")
+def _unavailable(reason: str) -> ServerUnavailable:
+    return ServerUnavailable(f"The embedded server can't keep anything new in its data directory now: {reason}.")

@@ -10,7 +10,7 @@ DEFAULT_MAX_DELIVERY_ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
-class SubscriptionSettings:
+class DeliverySettings:
     """Plain copies of the fields that control deliveries. Times are in seconds."""
 
     ack_deadline_s: float
@@ -29,7 +29,7 @@ class SubscriptionSettings:
     push_endpoint: str
 
     @classmethod
-    def of(cls, proto: Subscription) -> "SubscriptionSettings":
+    def of(cls, proto: Subscription) -> "DeliverySettings":
         """Read a validated proto with its defaults filled in."""
         minimum_backoff_s = maximum_backoff_s = 0.0
         if proto.HasField("retry_policy"):

@@ -26,7 +26,7 @@ class _Variable(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
 
-class Api(_Variable):
+class ApiVariable(_Variable):
     """Terraform's `api`."""
 
     concurrency: int = Field(80, ge=1, le=1000)
@@ -41,14 +41,14 @@ class Api(_Variable):
         return float(self.memory[:-2]) / (1 if self.memory.endswith("Gi") else 1024)
 
 
-class CacheNodes(_Variable):
+class CacheVariable(_Variable):
     """Terraform's `cache`."""
 
     node_type: str = "STANDARD_SMALL"
     replicas: int = Field(1, ge=0)
 
 
-class Records(_Variable):
+class RecordsVariable(_Variable):
     """Terraform's `records`: a Redis of their own, where several regions share them."""
 
     apart: bool | None = None
@@ -56,7 +56,7 @@ class Records(_Variable):
     replicas: int = Field(1, ge=0)
 
 
-class Functions(_Variable):
+class FunctionsVariable(_Variable):
     """Terraform's `functions`: a function is there as soon as its image is."""
 
     dead_letters: dict[str, Any] | None = None
@@ -111,15 +111,15 @@ class Region(_Variable):
 class Platform(_Variable):
     """What sizes the stage `platform`."""
 
-    api: Api = Api()
-    cache: CacheNodes = CacheNodes()
+    api: ApiVariable = ApiVariable()
+    cache: CacheVariable = CacheVariable()
     dataset_location: str = "EU"
     domain: str | None = None
-    functions: Functions = Functions()
+    functions: FunctionsVariable = FunctionsVariable()
     inboxes: Inboxes = Inboxes()
     nodes: Nodes = Nodes()
     objects_days: ObjectsDays = ObjectsDays()
-    records: Records = Records()
+    records: RecordsVariable = RecordsVariable()
     regions: dict[str, Region] = Field({"europe-west4": Region()}, min_length=1)
     storage_location: str = "EU"
 
