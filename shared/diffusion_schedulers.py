@@ -1,6 +1,7 @@
-"""The short names of diffusion schedulers that an image request may ask for, and the diffusers class behind each.
+"""The short names of diffusion schedulers for image requests, and the diffusers class of each.
 
-Only names stand here, so the API can check a request without a model library; workers/models/image/model.py makes them.
+This module has only names, so the API can check a request without a model library.
+workers/models/image/model.py builds the schedulers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 
 class Scheduler(NamedTuple):
-    """A class of diffusers, what is set on it beside the pipeline's own scheduler settings, and the steps it takes."""
+    """A diffusers class, its options beyond the pipeline's scheduler settings, and its steps."""
 
     class_name: str
     options: Mapping[str, str | bool] = MappingProxyType({})
@@ -39,6 +40,8 @@ SCHEDULERS: dict[str, Scheduler] = {
     "lcm": Scheduler("LCMScheduler", steps_max=50),
 }
 OWN_SCHEDULER = "default"
-"""Asks for the scheduler that the model's folder names, whichever it is (flow-matching models have no other)."""
+"""Asks for the scheduler that the model's folder names, whichever it is (flow-matching models have
+no other).
+"""
 
 SCHEDULER_NAMES = (OWN_SCHEDULER, *SCHEDULERS)

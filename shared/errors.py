@@ -1,25 +1,27 @@
-"""Every error Penstock raises on purpose, and the code that travels with it.
+"""All errors that Penstock raises on purpose, and their codes.
 
 PenstockError
 ├── BadInput                 the caller's request is wrong; names the field
 │   ├── UnknownModel
 │   └── InputTooLarge
 │       └── ContextLengthExceeded
-├── Overloaded               full now; carries seconds to wait
-├── DeadlineExceeded         the answer would come, or came, too late
-├── Canceled                 nobody wants the answer any more
+├── Overloaded               full now; has the seconds to wait
+├── DeadlineExceeded         the answer came, or would come, too late
+├── Canceled                 no caller wants the answer any more
 ├── ModelFailed              the model could not compute this item
-├── Unavailable              a part we need (broker, store) is out of reach
-├── UndecodableMessage       a message on a topic that is no job or reply
-└── ConfigurationError       a catalog or a setting is wrong; names line or variable
+├── Unavailable              a required service (broker, store) is out of reach
+├── UndecodableMessage       a message on a topic is not a job or reply
+└── ConfigurationError       a catalog or a setting is wrong; names the line or variable
 
-`code` is stable and goes on the wire, into rows and into metrics; HTTP statuses are the API's business (api/errors.py).
+A `code` is stable. It appears in messages, rows and metrics. api/errors.py maps it to an HTTP
+status.
 """
 
 from __future__ import annotations
 
 LONGEST_MESSAGE = 8000
-"""Characters; messages repeat what callers sent, and go into answers, replies, records and logs."""
+"""Characters. Messages repeat input of callers, and appear in responses, replies, records and logs.
+"""
 
 
 class PenstockError(Exception):
@@ -58,7 +60,7 @@ class ContextLengthExceeded(InputTooLarge):
 
 
 class Overloaded(PenstockError):
-    """The system is full; try again later."""
+    """The system is full. Try again later."""
 
     code = "overloaded"
 
@@ -117,7 +119,7 @@ _ON_THE_WIRE = (
 
 
 def error_for_code(code: str, message: str, field: str | None = None) -> PenstockError:
-    """The error that `code` names on the wire; an unknown code gives a plain PenstockError."""
+    """Returns the error for a `code`. An unknown code gives a plain PenstockError."""
     for kind in _ON_THE_WIRE:
         if kind.code == code:
             return kind(message, field=field)

@@ -1,17 +1,19 @@
-"""How often Python looks for cycles in a process that serves; called once, when it has started."""
+"""Tunes Python's garbage collector for a serving process. Call it once, after startup."""
 
 from __future__ import annotations
 
 import gc
 
 YOUNG_OBJECTS = 20_000
-"""Allocations between two looks at the young objects. The default of 700 means several looks in each request."""
+"""Allocations between two looks at the young objects. The default of 700 means several looks in
+each request.
+"""
 
 
 def settle_heap() -> None:
-    """Takes what the start left behind out of every later collection, and makes collections rarer.
+    """Excludes all objects of the startup from later collections, and makes collections rarer.
 
-    Modules and parts live as long as the process; walking them again and again costs milliseconds each time.
+    Modules and long-lived objects would cost milliseconds in each collection.
     """
     gc.collect()
     gc.freeze()

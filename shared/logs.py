@@ -1,4 +1,4 @@
-"""Logs: one JSON object a line on stderr, in the fields that Cloud Logging reads (severity, message, time)."""
+"""Logs one JSON object per line to stderr, with Cloud Logging's fields (severity, message, time)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as one JSON line; what stands in `extra` becomes fields of it."""
+    """Formats a record as one JSON line. Each key of `extra` becomes a field."""
 
     def format(self, record: logging.LogRecord) -> str:
         """One line of JSON."""
@@ -28,7 +28,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logs(level: str) -> None:
-    """Sends every record of `level` and above to stderr as JSON; called once, in `__main__`."""
+    """Sends every record of `level` and above to stderr as JSON. Called once, in `__main__`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)

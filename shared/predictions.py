@@ -1,7 +1,8 @@
-"""Predictions as they are kept and as callers see them: the document of a record, and the body in Replicate's shape.
+"""The document of a prediction, and the body that callers see, in Replicate's shape.
 
-The API answers with that body, the webhook function posts it; both make it from (document, record), so they agree.
-Field names and states are those of Replicate's HTTP API (https://replicate.com/docs/reference/http).
+The API answers with that body, and the webhook function posts it. Both build it from (document,
+record), so they agree. Field names and states follow Replicate's HTTP API
+(https://replicate.com/docs/reference/http).
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from shared.stores.signed_urls import UrlSigner
 from shared.tasks import Result
 
 MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp"}
-"""Of the output formats that may be asked for; workers give PNG."""
+"""One of the output formats of the API. Workers produce PNG."""
 BAR_WIDTH = 10
 
 
 class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The document of a prediction's record: what it was created with; nothing of it changes afterwards.
+    """The document of a prediction's record: the request that created it. It never changes.
 
-    `record` is the id of the record, of the job's request and of the rows. It is `id` itself where the API chose the
-    id; an id that the caller chose has one of its own, since two tenants may choose the same.
+    `record` is the id of the record, of the job's request and of the rows. It equals `id` if the
+    API chose the id. If the caller chose it, the two differ, because two tenants may choose the
+    same id.
     """
 
     id: str
@@ -38,7 +40,7 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     owner: str
     version: str
     input: dict[str, Any]
-    """As the caller gave it; a picture inside it became the URL of a file."""
+    """The caller's input. A source image in it is replaced by the URL of a file."""
     is_list: bool = True
     """Whether the output is a list, or its only element."""
     output_format: str = "png"
@@ -75,13 +77,16 @@ def decode_document(document: bytes) -> Prediction:
 
 
 def record_of(tenant: str, own_id: str) -> str:
-    """The record of a prediction whose id its caller chose: 128 bits of BLAKE2b (RFC 7693) over tenant and id."""
+    """Returns the record id for an id that a caller chose.
+
+    It is 128 bits of BLAKE2b (RFC 7693) over tenant and id.
+    """
     digest = hashlib.blake2b(f"{tenant}\n{own_id}".encode(), digest_size=16)
     return f"own_{digest.hexdigest()}"
 
 
 def inline_key(record: str, index: int) -> str:
-    """The key in links to an image that lies in the record itself."""
+    """Returns the key, for links, of an image that is stored in the record itself."""
     return f"predictions/{record}/{index}.png"
 
 
@@ -116,7 +121,7 @@ def body_of(prediction: Prediction, record: Record, url_signer: UrlSigner) -> di
 
 
 def output_of(prediction: Prediction, record: Record, url_signer: UrlSigner) -> list[Any] | Any | None:
-    """Vectors as lists of floats, images as URLs: signed ones of large images, `data:` of small ones."""
+    """Returns vectors as lists of floats, and images as signed URLs, or `data:` URLs if small."""
     if record.state != "succeeded" or record.reply is None:
         return None
     results = [outcome.result for outcome in record.reply.outcomes]
@@ -136,7 +141,7 @@ def _shown(prediction: Prediction, index: int, result: Result, url_signer: UrlSi
 
 
 def error_of(record: Record) -> str | None:
-    """Why it failed, in words; None where it did not."""
+    """Returns why the prediction failed, in words, or None."""
     if record.state != "failed":
         return None
     if record.reply is None:
@@ -147,7 +152,10 @@ def error_of(record: Record) -> str | None:
 
 
 def logs_of(record: Record) -> str:
-    """How far it is, as tqdm writes it, which Replicate's clients read as progress; empty where nobody counted."""
+    """Returns the progress in tqdm's format, which Replicate's clients parse.
+
+    Empty without step counts.
+    """
     if not record.steps:
         return ""
     step = record.steps if record.state == "succeeded" else min(record.step, record.steps)
@@ -157,7 +165,7 @@ def logs_of(record: Record) -> str:
 
 
 def _metrics(prediction: Prediction, record: Record) -> dict[str, float]:
-    """Seconds under Replicate's names, milliseconds (integers) under RunPod's; and tokens that were cut."""
+    """Returns seconds under Replicate's names, milliseconds under RunPod's, and truncated tokens."""
     found: dict[str, float] = {}
     if record.started_at_s:
         found["delayTime"] = max(0, round((record.started_at_s - record.created_at_s) * 1000))
@@ -182,7 +190,10 @@ def _count_truncated(outcomes: Sequence[ItemOutcome], *, is_asked: bool) -> int 
 
 
 def _ended_at_s(record: Record) -> float:
-    """When it ended; a canceled one did when it was canceled, whenever its worker says so."""
+    """Returns the end of a prediction.
+
+    A canceled one ended when it was canceled, whatever its worker reports.
+    """
     return record.canceled_at_s or record.ended_at_s
 
 

@@ -1,4 +1,4 @@
-"""Reads what it can of a message that can't be decoded as a job: enough to answer the callers that wait for it."""
+"""Reads what it can of a message that can't be decoded as a job, in order to answer its callers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from shared.messages import Envelope
 
 
 def salvaged(attributes: Mapping[str, str]) -> Envelope | None:
-    """The envelope, with what can't be read left at what says nothing; None where it does not say whose job it is.
+    """Returns the envelope with unreadable fields left empty, or None without request_id and part.
 
-    Whatever its schema: request_id, part, inbox and slot are what replies have been sent to since the first one.
+    This works for every schema, because request_id, part, inbox and slot never changed.
     """
     known: dict[str, Any] = {}
     for field in msgspec.structs.fields(Envelope):

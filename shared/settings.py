@@ -1,4 +1,4 @@
-"""All settings, read once from the environment (`PENSTOCK_*`) in each `__main__` and passed on, frozen."""
+"""All settings, read once from the environment (`PENSTOCK_*`) in each `__main__`, and frozen."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ from shared.errors import ConfigurationError
 from shared.retention import BUDGET_BYTES
 
 SPOOL_MAX_BYTES = 768 * 1024 * 1024
-"""About a million rows. A worker's folder may hold 1 GiB in Kubernetes; above that its pod is evicted, rows and all."""
+"""About a million rows. In Kubernetes a worker's folder may hold 1 GiB. Above that its pod is
+evicted with all rows.
+"""
 
 
 class Settings(BaseSettings):
-    """What every process needs to know. An empty endpoint means Google's own, with the machine's credentials."""
+    """What every process needs to know.
+
+    An empty endpoint means Google's own, with the machine's credentials.
+    """
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_", frozen=True, extra="ignore")
 
@@ -38,12 +43,15 @@ class Settings(BaseSettings):
     redis_url: str = "redis://127.0.0.1:6379/0"
     """The cache, and where a pool's inboxes are leased."""
     records_url: str = ""
-    """The Redis that has the records and the answers kept for Idempotency-Keys; empty: that of the cache. Regions that
-    share topics must share it, since any region's workers may take a job."""
+    """The Redis with the records and the responses kept for Idempotency-Keys. Empty: that of the
+    cache.
+
+    Regions that share topics must share it, because workers of any region may take a job.
+    """
     objects_url: str = "file://var/objects"
-    """Where large inputs and results lie: file://, gs:// or s3://."""
+    """The store of large inputs and results: file://, gs:// or s3://."""
     spool_dir: Path = Path("var/spool")
-    """Where rows lie on disk until BigQuery has them; one folder below it for each kind of worker."""
+    """The folder of rows that BigQuery does not have yet, with one folder per kind of worker."""
     spool_max_bytes: int = Field(SPOOL_MAX_BYTES, ge=1)
     """What rows may take there before new ones are kept in memory."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
@@ -72,34 +80,41 @@ class ApiSettings(Settings):
     public_url: str = ""
     """Public URL of this API, for links in answers. Empty: the URL of the request."""
     trusted_proxies: str = ""
-    """Addresses and networks of the proxies whose X-Forwarded-Proto is trusted, comma-separated. Empty: none.
-    `*`: all, for places where only a proxy can connect, such as Cloud Run."""
+    """Addresses and networks of trusted proxies, comma-separated. Their X-Forwarded-Proto is used.
+    Empty: none. `*`: all, for places where only a proxy can connect, such as Cloud Run.
+    """
     cors_origins: str = ""
-    """Origins whose pages may call this API from a browser, comma-separated, or `*`. Empty: none."""
+    """Origins whose pages may call this API from a browser, comma-separated, or `*`. Empty: none.
+    """
     secret: str = ""
-    """Signs links to results; empty: a random one per process, so links die with it."""
+    """The key that signs links to results. Empty: a random key per process, so links end with it.
+    """
     api_keys: str = ""
-    """`key=tenant,key=tenant`; empty: no key is asked for and the tenant is `default`."""
+    """`key=tenant,key=tenant`. Empty: no key is required, and the tenant is `default`."""
     max_in_flight: int = Field(1024, ge=1)
-    """Items waiting for a worker in this instance; above it: 429."""
+    """Items of this instance that may wait for a worker. Above that: 429."""
     reply_slots: int = Field(80, ge=1, le=200)
-    """Slots of an inbox that this instance makes itself; a pool's inboxes have the same number."""
+    """Slots of an inbox that this instance creates. The inboxes of a pool have the same number."""
     inbox_pool: int = Field(0, ge=0)
-    """Inboxes of the pool, leased through Redis; 0: this instance makes its own."""
+    """Inboxes in the pool, leased through Redis. 0: this instance creates its own."""
     inbox_first: int = Field(0, ge=0)
-    """Number of the pool's first inbox: regions that lease through a Redis of their own share no number."""
+    """Number of the pool's first inbox: regions that lease through a Redis of their own share no
+    number.
+    """
     inbox_lease_s: float = Field(30.0, gt=0)
     idempotency_keep_s: float = Field(86_400.0, gt=0)
     """How long the answer to a request with an Idempotency-Key is given again."""
     idempotency_lease_s: float = Field(6.0, gt=0)
-    """After so long another instance takes over what one that died was answering."""
+    """Seconds after which another instance takes over the requests of one that died."""
     prediction_keep_s: int = Field(3600, ge=60)
     """How long a prediction and its result are kept after its end."""
     webhook_secrets: str = ""
     """`whsec_…`, comma-separated, the same as of the function that delivers webhooks. Each tenant's own secrets are
     derived from these. Callers get the one from the first."""
     webhooks_private: bool = False
-    """Whether webhooks may go to private addresses and over http, the same as of the function. For local use."""
+    """Whether webhooks may go to private addresses and over http, the same as of the function. For
+    local use.
+    """
     answers_max_bytes: int = Field(BUDGET_BYTES, ge=1024 * 1024)
     """Memory in Redis for answers kept for Idempotency-Keys. Above it the oldest answers of the largest tenant are
     dropped."""
@@ -117,7 +132,9 @@ class ApiSettings(Settings):
     """Connections of callers, within the process's limit on open files. Above it an idle connection is closed.
     Where none is idle, the new one is refused (429)."""
     picture_processes: int = Field(2, ge=1, le=64)
-    """Processes that decode and encode pictures, each one at a time. They start with the first picture."""
+    """Processes that decode and encode pictures, each one at a time. They start with the first
+    picture.
+    """
     picture_budget_bytes: int = Field(256 * 1024 * 1024, ge=1)
     """Memory for pictures that are decoded at the same time. A larger one (a WebP of 25 megapixels takes 400 MB) is
     decoded alone."""
@@ -134,13 +151,16 @@ class ApiSettings(Settings):
     @classmethod
     def _are_networks(cls, value: str) -> str:
         for proxy in [] if value.strip() in ("", "*") else value.split(","):
-            # uvicorn takes what is no address for a name, and trusts nobody then; so would who mistypes one.
+            # uvicorn treats a word that is not an address as a name, and then trusts no proxy.
             ip_network(proxy.strip())
         return value
 
 
 class WorkerSettings(Settings):
-    """A worker process; `model` names the entry of the catalog that it serves, or several, comma-separated."""
+    """A worker process.
+
+    `model` names the entry of the catalog that it serves, or several, comma-separated.
+    """
 
     model: str
     health_host: str = "127.0.0.1"
@@ -148,21 +168,24 @@ class WorkerSettings(Settings):
     models_dir: Path = Path("var/models")
     """Where weights from a hub or a bucket are kept."""
     device: str = "auto"
-    """`cpu`, `cuda`, `cuda:N`, or `auto`: cuda where there is one."""
+    """`cpu`, `cuda`, `cuda:N`, or `auto`: cuda if there is a GPU."""
     artifacts_dir: Path = Path("var/artifacts")
-    """Where optimized artifacts lie, and which backend was chosen on this machine."""
+    """The folder of optimized artifacts, and of the backends chosen on this machine."""
     processes: int = Field(0, ge=0)
-    """Model processes; 0: as measured (embeddings on a CPU), else one per GPU or per core (at most 4)."""
+    """Model processes. 0: as measured (embeddings on a CPU), else one per GPU or per core (at most
+    4).
+    """
     threads: int = Field(0, ge=0)
-    """Threads of each model process on a CPU; 0: as measured (embeddings), else 1."""
+    """Threads of each model process on a CPU. 0: as measured (embeddings), else 1."""
     memory_fraction: float = Field(1.0, gt=0, le=1)
     """The part of the GPU's memory each model process may take."""
     memory_budget_bytes: int = Field(0, ge=0)
-    """What the models of each model process may take together: beyond it, the one not used for longest is dropped.
-    0: no bound but the device's own."""
+    """Memory for the models of each model process. Above it, the least recently used one is
+    dropped. 0: limited by the device only.
+    """
     max_outstanding_bytes: int = Field(64 * 1024 * 1024, ge=1)
     ack_deadline_s: int = Field(10, ge=10, le=600)
-    """What a worker holds comes to another so long after its death; 10 is the least the service has."""
+    """Seconds until the jobs of a dead worker go to another one. The service's minimum is 10."""
     memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     drain_s: float = Field(20.0, gt=0)
 
@@ -182,15 +205,15 @@ def given_settings() -> dict[str, str]:
 
 
 def environment_with(settings: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a process started from here: this one's, with `settings` as its only settings."""
+    """Returns the environment for a child process: this one's, with only `settings` as settings."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")} | dict(settings)
 
 
 def read_settings(kind: type[Kind], **overrides: object) -> Kind:
-    """Settings from the environment, with `overrides` above it.
+    """Returns the settings of the environment. `overrides` take precedence.
 
     Raises:
-        ConfigurationError: a variable is missing or wrong; the message names it and the reason.
+        ConfigurationError: a variable is missing or wrong. The message names it and the reason.
     """
     try:
         return kind(**overrides)  # type: ignore[arg-type]

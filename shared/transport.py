@@ -10,7 +10,10 @@ from typing import Protocol
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """A received message. `delivery_attempt` is 0 where the subscription has no dead-letter policy."""
+    """A received message.
+
+    `delivery_attempt` is 0 where the subscription has no dead-letter policy.
+    """
 
     data: bytes
     attributes: Mapping[str, str]
@@ -48,7 +51,10 @@ class Publisher(Protocol):
 
 
 class Subscription(Protocol):
-    """An open subscription: an endless stream of messages whose leases are kept until ack or nack."""
+    """An open subscription: an endless stream of messages.
+
+    Their leases are kept until ack or nack.
+    """
 
     @property
     def is_connected(self) -> bool:
@@ -59,7 +65,7 @@ class Subscription(Protocol):
         """How many messages lost their lease while in hand."""
 
     def __aiter__(self) -> AsyncIterator[Message]:
-        """The messages, as they come; reconnects by itself and ends only when stopped.
+        """Yields messages as they come. Reconnects by itself, and ends only after `stop`.
 
         Raises:
             Unavailable: the subscription is gone.
@@ -73,7 +79,10 @@ class Subscription(Protocol):
         """Hands `message` back: it is delivered again, here or elsewhere."""
 
     async def stop(self) -> None:
-        """Receives no more: the iteration ends, what nobody took yet is handed back; leases and acks go on."""
+        """Stops receiving: the iteration ends, and unprocessed messages are returned.
+
+        Leases and acks continue.
+        """
 
 
 class Subscriber(Protocol):
@@ -88,10 +97,12 @@ class Subscriber(Protocol):
         ack_deadline_s: int = 20,
         ack_linger_s: float = 0.0,
     ) -> AbstractAsyncContextManager[Subscription]:
-        """Opens a subscription with at most `max_messages` unacked messages (and bytes, 0: no bound) in hand.
+        """Opens a subscription that holds at most `max_messages` unacked messages.
 
-        Leaving the block hands back what is in hand still and sends the last acks. With `ack_linger_s` above zero
-        acks may wait that long for company: for subscriptions where nobody gains by a fast ack.
+        With `max_bytes` above zero their bytes are bounded too. Leaving the block returns the
+        messages that are still held, and sends the last acks. With `ack_linger_s` above zero acks
+        may wait for so long in order to share a request. That is for subscriptions that gain
+        nothing from a fast ack.
         """
 
 
@@ -101,41 +112,45 @@ class Transport(Publisher, Subscriber, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SubscriptionSettings:
-    """How a subscription behaves; durations in seconds."""
+    """The settings of a subscription. Durations are in seconds."""
 
     topic_id: str
     filter: str = ""
-    """Over attributes; can't be changed later."""
+    """Filters by attributes. Can't be changed later."""
     ack_deadline_s: int = 10
     retention_s: int = 600
-    """How long a message that nobody acks is kept; the shortest the service has is 10 minutes."""
+    """How long an unacked message is kept. The service's minimum is 10 minutes."""
     expires_after_s: int = 0
-    """Removed after so long without use (a day at least); 0: never."""
+    """Deleted after this time without use (at least a day). 0: never."""
     retry_min_s: float | None = None
-    """Shortest pause before a redelivery; None: at once. The service's own default is 10 s, so it is always said."""
+    """Shortest pause before a redelivery. None: no pause. It is always set, because the service's
+    default is 10 s.
+    """
     retry_max_s: float = 60.0
     dead_letter_topic_id: str = ""
-    """Where a message goes after `max_delivery_attempts`; empty: it is delivered for ever."""
+    """The topic of messages that failed `max_delivery_attempts` times. Empty: they are delivered
+    for ever.
+    """
     max_delivery_attempts: int = 5
     is_ordered: bool = False
     push_endpoint: str = ""
-    """The URL that the broker posts messages to; empty: they are pulled."""
+    """The URL to which the broker posts messages. Empty: they are pulled."""
 
 
 class Admin(Protocol):
     """Makes and removes topics and subscriptions."""
 
     async def ensure_topic(self, topic_id: str) -> bool:
-        """Makes a topic unless it exists; says whether it was made."""
+        """Creates a topic unless it exists. Returns whether it was created."""
 
     async def ensure_subscription(self, subscription_id: str, settings: SubscriptionSettings) -> bool:
-        """Makes a subscription unless it exists; says whether it was made."""
+        """Creates a subscription unless it exists. Returns whether it was created."""
 
     async def delete_topic(self, topic_id: str) -> bool:
-        """Removes a topic; says whether there was one."""
+        """Deletes a topic. Returns whether it existed."""
 
     async def delete_subscription(self, subscription_id: str) -> bool:
-        """Removes a subscription; says whether there was one."""
+        """Deletes a subscription. Returns whether it existed."""
 
     async def subscription_exists(self, subscription_id: str) -> bool:
-        """Whether there is such a subscription."""
+        """Returns whether the subscription exists."""

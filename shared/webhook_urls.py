@@ -1,7 +1,8 @@
-"""Checks a webhook's URL without resolving its host: one rule for the API and for the function that delivers.
+"""Checks a webhook's URL without resolving its host, for the API and the delivering function.
 
-The function also checks the addresses of the host when it connects (workers/functions/webhook_client.py). The host is
-not resolved here, because it may resolve to something else by then.
+The function also checks the addresses of the host when it connects
+(workers/functions/webhook_client.py). The host is not resolved here, because it may resolve to
+something else by then.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ class Forbidden(BadInput):
 
 
 def judged_url(given: str, *, allow_private: bool) -> URL:
-    """The URL, taken apart by the parser that the connection goes by: two parsers may see two hosts in one URL.
+    """Returns the parsed URL.
+
+    The connection uses the same parser, because two may see two hosts in one URL.
 
     Args:
         given: as the caller wrote it.
-        allow_private: whether any address may be reached, and http used; for one machine.
+        allow_private: whether any address and http are allowed, for one machine.
 
     Raises:
-        Forbidden: nothing can be delivered there, whatever its name resolves to.
+        Forbidden: webhooks are not delivered there, whatever the name resolves to.
     """
     schemes = ("https", "http") if allow_private else ("https",)
     try:
@@ -46,7 +49,7 @@ def judged_url(given: str, *, allow_private: bool) -> URL:
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Whether an address is one of the public internet, and so is the one that it stands for, if any."""
+    """Returns whether an address, and the one embedded in it, is on the public internet."""
     if isinstance(address, IPv6Address):
         if address.ipv4_mapped is not None:
             return is_public(address.ipv4_mapped)
@@ -57,7 +60,7 @@ def is_public(address: IPv4Address | IPv6Address) -> bool:
 
 
 def _address_in(host: str) -> IPv4Address | IPv6Address | None:
-    """The address that a host is without being resolved, in any spelling that the system's resolver takes for one."""
+    """Returns the address that a host is without resolving, in any spelling that the resolver accepts."""
     name = host.rstrip(".").lower()
     if name == "localhost" or name.endswith(".localhost"):  # RFC 6761, 6.3
         return IPv4Address("127.0.0.1")

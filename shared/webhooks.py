@@ -1,7 +1,8 @@
-"""Webhooks between those who send events and the function that delivers them: the event's message, and its signature.
+"""The message of a webhook event, and the signature of its delivery.
 
-Signatures are those of Standard Webhooks (https://www.standardwebhooks.com), which the clients of OpenAI, Replicate and
-Svix verify. Every tenant has a secret of its own, made from the setting, so that none can sign for another.
+Signatures follow Standard Webhooks (https://www.standardwebhooks.com). The clients of OpenAI,
+Replicate and Svix verify them. Each tenant's secret is derived from the setting, so that none can
+sign for another.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ SHORTEST_KEY_BYTES = 24
 
 
 class WebhookEvent(msgspec.Struct, omit_defaults=True):
-    """One message on the topic `webhooks`: something happened to the prediction whose record is `id`.
+    """A message on the topic `webhooks`: an event of the prediction whose record is `id`.
 
-    `sequence` tells several events of one name apart; 0 where there is one only.
+    `sequence` numbers events of the same name, and is 0 for the others.
     """
 
     id: str
@@ -55,14 +56,16 @@ def decode_webhook_event(data: bytes) -> WebhookEvent:
 
 
 def tenant_secrets(setting: str, tenant: str) -> list[str]:
-    """The secrets that sign for `tenant`, as its receivers know them; the first is the one to hand out.
+    """Returns the secrets that sign for `tenant`, as its receivers know them.
+
+    Hand out the first one.
 
     Args:
-        setting: `whsec_…`, comma-separated; more than one while the first replaces the others.
-        tenant: whose predictions are told of.
+        setting: `whsec_…`, comma-separated. Several while the first replaces the others.
+        tenant: the owner of the predictions.
 
     Raises:
-        ConfigurationError: the setting is empty, or has something else in it.
+        ConfigurationError: the setting is empty or malformed.
     """
     keys = [_key(secret.strip()) for secret in setting.split(",") if secret.strip()]
     if not keys:
@@ -72,7 +75,7 @@ def tenant_secrets(setting: str, tenant: str) -> list[str]:
 
 
 def signature(secrets: Sequence[str], webhook_id: str, at_s: int, body: bytes) -> str:
-    """The header `webhook-signature`: HMAC-SHA256 over `id.timestamp.body`, once for each secret."""
+    """Returns the header `webhook-signature`: HMAC-SHA256 over `id.timestamp.body`, for each secret."""
     signed = f"{webhook_id}.{at_s}.".encode() + body
     digests = [hmac.digest(_key(secret), signed, hashlib.sha256) for secret in secrets]
     return " ".join(f"v1,{base64.b64encode(digest).decode()}" for digest in digests)

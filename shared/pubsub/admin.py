@@ -1,7 +1,7 @@
-"""Makes and removes topics and subscriptions: for an instance that needs an inbox of its own, and for local stacks.
+"""Creates and deletes topics and subscriptions, for an instance's own inbox and for local stacks.
 
-Nothing here stands on the path of a request: the service allows 6,000 such calls a minute per project
-(platform-facts P1), which everyone shares.
+No request waits for these calls. The service allows 6,000 of them per minute and project
+(platform-facts P1), and all instances share that quota.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ _ModifyPushConfig = pubsub.ModifyPushConfigRequest.pb()
 
 
 class PubSubAdmin:
-    """A connection for admin calls; each is tried again after transient failures, at most `timeout_s` in all.
+    """A connection for admin calls.
 
-    Every method raises BadInput for a name or setting that the broker refuses, ConfigurationError where we lack the
-    right, and Unavailable or Overloaded when it could not be done in time. Implements shared.transport.Admin.
+    Each call is retried after transient failures, within `timeout_s`.
+
+    Every method raises BadInput if the broker refuses a name or setting, ConfigurationError if we
+    lack the permission, and Unavailable or Overloaded if the call did not succeed in time.
+    Implements shared.transport.Admin.
 
     Args:
         project: the project of all names.
@@ -54,15 +57,18 @@ class PubSubAdmin:
         await self._channels.close()
 
     async def ensure_topic(self, topic_id: str) -> bool:
-        """Makes a topic unless it exists; says whether it was made."""
+        """Creates a topic unless it exists. Returns whether it was created."""
         request = _Topic(name=topic_path(self._project, topic_id))
         return await self._create("Publisher/CreateTopic", _Topic, request)
 
     async def ensure_subscription(self, subscription_id: str, settings: SubscriptionSettings) -> bool:
-        """Makes a subscription unless it exists; says whether it was made. One that exists is pushed as said here.
+        """Creates a subscription unless it exists. Returns whether it was created.
+
+        The push settings of an existing subscription are updated.
 
         Raises:
-            ConfigurationError: one of this name exists with another topic or filter, which can't be changed.
+            ConfigurationError: a subscription of this name has another topic or filter, which can't
+                change.
         """
         request = self._subscription(subscription_id, settings)
         if await self._create("Subscriber/CreateSubscription", _Subscription, request):
@@ -78,21 +84,21 @@ class PubSubAdmin:
         return False
 
     async def delete_topic(self, topic_id: str) -> bool:
-        """Removes a topic; says whether there was one. Its subscriptions stay, without a topic."""
+        """Deletes a topic. Returns whether it existed. Its subscriptions stay, without a topic."""
         return await self._delete("Publisher/DeleteTopic", topic=topic_path(self._project, topic_id))
 
     async def delete_subscription(self, subscription_id: str) -> bool:
-        """Removes a subscription with all that waits in it; says whether there was one."""
+        """Deletes a subscription and its backlog. Returns whether it existed."""
         path = subscription_path(self._project, subscription_id)
         return await self._delete("Subscriber/DeleteSubscription", subscription=path)
 
     async def topic_exists(self, topic_id: str) -> bool:
-        """Whether there is such a topic."""
+        """Returns whether the topic exists."""
         path = topic_path(self._project, topic_id)
         return await self._find("Publisher/GetTopic", _Topic, topic=path) is not None
 
     async def subscription_exists(self, subscription_id: str) -> bool:
-        """Whether there is such a subscription."""
+        """Returns whether the subscription exists."""
         path = subscription_path(self._project, subscription_id)
         return await self._find("Subscriber/GetSubscription", _Subscription, subscription=path) is not None
 

@@ -1,4 +1,4 @@
-"""The lowest step of the broker client: channels to Pub/Sub, its raw protobuf classes, retries, and what errors mean.
+"""Channels to Pub/Sub, its raw protobuf classes, retries, and translation of errors.
 
 The proto-plus wrappers cost about 0.1 ms a message, so only the classes below them are used.
 """
@@ -58,21 +58,21 @@ _SHORTEST_ATTEMPT_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where Pub/Sub is: `target` as gRPC takes it, and whether it is spoken to over TLS with credentials."""
+    """The target of gRPC calls, and whether they use TLS and credentials."""
 
     target: str
     is_secure: bool
 
 
 def parse_endpoint(endpoint: str) -> Endpoint:
-    """Reads an endpoint setting.
+    """Parses an endpoint setting.
 
-    Empty means Google's global endpoint. `*.googleapis.com` (regional ones too) and `https://HOST:PORT` are spoken to
-    over TLS with the machine's credentials, any other `HOST:PORT` in the clear, as emulators want it. `unix:///PATH` is
-    the socket of a server on this machine.
+    Empty means Google's global endpoint. `*.googleapis.com` (regional endpoints too) and
+    `https://HOST:PORT` use TLS with the machine's credentials. Any other `HOST:PORT` is plain text,
+    for emulators. `unix:///PATH` is the socket of a server on this machine.
 
     Raises:
-        ConfigurationError: there is no host or path in it.
+        ConfigurationError: the endpoint has no host or path.
     """
     if endpoint.startswith("unix:///"):
         return Endpoint(f"unix:{endpoint.removeprefix('unix://')}", False)
@@ -86,10 +86,10 @@ def parse_endpoint(endpoint: str) -> Endpoint:
 
 
 class Channels:
-    """Opens channels to one endpoint, each with a connection of its own, and closes them all.
+    """Opens channels to one endpoint, each with its own connection, and closes them all.
 
-    Connections are not shared because about 100 streams fit on one (platform-facts P45): open streaming pulls on the
-    same connection would hold up publishing and acks.
+    Connections are not shared, because one carries about 100 streams (platform-facts P45). Open
+    streaming pulls on the same connection would delay publishes and acks.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -98,10 +98,10 @@ class Channels:
         self._open: list[aio.Channel] = []
 
     async def load_credentials(self) -> None:
-        """Finds the machine's credentials where the endpoint asks for them.
+        """Loads the machine's credentials if the endpoint needs them.
 
         Raises:
-            ConfigurationError: there are none.
+            ConfigurationError: the machine has no credentials.
         """
         if not self._endpoint.is_secure:
             return
@@ -117,7 +117,7 @@ class Channels:
         )
 
     def open(self) -> aio.Channel:
-        """A new channel; it connects when it is first used."""
+        """Returns a new channel. It connects at its first call."""
         options = _channel_options(self._endpoint.is_secure)
         if self._credentials is not None:
             channel = aio.secure_channel(self._endpoint.target, self._credentials, options)
@@ -133,8 +133,8 @@ class Channels:
 
 
 def _channel_options(is_secure: bool) -> list[tuple[str, int]]:
-    # A plain gRPC server cuts off clients that ping a quiet connection more often than every 5 minutes; Google's
-    # front end allows 30 s, and an idle pull behind a NAT needs it.
+    # A plain gRPC server disconnects clients that ping an idle connection more often than every 5
+    # minutes. Google's front end allows 30 s, and an idle pull behind a NAT needs it.
     keepalive_ms = 30_000 if is_secure else 310_000
     return [
         ("grpc.use_local_subchannel_pool", 1),
@@ -152,10 +152,10 @@ class Method:
     """A unary method of `google.pubsub.v1` on one channel.
 
     Args:
-        channel: the channel it is called on.
+        channel: the channel of the calls.
         path: `<Service>/<Method>`, for example `Publisher/Publish`.
-        response: the raw class of its response; None for `google.protobuf.Empty`, whose bytes nobody reads.
-        routed_by: the request's field that Google's front end routes by (`x-goog-request-params`).
+        response: the raw class of its response, or None for `google.protobuf.Empty`.
+        routed_by: the request field by which Google's front end routes (`x-goog-request-params`).
     """
 
     def __init__(self, channel: aio.Channel, path: str, response: Any, routed_by: str) -> None:
@@ -173,15 +173,15 @@ class Method:
         return await self._call(request, timeout=timeout_s, metadata=metadata)
 
     async def until(self, request: RawMessage, end_s: float, *, longest_attempt_s: float = 5.0) -> Any:
-        """Attempts until one succeeds, with jittered pauses after transient failures.
+        """Retries until an attempt succeeds, with jittered pauses after transient failures.
 
         Args:
             request: the raw request.
-            end_s: the loop time after which there is no other attempt.
-            longest_attempt_s: limit of one attempt, so that a connection that died silently is left in time.
+            end_s: the loop time after which no attempt starts.
+            longest_attempt_s: limit of one attempt, so that a dead connection is abandoned in time.
 
         Raises:
-            aio.AioRpcError: the last attempt's failure.
+            aio.AioRpcError: the failure of the last attempt.
         """
         loop = asyncio.get_running_loop()
         pauses = backoff()
@@ -203,7 +203,7 @@ def routing(name: str, value: str) -> tuple[tuple[str, str], ...]:
 
 
 def translate(error: aio.AioRpcError, what: str) -> PenstockError:
-    """What a failed call means to the rest of Penstock; `what` begins the message."""
+    """Translates a failed call into a PenstockError. The message begins with `what`."""
     code, message = error.code(), f"{what}: {error.code().name}: {error.details()}"
     if code in REFUSED_INPUT:
         return BadInput(message)

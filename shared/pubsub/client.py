@@ -1,21 +1,29 @@
-"""The broker client: publishes to and pulls from Pub/Sub on asyncio; the one place API and workers meet the broker.
+"""The broker client: publishes to Pub/Sub and pulls from it, on asyncio.
 
-Guarantees used. At-least-once delivery: a message is gone only after its ack, so a crash loses nothing and everything
-downstream must bear a second delivery. Server-side flow control per stream (`max_outstanding_*`): the broker gives no
-more than we can hold, the rest goes to other subscribers. Leases: what we hold and neither ack nor extend comes again
-after the ack deadline. Order is used only within an ordering key, where one request at a time is in flight.
-Acks are best effort; a lost one is a second delivery.
+API and workers use no other.
 
-Rejected. Google's own subscriber: threads per subscription (five each, platform-facts P62), a fixed batch timer of
-10 ms on publishing (C2), and lease keeping that shares the GIL with callbacks. Its generated asyncio clients: no
-batching, leases or reconnects (C9), and proto-plus objects at about 0.1 ms a message. Acks on the pulling stream: one
-write each, and the stream that fails takes them along; unary requests on another connection can be retried. A timer
-that collects messages before publishing: it makes the idle case slow to make the busy case cheap, while sending what
-queued during the last request does both. Exactly-once delivery: costs latency and holds only within a region; a cache
-key and (request_id, part) make a second delivery harmless.
+Guarantees used. At-least-once delivery: a message is gone only after its ack. So a crash loses
+nothing, and every consumer must be idempotent. Flow control per stream (`max_outstanding_*`): the
+broker sends no more than we can hold, and gives the rest to other subscribers. Leases: a message
+that we neither ack nor extend comes again after the ack deadline. Order is used only within an
+ordering key, with one request in flight at a time. Acks are best effort. A lost ack causes a second
+delivery.
 
-What would change the choice: an asyncio subscriber by Google with leases and flow control, or a measured need for
-more than one core of broker client in a process (then: a native client behind the same seam).
+Rejected:
+- Google's own subscriber: threads per subscription (five each, platform-facts P62), a fixed batch
+  timer of 10 ms for publishing (C2), and lease management that shares the GIL with callbacks.
+- Its generated asyncio clients: no batching, leases or reconnects (C9), and proto-plus objects at
+  about 0.1 ms a message.
+- Acks on the pulling stream: one write each, and they are lost with the stream. Unary requests on
+  another connection can be retried.
+- A timer that collects messages before a publish: it slows down the idle case. Sending the queue
+  after each request batches just as well under load.
+- Exactly-once delivery: it costs latency and works only within a region. The cache key and
+  (request_id, part) make a second delivery harmless.
+
+What would change the choice: an asyncio subscriber by Google with leases and flow control, or a
+measured need for more than one core of broker client in a process (then a native client behind the
+same interface).
 """
 
 from __future__ import annotations
@@ -39,17 +47,20 @@ from shared.pubsub.subscriber import StreamSubscription
 STREAMS_PER_CHANNEL = 80
 """Stays clear of the 100 streams that fit on one connection (platform-facts P45)."""
 OPEN_S = 5.0
-"""How long opening a subscription waits for its first stream; without one it goes on trying in the background."""
+"""How long opening a subscription waits for its first stream. After that it retries in the
+background.
+"""
 CLOSE_S = 2.0
 """How long the last acks of a subscription may take."""
 
 
 class PubSubTransport:
-    """A connection to Pub/Sub that publishes and subscribes; implements shared.transport.Transport.
+    """A connection to Pub/Sub that publishes and subscribes. Implements shared.transport.Transport.
 
     Args:
         project: the project of all topics and subscriptions.
-        endpoint: empty for Google's, `HOST:PORT` or `unix:///PATH` for an embedded one or emulator; see parse_endpoint.
+        endpoint: empty for Google's, `HOST:PORT` or `unix:///PATH` for an emulator. See
+            parse_endpoint.
     """
 
     def __init__(self, project: str, endpoint: str = "") -> None:
@@ -81,7 +92,10 @@ class PubSubTransport:
         ordering_key: str = "",
         timeout_s: float = 10.0,
     ) -> str:
-        """Publishes one message and returns its message_id; see shared.transport.Publisher and PublishQueue."""
+        """Publishes one message and returns its message_id.
+
+        See shared.transport.Publisher and PublishQueue.
+        """
         message = PubsubMessage(data=data, attributes=attributes, ordering_key=ordering_key)
         return await self._publishing.publish(topic_path(self._project, topic_id), message, timeout_s)
 
@@ -95,7 +109,7 @@ class PubSubTransport:
         ack_deadline_s: int = 20,
         ack_linger_s: float = 0.0,
     ) -> AsyncIterator[StreamSubscription]:
-        """Opens a subscription; see shared.transport.Subscriber."""
+        """Opens a subscription. See shared.transport.Subscriber."""
         path = subscription_path(self._project, subscription_id)
         first_request = StreamingPullRequest(
             subscription=path,
@@ -126,7 +140,7 @@ class PubSubTransport:
 
 
 class _PullChannel:
-    """A channel for pulling; `with` counts one stream on it."""
+    """A channel for pulling. `with` counts one stream on it."""
 
     def __init__(self, channel: aio.Channel) -> None:
         self._open_stream: Any = channel.stream_stream(
@@ -145,7 +159,7 @@ class _PullChannel:
 
 
 async def _finish(closing: Coroutine[Any, Any, None]) -> None:
-    """Waits for `closing` to its end even if canceled meanwhile: a canceled owner still hands its messages back."""
+    """Waits for `closing` to end even if canceled, because a canceled owner still returns its messages."""
     task = asyncio.create_task(closing)
     try:
         await asyncio.shield(task)

@@ -1,4 +1,4 @@
-"""What a subscription owes the broker: acks and nacks in batches, and the leases of every message in hand."""
+"""Acks and nacks in batches, and the leases of every message that a subscription holds."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ QUEUE_LIMIT_IDS = 50_000
 LONGEST_LEASE_S = 3600.0
 """After this a message counts as lost however alive its holder is, as in Google's own clients."""
 RETRY_S = 10.0
-"""How long a batch of acks is tried; after that its messages come again, as at-least-once delivery allows."""
+"""How long a batch of acks is retried. After that its messages come again (at-least-once delivery).
+"""
 
 
 class AckQueue:
-    """Sends acks and nacks of one subscription in the background.
+    """Sends the acks and nacks of one subscription in the background.
 
-    The first goes out at once, what comes while it is in flight follows together. `linger_s` above zero holds an ack
-    that nothing waits for until then, or until `linger_messages` of them are there.
+    The first one is sent at once. Those that come while it is in flight follow together. With
+    `linger_s` above zero, an ack that is not urgent waits for that long, or until `linger_messages`
+    of them have come.
     """
 
     def __init__(
@@ -63,18 +65,18 @@ class AckQueue:
             self._timer = asyncio.get_running_loop().call_later(jittered(self._linger_s), self._start)
 
     def nack(self, ack_id: str) -> None:
-        """Queues a nack; it does not linger."""
+        """Queues a nack, which does not linger."""
         self._nacks.append(ack_id)
         self._start()
 
     async def flush(self, timeout_s: float) -> None:
-        """Sends what is there and waits for it, at most `timeout_s`."""
+        """Sends everything queued, and waits for it at most `timeout_s`."""
         self._start()
         if self._sending is not None:
             await asyncio.wait((self._sending,), timeout=timeout_s)
 
     async def close(self) -> None:
-        """Ends the request in flight; what was not sent comes again elsewhere."""
+        """Ends the request in flight. Messages whose acks were not sent come again elsewhere."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -117,7 +119,7 @@ class AckQueue:
 
 
 class Leases:
-    """Keeps the leases of every message in hand by asking for more at a third of the ack deadline."""
+    """Keeps the leases of all held messages, by extending them every third of the ack deadline."""
 
     def __init__(self, path: str, modify: Method, ack_deadline_s: int) -> None:
         self._path = path
@@ -125,7 +127,9 @@ class Leases:
         self._ack_deadline_s = ack_deadline_s
         self._held: dict[str, _Lease] = {}
         self.lost = 0
-        """Messages whose lease ran out in hand; they are marked `lost` and will be delivered again."""
+        """Messages whose lease expired while held. They are marked `lost` and will be delivered
+        again.
+        """
 
     def __len__(self) -> int:
         return len(self._held)
@@ -136,7 +140,7 @@ class Leases:
         self._held[message.ack_id] = _Lease(message, since_s, since_s + self._ack_deadline_s)
 
     def release(self, message: Message) -> bool:
-        """Stops keeping the lease; False where it was not held (any more)."""
+        """Ends the lease. Returns False if it was not held."""
         return self._held.pop(message.ack_id, None) is not None
 
     def release_all(self) -> list[str]:

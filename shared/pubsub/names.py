@@ -1,4 +1,4 @@
-"""The names of topics and subscriptions; Terraform, the local stack and the code use the same."""
+"""The names of topics and subscriptions. Terraform and the local stack use the same names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def dead_letter_push_subscription_id(model: str) -> str:
 
 
 WEBHOOKS_TOPIC_ID = "webhooks"
-"""What is to be told to somebody's webhook."""
+"""The topic of webhook events."""
 WEBHOOKS_SUBSCRIPTION_ID = "webhooks.push"
 """Pushes it to the function that does."""
 
@@ -44,7 +44,10 @@ INTERACTIVE_FILTER, BATCH_FILTER = 'NOT attributes.lane = "batch"', 'attributes.
 
 
 def inbox_topic_id(inbox: str) -> str:
-    """The reply topic of an inbox; `inbox` is a pool number or an instance's own id."""
+    """Returns the reply topic of an inbox.
+
+    `inbox` is a number in the pool or the id of an instance.
+    """
     return f"inbox.{inbox}"
 
 
@@ -54,7 +57,7 @@ def slot_subscription_id(inbox: str, slot: int) -> str:
 
 
 def slot_filter(slot: int, slots: int) -> str:
-    """The filter of a slot; an inbox with one slot needs none."""
+    """Returns the filter of a slot. The only slot of an inbox needs none."""
     return "" if slots == 1 else f'attributes.slot = "{slot}"'
 
 

@@ -1,4 +1,4 @@
-"""The publishing side of the broker client: from a message to its id, through one queue per topic and ordering key."""
+"""Publishes messages in batches, with one queue per topic and ordering key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ REQUEST_LIMIT_BYTES = 9_000_000
 QUEUE_LIMIT_MESSAGES = 20_000
 QUEUE_LIMIT_BYTES = 128 * 1024 * 1024
 REQUESTS_IN_FLIGHT = 4
-"""Per topic. More of them coalesce less, fewer add up to one round trip of waiting (bench/broker.py)."""
+"""Per topic. More of them coalesce less, fewer add up to one round trip of waiting
+(bench/broker.py).
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +33,7 @@ class _Pending:
 
 
 class PublishQueue:
-    """Publishes on one channel; what waits there is bounded over all topics."""
+    """Publishes on one channel. The queue over all topics is bounded."""
 
     def __init__(self, method: Method) -> None:
         self._method = method
@@ -44,11 +46,12 @@ class PublishQueue:
         """Sends `message` and returns its id.
 
         Raises:
-            InputTooLarge: it is larger than the service takes.
-            Overloaded: too much is waiting here already, or the broker says so until `timeout_s` is over.
-            BadInput: the broker refused it.
-            ConfigurationError: the broker refused us.
-            Unavailable: there was no answer within `timeout_s`; the message may still have been taken.
+            InputTooLarge: it is larger than the service accepts.
+            Overloaded: the queue is full, or the broker was overloaded for `timeout_s`.
+            BadInput: the broker refused the message.
+            ConfigurationError: the broker refused our credentials.
+            Unavailable: the broker did not answer within `timeout_s`. It may have accepted the
+                message.
         """
         if self._is_closed:
             raise Unavailable("the connection to the broker is closed")
@@ -69,7 +72,7 @@ class PublishQueue:
             self._bytes -= size_bytes
 
     async def close(self) -> None:
-        """Ends the requests in flight; who waits for one is told."""
+        """Ends the requests in flight. Their callers get an error."""
         self._is_closed = True
         tasks = [task for queue in self._queues.values() for task in queue.tasks]
         for task in tasks:
@@ -99,10 +102,11 @@ class PublishQueue:
 
 
 class _TopicQueue:
-    """What waits for one topic and ordering key, and the requests that carry it.
+    """The queue of one topic and ordering key, and its requests in flight.
 
-    A message goes out at once while requests may start; else it waits for one to return and leaves with all that
-    came meanwhile. There is no timer. With one request at a time the messages of an ordering key keep their order.
+    A message is sent at once while requests may start. Otherwise it waits until a request returns,
+    and is sent with all that came meanwhile. There is no timer. Messages with an ordering key have
+    one request in flight at a time, so they keep their order.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Makes and removes an inbox (its topic and slots): for the pool of a local stack and for an instance of its own."""
+"""Creates and deletes an inbox (its topic and slots), for a pool or a single instance."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shared.transport import Admin, SubscriptionSettings
 
 
 async def make_inbox(admin: Admin, inbox: str, slots: int, *, expires_after_s: int = 0) -> None:
-    """Makes an inbox's topic and one subscription per slot, unless they exist.
+    """Creates an inbox's topic and one subscription per slot, unless they exist.
 
     Args:
-        admin: makes them; bounds how many calls are under way.
-        inbox: a pool number or an instance's own id.
-        slots: how many; one slot needs no filter.
-        expires_after_s: the subscriptions go after so long without use; 0: never.
+        admin: creates them. It bounds the calls in flight.
+        inbox: a number in the pool or the id of an instance.
+        slots: how many. A single slot needs no filter.
+        expires_after_s: the broker deletes subscriptions unused for this long; 0: never.
 
     Raises:
         PenstockError: as the admin's calls do.
@@ -34,7 +34,7 @@ async def make_inbox(admin: Admin, inbox: str, slots: int, *, expires_after_s: i
 
 
 async def remove_inbox(admin: Admin, inbox: str, slots: int) -> None:
-    """Removes what make_inbox made; what is gone already is no error.
+    """Deletes an inbox. Topics and subscriptions that are gone already cause no error.
 
     Raises:
         PenstockError: as the admin's calls do.

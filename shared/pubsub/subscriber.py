@@ -1,4 +1,4 @@
-"""The receiving side of the broker client: one StreamingPull that is opened again whenever it ends."""
+"""Receives messages by StreamingPull, and opens a new stream when one ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ FATAL = frozenset(
     }
 )
 FATAL_TRIES = 4
-"""A subscription just made, or a right just given, may not be known everywhere yet (platform-facts P14)."""
+"""A subscription just made, or a right just given, may not be known everywhere yet (platform-facts
+P14).
+"""
 HEARTBEAT_S = 30.0
 """An empty request this often keeps an idle stream open, as Google's own clients do."""
 HALF_CLOSE_S = 1.0
@@ -37,14 +39,15 @@ HALF_CLOSE_S = 1.0
 
 
 class StreamSubscription:
-    """An open subscription; see shared.transport.Subscription.
+    """An open subscription. See shared.transport.Subscription.
 
     Args:
-        open_stream: opens the StreamingPull call; takes its metadata.
-        first_request: the request that begins each stream.
-        acks: where acks and nacks go.
-        leases: keeps the leases of what was received and not yet acked.
-        max_messages: as in `first_request`; bounds what is held here even if the broker doesn't.
+        open_stream: opens the StreamingPull call with the given metadata.
+        first_request: the first request of each stream.
+        acks: sends acks and nacks.
+        leases: keeps the leases of messages that were received and not yet acked.
+        max_messages: as in `first_request`. Bounds the messages held here even if the broker
+            ignores it.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class StreamSubscription:
 
     @property
     def lost(self) -> int:
-        """Messages whose lease ran out in hand."""
+        """Messages whose lease expired while held."""
         return self._leases.lost
 
     def __aiter__(self) -> StreamSubscription:
@@ -80,7 +83,7 @@ class StreamSubscription:
             while self._received:
                 message = self._received.popleft()
                 self._room.set()
-                if not message.lost:  # somebody else has it by now
+                if not message.lost:  # another subscriber has it by now
                     return message
             if self._end is not None:
                 raise self._end
@@ -90,7 +93,10 @@ class StreamSubscription:
             await self._arrival
 
     def ack(self, message: Message) -> None:
-        """See shared.transport.Subscription; a second ack is nothing, that of a lost message is tried."""
+        """See shared.transport.Subscription.
+
+        A second ack is ignored. The ack of a lost message is best effort.
+        """
         if self._leases.release(message) or message.lost:
             self._room.set()
             self._acks.ack(message.ack_id)
@@ -112,18 +118,21 @@ class StreamSubscription:
             task.add_done_callback(self._ended)
 
     async def wait_open(self, timeout_s: float) -> None:
-        """Waits until a stream stands or was refused for good, at most `timeout_s`; says nothing about which."""
+        """Waits until a stream is open or was refused for good, at most `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._opened.wait()
 
     async def stop(self) -> None:
-        """Receives no more: hands back what nobody took yet and ends the iteration; leases and acks go on."""
+        """Stops receiving: returns unprocessed messages and ends the iteration.
+
+        Leases and acks continue.
+        """
         if self._is_stopped:
             return
         self._is_stopped = True
         if self._call is not None:
-            # Half-closed and not canceled: what is on its way to us still arrives, and can be handed back at once.
+            # Half-closed, not canceled: messages on their way still arrive and can be returned at once.
             await self._half_close(self._call)
         self._tasks[0].cancel()
         await asyncio.gather(self._tasks[0], return_exceptions=True)
@@ -172,7 +181,10 @@ class StreamSubscription:
             await asyncio.sleep(next(pauses))
 
     async def _receive_one_stream(self) -> tuple[bool, aio.AioRpcError | None]:
-        """Receives until the stream ends; says whether anything came and the error that ended it."""
+        """Receives until the stream ends.
+
+        Returns whether anything came, and the error that ended the stream.
+        """
         received_any = False
         call = self._open_stream(metadata=routing("subscription", self._first_request.subscription))
         try:
@@ -237,4 +249,4 @@ class StreamSubscription:
                 try:
                     await self._call.write(StreamingPullRequest())
                 except (aio.AioRpcError, asyncio.InvalidStateError):
-                    continue  # the stream ended; the receiver sees it too and opens another
+                    continue  # the stream ended, and the receiver opens another

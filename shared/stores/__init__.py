@@ -1,1 +1,1 @@
-"""What is kept in Redis and in the object store."""
+"""Stores in Redis and in the object store."""

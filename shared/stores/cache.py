@@ -1,8 +1,9 @@
-"""The result cache of API and workers: this process's memory first, then Redis.
+"""The result cache of API and workers: the memory of this process first, then Redis.
 
-Asked per item before a job is published and again before it is computed; filled by whoever computed. A result whose
-bytes lie in the object store is kept as its object_key, so an entry is small and objects must outlive the longest TTL.
-Nothing here fails or delays a request: Redis gone or slow means misses and a counter.
+It is asked per item before a job is published, and again before the item is computed. The worker
+that computed a result fills it. A result in the object store is kept as its object_key. So an entry
+is small, and objects must outlive the longest TTL. Nothing here fails or delays a request: if Redis
+is gone or slow, a counter counts misses.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from shared.stores.redis_client import RedisLink, RedisStore
 from shared.tasks import Input, Result
 
 KEY_SCHEME = 2
-"""Part of every key; raised when a model's code changes what the same input gives."""
+"""Part of every key. Raised when a model's code changes the results of the same inputs."""
 ENTRY_SCHEMA = 1
-"""Part of every Redis key; raised with the encoding, so that two releases side by side never read each other."""
+"""Part of every Redis key. Raised when the encoding changes, so that two releases never read each
+other's entries.
+"""
 VALUE_LIMIT_BYTES = 1024 * 1024
 """A larger entry stays out of both levels: it belongs in the object store."""
 MEMORY_OVERHEAD_BYTES = 512
@@ -39,23 +42,24 @@ UNREADABLE = Counter("penstock_cache_unreadable_total", "Entries in Redis that c
 
 
 def cache_key(model: Model, input: Input, tenant: str) -> str:
-    """Names the result of `input` on `model`: 256 bits of BLAKE2b (RFC 7693) in hex.
+    """Returns the key of the result of `input` on `model`: 256 bits of BLAKE2b (RFC 7693) in hex.
 
-    Covers everything that changes the output: name, revision, source, precision, tolerance and width of the model, the
-    text byte for byte, the token ids, the side at which they are cut, every parameter of an image. A source image
-    counts by the digest of its bytes, or by its object_key where only that is known, so compute the key before the
-    bytes move to the object store.
+    The key covers everything that changes the output: name, revision, source, precision, tolerance
+    and width of the model, and all fields of the input. A source image counts by the digest of its
+    bytes, or by its object_key if only that is known. So compute the key before the bytes move to
+    the object store.
 
-    The backend is no part of it: it changes a result by less than the tolerance, and under `auto` the API could not
-    know what each worker chose. What a key promises is a result of this precision within this tolerance.
+    The backend is not part of the key. It changes a result by less than the tolerance, and with
+    `auto` the API does not know the backend of each worker. A key promises a result of this
+    precision within this tolerance.
 
     Args:
         model: the entry of the catalog that serves the item.
         input: the item's input.
-        tenant: who asks; part of the key only where the model's cache scope is `tenant`.
+        tenant: the caller's tenant. Part of the key only if the model's cache scope is `tenant`.
 
     Raises:
-        BadInput: a text holds lone surrogates, which no encoding can carry.
+        BadInput: a text has lone surrogates, which no encoding can represent.
     """
     whose = tenant if model.cache.scope == "tenant" else ""
     which = (model.name, model.revision, model.source, model.precision, model.result_tolerance, model.dimensions)
@@ -67,21 +71,24 @@ def cache_key(model: Model, input: Input, tenant: str) -> str:
 
 
 class CacheEntry(msgspec.Struct, array_like=True):
-    """What a key holds in Redis, as MessagePack; the time lets memory forget when Redis does."""
+    """The value of a key in Redis, as MessagePack.
+
+    With the time, memory expires together with Redis.
+    """
 
     expires_at_s: float
     result: Result
 
 
 class ResultCache(RedisStore):
-    """Two levels of results by cache_key; an async context manager, cheap to open with or without Redis.
+    """Two levels of results by cache_key: an async context manager that opens without Redis too.
 
     Args:
         redis_url: `redis://`, `rediss://` or `unix://` URL.
         memory_bytes: bound of the memory level; 0 turns it off.
-        prefix: put before every Redis key, for several deployments on one Redis.
-        timeout_s: the longest that one round trip to Redis may take.
-        retry_s: first pause before a Redis that failed is tried again, in the background.
+        prefix: starts every Redis key, for several deployments on one Redis.
+        timeout_s: limit of one round trip to Redis.
+        retry_s: bound of the first pause of the background retry.
         clock: unix time, for tests.
     """
 
@@ -104,10 +111,10 @@ class ResultCache(RedisStore):
         self._decoder = msgspec.msgpack.Decoder(CacheEntry)
 
     async def get_many(self, keys: Iterable[str]) -> dict[str, tuple[Result, Level]]:
-        """The results that are there, each with the level it came from; never raises.
+        """Returns the cached results, each with its level. Never raises.
 
-        Waits at most a few round-trip limits for Redis, and not at all while Redis is known to be out. Results are
-        shared with other callers: they must not be changed.
+        Waits at most a few round-trip limits for Redis, and not at all while the breaker is open.
+        Other callers share the results, so they must not be changed.
         """
         now_s, keys = self._clock(), list(dict.fromkeys(keys))
         found = self.in_memory(keys)
@@ -145,12 +152,18 @@ class ResultCache(RedisStore):
         return results
 
     async def put_many(self, results: Mapping[str, Result], ttl_s: int) -> None:
-        """Keeps `results` for `ttl_s` seconds (0: not at all) in both levels; never raises, waits as get_many does."""
+        """Keeps `results` for `ttl_s` seconds (0: not at all) in both levels.
+
+        Never raises, and waits as get_many does.
+        """
         if values := self.keep_in_memory(results, ttl_s):
             await self._redis.put({self._prefix + key: value for key, value in values.items()}, ttl_s)
 
     def keep_in_memory(self, results: Mapping[str, Result], ttl_s: int) -> dict[str, bytes]:
-        """Like put_many, in this process's memory only; returns the entries it kept, as Redis would hold them."""
+        """Does the same in this process's memory only.
+
+        Returns the entries it kept, encoded for Redis.
+        """
         if ttl_s <= 0:
             return {}
         expires_at_s, values = self._clock() + ttl_s, dict[str, bytes]()

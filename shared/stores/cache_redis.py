@@ -1,4 +1,4 @@
-"""The Redis level of the cache (shared/stores/cache.py): raw values, read and written many at a time."""
+"""The Redis level of the cache (shared/stores/cache.py): reads and writes many raw values at once."""
 
 from __future__ import annotations
 
@@ -35,12 +35,18 @@ class RedisLevel:
         self._writes = link.batcher("put", self._send_writes)
 
     async def get(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The values of `keys` in their order; None where there is none, or where Redis did not answer."""
+        """Returns the values of `keys` in their order.
+
+        A value is None if missing or if Redis did not answer.
+        """
         values = await self._reads.call(keys) if self._link.is_up else None
         return [None] * len(keys) if values is None else values
 
     async def put(self, values: Mapping[str, bytes], ttl_s: int) -> None:
-        """Sets `values`, each to expire after `ttl_s`; lost without a word but a counter where Redis is out."""
+        """Sets `values` to expire after `ttl_s`.
+
+        If Redis is down they are lost, and a counter counts it.
+        """
         writes = [_Write(key, value, ttl_s) for key, value in values.items()]
         # Packing SETs takes about 20 us each: in parts, so that no other task waits long for the loop.
         for start in range(0, len(writes), WRITE_ENTRIES):

@@ -1,10 +1,12 @@
-"""The object store, for what is too large for a message or the cache: source images and large results.
+"""The object store, for source images and results that are too large for a message or the cache.
 
-A folder on one machine, a bucket in the cloud; both through obstore. Keys name their content, so an object never
-changes once it is written, a repeated put is harmless, and a key kept in the cache still means the same bytes.
+It is a folder on one machine and a bucket in the cloud, both through obstore. Keys name their
+content. So an object never changes, a repeated put is harmless, and a cached key always means the
+same bytes.
 
-obstore's synchronous calls, each on a thread: its asynchronous ones abort the process (1 of 12 here, obstore 0.12.1)
-when it exits soon after one, because the thread that answered still holds Python objects.
+obstore's synchronous calls run on threads. Its asynchronous ones abort the process (1 of 12 here,
+obstore 0.12.1) when it exits soon after a call, because the answering thread still holds Python
+objects.
 """
 
 from __future__ import annotations
@@ -49,22 +51,23 @@ _CLOUD: dict[str, Any] = {
 
 
 def object_key(folder: str, data: bytes, media_type: str) -> str:
-    """The key of `data`: `folder`, 256 bits of its BLAKE2b (RFC 7693) in hex, and the extension of its media type."""
+    """Returns the key of `data`: `folder`, 256 bits of BLAKE2b (RFC 7693) in hex, and the extension."""
     digest = hashlib.blake2b(data, digest_size=32).hexdigest()
     return f"{folder}/{digest[:2]}/{digest}{_EXTENSIONS.get(media_type, '')}"
 
 
 class GoogleCredentials:
-    """The machine's credentials for a bucket, as google-auth finds them; obstore knows no federation of identities.
+    """The machine's credentials for a bucket, found by google-auth.
 
-    Looked for at the first use, on the thread of that call; obstore keeps the token until it is about to expire.
+    obstore does not know workload identity federation. The credentials are loaded at the first use,
+    on the thread of that call. obstore keeps the token until shortly before it expires.
     """
 
     def __init__(self) -> None:
         self._provider: Callable[[], Any] | None = None
 
     def __call__(self) -> Any:
-        """A token of OAuth 2.0 and its expiry; whatever google-auth raises, obstore raises as its own error."""
+        """Returns an OAuth 2.0 token and its expiry. obstore wraps the errors of google-auth."""
         if self._provider is None:
             # Late, as requests comes with it, which an API on one machine has no need of.
             from obstore.auth.google import GoogleCredentialProvider
@@ -78,8 +81,9 @@ class ObjectStore:
     """Whole objects by key, in the folder or bucket that `url` names.
 
     Args:
-        url: `file://DIR` (relative to the working directory, or absolute with a third slash), `gs://BUCKET/PREFIX`,
-            `s3://BUCKET/PREFIX`, or `memory://` (this object's own, gone with it).
+        url: `file://DIR` (relative to the working directory, or absolute with a third slash),
+            `gs://BUCKET/PREFIX`, `s3://BUCKET/PREFIX`, or `memory://` (this object's own, gone with
+            it).
 
     Raises:
         ConfigurationError: the URL is of no such form, or its folder can't be made.
@@ -88,30 +92,25 @@ class ObjectStore:
     def __init__(self, url: str) -> None:
         self._url = url
         self._store = _open(url)
-        # Threads of its own: a store that hangs holds all of them, and must not hold those of others.
+        # The store has its own threads, because a store that hangs would block those of others.
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="objects")
-        # A folder keeps no media types; the keys' extensions tell.
+        # A folder keeps no media types, so the extension of the key names the type.
         self._keeps_media_type = not isinstance(self._store, store.LocalStore)
 
     async def put(self, key: str, data: bytes, media_type: str) -> None:
-        """Writes an object, whole or not at all: a reader sees the old bytes or the new, never a part.
-
-        Raises:
-            BadInput: the key is not valid.
-            Unavailable: the store is out of reach, or did not take it in time.
-        """
+        """Writes an object atomically: a reader sees the old bytes or the new ones."""
         _check(key)
         attributes = {"Content-Type": media_type} if self._keeps_media_type else None
         with _translated("put", key):
             await self._work(partial(obstore.put, self._store, key, data, attributes=attributes))
 
     async def get(self, key: str, max_bytes: int) -> bytes:
-        """The bytes of an object of at most `max_bytes`.
+        """Returns the bytes of an object of at most `max_bytes`.
 
         Raises:
-            BadInput: the key is not valid, or names nothing.
-            InputTooLarge: the object is larger; nothing of it was loaded.
-            Unavailable: the store is out of reach, or did not give it in time.
+            BadInput: the key is not valid, or has no object.
+            InputTooLarge: the object is larger. Nothing of it was loaded.
+            Unavailable: the store is out of reach or too slow.
         """
         _check(key)
         with _translated("get", key):
@@ -160,7 +159,7 @@ def _open(url: str) -> Any:
 
 
 def _check(key: str) -> None:
-    """Keys reach the file system and come from messages: only plain segments pass, so no `..`, no `%`, no `//`."""
+    """Allows only plain path segments in a key (no `..`, `%` or `//`), because messages contain keys."""
     if len(key) > KEY_LIMIT_BYTES or not _KEY.fullmatch(key):
         raise BadInput(f"{key[:80]!r} is no valid object key", field="object_key")
 
@@ -181,5 +180,5 @@ def _translated(operation: str, key: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what obstore says; its debug output follows."""
+    """Returns the first line of an obstore error. The other lines are debug output."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

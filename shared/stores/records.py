@@ -1,19 +1,20 @@
-"""Records: the truth about every job and prediction, in Redis; a reply message only wakes who waits.
+"""Records in Redis: the state of every job and prediction. A reply message only wakes its waiter.
 
-A job's record is known by `record_id(request_id, part)`; a prediction is one job whose record was created before its
-message was published, and is kept for a set time after its end. Other jobs get theirs when a worker claims them, and
-lose it soon after.
+`record_id(request_id, part)` is the id of a job's record. A prediction is a job whose record is
+created before its message is published, and kept for a set time after its end. The record of any
+other job is created when a worker claims it, and expires soon after.
 
     starting → processing → succeeded | failed        canceled: from either, by a caller
 
-The first `finish` ends a record. A later one gets the first reply. A claim that was neither finished nor released was
-held by a worker that died, or that lost its lease.
+The first `finish` ends a record. A later one gets the first reply. A claim that was neither
+finished nor released was held by a worker that died, or that lost its lease.
 
-A record is a hash. Its fields are `state`, `attempts` (claims so far), `open` (claims neither finished nor
-released), `reply` (the encoded ReplyBody), `step`, `steps`, and `*_at_s` (unix seconds). A prediction also has
-`document`, `keep_s` and `published`, and counts toward a budget of bytes (shared/retention.py). Only the
-scripts beside this file (record_*.lua) write records. Claims and finishes come in numbers, so their scripts
-take several records: one script for 100 records costs little more than one for a single record.
+A record is a hash. Its fields are `state`, `attempts` (claims so far), `open` (claims neither
+finished nor released), `reply` (the encoded ReplyBody), `step`, `steps`, and `*_at_s` (unix
+seconds). A prediction also has `document`, `keep_s` and `published`, and counts toward a budget of
+bytes (shared/retention.py). Only the scripts beside this file (record_*.lua) write records. Claims
+and finishes come in large numbers, so their scripts take several records: one script for 100
+records costs little more than one for a single record.
 """
 
 from __future__ import annotations
@@ -40,11 +41,15 @@ OVER: frozenset[State] = frozenset({"succeeded", "failed", "canceled"})
 """The states that no record leaves."""
 
 JOB_KEEP_S = 120
-"""Seconds for which the record of a job that is no prediction is kept after its last change: for late attempts."""
+"""Seconds for which the record of a job that is no prediction is kept after its last change: for
+late attempts.
+"""
 LATE_LOOK_S = 0.5
-"""After its deadline, in which who waits on a connection still looks whether a record was ended."""
+"""For so long after its deadline, a waiter with an open connection still checks if the record
+ended.
+"""
 FULL_RETRY_S = 5.0
-"""When who finds no room for a prediction is to try again."""
+"""Retry-After of a prediction that found no room."""
 LISTED = 1000
 """Predictions of a tenant that can be listed."""
 LISTEN_POLL_S = 1.0
@@ -70,16 +75,16 @@ log = logging.getLogger(__name__)
 
 
 def record_id(request_id: str, part: int) -> str:
-    """The id of a job's record: the request's own for its first job, so that a prediction is known by its request."""
+    """Returns the id of a job's record. The first job of a request has the request's own id."""
     return f"{request_id}:{part}" if part else request_id
 
 
 class Claim(NamedTuple):
-    """What a worker learns when it takes a job in hand.
+    """The result of claiming a job.
 
-    `state` is `processing` where the job is to be done; otherwise it is over, and `reply` is what was answered, or
-    None where it was canceled before anyone answered. `attempt` counts claims from 1. `unfinished` are earlier claims
-    that came to no end.
+    `state` is `processing` if the job is to be done. Otherwise it is over, and `reply` is the first
+    reply, or None if it was canceled without one. `attempt` counts claims from 1. `unfinished`
+    counts earlier claims that did not end.
     """
 
     state: State
@@ -89,7 +94,7 @@ class Claim(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """How ending a record went: whether ours is the answer; the state it ended in; the answer where it is another's."""
+    """The result of ending a record: if our reply is kept, the state, and the reply kept instead."""
 
     is_ours: bool
     state: State
@@ -97,12 +102,12 @@ class Finish(NamedTuple):
 
 
 class Record(msgspec.Struct, kw_only=True):
-    """A record as it is now; times are unix seconds, 0 for what has not happened."""
+    """A record as it is now. Times are unix seconds, 0 for events that have not happened."""
 
     state: State
     attempts: int = 0
     document: bytes = b""
-    """What the prediction was created with, as its creator encoded it; empty for other jobs."""
+    """The encoded request of a prediction. Empty for other jobs."""
     reply: ReplyBody | None = None
     published: bool = False
     """Whether the broker surely has the job."""
@@ -120,14 +125,14 @@ class Record(msgspec.Struct, kw_only=True):
 
 
 class Records(RedisStore):
-    """The records in one Redis; an async context manager, cheap to open with or without Redis.
+    """The records in one Redis: an async context manager that opens without Redis too.
 
     Args:
         redis_url: `redis://`, `rediss://` or `unix://` URL.
-        prefix: put before every key, for several deployments on one Redis.
-        timeout_s: the longest that one round trip may take.
-        retry_s: first pause before a Redis that failed is tried again, in the background.
-        predictions_max_bytes: the budget of all predictions; what `create` keeps to.
+        prefix: starts every key, for several deployments on one Redis.
+        timeout_s: limit of one round trip.
+        retry_s: bound of the first pause of the background retry.
+        predictions_max_bytes: the budget of all predictions, which `create` enforces.
     """
 
     def __init__(
@@ -155,26 +160,26 @@ class Records(RedisStore):
     def _of_tenant(self, tenant: str) -> str:
         return f"{self._prefix}predictions:of:{tenant}"
 
-    # What the API calls. It must not promise what is not kept, so these raise where Redis does not answer.
+    # For the API. It must not promise what is not stored, so these raise if Redis does not answer.
 
     async def create(
         self, record: str, tenant: str, document: bytes, *, deadline_s: float, keep_s: int, reply_bytes: int = 0
     ) -> bool:
-        """Creates the record of a prediction, `starting`; says whether it is new.
+        """Creates the record of a prediction, `starting`. Returns whether it is new.
 
-        Where the budget is used up, the oldest predictions that are over go, of the tenant whose predictions take most.
+        If the budget is used up, the oldest finished predictions of the largest tenant are dropped.
 
         Args:
             record: its id.
-            tenant: whose it is; it is listed among theirs.
-            document: kept as it is.
+            tenant: its owner, in whose list it appears.
+            document: stored as given.
             deadline_s: unix time.
-            keep_s: seconds for which it is kept after its end, or after its deadline should it never end.
-            reply_bytes: what its reply may take.
+            keep_s: seconds to keep it after its end, or after its deadline if it never ends.
+            reply_bytes: the size of its reply, at most.
 
         Raises:
-            Overloaded: the predictions that are not over leave no room for it.
-            Unavailable: Redis did not answer; the record may have been created.
+            Overloaded: unfinished predictions leave no room for it.
+            Unavailable: Redis did not answer. The record may have been created.
         """
         now_s = time.time()
         keys = (self._key(record), self._store, self._of_tenant(tenant))
@@ -195,7 +200,7 @@ class Records(RedisStore):
         await self._commands.run_script(PUBLISHED, [self._key(record)])
 
     async def cancel(self, record: str) -> State:
-        """Ends a record as canceled unless it is over, tells the workers, and returns its state.
+        """Ends a record as canceled unless it is over, notifies the workers, and returns its state.
 
         Raises:
             Unavailable: Redis did not answer.
@@ -205,7 +210,7 @@ class Records(RedisStore):
         return cast(State, state.decode())
 
     async def read(self, record: str) -> Record | None:
-        """The record, or None where there is none (any more).
+        """Returns the record, or None if there is none.
 
         Raises:
             Unavailable: Redis did not answer.
@@ -214,7 +219,9 @@ class Records(RedisStore):
         return _record(fields) if fields else None
 
     async def latest(self, tenant: str, limit: int, before_s: float | None = None) -> list[str]:
-        """Ids of a tenant's predictions, newest first; those created before `before_s` (unix seconds) if given.
+        """Returns ids of a tenant's predictions, newest first.
+
+        With `before_s` (unix seconds) only older ones.
 
         Raises:
             Unavailable: Redis did not answer.
@@ -227,14 +234,17 @@ class Records(RedisStore):
     # What workers call. A job is done with or without Redis, so these never raise: None where it did not answer.
 
     async def claim(self, records: Sequence[str]) -> list[Claim | None]:
-        """Takes jobs in hand; a record that is missing is made."""
+        """Claims jobs. Missing records are created."""
         answers = await self._claims.call(records) if self.is_up else None
         return [None] * len(records) if answers is None else list(answers)
 
     async def finish(
         self, record: str, state: Literal["succeeded", "failed", "canceled"], reply: bytes
     ) -> Finish | None:
-        """Ends a record with the encoded ReplyBody `reply`, unless it was answered; `canceled` stays `canceled`."""
+        """Ends a record with the encoded ReplyBody `reply`, unless it has one.
+
+        `canceled` stays `canceled`.
+        """
         answers = await self._finishes.call([(record, state, reply)]) if self.is_up else None
         return None if answers is None else answers[0]
 
@@ -249,9 +259,10 @@ class Records(RedisStore):
             await self._commands.run_script(PROGRESS, [self._key(record)], step, steps)
 
     async def canceled(self) -> AsyncGenerator[str | None]:
-        """The ids of records as they are canceled; None after each (re)connection, when some may have been missed.
+        """Yields the ids of records as they are canceled, and None after each (re)connection.
 
-        Ends only when the caller leaves it.
+        After None, cancellations may have been missed. The iteration ends only when the caller
+        leaves it.
         """
         while True:
             try:
@@ -284,7 +295,7 @@ class Records(RedisStore):
 
 
 def _check_canceled() -> None:
-    """Cancels the task where redis-py has swallowed its cancellation, as it does while it connects or reads."""
+    """Cancels the task if redis-py swallowed its cancellation, as it does while it connects or reads."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError

@@ -1,9 +1,9 @@
 """A connection to Redis that many callers share, with a hard time limit and a circuit breaker.
 
-Each operation has a batcher. It does one round trip at a time, and calls that come meanwhile share the next one.
-So 128 callers cost one connection and a few commands, not 128. The breaker opens after FAILURES round trips in a
-row that failed or were too slow. Calls then return at once, and a background task retries until Redis answers in
-time.
+Each operation has a batcher. It does one round trip at a time, and calls that come meanwhile share
+the next one. So 128 callers cost one connection and a few commands, not 128. The breaker opens
+after FAILURES round trips in a row that failed or were too slow. Calls then return at once, and a
+background task retries until Redis answers in time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from shared.stores.redis_batcher import REDIS_FAILURES, Batcher, Got, Sent, with
 from shared.stores.redis_scripts import Script
 
 FAILURES = 3
-"""Round trips in a row that must fail before the breaker opens. A single one may be a hiccup of this machine."""
+"""Round trips in a row that must fail before the breaker opens. A single one may be a hiccup of
+this machine.
+"""
 CONNECT_LIMIT_S = 1.0
 """Limit of the background retry, which may have to resolve a name and do a TLS handshake."""
 LONGEST_RETRY_S = 2.0
@@ -156,7 +158,7 @@ class RedisLink:
         return self.is_up
 
     async def _recover(self) -> None:
-        """Waits for the breaker to open, then tries Redis until it answers within the limit of a round trip."""
+        """Waits until the breaker opens, then retries until Redis answers within a round trip's limit."""
         while True:
             await self._tripped.wait()
             for pause_s in backoff(self._retry_s, LONGEST_RETRY_S):

@@ -2,7 +2,8 @@
 
 api/routes/objects.py serves them, in another format where `media_type` is not the object's own.
 
-The signature is HMAC-SHA256 (RFC 2104) over key, media type and expiry, so none of them can be changed.
+The signature is HMAC-SHA256 (RFC 2104) over key, media type and expiry, so none of them can be
+changed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from urllib.parse import quote, urlencode
 from shared.errors import PenstockError
 
 VALID_S = 3600
-"""How long a link can be used; what OpenAI's API promises for image URLs."""
+"""How long a link is valid. OpenAI's API promises the same for image URLs."""
 
 
 class LinkInvalid(PenstockError):
@@ -27,10 +28,11 @@ class LinkInvalid(PenstockError):
 
 
 class UrlSigner:
-    """Makes and checks links.
+    """Signs and validates links.
 
     Args:
-        secret: the same in all instances, so that any can serve any link; empty: a random one of this process.
+        secret: the same in all instances, so that each can serve every link. Empty: random per
+            process.
         clock: unix seconds, for tests.
     """
 
@@ -39,7 +41,7 @@ class UrlSigner:
         self._clock = clock
 
     def path(self, key: str, media_type: str) -> str:
-        """The path and query under which the object `key` can be fetched for the next 60 minutes."""
+        """Returns a signed path and query for the object `key`, valid for 60 minutes."""
         expires_s = int(self._clock()) + VALID_S
         query = {"type": media_type, "expires": expires_s, "signature": self._signature(key, media_type, expires_s)}
         return f"/v1/objects/{quote(key)}?{urlencode(query)}"

@@ -1,6 +1,9 @@
-"""Rows to BigQuery by Google's client: its errors translated, and refused rows told from those to be tried again.
+"""Writes rows to BigQuery with Google's client.
 
-The client is imported by the first send, in the thread that sends: that takes longer than the rest of an API's start.
+Translates its errors, and separates refused rows from retries.
+
+The sending thread imports the client with the first rows, because the import takes longer than the
+API's startup.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from shared.usage.spool import Fields
 
 SEND_TIMEOUT_S = 10.0
 REFUSED = frozenset({400, 413})
-"""Statuses that say the rows are wrong; all others (a missing table, a right, a quota) may be mended by somebody."""
+"""Statuses for wrong rows. Others (a missing table, permission or quota) can be fixed, so they are
+retried.
+"""
 
 NO_FIELD = "no such field"
 """How BigQuery says that a table lacks a column of the row."""
@@ -38,12 +43,13 @@ class Sender:
         self._client: Any = None
 
     def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
-        """Inserts `rows` and returns those that BigQuery refused for good, with its reason.
+        """Inserts `rows`. Returns those that BigQuery refused for good, with its reason.
 
-        A table of an older release lacks the newest columns: such rows are written without them, and counted.
+        A table of an older release lacks the newest columns. Rows are then written without them,
+        and counted.
 
         Raises:
-            Unavailable: nothing was inserted as far as we know; try again.
+            Unavailable: nothing was inserted, as far as we know. Try again.
         """
         refused = self._insert(rows)
         older = [row for row, reason in refused if NO_FIELD in reason]

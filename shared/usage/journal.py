@@ -1,9 +1,9 @@
-"""Rows that BigQuery does not have yet: on disk first, in memory until they are sent.
+"""Rows that BigQuery does not have yet: on disk first, and in memory until they are sent.
 
-`append` runs on the event loop and writes each row with one write(2) into the page cache, which costs less than waking
-a thread would; everything else is called by the thread of shared/usage/writer.py. A disk that refuses, or takes long,
-is left to that thread: rows then wait in memory, and their writers are told that they are safe only once the disk works
-again or BigQuery has them.
+`append` runs on the event loop. It writes each row with one write(2) into the page cache, which
+costs less than waking a thread. The thread of shared/usage/writer.py calls everything else. If the
+disk refuses rows or is slow, that thread takes over. Rows then wait in memory, and count as safe
+only once the disk or BigQuery has them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 BATCH_ROWS = 500
 """What Google recommends for one insertAll (platform-facts B4)."""
 MEMORY_ROWS = 20_000
-"""Kept in memory too, of the rows on disk; and the most of those that are in memory alone."""
+"""Limit of rows in memory: for copies of rows on disk, and for rows that are not on disk."""
 SLOW_DISK_S = 0.1
 """A write that takes longer holds the event loop up: the thread takes over."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
@@ -40,7 +40,7 @@ LOST = Counter("penstock_rows_lost_total", "Rows given up because neither disk n
 
 
 class UnsavedRow(NamedTuple):
-    """A row that is in memory alone, and whom to tell when it is safe."""
+    """A row that is only in memory, and the callback for when it is safe."""
 
     fields: Fields
     on_safe: Callable[[], None] | None
@@ -59,7 +59,10 @@ class RowBatch:
 
 
 class Journal:
-    """What is written and not sent. `changed` guards it, and is notified when the thread has something to do."""
+    """Rows that were written and not sent.
+
+    `changed` guards them, and is notified when the thread has work.
+    """
 
     def __init__(self, spool: Spool) -> None:
         self.changed = threading.Condition()
@@ -74,13 +77,13 @@ class Journal:
         self._is_losing = False
 
     def open(self) -> None:
-        """Counts what earlier processes left; a disk that fails is found at the first row."""
+        """Counts the rows of earlier processes. A disk that fails is noticed at the first row."""
         DISK_UP.set(1)
         with _disk_errors_counted("rows of earlier processes not found"):
             self._spool.scan()
 
     def append(self, fields: Fields, on_safe: Callable[[], None] | None) -> None:
-        """Takes a row, on the event loop; never raises."""
+        """Adds a row, on the event loop. Never raises."""
         loop = None if on_safe is None else asyncio.get_running_loop()
         with self.changed:
             was_empty = not self.waiting
@@ -116,7 +119,7 @@ class Journal:
         return True
 
     def _seal(self) -> None:
-        """Nothing more is added to the open segment; what exceeds the bound of memory is left on disk alone."""
+        """Closes the open segment. Batches above the memory limit stay on disk only."""
         batch, self._open = self._open, None
         if batch is not None and batch.rows:
             self._sealed.append(batch)
@@ -152,7 +155,7 @@ class Journal:
             log.error("rows are lost: disk and BigQuery both fail", extra={"in_memory": len(self._unsaved)})
 
     def save(self, is_last: bool = False) -> None:
-        """Tries the disk again with the rows that are in memory alone, when that is due, or for the `is_last` time."""
+        """Writes rows that are only in memory to disk, if it is time to try, or if this `is_last`."""
         while self._unsaved and (is_last or self.is_disk_due):
             with self.changed:
                 rows = list(islice(self._unsaved, BATCH_ROWS))  # they stay until they are on disk
@@ -186,10 +189,12 @@ class Journal:
         return bool(self._unsaved) and time.monotonic() >= self._retry_disk_at_s
 
     def next_batch(self, takes_open: bool) -> RowBatch | None:
-        """What is to be sent next, in flight until `mark_sent` or `requeue`; None when nothing waits here or on disk.
+        """Returns the next rows to send, or None.
+
+        They are in flight until `mark_sent` or `requeue`.
 
         Args:
-            takes_open: whether the segment that is not full yet may go too.
+            takes_open: whether a segment that is not full may be sent too.
         """
         with self.changed:
             if self._unsaved:
@@ -230,7 +235,7 @@ class Journal:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Leaves everything on disk to the next; the thread may still hang in a request, so what it has counts too."""
+        """Leaves everything on disk, rows in flight included, because the thread may hang in a request."""
         with self.changed:
             if self._in_flight is not None:
                 self.requeue(self._in_flight)
@@ -250,7 +255,7 @@ class Journal:
 
     @property
     def is_full(self) -> bool:
-        """Whether a whole batch waits, or rows whose writers wait for BigQuery."""
+        """Whether a whole batch waits, or rows that only BigQuery can make safe."""
         return bool(self._sealed) or bool(self._unsaved)
 
     @property
@@ -260,20 +265,20 @@ class Journal:
 
     @property
     def rows(self) -> int:
-        """Rows that BigQuery does not have: here, in flight, and on disk under nobody's lock."""
+        """Rows that BigQuery does not have: here, in flight, and in segments without an owner."""
         with self.changed:
             held = sum(len(batch.rows) for batch in self._held())
             return held + len(self._unsaved) + self._spool.unowned_rows
 
     @property
     def size_bytes(self) -> int:
-        """What they take on disk."""
+        """Their size on disk."""
         with self.changed:
             return self._spool.unowned_bytes + sum(batch.segment.size_bytes for batch in self._held() if batch.segment)
 
     @property
     def oldest_s(self) -> float:
-        """When the oldest of them was written, unix seconds; now if there is none."""
+        """When the oldest of them was written, unix seconds, or now if there is none."""
         with self.changed:
             held = min((batch.since_s for batch in self._held()), default=time.time())
             alone = self._unsaved[0].since_s if self._unsaved else held
@@ -285,7 +290,7 @@ class Journal:
 
 @contextmanager
 def _disk_errors_counted(what: str) -> Iterator[None]:
-    """A disk that can't be read costs nothing but what is on it."""
+    """Counts a disk error and goes on: only the rows on the disk are missing."""
     try:
         yield
     except OSError as error:
@@ -300,7 +305,7 @@ def _notify_safe(rows: Sequence[UnsavedRow]) -> None:
         if row.on_safe is not None and row.loop is not None:
             by_loop.setdefault(row.loop, []).append(row.on_safe)
     for loop, calls in by_loop.items():
-        with suppress(RuntimeError):  # the loop has closed: nobody is left to be told
+        with suppress(RuntimeError):  # the loop is closed, and so are its callers
             loop.call_soon_threadsafe(_call_all, calls)
 
 

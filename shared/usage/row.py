@@ -12,13 +12,16 @@ from shared.catalog import Model
 from shared.messages import Envelope, ItemOutcome
 
 SHARED = frozenset({"memory", "redis", "joined"})
-"""Ways of the cache (`Receipt.cache`) on which a result was delivered that another item had computed."""
+"""Ways of the cache (`Receipt.cache`) on which a result was delivered that another item had
+computed.
+"""
 
 
 class Row(msgspec.Struct, omit_defaults=True):
-    """One row of the usage table, one per item; infra/bigquery/rows.schema.json describes each field.
+    """One row of the usage table, one per item.
 
-    `*_at_s` fields (unix seconds) are the TIMESTAMP columns of the same name without `_s`.
+    infra/bigquery/rows.schema.json describes each field. `*_at_s` fields (unix seconds) are the
+    TIMESTAMP columns of the same name without `_s`.
     """
 
     row_id: str
@@ -60,14 +63,18 @@ class RowSink(Protocol):
     """Takes rows. Never blocks and never raises."""
 
     def write(self, row: Row, on_safe: Callable[[], None] | None = None) -> None:
-        """Queues one row. `on_safe` is called once the death of this process can't lose it any more."""
+        """Queues one row.
+
+        `on_safe` is called once the death of this process can't lose it any more.
+        """
 
 
 def charged_share(model: Model, outcome: ItemOutcome) -> float:
-    """The part of its price that an item is charged: all of it, the catalog's share, or nothing. Decided here only.
+    """Returns the share of its price that an item is charged. Only this function decides it.
 
-    What was not delivered costs nothing, whatever was computed for it. What was delivered and computed for this item
-    costs its price; what came from the cache, or from an identical item in flight, costs `price.cached_share` of it.
+    An item that was not delivered costs nothing, whatever was computed for it. An item that was
+    computed and delivered costs its price. A result from the cache, or from an identical item in
+    flight, costs `price.cached_share` of it.
     """
     if outcome.status != "succeeded":
         return 0.0
@@ -77,14 +84,14 @@ def charged_share(model: Model, outcome: ItemOutcome) -> float:
 def row_of(
     envelope: Envelope, outcome: ItemOutcome, model: Model | None, *, replied_at_s: float | None = None, **facts: Any
 ) -> Row:
-    """The row an item leaves: its envelope, its receipt, its charge, and `facts` the writer knows (worker, region …).
+    """Returns the row of an item, from its envelope, receipt, charge, and `facts` of the writer.
 
     Args:
         envelope: of the item's job, or of the request.
         outcome: how the item ended.
-        model: the catalog's entry; None where it has none of this name (any more).
-        replied_at_s: unix time of the answer; now, when not given.
-        facts: further fields of the row.
+        model: the catalog's entry, or None if it is no longer there.
+        replied_at_s: unix time of the response. Default: now.
+        facts: further fields of the row (worker, region …).
     """
     receipt, now_s = outcome.receipt, replied_at_s or time.time()
     share = 0.0 if model is None else charged_share(model, outcome)

@@ -1,7 +1,10 @@
-"""Rows on disk: segments of JSON lines in a folder that processes may share, each under the lock of its owner.
+"""Rows on disk: segments of JSON lines in a folder that processes may share.
 
-A lock (flock) ends with the process that holds it, however that ends; so a segment that can be locked has no living
-owner, and whoever locks it sends its rows. Nothing is synced: what write(2) took outlives the process, not the machine.
+Each owner locks its segments.
+
+A lock (flock) ends with its process, however that ends. So a segment that can be locked has no
+living owner, and the process that locks it sends its rows. Nothing is synced: written rows outlive
+the process, but not the machine.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ class Segment:
         self._fd = fd
 
     def append(self, rows: Sequence[Fields]) -> None:
-        """Adds lines at the end; after an error nothing more may be added, since the last line may be torn.
+        """Appends lines.
+
+        After an error nothing more may be added, because the last line may be incomplete.
 
         Raises:
             OSError: the disk did not take all of it.
@@ -57,25 +62,27 @@ class Segment:
         return _since_s(self.path)
 
     def release(self) -> None:
-        """Gives the lock up: whoever comes by may send the rows; harmless when repeated."""
+        """Releases the lock, so that any process may send the rows. A second call does nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 class SegmentSize(NamedTuple):
-    """What lies in a segment that nobody holds."""
+    """The rows and bytes of a segment without an owner."""
 
     rows: int
     size_bytes: int
 
 
 class Spool:
-    """The folder. `create` and `release` may be called by two threads at once; the rest belongs to one.
+    """The folder.
+
+    Two threads may call `create` and `release` at once. Other methods belong to one thread.
 
     Args:
-        folder: made when it is first needed.
-        max_bytes: segments that nobody holds may take so much; above it no new one is made.
+        folder: created when first needed.
+        max_bytes: limit of all segments without an owner. Above it no new segment is created.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -85,21 +92,21 @@ class Spool:
         self._unseen: list[Path] = []
         self._stuck: set[Path] = set()
         self.unowned: dict[Path, SegmentSize] = {}
-        """Segments that nobody held when we last looked, oldest first."""
+        """Segments without an owner at the last scan, oldest first."""
 
     @property
     def unowned_rows(self) -> int:
-        """Rows in segments that nobody holds."""
+        """Rows in segments without an owner."""
         return sum(size.rows for size in list(self.unowned.values()))
 
     @property
     def unowned_bytes(self) -> int:
-        """What segments that nobody holds take on disk."""
+        """Bytes of segments without an owner."""
         return sum(size.size_bytes for size in list(self.unowned.values()))
 
     @property
     def oldest_s(self) -> float:
-        """When the oldest segment that nobody holds was made, unix seconds; now if there is none."""
+        """When the oldest segment without an owner was created, unix seconds, or now."""
         return min(map(_since_s, list(self.unowned)), default=time.time())
 
     def create(self) -> Segment:
@@ -128,9 +135,11 @@ class Spool:
             return os.open(path, flags, 0o600)
 
     def adopt(self) -> tuple[Segment, list[Fields]] | None:
-        """The oldest segment that nobody holds, locked, and its rows; None when there is none.
+        """Locks the oldest segment without an owner, and returns it with its rows.
 
-        It still counts as unowned until the caller takes it out there.
+        None if there is none.
+
+        It still counts as unowned until the caller removes it there.
         """
         for is_new in (False, True):
             if is_new:
@@ -174,7 +183,7 @@ class Spool:
         return rows
 
     def scan(self) -> None:
-        """Finds the segments that nobody holds and counts their rows."""
+        """Finds the segments without an owner and counts their rows."""
         before, self.unowned = self.unowned, {}
         for path in sorted(self._folder.glob("*.segment")):
             if path in self._stuck:
@@ -189,12 +198,12 @@ class Spool:
         self._unseen = list(self.unowned)
 
     def release(self, segment: Segment, rows: int) -> None:
-        """Leaves a segment to whoever comes by, which may be us."""
+        """Releases a segment to the next process that adopts it, which may be this one."""
         self.unowned[segment.path] = SegmentSize(rows, segment.size_bytes)
         segment.release()
 
     def remove(self, segment: Segment) -> None:
-        """Removes a segment whose rows have all been dealt with."""
+        """Removes a segment whose rows are all sent or rejected."""
         try:
             segment.path.unlink(missing_ok=True)
         except OSError as error:  # a disk that became read-only: left alone, or it would be sent for ever

@@ -1,10 +1,10 @@
-"""Rows on their way to BigQuery: on disk as soon as they are written, sent in the background, removed when sent.
+"""Writes rows to BigQuery in the background. They are on disk at once, and removed there when sent.
 
-`write` puts a row into the journal (shared/usage/journal.py), which survives the death of this process. A thread of its
-own sends what waits, a segment at a time, with row_id as insertId, so that a repeat is dropped by BigQuery (best
-effort) or by the view `rows_deduplicated` (always). What can't be sent stays; so does what another process left behind
-in the same folder, and the thread sends that too. A thread and not the event loop, because Google's client is
-synchronous.
+`write` puts a row into the journal (shared/usage/journal.py), which survives the death of this
+process. A thread sends the rows, one segment at a time, with row_id as insertId. So BigQuery drops
+repeats (best effort), and the view `rows_deduplicated` always does. Rows that can't be sent stay.
+The thread also sends the rows that other processes left in the same folder. It is a thread, because
+Google's client is synchronous.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ log = logging.getLogger(__name__)
 
 TABLE = "rows"
 LINGER_S = 1.0
-"""How long rows wait for company: one insertAll costs as much CPU as a whole request, and nobody waits for a row."""
+"""How long rows wait for more rows. One insertAll costs as much CPU as a request, and rows are not
+urgent.
+"""
 HURRY_S = 0.05
 """The same where jobs wait for BigQuery, because the disk does not take their rows."""
 CLOSE_S = 2.0
-"""How long a close may take to send what is left; a container has ten seconds for all of its end."""
+"""Limit of the last sends at close. A container has ten seconds for its whole shutdown."""
 COLUMNS = [name.removesuffix("_s") if name.endswith("_at_s") else name for name in Row.__struct_fields__]
 
 FAILURES = Counter("penstock_rows_send_failures_total", "Requests to BigQuery that failed; their rows are kept")
@@ -47,7 +49,7 @@ OLDEST = Gauge("penstock_rows_oldest_seconds", "Age of the oldest of them; 0 if 
 
 
 def fields_of(row: Row) -> Fields:
-    """The row as BigQuery's columns: `*_at_s` loses its unit, what is None is left out."""
+    """Returns the row as BigQuery's columns: `*_at_s` loses its unit, and None is left out."""
     return {
         column: value for column, value in zip(COLUMNS, msgspec.structs.astuple(row), strict=True) if value is not None
     }
@@ -59,9 +61,9 @@ class RowWriter:
     Args:
         project: the project of the dataset.
         dataset: the dataset id.
-        endpoint: URL of an embedded BigQuery; empty for Google's.
-        spool_dir: where rows wait on disk; may be shared by processes.
-        spool_max_bytes: what rows of no living process may take there before new ones are kept in memory.
+        endpoint: URL of an embedded BigQuery. Empty for Google's.
+        spool_dir: the folder of rows on disk. Processes may share it.
+        spool_max_bytes: limit of rows without a living owner. Above it new rows stay in memory.
     """
 
     def __init__(
@@ -93,21 +95,22 @@ class RowWriter:
 
     @property
     def pending(self) -> int:
-        """Rows that BigQuery does not have yet: in memory, in the request in flight, and on disk."""
+        """Rows that BigQuery does not have yet: in memory, in flight, and on disk."""
         return self._journal.rows
 
     def write(self, row: Row, on_safe: Callable[[], None] | None = None) -> None:
-        """Takes a row; never waits for BigQuery and never raises. To be called on the event loop.
+        """Adds a row, on the event loop. Never waits for BigQuery and never raises.
 
         Args:
-            row: what is to be written.
-            on_safe: called once, on this event loop and after this returned, when the row is on disk or in BigQuery:
-                from then on the death of this process loses nothing. Never called where the writer is closed before.
+            row: the row.
+            on_safe: called once, later on this event loop, when the row is on disk or in BigQuery.
+                From then on the death of this process does not lose it. Never called if the writer
+                is closed first.
         """
         self._journal.append(fields_of(row), on_safe)
 
     async def flush(self, timeout_s: float) -> bool:
-        """Waits until BigQuery has every row, at most `timeout_s`; says whether it has."""
+        """Waits until BigQuery has every row, at most `timeout_s`. Returns whether it has."""
         return await asyncio.to_thread(self._flush, timeout_s)
 
     def _flush(self, timeout_s: float) -> bool:
@@ -121,11 +124,11 @@ class RowWriter:
 
     @property
     def _is_hurried(self) -> bool:
-        """Whether somebody waits for rows to be sent."""
+        """Whether a caller waits for rows to be sent."""
         return self._flushes > 0 or self._give_up_s is not None
 
     def _run(self) -> None:
-        """The thread: sends until closed, whole segments at once and the open one when it has lingered."""
+        """Sends rows until closed: full segments at once, and the open one after its linger time."""
         pauses, takes_open = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), True
         while not self._is_over():
             try:
@@ -151,7 +154,7 @@ class RowWriter:
         return closing_s is not None and (self.pending == 0 or time.monotonic() >= closing_s)
 
     def _send(self, takes_open: bool) -> bool:
-        """Sends one batch; False where there is none."""
+        """Sends one batch. Returns False if there is none."""
         self._journal.save()
         batch = self._journal.next_batch(takes_open)
         if batch is None:
@@ -168,7 +171,7 @@ class RowWriter:
     def _wait_for_rows(self) -> None:
         journal, changed = self._journal, self._journal.changed
         with changed:
-            changed.notify_all()  # whoever flushes
+            changed.notify_all()  # for callers of flush
             # Bounded, so that segments another process left behind are found in time too.
             changed.wait_for(lambda: journal.waiting or self._is_hurried, LONGEST_PAUSE_S)
             changed.wait_for(lambda: journal.is_full or self._is_hurried, LINGER_S)
