@@ -8,7 +8,8 @@ from __future__ import annotations
 from shared.tasks.base import Task
 from shared.tasks.embedding import EMBEDDING, EmbeddingResult, TextInput, TokensInput
 from shared.tasks.image import IMAGE, ImageInput, ImageResult
+from shared.tasks.similarity import SIMILARITY, SimilarityInput, SimilarityResult
 
-Input = TextInput | TokensInput | ImageInput
-Result = EmbeddingResult | ImageResult
-TASKS: dict[str, Task] = {task.name: task for task in (EMBEDDING, IMAGE)}
+Input = TextInput | TokensInput | ImageInput | SimilarityInput
+Result = EmbeddingResult | ImageResult | SimilarityResult
+TASKS: dict[str, Task] = {task.name: task for task in (EMBEDDING, IMAGE, SIMILARITY)}

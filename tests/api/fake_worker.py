@@ -34,8 +34,9 @@ from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore, object_key
 from shared.stores.records import Records
 from shared.tasks import Input, Result
-from shared.tasks.embedding import EmbeddingResult
+from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.tasks.image import ImageInput, ImageResult
+from shared.tasks.similarity import SimilarityInput, SimilarityResult
 from shared.transport import Admin, Subscription, SubscriptionSettings, Transport
 from tests.limits import WAIT_LIMIT_S
 from workers.models.base import PreparedText, Preparer
@@ -207,5 +208,8 @@ def _result(given: Input) -> Result:
         pixel_steps = given.width * given.height * given.steps
         left_out = max(0, len(given.prompt.split()) + len(given.negative_prompt.split()) - LONGEST_PROMPT_WORDS)
         return ImageResult(image, given.width, given.height, given.seed, pixel_steps, left_out)
+    if isinstance(given, SimilarityInput):
+        text, query = (vector_of(TextInput(one)) for one in (given.text, given.query))
+        return SimilarityResult(float(np.clip(text @ query, -1, 1)), 4)
     words = given.text.split() if hasattr(given, "text") else given.tokens
     return EmbeddingResult(vector_of(given).tobytes(), len(words) + 2)

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from api.app import create_app
 from api.http.dependencies import Dependencies
 from api.server import server_config
-from shared.catalog import Catalog, read_catalog
+from shared.catalog import Catalog, Model, read_catalog
 from shared.settings import ApiSettings, read_settings
 from shared.stores.cache import ResultCache
 from shared.stores.records import Records
@@ -26,8 +26,13 @@ from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
 
 SERVED = read_catalog(Path(__file__).parents[2] / "models.yaml")
-CATALOG = Catalog(tuple(model.model_copy(update={"aliases": (f"{model.name}-too",)}) for model in SERVED.models))
-"""What is shipped, each model under another name too."""
+PAIRS_MODEL = Model.model_validate(
+    SERVED.default("embedding").model_dump() | {"name": "pairs-of-texts", "task": "similarity"}
+)
+CATALOG = Catalog(
+    tuple(model.model_copy(update={"aliases": (f"{model.name}-too",)}) for model in (*SERVED.models, PAIRS_MODEL))
+)
+"""What is shipped and a model for similarity, each under another name too."""
 TEXT_MODEL, IMAGE_MODEL = CATALOG.default("embedding"), CATALOG.default("image")
 T = TypeVar("T")
 NO_REDIS = "redis://127.0.0.1:1/0"

@@ -77,7 +77,12 @@ def test_no_model_of_a_task() -> None:
     [
         ("name: mini", "name: 1x", 2, "name: String should match"),
         ("name: mini", "name: jobs.dead", 2, "entry: Value error, a name can't end in .dead"),
-        ("task: embedding", "task: speech", 3, "task: Value error, unknown task 'speech'; use one of embedding, image"),
+        (
+            "task: embedding",
+            "task: speech",
+            3,
+            "unknown task 'speech'; use one of embedding, image, similarity",
+        ),
         ("source: local:mini", "source: mini", 4, "source: String should match"),
         ("    source: local:mini\n", "", 2, "source: Field required"),
         ('revision: "1"', "revision: 1.10", 5, "revision: Value error, a revision that looks like a number"),

@@ -53,7 +53,13 @@ def test_a_branch_is_found(code: str) -> None:
 
 @pytest.mark.parametrize(
     "code",
-    ["TASKS[model.task]", "WORKER_TASKS[entry.task].preparer", "task is None", "row(task=model.task)", "wait([task])"],
+    [
+        "TASKS[model.task]",
+        "WORKER_TASKS[entry.task].preparer",
+        "task is None",
+        "row(task=model.task)",
+        "wait([task])",
+    ],
 )
 def test_the_registry_may_be_asked(code: str) -> None:
     assert list(branches(code)) == []

@@ -52,7 +52,14 @@ class PreparedImage(Prepared, tag="image", omit_defaults=True):
     source: bytes | None = None
 
 
-PreparedItem = PreparedText | PreparedImage
+class PreparedPair(Prepared, tag="pair"):
+    """Two texts to compare. `length` is that of both together."""
+
+    text: PreparedText
+    query: PreparedText
+
+
+PreparedItem = PreparedText | PreparedImage | PreparedPair
 OnStep = Callable[[int, int], None]
 """Called as on_step(step, steps) after each step of a batch, from 1."""
 

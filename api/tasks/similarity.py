@@ -1,0 +1,68 @@
+"""Predictions of similarity models: one query and several texts, or pairs of texts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from api.inputs.source_pictures import Caller, SourcePictures
+from api.schemas.openai import Body, Text
+from api.tasks.base import ApiTask, Inputs
+from api.tasks.embedding import check_texts
+from shared.catalog import Model
+from shared.errors import InputTooLarge
+from shared.tasks.similarity import SimilarityInput
+
+Pair = Annotated[list[Text], Field(min_length=2, max_length=2)]
+
+
+class TextsToCompare(Body):
+    """The input of similarity models: `query` and `texts`, or `pairs`."""
+
+    query: Text | None = Field(None, description="What each of `texts` is compared with.")
+    texts: Annotated[list[Text], Field(min_length=1, fail_fast=True)] | None = Field(
+        None, description="The texts. The output has a score for each."
+    )
+    pairs: Annotated[list[Pair], Field(min_length=1, fail_fast=True)] | None = Field(
+        None, description="Pairs of texts. The output has a score for each."
+    )
+    truncate: Literal["end", "start"] | None = Field(
+        None, description="Which side of a too long text is cut. Without it the prediction fails."
+    )
+
+    @model_validator(mode="after")
+    def _one_form(self) -> TextsToCompare:
+        if (self.query is None) != (self.texts is None) or (self.texts is None) == (self.pairs is None):
+            raise ValueError("give either query and texts, or pairs")
+        return self
+
+    def all_pairs(self) -> list[tuple[str, str]]:
+        """Each text, and what to compare it with."""
+        if self.pairs is not None:
+            return [(text, query) for text, query in self.pairs]
+        return [(text, self.query or "") for text in self.texts or ()]
+
+
+class SimilarityApi(ApiTask):
+    """The output is a list of cosines."""
+
+    input_schema = TextsToCompare
+    output_schema: ClassVar = {
+        "type": "array",
+        "items": {"type": "number", "minimum": -1, "maximum": 1},
+    }
+
+    async def read(self, given: dict[str, Any], model: Model, caller: Caller, pictures: SourcePictures) -> Inputs:
+        """One item for each pair."""
+        wish = TextsToCompare.model_validate(given, strict=True)
+        pairs, limit = wish.all_pairs(), model.text.max_input_bytes
+        for index, pair in enumerate(pairs):
+            if any(len(text.encode()) > limit for text in pair):
+                raise InputTooLarge(f"pair {index} has a text longer than {limit} bytes", field="texts")
+        check_texts([text + query for text, query in pairs])
+        inputs = [SimilarityInput(text, query, wish.truncate or "none") for text, query in pairs]
+        return Inputs(inputs, given, is_list=True, is_repeatable=True)
+
+
+TASK = SimilarityApi()

@@ -1,0 +1,72 @@
+"""Similarity: from two texts to the cosine of their vectors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shared.catalog_entry import CatalogEntry
+from shared.tasks.base import ExampleRequest, LinkTo, TaskInput, TaskResult
+from shared.tasks.embedding import EmbeddingTask, Truncate
+
+RESULT_BYTES = 128
+"""A score with the names of its fields, as JSON."""
+
+
+class SimilarityInput(TaskInput, tag="similarity"):
+    """A text and what to compare it with."""
+
+    text: str
+    query: str
+    truncate: Truncate = "end"
+
+    def cache_form(self) -> tuple[object, ...]:
+        """Both texts byte for byte, and the side at which they are cut."""
+        return ("similarity", self.text, self.query, self.truncate)
+
+
+class SimilarityResult(TaskResult, tag="similarity"):
+    """A cosine from -1 to 1, and the tokens that both texts took (special tokens included)."""
+
+    score: float
+    tokens: int
+    truncated_tokens: int = 0
+    """Tokens of both texts that were left out, because a text was longer than the model takes."""
+
+    def to_output(self, media_type: str, link_to: LinkTo) -> float:
+        """The score."""
+        return self.score
+
+
+class SimilarityTask(EmbeddingTask):
+    """Sentence encoders, of which only the cosines are wanted. Entries are as for embedding."""
+
+    name = "similarity"
+    noun = "a similarity model"
+
+    def result_bytes(self, entry: CatalogEntry) -> int:
+        """A number."""
+        return RESULT_BYTES
+
+    def sample_input(self, entry: CatalogEntry, size_bytes: int) -> TaskInput:
+        """A text of half the size, and another."""
+        half = size_bytes // 2
+        return SimilarityInput("x" * (size_bytes - half), "x" * half, "none")
+
+    def sample_result(self, entry: CatalogEntry, size_bytes: int | None) -> TaskResult:
+        """A score with all its digits."""
+        return SimilarityResult(0.1234567890123456, 100)
+
+    def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
+        """Two texts. One of them is the query itself."""
+        body = {"version": entry.name, "input": {"query": text, "texts": [text, "a cat on a mat"]}}
+        return ExampleRequest(path="/v1/predictions", body=body, headers={"prefer": "wait"})
+
+    def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
+        """Two scores."""
+        scores = answer["output"]
+        if not scores or len(scores) != 2 or not 0.99 < scores[0] <= 1:
+            raise ValueError(f"the output {scores}, no two scores that begin with 1")
+        return "two scores"
+
+
+SIMILARITY = SimilarityTask()

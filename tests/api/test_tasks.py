@@ -1,0 +1,106 @@
+"""Every task as the API serves it: its example, its schemas, and the predictions of similarity."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api.tasks import MOST_FIELDS
+from shared.catalog import Model
+from shared.tasks.embedding import TextInput
+from shared.tasks.similarity import SimilarityInput
+from tests.api.fake_worker import vector_of
+from tests.api.harness import CATALOG, PAIRS_MODEL, ApiUnderTest, running_api, settings_for
+from tests.api.predicting import WAIT
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
+    async with running_api(settings_for(tmp_path, redis_url=redis_url, secret="s")) as running:
+        yield running
+
+
+async def ask(api: ApiUnderTest, given: dict[str, Any]) -> dict[str, Any]:
+    body = {"version": PAIRS_MODEL.name, "input": given}
+    found: dict[str, Any] = (await api.http.post("/v1/predictions", json=body, headers=WAIT)).json()
+    return found
+
+
+def score_of(text: str, query: str) -> Any:
+    return pytest.approx(float(vector_of(TextInput(text)) @ vector_of(TextInput(query))), abs=1e-6)
+
+
+@pytest.mark.parametrize("model", CATALOG.models, ids=lambda model: model.task)
+async def test_the_example_of_a_task_is_answered(api: ApiUnderTest, model: Model) -> None:
+    example = model.definition.example_request(model, "a smoke test")
+    response = await api.http.post(example.path, json=example.body, headers=dict(example.headers))
+    assert response.is_success, response.text
+    assert model.definition.describe_answer(model, response.json())
+
+
+@pytest.mark.parametrize("model", CATALOG.models, ids=lambda model: model.task)
+async def test_schemas_of_a_task_are_shown(api: ApiUnderTest, model: Model) -> None:
+    shown = (await api.http.get(f"/v1/models/anyone/{model.name}")).json()
+    schemas = shown["latest_version"]["openapi_schema"]["components"]["schemas"]
+    assert schemas["Input"]["properties"]
+    assert schemas["Output"]["title"] == "Output"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"query": "a kitten", "texts": ["a cat", "a river"]},
+        {"pairs": [["a cat", "a kitten"], ["a river", "a kitten"]]},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+async def test_a_score_for_each_pair(api: ApiUnderTest, given: dict[str, Any]) -> None:
+    found = await ask(api, given)
+    assert found["output"] == [score_of("a cat", "a kitten"), score_of("a river", "a kitten")]
+    expected = [SimilarityInput(text, "a kitten", "none") for text in ("a cat", "a river")]
+    assert [item.input for item in api.worker.items] == expected
+
+
+async def test_a_list_even_of_one_score(api: ApiUnderTest) -> None:
+    found = await ask(api, {"query": "a cat", "texts": ["a cat"], "truncate": "end"})
+    assert found["output"] == [pytest.approx(1.0)]
+    assert found["metrics"]["truncated_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({}, "give either query and texts, or pairs"),
+        ({"query": "a"}, "give either query and texts, or pairs"),
+        ({"texts": ["a"]}, "give either query and texts, or pairs"),
+        (
+            {"query": "a", "texts": ["b"], "pairs": [["a", "b"]]},
+            "give either query and texts, or pairs",
+        ),
+        ({"pairs": [["a"]]}, "at least 2 items"),
+        ({"pairs": [["a", "b", "c"]]}, "at most 2 items"),
+        ({"query": "a", "texts": []}, "at least 1 item"),
+        ({"query": "a", "texts": [1]}, "valid string"),
+        ({"query": "a", "texts": ["b"] * 129}, "at most 128 are allowed"),
+        ({"query": "a", "texts": ["b", "c" * 65537]}, "pair 1 has a text longer than 65536 bytes"),
+        ({"query": "a" * 65536, "texts": ["b"] * 16}, "together longer than"),
+        ({"text": "a"}, "input.text: unknown parameter"),
+        ({str(number): "a" for number in range(MOST_FIELDS + 1)}, "101 fields; at most 100"),
+    ],
+    ids=lambda value: value[:24] if isinstance(value, str) else "",
+)
+async def test_wrong_pairs_are_refused(api: ApiUnderTest, given: dict[str, Any], reason: str) -> None:
+    body = {"version": PAIRS_MODEL.name, "input": given}
+    response = await api.http.post("/v1/predictions", json=body, headers=WAIT)
+    assert 400 <= response.status_code < 500
+    assert reason in response.text
+    assert not api.worker.jobs
+
+
+async def test_a_model_of_pairs_gives_no_vectors(api: ApiUnderTest) -> None:
+    response = await api.http.post("/v1/embeddings", json={"model": PAIRS_MODEL.name, "input": "a"})
+    assert response.status_code == 404
+    assert "serves similarity, not embedding" in response.text

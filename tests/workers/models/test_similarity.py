@@ -1,0 +1,109 @@
+"""Similarity on the real encoder, in this process and in a model process."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from sentence_transformers import SentenceTransformer
+
+from shared.catalog import Catalog, Model
+from shared.errors import BadInput
+from shared.tasks import Input
+from shared.tasks.embedding import TextInput
+from shared.tasks.similarity import SimilarityInput, SimilarityResult
+from tests.limits import WAIT_LIMIT_S
+from workers.models.base import InferenceModel, Prepared, PreparedItem
+from workers.runtime.pool import HostedModel, ModelPool
+from workers.tasks import model_for, preparer_for
+
+PAIRS = [
+    ("a cat on a mat", "a kitten on a rug"),
+    ("the price of copper fell", "a kitten on a rug"),
+    ("a cat on a mat", "a cat on a mat"),
+    ("", "a long river " * 60),
+]
+
+
+@pytest.fixture(scope="module")
+def entry(catalog: Catalog) -> Model:
+    fields = catalog.default("embedding").model_dump()
+    return Model.model_validate(fields | {"name": "pairs-of-texts", "task": "similarity"})
+
+
+@pytest.fixture(scope="module")
+def model(entry: Model, minilm_folder: Path) -> InferenceModel:
+    made = model_for(entry, minilm_folder, "cpu")
+    made.setup()
+    made.warmup()
+    return made
+
+
+@pytest.fixture(scope="module")
+def prepared(entry: Model, minilm_folder: Path) -> Sequence[PreparedItem | BadInput]:
+    return preparer_for(entry, minilm_folder).prepare([SimilarityInput(*pair) for pair in PAIRS])
+
+
+@pytest.fixture(scope="module")
+def expected(minilm_folder: Path) -> list[float]:
+    """The cosines of sentence-transformers, one text at a time."""
+    reference = SentenceTransformer(str(minilm_folder), device="cpu")
+    vectors = [[reference.encode(text) for text in pair] for pair in PAIRS]
+    return [float(text @ query) for text, query in vectors]
+
+
+def scores(results: Sequence[object]) -> list[float]:
+    return [result.score for result in results if isinstance(result, SimilarityResult)]
+
+
+def test_scores_are_the_cosines_of_the_reference(
+    model: InferenceModel, prepared: Sequence[PreparedItem], expected: list[float]
+) -> None:
+    results = model.predict(prepared, lambda step, steps: None)
+    assert scores(results) == pytest.approx(expected, abs=1e-5)
+    assert all(-1 <= score <= 1 for score in scores(results))
+    assert scores(results)[2] == 1
+    lengths = [item.length for item in prepared]
+    assert [result.tokens for result in results if isinstance(result, SimilarityResult)] == lengths
+    assert model.groups(prepared) == [[0, 1, 2, 3]]
+    assert model.computed_work(lengths) == sum(lengths)
+
+
+def test_order_and_company_change_nothing(
+    model: InferenceModel, prepared: Sequence[PreparedItem], expected: list[float]
+) -> None:
+    for place in reversed(range(len(PAIRS))):
+        alone = model.predict([prepared[place]], lambda step, steps: None)
+        assert scores(alone) == [pytest.approx(expected[place], abs=1e-5)]
+
+
+def test_a_long_text_is_refused_or_cut(entry: Model, minilm_folder: Path) -> None:
+    long = "word " * 400
+    given: list[Input] = [
+        SimilarityInput("a", long, "none"),
+        SimilarityInput(long, "a"),
+        TextInput("a"),
+    ]
+    refused, cut, foreign = preparer_for(entry, minilm_folder).prepare(given)
+    assert isinstance(refused, BadInput)
+    assert refused.code == "context_length_exceeded"
+    assert isinstance(cut, Prepared)
+    assert cut.length == 256 + 3
+    assert isinstance(foreign, BadInput)
+
+
+@pytest.mark.anyio
+async def test_pairs_reach_a_model_process(
+    entry: Model, minilm_folder: Path, prepared: Sequence[PreparedItem], expected: list[float]
+) -> None:
+    async with ModelPool([HostedModel(entry, minilm_folder)], device="cpu", processes=1) as pool:
+        await pool.processes[0].ready()
+        done = await pool.processes[0].run(list(prepared), timeout_s=WAIT_LIMIT_S, model=0)
+    assert scores(done.results) == pytest.approx(expected, abs=1e-5)
+
+
+def test_every_part_of_a_pair_is_in_its_cache_key() -> None:
+    forms = {
+        SimilarityInput("a", "b", "none").cache_form(),
+        *(SimilarityInput(*pair).cache_form() for pair in ("ab", "ba", "ac", ("ab", ""))),
+    }
+    assert len(forms) == 5
