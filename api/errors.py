@@ -92,7 +92,7 @@ class ErrorMapping(NamedTuple):
 
 # 504 is not to be retried by the client on its own: the caller's time is spent, and the OpenAI client would send the
 # same work twice more into a system that is late already. 429 and 503 are: they carry Retry-After.
-ANSWERS = {
+ERROR_MAPPINGS = {
     "invalid_input": ErrorMapping(400, "invalid_request_error"),
     "input_too_large": ErrorMapping(400, "invalid_request_error"),
     "context_length_exceeded": ErrorMapping(400, "invalid_request_error"),
@@ -116,18 +116,18 @@ ANSWERS = {
 SHORT_RETRY_S = 1.0
 
 
-EXPECTED = (PenstockError, ValidationError, RequestValidationError, HTTPException, ClientDisconnect)
+EXPECTED_ERRORS = (PenstockError, ValidationError, RequestValidationError, HTTPException, ClientDisconnect)
 """What a route may raise; anything else is the middleware's business."""
 
 
 def add_handlers(app: FastAPI) -> None:
     """Makes every expected error that a route raises answer in the one shape."""
-    for kind in EXPECTED:
+    for kind in EXPECTED_ERRORS:
         app.add_exception_handler(kind, answer)
 
 
 async def answer(request: Request, error: Exception) -> Response:
-    """The answer to one of the EXPECTED errors."""
+    """The answer to one of the EXPECTED_ERRORS errors."""
     note(request, error)
     match error:
         case PenstockError():
@@ -157,14 +157,14 @@ def note(request: Request, error: Exception) -> None:
 
 def error_response(error: PenstockError) -> Response:
     """The answer that tells a caller about `error`."""
-    answered = ANSWERS.get(error.code, ANSWERS["internal"])
+    answered = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"])
     body = ErrorReply(ErrorDetail(error.message, answered.type, error.field, error.code))
     return Response(msgspec.json.encode(body), answered.status, headers_for(error), "application/json")
 
 
 def headers_for(error: PenstockError) -> dict[str, str]:
     """The headers that tell clients whether and when to try again, and how to say who they are."""
-    answered = ANSWERS.get(error.code, ANSWERS["internal"])
+    answered = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"])
     headers = {}
     if answered.retry is not None:
         headers["x-should-retry"] = str(answered.retry).lower()

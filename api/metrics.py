@@ -36,17 +36,17 @@ PREDICTIONS = Counter(
     ["model", "event"],
 )
 SHED = Counter("penstock_api_items_shed_total", "Items refused with 429.", ["model"])
-KEYED = Counter(
+IDEMPOTENT_REQUESTS = Counter(
     "penstock_api_keyed_requests_total",
     "Requests with an Idempotency-Key: computed, joined or repeated. not_kept: answered, but the answer was not kept.",
     ["end"],
 )
-PICTURES = Counter(
+IMAGES = Counter(
     "penstock_api_pictures_total",
     "Pictures to decode or encode, by end. shed: refused with 429. *_waiting: ended before the work began.",
     ["end"],
 )
-PICTURES_WAITING = Gauge("penstock_api_pictures_waiting", "Pictures waiting to be decoded or encoded.")
+IMAGES_WAITING = Gauge("penstock_api_pictures_waiting", "Pictures waiting to be decoded or encoded.")
 CONNECTIONS_CUT = Counter(
     "penstock_api_connections_cut_total",
     "Connections that the API closed: idle, full, invalid, head_too_large, head_too_slow, unread.",

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from api.errors import ANSWERS, EXPECTED, ClientGone, explained, headers_for, note
+from api.errors import ERROR_MAPPINGS, EXPECTED_ERRORS, ClientGone, explained, headers_for, note
 from shared.errors import BadInput, PenstockError
 
 MOST_FIELDS = 100
@@ -62,14 +62,14 @@ class ProblemRoute(APIRoute):
         async def handled(request: Request) -> Response:
             try:
                 return await handle(request)
-            except EXPECTED as error:
+            except EXPECTED_ERRORS as error:
                 return problem_response(request, error)
 
         return handled
 
 
 @contextmanager
-def inside_input() -> Iterator[None]:
+def errors_in_input() -> Iterator[None]:
     """Says of what is wrong in the block that it is a field of `input`."""
     try:
         yield
@@ -83,7 +83,7 @@ def inside_input() -> Iterator[None]:
 
 
 def problem_response(request: Request, error: Exception) -> Response:
-    """The answer that tells a caller of this API about one of the EXPECTED errors."""
+    """The answer that tells a caller of this API about one of the EXPECTED_ERRORS errors."""
     note(request, error)
     match error:
         case PenstockError():
@@ -99,7 +99,7 @@ def problem_response(request: Request, error: Exception) -> Response:
 
 
 def _answer(error: PenstockError) -> Response:
-    answered = ANSWERS.get(error.code, ANSWERS["internal"])
+    answered = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"])
     status = 422 if error.code in UNPROCESSABLE else answered.status
     title = "Input validation failed" if status == 422 else _title(status)
     fields = error.fields if isinstance(error, InvalidFields) else []

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from api.errors import ANSWERS
+from api.errors import ERROR_MAPPINGS
 from shared.catalog import Model
 from shared.catalog_entry import Deadline
 from shared.errors import DeadlineExceeded, Overloaded, PenstockError, error_for_code
@@ -119,7 +119,7 @@ def _error_of(outcome: ItemOutcome, *, several: bool) -> PenstockError:
     if error is None:
         return PenstockError(reason_of(outcome))
     known = error_for_code(error.code, reason_of(outcome), error.field)
-    names_item = error.field == "input" or ANSWERS[known.code].status >= 500 or isinstance(known, Overloaded)
+    names_item = error.field == "input" or ERROR_MAPPINGS[known.code].status >= 500 or isinstance(known, Overloaded)
     if several and not names_item:
         known.message = f"item {outcome.index}: {known.message}"
     return known

@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api.errors import EXPECTED, answer
+from api.errors import EXPECTED_ERRORS, answer
 from api.http.compression import compress
 from api.http.idempotency import run_idempotent
 from api.http.middleware import BodyBudget, ContextMiddleware
@@ -89,7 +89,7 @@ class FastRouteApp(FastAPI):
         try:
             has_key = IDEMPOTENCY_HEADER in request.headers
             response = await (run_idempotent(request, endpoint) if has_key else endpoint(request))
-        except EXPECTED as error:
+        except EXPECTED_ERRORS as error:
             response = await answer(request, error)
         if scope["penstock.context"].is_compressible:
             await compress(response, request.headers.get("accept-encoding", ""))

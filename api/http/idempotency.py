@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from api.errors import EXPECTED, answer
+from api.errors import EXPECTED_ERRORS, answer
 from api.http.middleware import RequestContext, context_of
 from api.http.request import open_request
 from api.idempotency.service import IdempotentRequest, StoredResponse
@@ -88,7 +88,7 @@ def _receive(body: bytes) -> Callable[[], Coroutine[Any, Any, Message]]:
 async def _computed(request: Request, endpoint: Endpoint) -> StoredResponse:
     try:
         response = await endpoint(request)
-    except EXPECTED as error:
+    except EXPECTED_ERRORS as error:
         response = await answer(request, error)
     context, body = context_of(request), bytes(response.body)
     headers = context.headers | {name: value for name, value in response.headers.items() if name != "content-length"}

@@ -2,7 +2,7 @@
 
 What a route may answer stands at the route, in the `responses` of its decorator: `replies` for those that speak
 OpenAI's shapes, `problems` for those that speak Replicate's, each with the statuses that can come of it. A status that
-is new in api/errors.py gets its words in _WORDS, and stands at every route that can give it.
+is new in api/errors.py gets its words in _DESCRIPTIONS, and stands at every route that can give it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from api.schemas.replicate import PredictionBody, VersionedBody
 Described = dict[str, Any]
 Responses = dict[int | str, Described]
 
-KEYED: Described = {"security": [{"key": []}]}
+AUTHENTICATED: Described = {"security": [{"key": []}]}
 """Of every route that asks for a key."""
 INFERENCE_ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 500, 503, 504)
 CREATION_ERRORS = (401, 404, 408, 413, 422, 429, 503, 504)
 """Of routes that make predictions."""
 _REF = "#/components/schemas/{name}"
-_WORDS = {
+_DESCRIPTIONS = {
     400: "The request is not valid; the message names the field.",
     401: "No valid API key.",
     403: "The link has expired, or this API did not sign it.",
@@ -62,26 +62,26 @@ _HEAD_TOO_LARGE: Described = {
 }
 
 
-def body_of(json: type[BaseModel], form: type[BaseModel] | None = None) -> Described:
+def inference_body(json: type[BaseModel], form: type[BaseModel] | None = None) -> Described:
     """What a route that infers takes: a JSON body, a form as well where given, and the headers."""
-    return _takes(openapi_headers.INFERRING, json, form)
+    return _request_body(openapi_headers.INFERRING, json, form)
 
 
-def prediction_of(json: type[BaseModel]) -> Described:
+def prediction_body(json: type[BaseModel]) -> Described:
     """What a route that makes predictions takes: a JSON body, and the headers."""
-    return _takes(openapi_headers.PREDICTING, json)
+    return _request_body(openapi_headers.PREDICTING, json)
 
 
-def _takes(headers: list[Described], json: type[BaseModel], form: type[BaseModel] | None = None) -> Described:
+def _request_body(headers: list[Described], json: type[BaseModel], form: type[BaseModel] | None = None) -> Described:
     content = {"application/json": {"schema": ref_to(json)}}
     if form is not None:
         content = {"multipart/form-data": {"schema": ref_to(form)}} | content
-    return {"requestBody": {"required": True, "content": content}, "parameters": headers} | KEYED
+    return {"requestBody": {"required": True, "content": content}, "parameters": headers} | AUTHENTICATED
 
 
-def replies(reply: type[msgspec.Struct], *statuses: int, headers: tuple[str, ...] = ()) -> Responses:
+def responses(reply: type[msgspec.Struct], *statuses: int, headers: tuple[str, ...] = ()) -> Responses:
     """The answers of a route that speaks OpenAI's shapes: 200 with `reply` and `headers`, or one of the errors."""
-    return {200: done("The result.", reply, *headers)} | errors(*statuses)
+    return {200: success("The result.", reply, *headers)} | errors(*statuses)
 
 
 def errors(*statuses: int) -> Responses:
@@ -89,9 +89,9 @@ def errors(*statuses: int) -> Responses:
     return _errors(statuses, schemas.ErrorReply, "application/json")
 
 
-def inferred(reply: type[msgspec.Struct], *headers: str) -> Responses:
+def inference_responses(reply: type[msgspec.Struct], *headers: str) -> Responses:
     """The answers of a route that infers."""
-    answers = replies(reply, *INFERENCE_ERRORS, headers=(*openapi_headers.OF_INFERENCE, *headers))
+    answers = responses(reply, *INFERENCE_ERRORS, headers=(*openapi_headers.OF_INFERENCE, *headers))
     answers[422]["description"] = "This `Idempotency-Key` was used with another request."
     return answers
 
@@ -101,23 +101,23 @@ def problems(*statuses: int) -> Responses:
     return _errors(statuses, Problem, "application/problem+json")
 
 
-def created() -> Responses:
+def creation_responses() -> Responses:
     """The answers of a route that makes predictions: a new one, or the one that the same request made before."""
     reply = prediction_replies.PredictionReply
     answers: Responses = {
-        200: done("The prediction that the same request created before.", reply, "Location", "Idempotent-Replayed"),
-        201: done("The new prediction.", reply, "Location"),
+        200: success("The prediction that the same request created before.", reply, "Location", "Idempotent-Replayed"),
+        201: success("The new prediction.", reply, "Location"),
     }
     return answers | problems(*CREATION_ERRORS)
 
 
-def done(text: str, reply: type[msgspec.Struct], *headers: str) -> Described:
+def success(text: str, reply: type[msgspec.Struct], *headers: str) -> Described:
     """One answer with a JSON body."""
     content = {"application/json": {"schema": ref_to(reply)}}
     return {"description": text, "content": content, "headers": openapi_headers.references(*headers)}
 
 
-def events_of(*kinds: str) -> Described:
+def event_stream(*kinds: str) -> Described:
     """One answer that is a stream of server-sent events; the schema is that of one event."""
     properties = {
         "event": {"type": "string", "enum": list(kinds)},
@@ -133,7 +133,7 @@ def events_of(*kinds: str) -> Described:
     }
 
 
-def bytes_of(text: str, *media_types: str) -> Described:
+def binary(text: str, *media_types: str) -> Described:
     """One answer whose body is not JSON."""
     schema = {"type": "string", "format": "binary"}
     content = {media_type: {"schema": schema} for media_type in media_types}
@@ -150,13 +150,13 @@ def describe(app: FastAPI) -> None:
 
     def openapi() -> Described:
         if app.openapi_schema is None:
-            app.openapi_schema = _page(app)
+            app.openapi_schema = _document(app)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _page(app: FastAPI) -> Described:
+def _document(app: FastAPI) -> Described:
     page = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     template = _REF.replace("{name}", "{model}")
     _, described = models_json_schema([(body, "validation") for body in _BODIES], ref_template=template)
@@ -187,7 +187,7 @@ def _without_fastapis_errors(responses: Described) -> None:
 def _errors(statuses: tuple[int, ...], reply: type[msgspec.Struct], media_type: str) -> Responses:
     return {
         status: {
-            "description": _WORDS[status],
+            "description": _DESCRIPTIONS[status],
             "content": {media_type: {"schema": ref_to(reply)}},
             "headers": openapi_headers.references(*openapi_headers.OF_STATUS.get(status, ())),
         }

@@ -1,8 +1,9 @@
-"""Requests that may come again under the same key: one computes, the others get its answer, here or on any instance.
+"""Runs idempotent requests: one computes the response, and the others with its key replay it.
 
-A request with a key is computed on a task of its own: its caller may hang up and come back, which is what the key is
-for. Answers that say something about the moment and not about the request (429, 5xx, a deadline) are not kept; they
-free the key. Kept ones lie in Redis (api/idempotency/store.py), their bodies in the object store where they are large.
+This holds across instances. A request with a key runs in a separate task, because its caller may hang
+up and come back. Responses that depend on the moment (429, 5xx, a deadline) are not stored, and
+release the key. Responses are stored in Redis (api/idempotency/store.py), and large bodies in the
+object store. api/http/idempotency.py calls this service.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from shared.stores.objects import ObjectStore, object_key
 
 log = logging.getLogger(__name__)
 
-KEPT_STATUSES = frozenset({*range(200, 300), 400, 422})
-"""What the request alone decided; 401, 404 and 413 depend on keys, catalog and settings, which change."""
-FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 0.25
-"""Pauses between two looks at a key that another instance holds."""
-MOST_WAITING = 1000
-"""Requests that wait for another's answer at the same time."""
+STORED_STATUSES = frozenset({*range(200, 300), 400, 422})
+"""These depend only on the request. 401, 404 and 413 depend on API keys, catalog and settings."""
+FIRST_POLL_S, LONGEST_POLL_S = 0.05, 0.25
+"""Pauses between two reads of a key that another instance has claimed."""
+MAX_WAITING = 1000
+"""The most requests that wait for others at a time."""
 RENEWALS_PER_LEASE = 4
 CLOSE_LIMIT_S = 1.0
 
 
 class StoredResponse(msgspec.Struct, omit_defaults=True):
-    """An answer as it is kept: `headers` with the content type, `body` or its key in the object store."""
+    """A response as it is stored: `headers` with the content type, and `body` or its object key."""
 
     status: int
     headers: dict[str, str]
@@ -48,9 +49,14 @@ class StoredResponse(msgspec.Struct, omit_defaults=True):
     model: str = ""
 
     @property
+    def media_type(self) -> str:
+        """The content type of the body."""
+        return self.headers.get("content-type", "")
+
+    @property
     def is_final(self) -> bool:
-        """Whether the same request would be answered like this at any other time."""
-        return self.status in KEPT_STATUSES
+        """Whether the response is the same at any other time."""
+        return self.status in STORED_STATUSES
 
 
 Compute = Callable[[], Coroutine[Any, Any, StoredResponse]]
@@ -59,8 +65,8 @@ Compute = Callable[[], Coroutine[Any, Any, StoredResponse]]
 class IdempotentRequest(NamedTuple):
     """A request with an Idempotency-Key.
 
-    `name`: of its tenant and key. `tenant`: who asks, in whose share of the store the answer is kept. `fingerprint`: of
-    route and body.
+    `name`: a digest of tenant and key. `tenant`: whose share of the store it uses. `fingerprint`: a
+    digest of route and body.
     """
 
     name: str
@@ -70,19 +76,19 @@ class IdempotentRequest(NamedTuple):
 
 @dataclass(slots=True)
 class _Running:
-    """A key whose answer this instance computes."""
+    """A request that this instance computes."""
 
     fingerprint: str
-    claim: str
+    claim_id: str
     task: asyncio.Task[StoredResponse]
 
 
 class IdempotencyService:
-    """Answers requests with a key; an async context manager that owns what is computed for them.
+    """Runs requests with a key. An async context manager that owns their tasks.
 
     Args:
-        store: where claims and answers are kept; open for longer than this.
-        objects: takes large bodies.
+        store: claims and responses. It must stay open longer than this service.
+        objects: stores large bodies.
     """
 
     def __init__(self, store: IdempotencyStore, objects: ObjectStore) -> None:
@@ -90,7 +96,7 @@ class IdempotencyService:
         self._objects = objects
         self._running: dict[str, _Running] = {}
         self.waiting = 0
-        """Requests that wait for another's answer now."""
+        """How many requests wait for others."""
 
     async def __aenter__(self) -> Self:
         self._renewing = asyncio.create_task(self._renew())
@@ -105,53 +111,53 @@ class IdempotencyService:
         await asyncio.wait(tasks, timeout=CLOSE_LIMIT_S)
 
     async def run(self, request: IdempotentRequest, compute: Compute, wait_s: float) -> tuple[StoredResponse, bool]:
-        """The answer to a request with a key, and whether it is a repeated one.
+        """Returns the response to a request with a key, and whether it is a replay.
 
-        Canceling the call leaves what is computed going on.
+        Canceling the call does not cancel `compute`.
 
         Args:
-            request: what was asked under which key.
-            compute: computes the answer; called at most once, and not at all where there is one.
-            wait_s: how long to wait for another that computes it; what this call computes itself has its own deadline.
+            request: the request and its key.
+            compute: computes the response. Called at most once, and only if none is stored.
+            wait_s: how long to wait for another request that computes it.
 
         Raises:
-            KeyReused: the key stands for another request.
-            KeyInUse: another still computes the answer when `wait_s` is over, or too many wait already.
-            Unavailable: Redis is out of reach, or the kept answer can't be read.
+            KeyReused: the key belongs to another request.
+            KeyInUse: the other request is not done after `wait_s`, or too many requests wait.
+            Unavailable: Redis is out of reach, or the stored response can't be read.
         """
-        ends_s, pauses = _now_s() + wait_s, backoff(FIRST_LOOK_S, LONGEST_LOOK_S)
+        ends_s, pauses = _now_s() + wait_s, backoff(FIRST_POLL_S, LONGEST_POLL_S)
         while True:
             running = self._running.get(request.name)
             if running is None:
-                claim = secrets.token_hex(12)
-                found = await self._store.claim(request.name, request.fingerprint, claim)
-                if found.state == "ours":
-                    return await self._lead(request, claim, compute)
-                if found.state == "answered":
-                    return await self._kept(found.answer), True
-                if found.state == "differs":
+                claim_id = secrets.token_hex(12)
+                claim = await self._store.claim(request.name, request.fingerprint, claim_id)
+                if claim.state == "acquired":
+                    return await self._start(request, claim_id, compute)
+                if claim.state == "completed":
+                    return await self._replay(claim.response), True
+                if claim.state == "mismatch":
                     raise KeyReused
                 running = self._running.get(request.name)
             elif running.fingerprint != request.fingerprint:
                 raise KeyReused
             if (left_s := ends_s - _now_s()) <= 0:
                 raise KeyInUse
-            if (answered := await self._wait(running, left_s, next(pauses))) is not None:
-                return answered, True
+            if (response := await self._wait(running, left_s, next(pauses))) is not None:
+                return response, True
 
-    async def _lead(self, request: IdempotentRequest, claim: str, compute: Compute) -> tuple[StoredResponse, bool]:
-        task = asyncio.create_task(self._compute(request, claim, compute))
-        self._running[request.name] = _Running(request.fingerprint, claim, task)
-        task.add_done_callback(lambda task: self._ended(request.name, task))
-        metrics.KEYED.labels("computed").inc()
+    async def _start(self, request: IdempotentRequest, claim_id: str, compute: Compute) -> tuple[StoredResponse, bool]:
+        task = asyncio.create_task(self._compute(request, claim_id, compute))
+        self._running[request.name] = _Running(request.fingerprint, claim_id, task)
+        task.add_done_callback(lambda task: self._on_done(request.name, task))
+        metrics.IDEMPOTENT_REQUESTS.labels("computed").inc()
         await asyncio.wait([task])
         if task.cancelled():
             raise Unavailable("this instance is shutting down")
         return task.result(), False
 
     async def _wait(self, running: _Running | None, left_s: float, pause_s: float) -> StoredResponse | None:
-        """Waits for an answer that is computed here, or a while for one that is computed elsewhere."""
-        if self.waiting >= MOST_WAITING:
+        """Waits for a response that is computed here, or pauses if another instance computes it."""
+        if self.waiting >= MAX_WAITING:
             raise KeyInUse
         self.waiting += 1
         try:
@@ -163,85 +169,85 @@ class IdempotencyService:
             self.waiting -= 1
         if not running.task.done() or running.task.cancelled() or running.task.exception() is not None:
             return None
-        answered = running.task.result()
-        if not answered.is_final:
+        response = running.task.result()
+        if not response.is_final:
             return None
-        metrics.KEYED.labels("joined").inc()
-        return answered
+        metrics.IDEMPOTENT_REQUESTS.labels("joined").inc()
+        return response
 
-    async def _compute(self, request: IdempotentRequest, claim: str, compute: Compute) -> StoredResponse:
-        """Computes, and keeps the answer or frees the key."""
-        is_kept = False
+    async def _compute(self, request: IdempotentRequest, claim_id: str, compute: Compute) -> StoredResponse:
+        """Computes the response, then stores it or releases the key."""
+        is_stored = False
         try:
-            answered = await compute()
-            if answered.is_final:
-                answered = await self._keep(request, claim, answered)
-                is_kept = True
-            return answered
+            response = await compute()
+            if response.is_final:
+                response = await self._complete(request, claim_id, response)
+                is_stored = True
+            return response
         finally:
-            if not is_kept:
-                await self._free(request.name, claim)
+            if not is_stored:
+                await self._release(request.name, claim_id)
 
-    async def _keep(self, request: IdempotentRequest, claim: str, answered: StoredResponse) -> StoredResponse:
-        """The answer that counts; what can't be kept is answered all the same, since the work is done."""
+    async def _complete(self, request: IdempotentRequest, claim_id: str, response: StoredResponse) -> StoredResponse:
+        """Stores the response, and returns the one that is stored. Without Redis it is returned unstored."""
         try:
-            encoded = _encoder.encode(await self._light(answered))
-            kept = await self._store.settle(request.name, request.tenant, request.fingerprint, claim, encoded)
-            return answered if not kept else await self._whole(_decoder.decode(kept), answered)
+            encoded = _encoder.encode(await self._without_large_body(response))
+            stored = await self._store.complete(request.name, request.tenant, request.fingerprint, claim_id, encoded)
+            return response if not stored else await self._with_body(_decoder.decode(stored), response)
         except Unavailable as error:
-            metrics.KEYED.labels("not_kept").inc()
-            log.warning("answer was not kept", extra={"reason": error.message})
-            return answered
+            metrics.IDEMPOTENT_REQUESTS.labels("not_kept").inc()
+            log.warning("response was not stored", extra={"reason": error.message})
+            return response
 
-    async def _free(self, name: str, claim: str) -> None:
+    async def _release(self, name: str, claim_id: str) -> None:
         try:
-            await self._store.free(name, claim)
+            await self._store.release(name, claim_id)
         except Unavailable as error:
-            log.warning("key was not freed; its lease runs out", extra={"reason": error.message})
+            log.warning("claim was not released and will expire", extra={"reason": error.message})
 
-    def _ended(self, name: str, task: asyncio.Task[StoredResponse]) -> None:
+    def _on_done(self, name: str, task: asyncio.Task[StoredResponse]) -> None:
         del self._running[name]
-        # Looked at here because a caller who hung up no longer does.
+        # Checked here, because the caller may have hung up.
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("request with a key failed unexpectedly", exc_info=error)
 
-    async def _light(self, answered: StoredResponse) -> StoredResponse:
-        """The answer as it goes into Redis: a large body lies in the object store."""
-        if answered.body_bytes <= INLINE_LIMIT_BYTES:
-            return answered
-        media_type = answered.headers.get("content-type", "")
-        key = object_key("answers", answered.body, media_type)
-        await self._objects.put(key, answered.body, media_type)
-        return msgspec.structs.replace(answered, body=b"", object_key=key)
+    async def _replay(self, encoded: bytes) -> StoredResponse:
+        metrics.IDEMPOTENT_REQUESTS.labels("repeated").inc()
+        return await self._with_body(_decoder.decode(encoded))
 
-    async def _kept(self, encoded: bytes) -> StoredResponse:
-        metrics.KEYED.labels("repeated").inc()
-        return await self._whole(_decoder.decode(encoded))
+    async def _without_large_body(self, response: StoredResponse) -> StoredResponse:
+        """The response for Redis. A large body goes to the object store."""
+        if response.body_bytes <= INLINE_LIMIT_BYTES:
+            return response
+        key = _body_key(response)
+        await self._objects.put(key, response.body, response.media_type)
+        return msgspec.structs.replace(response, body=b"", object_key=key)
 
-    async def _whole(self, kept: StoredResponse, ours: StoredResponse | None = None) -> StoredResponse:
-        """With its body, which need not be fetched where it is ours."""
-        if not kept.object_key:
-            return kept
-        if (
-            ours is not None
-            and object_key("answers", ours.body, ours.headers.get("content-type", "")) == kept.object_key
-        ):
-            return ours
+    async def _with_body(self, stored: StoredResponse, own: StoredResponse | None = None) -> StoredResponse:
+        """The stored response with its body. The body is not fetched if `own` has it."""
+        if not stored.object_key:
+            return stored
+        if own is not None and _body_key(own) == stored.object_key:
+            return own
         try:
-            body = await self._objects.get(kept.object_key, kept.body_bytes)
+            body = await self._objects.get(stored.object_key, stored.body_bytes)
         except BadInput as error:
             raise Unavailable("the answer kept for this Idempotency-Key is no longer there") from error
-        return msgspec.structs.replace(kept, body=body)
+        return msgspec.structs.replace(stored, body=body)
 
     async def _renew(self) -> None:
-        """Renews the leases of all that is computed here, with one call, until canceled."""
+        """Renews the leases of all claims of this instance, with one call, until canceled."""
         while True:
             await asyncio.sleep(self._store.lease_s / RENEWALS_PER_LEASE)
-            if claims := [running.claim for running in self._running.values()]:
+            if claims := [running.claim_id for running in self._running.values()]:
                 try:
                     await self._store.renew(claims)
                 except PenstockError as error:
-                    log.warning("leases of keys were not renewed", extra={"reason": error.message})
+                    log.warning("leases of claims were not renewed", extra={"reason": error.message})
+
+
+def _body_key(response: StoredResponse) -> str:
+    return object_key("answers", response.body, response.media_type)
 
 
 def _now_s() -> float:

@@ -1,13 +1,14 @@
-"""Answers to requests that carry an Idempotency-Key, in Redis, so that any instance can give them again.
+"""Stores claims and responses of idempotent requests in Redis, so that any instance can replay them.
 
-An entry is a hash, known by tenant and key. Fields: `fingerprint` (of the request), `claim` (whose request computes, or
-computed, the answer) and `answer` (once there is one). A claim lives as long as its instance renews its lease; all the
-leases of an instance are renewed by one call. Redis's own clock counts, so instances need not agree on the time.
+An entry is a hash for one tenant and key. Its fields are `fingerprint` (of the request), `claim` (of
+the request that computes the response) and `answer` (the response). A claim is valid while its
+instance renews its lease. One call renews all leases of an instance. The clock of Redis counts, so
+the clocks of instances need not agree.
 
-Nothing here has a TTL: Redis evicts what has one when it is full (volatile-lru), and an answer is promised. Entries
-that are over go a few with each new one, by the index of ends. All answers together have a budget of bytes
-(shared/retention.py). Claims do not count: only those of instances that died stay without an answer. The
-scripts are beside this file (*.lua).
+No entry has a TTL, because a full Redis evicts keys with a TTL (volatile-lru), and responses are
+promised. Each new entry removes a few expired ones, found by an index. All responses share a budget
+of bytes (shared/retention.py). Claims do not count, since only those of crashed instances remain
+without a response. The scripts are in *.lua files in this package.
 """
 
 from __future__ import annotations
@@ -29,33 +30,33 @@ UP = Gauge("penstock_answers_redis_up", "1 while Redis is being asked for kept a
 
 _RETENTION, _NOW = "shared/stores/retention.lua", "api/idempotency/now.lua"
 _CLAIM = load_script(_RETENTION, _NOW, "api/idempotency/claim.lua")
-_SETTLE = load_script(_RETENTION, _NOW, "api/idempotency/settle.lua")
-_FREE = load_script("api/idempotency/free.lua")
+_COMPLETE = load_script(_RETENTION, _NOW, "api/idempotency/complete.lua")
+_RELEASE = load_script("api/idempotency/release.lua")
 _RENEW = load_script(_NOW, "api/idempotency/renew.lua")
 
 
 class KeyClaim(NamedTuple):
-    """What a request learns of its key.
+    """The result of a claim.
 
-    `ours`: it is to compute the answer. `running`: somebody does. `answered`: `answer` is it. `differs`: the key stands
-    for another request.
+    `acquired`: the caller computes the response. `in_progress`: another request computes it.
+    `completed`: `response` is stored. `mismatch`: the key belongs to another request.
     """
 
-    state: Literal["ours", "running", "answered", "differs"]
-    answer: bytes
+    state: Literal["acquired", "in_progress", "completed", "mismatch"]
+    response: bytes
 
 
 class IdempotencyStore(RedisStore):
-    """The entries in one Redis; an async context manager, cheap to open with or without Redis.
+    """The entries in one Redis. An async context manager that opens quickly, with or without Redis.
 
     Args:
         redis_url: `redis://`, `rediss://` or `unix://` URL.
-        keep_s: how long an answer is kept.
-        lease_s: a claim that is not renewed for so long is free again.
-        max_bytes: the budget of all answers.
-        prefix: put before every key, for several deployments on one Redis.
-        timeout_s: the longest that one round trip may take.
-        retry_s: first pause before a Redis that failed is tried again, in the background.
+        keep_s: how long a response is stored.
+        lease_s: a claim expires after this time without renewal.
+        max_bytes: the budget of all responses.
+        prefix: the prefix of every key, for several deployments on one Redis.
+        timeout_s: the time limit of one round trip.
+        retry_s: the first pause before Redis is tried again after a failure.
     """
 
     def __init__(
@@ -78,35 +79,35 @@ class IdempotencyStore(RedisStore):
         self.lease_s = lease_s
 
     async def claim(self, name: str, fingerprint: str, claim: str) -> KeyClaim:
-        """Asks for the right to answer; `claim` is a name that is never used again.
+        """Claims the right to compute the response. `claim` is a unique id.
 
         Raises:
-            Unavailable: Redis did not answer; where it had taken the claim, that lapses with its lease.
+            Unavailable: Redis did not answer. If it has the claim, that expires with its lease.
         """
         args = (fingerprint, claim, self._keep_s, self.lease_s)
-        state, answer = await self._commands.run_script(_CLAIM, self._keys(name), *args)
-        return KeyClaim(state.decode(), answer)
+        state, response = await self._commands.run_script(_CLAIM, self._keys(name), *args)
+        return KeyClaim(state.decode(), response)
 
-    async def settle(self, name: str, tenant: str, fingerprint: str, claim: str, answer: bytes) -> bytes:
-        """Keeps `answer`; returns the one that counts, another's where that was first.
+    async def complete(self, name: str, tenant: str, fingerprint: str, claim: str, response: bytes) -> bytes:
+        """Stores `response`, unless the key already has one. Returns the stored response.
 
-        Where the budget is used up, the oldest answers go, of the tenant whose answers take most.
+        Above the budget, the oldest responses of the tenant with the most bytes are removed.
 
         Raises:
             Unavailable: Redis did not answer.
         """
-        args = (fingerprint, claim, answer, self._keep_s, tenant, self._max_bytes)
-        kept, dropped = await self._commands.run_script(_SETTLE, self._keys(name), *args)
+        args = (fingerprint, claim, response, self._keep_s, tenant, self._max_bytes)
+        stored, dropped = await self._commands.run_script(_COMPLETE, self._keys(name), *args)
         DROPPED.inc(dropped)
-        return cast(bytes, kept)
+        return cast(bytes, stored)
 
-    async def free(self, name: str, claim: str) -> None:
-        """Lets a claim go without an answer: who asks next computes.
+    async def release(self, name: str, claim: str) -> None:
+        """Releases a claim without a response. The next request with the key computes it.
 
         Raises:
-            Unavailable: Redis did not answer; the claim lapses with its lease.
+            Unavailable: Redis did not answer. The claim expires with its lease.
         """
-        await self._commands.run_script(_FREE, self._keys(name), claim)
+        await self._commands.run_script(_RELEASE, self._keys(name), claim)
 
     async def renew(self, claims: Iterable[str]) -> None:
         """Renews the leases of `claims`.

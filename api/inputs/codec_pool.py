@@ -116,7 +116,7 @@ class CodecPool:
             end = "died"
             raise
         finally:
-            metrics.PICTURES.labels(end if task.is_started else f"{end}_waiting").inc()
+            metrics.IMAGES.labels(end if task.is_started else f"{end}_waiting").inc()
 
     def _check(self, task: _Task, remaining_s: float) -> None:
         """Refuses a command that would miss its deadline. With an empty queue it is always admitted."""
@@ -131,7 +131,7 @@ class CodecPool:
             reason, retry_after_s = f"the image would be decoded {late_s:.3g} s after its deadline", min(late_s, wait_s)
         else:
             return
-        metrics.PICTURES.labels("shed").inc()
+        metrics.IMAGES.labels("shed").inc()
         bounded_s = min(max(retry_after_s, SHORTEST_RETRY_S), LONGEST_RETRY_S)
         raise Overloaded(f"{reason}; try again in {bounded_s:.2g} s", retry_after_s=bounded_s)
 
@@ -142,7 +142,7 @@ class CodecPool:
             return
         queue, turn = self._queues[task.is_new], asyncio.get_running_loop().create_future()
         queue.append(turn)
-        metrics.PICTURES_WAITING.inc()
+        metrics.IMAGES_WAITING.inc()
         self._queued_bytes += task.size_bytes
         try:
             await turn
@@ -154,7 +154,7 @@ class CodecPool:
             raise
         finally:
             self._queued_bytes -= task.size_bytes
-            metrics.PICTURES_WAITING.dec()
+            metrics.IMAGES_WAITING.dec()
 
     def _release_process(self) -> None:
         """Gives a free process to the first command in the queues."""

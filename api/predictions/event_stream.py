@@ -1,8 +1,8 @@
-"""A prediction as server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html), from its record.
+"""Streams a prediction as server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html).
 
-Events are `logs`, `output` (one for each element), `error` and `done`, in this order, as Replicate's clients read them.
-All of them follow from the record at any time, so a client that comes back with Last-Event-ID, to whichever instance,
-gets exactly those that it has not seen.
+Events are `logs`, `output` (one per element), `error` and `done`, in this order, as Replicate's
+clients expect. All of them follow from the record. So a client that reconnects with Last-Event-ID, to
+any instance, gets exactly the events that it has not received.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from shared.errors import Overloaded
 from shared.predictions import error_of, logs_of, output_of
 from shared.stores.signed_urls import UrlSigner
 
-MOST_STREAMS = 256
-"""Of one instance; each reads its record twice a second."""
+MAX_STREAMS = 256
+"""The limit per instance. Each stream reads its record twice a second."""
 LONGEST_S = 290.0
-"""Below the 300 s after which Cloud Run cuts a response; clients come back by themselves."""
-SILENCE_S = 10.0
-"""After which a comment is sent, so that no proxy takes the stream for dead."""
+"""Below the 300 s after which Cloud Run ends a response. Clients reconnect by themselves."""
+HEARTBEAT_S = 10.0
+"""After this pause a comment is sent, so that proxies keep the connection open."""
 KINDS = ("logs", "output", "error", "done")
 
 
 class StreamEvent(NamedTuple):
-    """One event: `kind` counts in KINDS, `number` within the kind; later events compare greater."""
+    """One event: `kind` is an index of KINDS, `number` counts within it. Later events compare greater."""
 
     kind: int
     number: int
     data: str = ""
 
     def encoded(self) -> bytes:
-        """The event on the wire; its data has one line."""
+        """The event on the wire. Its data is one line."""
         return f"event: {KINDS[self.kind]}\nid: {self.kind}.{self.number}\ndata: {self.data}\n\n".encode()
 
 
@@ -51,43 +51,43 @@ class EventStreams:
         self._open: Counter[str] = Counter()
 
     def check(self, tenant: str) -> None:
-        """Lets one more of this tenant begin.
+        """Checks whether this tenant may open another stream.
 
         Raises:
-            Overloaded: there are MOST_STREAMS, or the tenant has its share of them.
+            Overloaded: MAX_STREAMS are open, or the tenant has its share of them.
         """
-        for is_open, most in ((self._open.total(), MOST_STREAMS), (self._open[tenant], share_of(MOST_STREAMS))):
+        for is_open, most in ((self._open.total(), MAX_STREAMS), (self._open[tenant], share_of(MAX_STREAMS))):
             if is_open >= most:
                 reason = f"{is_open} event streams are open, which is the limit"
                 raise Overloaded(f"{reason}; poll the prediction, or try again later")
 
-    async def follow(self, seen: PredictionSnapshot, last_id: str) -> AsyncGenerator[bytes]:
-        """The events after `last_id` (empty: all), until the last one, or for LONGEST_S."""
-        tenant = seen.prediction.tenant
+    async def follow(self, snapshot: PredictionSnapshot, last_id: str) -> AsyncGenerator[bytes]:
+        """Yields the events after `last_id` (empty: all) until the last one, for at most LONGEST_S."""
+        tenant = snapshot.prediction.tenant
         self._open[tenant] += 1
         try:
-            after, until_s, spoke_s = _place(last_id), time.monotonic() + LONGEST_S, time.monotonic()
+            after, until_s, sent_s = _parse_id(last_id), time.monotonic() + LONGEST_S, time.monotonic()
             while True:
-                for event in events_of(seen, self._url_signer):
+                for event in events_of(snapshot, self._url_signer):
                     if event[:2] > after:
                         yield event.encoded()
-                        after, spoke_s = event[:2], time.monotonic()
-                if seen.record.is_over or time.monotonic() >= until_s:
+                        after, sent_s = event[:2], time.monotonic()
+                if snapshot.record.is_over or time.monotonic() >= until_s:
                     return
-                if time.monotonic() - spoke_s >= SILENCE_S:
-                    yield b": still at it\n\n"
-                    spoke_s = time.monotonic()
+                if time.monotonic() - sent_s >= HEARTBEAT_S:
+                    yield b": keep-alive\n\n"
+                    sent_s = time.monotonic()
                 await asyncio.sleep(POLL_S)
-                seen = await self._predictions.look(seen)
+                snapshot = await self._predictions.refresh(snapshot)
         finally:
             self._open[tenant] -= 1
             if not self._open[tenant]:
                 del self._open[tenant]
 
 
-def events_of(seen: PredictionSnapshot, url_signer: UrlSigner) -> list[StreamEvent]:
-    """What there is to tell of a prediction as it is now, in order."""
-    prediction, record = seen
+def events_of(snapshot: PredictionSnapshot, url_signer: UrlSigner) -> list[StreamEvent]:
+    """All events of a prediction so far, in order."""
+    prediction, record = snapshot
     events = []
     if logs := logs_of(record):
         step = record.steps if record.state == "succeeded" else record.step
@@ -107,8 +107,8 @@ def _text(element: object) -> str:
     return element if isinstance(element, str) else msgspec.json.encode(element).decode()
 
 
-def _place(last_id: str) -> tuple[int, int]:
-    """Where a client has got to; an id that is none of ours: nowhere."""
+def _parse_id(last_id: str) -> tuple[int, int]:
+    """The kind and number in an event id; (-1, -1) if it is not one of ours."""
     kind, _, number = last_id.partition(".")
     is_ours = kind.isdecimal() and number.isdecimal() and len(last_id) < 20
     return (int(kind), int(number)) if is_ours else (-1, -1)

@@ -1,4 +1,4 @@
-"""What a signed link names: an object, or an image inside a prediction's record; in the format that the link says."""
+"""Fetches the target of a signed link: an object, or an image inside the record of a prediction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FORMATS = {media_type: name for name, media_type in MEDIA_TYPES.items()}
 
 
 class ResultFetcher:
-    """Fetches; holds nothing between two calls."""
+    """Fetches results. Has no state between calls."""
 
     def __init__(self, objects: ObjectStore, predictions: Predictions, image_codec: ImageCodec) -> None:
         self._objects = objects
@@ -24,16 +24,16 @@ class ResultFetcher:
         self._image_codec = image_codec
 
     async def fetch(self, key: str, media_type: str, deadline_s: float) -> bytes:
-        """The bytes behind a link whose signature was checked.
+        """Returns the bytes behind a link whose signature was verified.
 
         Args:
-            key: of the object.
-            media_type: that the link says.
-            deadline_s: Unix time until which a picture may be drawn in another format.
+            key: the key of the object.
+            media_type: the media type in the link.
+            deadline_s: Unix time at which encoding is stopped.
 
         Raises:
-            NotFound: there is nothing, any more.
-            Overloaded: too many pictures wait to be encoded.
+            NotFound: there is no such result, or it has expired.
+            Overloaded: too many images wait to be encoded.
             DeadlineExceeded: it was not done in time.
             Unavailable: Redis or the object store is out of reach.
         """
@@ -44,7 +44,7 @@ class ResultFetcher:
                 data = await self._objects.get(key, OBJECT_LIMIT_BYTES)
         except BadInput as error:
             raise NotFound("the image is no longer there") from error
-        # Workers give PNG. Drawn again in another format at each fetch, it needs no second place to lie.
+        # Workers return PNG. Other formats are encoded at each fetch, so they are not stored.
         if key.endswith(".png") and media_type in _FORMATS:
             return await self._image_codec.encode(data, _FORMATS[media_type], None, deadline_s, is_new=True)
         return data

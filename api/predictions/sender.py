@@ -1,4 +1,4 @@
-"""From a prediction to its message: the one job that it is, published once its record stands."""
+"""Publishes the job of a prediction, once its record exists."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PUBLISH_LIMIT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class NewPrediction:
-    """A prediction to create, and the job that it is."""
+    """A prediction to create, and its job."""
 
     prediction: Prediction
     items: Sequence[Item]
@@ -33,11 +33,11 @@ class NewPrediction:
     reply_bytes: int
     """The largest size of its reply."""
     is_keyed: bool
-    """Whether the caller can ask for it again and mean the same one."""
+    """Whether the caller can repeat the request and get the same prediction."""
 
 
 class PredictionSender:
-    """Publishes predictions; holds nothing between two calls."""
+    """Publishes predictions. Has no state between calls."""
 
     def __init__(self, records: Records, publisher: Publisher, api_instance: str) -> None:
         self._records = records
@@ -46,11 +46,11 @@ class PredictionSender:
         self.webhooks = WebhookPublisher(publisher)
 
     async def send(self, new: NewPrediction, waiter: ReplyWaiter | None) -> None:
-        """Publishes the job of a prediction whose record stands, and notes that in the record.
+        """Publishes the job of a prediction whose record exists, and marks the record as published.
 
         Raises:
             Overloaded: the broker is full.
-            Unavailable: it is out of reach; a record that nobody can ask for again was ended.
+            Unavailable: the broker is out of reach. A record without a key was ended as failed.
         """
         prediction = new.prediction
         envelope = build_envelope(
@@ -72,12 +72,12 @@ class PredictionSender:
             await self._publisher.publish(jobs_topic_id(prediction.model), data, attributes, timeout_s=PUBLISH_LIMIT_S)
         except PenstockError as error:
             await self._give_up(new, error)
-        # Not noted, it is published once more should the same request come again, which does no harm.
+        # Without the mark, a repeated request publishes the job again, which is harmless.
         with suppress(Unavailable):
             await self._records.mark_published(prediction.record)
 
     async def _give_up(self, new: NewPrediction, error: PenstockError) -> NoReturn:
-        """Ends a prediction that the broker did not take; one that can be asked for again stays open for that."""
+        """Ends a prediction that was not published, unless the caller can repeat the request."""
         metrics.PREDICTIONS.labels(new.prediction.model, "refused").inc()
         if not new.is_keyed:
             reply = failed_reply("unavailable", f"the broker did not take it: {error.message}")
@@ -88,5 +88,5 @@ class PredictionSender:
 
 
 def failed_reply(code: str, message: str) -> bytes:
-    """What ends a record that no worker ended; `code` as in shared.errors."""
+    """The reply for a record that no worker ended, with a code of shared.errors."""
     return encode_reply_body(ReplyBody([], ItemError(code, message), replied_at_s=time.time()))

@@ -1,8 +1,9 @@
-"""The Predictions API without its HTTP: creates predictions, waits for them, reads, lists and cancels them.
+"""Creates, awaits, reads, lists and cancels predictions. The routes add the HTTP.
 
-The record is the truth (shared/stores/records.py). One is made before the job is published, so what a caller was
-promised can be found by any instance, whichever made the promise and whether it still runs; a reply only wakes who
-waits. A record whose deadline passed is ended by whoever reads it: the last resort against jobs that got lost.
+The record decides about the state of a prediction (shared/stores/records.py). It is created before
+the job is published, so every instance can find a prediction, even if the one that created it is
+gone. A reply only wakes a waiting request. Any instance that reads a record after its deadline ends
+it, as a last resort against lost jobs.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from shared.stores.records import Record, Records
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
-"""How often who waits for an end reads the record: no reply tells of a cancel, and replies get lost."""
+"""How often waiting requests read the record: a cancel sends no reply, and replies may get lost."""
 GRACE_S = 5.0
-"""After its deadline, in which a worker may still end a prediction."""
-TWIN_PUBLISHES_S = 2.0
-"""After its creation, in which whoever created a record publishes its job, before a repeated request does."""
-TWIN_POLL_S = 0.05
+"""How long after its deadline a worker may still end a prediction."""
+CREATOR_PUBLISHES_S = 2.0
+"""How long the creator of a record has to publish its job, before a repeated request does."""
+CREATOR_POLL_S = 0.05
 PAGE = 20
-OWN_ID = re.compile(r"(?!pred_)[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_OUR_ID = re.compile(r"pred_[0-9a-f]{24}")
+CALLER_ID = re.compile(r"(?!pred_)[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_GENERATED_ID = re.compile(r"pred_[0-9a-f]{24}")
 
 
 class PredictionIdTaken(BadInput):
@@ -44,7 +45,7 @@ class PredictionIdTaken(BadInput):
 
 
 class PredictionSnapshot(NamedTuple):
-    """A prediction as it was when its record was last read."""
+    """A prediction and its record, as last read."""
 
     prediction: Prediction
     record: Record
@@ -54,11 +55,11 @@ class Predictions:
     """The predictions of all tenants, in one Redis.
 
     Args:
-        records: where they are kept.
+        records: stores them.
         sender: publishes their jobs.
-        inbox: where replies to this instance come in.
-        admission: bounds what this instance waits for.
-        keep_s: seconds for which a prediction is kept after its end.
+        inbox: receives the replies to this instance.
+        admission: bounds the items in flight of this instance.
+        keep_s: how many seconds a prediction is stored after its end.
     """
 
     def __init__(
@@ -69,50 +70,50 @@ class Predictions:
         self._inbox = inbox
         self._admission = admission
         self._keep_s = keep_s
-        self._listened: set[str] = set()
+        self._with_waiter: set[str] = set()
 
     @asynccontextmanager
     async def creating(self, new: NewPrediction, *, waits: bool) -> AsyncGenerator[Creation]:
-        """Creates a prediction, or finds the one that the same request created; then the block may wait for it.
+        """Creates a prediction, or finds the one of an equal request. The block may wait for its end.
 
-        Its items count as in flight while the block runs: what nobody waits for is bounded by the broker alone.
+        The items count as in flight while the block runs. After that only the broker bounds them.
 
         Raises:
             Overloaded: this instance, the broker or the store of predictions is full.
-            PredictionIdTaken: its id is that of another prediction.
-            Unavailable: Redis or the broker is out of reach; nothing was promised.
+            PredictionIdTaken: another prediction has the id.
+            Unavailable: Redis or the broker is out of reach, and nothing was created.
         """
         model, items, lane = new.prediction.model, len(new.items), new.options.lane
         self._admission.admit(model, items, remaining_s=new.prediction.deadline_s - time.time(), lane=lane)
         creation: Creation | None = None
         try:
-            # Registered before anything is published, so no reply can be too early.
-            with self._listening(new.prediction.record, waits=waits) as waiter:
-                is_new, seen = await self._create(new, waiter)
+            # Registered before the job is published, so no reply can be too early.
+            with self._register_waiter(new.prediction.record, waits=waits) as waiter:
+                is_new, snapshot = await self._create(new, waiter)
                 metrics.PREDICTIONS.labels(model, "created" if is_new else "found").inc()
-                creation = Creation(self, seen, waiter, is_new=is_new)
+                creation = Creation(self, snapshot, waiter, is_new=is_new)
                 yield creation
         finally:
-            took_s = _took_s(creation.seen.record) if creation is not None and creation.is_new else None
+            took_s = _took_s(creation.snapshot.record) if creation is not None and creation.is_new else None
             self._admission.release(model, items, answered=took_s is not None, took_s=took_s, lane=lane)
 
     async def read(self, tenant: str, prediction_id: str) -> PredictionSnapshot:
-        """A prediction of this tenant as it is now.
+        """Reads a prediction of this tenant.
 
         Raises:
-            NotFound: it has none of this id, any more.
+            NotFound: the tenant has no such prediction, or it has expired.
             Unavailable: Redis is out of reach.
         """
-        record_id = prediction_id if _OUR_ID.fullmatch(prediction_id) else record_of(tenant, prediction_id)
+        record_id = prediction_id if _GENERATED_ID.fullmatch(prediction_id) else record_of(tenant, prediction_id)
         record = await self._records.read(record_id)
         if record is not None and record.document:
             prediction = decode_document(record.document)
             if prediction.tenant == tenant:
-                return await self._ended_if_late(PredictionSnapshot(prediction, record))
+                return await self._end_if_late(PredictionSnapshot(prediction, record))
         raise NotFound(f"there is no prediction {prediction_id[:80]!r}")
 
     async def page(self, tenant: str, before_s: float | None) -> tuple[list[PredictionSnapshot], float | None]:
-        """Up to PAGE predictions, newest first, and the `before_s` of the next page.
+        """Returns up to PAGE predictions, newest first, and the `before_s` of the next page.
 
         Raises:
             Unavailable: Redis is out of reach.
@@ -121,18 +122,18 @@ class Predictions:
         records = [record for record in await asyncio.gather(*map(self._records.read, ids)) if record is not None]
         found = [PredictionSnapshot(decode_document(record.document), record) for record in records if record.document]
         next_s = found[-1].record.created_at_s if found and len(ids) == PAGE else None
-        return [await self._ended_if_late(one) for one in found], next_s
+        return [await self._end_if_late(one) for one in found], next_s
 
     async def cancel(self, tenant: str, prediction_id: str) -> PredictionSnapshot:
-        """Ends a prediction of this tenant as canceled, unless it is over.
+        """Cancels a prediction of this tenant, unless it has ended.
 
         Raises:
-            NotFound: it has none of this id, any more.
+            NotFound: the tenant has no such prediction, or it has expired.
             Unavailable: Redis is out of reach.
         """
-        seen = await self.read(tenant, prediction_id)
-        if not seen.record.is_over and await self._records.cancel(seen.prediction.record) == "canceled":
-            metrics.PREDICTIONS.labels(seen.prediction.model, "canceled").inc()
+        snapshot = await self.read(tenant, prediction_id)
+        if not snapshot.record.is_over and await self._records.cancel(snapshot.prediction.record) == "canceled":
+            metrics.PREDICTIONS.labels(snapshot.prediction.model, "canceled").inc()
         return await self.read(tenant, prediction_id)
 
     async def inline_image(self, record_id: str, index: int) -> bytes:
@@ -149,23 +150,23 @@ class Predictions:
             return result.blob.data
         raise NotFound("the image is no longer there")
 
-    async def look(self, seen: PredictionSnapshot) -> PredictionSnapshot:
-        """The same prediction as it is now, or as it was where Redis does not answer."""
+    async def refresh(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
+        """Reads a prediction again. Returns the given snapshot while Redis does not answer."""
         with suppress(Unavailable, NotFound):
-            return await self.read(seen.prediction.tenant, seen.prediction.id)
-        return seen
+            return await self.read(snapshot.prediction.tenant, snapshot.prediction.id)
+        return snapshot
 
     @contextmanager
-    def _listening(self, record_id: str, *, waits: bool) -> Iterator[ReplyWaiter | None]:
-        """A waiter at the inbox, where there is one: without, who waits reads the record until it is over."""
-        # Who repeats a request while the first still waits reads too: its reply goes to one of them.
+    def _register_waiter(self, record_id: str, *, waits: bool) -> Iterator[ReplyWaiter | None]:
+        """Registers a waiter at the inbox. Without one the request polls the record."""
+        # A repeated request polls while the first one waits, since the reply goes to one of them.
         with ExitStack() as stack:
             waiter = None
-            if waits and record_id not in self._listened:
+            if waits and record_id not in self._with_waiter:
                 with suppress(Unavailable):
                     waiter = stack.enter_context(self._inbox.waiter(record_id, 0))
-                    self._listened.add(record_id)
-                    stack.callback(self._listened.discard, record_id)
+                    self._with_waiter.add(record_id)
+                    stack.callback(self._with_waiter.discard, record_id)
             yield waiter
 
     async def _create(self, new: NewPrediction, waiter: ReplyWaiter | None) -> tuple[bool, PredictionSnapshot]:
@@ -182,31 +183,31 @@ class Predictions:
         if is_new:
             await self._sender.send(new, waiter)
             return True, PredictionSnapshot(prediction, Record(state="starting", created_at_s=prediction.created_at_s))
-        seen = await self.read(prediction.tenant, prediction.id)
-        if seen.prediction.digest != prediction.digest:
+        snapshot = await self.read(prediction.tenant, prediction.id)
+        if snapshot.prediction.digest != prediction.digest:
             raise PredictionIdTaken(f"{prediction.id} is the id of another prediction, with another input", field="id")
-        seen = await self._published_by_twin(seen)
-        if _waits_for_publish(seen):
-            # As it was created, not as it was repeated: times and ids in its rows are those of its record.
-            await self._sender.send(replace(new, prediction=seen.prediction), waiter)
-        return False, seen
+        snapshot = await self._wait_for_publish(snapshot)
+        if _is_unpublished(snapshot):
+            # The prediction as first created: its rows have the times and ids of its record.
+            await self._sender.send(replace(new, prediction=snapshot.prediction), waiter)
+        return False, snapshot
 
-    async def _published_by_twin(self, seen: PredictionSnapshot) -> PredictionSnapshot:
-        """The prediction once its job is surely published, or its creator has had the time for it."""
-        while _waits_for_publish(seen) and time.time() < seen.record.created_at_s + TWIN_PUBLISHES_S:
-            await asyncio.sleep(TWIN_POLL_S)
-            seen = await self.read(seen.prediction.tenant, seen.prediction.id)
-        return seen
+    async def _wait_for_publish(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
+        """Waits until the job is published, or its creator has had the time to do it."""
+        while _is_unpublished(snapshot) and time.time() < snapshot.record.created_at_s + CREATOR_PUBLISHES_S:
+            await asyncio.sleep(CREATOR_POLL_S)
+            snapshot = await self.read(snapshot.prediction.tenant, snapshot.prediction.id)
+        return snapshot
 
-    async def _ended_if_late(self, seen: PredictionSnapshot) -> PredictionSnapshot:
-        prediction, record = seen
+    async def _end_if_late(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
+        prediction, record = snapshot
         if record.is_over or time.time() < prediction.deadline_s + GRACE_S:
-            return seen
+            return snapshot
         limit_s = prediction.deadline_s - prediction.created_at_s
         reply = failed_reply(DeadlineExceeded.code, f"deadline exceeded: it was not done within {limit_s:.3g} s")
         finish = await self._records.finish(prediction.record, "failed", reply)
         if finish is None:
-            return seen
+            return snapshot
         if finish.is_ours:
             metrics.PREDICTIONS.labels(prediction.model, "expired").inc()
             events = prediction.webhook_events
@@ -215,27 +216,27 @@ class Predictions:
 
 
 class Creation:
-    """A prediction just created or found, `seen` as it was last; `is_new`: just created."""
+    """A prediction that was created (`is_new`) or found, and its latest `snapshot`."""
 
     def __init__(
-        self, predictions: Predictions, seen: PredictionSnapshot, waiter: ReplyWaiter | None, *, is_new: bool
+        self, predictions: Predictions, snapshot: PredictionSnapshot, waiter: ReplyWaiter | None, *, is_new: bool
     ) -> None:
         self._predictions = predictions
         self._waiter = waiter
-        self.seen = seen
+        self.snapshot = snapshot
         self.is_new = is_new
 
     async def wait(self, limit_s: float) -> None:
-        """Waits until the prediction is over, at most `limit_s`; `seen` says what came of it."""
-        # The reading counts too: a Redis that hangs must not hold the answer back for longer than clients wait.
+        """Waits for the end of the prediction, at most `limit_s`. Updates `snapshot`."""
+        # The limit includes reads: a Redis that hangs must not delay the answer beyond it.
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, limit_s)):
-                while not self.seen.record.is_over:
+                while not self.snapshot.record.is_over:
                     await self._pause()
-                    self.seen = await self._predictions.look(self.seen)
+                    self.snapshot = await self._predictions.refresh(self.snapshot)
 
     async def _pause(self) -> None:
-        """Until the reply comes, at most POLL_S; after it there is none to wait for."""
+        """Waits for the reply, at most POLL_S. There is only one reply."""
         try:
             if self._waiter is not None:
                 await self._waiter.reply(POLL_S)
@@ -249,12 +250,12 @@ class Creation:
         await asyncio.sleep(POLL_S)
 
 
-def _waits_for_publish(seen: PredictionSnapshot) -> bool:
-    return seen.record.state == "starting" and not seen.record.published
+def _is_unpublished(snapshot: PredictionSnapshot) -> bool:
+    return snapshot.record.state == "starting" and not snapshot.record.published
 
 
 def _took_s(record: Record) -> float | None:
-    """The time that the model took for it; None where no model did anything."""
+    """The time that the model took; None if no model ran."""
     outcomes = record.reply.outcomes if record.reply is not None else []
     times_ms = [outcome.receipt.inference_ms for outcome in outcomes if outcome.receipt.inference_ms is not None]
     return max(times_ms) / 1000 if times_ms else None

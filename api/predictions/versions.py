@@ -1,4 +1,4 @@
-"""How Replicate's clients name a catalog's models, and see them: each with its only version."""
+"""Presents the models of the catalog to Replicate's clients, each with one version."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shared.catalog import Catalog, Model
 from shared.errors import BadInput, UnknownModel
 
 OWNER = "penstock"
-"""Shown where the caller named no other."""
+"""The owner that is shown if the caller names none."""
 _CLIENTS = re.compile(r"replicate[-/]", re.IGNORECASE)
 
 

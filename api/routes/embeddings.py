@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.http.fast_route import FastRoute
-from api.http.openapi import body_of, inferred
+from api.http.openapi import inference_body, inference_responses
 from api.http.openapi_headers import TRUNCATED_HEADER
 from api.http.request import open_request
 from api.inputs.texts import text_inputs
@@ -31,8 +31,8 @@ _encoder = msgspec.json.Encoder()
 @router.post(
     "/v1/embeddings",
     summary="Create embeddings",
-    openapi_extra=body_of(EmbeddingsBody),
-    responses=inferred(EmbeddingsReply, "X-Penstock-Truncated-Tokens"),
+    openapi_extra=inference_body(EmbeddingsBody),
+    responses=inference_responses(EmbeddingsReply, "X-Penstock-Truncated-Tokens"),
 )
 async def create_embeddings(request: Request) -> Response:
     """Answers when all vectors are ready. Each text that was embedded before comes from the cache."""

@@ -8,13 +8,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.http.dependencies import dependencies_of
-from api.http.openapi import done
+from api.http.openapi import success
 from api.schemas.replicate_replies import HealthReply, ReadinessReply
 
 router = APIRouter()
 
 
-@router.get("/healthz", summary="Liveness", responses={200: done("The process is alive.", HealthReply)})
+@router.get("/healthz", summary="Liveness", responses={200: success("The process is alive.", HealthReply)})
 async def is_alive(request: Request) -> Response:
     """200 while the process answers requests."""
     return Response(b'{"status":"ok"}', media_type="application/json")
@@ -24,8 +24,8 @@ async def is_alive(request: Request) -> Response:
     "/readyz",
     summary="Readiness",
     responses={
-        200: done("The instance can serve requests.", ReadinessReply),
-        503: done("Pub/Sub is out of reach.", ReadinessReply),
+        200: success("The instance can serve requests.", ReadinessReply),
+        503: success("Pub/Sub is out of reach.", ReadinessReply),
     },
 )
 async def is_ready(request: Request) -> Response:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from api.http.edit_body import read_edit
 from api.http.fast_route import FastRoute
-from api.http.openapi import body_of, inferred
+from api.http.openapi import inference_body, inference_responses
 from api.http.openapi_headers import TRUNCATED_HEADER
 from api.http.request import ApiRequest, open_request
 from api.inputs.image_codec import MEDIA_TYPES
@@ -28,8 +28,8 @@ RESULT_LIMIT_BYTES = 64 * 1024 * 1024
 @router.post(
     "/v1/images/generations",
     summary="Create images from a prompt",
-    openapi_extra=body_of(GenerationBody),
-    responses=inferred(ImagesReply, "X-Penstock-Seed", "X-Penstock-Truncated-Tokens"),
+    openapi_extra=inference_body(GenerationBody),
+    responses=inference_responses(ImagesReply, "X-Penstock-Seed", "X-Penstock-Truncated-Tokens"),
 )
 async def create_images(request: Request) -> Response:
     """Answers when all images are ready. With a seed the same request gives the same images, mostly from the cache."""
@@ -43,8 +43,8 @@ async def create_images(request: Request) -> Response:
 @router.post(
     "/v1/images/edits",
     summary="Create images from an image and a prompt",
-    openapi_extra=body_of(EditBody, form=EditForm),
-    responses=inferred(ImagesReply, "X-Penstock-Seed", "X-Penstock-Truncated-Tokens"),
+    openapi_extra=inference_body(EditBody, form=EditForm),
+    responses=inference_responses(ImagesReply, "X-Penstock-Seed", "X-Penstock-Truncated-Tokens"),
 )
 async def edit_image(request: Request) -> Response:
     """Image-to-image: the source is resized to the output size and changed as much as `strength` says."""

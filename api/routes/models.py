@@ -9,9 +9,9 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.errors import EXPECTED
+from api.errors import EXPECTED_ERRORS
 from api.http.dependencies import Dependencies
-from api.http.openapi import KEYED, Responses, done, ref_to, replies
+from api.http.openapi import AUTHENTICATED, Responses, ref_to, responses, success
 from api.http.request import authenticate
 from api.predictions.versions import is_replicates_client
 from api.problem_details import problem_response
@@ -27,7 +27,7 @@ VARIES = {"vary": "user-agent"}
 
 _LISTED: Responses = {
     200: {
-        **done("The models. Replicate's clients get a page in Replicate's shape.", ModelsReply),
+        **success("The models. Replicate's clients get a page in Replicate's shape.", ModelsReply),
         "content": {"application/json": {"schema": {"anyOf": [ref_to(ModelsReply), ref_to(ModelsPage)]}}},
     }
 }
@@ -36,8 +36,8 @@ _LISTED: Responses = {
 @router.get(
     "/v1/models",
     summary="List models",
-    openapi_extra=KEYED,
-    responses=replies(ModelsReply, 401) | _LISTED,
+    openapi_extra=AUTHENTICATED,
+    responses=responses(ModelsReply, 401) | _LISTED,
 )
 async def list_models(request: Request, cursor: Annotated[str, Query(include_in_schema=False)] = "") -> Response:
     """All models of the catalog, in OpenAI's shape. Replicate's clients get them in pages of Replicate's shape."""
@@ -51,7 +51,7 @@ async def list_models(request: Request, cursor: Annotated[str, Query(include_in_
 async def _for_replicate(request: Request, cursor: str) -> Response:
     try:
         response = await prediction_models.list_models(request, cursor)
-    except EXPECTED as error:
+    except EXPECTED_ERRORS as error:
         response = problem_response(request, error)
     response.headers.update(VARIES)
     return response
@@ -60,8 +60,8 @@ async def _for_replicate(request: Request, cursor: str) -> Response:
 @router.get(
     "/v1/models/{model}",
     summary="Get a model",
-    openapi_extra=KEYED,
-    responses=replies(ModelItem, 401, 404),
+    openapi_extra=AUTHENTICATED,
+    responses=responses(ModelItem, 401, 404),
 )
 async def get_model(request: Request, model: str) -> Response:
     """A model, by its name or an alias."""

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from api.http.dependencies import dependencies_of
 from api.http.disconnect import while_connected
-from api.http.openapi import bytes_of, errors
+from api.http.openapi import binary, errors
 from shared.predictions import MEDIA_TYPES
 from shared.stores.signed_urls import VALID_S
 
@@ -25,7 +25,7 @@ LONGEST_S = 30.0
     summary="Download an image by its signed link",
     response_class=Response,
     responses={
-        200: bytes_of("The bytes, of the type that the link names.", *sorted(set(MEDIA_TYPES.values())), ANY_BYTES),
+        200: binary("The bytes, of the type that the link names.", *sorted(set(MEDIA_TYPES.values())), ANY_BYTES),
         **errors(400, 403, 404, 503),
     },
 )

@@ -29,7 +29,7 @@ from api.http.request import ApiRequest, authenticate, open_request
 from api.inputs.source_pictures import Caller
 from api.predictions.event_stream import KINDS
 from api.predictions.sender import NewPrediction
-from api.predictions.service import OWN_ID, PredictionSnapshot
+from api.predictions.service import CALLER_ID, PredictionSnapshot
 from api.predictions.versions import OWNER, find_version, version_of
 from api.problem_details import ProblemRoute
 from api.schemas.replicate import LONGEST_URL, PredictionBody, VersionedBody
@@ -46,14 +46,14 @@ from shared.webhook_urls import Forbidden, judged_url
 router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
 
 EARLY_S = 0.25
-"""Clients that wait n seconds hang up half a second later: the answer leaves before n."""
+"""Clients that wait n seconds hang up half a second later. The answer is sent this long before n."""
 _CURSOR = re.compile(r"([0-9]{1,12}(\.[0-9]{1,9})?)?")
 
-# They say what is checked, and do not check: what is wrong is told in our words.
+# For the OpenAPI document only. The routes validate, so that errors have our wording.
 Cursor = Annotated[str, Query(json_schema_extra={"pattern": f"^{_CURSOR.pattern}$"})]
-OwnId = Annotated[str, Path(json_schema_extra={"pattern": f"^{OWN_ID.pattern}$"})]
+CallerId = Annotated[str, Path(json_schema_extra={"pattern": f"^{CALLER_ID.pattern}$"})]
 _ONE: openapi.Responses = {
-    200: openapi.done("The prediction in its current state.", PredictionReply),
+    200: openapi.success("The prediction in its current state.", PredictionReply),
     **openapi.problems(401, 404, 503),
 }
 
@@ -62,8 +62,8 @@ _ONE: openapi.Responses = {
     "/predictions",
     summary="Create a prediction",
     status_code=201,
-    openapi_extra=openapi.prediction_of(VersionedBody),
-    responses=openapi.created(),
+    openapi_extra=openapi.prediction_body(VersionedBody),
+    responses=openapi.creation_responses(),
 )
 async def create(request: Request) -> Response:
     """Creates a prediction of the model that `version` names. Answers at once, or with `Prefer: wait` when it ends."""
@@ -77,13 +77,13 @@ async def create(request: Request) -> Response:
     "/predictions/{prediction_id}",
     summary="Create a prediction with an id of your own",
     status_code=201,
-    openapi_extra=openapi.prediction_of(VersionedBody),
-    responses=openapi.created(),
+    openapi_extra=openapi.prediction_body(VersionedBody),
+    responses=openapi.creation_responses(),
 )
-async def put(request: Request, prediction_id: OwnId) -> Response:
+async def put(request: Request, prediction_id: CallerId) -> Response:
     """The same request finds the same prediction again. Another request with the same id is refused (422)."""
     call = open_request(request)
-    if not OWN_ID.fullmatch(prediction_id):
+    if not CALLER_ID.fullmatch(prediction_id):
         raise BadInput(
             "id: must be 1 to 64 letters, digits, '.', '_' or '-', begin with a letter or digit, and not with 'pred_'",
             field="id",
@@ -97,8 +97,8 @@ async def put(request: Request, prediction_id: OwnId) -> Response:
     "/models/{owner}/{name}/predictions",
     summary="Create a prediction of a model",
     status_code=201,
-    openapi_extra=openapi.prediction_of(PredictionBody),
-    responses=openapi.created(),
+    openapi_extra=openapi.prediction_body(PredictionBody),
+    responses=openapi.creation_responses(),
 )
 async def create_of_model(request: Request, owner: str, name: str) -> Response:
     """Creates a prediction of the model `name`. Any owner is accepted."""
@@ -111,8 +111,8 @@ async def create_of_model(request: Request, owner: str, name: str) -> Response:
     "/deployments/{owner}/{name}/predictions",
     summary="Create a prediction of a deployment",
     status_code=201,
-    openapi_extra=openapi.prediction_of(PredictionBody),
-    responses=openapi.created(),
+    openapi_extra=openapi.prediction_body(PredictionBody),
+    responses=openapi.creation_responses(),
 )
 async def create_of_deployment(request: Request, owner: str, name: str) -> Response:
     """Creates a prediction of the model `name`: each model of the catalog has one deployment, of the same name."""
@@ -125,8 +125,8 @@ async def create_of_deployment(request: Request, owner: str, name: str) -> Respo
 @router.get(
     "/predictions",
     summary="List your predictions",
-    openapi_extra=openapi.KEYED,
-    responses={200: openapi.done("A page of predictions.", PredictionsPage), **openapi.problems(401, 422, 503)},
+    openapi_extra=openapi.AUTHENTICATED,
+    responses={200: openapi.success("A page of predictions.", PredictionsPage), **openapi.problems(401, 422, 503)},
 )
 async def list_all(request: Request, cursor: Cursor = "") -> Response:
     """Predictions in pages, newest first. `next` is the URL of the next page."""
@@ -135,14 +135,14 @@ async def list_all(request: Request, cursor: Cursor = "") -> Response:
         raise BadInput("cursor: not a cursor of this API", field="cursor")
     found, next_s = await call.dependencies.predictions.page(call.tenant, float(cursor) if cursor else None)
     following = None if next_s is None else f"{call.base_url}/v1/predictions?cursor={next_s!r}"
-    bodies = [body_of(*seen, call.dependencies.url_signer) for seen in found]
+    bodies = [body_of(*snapshot, call.dependencies.url_signer) for snapshot in found]
     return _json({"previous": None, "next": following, "results": bodies})
 
 
 @router.get(
     "/predictions/{prediction_id}",
     summary="Get a prediction",
-    openapi_extra=openapi.KEYED,
+    openapi_extra=openapi.AUTHENTICATED,
     responses=_ONE,
 )
 async def get(request: Request, prediction_id: str) -> Response:
@@ -154,7 +154,7 @@ async def get(request: Request, prediction_id: str) -> Response:
 @router.post(
     "/predictions/{prediction_id}/cancel",
     summary="Cancel a prediction",
-    openapi_extra=openapi.KEYED,
+    openapi_extra=openapi.AUTHENTICATED,
     responses=_ONE,
 )
 async def cancel(request: Request, prediction_id: str) -> Response:
@@ -167,9 +167,9 @@ async def cancel(request: Request, prediction_id: str) -> Response:
     "/predictions/{prediction_id}/stream",
     summary="Stream a prediction",
     response_class=Response,
-    openapi_extra={"parameters": [LAST_EVENT_ID]} | openapi.KEYED,
+    openapi_extra={"parameters": [LAST_EVENT_ID]} | openapi.AUTHENTICATED,
     responses={
-        200: openapi.events_of(*KINDS),
+        200: openapi.event_stream(*KINDS),
         **openapi.problems(401, 404, 429, 503),
     },
 )
@@ -178,11 +178,11 @@ async def stream(request: Request, prediction_id: str) -> Response:
     call = authenticate(request)
     dependencies = call.dependencies
     dependencies.event_streams.check(call.tenant)
-    seen = await dependencies.predictions.read(call.tenant, prediction_id)
+    snapshot = await dependencies.predictions.read(call.tenant, prediction_id)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     if IS_HEAD in request.scope:
         return Response(headers=headers, media_type="text/event-stream")
-    events = dependencies.event_streams.follow(seen, request.headers.get("last-event-id", ""))
+    events = dependencies.event_streams.follow(snapshot, request.headers.get("last-event-id", ""))
     return StreamingResponse(events, headers=headers, media_type="text/event-stream")
 
 
@@ -204,7 +204,7 @@ async def _create(
     reading = read_inputs(body.input, model, caller, dependencies.source_pictures)
     read = await call.while_connected(reading)
     prediction_id, record = _ids(tenant, own_id, key)
-    webhook, webhook_events = _told(body, allow_private=dependencies.settings.webhooks_private)
+    webhook, webhook_events = _webhook_of(body, allow_private=dependencies.settings.webhooks_private)
     new = NewPrediction(
         Prediction(
             id=prediction_id,
@@ -232,14 +232,14 @@ async def _create(
     )
     async with dependencies.predictions.creating(new, waits=wait_s > 0) as creation:
         if wait_s:
-            # Whoever hangs up lets go of its place here, not of the prediction.
+            # A caller that hangs up leaves here, and the prediction continues.
             await call.while_connected(creation.wait(wait_s - context.total_ms / 1000))
-    return _created(dependencies, creation.seen, is_new=creation.is_new)
+    return _created(dependencies, creation.snapshot, is_new=creation.is_new)
 
 
-def _told(body: PredictionBody, *, allow_private: bool) -> tuple[str, tuple[str, ...]]:
-    """Where to tell of what; nobody finds out later that nothing could ever be delivered."""
-    url, events = body.told
+def _webhook_of(body: PredictionBody, *, allow_private: bool) -> tuple[str, tuple[str, ...]]:
+    """The webhook URL and its events. Refuses URLs that could never be delivered to."""
+    url, events = body.webhook_target
     if url:
         field = "webhook" if body.webhook else "webhook_completed"
         try:
@@ -249,17 +249,17 @@ def _told(body: PredictionBody, *, allow_private: bool) -> tuple[str, tuple[str,
     return url, events
 
 
-def _created(dependencies: Dependencies, seen: PredictionSnapshot, *, is_new: bool) -> Response:
-    """The answer to who created it. Replicate's clients take `processing` for the end here, so that is `starting`."""
-    body = body_of(*seen, dependencies.url_signer)
+def _created(dependencies: Dependencies, snapshot: PredictionSnapshot, *, is_new: bool) -> Response:
+    """The answer to a creation. Replicate's clients take `processing` for an end here: it becomes `starting`."""
+    body = body_of(*snapshot, dependencies.url_signer)
     if body["status"] == "processing":
         body["status"] = "starting"
     headers = {"location": body["urls"]["get"]}
     return _json(body, 201, headers) if is_new else _json(body, 200, headers | {REPLAYED: "true"})
 
 
-def _answer(dependencies: Dependencies, seen: PredictionSnapshot) -> Response:
-    return _json(body_of(*seen, dependencies.url_signer))
+def _answer(dependencies: Dependencies, snapshot: PredictionSnapshot) -> Response:
+    return _json(body_of(*snapshot, dependencies.url_signer))
 
 
 def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -267,7 +267,7 @@ def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | Non
 
 
 def _ids(tenant: str, own_id: str, key: str) -> tuple[str, str]:
-    """The id and the record: of the caller's own id; the same for the same Idempotency-Key; or new ones."""
+    """The prediction id and the record id: from the caller's id, from an Idempotency-Key, or new."""
     if own_id:
         return own_id, record_of(tenant, own_id)
     if key:
@@ -278,11 +278,11 @@ def _ids(tenant: str, own_id: str, key: str) -> tuple[str, str]:
 
 
 async def _digest(body: PredictionBody, model: Model) -> str:
-    """Of all that makes two requests the same."""
+    """A digest of the body and the model. Equal requests have the same."""
     given = body.model_dump(exclude={"version"})
     image = given["input"].get("image")
     if isinstance(image, str) and len(image) > LONGEST_URL:
-        # Written as JSON, 20 MB of picture would hold the event loop for 130 ms; so its own digest stands for it.
+        # Encoding 20 MB of image as JSON would block the event loop for 130 ms, so its digest replaces it.
         given["input"]["image"] = await asyncio.to_thread(_digest_of, image)
     return _digest_of(json.dumps([model.name, given], sort_keys=True))
 

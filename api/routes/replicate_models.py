@@ -14,7 +14,7 @@ from starlette.responses import Response
 from api.errors import NotFound
 from api.http.edit_body import MOST_FIELDS
 from api.http.json_limits import object_in
-from api.http.openapi import KEYED, Described, done, problems
+from api.http.openapi import AUTHENTICATED, Described, problems, success
 from api.http.request import ApiRequest, authenticate
 from api.inputs.files import File
 from api.predictions.versions import OWNER, find_version, version_of
@@ -75,8 +75,8 @@ async def list_models(request: Request, cursor: str = "") -> Response:
 @router.get(
     "/models/{owner}/{name}",
     summary="Get a model in Replicate's shape",
-    openapi_extra=KEYED,
-    responses={200: done("Done.", ReplicateModel), **problems(401, 404)},
+    openapi_extra=AUTHENTICATED,
+    responses={200: success("Done.", ReplicateModel), **problems(401, 404)},
 )
 async def get_model(request: Request, owner: str, name: str) -> Response:
     """A model of the catalog with its only version. Any owner is accepted."""
@@ -89,8 +89,8 @@ async def get_model(request: Request, owner: str, name: str) -> Response:
 @router.get(
     "/models/{owner}/{name}/versions",
     summary="List the versions of a model",
-    openapi_extra=KEYED,
-    responses={200: done("Done.", VersionsPage), **problems(401, 404)},
+    openapi_extra=AUTHENTICATED,
+    responses={200: success("Done.", VersionsPage), **problems(401, 404)},
 )
 async def list_versions(request: Request, owner: str, name: str) -> Response:
     """Each model has one version."""
@@ -102,8 +102,8 @@ async def list_versions(request: Request, owner: str, name: str) -> Response:
 @router.get(
     "/models/{owner}/{name}/versions/{version}",
     summary="Get a version of a model",
-    openapi_extra=KEYED,
-    responses={200: done("Done.", VersionReply), **problems(401, 404)},
+    openapi_extra=AUTHENTICATED,
+    responses={200: success("Done.", VersionReply), **problems(401, 404)},
 )
 async def get_version(request: Request, owner: str, name: str, version: str) -> Response:
     """The version, with the schema of its input and output."""
@@ -121,8 +121,8 @@ async def get_version(request: Request, owner: str, name: str, version: str) -> 
 @router.get(
     "/deployments/{owner}/{name}",
     summary="Get a deployment",
-    openapi_extra=KEYED,
-    responses={200: done("Done.", DeploymentReply), **problems(401, 404)},
+    openapi_extra=AUTHENTICATED,
+    responses={200: success("Done.", DeploymentReply), **problems(401, 404)},
 )
 async def get_deployment(request: Request, owner: str, name: str) -> Response:
     """Each model of the catalog has one deployment, of the same name."""
@@ -147,8 +147,8 @@ async def get_deployment(request: Request, owner: str, name: str) -> Response:
     "/files",
     summary="Upload a file",
     status_code=201,
-    openapi_extra=_FORM | KEYED,
-    responses={201: done("The uploaded file.", FileReply), **problems(400, 401, 408, 413, 422, 503)},
+    openapi_extra=_FORM | AUTHENTICATED,
+    responses={201: success("The uploaded file.", FileReply), **problems(400, 401, 408, 413, 422, 503)},
 )
 async def create_file(request: Request) -> Response:
     """Takes a form with the file as `content` and, if wanted, a JSON object as `metadata`. Files are kept for a day."""
@@ -172,8 +172,8 @@ async def create_file(request: Request) -> Response:
 @router.get(
     "/files/{file_id}",
     summary="Get a file",
-    openapi_extra=KEYED,
-    responses={200: done("Done.", FileReply), **problems(401, 404, 503)},
+    openapi_extra=AUTHENTICATED,
+    responses={200: success("Done.", FileReply), **problems(401, 404, 503)},
 )
 async def get_file(request: Request, file_id: str) -> Response:
     """The file's metadata. `urls.download` is a link to its bytes."""
@@ -184,8 +184,8 @@ async def get_file(request: Request, file_id: str) -> Response:
 @router.get(
     "/webhooks/default/secret",
     summary="Get the secret that signs your webhooks",
-    openapi_extra=KEYED,
-    responses={200: done("Done.", SecretReply), **problems(401, 404)},
+    openapi_extra=AUTHENTICATED,
+    responses={200: success("Done.", SecretReply), **problems(401, 404)},
 )
 async def get_secret(request: Request) -> Response:
     """The secret of this tenant, with which receivers verify signatures."""

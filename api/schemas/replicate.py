@@ -38,7 +38,7 @@ class PredictionBody(Body):
         return self
 
     @property
-    def told(self) -> tuple[str, tuple[str, ...]]:
+    def webhook_target(self) -> tuple[str, tuple[str, ...]]:
         """The webhook's URL and its events; empty where there is none."""
         if self.webhook_completed:
             return self.webhook_completed, ("completed",)

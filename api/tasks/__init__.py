@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from api.inputs.source_pictures import Caller, SourcePictures
-from api.problem_details import inside_input
+from api.problem_details import errors_in_input
 from api.tasks.base import ApiTask, Inputs
 from shared.catalog import Model
 from shared.errors import BadInput
@@ -33,7 +33,7 @@ async def read_inputs(given: dict[str, Any], model: Model, caller: Caller, pictu
     """
     if len(given) > MOST_FIELDS:
         raise BadInput(f"input: {len(given)} fields; at most {MOST_FIELDS} are allowed", field="input")
-    with inside_input():
+    with errors_in_input():
         return await API_TASKS[model.task].read(given, model, caller, pictures)
 
 

@@ -297,23 +297,23 @@ async def test_first_answer_stays(redis_url: str) -> None:
         one, two = [
             await opened.enter_async_context(IdempotencyStore(redis_url, keep_s=60, lease_s=0.05)) for _ in range(2)
         ]
-        assert await one.claim("n", "f", "c1") == KeyClaim("ours", b"")
+        assert await one.claim("n", "f", "c1") == KeyClaim("acquired", b"")
         async with asyncio.timeout(WAIT_LIMIT_S):
-            while (await two.claim("n", "f", "c2")).state != "ours":  # noqa: ASYNC110 - Redis's clock decides
+            while (await two.claim("n", "f", "c2")).state != "acquired":  # noqa: ASYNC110 - Redis's clock decides
                 await asyncio.sleep(0.01)
-        await one.free("n", "c1")  # no longer its own to free
-        assert await one.settle("n", "acme", "f", "c1", b"late, but first") == b"late, but first"
-        assert await two.settle("n", "acme", "f", "c2", b"second") == b"late, but first"
-        assert await one.claim("n", "f", "c3") == KeyClaim("answered", b"late, but first")
-        assert (await one.claim("n", "g", "c3")).state == "differs"
+        await one.release("n", "c1")  # no longer its own to free
+        assert await one.complete("n", "acme", "f", "c1", b"late, but first") == b"late, but first"
+        assert await two.complete("n", "acme", "f", "c2", b"second") == b"late, but first"
+        assert await one.claim("n", "f", "c3") == KeyClaim("completed", b"late, but first")
+        assert (await one.claim("n", "g", "c3")).state == "mismatch"
 
 
 async def test_answers_are_kept_for_a_time(redis_url: str) -> None:
     async with IdempotencyStore(redis_url, keep_s=0.05, lease_s=5) as store:
         await store.claim("old", "f", "c1")
-        await store.settle("old", "acme", "f", "c1", b"answer")
+        await store.complete("old", "acme", "f", "c1", b"answer")
         async with asyncio.timeout(WAIT_LIMIT_S):
-            while (await store.claim("old", "g", "c2")).state != "ours":  # noqa: ASYNC110
+            while (await store.claim("old", "g", "c2")).state != "acquired":  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     with redis.Redis.from_url(redis_url) as client:
         assert client.zcard("penstock:answers:ends") == 1
@@ -343,7 +343,7 @@ async def test_without_redis_only_keys_are_refused(tmp_path: Path, own_redis: Re
 
 
 async def test_crowd_of_waiters_is_bounded(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.idempotency.service.MOST_WAITING", 2)
+    monkeypatch.setattr("api.idempotency.service.MAX_WAITING", 2)
     done = asyncio.Event()
 
     async def compute() -> StoredResponse:
@@ -376,11 +376,11 @@ async def test_closing_frees_what_is_under_way(redis_url: str) -> None:
             await computing.wait()
         with pytest.raises(Unavailable):
             await running
-        assert (await store.claim("n", "f", "other")).state == "ours"
+        assert (await store.claim("n", "f", "other")).state == "acquired"
 
 
 async def _until_seen(api: ApiUnderTest, posts: int) -> None:
-    """Waits until so many requests have come to the door."""
+    """Waits until so many requests have arrived."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while api.dependencies.idempotency.waiting < posts - 1:  # noqa: ASYNC110
             await asyncio.sleep(0.005)

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from api.errors import ANSWERS
+from api.errors import ERROR_MAPPINGS
 from api.schemas import openai as schemas
 from tests.api.harness import ApiUnderTest
 
@@ -60,7 +60,7 @@ async def test_errors_have_the_shape_that_their_routes_speak(page: dict[str, Any
 
 async def test_every_status_of_an_error_stands_at_some_route(page: dict[str, Any]) -> None:
     documented = {int(status) for *_, operation in operations(page) for status in operation["responses"]}
-    missing = {answered.status for answered in ANSWERS.values()} - documented - NEVER_OF_A_ROUTE
+    missing = {answered.status for answered in ERROR_MAPPINGS.values()} - documented - NEVER_OF_A_ROUTE
     assert not missing, f"{missing}: give them words in api/http/openapi.py, and name them at the routes that give them"
 
 

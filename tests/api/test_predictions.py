@@ -110,7 +110,7 @@ async def test_put_twice_is_one_prediction(api: ApiUnderTest) -> None:
 async def test_streams_are_bounded_and_end_with_their_readers(
     api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.predictions.event_stream.MOST_STREAMS", 1)
+    monkeypatch.setattr("api.predictions.event_stream.MAX_STREAMS", 1)
     api.worker.go.clear()
     created = (await api.http.post("/v1/predictions", json=TEXT)).json()
     async with Records(str(api.dependencies.settings.redis_url)) as records:
@@ -131,7 +131,7 @@ async def test_streams_are_bounded_and_end_with_their_readers(
 async def test_streams_of_one_tenant_leave_room_for_another(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.predictions.event_stream.MOST_STREAMS", 4)
+    monkeypatch.setattr("api.predictions.event_stream.MAX_STREAMS", 4)
     async with (
         running_api(settings_for(tmp_path, redis_url=redis_url, api_keys="a=acme,u=umbrella")) as api,
         AsyncExitStack() as stack,

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
-from api.errors import ANSWERS
+from api.errors import ERROR_MAPPINGS
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 
 pytestmark = pytest.mark.anyio
@@ -159,4 +159,4 @@ async def test_labels_are_bounded(api: ApiUnderTest) -> None:
         (MODEL_PREDICTIONS, "unknown_model"),
     }
     assert labels() - before <= expected
-    assert {code for _, code in expected} <= {*ANSWERS}
+    assert {code for _, code in expected} <= {*ERROR_MAPPINGS}

@@ -205,8 +205,8 @@ async def test_what_expires_is_not_counted_any_more(redis_url: str) -> None:
         async with Records(redis_url) as records, IdempotencyStore(redis_url, keep_s=0.001, lease_s=5) as answers:
             await records.create("old", "acme", b"{}", deadline_s=time.time() - 20, keep_s=10)
             await records.create("young", "acme", b"{}", deadline_s=time.time() + 20, keep_s=10)
-            await answers.settle("old", "acme", "f", "c1", b"answer")
-            while (await answers.claim("young", "f", "c2")).state != "ours" or client.exists(  # noqa: ASYNC110
+            await answers.complete("old", "acme", "f", "c1", b"answer")
+            while (await answers.claim("young", "f", "c2")).state != "acquired" or client.exists(  # noqa: ASYNC110
                 "penstock:answers:of:old"
             ):
                 await asyncio.sleep(0.001)
@@ -255,11 +255,11 @@ class Answers(RuleBasedStateMachine):
     def claim(self, name: str) -> None:
         found = self.runner.run(self.answers.claim(name, "f", name))
         if name in self.claimed:
-            assert found == KeyClaim("running", b"")
-        elif found.state == "answered":
-            assert found.answer == self.settled[name]
+            assert found == KeyClaim("in_progress", b"")
+        elif found.state == "completed":
+            assert found.response == self.settled[name]
         else:
-            assert found == KeyClaim("ours", b"")
+            assert found == KeyClaim("acquired", b"")
             assert not (name in self.settled and name.startswith(QUIET)), "dropped for others"
             self.settled.pop(name, None)
             self.claimed.add(name)
@@ -269,7 +269,7 @@ class Answers(RuleBasedStateMachine):
     def settle(self, data: st.DataObject, size: int) -> None:
         name = data.draw(st.sampled_from(sorted(self.claimed)))
         answer = name.encode() * (1 + (size if not name.startswith(QUIET) else 10) // len(name))
-        assert self.runner.run(self.answers.settle(name, name.rstrip("0123456789"), "f", name, answer)) == answer
+        assert self.runner.run(self.answers.complete(name, name.rstrip("0123456789"), "f", name, answer)) == answer
         self.claimed.remove(name)
         self.settled[name] = answer
 
@@ -277,7 +277,7 @@ class Answers(RuleBasedStateMachine):
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.claimed)))
-        self.runner.run(self.answers.free(name, name))
+        self.runner.run(self.answers.release(name, name))
         self.claimed.remove(name)
 
     @rule(tenant=st.sampled_from(LARGE))
@@ -289,7 +289,7 @@ class Answers(RuleBasedStateMachine):
                 self.claim(name)
             if name in self.claimed:
                 answer = name.encode() * 500
-                assert self.runner.run(self.answers.settle(name, tenant, "f", name, answer)) == answer
+                assert self.runner.run(self.answers.complete(name, tenant, "f", name, answer)) == answer
                 self.claimed.remove(name)
                 self.settled[name] = answer
 
@@ -321,9 +321,9 @@ async def test_entries_of_a_release_without_budgets_live_on_and_expire(redis_url
             found = await records.read("old")
             assert found is not None
             assert found.reply is not None
-            assert await answers.claim("old", "f", "c2") == KeyClaim("answered", b"kept")
-            assert await answers.settle("old", "acme", "f", "c2", b"mine") == b"kept"
-            assert (await answers.claim("gone", "f", "c3")).state == "ours"
+            assert await answers.claim("old", "f", "c2") == KeyClaim("completed", b"kept")
+            assert await answers.complete("old", "acme", "f", "c2", b"mine") == b"kept"
+            assert (await answers.claim("gone", "f", "c3")).state == "acquired"
             assert await records.read("gone") is None
         assert client.ttl("penstock:record:old") == -1
         counts = Counts(client, "penstock:predictions").read()
@@ -335,8 +335,8 @@ async def test_entry_removed_by_another_hand_leaves_no_count(redis_url: str) -> 
     with redis.Redis.from_url(redis_url) as client:
         async with IdempotencyStore(redis_url, keep_s=60, lease_s=5, max_bytes=BUDGET_BYTES) as answers:
             for number in range(12):
-                await answers.settle(str(number), "acme", "f", "c", b"a" * ANSWER_BYTES)
+                await answers.complete(str(number), "acme", "f", "c", b"a" * ANSWER_BYTES)
             client.delete("penstock:answers:of:0", "penstock:answers:of:1")
             for number in range(12, 18):
-                await answers.settle(str(number), "acme", "f", "c", b"a" * ANSWER_BYTES)
+                await answers.complete(str(number), "acme", "f", "c", b"a" * ANSWER_BYTES)
         Counts(client, "penstock:answers").read().check()

@@ -1,4 +1,4 @@
--- Releases a claim without an answer, unless it is another's or was answered.
+-- Releases a claim without a response, unless the key has another claim or a response.
 --
 -- KEYS: entry, store, leases
 -- ARGV: claim

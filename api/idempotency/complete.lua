@@ -1,9 +1,9 @@
--- Keeps the answer for a key. Follows retention.lua and now.lua.
--- The first answer stays: a claim whose lease ran out may still finish before its successor.
+-- Stores the response for a key. Follows retention.lua and now.lua.
+-- The first response stays: a claim whose lease ran out may still finish before its successor.
 --
 -- KEYS: entry, store, leases
--- ARGV: fingerprint, claim, answer, keep_s, tenant, budget of the store
--- Returns the answer that counts, and how many others were dropped for it.
+-- ARGV: fingerprint, claim, response, keep_s, tenant, budget of the store
+-- Returns the stored response, and how many others were dropped to make room.
 
 redis.call('ZREM', KEYS[3], ARGV[2])
 local f = redis.call('HMGET', KEYS[1], 'fingerprint', 'answer')
