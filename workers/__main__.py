@@ -1,4 +1,4 @@
-"""`python -m workers`: a worker of one or several models. Builds the parts, opens them in order, runs until SIGTERM."""
+"""`python -m workers`: a worker of one or several models. Opens its parts in order and runs until SIGTERM."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Runs a worker; returns the exit status."""
+    """Runs a worker. Returns the exit status."""
     try:
         settings = read_settings(WorkerSettings)
         configure_logs(settings.log_level)
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 async def serve(settings: WorkerSettings, models: Sequence[Model]) -> None:
-    """Warms the models up, then pulls; readiness says when. Returns after SIGTERM and a drain."""
+    """Warms up the models and serves them. Returns after SIGTERM and a drain."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -70,12 +70,12 @@ async def serve(settings: WorkerSettings, models: Sequence[Model]) -> None:
         stack.enter_context(
             health_server(settings.health_host, settings.health_port, loop, lambda: any(w.is_ready for w in running))
         )
-        placed = [await _place(settings, model) for model in models]
-        hosted = [one for one, _, _ in placed]
-        layout = placed[0][1]
-        if len(placed) > 1 and not settings.threads:
+        prepared = [await _prepare(settings, model) for model in models]
+        hosted = [one for one, _, _ in prepared]
+        layout = prepared[0][1]
+        if len(prepared) > 1 and not settings.threads:
             layout = shared_layout(layout, this_machine())
-        renewal = await stack.enter_async_context(Renewal([choice for _, _, choice in placed]))
+        renewal = await stack.enter_async_context(Renewal([choice for _, _, choice in prepared]))
         worker = await _open(stack, settings, hosted, layout, name, renewal)
         running.append(worker)
         settle_heap()
@@ -83,8 +83,8 @@ async def serve(settings: WorkerSettings, models: Sequence[Model]) -> None:
         await worker.run(stop)
 
 
-async def _place(settings: WorkerSettings, model: Model) -> tuple[HostedModel, Layout, TunedModel | None]:
-    """The model with what computes it, processes and threads to run it with (0: as usual), and the choice of both."""
+async def _prepare(settings: WorkerSettings, model: Model) -> tuple[HostedModel, Layout, TunedModel | None]:
+    """The model with its backend, its processes and threads (0: the default), and the choice behind them."""
     folder = await asyncio.to_thread(resolve, model.source, model.revision, settings.models_dir)
     if not WORKER_TASKS[model.task].measures_backends:
         return HostedModel(model, folder), Layout(settings.processes, settings.threads or 1), None
@@ -100,7 +100,7 @@ async def _open(
     name: str,
     renewal: Renewal,
 ) -> Worker:
-    """Opens every part: rows first, as an earlier process may have left some; rows and models close last."""
+    """Opens every part. Rows open first, because an earlier process may have left some, and close last."""
     rows = await stack.enter_async_context(
         RowWriter(
             project=settings.project,

@@ -1,6 +1,6 @@
-"""The worker's health door, on its own thread: /healthz (the event loop turns), /readyz (warm and pulling), /metrics.
+"""The worker's health endpoint: /healthz (the event loop responds), /readyz (warm and pulling), /metrics.
 
-A thread and the standard library's server, so that the answer does not depend on the loop it reports on.
+It runs on a thread, with the standard library's server, so it does not depend on the loop it checks.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 LOOP_LIMIT_S = 5.0
-"""A loop that does not turn once in this time keeps no lease either: the process is to be restarted."""
+"""A loop that does not respond in this time cannot extend leases either. The process needs a restart."""
 
 
 @contextmanager
 def health_server(host: str, port: int, loop: asyncio.AbstractEventLoop, is_ready: Callable[[], bool]) -> Iterator[int]:
-    """Serves until left; yields the bound port."""
+    """Serves until the context exits. Yields the bound port."""
 
-    def loop_turns() -> bool:
-        turned = threading.Event()
+    def loop_responds() -> bool:
+        responded = threading.Event()
         try:
-            loop.call_soon_threadsafe(turned.set)
+            loop.call_soon_threadsafe(responded.set)
         except RuntimeError:  # closed
             return False
-        return turned.wait(LOOP_LIMIT_S)
+        return responded.wait(LOOP_LIMIT_S)
 
     class Handler(BaseHTTPRequestHandler):
         """Three paths, GET only."""
@@ -37,7 +37,7 @@ def health_server(host: str, port: int, loop: asyncio.AbstractEventLoop, is_read
             if self.path == "/metrics":
                 self._answer(200, generate_latest(), CONTENT_TYPE_LATEST)
             elif self.path == "/healthz":
-                self._answer_bool(loop_turns())
+                self._answer_bool(loop_responds())
             elif self.path == "/readyz":
                 self._answer_bool(is_ready())
             else:
@@ -54,7 +54,7 @@ def health_server(host: str, port: int, loop: asyncio.AbstractEventLoop, is_read
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Probes are not news."""
+            """Does not log probes."""
 
     server = ThreadingHTTPServer((host, port), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, name="health", daemon=True)

@@ -1,4 +1,4 @@
-"""What a worker tells Prometheus; each name once."""
+"""The worker's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODEL_PROCESS_DEATHS = Counter("penstock_worker_model_process_deaths_total", "Mo
 
 
 def observe_batch(done: BatchResult) -> None:
-    """Counts one batch."""
+    """Records one batch."""
     BATCH_ITEMS.observe(len(done.results))
     INFERENCE_SECONDS.observe(done.inference_ms / 1000)
     REAL_WORK.inc(done.real_work)

@@ -1,12 +1,14 @@
 """The worker's I/O process: pulls the jobs of its models and feeds batches to the model processes.
 
-Guarantees used: Pub/Sub delivers a job at least once and keeps it until its ack; the transport keeps the lease of every
-message in hand, and flow control bounds how many those are. The models run in processes of their own
-(workers/runtime/pool.py), so what they do to their interpreter takes no lease and no reply with it.
+Guarantees used: Pub/Sub delivers a job at least once and keeps it until its ack. The transport
+extends the lease of every message in hand, and flow control bounds how many there are. The models
+run in processes of their own (workers/runtime/pool.py), so a busy or broken model interpreter
+delays no lease and no reply.
 
-In call order: `run` opens the subscriptions of each model and starts its workers/jobs/consumer.py → `_serve`, one for
-each model process, asks workers/scheduling/model_scheduler.py whose turn it is, takes that model's next batch and runs
-it → `_listen` hears of jobs that are canceled meanwhile.
+In call order: `run` opens the subscriptions of each model and starts its consumer
+(workers/jobs/consumer.py). `_serve`, one task per model process, asks
+workers/scheduling/model_scheduler.py which model is next, takes its next batch and runs it.
+`_listen` drops jobs that are canceled.
 """
 
 from __future__ import annotations
@@ -34,25 +36,25 @@ from workers.scheduling.model_scheduler import Idle, ModelScheduler
 log = logging.getLogger(__name__)
 
 ACK_LINGER_S = 0.02
-"""Acks wait so long for company: they are on nobody's path, and alone each costs as much as a publish."""
+"""How long acks wait to be sent together. No caller waits for them, and a lone ack costs as much as a publish."""
 BATCH_TIMEOUT_S = 300.0
-"""A batch that takes longer than this hangs; its process is killed and its jobs are tried again."""
+"""A batch that takes longer is stuck. Its process is killed, and its jobs are retried."""
 FAILED_BATCHES_MAX = 20
-"""After so many batches in a row that failed or killed their process, it is the worker that is broken: it leaves."""
+"""After this many failed batches in a row the worker itself is broken, and exits."""
 
 
 class Worker:
-    """Serves one or several models: `run` until told to stop. Its parts are opened and closed by the caller.
+    """Serves one or several models until it is told to stop. The caller opens and closes its parts.
 
     Args:
-        consumers: one for each model, in the order of the pool's.
+        consumers: one for each model, in the order of the pool.
         subscriber: where jobs are pulled from.
-        records: tell of jobs that are canceled.
+        records: report canceled jobs.
         pool: the model processes.
-        ack_deadline_s: leases are asked for, and extended, by so much.
-        max_outstanding_bytes: of the messages in hand, of each lane, shared evenly by the models.
-        drain_s: how long what is in hand may take to finish at the end.
-        on_batch: told of every batch that a model process ran, with the number of its model.
+        ack_deadline_s: the length of leases, and of their extensions.
+        max_outstanding_bytes: of the messages in hand in each lane, divided evenly among the models.
+        drain_s: how long jobs in hand may take to finish after the stop.
+        on_batch: called after every batch, with the number of its model.
     """
 
     def __init__(
@@ -83,11 +85,11 @@ class Worker:
 
     @property
     def is_ready(self) -> bool:
-        """Whether jobs that are published now, for any of the models, would reach this worker."""
+        """Whether this worker would get jobs that are published now, for each of its models."""
         return all(consumer.is_connected for consumer in self._consumers)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Pulls and serves until `stop` is set, then finishes what is in hand within the drain limit.
+        """Pulls and serves until `stop` is set, then finishes the jobs in hand within the drain limit.
 
         Raises:
             PenstockError: a subscription is lost for good, or batch after batch fails.
@@ -103,7 +105,7 @@ class Worker:
                 tasks.append(stopping)
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done - {stopping}:
-                    task.result()  # none of them ends by itself but by an error
+                    task.result()  # they end only with an error
                 await self._drain()
             finally:
                 await _cancel(tasks)
@@ -118,7 +120,7 @@ class Worker:
         ):
             subscribing = self._subscriber.subscribe(
                 subscription_id,
-                # Two batches for each process: one that runs, and one to choose the next from.
+                # Two batches for each process: one that runs, and one that waits.
                 max_messages=2 * consumer.model.batch.max_items * len(self._pool.processes),
                 max_bytes=max(1, self._max_outstanding_bytes // len(self._consumers)),
                 ack_deadline_s=self._ack_deadline_s,
@@ -132,7 +134,7 @@ class Worker:
         self._count_waiting()
 
     async def _drain(self) -> None:
-        """Takes no more, and finishes what is in hand within the limit."""
+        """Stops pulling, and finishes the jobs in hand within the limit."""
         try:
             async with asyncio.timeout(self._drain_s):
                 await asyncio.gather(*(consumer.drain() for consumer in self._consumers))
@@ -140,30 +142,30 @@ class Worker:
             log.warning("drain limit reached", extra={"limit_s": self._drain_s})
 
     async def _serve(self, process: PooledProcess) -> None:
-        """Feeds one model process for as long as the worker lives."""
+        """Feeds batches to one model process."""
         free_since_s, seen = time.time(), None
         while True:
             await process.ready()
             if process.residency is not seen:
                 seen = process.residency
-                self._learn(seen)
+                self._update_residency(seen)
             choice = self._choose(process, free_since_s)
             if isinstance(choice, Idle):
-                await self._rest(choice)
+                await self._wait(choice)
             elif batch := self._queues[choice].take(len(self._pool.processes)):
                 self._scheduler.batch_started(choice, time.time())
                 self._count_waiting()
                 await self._run_batch(process, choice, batch)
                 free_since_s = time.time()
 
-    def _learn(self, residency: ResidencyReport) -> None:
+    def _update_residency(self, residency: ResidencyReport) -> None:
         self._scheduler.update_load_times(residency.load_s)
         for number, consumer in enumerate(self._consumers):
             holders = sum(number in process.residency.resident for process in self._pool.processes)
             metrics.RESIDENT.labels(consumer.model.name).set(holders)
 
     def _choose(self, process: PooledProcess, free_since_s: float) -> int | Idle:
-        """Whose turn it is, after seeing to it that a switch is not for nobody."""
+        """The model to run next. Checks before a switch that its items are still wanted."""
         while True:
             resident = process.residency.resident
             choice = self._scheduler.choose(resident, free_since_s, self._queues, time.time())
@@ -173,10 +175,10 @@ class Worker:
             if self._queues[choice].waiting:
                 return choice
 
-    async def _rest(self, pause: Idle) -> None:
-        """Waits until something is queued, or the pause is over."""
+    async def _wait(self, idle: Idle) -> None:
+        """Waits until an item is queued, or until the given time."""
         self._queued.clear()
-        left_s = None if pause.until_s is None else max(0.0, pause.until_s - time.time())
+        left_s = None if idle.until_s is None else max(0.0, idle.until_s - time.time())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(left_s):
                 await self._queued.wait()
@@ -212,7 +214,7 @@ class Worker:
             raise ModelFailed(f"{self._failed_batches} batches in a row failed; another worker may do better")
 
     async def _listen(self) -> None:
-        """Drops what is canceled, and ends batches of which nothing is wanted any more."""
+        """Drops canceled jobs, and stops batches whose callers are all gone."""
         async for record in self._records.canceled():
             for consumer in self._consumers:
                 if record is None:

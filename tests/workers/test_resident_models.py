@@ -146,10 +146,10 @@ def test_a_model_that_cannot_be_loaded_even_alone_fails(tmp_path: Path) -> None:
         bench.resident_models.use(1)
 
 
-def test_drop_others_keeps_one(tmp_path: Path) -> None:
+def test_evict_others_keeps_one(tmp_path: Path) -> None:
     bench = Bench(tmp_path, room=0)
     bench.resident_models.open()
-    bench.resident_models.drop_others(keep=1)
+    bench.resident_models.evict_others(keep=1)
     assert bench.resident() == [1]
 
 

@@ -20,8 +20,8 @@ class LargeResults:
     """Stores the blobs of results that are above the inline limit.
 
     Args:
-        objects: where to.
-        keep_limit_s: how long a result is kept in hand while the store is out of reach.
+        objects: stores them.
+        keep_limit_s: how long to retry while the store is unavailable.
     """
 
     def __init__(self, objects: ObjectStore, keep_limit_s: float) -> None:
@@ -29,10 +29,10 @@ class LargeResults:
         self._keep_limit_s = keep_limit_s
 
     async def stored(self, envelope: Envelope, outcome: ItemOutcome) -> ItemOutcome:
-        """The outcome as it travels.
+        """The outcome as replies carry it, with a key in place of a large blob.
 
         Raises:
-            Unavailable: the store was out of reach until the deadline, or for too long.
+            Unavailable: the store was unavailable until the deadline or for `keep_limit_s`.
         """
         result = outcome.result
         blob = None if result is None else result.blob
@@ -44,7 +44,7 @@ class LargeResults:
         return msgspec.structs.replace(outcome, result=stored)
 
     async def _put(self, key: str, data: bytes, media_type: str, deadline_s: float) -> None:
-        """Stores an object, again and again while the store is out of reach: to draw it anew would cost more."""
+        """Stores an object. Retries while the store is unavailable, which costs less than a new image."""
         until_s = min(deadline_s, time.time() + self._keep_limit_s)
         pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:

@@ -1,4 +1,4 @@
-"""How a job ends: from the outcomes of its items to the state of its record, and from the record to rows. Pure."""
+"""From the outcomes of a job's items to the state of its record, and from the record to rows. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workers.job import NOT_SENT, PulledJob
 
 
 def state_of(body: ReplyBody) -> Literal["succeeded", "failed", "canceled"]:
-    """The state in which an answer ends its record: it succeeded as a whole or not at all."""
+    """The final state of the record. It succeeded only if all items did."""
     statuses = {outcome.status for outcome in body.outcomes}
     if statuses == {"succeeded"}:
         return "succeeded"
@@ -22,7 +22,7 @@ def state_of(body: ReplyBody) -> Literal["succeeded", "failed", "canceled"]:
 
 
 def answered_by(ours: ReplyBody, finish: Finish | None) -> ReplyBody:
-    """What became of the record: our answer, another attempt's, or a cancellation."""
+    """The answer in the record: ours, another attempt's, or a cancellation."""
     if finish is not None and not finish.is_ours and finish.reply is not None:
         return decode_reply_body(finish.reply)
     if finish is None or finish.state != "canceled":
@@ -32,7 +32,7 @@ def answered_by(ours: ReplyBody, finish: Finish | None) -> ReplyBody:
 
 
 def in_time(pulled: PulledJob, body: ReplyBody, now_s: float) -> ReplyBody:
-    """The answer, if at `now_s` its deadline has not passed; else with nothing in it that would be charged."""
+    """The answer if its deadline is after `now_s`. Otherwise the same without results, so nothing is charged."""
     if now_s < pulled.envelope.deadline_s or not any(outcome.result for outcome in body.outcomes):
         return body
     late = [
@@ -43,14 +43,14 @@ def in_time(pulled: PulledJob, body: ReplyBody, now_s: float) -> ReplyBody:
 
 
 def undelivered(body: ReplyBody) -> ReplyBody:
-    """The answer that found nobody: the instance that asked is gone, and with it the connection of its caller."""
+    """The answer without results, because the API instance and the caller's connection are gone."""
     gone = Unavailable("the API instance that asked is gone")
     outcomes = [one if one.result is None else failure(one.index, gone, one.receipt) for one in body.outcomes]
     return msgspec.structs.replace(body, outcomes=outcomes)
 
 
 def one_for_each(items: Sequence[Item], answered: ReplyBody) -> list[ItemOutcome]:
-    """The outcomes; where the job was ended as a whole, its error is that of every item."""
+    """The outcome of each item. If the job failed as a whole, each item has its error."""
     if answered.outcomes:
         return answered.outcomes
     error = answered.error or ItemError(PenstockError.code, "it ended without a reason; this is a bug")

@@ -1,4 +1,4 @@
-"""Between admission and the queue: sources are fetched, and inputs are made ready for the model."""
+"""Fetches source images and prepares the inputs of items for the model, before they are queued."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SOURCE_LIMIT_BYTES = 32 * 1024 * 1024
 
 
 class Preprocessor:
-    """Prepares items, all of a call together.
+    """Prepares all items of a call together.
 
     Args:
-        preparer: of the model.
-        objects: where large sources lie.
-        on_thread: whether preparing takes milliseconds, so is done off the loop that keeps the leases.
+        preparer: prepares the model's inputs.
+        objects: has large source images.
+        on_thread: whether to prepare on a thread, because it takes milliseconds.
     """
 
     def __init__(self, preparer: Preparer, objects: ObjectStore, *, on_thread: bool) -> None:
@@ -32,7 +32,7 @@ class Preprocessor:
         self._on_thread = on_thread
 
     async def prepare(self, items: Sequence[Item]) -> list[Prepared | PenstockError]:
-        """One outcome per item, in order: ready, or why it can't be."""
+        """One outcome per item, in order: the prepared item, or an error."""
         found: Sequence[Item | PenstockError] = items
         if any(item.input.source is not None for item in items):
             found = await asyncio.gather(*(self._with_source(item) for item in items))

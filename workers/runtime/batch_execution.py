@@ -42,7 +42,7 @@ def run_batch(resident_models: ResidentModels, batch: RunBatch, steps: StepRepor
     execution.compute(batch.items)
     inference_ms, cpu_s = (time.perf_counter() - began_s) * 1000, time.process_time() - began_cpu_s
     if execution.out_of_memory:
-        resident_models.drop_others(keep=batch.model)  # makes room for the next batch
+        resident_models.evict_others(keep=batch.model)  # makes room for the next batch
     results = [result for _, result in sorted(execution.results.items())]
     done = _result(resident_models, batch, started_at_s, inference_ms, results)
     done.padded_work, done.out_of_memory = execution.padded_work, execution.out_of_memory

@@ -13,37 +13,37 @@ from typing import Protocol
 from shared.errors import ModelFailed
 
 _STATUS_LIMIT_S = 1.0
-"""How long the template may take to tell how a process ended, once it is gone."""
+"""How long to wait for the template to report the exit status of a process."""
 
 
 class ChildProcess(Protocol):
-    """What is used of asyncio.subprocess.Process."""
+    """The part of asyncio.subprocess.Process that is used."""
 
     pid: int
     stdout: asyncio.StreamReader | None
 
     @property
     def returncode(self) -> int | None:
-        """How it ended; None: not yet, or nobody knows."""
+        """The exit status. None if the process runs, or if the status is unknown."""
 
     def kill(self) -> None:
-        """Ends it at once.
+        """Kills the process.
 
         Raises:
-            ProcessLookupError: it is gone already.
+            ProcessLookupError: it ended already.
         """
 
     async def wait(self) -> int | None:
-        """Returns when it is gone, with how it ended."""
+        """Waits until the process ends. Returns its exit status."""
 
 
 async def spawn(
     command: Sequence[str], environment: Mapping[str, str], theirs: socket.socket, option: str = "--fd"
 ) -> asyncio.subprocess.Process:
-    """Starts a program that gets `theirs` as the number after `option`, and whose output is read.
+    """Starts a program with a pipe for its output. It gets the descriptor of `theirs` as `option`.
 
     Raises:
-        ModelFailed: there is no such program.
+        ModelFailed: the program does not exist.
     """
     try:
         return await asyncio.create_subprocess_exec(
@@ -60,42 +60,42 @@ async def spawn(
 
 
 class ForkedProcess:
-    """A process that the template forked, known by its pidfd, so that no other process is ever meant."""
+    """A process that the template forked. Its pidfd identifies it, even if the process id is reused."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid
         self.stdout: asyncio.StreamReader | None = None
         self.returncode: int | None = None
         self._pidfd = pidfd
-        self._is_gone = asyncio.Event()
-        self._is_told = asyncio.Event()
-        asyncio.get_running_loop().add_reader(pidfd, self._on_gone)
+        self._has_ended = asyncio.Event()
+        self._has_status = asyncio.Event()
+        asyncio.get_running_loop().add_reader(pidfd, self._on_end)
 
-    def tell(self, status: int | None) -> None:
-        """Takes the template's word on how it ended; None: the template is gone itself."""
+    def set_status(self, status: int | None) -> None:
+        """Sets the exit status that the template reported. None if the template died."""
         self.returncode = status if self.returncode is None else self.returncode
-        self._is_told.set()
+        self._has_status.set()
 
     def kill(self) -> None:
         """As ChildProcess."""
-        if self._is_gone.is_set():
-            raise ProcessLookupError(f"process {self.pid} is gone")
+        if self._has_ended.is_set():
+            raise ProcessLookupError(f"process {self.pid} has ended")
         signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def wait(self) -> int | None:
         """As ChildProcess."""
-        await self._is_gone.wait()
+        await self._has_ended.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STATUS_LIMIT_S):
-                await self._is_told.wait()
+                await self._has_status.wait()
         return self.returncode
 
-    def _on_gone(self) -> None:
+    def _on_end(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
-        # Where the template died, and this is the container's first process, it is ours to reap.
+        # If the template died and this is the container's first process, we reap the process.
         with contextlib.suppress(ChildProcessError):
             found = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
             if found is not None:
-                self.tell(found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
+                self.set_status(found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
         os.close(self._pidfd)
-        self._is_gone.set()
+        self._has_ended.set()

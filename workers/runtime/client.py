@@ -1,4 +1,4 @@
-"""One model process seen from the I/O process: starts it, hands it batches, and tells how it ended."""
+"""The I/O process's end of one model process: starts it, sends it batches, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ log = logging.getLogger(__name__)
 
 
 class ModelProcessDied(ModelFailed):
-    """The model process ended, hung or answered nonsense while it had the batch."""
+    """The model process died, hung or sent an invalid message while it had the batch."""
 
 
 Start = Callable[[socket.socket], Awaitable[ChildProcess]]
-"""Starts a process with this end of the socket."""
+"""Starts a process with this end of its socket."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to start a model process, and how long it may take to be ready."""
+    """How to start a model process, and how long the start may take."""
 
     start: Start
     start_timeout_s: float
@@ -61,10 +61,10 @@ class _Pending:
 
 
 class ModelClient:
-    """A model process that is ready, with at most one batch in hand; at its end that batch fails.
+    """A model process that is ready. It has at most one batch, which fails when the process ends.
 
-    A second batch lying ready in the process was measured and left out: the process is busy 99 % of the time without
-    it (batches of 1,000 tokens), and a batch formed late is a fuller one.
+    A second batch that waits in the process was measured and left out. Without it the process is busy
+    99 % of the time (batches of 1,000 tokens), and a batch that is formed later is fuller.
     """
 
     def __init__(self, process: ChildProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -86,8 +86,8 @@ class ModelClient:
         """Starts a process and waits until it is ready.
 
         Raises:
-            PenstockError: it refused (ConfigurationError as a rule), died, or was not ready in time (ModelFailed,
-                with the end of what it printed).
+            PenstockError: it refused (usually ConfigurationError), died, or was not ready in time
+                (ModelFailed, with the end of its output).
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -110,7 +110,7 @@ class ModelClient:
         return child
 
     async def _abandon(self) -> None:
-        """Ends a process that is not ready yet, so hears no hang-up."""
+        """Kills a process that is not ready yet, so does not notice that the socket is closed."""
         self.kill("it was not ready")
         await self.close()
 
@@ -136,12 +136,12 @@ class ModelClient:
     async def run(
         self, batch: Sequence[Prepared], timeout_s: float, on_step: OnStep | None, model: int = 0
     ) -> BatchResult:
-        """Runs one batch on model number `model`, after the one in hand; `timeout_s` counts from then.
+        """Runs one batch on model number `model`, after the current one. `timeout_s` counts from then.
 
         Raises:
-            ModelProcessDied: the process ended, or was ended because the batch took too long or came back wrong.
+            ModelProcessDied: the process died, or was killed because the batch took too long or was invalid.
         """
-        # The turn ends with the batch, not with the caller: one who is canceled leaves a process that still computes.
+        # The turn ends with the batch, not with the caller. A canceled caller leaves a process that still computes.
         await self._turn.acquire()
         if self._reason:
             self._turn.release()
@@ -155,21 +155,21 @@ class ModelClient:
         return await done
 
     def cancel(self) -> None:
-        """Ends the batch in hand after the step it is at, where it has steps: its items fail as canceled."""
+        """Stops the current batch after its current step, if it has steps. Its items fail as canceled."""
         if self._pending is not None:
             self._writer.write(encode_cancel(self._pending.number))
 
     def kill(self, fault: str) -> None:
-        """Ends the process at once, for the reason given."""
+        """Kills the process. `fault` is the reason that callers get."""
         self._fault = self._fault or fault
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     async def serve(self, on_end: Callable[[], None]) -> str:
-        """Takes answers until the process is gone; returns the reason, after failing what was in hand."""
+        """Handles messages until the process ends. Then fails the current batch and returns the reason."""
         try:
-            while (answer := await self._read()) is not None and not self._fault:
-                self._take(answer)
+            while (message := await self._read()) is not None and not self._fault:
+                self._handle(message)
         finally:
             await self.close()
             fault = f": {self._fault}" if self._fault else ""
@@ -180,7 +180,7 @@ class ModelClient:
         return self._reason
 
     async def _read(self) -> ServerMessage | None:
-        """The next answer, or None where there will be none."""
+        """The next message, or None if there will be none."""
         try:
             (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
             if length > FRAME_MAX_BYTES:
@@ -192,23 +192,23 @@ class ModelClient:
             self.kill(f"it sent what is no answer: {error}")
             return None
 
-    def _take(self, answer: ServerMessage) -> None:
+    def _handle(self, message: ServerMessage) -> None:
         pending = self._pending
-        if not isinstance(answer, Progress | BatchResult) or pending is None or answer.number != pending.number:
-            self.kill(f"it sent {type(answer).__name__} out of turn")
-        elif isinstance(answer, Progress):
+        if not isinstance(message, Progress | BatchResult) or pending is None or message.number != pending.number:
+            self.kill(f"it sent {type(message).__name__} out of turn")
+        elif isinstance(message, Progress):
             if pending.on_step is not None:
-                pending.on_step(answer.step, answer.steps)
-        elif len(answer.results) != pending.size:
-            self.kill(f"it gave {len(answer.results)} results for {pending.size} items")
+                pending.on_step(message.step, message.steps)
+        elif len(message.results) != pending.size:
+            self.kill(f"it gave {len(message.results)} results for {pending.size} items")
         else:
-            self.memory_bytes = answer.memory_bytes
-            self.residency = answer.switched or self.residency
+            self.memory_bytes = message.memory_bytes
+            self.residency = message.switched or self.residency
             if (done := self._end_turn()) is not None:
-                done.set_result(answer)
+                done.set_result(message)
 
     def _end_turn(self) -> asyncio.Future[BatchResult] | None:
-        """Lets the next batch in; returns who waits for this one, unless nobody does any more."""
+        """Admits the next batch. Returns the future of this one, unless its caller is gone."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
@@ -217,7 +217,7 @@ class ModelClient:
         return None if pending.done.done() else pending.done
 
     async def close(self) -> None:
-        """Hangs up, which ends the process; kills it if that takes too long."""
+        """Closes the socket, which ends the process. Kills it if that takes too long."""
         self._writer.transport.abort()
         try:
             async with asyncio.timeout(EXIT_LIMIT_S):
@@ -232,7 +232,7 @@ async def _connect(ours: socket.socket, process: ChildProcess) -> tuple[asyncio.
     try:
         return await asyncio.open_unix_connection(sock=ours)
     except BaseException:
-        # Only a cancellation comes here: there is nothing to connect to that could fail.
+        # Only a cancellation gets here, because the connection itself can't fail.
         ours.close()
         process.kill()
         await process.wait()

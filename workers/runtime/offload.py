@@ -13,16 +13,16 @@ from typing import Any
 from workers.models.base import InferenceModel
 
 _DEPTH = 6
-"""How far below a model its networks are looked for: model, encoder or pipeline, list or dict, network."""
+"""How deep to look for networks: model, encoder or pipeline, list or dict, network."""
 
 
 class Offloaded:
-    """A model whose weights are away; `offload` makes one.
+    """A model whose weights are in host memory. Made by `offload`.
 
     Args:
-        model: whole but for its weights.
-        tensors: its weights and buffers, each once.
-        copies: what they hold, in host memory.
+        model: complete except for its weights.
+        tensors: its weights and buffers, without duplicates.
+        copies: their contents, in host memory.
     """
 
     def __init__(self, model: InferenceModel, tensors: list[Any], copies: list[Any]) -> None:
@@ -33,15 +33,15 @@ class Offloaded:
         self.size_bytes = sum(copy.nbytes for copy in copies)
 
     def release(self) -> None:
-        """Puts the copies in the place of the weights, which frees these; no weight ever changes."""
+        """Replaces the weights by the copies, which frees GPU memory. Weights never change."""
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             tensor.data = copy
 
     def restore(self) -> InferenceModel:
-        """Copies the weights back to where they were.
+        """Copies the weights back to their device.
 
         Raises:
-            RuntimeError: there is no room; some weights may be back and others not, and `release` makes it even again.
+            RuntimeError: there is no room. Some weights may be restored. Call `release` then.
         """
         for tensor, copy, device in zip(self._tensors, self._copies, self._devices, strict=True):
             tensor.data = copy.to(device, copy=True, non_blocking=True)
@@ -50,11 +50,11 @@ class Offloaded:
 
 
 def offload(model: InferenceModel, room_bytes: int) -> Offloaded | None:
-    """Copies the weights of `model` to host memory, and frees them where they were.
+    """Copies the weights of `model` to host memory, and frees them on the GPU.
 
-    Returns None, and changes nothing, where they can't be moved or the host has less than `room_bytes` left for them.
+    Returns None and changes nothing if the weights can't be moved, or need more than `room_bytes`.
     """
-    if "torch" not in sys.modules:  # another library computes; its weights are its own affair
+    if "torch" not in sys.modules:  # another library computes and owns the weights
         return None
     networks = list(_networks(vars(model), _DEPTH))
     tensors = list({id(one): one for network in networks for one in _weights(network)}.values())
@@ -64,7 +64,7 @@ def offload(model: InferenceModel, room_bytes: int) -> Offloaded | None:
         return None
     try:
         copies = [_host_copy(tensor) for tensor in tensors]
-    except RuntimeError:  # the system pins less than it has free
+    except RuntimeError:  # the system can pin less memory than is free
         return None
     offloaded = Offloaded(model, tensors, copies)
     offloaded.release()
@@ -72,7 +72,7 @@ def offload(model: InferenceModel, room_bytes: int) -> Offloaded | None:
 
 
 def _networks(values: Mapping[str, Any], depth: int) -> Iterator[Any]:
-    """Every torch module that can be reached through our own objects, diffusers pipelines, lists and dicts."""
+    """All torch modules reachable through our own objects, diffusers pipelines, lists and dicts."""
     torch = sys.modules["torch"]
     for value in values.values():
         if isinstance(value, torch.nn.Module):
@@ -100,7 +100,7 @@ def _is_movable(network: Any) -> bool:
     torch = sys.modules["torch"]
     plain = (torch.nn.Parameter, torch.Tensor)
     for part in network.modules():
-        # A forward of its own on an object is how parts are compiled in place.
+        # A compiled part has its own `forward`.
         if "forward" in vars(part) or part._compiled_call_impl is not None or hasattr(part, "_orig_mod"):
             return False
     return all(type(tensor) in plain and type(tensor.data) is torch.Tensor for tensor in _weights(network))

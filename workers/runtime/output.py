@@ -1,4 +1,4 @@
-"""What a model process prints: passed on as it comes, and the end of it kept to say why the process died."""
+"""The output of a model process: passed on, with its end kept for error messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TAIL_BYTES = 4000
 
 
 class ChildOutput:
-    """What a model process prints: passed on to stderr, and the end of it kept for the error message."""
+    """Copies the output of a process to stderr, and keeps its end for error messages."""
 
     def __init__(self, process: ChildProcess) -> None:
         assert process.stdout is not None, "started with a pipe; this is a bug"
@@ -27,12 +27,12 @@ class ChildOutput:
             sys.stderr.write(chunk.decode(errors="replace"))
 
     async def finish(self) -> None:
-        """Waits for the rest, now that the process is gone; a grandchild may hold the pipe, so not for long."""
+        """Waits for the rest after the process ended. The wait is short, because a grandchild may hold the pipe."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_LIMIT_S):
                 await self._task
 
     def tail(self) -> str:
-        """The last lines, set off for a message; empty where there are none."""
+        """The last lines, formatted for an error message. Empty if there are none."""
         text = self._kept.decode(errors="replace").strip()
         return f"; it printed last:\n{text}" if text else ""

@@ -1,4 +1,4 @@
-"""The model processes of a worker: started together, kept alive, and handed batches by workers/worker.py."""
+"""The model processes of a worker: started together, restarted when they die, and fed by workers/worker.py."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ __all__ = ["HostedModel", "ModelPool", "ModelProcessDied", "PooledProcess"]
 CPU_PROCESSES_MAX = 4
 START_TIMEOUT_S = 180.0
 START_TRIES = 5
-"""Starts in a row that may fail after a death before the model process is given up."""
+"""How many starts in a row may fail after a death before the process is given up."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 16.0
 
 log = logging.getLogger(__name__)
 
 
 class HostedModel(NamedTuple):
-    """A model of a worker: its entry in the catalog, the folder with its files, and what computes it.
+    """A model of a worker: its catalog entry, the folder with its files, and its backend.
 
-    `backend` counts for embeddings; None: torch in the entry's precision.
+    `backend` is for embeddings only. None means torch in the precision of the entry.
     """
 
     entry: Model
@@ -48,17 +48,17 @@ class HostedModel(NamedTuple):
 
 
 class ModelPool:
-    """All model processes of a worker, each for all its models; as a context manager, open when all are ready.
+    """All model processes of a worker. Each serves all models. A context manager that opens when all are ready.
 
     Args:
-        models: at least one; a model's place here is the number that `run` takes.
-        device: as WorkerSettings.device; `auto` and `cuda` spread the processes over all GPUs.
-        processes: how many; 0: one per GPU, or one per core on a CPU (at most 4).
+        models: at least one. A model's position here is the number that `run` takes.
+        device: as WorkerSettings.device. `auto` and `cuda` spread the processes over all GPUs.
+        processes: how many. 0 means one per GPU, or one per core on a CPU (at most 4).
         threads: of each process on a CPU.
         memory_fraction: the part of a GPU's memory each process may take.
-        memory_budget_bytes: what the models of each process may take together; 0: no bound.
-        start_timeout_s: from start to ready.
-        command: what starts a model process, or the template that they are forked from.
+        memory_budget_bytes: for all models of a process together. 0 means no limit.
+        start_timeout_s: the limit from start to ready.
+        command: starts a model process, or the template that they are forked from.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class ModelPool:
         """Starts all processes and waits until each is ready.
 
         Raises:
-            ConfigurationError: the folder, the entry or the device is wrong.
-            ModelFailed: a process died or was not ready in time; the message ends with what it printed last.
+            ConfigurationError: the folder, the entry or the device is invalid.
+            ModelFailed: a process died or was not ready in time. The message ends with its last output.
         """
         self._tasks = [asyncio.create_task(process.keep_alive()) for process in self.processes]
         try:
@@ -108,7 +108,7 @@ class ModelPool:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ends all processes; batches in hand fail."""
+        """Ends all processes. Running batches fail."""
         await self._close()
 
     async def _close(self) -> None:
@@ -120,17 +120,17 @@ class ModelPool:
 
     @property
     def device_name(self) -> str:
-        """What the model runs on: the GPU's name, or `cpu`."""
+        """The name of the GPU, or `cpu`."""
         return self.processes[0].device_name
 
     @property
     def memory_bytes(self) -> int:
-        """Resident memory of all processes together, as they last told."""
+        """Resident memory of all processes together, as last reported."""
         return sum(process.memory_bytes for process in self.processes)
 
 
 class PooledProcess:
-    """One place of the pool: a model process, and after its death the next one."""
+    """One process of the pool, which is replaced when it dies."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
@@ -139,10 +139,10 @@ class PooledProcess:
         self._failure: PenstockError | None = None
 
     async def ready(self) -> None:
-        """Waits until a batch can be run.
+        """Waits until the process can run a batch.
 
         Raises:
-            PenstockError: the process could not be started (again).
+            PenstockError: the process could not be started or restarted.
         """
         await self._settled.wait()
         if self._failure is not None:
@@ -151,28 +151,28 @@ class PooledProcess:
     async def run(
         self, batch: Sequence[Prepared], *, timeout_s: float, model: int = 0, on_step: OnStep | None = None
     ) -> BatchResult:
-        """Runs one batch of items with equal keys, one batch at a time.
+        """Runs a batch of items with equal keys. Only one batch runs at a time.
 
         Args:
             batch: at least one item.
-            model: the number of the model it is for, brought in first where it is not resident.
-            timeout_s: from when the process has the batch; beyond it the process is killed.
-            on_step: told of steps done, about ten times a second, by models that have steps.
+            model: the number of the model, which is loaded first if it is not resident.
+            timeout_s: counts from when the process has the batch. After it the process is killed.
+            on_step: called after steps, about ten times a second, if the model has steps.
 
         Raises:
-            ModelProcessDied: the process ended under the batch, hung, or gave a wrong number of results.
+            ModelProcessDied: the process died, hung, or returned a wrong number of results.
         """
         if self._child is None or not self._settled.is_set():
             raise ModelProcessDied("the model process is not up")
         return await self._child.run(batch, timeout_s, on_step, model)
 
     def cancel(self) -> None:
-        """Ends the batch that runs, if one does, after the step it is at: items without a result fail as Canceled."""
+        """Stops the running batch, if any, after its current step. Items without a result fail as Canceled."""
         if self._child is not None:
             self._child.cancel()
 
     async def keep_alive(self) -> None:
-        """Starts the process, and again when it ends, until canceled or until it can't be started any more."""
+        """Starts the process, and restarts it when it dies. Returns when it can't be started any more."""
         try:
             await self._keep_alive()
         finally:
@@ -215,27 +215,27 @@ class PooledProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the present process."""
+        """The id of the current process."""
         return self._child.pid if self._child else None
 
     @property
     def residency(self) -> ResidencyReport:
-        """Which models it holds, as it last told."""
+        """The models it holds, as last reported."""
         return self._child.residency if self._child else ResidencyReport([])
 
     @property
     def device_name(self) -> str:
-        """What it runs on."""
+        """The device it runs on."""
         return self._child.facts.device_name if self._child else ""
 
     @property
     def memory_bytes(self) -> int:
-        """Its resident memory, as it last told."""
+        """Its resident memory, as last reported."""
         return self._child.memory_bytes if self._child else 0
 
 
 def _places(device: str, processes: int, threads: int) -> list[str]:
-    """The device of each process; found without torch, which this process must not load."""
+    """The device of each process. Does not use torch, which this process must not import."""
     gpus = [f"cuda:{number}" for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
     if device in ("auto", "cuda") and gpus:
         count = processes or len(gpus)
@@ -246,23 +246,23 @@ def _places(device: str, processes: int, threads: int) -> list[str]:
 
 
 def child_environment(threads: int) -> dict[str, str]:
-    """This process's environment with the thread counts that torch reads when it is imported, and our own packages."""
+    """The environment of a model process: thread counts that torch reads at import, and our packages."""
     root = str(Path(__file__).resolve().parents[2])
     count = str(threads)
     return {
         **os.environ,
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,
-        # A process with threads can't be forked from: see workers/runtime/template_process.py.
+        # A process with threads can't be forked: see workers/runtime/template_process.py.
         "OPENBLAS_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # Has torch ask the driver whether there are GPUs in a way that begins no CUDA, which no fork would survive.
+        # Makes torch count GPUs without initializing CUDA, which would not survive a fork.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        # Keeps glibc from handing each batch's activations back to the kernel: 3 to 5 % more tokens a second.
+        # Keeps glibc from returning each batch's memory to the kernel: 3 to 5 % more tokens per second.
         "MALLOC_MMAP_THRESHOLD_": str(256 * 1024 * 1024),
         "MALLOC_TRIM_THRESHOLD_": str(512 * 1024 * 1024),
-        # oneDNN keeps 1,024 compiled primitives, and texts of any length have many shapes: memory grew for minutes.
-        # With this many it soon stands, and few products are compiled again (workers/models/embedding/bert.py).
+        # By default oneDNN caches 1,024 compiled primitives. Texts have many lengths, so memory grew for minutes.
+        # At 256 it levels off soon, and few are compiled again (workers/models/embedding/bert.py).
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
     }

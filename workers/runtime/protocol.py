@@ -1,7 +1,7 @@
-"""What the I/O process and a model process say to each other over their socket: frames of msgpack, length first.
+"""The messages between the I/O process and a model process: frames of MessagePack on a socket.
 
-A frame is its length in bytes (unsigned 32-bit, little-endian) and then one of the structs below in MessagePack. To the
-model process go RunBatch and Cancel; from it come Ready or Refused once, and then Progress and BatchResult.
+A frame is its length in bytes (unsigned 32-bit, little-endian), then one of the structs below. The
+model process gets RunBatch and Cancel. It sends Ready or Refused once, then Progress and BatchResult.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FRAME_MAX_BYTES = 512 * 1024 * 1024
 
 
 class RunBatch(msgspec.Struct, tag="run"):
-    """Run these items on model number `model` of the process; `number` counts the batches of this process."""
+    """Run these items on model number `model`. `number` counts the batches of this process."""
 
     number: int
     items: list[PreparedItem]
@@ -28,16 +28,16 @@ class RunBatch(msgspec.Struct, tag="run"):
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
-    """Nobody wants batch `number` any more; it may be over already."""
+    """Stop batch `number`, which may be over already."""
 
     number: int
 
 
 class ResidencyReport(msgspec.Struct):
-    """Which models a process holds, by number, and what came and went since it last told.
+    """The models that a process holds, by number, and the loads and evictions since the last report.
 
-    `load_s`: seconds that bringing in each model took the last time. `size_bytes`: what each takes, as estimated and
-    then measured. `switch_s`: seconds spent on bringing in and dropping.
+    `load_s`: seconds that the last load of each model took. `size_bytes`: the memory of each model,
+    first estimated, then measured. `switch_s`: seconds spent on loads and evictions.
     """
 
     resident: list[int]
@@ -49,7 +49,7 @@ class ResidencyReport(msgspec.Struct):
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """Each model was loaded and is right; those that fit the budget are resident and warm."""
+    """Each model was loaded once. Those that fit the budget are resident and warm."""
 
     device_name: str
     load_s: float
@@ -59,7 +59,7 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class Refused(msgspec.Struct, tag="refused"):
-    """The model can't be loaded; `code` as in shared.errors."""
+    """A model can't be loaded. `code` is one of shared.errors."""
 
     code: str
     message: str
@@ -135,18 +135,18 @@ _server_message_decoder: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpac
 
 
 def encode_run(number: int, items: list[Prepared], model: int = 0) -> bytes:
-    """The frame that asks for a batch of the process's model number `model`."""
+    """The frame that runs a batch on model number `model`."""
     return _frame(_encoder.encode({"type": "run", "number": number, "items": items, "model": model}))
 
 
 def encode_cancel(number: int) -> bytes:
-    """The frame that says that nobody wants a batch any more."""
+    """The frame that stops a batch."""
     return _frame(_encoder.encode(Cancel(number)))
 
 
-def encode_server_message(answer: ServerMessage) -> bytes:
-    """The frame of an answer."""
-    return _frame(_encoder.encode(answer))
+def encode_server_message(message: ServerMessage) -> bytes:
+    """The frame of a message from a model process."""
+    return _frame(_encoder.encode(message))
 
 
 def _frame(body: bytes) -> bytes:
@@ -154,16 +154,16 @@ def _frame(body: bytes) -> bytes:
 
 
 def decode_server_message(body: bytes) -> ServerMessage:
-    """Reads the body of a frame from a model process.
+    """Decodes the body of a frame from a model process.
 
     Raises:
-        msgspec.MsgspecError: it is none.
+        msgspec.MsgspecError: the body is malformed.
     """
     return _server_message_decoder.decode(body)
 
 
 def read_client_message(connection: socket.socket) -> ClientMessage | None:
-    """The next order, or None where the connection ends. Nothing beyond it is taken out of the socket."""
+    """The next message, or None at the end of the connection. Reads nothing beyond it."""
     header = _read(connection, HEADER.size)
     if header is None:
         return None

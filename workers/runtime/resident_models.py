@@ -1,6 +1,6 @@
-"""The models of one model process: which are in memory, under a budget, the least recently used dropped first.
+"""The models of one model process: which are in memory, under a budget, with the least recently used evicted first.
 
-Dropped on a CPU means gone, and loaded from disk again; on a GPU moved to pinned host memory where that can be done.
+On a CPU an evicted model is loaded from disk again. On a GPU it moves to pinned host memory if possible.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 
 
 class ResidentModels:
-    """Brings models in when they are used.
+    """Loads models when they are used.
 
     Args:
-        makers: make each model, not yet loaded; a model's number is its place here.
-        weights: the file or folder with the weights of each, to estimate what it takes before it was loaded.
-        budget_bytes: what the resident models may take together; a model above it alone is resident alone. 0: no
-            bound but the device's own, which is met by dropping too.
-        loaded: those, by number, that were loaded before this process was forked.
+        makers: create each model, not yet loaded. A model's number is its position here.
+        weights: the file or folder with the weights of each, to estimate its size before the first load.
+        budget_bytes: for all resident models together. A model above it is resident alone. 0 means
+            only the limit of the device, which also leads to evictions.
+        loaded: models, by number, that were loaded before this process was forked.
     """
 
     def __init__(
@@ -52,10 +52,9 @@ class ResidentModels:
         self.warmup_s = 0.0
 
     def open(self) -> None:
-        """Loads every model once, so that a wrong one is refused now; those that fit stay, the first for sure.
+        """Loads every model once, so that an invalid one is refused now. The first ones that fit stay.
 
-        What had to leave is brought in once more, since only then is known what a switch takes: a first load imports
-        libraries too.
+        Evicted models are loaded once more to measure a switch, because a first load also imports libraries.
 
         Raises:
             PenstockError: a model can't be loaded.
@@ -66,30 +65,30 @@ class ResidentModels:
             self.use(number)
 
     def use(self, number: int) -> InferenceModel:
-        """The model of this number, brought in where it is not resident.
+        """The model with this number, loaded if it is not resident.
 
         Raises:
             PenstockError: it can't be loaded.
         """
         if number not in self._resident:
             began_s = time.monotonic()
-            self._bring_in(number)
+            self._load_within_budget(number)
             self._changes.switch_s += time.monotonic() - began_s
         self._resident.move_to_end(number)
         return self._resident[number]
 
-    def _bring_in(self, number: int) -> None:
+    def _load_within_budget(self, number: int) -> None:
         self._make_room(self._size_bytes[number])
         try:
             model = self._load(number)
         except ConfigurationError:
             raise
         except Exception as error:
-            # The boundary to the model libraries, which have many ways to say that the device is full.
+            # The boundary to the model libraries, which report a full device in many ways.
             if not self._resident:
                 raise
             log.warning("model could not be loaded beside others", extra={"model": number, "reason": str(error)})
-            self.drop_others(keep=number)
+            self.evict_others(keep=number)
             model = self._load(number)
         self._make_room(self._size_bytes[number])
         self._resident[number] = model
@@ -101,10 +100,10 @@ class ResidentModels:
         model = self._from_disk(number) if offloaded is None else _restore(offloaded)
         self._load_s[number] = time.monotonic() - began_s
         if model.device_name == "cpu":
-            # Files are mapped and read bit by bit, so a model grows up to their size.
+            # Files are mapped and read on demand, so a model grows up to their size.
             grown_bytes = memory.resident_bytes() - before_bytes[0]
             self._size_bytes[number] = max(grown_bytes, self._estimate_bytes[number])
-        else:  # a library that torch knows nothing of does not show, and keeps the estimate
+        else:  # torch does not see the memory of other libraries, which keep the estimate
             grown_bytes = memory.gpu_bytes() - before_bytes[1]
             self._size_bytes[number] = grown_bytes if grown_bytes > 0 else self._estimate_bytes[number]
         return model
@@ -119,7 +118,7 @@ class ResidentModels:
             self.setup_s += time.monotonic() - began_s
         self.device_name = self.device_name or model.device_name
         if is_first or model.device_name != "cpu":
-            # A CPU's libraries stay warm; graphs and kernels of a GPU went with the model.
+            # Libraries on a CPU stay warm. Graphs and kernels on a GPU are gone with the model.
             began_s = time.monotonic()
             model.warmup()
             self.warmup_s += time.monotonic() - began_s
@@ -127,19 +126,19 @@ class ResidentModels:
 
     def _make_room(self, size_bytes: int) -> None:
         while self._budget_bytes and self._resident and size_bytes + self._taken_bytes() > self._budget_bytes:
-            self._drop_oldest()
+            self._evict_oldest()
 
     def _taken_bytes(self) -> int:
         return sum(self._size_bytes[number] for number in self._resident)
 
-    def drop_others(self, keep: int) -> None:
-        """Drops all models but `keep`: for a device that is fuller than its budget says."""
+    def evict_others(self, keep: int) -> None:
+        """Evicts all models but `keep`, because the device has less memory than the budget says."""
         while any(number != keep for number in self._resident):
             if next(iter(self._resident)) == keep:
                 self._resident.move_to_end(keep)
-            self._drop_oldest()
+            self._evict_oldest()
 
-    def _drop_oldest(self) -> None:
+    def _evict_oldest(self) -> None:
         number, model = self._resident.popitem(last=False)
         if model.device_name != "cpu":
             self._offload(number, model)
@@ -154,7 +153,7 @@ class ResidentModels:
             self._offloaded[number] = offloaded
 
     def changes(self) -> ResidencyReport | None:
-        """What came and went since the last call, and what is so now; None where nothing did."""
+        """The loads and evictions since the last call, and the resident models. None if there were none."""
         changes, self._changes = self._changes, ResidencyReport([])
         if not changes.loads and not changes.evictions:
             return None

@@ -1,8 +1,8 @@
-"""The template of a worker's model processes, seen from the I/O process: starts it and asks it to fork.
+"""The I/O process's end of the template, which model processes are forked from.
 
-So a new process is ready in a fraction of the seconds that importing torch takes, and all processes share the pages of
-libraries and weights. The first request for a fork starts the template. If it dies, the next request starts it
-again, and the processes that it forked live on.
+A fork is ready in a fraction of the seconds that importing torch takes, and all forks share the pages
+of libraries and weights. The first request for a fork starts the template. If the template dies, the
+next request starts it again. The processes that it forked live on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def can_fork() -> bool:
-    """Whether this system has what a template needs: Linux, and a sandbox that allows pidfds."""
+    """Whether this system supports a template: Linux, and a sandbox that allows pidfds."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):
@@ -43,7 +43,7 @@ def can_fork() -> bool:
 
 
 class Template:
-    """Forks model processes that were made ready by `command`, within `start_timeout_s` where it has to start first."""
+    """Forks model processes from the program `command`, which is started on demand within `start_timeout_s`."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], start_timeout_s: float) -> None:
         self._command = command
@@ -55,20 +55,20 @@ class Template:
 
     @property
     def pid(self) -> int | None:
-        """Its process id, while it lives."""
+        """The process id of the template while it runs."""
         return None if self._running is None or self._running.is_over.is_set() else self._running.pid
 
     @property
     def memory_bytes(self) -> int:
-        """Its resident memory, most of it shared with the processes it forked."""
+        """Resident memory of the template. Most of it is shared with the forked processes."""
         loaded = None if self._running is None else self._running.loaded.result()
         return 0 if loaded is None else loaded.memory_bytes
 
     async def fork(self, device: str, theirs: socket.socket) -> ForkedProcess:
-        """A new model process for `device`, which has `theirs` as its end of the socket.
+        """Forks a model process for `device`, with `theirs` as its end of the socket.
 
         Raises:
-            ModelFailed: the template can't be started, died, or does not answer.
+            ModelFailed: the template can't be started, died, or does not respond.
         """
         running = await self._up()
         try:
@@ -116,16 +116,16 @@ class Template:
         return running
 
     async def _watch(self, running: _TemplateProcess) -> None:
-        """Sees a template off that died; the next is started now, unless this one never was of any use."""
+        """Cleans up after a template that died. Starts the next one if this one ever forked."""
         await running.is_over.wait()
         await running.close(at_once=True)
         log.error("template of model processes ended", extra={"status": running.status, "pid": running.pid})
         if running.forks:
-            with contextlib.suppress(PenstockError):  # whoever wants a fork tries again, and is told
+            with contextlib.suppress(PenstockError):  # the next request tries again and gets the error
                 await self._up()
 
     async def close(self) -> None:
-        """Ends it; the processes that it forked end by their own sockets."""
+        """Ends the template. The forked processes end when their sockets close."""
         for task in list(self._watching):
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
@@ -134,7 +134,7 @@ class Template:
 
 
 class _TemplateProcess:
-    """One template process: the orders on their way to it, and the processes it forked."""
+    """One template process: the requests it has, and the processes it forked."""
 
     def __init__(self, control: socket.socket, process: asyncio.subprocess.Process) -> None:
         loop = asyncio.get_running_loop()
@@ -151,12 +151,12 @@ class _TemplateProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._process.pid
 
     @property
     def status(self) -> int | None:
-        """How it ended."""
+        """The exit status."""
         return self._process.returncode
 
     async def fork(self, device: str, theirs: socket.socket) -> ForkedProcess:
@@ -173,7 +173,7 @@ class _TemplateProcess:
             except BaseException:
                 pipe.close()
                 raise
-        except OSError as error:  # the control socket, closed or without its other end
+        except OSError as error:  # the control socket is closed
             raise ModelFailed(f"the template of the model processes is gone: {error}") from error
         finally:
             os.close(their_output)
@@ -192,24 +192,24 @@ class _TemplateProcess:
                 if not self.loaded.done():
                     self.loaded.set_result(answer)
             case ForkResult():
-                self._take_fork(answer, descriptors[0])
+                self._on_fork(answer, descriptors[0])
             case ProcessEnded():
-                self._take_end(answer)
+                self._on_process_ended(answer)
             case None:
                 self._end()
 
-    def _take_fork(self, forked: ForkResult, pidfd: int) -> None:
+    def _on_fork(self, forked: ForkResult, pidfd: int) -> None:
         asked = self._forking.pop(forked.number, None)
-        if asked is None or asked.done():  # nobody waits for it; it leaves as its socket is closed
+        if asked is None or asked.done():  # the caller is gone; the process exits because its socket is closed
             os.close(pidfd)
             return
         self._children[forked.pid] = ForkedProcess(forked.pid, pidfd)
         asked.set_result(self._children[forked.pid])
 
-    def _take_end(self, ended: ProcessEnded) -> None:
+    def _on_process_ended(self, ended: ProcessEnded) -> None:
         child = self._children.pop(ended.pid, None)
         if child is not None:
-            child.tell(ended.status)
+            child.set_status(ended.status)
 
     def _end(self) -> None:
         if self.is_over.is_set():
@@ -218,7 +218,7 @@ class _TemplateProcess:
         asyncio.get_running_loop().remove_reader(self._control)
         self._control.close()
         for child in self._children.values():
-            child.tell(None)
+            child.set_status(None)
         for asked in self._forking.values():
             if not asked.done():
                 asked.set_exception(ModelFailed("the template of the model processes ended"))
@@ -226,12 +226,12 @@ class _TemplateProcess:
             self.loaded.set_result(None)
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Kills the template."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     async def close(self, *, at_once: bool = False) -> None:
-        """Hangs up, which ends it; kills it if that takes too long."""
+        """Closes the socket, which ends the template. Kills it if that takes too long."""
         self._end()
         if at_once:
             self.kill()
@@ -245,7 +245,7 @@ class _TemplateProcess:
 
 
 class _Output(asyncio.StreamReaderProtocol):
-    """What a forked process prints."""
+    """The output of a forked process."""
 
     def __init__(self) -> None:
         self.reader = asyncio.StreamReader()

@@ -1,8 +1,8 @@
-"""The template process: loads libraries and weights, and forks a model process whenever it is asked to.
+"""The template process: loads libraries and weights, and forks model processes on request.
 
-It runs no model, starts no thread and does not initialize CUDA, since none of that survives a fork. Where a library
-started a thread or CUDA all the same, the forked process executes its program anew. That is as slow as without a
-template, and as safe.
+It runs no model, starts no thread and does not initialize CUDA, because none of these survives a
+fork. If a library does so anyway, the forked process executes its program again. That is as slow as
+without a template, and as safe.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SIGKILL = 9
 
 
 class ForkedChild(NamedTuple):
-    """What a forked process goes on with: its end of the socket, its device, and whether it may go on as it is."""
+    """What a forked process gets: its end of the socket, its device, and whether the fork is sound."""
 
     fd: int
     device: str
@@ -48,9 +48,9 @@ class ForkServer:
         self._pids: dict[int, int] = {}  # by pidfd
 
     def run(self, loaded: TemplateReady) -> ForkedChild | None:
-        """Tells what is loaded, then forks; returns in each forked process, and in the template, None, at its end."""
+        """Reports what is loaded, then forks. Returns in each forked process, and returns None in the template."""
         gc.collect()
-        gc.freeze()  # a collection would write to every object, and so copy the pages that are shared
+        gc.freeze()  # a collection would write to all objects, and so copy the shared pages
         with contextlib.suppress(ConnectionError):
             send(self._control, loaded)
             return self._serve(loaded.is_alone)
@@ -75,7 +75,7 @@ class ForkServer:
                 poller.register(pidfd, select.POLLIN)
 
     def _fork(self, order: ForkRequest, connection: int, output: int) -> int | None:
-        """Forks; returns the child's pidfd, or None in the child."""
+        """Forks. Returns the pidfd of the child, or None in the child."""
         pid = os.fork()
         if pid == 0:
             return None
@@ -87,7 +87,7 @@ class ForkServer:
         return pidfd
 
     def _as_child(self, connection: int, output: int, device: str, is_alone: bool) -> ForkedChild:
-        """Makes the forked process one of its own: it holds nothing of the template's."""
+        """Closes everything that belongs to the template in the forked process."""
         self._control.close()
         for pidfd in self._pids:
             os.close(pidfd)
@@ -104,29 +104,29 @@ class ForkServer:
 
 
 def is_alone() -> bool:
-    """Whether this process has no thread but the one that asks."""
+    """Whether this process has only one thread."""
     return len(list(Path("/proc/self/task").iterdir())) == 1
 
 
 def _has_broken_cuda() -> bool:
-    """Whether CUDA was begun before the fork."""
+    """Whether CUDA was initialized before the fork."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda._is_in_bad_fork())
 
 
 def start_anew(child: ForkedChild) -> None:
-    """Replaces this forked process by the same program, started with its socket and device; never returns."""
+    """Executes the program again with the same socket and device. Never returns."""
     os.set_inheritable(child.fd, True)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], f"--fd={child.fd}", f"--device={child.device}"])
 
 
 def name_process(name: str) -> None:
-    """Sets the name that `ps` and `top` show, at most 15 characters; Linux only."""
+    """Sets the name that `ps` and `top` show, at most 15 characters. Linux only."""
     _prctl(_PR_SET_NAME, ctypes.create_string_buffer(name.encode()))
 
 
 def die_with_parent() -> None:
-    """Has the system kill this process when its parent is gone; what it forks is not bound by that. Linux only."""
+    """Makes the system kill this process when its parent dies. Forked processes are not affected. Linux only."""
     _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
 
 

@@ -22,7 +22,7 @@ class ForkRequest(msgspec.Struct, tag="fork"):
 
 
 class TemplateReady(msgspec.Struct, tag="loaded"):
-    """Libraries, and the weights of `models` models, are loaded. `is_alone`: without a thread, so forks are sound."""
+    """Libraries and the weights of `models` models are loaded. `is_alone`: no other thread, so forks are sound."""
 
     load_s: float
     models: int
@@ -38,7 +38,7 @@ class ForkResult(msgspec.Struct, tag="forked"):
 
 
 class ProcessEnded(msgspec.Struct, tag="ended"):
-    """Process `pid` is gone; `status` as subprocess gives it."""
+    """Process `pid` ended. `status` is as in subprocess."""
 
     pid: int
     status: int
@@ -52,21 +52,21 @@ _message_decoder: msgspec.msgpack.Decoder[TemplateMessage] = msgspec.msgpack.Dec
 
 
 def send(control: socket.socket, message: ForkRequest | TemplateMessage, descriptors: list[int] | None = None) -> None:
-    """Sends a message with what goes with it."""
+    """Sends a message with its descriptors."""
     socket.send_fds(control, [_encoder.encode(message)], descriptors or [])
 
 
 def receive_request(control: socket.socket) -> tuple[ForkRequest | None, list[int]]:
-    """The next order and its descriptors; None where the I/O process has closed its end or is gone."""
+    """The next request and its descriptors. None if the I/O process closed its end or died."""
     body, descriptors, _, _ = socket.recv_fds(control, PACKET_MAX_BYTES, 2)
     return (_request_decoder.decode(body) if body else None), descriptors
 
 
 def receive_message(control: socket.socket) -> tuple[TemplateMessage | None, list[int]]:
-    """The next answer and its descriptor; None where the template is gone.
+    """The next message and its descriptor. None if the template died.
 
     Raises:
-        BlockingIOError: there is none now.
+        BlockingIOError: there is no message now.
     """
     body, descriptors, _, _ = socket.recv_fds(control, PACKET_MAX_BYTES, 1)
     return (_message_decoder.decode(body) if body else None), descriptors

@@ -1,12 +1,12 @@
-"""What waits for one model in a worker: two lanes of jobs, and the suspects. Pure: no clock, no I/O.
+"""The items of one model that wait in a worker: two lanes, and the suspects. Pure: no clock, no I/O.
 
-- Where both lanes wait, one batch in BATCH_TURN is of the lane `batch`: it may wait, but never for ever.
-- A suspect was in the hands of a model process or a worker that died. The suspects of one death are tried again in
-  halves, until the one that kills is alone; one group at a time, so that the other processes stay up for its
-  neighbors. Where others wait too, they take turns.
-- Only who dies alone is blamed: DEATHS_ALONE_MAX times, and DEATHS_MAX times in all. So what dies for another reason
-  (a kill by hand, a machine short of memory) costs an innocent nothing but time, though it strikes in the middle.
-- A device that ran out of memory gets half the budget, and a tenth more again with each batch that fits.
+- If both lanes have items, one batch in BATCH_TURN comes from the lane `batch`, so that lane is never starved.
+- A suspect is an item whose model process or worker died. The suspects of one death are retried in halves until the
+  item that kills is alone. One group runs at a time, so the other processes stay up for the other items. Groups and
+  other items take turns.
+- An item is given up after DEATHS_MAX deaths, if it was alone for DEATHS_ALONE_MAX of them. A death with another cause
+  (a manual kill, too little memory) costs innocent items only time, even in the middle of a retry.
+- If a device runs out of memory, the budget is halved. It grows by a tenth with each batch that fits.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from workers.scheduling.batch_queue import BatchQueue
 BATCH_TURN = 4
 DEATHS_MAX = 3
 DEATHS_ALONE_MAX = 2
-HEALING = 1.1
+BUDGET_GROWTH = 1.1
 
 
 class LaneQueue:
-    """Entries that wait for a model process, and how many run; `budget` and `max_items` as in BatchQueue."""
+    """Items that wait and batches that run. `budget` and `max_items` are as in BatchQueue."""
 
     def __init__(self, budget: int, max_items: int) -> None:
         self._full_budget = budget
@@ -38,12 +38,12 @@ class LaneQueue:
         self._suspect_turn = False
 
     def __len__(self) -> int:
-        """How many entries could be taken now."""
+        """How many items can be taken now."""
         suspects = 0 if self._a_suspect_runs else sum(map(len, self._suspects))
         return len(self._interactive) + len(self._batch) + suspects
 
     def __iter__(self) -> Iterator[QueuedItem]:
-        """All entries that wait."""
+        """All items that wait."""
         return chain(self._interactive, self._batch, *self._suspects)
 
     @property
@@ -57,24 +57,26 @@ class LaneQueue:
 
     @property
     def oldest_s(self) -> float:
-        """When the oldest that could be taken was queued, unix seconds."""
+        """When the oldest item that can be taken was queued, in unix seconds."""
         suspects = self._suspects[0] if self._suspects and not self._a_suspect_runs else ()
-        return min(entry.queued_at_s for entry in chain(*(lane.oldest_of_each_key() for lane in self._lanes), suspects))
+        return min(
+            queued.queued_at_s for queued in chain(*(lane.oldest_of_each_key() for lane in self._lanes), suspects)
+        )
 
-    def add(self, entry: QueuedItem) -> None:
-        """Puts `entry` last in its lane, or among the suspects."""
-        if entry.is_suspect:
-            self._suspects.append([entry])
+    def add(self, queued: QueuedItem) -> None:
+        """Appends an item to its lane, or to the suspects."""
+        if queued.is_suspect:
+            self._suspects.append([queued])
         else:
-            (self._batch if entry.lane == "batch" else self._interactive).add(entry)
+            (self._batch if queued.lane == "batch" else self._interactive).add(queued)
 
     def take(self, processes: int, is_wanted: Callable[[QueuedItem], bool]) -> list[QueuedItem]:
-        """The next batch for one of `processes`, of what is wanted; empty where nothing could be taken.
+        """The next batch for one of `processes`, without unwanted items. Empty if nothing can be taken.
 
-        Not more than its share of what waits and runs: what could run elsewhere at the same time would only wait in it,
-        and the others would be left with scraps.
+        A batch has at most its share of the items that wait and run. A larger one would delay items that another
+        process could run at the same time.
         """
-        batch = [entry for entry in self._choose(processes) if is_wanted(entry)]
+        batch = [queued for queued in self._choose(processes) if is_wanted(queued)]
         if batch:
             self._running.append(batch)
         return batch
@@ -86,22 +88,22 @@ class LaneQueue:
             return self._suspects.popleft()
         self._suspect_turn = True
         self._turn += 1
-        is_for_batch = self._turn % BATCH_TURN == 0 or not len(self._interactive)
-        lane = self._batch if is_for_batch and len(self._batch) else self._interactive
+        is_batch_turn = self._turn % BATCH_TURN == 0 or not len(self._interactive)
+        lane = self._batch if is_batch_turn and len(self._batch) else self._interactive
         running = sum(len(batch) for batch in self._running)
         share = -(-(free + running) // processes)
         return lane.take(max(1, share))
 
     def batch_ended(self, batch: list[QueuedItem]) -> None:
-        """`batch`, as it was taken, runs no more."""
+        """Removes `batch`, as `take` returned it, from the running batches."""
         self._running = [other for other in self._running if other is not batch]
 
     def batch_died(self, batch: list[QueuedItem]) -> list[QueuedItem]:
-        """Takes back `batch`, as it was taken, over which its model process died; returns who is to blame for it."""
+        """Queues `batch` again after its model process died. Returns the items to give up."""
         self.batch_ended(batch)
-        for entry in batch:
-            entry.deaths += 1
-            entry.deaths_alone += len(batch) == 1
+        for queued in batch:
+            queued.deaths += 1
+            queued.deaths_alone += len(batch) == 1
         if batch[0].deaths_alone >= DEATHS_ALONE_MAX and batch[0].deaths >= DEATHS_MAX:
             return batch
         middle = len(batch) // 2
@@ -109,14 +111,14 @@ class LaneQueue:
         return []
 
     def discard_unwanted(self, is_wanted: Callable[[QueuedItem], bool]) -> None:
-        """Removes the entries that are not wanted."""
+        """Removes the items that are not wanted."""
         for lane in self._lanes:
             lane.discard_unwanted(is_wanted)
-        left = ([entry for entry in group if is_wanted(entry)] for group in self._suspects)
+        left = ([queued for queued in group if is_wanted(queued)] for group in self._suspects)
         self._suspects = deque(group for group in left if group)
 
     def adjust_budget(self, *, was_short: bool) -> None:
-        """Takes over whether the device had memory enough for the last batch."""
+        """Adjusts the budget to whether the device had too little memory for the last batch."""
         for lane in self._lanes:
-            wished = lane.budget // 2 if was_short else int(lane.budget * HEALING) + 1
-            lane.budget = max(1, min(self._full_budget, wished))
+            target = lane.budget // 2 if was_short else int(lane.budget * BUDGET_GROWTH) + 1
+            lane.budget = max(1, min(self._full_budget, target))
