@@ -1,4 +1,4 @@
-"""The catalog (`models.yaml`): what is served; read by every process at start, a wrong entry is refused."""
+"""The catalog (`models.yaml`) of served models. Every process reads and checks it at its start."""
 
 from __future__ import annotations
 
@@ -110,7 +110,8 @@ def read_catalog(path: Path) -> Catalog:
     """Reads and checks a catalog file.
 
     Raises:
-        ConfigurationError: the file can't be read or an entry is wrong; the message has file, line and reason.
+        ConfigurationError: the file can't be read or an entry is wrong. The message has file, line
+            and reason.
     """
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)

@@ -14,7 +14,7 @@ class _Entry(BaseModel):
 
 
 class Batch(_Entry):
-    """What one batch may hold: the budget of the task (tokens or pixel-steps) and a bound on items."""
+    """What one batch may hold: the budget of its task, and a number of items."""
 
     max_tokens: Positive | None = None
     max_pixel_steps: Positive | None = None
@@ -35,8 +35,9 @@ class Deadline(_Entry):
 class Cache(_Entry):
     """How long results are kept (0: never), and who may get them.
 
-    `tenant`: who sent the same before. `global`: everybody, and then the answer tells one tenant (by `x-penstock-cache`
-    and by its time) whether another sent the same; for models whose inputs are no secrets.
+    `tenant`: callers of the tenant that sent the same input before. `global`: all callers. Then the
+    answer tells one tenant (by `x-penstock-cache` and by its time) whether another one sent the same
+    input. Use it for models whose inputs are no secrets.
     """
 
     ttl_s: int = Field(86400, ge=0)
@@ -63,11 +64,14 @@ class Price(_Entry):
     per_million_tokens_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
     per_million_pixel_steps_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
     cached_share: float = Field(0.0, ge=0, le=1)
-    """The part of the price that is charged for what came from the cache, or from an identical item in flight."""
+    """The part of the price for a result from the cache or of an identical item in flight."""
 
 
 class ImageDefaults(_Entry):
-    """Defaults and bounds of an image model's parameters; `scheduler` is one of shared.diffusion_schedulers."""
+    """Defaults and bounds of an image model's parameters.
+
+    `scheduler` is one of shared.diffusion_schedulers.
+    """
 
     width: Positive = 512
     height: Positive = 512
@@ -80,7 +84,7 @@ class ImageDefaults(_Entry):
     multiple: Positive = 8
     """Width and height are multiples of this (the VAE's scale)."""
     compile: Literal["auto", "always", "never"] = "auto"
-    """torch.compile of UNet and VAE for the usual size, at warm-up: `auto` on GPUs, `always` on a CPU too."""
+    """torch.compile of UNet and VAE for the usual size. `auto`: on GPUs. `always`: on CPUs too."""
 
 
 class TextLimits(_Entry):
@@ -93,8 +97,9 @@ class TextLimits(_Entry):
 class Tolerance(_Entry):
     """How far results may lie from those of torch fp32, the reference.
 
-    `cosine`: the least cosine similarity of an embedding to the reference's; over a calibration set the minimum counts,
-    not the mean, since a caller gets single vectors. `psnr_db`: the least peak signal-to-noise ratio of an image.
+    `cosine`: the least cosine similarity of an embedding to the reference's. The minimum over a
+    calibration set counts, not the mean, since a caller gets single vectors. `psnr_db`: the least peak
+    signal-to-noise ratio of an image.
     """
 
     cosine: float = Field(0.9999, ge=0, le=1)
@@ -111,14 +116,14 @@ class CatalogEntry(_Entry):
     revision: str = "main"
     aliases: tuple[str, ...] = ()
     backend: Literal["auto", "torch", "onnx"] = "auto"
-    """What computes. `auto`: the fastest within the tolerance, as each worker measures it. Images are torch's."""
+    """What computes. `auto`: the fastest within the tolerance. Image models need torch."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
     """`auto`: the fastest that the tolerance allows; for images, what the device does best."""
     tolerance: Tolerance = Tolerance()
     dimensions: Positive | None = None
     batch: Batch = Batch()
     max_in_flight: Positive = 512
-    """Items that wait for a worker in one API instance, from which on requests are refused with 429."""
+    """An API instance refuses requests (429) while so many items wait for a worker."""
     deadline: Deadline = Deadline()
     cache: Cache = Cache()
     text: TextLimits = TextLimits()

@@ -1,7 +1,7 @@
 """The pictures that inputs of predictions name: fetched, prepared and kept.
 
-Pictures come as data: URIs or as URLs of our own files and results. Other URLs are not fetched, because whoever names a
-URL that this API opens could look around in its network.
+Pictures come as data: URIs or as URLs of our own files and results. Other URLs are not fetched: a
+caller could use them to look around in the network of this API.
 """
 
 from __future__ import annotations

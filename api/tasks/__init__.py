@@ -1,4 +1,4 @@
-"""The tasks that the API serves. Each file here has the name of its task in `shared.tasks.TASKS`."""
+"""The tasks that the API serves. A file here has the name of its task in shared.tasks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def read_inputs(given: dict[str, Any], model: Model, caller: Caller, pictu
 
 
 def openapi_schema_of(model: Model) -> dict[str, Any]:
-    """The model's input and output in the form that cog publishes, from which clients make their forms."""
+    """The model's input and output in the form that cog publishes. Clients make forms from it."""
     task = API_TASKS[model.task]
     given = task.input_schema.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas = {"Input": given | {"title": "Input"}, "Output": {"title": "Output"} | task.output_schema}

@@ -1,4 +1,4 @@
-"""What a task is to the API: how a prediction's `input` becomes items, and what its output looks like."""
+"""What a task is to the API: how the `input` of a prediction becomes items."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Inputs:
 
     inputs: Sequence[Input]
     shown: dict[str, Any]
-    """The input as it is kept and shown: as it was given, a picture inside it by the URL of a file."""
+    """The input as it is kept and shown. A picture inside it became the URL of a file."""
     is_list: bool
     """Whether the output is a list, or its only element."""
     is_repeatable: bool
@@ -27,7 +27,10 @@ class Inputs:
 
 
 class ApiTask(ABC):
-    """The predictions of one task. `shared/tasks` says how a result becomes output, as webhooks show it too."""
+    """The predictions of one task.
+
+    shared/tasks says how a result becomes output, because webhooks show outputs too.
+    """
 
     input_schema: ClassVar[type[Body]]
     """What an input is checked against. Clients make their forms from it."""

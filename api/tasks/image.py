@@ -1,4 +1,4 @@
-"""Predictions of image models: from a prompt, or from a picture and a prompt, to one picture or several."""
+"""Predictions of image models: pictures from a prompt, or from a picture and a prompt."""
 
 from __future__ import annotations
 

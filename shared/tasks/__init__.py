@@ -1,5 +1,6 @@
-"""The registry of tasks. Each task has one file here, and one of the same name in api/tasks and workers/tasks.
+"""The registry of tasks.
 
+Each task has one file here, and one of the same name in api/tasks and workers/tasks.
 docs/adding-a-task.md shows how to add one.
 """
 

@@ -1,4 +1,4 @@
-"""What a task is: the inputs and results of its items, the rules of its models, and what it costs."""
+"""What a task is: the inputs and results of its items, and the rules of its models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.catalog_entry import CatalogEntry
 
 LARGEST_JOB_ITEMS = 16
 LinkTo = Callable[[str | None], str]
-"""Gives the URL of a result that the object store holds under this key, or that its record holds (None)."""
+"""Gives the URL of a result in the object store by its key. None: the result is in its record."""
 
 
 class TaskInput(msgspec.Struct, omit_defaults=True):
@@ -30,7 +30,7 @@ class TaskInput(msgspec.Struct, omit_defaults=True):
         raise NotImplementedError
 
     def cache_form(self) -> tuple[object, ...]:
-        """All that decides the result, as plain values in a fixed order. A part of the cache key."""
+        """All that decides the result, as plain values in a fixed order, for the cache key."""
         raise NotImplementedError
 
 
@@ -78,7 +78,8 @@ class FirstGuesses:
     gap_s: float = 0.002
     """Between two items that leave an API instance under load. Admission uses it.
 
-    Too short is better than too long: no one notices a wrong refusal, but everyone notices a late answer.
+    Too short is better than too long. A late answer is noticed and teaches admission, but a wrong
+    refusal is not noticed.
     """
     batch_s: float = 0.02
     """What the model takes for an item, with the others of its batch. Admission uses it."""

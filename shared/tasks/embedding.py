@@ -12,7 +12,8 @@ from shared.tasks.base import ExampleRequest, FirstGuesses, LinkTo, Task, TaskIn
 Truncate = Literal["none", "end", "start"]
 """What to do with a text that is longer than its model takes: refuse it, or cut it at that side.
 
-The default on the wire is `end`, as it was before there was a choice. APIs send `none` where their caller says nothing.
+The default on the wire is `end`, as it was before there was a choice. The API sends `none` where the
+caller says nothing.
 """
 
 
@@ -39,7 +40,7 @@ class TokensInput(TaskInput, tag="tokens"):
 
 
 class EmbeddingResult(TaskResult, tag="embedding"):
-    """One vector: little-endian float32, `dimensions` of them, and the tokens it took (special tokens included)."""
+    """One vector as little-endian float32, and the tokens of the text with special tokens."""
 
     vector: bytes
     tokens: int

@@ -38,7 +38,7 @@ class ImageInput(TaskInput, tag="image"):
         return msgspec.structs.replace(self, image=source)
 
     def cache_form(self) -> tuple[object, ...]:
-        """Every parameter. 7 and 7.0 are one guidance scale, and a source picture counts by its digest."""
+        """Every parameter. 7 and 7.0 are one guidance scale. A source counts by its digest."""
         size = (self.width, self.height, self.steps)
         guidance = float(self.guidance_scale)
         drawn = (guidance, self.seed, self.scheduler, self.prompt, self.negative_prompt)
@@ -57,7 +57,7 @@ class ImageResult(TaskResult, tag="image"):
     seed: int
     pixel_steps: int
     truncated_tokens: int | None = None
-    """Tokens of its prompts that were left out, because they were longer than the model takes; None: not known."""
+    """Tokens that were left out, because a prompt was too long for the model. None: not known."""
 
     @property
     def blob(self) -> Blob | None:
@@ -132,7 +132,9 @@ class ImageTask(Task):
         if size_bytes is None:
             return None
         is_large = size_bytes > INLINE_LIMIT_BYTES
-        blob = Blob("image/png", object_key="0" * 64) if is_large else Blob("image/png", bytes(size_bytes))
+        blob = Blob("image/png", bytes(size_bytes))
+        if is_large:
+            blob = Blob("image/png", object_key="0" * 64)
         return ImageResult(blob, entry.image.width, entry.image.height, 2**31, 10**6)
 
     def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:

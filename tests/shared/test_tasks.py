@@ -1,4 +1,4 @@
-"""The registry of tasks: each has its file in every layer, and no code elsewhere asks which task it is."""
+"""Each task has its file in every layer, and no other code asks which task a model serves."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The tasks that a worker computes. Each file here has the name of its task in `shared.tasks.TASKS`."""
+"""The tasks that a worker computes. A file here has the name of its task in shared.tasks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def model_for(
     """The model of `entry`, not yet loaded. The arguments are those of Resources.
 
     Raises:
-        ConfigurationError: the folder is not a model of this task, or the entry needs a backend that is not given.
+        ConfigurationError: the folder is not a model of this task, or the entry needs a backend
+            that is not given.
     """
     resources = Resources(device=device, backend=backend, threads=threads, memory_fraction=memory_fraction)
     return WORKER_TASKS[entry.task].model(entry, folder, resources)

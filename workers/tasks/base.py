@@ -1,4 +1,4 @@
-"""What a task is to a worker: how its items are prepared and computed, and how its models are optimized."""
+"""What a task is to a worker: how its items are prepared and computed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from workers.models.base import InferenceModel, Preparer
 class Resources:
     """What a model runs on.
 
-    `device` is `cpu`, `cuda`, `cuda:N` or `auto`. `threads` counts on a CPU. `memory_fraction` is the part of a GPU's
-    memory that the process may take. `backend` is what computes an embedding. None: torch in the entry's precision.
+    `device` is `cpu`, `cuda`, `cuda:N` or `auto`. `threads` counts on a CPU. `memory_fraction` is the
+    part of a GPU's memory that the process may take. `backend` is what computes an embedding. None:
+    torch in the entry's precision.
     """
 
     device: str
@@ -30,7 +31,7 @@ class WorkerTask(ABC):
     """The models of one task. No method but `model` imports torch."""
 
     prepares_on_thread: ClassVar[bool] = False
-    """Whether preparing an item takes milliseconds, so is done off the loop that keeps the leases."""
+    """Whether preparing an item takes milliseconds, which the event loop can't spare."""
     measures_backends: ClassVar[bool] = False
     """Whether a worker measures which backend computes a model fastest (workers/autotune)."""
     optimizer: ClassVar[str]
@@ -62,5 +63,6 @@ class WorkerTask(ABC):
         """The model, not yet loaded.
 
         Raises:
-            ConfigurationError: the folder is not a model of this task, or the entry needs a backend that is not given.
+            ConfigurationError: the folder is not a model of this task, or the entry needs a backend
+                that is not given.
         """

@@ -1,4 +1,4 @@
-"""Embedding models: sentence encoders in torch or ONNX Runtime, whichever was measured to be faster."""
+"""Embedding models: sentence encoders in torch or ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def encoder_model(entry: Model, folder: Path, resources: Resources) -> Embedding
     """The model that gives the vectors of texts, not yet loaded.
 
     Raises:
-        ConfigurationError: the folder is no sentence encoder, or the entry needs a backend that is not given.
+        ConfigurationError: the folder is no sentence encoder, or the entry needs a backend
+            that is not given.
     """
     # Read first: a wrong folder is refused before the seconds that importing torch takes.
     settings = read_sentence_folder(folder)

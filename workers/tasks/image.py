@@ -10,7 +10,7 @@ from workers.tasks.base import Resources, WorkerTask
 
 
 class ImageWorker(WorkerTask):
-    """Preparing an image can mean decoding its source. Libraries are imported where they are used."""
+    """Preparing an image can mean decoding its source picture."""
 
     prepares_on_thread = True
     optimizer = "image"
