@@ -26,7 +26,7 @@ Port = Annotated[int, typer.Option(metavar="PORT")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for a program")]
 
 _FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""For commands whose words, `--help` included, another program reads."""
+"""For commands whose arguments, `--help` included, go to another program."""
 
 
 class _Commands(TyperGroup):
@@ -90,7 +90,7 @@ def demo(
 
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
-    """Say what is missing or out of reach, and how to fix it."""
+    """Find missing software and unreachable services, and suggest fixes."""
     from infra.local.doctor import examine
 
     raise typer.Exit(examine(as_json=as_json))
@@ -120,7 +120,7 @@ def api() -> None:
 
 @app.command()
 def worker(
-    model: Annotated[str, typer.Option(metavar="MODEL", help="the entry of the catalog that it serves")],
+    model: Annotated[str, typer.Option(metavar="MODEL", help="the catalog entry to serve")],
 ) -> None:
     """Run one worker alone, with the PENSTOCK_* settings."""
     _become("workers", {"PENSTOCK_MODEL": model})
@@ -142,7 +142,7 @@ def bench(context: typer.Context) -> None:
 
 @app.command(context_settings=_FORWARDED)
 def deploy(context: typer.Context) -> None:
-    """Plan a deployment: what it needs and costs, before any apply."""
+    """Plan a deployment: resources, quotas and costs, before any apply."""
     from infra.deploy.__main__ import main as plan
 
     raise typer.Exit(plan(context.args))
@@ -150,8 +150,8 @@ def deploy(context: typer.Context) -> None:
 
 @app.command()
 def report(
-    name: Annotated[str, typer.Argument(help="which; without it, the shipped ones are listed")] = "",
-    days: Annotated[int, typer.Option(help="how many days back")] = 7,
+    name: Annotated[str, typer.Argument(help="its name (default: list all reports)")] = "",
+    days: Annotated[int, typer.Option(help="days to look back")] = 7,
     as_json: AsJson = False,
 ) -> None:
     """Run a usage report on the configured BigQuery."""
@@ -165,7 +165,10 @@ def report(
 
 
 def _become(module: str, settings: dict[str, str], words: Sequence[str] = ()) -> NoReturn:
-    """Replaces this process, so that signals and the exit status are the other's. Infra never imports it."""
+    """Replaces this process with a module's, which gets the signals and sets the exit status.
+
+    Import contracts do not allow importing it here.
+    """
     from shared.settings import environment_with, given_settings
 
     sys.stdout.flush()

@@ -1,6 +1,6 @@
-"""The usage table on the BigQuery that the settings name: made, asked, and its shipped reports shown.
+"""Creates the usage table on the configured BigQuery, and runs the shipped reports.
 
-Between the `penstock` command or the local stack and Google's client, whose errors are translated here.
+Errors of Google's client are translated here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 QUERY_LIMIT_S = 60.0
 RETRY_LIMIT_S = 5.0
-"""The client's own is ten minutes: too long for a person who waits."""
+"""The default of the client is ten minutes, too long for a command."""
 
 
 def list_reports(*, as_json: bool = False) -> None:
@@ -36,7 +36,7 @@ def show_report(settings: Settings, name: str, days: int, *, as_json: bool = Fal
     """Prints one report over the last `days` days.
 
     Raises:
-        BadInput: there is no such report.
+        BadInput: the report does not exist.
         Unavailable: BigQuery is out of reach or refused the query.
     """
     with Console(stderr=True).status("waiting for BigQuery"):  # shown on a terminal only
@@ -53,10 +53,10 @@ def _json(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def run_report(settings: Settings, name: str, days: int) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """The columns and rows of a report, over what was received in the last `days` days.
+    """Returns the columns and rows of a report on the requests of the last `days` days.
 
     Raises:
-        BadInput: there is no such report.
+        BadInput: the report does not exist.
         Unavailable: BigQuery is out of reach or refused the query.
     """
     report = usage.reports().get(name)
@@ -77,22 +77,22 @@ def run_report(settings: Settings, name: str, days: int) -> tuple[list[str], lis
 
 
 def create_tables(settings: Settings) -> None:
-    """Makes dataset, table and views, or brings them up to date.
+    """Creates or updates dataset, table and views.
 
     Raises:
         Unavailable: BigQuery is out of reach or refused.
     """
     with _connected(settings) as client:
-        # Fails at once where nobody answers; the calls below would try for ten minutes.
+        # Fails at once if BigQuery is out of reach. The calls below would retry for ten minutes.
         next(iter(client.list_datasets(max_results=1, retry=None, timeout=RETRY_LIMIT_S)), None)
         usage.create(client, settings.dataset)
 
 
 def check_bigquery(settings: Settings, timeout_s: float) -> None:
-    """Asks for the usage table.
+    """Checks that the usage table is there.
 
     Raises:
-        Unavailable: BigQuery is out of reach, or there is no such table.
+        Unavailable: BigQuery is out of reach, or has no such table.
     """
     with _connected(settings) as client:
         client.get_table(f"{settings.dataset}.{usage.TABLE}", retry=None, timeout=timeout_s)
@@ -100,7 +100,7 @@ def check_bigquery(settings: Settings, timeout_s: float) -> None:
 
 @contextmanager
 def _connected(settings: Settings) -> Iterator[Client]:
-    """Google's client, with the machine's credentials, or with none for an embedded BigQuery."""
+    """Opens Google's client. An embedded BigQuery needs no credentials."""
     # Imported when needed: Google's client takes half a second, and `penstock report` without a name needs none.
     from google.api_core.exceptions import GoogleAPIError
     from google.auth.credentials import AnonymousCredentials
@@ -117,5 +117,5 @@ def _connected(settings: Settings) -> Iterator[Client]:
         with closing(client):
             yield client
     except (GoogleAPIError, GoogleAuthError, RequestException) as error:
-        # The lines after the first say which job it was; nobody can look it up here.
+        # The other lines name the job, which is of no use here.
         raise Unavailable(f"BigQuery: {str(error).splitlines()[0]}") from error

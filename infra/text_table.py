@@ -74,7 +74,7 @@ def _shown(value: object, least_decimals: int) -> str:
 
 
 def _decimal(value: float, least: int) -> str:
-    """With `least` decimals, and as many more as ten significant digits need, for fractions of a cent."""
+    """Shows `least` decimals, or more up to ten significant digits, for fractions of a cent."""
     if not math.isfinite(value):
         return str(value)
     magnitude = math.floor(math.log10(abs(value))) if value else 0

@@ -1,17 +1,17 @@
 """All errors that Penstock raises on purpose, and their codes.
 
 PenstockError
-├── BadInput                 the caller's request is wrong; names the field
+├── BadInput                 the caller's request is wrong, with the field
 │   ├── UnknownModel
 │   └── InputTooLarge
 │       └── ContextLengthExceeded
-├── Overloaded               full now; has the seconds to wait
+├── Overloaded               full now, with the seconds to wait
 ├── DeadlineExceeded         the answer came, or would come, too late
 ├── Canceled                 no caller wants the answer any more
 ├── ModelFailed              the model could not compute this item
 ├── Unavailable              a required service (broker, store) is out of reach
 ├── UndecodableMessage       a message on a topic is not a job or reply
-└── ConfigurationError       a catalog or a setting is wrong; names the line or variable
+└── ConfigurationError       a catalog or a setting is wrong, with the line or variable
 
 A `code` is stable. It appears in messages, rows and metrics. api/errors.py maps it to an HTTP
 status.

@@ -1,4 +1,4 @@
-"""Logs one JSON object per line to stderr, with Cloud Logging's fields (severity, message, time)."""
+"""Logs JSON lines to stderr, with Cloud Logging's fields (severity, message, time)."""
 
 from __future__ import annotations
 

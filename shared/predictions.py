@@ -165,7 +165,7 @@ def logs_of(record: Record) -> str:
 
 
 def _metrics(prediction: Prediction, record: Record) -> dict[str, float]:
-    """Returns seconds under Replicate's names, milliseconds under RunPod's, and truncated tokens."""
+    """Returns Replicate's names in seconds, RunPod's in milliseconds, and truncated tokens."""
     found: dict[str, float] = {}
     if record.started_at_s:
         found["delayTime"] = max(0, round((record.started_at_s - record.created_at_s) * 1000))

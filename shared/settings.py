@@ -109,35 +109,41 @@ class ApiSettings(Settings):
     prediction_keep_s: int = Field(3600, ge=60)
     """How long a prediction and its result are kept after its end."""
     webhook_secrets: str = ""
-    """`whsec_…`, comma-separated, the same as of the function that delivers webhooks. Each tenant's own secrets are
-    derived from these. Callers get the one from the first."""
+    """`whsec_…`, comma-separated, the same as of the function that delivers webhooks. Each tenant's
+    own secrets are derived from these. Callers get the one from the first.
+    """
     webhooks_private: bool = False
     """Whether webhooks may go to private addresses and over http, the same as of the function. For
     local use.
     """
     answers_max_bytes: int = Field(BUDGET_BYTES, ge=1024 * 1024)
-    """Memory in Redis for answers kept for Idempotency-Keys. Above it the oldest answers of the largest tenant are
-    dropped."""
+    """Memory in Redis for answers kept for Idempotency-Keys. Above it the oldest answers of the
+    largest tenant are dropped.
+    """
     predictions_max_bytes: int = Field(BUDGET_BYTES, ge=1024 * 1024)
-    """Memory in Redis for predictions. Above it the oldest ended predictions of the largest tenant are dropped. A new
-    prediction that finds no room gets 429."""
+    """Memory in Redis for predictions. Above it the oldest ended predictions of the largest tenant
+    are dropped. A new prediction that finds no room gets 429.
+    """
     memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     request_max_bytes: int = Field(32 * 1024 * 1024, ge=1)
     bodies_max_bytes: int = Field(256 * 1024 * 1024, ge=1)
     """Memory for the bodies of all open requests. Above it bodies of more than 64 KiB get 429."""
     head_timeout_s: float = Field(20.0, gt=0)
-    """Time to receive a request's URL and headers, from the first byte, or from the opening of the connection.
-    Then the connection is closed, with a 408 if the request began."""
+    """Time to receive a request's URL and headers, from the first byte, or from the opening of the
+    connection. Then the connection is closed, with a 408 if the request began.
+    """
     max_connections: int = Field(4096, ge=1)
-    """Connections of callers, within the process's limit on open files. Above it an idle connection is closed.
-    Where none is idle, the new one is refused (429)."""
+    """Connections of callers, within the process's limit on open files. Above it an idle connection
+    is closed. Where none is idle, the new one is refused (429).
+    """
     picture_processes: int = Field(2, ge=1, le=64)
     """Processes that decode and encode pictures, each one at a time. They start with the first
     picture.
     """
     picture_budget_bytes: int = Field(256 * 1024 * 1024, ge=1)
-    """Memory for pictures that are decoded at the same time. A larger one (a WebP of 25 megapixels takes 400 MB) is
-    decoded alone."""
+    """Memory for pictures that are decoded at the same time. A larger one (a WebP of 25 megapixels
+    takes 400 MB) is decoded alone.
+    """
 
     @field_validator("cors_origins")
     @classmethod

@@ -60,7 +60,7 @@ def is_public(address: IPv4Address | IPv6Address) -> bool:
 
 
 def _address_in(host: str) -> IPv4Address | IPv6Address | None:
-    """Returns the address that a host is without resolving, in any spelling that the resolver accepts."""
+    """Returns the address of a numeric host, in any spelling that the resolver accepts."""
     name = host.rstrip(".").lower()
     if name == "localhost" or name.endswith(".localhost"):  # RFC 6761, 6.3
         return IPv4Address("127.0.0.1")

@@ -75,7 +75,7 @@ def tenant_secrets(setting: str, tenant: str) -> list[str]:
 
 
 def signature(secrets: Sequence[str], webhook_id: str, at_s: int, body: bytes) -> str:
-    """Returns the header `webhook-signature`: HMAC-SHA256 over `id.timestamp.body`, for each secret."""
+    """Returns the header `webhook-signature`: HMAC-SHA256s over `id.timestamp.body`."""
     signed = f"{webhook_id}.{at_s}.".encode() + body
     digests = [hmac.digest(_key(secret), signed, hashlib.sha256) for secret in secrets]
     return " ".join(f"v1,{base64.b64encode(digest).decode()}" for digest in digests)

@@ -1,1 +1,1 @@
-"""The local stack: embedded servers that stand in for the cloud, each startable alone."""
+"""The local stack: the whole pipeline on one machine."""

@@ -1,6 +1,6 @@
-"""`penstock demo`: the stack is started, used with the `openai` client as a customer would, shown and stopped.
+"""`penstock demo`: starts the stack, uses it with the `openai` client, shows the results, stops it.
 
-Every figure printed is measured; a result that is not as it should be ends the demo with an error.
+Every printed figure is measured. A wrong result ends the demo with an error.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ SENTENCES = (
     "Paris is the capital of France.",
     "The French government sits in Paris.",
 )
-"""Each two that follow each other mean about the same."""
+"""Each pair in a row means about the same."""
 SHAPES = "package:models/shapes/pipeline"
-"""The source of the shipped image model, whose pictures can be read."""
+"""The source of the shipped image model, whose images can be judged."""
 SEED = 7
 PROMPT = "a large red circle on a white background"
 EDIT_PROMPT = "a large blue circle on a white background"
 STRENGTH = 0.6
 MEANT = {PROMPT: "a red circle on white", EDIT_PROMPT: "a blue circle on white"}
-"""What the pictures must show where the prompts are these two; of others nothing is known here."""
+"""The expected content of the images for these two prompts. Other prompts are not checked."""
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass
 class DemoCall:
-    """One call, its answer's own headers and the round trip as the caller saw it."""
+    """One call: the timings of its response headers, and the measured round trip."""
 
     what: str
     cache: str
@@ -61,22 +61,22 @@ class DemoCall:
     inference_ms: float
 
     def row(self) -> tuple[object, ...]:
-        """Its line of the table; what is neither waiting nor computing is overhead."""
+        """Returns its row of the table. Time that is neither waiting nor computing is overhead."""
         overhead_ms = self.round_trip_ms - self.queue_ms - self.batch_ms - self.inference_ms
         parts = (self.round_trip_ms, self.queue_ms, self.batch_ms, self.inference_ms, overhead_ms)
         return (self.what, self.cache, *(f"{part:.1f}" for part in parts))
 
 
 def run_demo(demo_dir: Path, prompt: str = PROMPT, edit_prompt: str = EDIT_PROMPT) -> int:
-    """Runs the demo; pictures, logs and rows lie in `demo_dir` afterwards.
+    """Runs the demo. Images, logs and rows are in `demo_dir` afterwards.
 
     Args:
-        demo_dir: its state is made anew.
-        prompt: of the first picture.
-        edit_prompt: what the second picture makes of the first one.
+        demo_dir: its state is deleted first.
+        prompt: of the first image.
+        edit_prompt: of the edit of the first image.
 
     Raises:
-        PenstockError: something did not start, did not answer or answered wrongly.
+        PenstockError: a process did not start, or an answer was missing or wrong.
     """
     began_s = time.monotonic()
     state_dir = demo_dir / "state"
@@ -95,7 +95,7 @@ def run_demo(demo_dir: Path, prompt: str = PROMPT, edit_prompt: str = EDIT_PROMP
 
 
 class Visitor:
-    """A customer of the stack: calls the API and keeps how long each call took."""
+    """A client of the stack. Calls the API and notes how long each call took."""
 
     def __init__(self, stack: Stack, catalog: Catalog) -> None:
         self._stack = stack
@@ -107,7 +107,7 @@ class Visitor:
         self._calls: list[DemoCall] = []
 
     def compare_sentences(self) -> None:
-        """Embeds SENTENCES twice and prints how close each two are."""
+        """Embeds SENTENCES twice and prints their cosine similarities."""
         first = self._embed("6 sentences", "miss")
         again = self._embed("6 sentences, again", "hit")
         _expect(np.array_equal(first, again), "the cache gave other vectors than the model")
@@ -124,7 +124,7 @@ class Visitor:
         _expect([n ^ 1 for n in range(len(SENTENCES))] == partners.tolist(), "related sentences were not the closest")
 
     def draw_pictures(self, demo_dir: Path, prompt: str, edit_prompt: str) -> None:
-        """Draws a picture from a prompt and one from that picture, each twice, and keeps them as PNG files."""
+        """Generates an image, then edits it, each twice, and writes both as PNG files."""
         size = f"{self._image.image.width}x{self._image.image.height}"
         asked: dict[str, Any] = {"model": self._image.name, "size": size, "extra_body": {"seed": SEED}}
 
@@ -154,13 +154,13 @@ class Visitor:
                 _expect(shown == meant.get(words, shown), f"{name} shows {shown}")
 
     def show_timings(self) -> None:
-        """Prints where the time of every call went."""
+        """Prints the timings of every call."""
         _print("\nWhere the time went, in milliseconds\n")
         heads = ("call", "cache", "round trip", "queue", "batch wait", "inference", "overhead")
         _print(table(heads, (call.row() for call in self._calls)))
 
     def show_usage(self) -> None:
-        """Prints the usage report once every item's row has reached BigQuery."""
+        """Prints the usage report, once the rows of all items are in BigQuery."""
         expected = 2 * len(SENTENCES) + 4
         deadline_s = time.monotonic() + ROWS_LIMIT_S
         while True:
@@ -207,7 +207,7 @@ class Visitor:
 
 
 def what_it_shows(png: bytes) -> str:
-    """What plain image processing reads off a picture of the shapes' world: not what was asked for."""
+    """Returns what image processing finds in the image, without the prompt."""
     with Image.open(io.BytesIO(png)) as picture:
         reading = read(np.asarray(picture.convert("RGB")))
     figures = " and ".join(_in_words(figure) for figure in reading.figures)

@@ -1,4 +1,4 @@
-"""`penstock doctor`: checks this machine and the endpoints of the settings, and says how to fix what is missing."""
+"""`penstock doctor`: checks this machine and the configured endpoints, and suggests fixes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FREE_MEMORY_BYTES = 2 * 1024**3
 REACH_LIMIT_S = 5.0
 _PLACES = {"project", "pubsub_endpoint", "bigquery_endpoint", "redis_url", "objects_url"}
 EXTRAS = ("api", "worker", "functions", "optimize", "local", "dev")
-"""What `make setup` installs; the extra `gpu` is for machines that have one."""
+"""The extras that `make setup` installs. The extra `gpu` is for machines with a GPU."""
 INSTALL = "make setup"
 
 _PIN = re.compile(r"(?P<name>[\w.-]+)(\[[\w,]+\])?==(?P<version>[^;\s]+)(.*extra == ['\"](?P<extra>\w+))?")
@@ -43,7 +43,7 @@ _PIN = re.compile(r"(?P<name>[\w.-]+)(\[[\w,]+\])?==(?P<version>[^;\s]+)(.*extra
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One thing that was checked. With a `fix` it is missing or wrong, without one it is fine."""
+    """The result of one check. Without a `fix` it is fine."""
 
     what: str
     facts: str
@@ -108,7 +108,7 @@ def _packages() -> Diagnosis:
 
 
 def _installed(name: str) -> str | None:
-    """The installed version, without the part that names a build (`+cpu`)."""
+    """Returns the installed version without its build (`+cpu`)."""
     try:
         return importlib.metadata.version(name).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
@@ -152,7 +152,7 @@ def _disk() -> Diagnosis:
 def _memory() -> Diagnosis:
     free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        # What Linux can give, caches included; free pages alone would look too few on a busy machine.
+        # Includes caches that Linux can free. Free pages alone are few on a busy machine.
         available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
         free_bytes = int(available[1]) * 1024 if available else free_bytes
     except OSError:
@@ -172,7 +172,7 @@ def _catalog(settings: Settings) -> Iterator[Diagnosis]:
 
 
 def _sources(catalog: Catalog) -> Iterator[Diagnosis]:
-    """The models whose files must be on this machine before a worker starts."""
+    """Checks the models whose files must be on this machine before a worker starts."""
     for model in catalog.models:
         kind, _, place = model.source.partition(":")
         if kind == "local" and not Path(place).expanduser().is_dir():
@@ -182,7 +182,7 @@ def _sources(catalog: Catalog) -> Iterator[Diagnosis]:
 
 
 def _endpoints(settings: Settings) -> Iterator[Diagnosis]:
-    """Tries each service that the settings name; a machine without settings starts its own with `penstock up`."""
+    """Tries each configured service. Without settings, `penstock up` starts its own."""
     if not settings.model_fields_set & _PLACES:
         yield Diagnosis("endpoints", "none set: penstock up starts its own")
         return

@@ -36,8 +36,8 @@ def await_graphs(makers: Mapping[str, Process], tell: Callable[[str, str], None]
     """Model names, as their builders end. Without graphs torch serves a model.
 
     Args:
-        makers: started, by the model's name.
-        tell: gets a word and the facts of each that takes its time or fails.
+        makers: running, by the model's name.
+        tell: gets a word and the facts of each that is slow or fails.
     """
     for name, maker in makers.items():
         # Silent where the graphs are there from an earlier start, which takes half a second to see.

@@ -87,7 +87,7 @@ class Process:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as output:
             try:
-                # A session of its own: Ctrl-C reaches the stack alone, which then stops its parts
+                # Its own session: Ctrl-C reaches the stack alone, which then stops its parts
                 # in order.
                 self._popen = subprocess.Popen(
                     self._command,
@@ -158,7 +158,7 @@ class Process:
             popen.kill()
             popen.wait(KILL_LIMIT_S)
         finally:
-            # Whatever it left behind in its group goes with it.
+            # Ends the processes that it left in its group.
             _kill_group(popen.pid)
 
     def kill(self) -> None:
@@ -220,17 +220,16 @@ def answers(port: int, path: str, timeout_s: float = 5.0) -> bool:
 
 
 def free_port() -> int:
-    """A free TCP port of 127.0.0.1. Reserved against other callers while this process lives.
+    """Returns a free TCP port of 127.0.0.1, reserved while this process lives.
 
     Raises:
         Unavailable: none was found.
     """
     for _ in range(PORT_TRIES):
-        # Below those that the kernel hands out by itself, which would race with whoever was told of
-        # this one.
+        # Below the kernel's own ephemeral ports, which another process might get before our caller.
         port = _random.randrange(*FREE_PORTS)
-        # The same number of UDP, which nobody here uses, is the claim; the kernel lifts it when
-        # this process ends.
+        # The UDP port of the same number, which is not used otherwise, is the reservation. The
+        # kernel frees it when this process ends.
         claim = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         try:
             claim.bind(("127.0.0.1", port))
@@ -239,6 +238,6 @@ def free_port() -> int:
         except OSError:
             claim.close()
             continue
-        claim.detach()  # it stays open, and nobody closes it
+        claim.detach()  # keeps it open until this process ends
         return port
     raise Unavailable(f"no free port between {FREE_PORTS[0]} and {FREE_PORTS[1]} in {PORT_TRIES} tries")

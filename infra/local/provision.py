@@ -21,7 +21,7 @@ from shared.pubsub.reply_inbox import make_inbox
 from shared.transport import Admin, SubscriptionSettings
 
 JOB_RETENTION_S = 3600
-"""Longer than any deadline: what is older than that nobody waits for."""
+"""Longer than any deadline, so no caller waits for an older message."""
 DEAD_LETTER_RETENTION_S = 7 * 24 * 3600
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
 """Explicit, because with the service's default a job waits 10 s after a worker died."""

@@ -60,7 +60,7 @@ class Stack:
             variable in REPLACED_BY is among them is not started: the one it names is used.
         keep_messages: whether Pub/Sub keeps what it holds in the state's folder, over restarts and
             crashes.
-        say: gets one line of progress at a time.
+        say: gets each line of progress.
 
     Raises:
         ConfigurationError: a port is taken, the catalog or a setting is wrong.
@@ -80,7 +80,7 @@ class Stack:
         self.log_dir = self.state_dir / "log"
         self.ports = ports
         self.processes: dict[str, Process] = {}
-        """What was started, by name: redis, pubsub, bigquery, worker-<model> …, api, functions."""
+        """The processes by name: redis, pubsub, bigquery, worker-<model>, api, functions."""
         self._given = dict(settings or {})
         self._keep_messages = keep_messages
         self._say = say
@@ -209,10 +209,10 @@ class Stack:
         )
 
     def _start_pipeline(self, undo: ExitStack, catalog: Catalog, makers: Mapping[str, Process]) -> None:
-        """Starts the API, the functions and the workers, each as early as what it needs is there.
+        """Starts the API, the functions and the workers, each as early as possible.
 
-        A worker whose model lacks graphs comes last: it measures what computes the model fastest
-        here, and waits for that until nothing starts any more.
+        A worker whose model lacks graphs starts last. It measures the backends on this machine,
+        and waits until nothing else starts.
         """
         workers = {
             model.name: self._worker(model, port)
@@ -220,15 +220,15 @@ class Stack:
         }
         for worker in workers.values():
             undo.callback(worker.stop)
-        # Undone after the API has stopped and before the first worker is waited for: they wind down
-        # side by side.
+        # Runs after the API has stopped and before the first worker is awaited, so that all workers
+        # stop at the same time.
         for worker in workers.values():
             undo.callback(worker.ask_to_stop)
         self.processes |= {worker.name: worker for worker in workers.values()}
         for name in workers.keys() - makers.keys():
             workers[name].start()
         signing = {name: value for name, value in kept_secrets(self.state_dir).items() if name not in self._given}
-        # Who tries things out receives webhooks on this machine.
+        # Receivers of webhooks on this machine are allowed.
         signing |= {"PENSTOCK_WEBHOOKS_PRIVATE": self._given.get("PENSTOCK_WEBHOOKS_PRIVATE", "1")}
         self._start(undo, self._module("api", ["api"], self._sockets | signing, stop_limit_s=API_STOP_LIMIT_S))
         if self.functions_url:

@@ -159,7 +159,7 @@ class _PullChannel:
 
 
 async def _finish(closing: Coroutine[Any, Any, None]) -> None:
-    """Waits for `closing` to end even if canceled, because a canceled owner still returns its messages."""
+    """Waits until `closing` ends, even if canceled, so that all messages are returned."""
     task = asyncio.create_task(closing)
     try:
         await asyncio.shield(task)

@@ -17,7 +17,7 @@ async def make_inbox(admin: Admin, inbox: str, slots: int, *, expires_after_s: i
         admin: creates them. It bounds the calls in flight.
         inbox: a number in the pool or the id of an instance.
         slots: how many. A single slot needs no filter.
-        expires_after_s: the broker deletes subscriptions unused for this long; 0: never.
+        expires_after_s: the broker deletes subscriptions unused for this long. 0: never.
 
     Raises:
         PenstockError: as the admin's calls do.

@@ -85,7 +85,7 @@ class ResultCache(RedisStore):
 
     Args:
         redis_url: `redis://`, `rediss://` or `unix://` URL.
-        memory_bytes: bound of the memory level; 0 turns it off.
+        memory_bytes: bound of the memory level. 0 turns it off.
         prefix: starts every Redis key, for several deployments on one Redis.
         timeout_s: limit of one round trip to Redis.
         retry_s: bound of the first pause of the background retry.

@@ -1,4 +1,4 @@
-"""The Redis level of the cache (shared/stores/cache.py): reads and writes many raw values at once."""
+"""The Redis level of the cache: reads and writes many raw values at once."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ _CLOUD: dict[str, Any] = {
 
 
 def object_key(folder: str, data: bytes, media_type: str) -> str:
-    """Returns the key of `data`: `folder`, 256 bits of BLAKE2b (RFC 7693) in hex, and the extension."""
+    """Returns the key of `data`: `folder`, its BLAKE2b digest (256 bits) in hex, extension."""
     digest = hashlib.blake2b(data, digest_size=32).hexdigest()
     return f"{folder}/{digest[:2]}/{digest}{_EXTENSIONS.get(media_type, '')}"
 
@@ -159,7 +159,7 @@ def _open(url: str) -> Any:
 
 
 def _check(key: str) -> None:
-    """Allows only plain path segments in a key (no `..`, `%` or `//`), because messages contain keys."""
+    """Allows only plain path segments (no `..`, `%` or `//`), as keys come from messages."""
     if len(key) > KEY_LIMIT_BYTES or not _KEY.fullmatch(key):
         raise BadInput(f"{key[:80]!r} is no valid object key", field="object_key")
 

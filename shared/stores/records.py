@@ -94,7 +94,7 @@ class Claim(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """The result of ending a record: if our reply is kept, the state, and the reply kept instead."""
+    """How `finish` went: whether our reply is kept, the state, or the reply kept instead."""
 
     is_ours: bool
     state: State
@@ -295,7 +295,7 @@ class Records(RedisStore):
 
 
 def _check_canceled() -> None:
-    """Cancels the task if redis-py swallowed its cancellation, as it does while it connects or reads."""
+    """Cancels the task if redis-py swallowed its cancellation, as connects and reads do."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError

@@ -1,4 +1,4 @@
-"""Batches calls to Redis: one round trip of an operation at a time, with all calls that came meanwhile."""
+"""Batches calls to Redis: calls that come during a round trip share the next one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Batcher(Generic[Sent, Got]):
         self._arrived = asyncio.Event()
 
     async def call(self, entries: Sequence[Sent]) -> list[Got] | None:
-        """Returns one answer per entry, or None if Redis failed or was too slow, or the queue is full."""
+        """Returns one answer per entry, or None after a failure or with a full queue."""
         if self._waiting_entries + len(entries) > WAITING_ENTRIES:
             self._errors.labels(self._operation).inc()
             return None

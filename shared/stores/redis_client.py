@@ -158,7 +158,7 @@ class RedisLink:
         return self.is_up
 
     async def _recover(self) -> None:
-        """Waits until the breaker opens, then retries until Redis answers within a round trip's limit."""
+        """Waits until the breaker opens, then retries until Redis answers in time."""
         while True:
             await self._tripped.wait()
             for pause_s in backoff(self._retry_s, LONGEST_RETRY_S):

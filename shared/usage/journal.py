@@ -155,7 +155,7 @@ class Journal:
             log.error("rows are lost: disk and BigQuery both fail", extra={"in_memory": len(self._unsaved)})
 
     def save(self, is_last: bool = False) -> None:
-        """Writes rows that are only in memory to disk, if it is time to try, or if this `is_last`."""
+        """Writes rows that are only in memory to disk, if a try is due or this `is_last`."""
         while self._unsaved and (is_last or self.is_disk_due):
             with self.changed:
                 rows = list(islice(self._unsaved, BATCH_ROWS))  # they stay until they are on disk
@@ -235,7 +235,7 @@ class Journal:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Leaves everything on disk, rows in flight included, because the thread may hang in a request."""
+        """Leaves everything on disk, rows in flight too, as the thread may hang in a request."""
         with self.changed:
             if self._in_flight is not None:
                 self.requeue(self._in_flight)

@@ -128,7 +128,7 @@ class RowWriter:
         return self._flushes > 0 or self._give_up_s is not None
 
     def _run(self) -> None:
-        """Sends rows until closed: full segments at once, and the open one after its linger time."""
+        """Sends rows until closed: full segments at once, the open one after it lingered."""
         pauses, takes_open = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), True
         while not self._is_over():
             try:
