@@ -6,7 +6,6 @@ time, one with load and the other idle, in turns, so that what the machine does 
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import statistics
@@ -16,14 +15,15 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
-import aiohttp
 import numpy as np
 import uvloop
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.load.generator import LoadOrder, drive, embedding_bodies
 from bench.load.texts import Texts
 from bench.pipeline import MODEL, MODELS_FILE, SCRAPE_LIMIT_S, Part, Pipeline, running
 from bench.report import Figure, Outcome
@@ -39,7 +39,7 @@ BACKEND = {"backend": "torch", "precision": "fp32"}
 RARE_SHARE = 0.1
 IN_FLIGHT = 128
 """Requests for the rare model wait for its turn, and with much fewer in flight than that they would be all there is."""
-LEAD_S, LEAD_ANSWERS = 5.0, 2 * IN_FLIGHT
+LEAD_S, LEAD_LIMIT_S, LEAD_ANSWERS = 5.0, 10.0, 2 * IN_FLIGHT
 """Of each part, not counted: until as many requests wait for the rare model as always will."""
 ALONE_S = 15.0
 BOTH_S = 40.0
@@ -49,6 +49,8 @@ ROUNDS = 3
 LAYOUTS = (1, 2)
 """Model processes: the budget is that of each, so with two of them either model may have one."""
 LIMIT_S = 120.0
+MOST_PER_S = 1000
+"""More than two cores embed."""
 
 
 @dataclass(frozen=True)
@@ -157,31 +159,6 @@ def _switching(port: int) -> Switching:
     return Switching(values["penstock_worker_model_loads_total"], values["penstock_worker_switch_seconds_total"])
 
 
-class _Window:
-    """The part of a drive that counts: `seconds` from the end of the lead-in."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._began_s = time.perf_counter()
-        self._counted_from_s: float | None = None
-        self.count = 0
-        self.answers: list[TimedAnswer] = []
-
-    def is_open(self) -> bool:
-        """Whether more is to be sent."""
-        return self._counted_from_s is None or time.perf_counter() < self._counted_from_s + self._seconds
-
-    def add(self, answer: TimedAnswer) -> None:
-        """Counts an answer, if it came in the window."""
-        now_s = time.perf_counter()
-        self.count += 1
-        if self._counted_from_s is None:
-            if self.count >= LEAD_ANSWERS and now_s >= self._began_s + LEAD_S:
-                self._counted_from_s = now_s
-        elif self.is_open():
-            self.answers.append(answer)
-
-
 def _drive(
     port: int, worker: Part, texts: Texts, rare_share: float, model: str, seconds: float
 ) -> tuple[list[TimedAnswer], float]:
@@ -190,31 +167,23 @@ def _drive(
     Returns the answers that came within `seconds` after the lead-in, and the CPU milliseconds that each request cost
     the model processes of `worker`: on a busy machine that tells more than rates do.
     """
-    window, before_s = _Window(seconds), worker.children_cpu_s()
-    uvloop.run(_send(window, port, texts, rare_share, model))
-    return window.answers, 1000 * (worker.children_cpu_s() - before_s) / window.count
-
-
-async def _send(window: _Window, port: int, texts: Texts, rare_share: float, model: str) -> None:
-    mix, drawn = random.Random(1), _endless(texts)
-    url = f"http://127.0.0.1:{port}/v1/embeddings"
-
-    async def one_after_another(session: aiohttp.ClientSession) -> None:
-        while window.is_open():
-            chosen, sent_s = RARE if mix.random() < rare_share else model, time.perf_counter()
-            body = {"model": chosen, "input": next(drawn), "encoding_format": "base64"}
-            async with session.post(url, json=body) as response:
-                text = await response.text()
-                if response.status != 200:
-                    raise RuntimeError(f"an answer was expected, not {response.status}: {text}")
-                took = [float(response.headers[f"x-penstock-{name}-ms"]) for name in ("batch", "inference")]
-                window.add(TimedAnswer(chosen, 1000 * (time.perf_counter() - sent_s), *took))
-
-    limits = aiohttp.ClientTimeout(total=LIMIT_S)
-    connector = aiohttp.TCPConnector(limit=IN_FLIGHT)
-    async with aiohttp.ClientSession(connector=connector, timeout=limits) as session, asyncio.TaskGroup() as group:
-        for _ in range(IN_FLIGHT):
-            group.create_task(one_after_another(session))
+    mix, send_s = random.Random(1), LEAD_LIMIT_S + seconds
+    drawn = islice(_endless(texts), int(send_s * MOST_PER_S))
+    asked = [(RARE if mix.random() < rare_share else model, text) for text in drawn]
+    bodies = [embedding_bodies(name, [text])[0] for name, text in asked]
+    before_s = worker.children_cpu_s()
+    report = drive(LoadOrder(port, bodies, IN_FLIGHT, send_s=send_s, limit_s=LIMIT_S))
+    if report.failures or report.sent == len(bodies):
+        raise RuntimeError(f"{len(bodies)} texts are too few, or failed: {report.failures}")
+    lead_s = max(LEAD_S, report.exchanges[LEAD_ANSWERS].ended_s)
+    if lead_s > LEAD_LIMIT_S:
+        raise RuntimeError(f"the first {LEAD_ANSWERS} answers took {lead_s:.0f} s")
+    answers = [
+        TimedAnswer(asked[one.number][0], one.round_trip_ms, one.batch_ms, one.inference_ms)
+        for one in report.exchanges
+        if lead_s < one.ended_s <= lead_s + seconds
+    ]
+    return answers, 1000 * (worker.children_cpu_s() - before_s) / report.sent
 
 
 def _endless(texts: Texts) -> Iterator[str]:

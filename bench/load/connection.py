@@ -29,6 +29,8 @@ class Exchange(msgspec.Struct):
     total_ms: float = 0.0
     ended_s: float = 0.0
     """Since the start of the order."""
+    number: int = -1
+    """Of the request in its order."""
 
     @property
     def overhead_ms(self) -> float:
@@ -39,8 +41,8 @@ class Exchange(msgspec.Struct):
 class Owner(Protocol):
     """The generator, which gives connections their requests."""
 
-    def answered(self, connection: Connection, number: int, exchange: Exchange) -> None:
-        """Takes the complete answer to request `number`."""
+    def answered(self, connection: Connection, exchange: Exchange) -> None:
+        """Takes a complete answer."""
 
     def lost(self, connection: Connection, exchange: Exchange | None) -> None:
         """Takes a connection that the server closed, with the exchange that was open on it."""
@@ -53,7 +55,6 @@ class Connection(asyncio.Protocol):
         self._owner = owner
         self._parser = httptools.HttpResponseParser(self)
         self._exchange: Exchange | None = None
-        self._number = 0
         self._due_s = 0.0
         self.body: list[bytes] = []
         self.is_open = False
@@ -65,8 +66,8 @@ class Connection(asyncio.Protocol):
 
     def begin(self, number: int, request: bytes, due_s: float) -> None:
         """Sends request `number`, timed from `due_s`."""
-        self._number, self._due_s, self.body = number, due_s, []
-        self._exchange = Exchange(LOST)
+        self._due_s, self.body = due_s, []
+        self._exchange = Exchange(LOST, number=number)
         self._transport.write(request)
 
     def data_received(self, data: bytes) -> None:
@@ -103,7 +104,7 @@ class Connection(asyncio.Protocol):
         exchange.status = self._parser.get_status_code()
         if not self._parser.should_keep_alive():
             self.close()
-        self._owner.answered(self, self._number, exchange)
+        self._owner.answered(self, exchange)
 
     def connection_lost(self, error: Exception | None) -> None:
         """Reports the loss."""

@@ -220,12 +220,12 @@ class _Generator:
             return
         connection.begin(number, self._requests[number % len(self._requests)], due_s)
 
-    def answered(self, connection: Connection, number: int, exchange: Exchange) -> None:
+    def answered(self, connection: Connection, exchange: Exchange) -> None:
         """Keeps an answer and goes on with its connection."""
         self._end(exchange)
         every = self._order.sample_every
-        if every and exchange.status == 200 and number % every == 0:
-            self.samples.append((number, b"".join(connection.body).decode()))
+        if every and exchange.status == 200 and exchange.number % every == 0:
+            self.samples.append((exchange.number, b"".join(connection.body).decode()))
         if connection.is_open:
             self._use(connection)
         self._settle()

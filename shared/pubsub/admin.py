@@ -92,11 +92,6 @@ class PubSubAdmin:
         path = subscription_path(self._project, subscription_id)
         return await self._delete("Subscriber/DeleteSubscription", subscription=path)
 
-    async def topic_exists(self, topic_id: str) -> bool:
-        """Returns whether the topic exists."""
-        path = topic_path(self._project, topic_id)
-        return await self._find("Publisher/GetTopic", _Topic, topic=path) is not None
-
     async def subscription_exists(self, subscription_id: str) -> bool:
         """Returns whether the subscription exists."""
         path = subscription_path(self._project, subscription_id)
