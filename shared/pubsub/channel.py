@@ -140,7 +140,7 @@ def _channel_options(is_secure: bool) -> list[tuple[str, int]]:
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.enable_retries", 0),  # Method and PublishQueue have their own, within the caller's limit
+        ("grpc.enable_retries", 0),  # Method and PublishQueue do retries
         ("grpc.max_receive_message_length", -1),
         ("grpc.max_send_message_length", -1),
         ("grpc.initial_reconnect_backoff_ms", 100),

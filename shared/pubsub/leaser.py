@@ -98,7 +98,7 @@ class AckQueue:
             while self._acks or self._nacks:
                 await self._send_some()
         finally:
-            # In the same turn as the last look at the queues, or an ack in between would wait for ever.
+            # In the same turn as the last check of the queues. An ack in between would never be sent.
             self._sending = None
 
     async def _send_some(self) -> None:

@@ -124,7 +124,7 @@ class _TopicQueue:
     def put(self, pending: _Pending) -> None:
         self._waiting.append(pending)
         if not self._is_flush_due and len(self.tasks) < self._requests_in_flight:
-            # One turn of the loop later, so that messages published in the same turn share a request.
+            # In the next turn of the loop, so that messages of this turn share a request.
             self._is_flush_due = True
             asyncio.get_running_loop().call_soon(self._flush)
 

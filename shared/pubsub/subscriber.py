@@ -132,7 +132,7 @@ class StreamSubscription:
             return
         self._is_stopped = True
         if self._call is not None:
-            # Half-closed, not canceled: messages on their way still arrive and can be returned at once.
+            # Half-closed, not canceled: messages on their way still arrive and are returned.
             await self._half_close(self._call)
         self._tasks[0].cancel()
         await asyncio.gather(self._tasks[0], return_exceptions=True)
