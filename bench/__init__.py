@@ -1,1 +1,4 @@
-"""The benchmarks: what the pipeline costs beside the model, on the machine they run on. `python -m bench` runs all."""
+"""The benchmarks: what the pipeline costs beside the model, on the machine they run on.
+
+`python -m bench` runs all.
+"""

@@ -29,7 +29,7 @@ MODULES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs what is asked for; returns 1 where `--check` was given and a figure that must be met is not."""
+    """Runs the benchmarks. Returns 1 if `--check` was given and a figure misses its limit."""
     parser = argparse.ArgumentParser(prog="python -m bench", description="Measures the pipeline on this machine.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which (default: all): {', '.join(MODULES)}")
     parser.add_argument("--profile", action="store_true", help="the same as the name profile")

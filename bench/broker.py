@@ -1,8 +1,8 @@
 """The broker round trip alone: publish a job, pull it, publish the reply to a slot of an inbox, pull that.
 
-The embedded Pub/Sub runs in a process of its own, requester and responder in this one, as 2 cores have it. Compared:
-80 slots with one, memory with a data directory, and the embedded server with Google's emulator (which knows no
-filters here, so one slot).
+The embedded Pub/Sub runs in a process of its own, requester and responder in this one, as 2 cores
+have it. Compared: 80 slots with one, memory with a data directory, and the embedded server with
+Google's emulator (which knows no filters here, so one slot).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ VARIANTS = {
     f"embedded in a directory, {SLOTS} slots": (["--data-dir"], SLOTS, 1),
     f"embedded in a directory with fsync, {SLOTS} slots": (["--fsync", "--data-dir"], SLOTS, 4),
 }
-"""By name: the options of its server, which a directory follows; the slots; what the round trips are divided by."""
+"""By name: options of the server (a directory follows), slots, divisor of the round trips."""
 
 Measured = dict[str, float]
 
@@ -126,7 +126,7 @@ async def _answer(transport: Transport) -> None:
 
 
 async def _drive(transport: Transport, inbox: ReplyInbox, in_flight: int, count: int) -> Measured:
-    """`count` round trips, `in_flight` at a time; milliseconds and round trips per second."""
+    """`count` round trips, `in_flight` at a time: milliseconds, and round trips per second."""
     left, took_s = iter(range(count)), list[float]()
 
     async def one_after_another() -> None:

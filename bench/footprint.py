@@ -14,7 +14,10 @@ MB = 1_000_000
 
 
 def run() -> Outcome:
-    """Starts API and worker three times each; the last API answers 1,000 requests before it is weighed."""
+    """Starts API and worker three times each.
+
+    The last API answers 1,000 requests before it is weighed.
+    """
     with running() as pipeline:
         api_ready_s, worker_ready_s = [], []
         for _ in range(STARTS):

@@ -11,11 +11,11 @@ from infra.local.process import Process, free_port, listens
 
 START_LIMIT_S = 30.0
 _SDK = Path("/usr/lib/google-cloud-sdk")
-"""Where the Debian and RPM packages put it; elsewhere it is found by `gcloud` on PATH."""
+"""The folder of the Debian and RPM packages. Elsewhere it is found by `gcloud` on PATH."""
 
 
 def find_emulator() -> list[str] | None:
-    """The command that starts the emulator, without its options; None where it or a Java is missing."""
+    """The command that starts the emulator, without options. None if it or Java is missing."""
     gcloud, java = shutil.which("gcloud"), shutil.which("java")
     sdks = [Path(gcloud).resolve().parent.parent, _SDK] if gcloud else [_SDK]
     jars = [jar for sdk in sdks for jar in sorted(sdk.glob("platform/pubsub-emulator/lib/cloud-pubsub-emulator*.jar"))]
@@ -24,7 +24,7 @@ def find_emulator() -> list[str] | None:
 
 @contextmanager
 def running_emulator(command: list[str], log_dir: Path) -> Iterator[str]:
-    """Runs it; yields `host:port`.
+    """Runs it. Yields `host:port`.
 
     Raises:
         Unavailable: it did not start.

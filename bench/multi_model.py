@@ -1,7 +1,8 @@
 """One worker with two models and room for one, 90 % of the requests for the first, against a worker of one model.
 
-The models are MiniLM under three names: alone in its worker, or common and rare in another. Both workers run all the
-time, one with load and the other idle, in turns, so that what the machine does meanwhile weighs on both.
+The models are MiniLM under three names: alone in its worker, or common and rare in another. Both
+workers run all the time, one with load and the other idle, in turns, so that what the machine does
+meanwhile weighs on both.
 """
 
 from __future__ import annotations
@@ -145,7 +146,8 @@ def _round(pipeline: Pipeline, api_port: int, worker: Part, processes: int) -> d
 def _bound_s(load_s: float, batch_s: float, processes: int) -> float:
     """The longest wait that the model scheduler promises the oldest job, and the time to run what queued up behind it.
 
-    That is the rare model's share of the traffic in this time, and a batch that is not full for each kind of length.
+    That is the rare model's share of the traffic in this time, and a batch that is not full for
+    each kind of length.
     """
     scheduler = ModelScheduler(2, processes)
     scheduler.update_load_times({0: load_s, 1: load_s})
@@ -164,8 +166,9 @@ def _drive(
 ) -> tuple[list[TimedAnswer], float]:
     """Keeps IN_FLIGHT requests open.
 
-    Returns the answers that came within `seconds` after the lead-in, and the CPU milliseconds that each request cost
-    the model processes of `worker`: on a busy machine that tells more than rates do.
+    Returns the answers that came within `seconds` after the lead-in, and the CPU milliseconds that
+    each request cost the model processes of `worker`: on a busy machine that tells more than rates
+    do.
     """
     mix, send_s = random.Random(1), LEAD_LIMIT_S + seconds
     drawn = islice(_endless(texts), int(send_s * MOST_PER_S))

@@ -1,8 +1,9 @@
 """Ten times what the pipeline can do, for a minute: what is refused, what is answered in time, what it costs.
 
-Capacity is what a closed loop gets out of the same requests beforehand. A request has ITEMS texts of a page: a refusal
-costs about as much whatever was asked for, and generator and API share the model's cores, so that ten times as many
-requests of one short text would measure nothing but those two. What they take is among the figures.
+Capacity is what a closed loop gets out of the same requests beforehand. A request has ITEMS texts
+of a page: a refusal costs about as much whatever was asked for, and generator and API share the
+model's cores, so that ten times as many requests of one short text would measure nothing but those
+two. What they take is among the figures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Measures answers from the cache while pictures are decoded, and edits whose deadline passes.
 
-16 callers send a PNG of 25 megapixels, RGBA in 16 bit, again and again. No image worker runs: the edits ask for less
-than one step, which is refused right after the picture was decoded. Quiet and busy are measured in turn on one API.
+16 callers send a PNG of 25 megapixels, RGBA in 16 bit, again and again. No image worker runs: the
+edits ask for less than one step, which is refused right after the picture was decoded. Quiet and
+busy are measured in turn on one API.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MB = 1_000_000
 
 
 def run() -> Outcome:
-    """Answers from the cache quiet and busy, in turn; then edits with a deadline, and edits whose callers hang up."""
+    """Cache hits, idle and busy in turn, then edits with a deadline and abandoned edits."""
     png, figures = _png(), []
     with running() as pipeline, pipeline.another_api(models_file=MODELS_FILE.absolute()) as api:
         bodies = embedding_bodies(MODEL, pipeline.texts.short(TEXTS))
@@ -77,7 +78,7 @@ def _hits_ms(api: Part, bodies: list[str]) -> list[float]:
 
 @contextmanager
 def _editing(port: int, png: bytes) -> Iterator[list[int]]:
-    """16 callers at it for as long as the block runs; gives the statuses of what was answered."""
+    """16 callers for as long as the block runs. Yields the statuses of the answers."""
     stop, statuses = threading.Event(), list[int]()
 
     def call() -> None:
@@ -119,7 +120,7 @@ def _with_deadline(port: int, png: bytes) -> list[float]:
 
 @contextmanager
 def _memory(api: Part, peak: list[int]) -> Iterator[None]:
-    """Looks at the API's memory and its children's; what it was at most goes into `peak`."""
+    """Samples the memory of the API and its children. The maximum goes into `peak`."""
     stop = threading.Event()
 
     def look() -> None:

@@ -44,7 +44,9 @@ POLL_S = 0.25
 
 
 class Part:
-    """One process of the pipeline, known by the port it listens on; its model processes count as its own.
+    """One process of the pipeline, known by the port it listens on.
+
+    Its model processes count as its own.
 
     Args:
         port: a port of 127.0.0.1 on which it listens.
@@ -73,7 +75,10 @@ class Part:
         return int(self._process.memory_info().rss)
 
     def children_rss_bytes(self) -> list[int]:
-        """Resident memory of each of its model processes; what they share with their template counts for each."""
+        """Resident memory of each model process.
+
+        Memory shared with their template counts for each.
+        """
         children = self._process.children(recursive=True)
         return [int(child.memory_info().rss) for child in children if child.name() == MODEL_PROCESS_NAME]
 
@@ -153,7 +158,10 @@ class Pipeline:
         return Work(values["penstock_worker_real_work_total"], values["penstock_worker_padded_work_total"])
 
     def backend(self) -> Backend:
-        """What the worker computes with, as its metrics say; an ONNX graph is looked up where the worker found it."""
+        """The worker's backend, from its metrics.
+
+        An ONNX graph is looked up where the worker found it.
+        """
         labels = next(one.labels for one in self._samples() if one.name == "penstock_worker_backend_info")
         named = msgspec.convert({name: labels[name] for name in ("backend", "precision")}, Backend)
         if named.backend == "torch":
@@ -194,7 +202,7 @@ class Pipeline:
 
 @contextmanager
 def another(stack: Stack, name: str, module: str, port: int, given: Mapping[str, str]) -> Iterator[Part]:
-    """One more process beside those of `stack`, ready; `given` goes above the stack's own settings."""
+    """One more process of `stack`, ready. `given` overrides the stack's settings."""
     environment = environment_with({**stack.environment, **given})
     process = Process(name, [sys.executable, "-m", module], stack.log_dir, environment=environment)
     began_s = time.monotonic()
@@ -229,7 +237,7 @@ def running(changes: Mapping[str, object] | None = None, **settings: object) -> 
 
 
 def catalog_with(state_dir: Path, changes: Mapping[str, object]) -> Path:
-    """The shipped catalog with the entry of MODEL changed; the other models are served beside it, as users do."""
+    """The shipped catalog with the entry of MODEL changed. The other models are served too."""
     if not changes:
         return MODELS_FILE
     catalog = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))

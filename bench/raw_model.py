@@ -1,7 +1,8 @@
 """The yardstick of `throughput`: the model alone, no server, on texts that are tokenized and sorted beforehand.
 
-The parent half starts child processes and sends them ways to batch; the child half (`python -m bench.raw_model THREADS
-FOLDER BACKEND`) loads the model with the library alone, none of our code, and says when it has run what it holds.
+The parent half starts child processes and sends them ways to batch. The child half (`python -m
+bench.raw_model THREADS FOLDER BACKEND`) loads the model with the library alone, none of our code,
+and says when it has run what it holds.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ Batch = list[list[int]]
 
 
 class RawModel:
-    """The model in child processes, `threads` each, while the context is open; they idle when not asked.
+    """The model in child processes, `threads` each, while the context is open.
+
+    They idle when not asked.
 
     Args:
         folder: of the model.

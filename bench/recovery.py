@@ -1,6 +1,7 @@
 """How long callers wait when something dies under 16 requests: a model process, a whole worker, an API instance.
 
-Nobody repeats a request here. What peers do when their model process is killed stands in docs/performance.md.
+Nobody repeats a request here. What peers do when their model process is killed stands in
+docs/performance.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a benchmark hands back: named figures, some with a limit they must meet; printed as a table, kept as JSON."""
+"""The result of a benchmark: named figures, some with a limit, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class Figure(msgspec.Struct, omit_defaults=True):
-    """One measured value; with `limit`, it must be at most (`<=`) or at least (`>=`) that."""
+    """One measured value. With `limit`, it must be at most (`<=`) or at least (`>=`) that."""
 
     name: str
     value: float
@@ -56,7 +56,7 @@ def machine() -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    """Linux tells the model here and nowhere else; other systems through `platform`."""
+    """The CPU's model is here on Linux. Other systems have it in `platform`."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -72,7 +72,7 @@ def _git(*words: str) -> str:
 
 
 def keep(name: str, outcome: Outcome, where: dict[str, Any], began_s: float) -> Path:
-    """Writes bench/results/<name>.json, whole or not at all; returns its path."""
+    """Writes bench/results/<name>.json, completely or not at all. Returns its path."""
     RESULTS.mkdir(exist_ok=True)
     kept = {"name": name, "machine": where, "seconds": round(time.time() - began_s, 1)} | msgspec.to_builtins(outcome)
     path = RESULTS / f"{name}.json"
@@ -101,7 +101,7 @@ def _short(value: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as columns of even width, numbers to the right; the first row is the head."""
+    """Rows as columns of even width, numbers to the right. The first row is the header."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:

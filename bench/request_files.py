@@ -1,8 +1,8 @@
 """`python -m bench.request_files`: the files that one text passes through, from the socket and back.
 
-Starts the stack with the text model alone, sends one text that no cache has, and lists every file of
-api, shared and workers in which a function ran meanwhile, in any process. Work in the background of
-the same moment counts too: some four files.
+Starts the stack with the text model alone, sends one text that no cache has, and lists every file
+of api, shared and workers in which a function ran meanwhile, in any process. Work in the background
+of the same moment counts too: some four files.
 """
 
 from __future__ import annotations

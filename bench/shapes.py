@@ -31,7 +31,7 @@ Ask = Callable[[int], Any]
 
 
 def run() -> Outcome:
-    """Pictures one after the other, from text and from a picture, each with a seed of its own; and eight at once."""
+    """Images from text and from images, one after the other and eight at once, each with a seed."""
     model = read_catalog(Path("models.yaml")).default("image")
     with tempfile.TemporaryDirectory() as folder:
         settings = {

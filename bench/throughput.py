@@ -1,8 +1,9 @@
 """How much of the raw model's speed is left in the pipeline: 128 in flight, texts of mixed length, on the same cores.
 
-Load generator, API, broker, Redis and worker share the cores with the model. Each round times the raw model and the
-pipeline on the same texts, one after the other, so that what the machine does meanwhile weighs on both. It is done for
-torch fp32, for ONNX Runtime fp32, and for what the worker chooses by itself where that is something else.
+Load generator, API, broker, Redis and worker share the cores with the model. Each round times the
+raw model and the pipeline on the same texts, one after the other, so that what the machine does
+meanwhile weighs on both. It is done for torch fp32, for ONNX Runtime fp32, and for what the worker
+chooses by itself where that is something else.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Layout = tuple[int, int]
 LAYOUTS: tuple[Layout, ...] = ((2, 1), (1, 2))
 """Processes and threads of each: the ways to put the model on two cores."""
 LIMITS_PERCENT = {"torch-fp32": 75.0, "onnx-fp32": 65.0}
-"""What must be left of the raw model's rate; a quicker model leaves the rest of the pipeline a larger part."""
+"""The required share of the raw model's rate. A faster model leaves more to the pipeline."""
 
 
 def run() -> Outcome:
@@ -42,7 +43,10 @@ def run() -> Outcome:
 
 
 def _measure(changes: dict[str, object], figures: list[Figure], details: dict[str, Any]) -> str:
-    """Finds the raw model's best way, then measures it and the pipeline side by side; returns the backend's name."""
+    """Finds the raw model's best batching, then measures it and the pipeline.
+
+    Returns the backend.
+    """
     with ExitStack() as stack:
         pipeline = stack.enter_context(running(changes))
         backend = pipeline.backend()

@@ -1,8 +1,8 @@
 """Where a request's time goes, phase by phase, and what each process spends on it, by requests in flight.
 
-Each phase lies between two moments that the request's row keeps, so the phases of one request add up to its round trip.
-Shown are means over the middle fifth of the requests by round trip: medians of phases would not add up. All clocks are
-the same machine's.
+Each phase lies between two moments that the request's row keeps, so the phases of one request add
+up to its round trip. Shown are means over the middle fifth of the requests by round trip: medians
+of phases would not add up. All clocks are the same machine's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bench.report import Figure, Outcome
 REQUESTS = {1: 300, 32: 640, 128: 768}
 MIDDLE = (0.4, 0.6)
 OWN = ("API", "Pub/Sub", "worker, I/O", "Redis")
-"""The parts that count as the pipeline itself; rows are written beside the requests."""
+"""The parts that count as the pipeline. Rows are written in the background."""
 OWN_LIMIT_MS = 2.5
 BUSY_LIMIT_PERCENT = 90.0
 ROWS_LIMIT_S = 30.0
@@ -73,7 +73,7 @@ def phases_ms(exchanges: Sequence[Exchange], rows: dict[str, Row]) -> dict[str, 
 
     Args:
         exchanges: as the load generator timed them.
-        rows: their MOMENTS by request id; a request without them is left out.
+        rows: their MOMENTS by request id. A request without them is left out.
     """
     known = sorted((one for one in exchanges if one.request_id in rows), key=lambda one: one.round_trip_ms)
     low, high = (int(len(known) * share) for share in MIDDLE)

@@ -1,6 +1,9 @@
-"""`python -m bench.gpu`: images, embeddings and time-sharing on a CUDA machine; prints a table, keeps gpu.json.
+"""`python -m bench.gpu`: images, embeddings and time-sharing on a CUDA machine.
 
-`--tiny` runs the same code on a CPU in under a minute, to see that it runs: its figures say nothing of a GPU.
+Prints a table, keeps gpu.json.
+
+`--tiny` runs the same code on a CPU in under a minute, to see that it runs: its figures say nothing
+of a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from bench.report import Figure, Outcome, keep, machine, table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs it; returns 1 where there is no GPU and `--tiny` was not given."""
+    """Runs it. Returns 1 if there is no GPU and `--tiny` was not given."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
     options = parser.parse_args(argv)

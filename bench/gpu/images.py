@@ -1,7 +1,7 @@
 """Stable Diffusion 1.5's architecture with seeded random weights: plain diffusers, run eagerly, beside our ImageModel.
 
-Nothing is downloaded: speed does not depend on what the weights are. Ours ends in PNG files, plain diffusers in PIL
-images, so the comparison is in its favor by the time that encoding takes.
+Nothing is downloaded: speed does not depend on what the weights are. Ours ends in PNG files, plain
+diffusers in PIL images, so the comparison is in its favor by the time that encoding takes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GUIDANCE = 7.5
 SEED = 20240501
 PROMPT_TOKENS = 77
 WARMUP_LIMIT_S = 3600.0
-"""A worker reaches every compiled size within a few starts; here it has to be within one."""
+"""A worker compiles every size within a few starts. Here it must take one."""
 
 
 def measure(scale: Scale, folder: Path, matrix_tflops: float) -> list[dict[str, Any]]:
@@ -70,7 +70,7 @@ def measure(scale: Scale, folder: Path, matrix_tflops: float) -> list[dict[str, 
 
 
 def _in_turns(scale: Scale, contenders: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median seconds of each; the first round is not counted."""
+    """Median seconds of each. The first round is not counted."""
     taken: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(1 + scale.rounds):
         for name, work in contenders.items():
@@ -142,7 +142,7 @@ def _item(mode: str, number: int, scale: Scale) -> PreparedImage:
 
 
 def image_entry(folder: Path, scale: Scale) -> Model:
-    """What a catalog would say of the folder; everything else is left to the device."""
+    """A catalog entry for the folder. Everything else depends on the device."""
     largest = max(scale.batches)
     return Model(
         name="stable-diffusion-random",
@@ -155,7 +155,7 @@ def image_entry(folder: Path, scale: Scale) -> Model:
 
 
 def write_pipeline(folder: Path, scale: Scale) -> None:
-    """Writes the pipeline: at full width with random weights in 16 bits, some 2 GB; else the shipped one."""
+    """Writes a pipeline of full width with random 16-bit weights, some 2 GB, or the shipped one."""
     if not scale.is_full_width:
         shutil.copytree(PIPELINE, folder)
         return

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of one run; `precision` is that of the plain models beside ours."""
+    """Sizes of one run. `precision` is that of the plain models."""
 
     device: str
     precision: str

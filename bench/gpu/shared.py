@@ -53,7 +53,7 @@ async def _measure(scale: Scale, images: Path) -> dict[str, dict[str, float]]:
 
 
 async def _rate(load: tuple[PooledProcess, Sequence[Prepared]], scale: Scale) -> float:
-    """Batches per second, one after the other, for the seconds of the scale; the first one is not counted."""
+    """Batches per second, one after the other. The first one is not counted."""
     process, batch = load
     await process.run(batch, timeout_s=BATCH_TIMEOUT_S)
     began_s, count = time.perf_counter(), 0

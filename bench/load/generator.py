@@ -1,7 +1,7 @@
 """The load generator of all benchmarks: N requests in flight, or so many a second, over kept connections.
 
-It is a process of its own (`python -m bench.load.generator`: an order on stdin, the report on stdout), so that its
-cost is not counted as the API's.
+It is a process of its own (`python -m bench.load.generator`: an order on stdin, the report on
+stdout), so that its cost is not counted as the API's.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ REASONS = {LOST: "connection lost", UNANSWERED: "unanswered"}
 class LoadOrder(msgspec.Struct):
     """What to send to whom.
 
-    Closed loop: `in_flight` requests at a time, the next one as soon as one is answered. Open loop (`rate_per_s` above
-    0): the arrivals of a Poisson process, on as many connections as they need, up to `in_flight`. An arrival that finds
-    none free waits, and its wait counts.
+    Closed loop: `in_flight` requests at a time, the next one as soon as one is answered. Open loop
+    (`rate_per_s` above 0): the arrivals of a Poisson process, on as many connections as they need,
+    up to `in_flight`. An arrival that finds none free waits, and its wait counts.
 
-    Sending ends after `send_s` seconds (0: no such limit) or when all bodies are sent; with `is_cycled` they are sent
-    again and again. Requests without an answer `limit_s` after that are given up.
+    Sending ends after `send_s` seconds (0: no such limit) or when all bodies are sent. With
+    `is_cycled` they are sent again and again. Requests without an answer `limit_s` after that are
+    given up.
     """
 
     port: int
@@ -46,14 +47,14 @@ class LoadOrder(msgspec.Struct):
     seed: int = 0
     limit_s: float = 300.0
     sample_every: int = 0
-    """Of so many answers, one is kept; 0: none."""
+    """One answer of so many is kept. 0: none."""
 
 
 class LoadReport(msgspec.Struct):
     """The exchanges in order of their end, and what they cost.
 
-    `lag_ms` says how late each request of an open loop was sent. `samples` has numbers of bodies and their answers.
-    `wall_s` ends with the last answer. CPU seconds are the generator's own.
+    `lag_ms` says how late each request of an open loop was sent. `samples` has numbers of bodies
+    and their answers. `wall_s` ends with the last answer. CPU seconds are the generator's own.
     """
 
     sent: int
@@ -112,7 +113,7 @@ def drive(order: LoadOrder) -> LoadReport:
     """Carries out `order` in a process of its own.
 
     Raises:
-        subprocess.CalledProcessError: the generator failed; its reason is on stderr.
+        subprocess.CalledProcessError: the generator failed. Its reason is on stderr.
     """
     words = [sys.executable, "-m", "bench.load.generator"]
     limit_s = (order.send_s or order.limit_s) + order.limit_s + START_LIMIT_S
@@ -286,7 +287,7 @@ def _request(order: LoadOrder, body: str) -> bytes:
 
 
 def main() -> int:
-    """Reads an order from stdin and writes its report to stdout; returns the exit status."""
+    """Reads an order from stdin and writes its report to stdout. Returns the exit status."""
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=LoadOrder)
     sys.stdout.buffer.write(msgspec.json.encode(uvloop.run(send(order))))
     return 0

@@ -8,8 +8,10 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 MIX = ((0.6, 5, 15), (0.3, 36, 88), (0.1, 200, 253))
-"""Share of the texts and their shortest and longest length in words: about 12, 64 and 230 tokens, as in a product
-where most inputs are queries, many are paragraphs and a few are pages."""
+"""Share of the texts, and their minimum and maximum length in words: about 12, 64 and 230 tokens.
+
+As in a product where most inputs are queries, many are paragraphs and a few are pages.
+"""
 
 
 class Texts:
@@ -17,7 +19,7 @@ class Texts:
 
     Args:
         model_folder: holds tokenizer.json.
-        seed: two with the same seed draw the same texts; one never draws a text twice.
+        seed: two with the same seed draw the same texts. No text is drawn twice.
     """
 
     def __init__(self, model_folder: Path, seed: int) -> None:

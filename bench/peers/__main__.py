@@ -40,7 +40,7 @@ OPEN_LOOP_PER_S = 50.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures what is asked for; returns 1 where nobody could be measured."""
+    """Measures the contenders. Returns 1 if none could be measured."""
     # A killed measurement must wake and stop what it froze, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = _options(argv)
@@ -97,7 +97,7 @@ def _shares(given: str) -> list[float]:
 
 
 def _install(contenders: Sequence[Contender]) -> None:
-    """Before anything is measured; who can't be installed or started says so again when it is started."""
+    """Installs all contenders first. Failures are reported again at their start."""
     for folder in dict.fromkeys(one.folder for one in contenders if one.folder):
         try:
             programs_of(HERE / folder / "requirements.txt")

@@ -20,7 +20,9 @@ def bodies_of(body: Any, texts: Iterable[str]) -> list[str]:
 
 
 def vector_of(body: bytes | str, answer: Sequence[str | int]) -> list[float]:
-    """The vector in an answer, found by following keys and places; base64 of little-endian float32 is unpacked.
+    """The vector in an answer, found by following keys and places.
+
+    Base64 of little-endian float32 is unpacked.
 
     Raises:
         ValueError: no JSON, or no list of numbers there.

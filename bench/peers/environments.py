@@ -18,7 +18,7 @@ def programs_of(requirements: Path) -> Path:
     """The folder with the programs of an environment that has exactly `requirements`, made first where it is missing.
 
     Raises:
-        Unavailable: it can't be made; the message has pip's last words.
+        Unavailable: it can't be created. The message has the end of pip's output.
     """
     environment = (FOLDER / requirements.parent.name).resolve()
     wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
@@ -31,7 +31,8 @@ def programs_of(requirements: Path) -> Path:
 
 def _make(environment: Path, requirements: Path) -> None:
     shutil.rmtree(environment, ignore_errors=True)
-    # The list is complete, so pip need not resolve it: some peers ask for more than an index may have.
+    # The list is complete, so pip need not resolve it: some peers ask for more than an index may
+    # have.
     install = [str(environment / "bin" / "pip"), "install", "--quiet", "--no-deps", "-r", str(requirements)]
     for command in ([sys.executable, "-m", "venv", str(environment)], install):
         try:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from bench.load.texts import Texts
 
 SEND_S = {1: 2.0, 8: 2.0, 32: 3.0, 128: 5.0, 512: 2.0}
-"""For how long new requests are sent, by requests in flight; then what is open is waited for. 512 are all sent at
-once, and answering them takes the slower peers 20 s more."""
+"""For how long new requests are sent, by requests in flight. Then open ones are awaited.
+
+512 are all sent at once, and answering them takes the slower peers 20 s more.
+"""
 OTHER_SEND_S = 3.0
 ONCE = (8, 512)
 """Measured in the first round only, as is the open loop: they show a trend and cost much time."""
@@ -18,15 +20,17 @@ REPEATS_AT = 32
 OPEN_SEND_S = 4.0
 OPEN_CONNECTIONS = 1024
 MOST_PER_S = 1200
-"""No contender answers more; so many texts are drawn per second of sending."""
+"""Texts that are drawn per second of sending. No contender answers more."""
 BLOCK = 20
-"""So many texts in a row hold bench.load.texts.MIX exactly: the slow see the same mix as the fast, who see more texts.
-"""
+"""So many texts in a row have exactly bench.load.texts.MIX: slow and fast see the same mix."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """One load. `repeats` is the share of requests whose text was sent before; `rate_per_s` above 0: open loop."""
+    """One load. `repeats` is the share of requests whose text was sent before.
+
+    `rate_per_s` above 0: open loop.
+    """
 
     in_flight: int
     repeats: float = 0.0
@@ -49,7 +53,7 @@ class Load:
         return round_number == 0 or not (self.rate_per_s or self.in_flight in ONCE)
 
     def texts(self, source: Texts, seed: int) -> list[str]:
-        """Its texts, new ones at each call; at least as many as the fastest contender can use up."""
+        """New texts at each call, at least as many as the fastest contender can use."""
         count = self.in_flight + int(self.send_s * (self.rate_per_s * 2 or MOST_PER_S))
         fresh = (text for _ in range(count) for text in source.mixed(BLOCK))
         return list(_with_repeats(fresh, count, self.repeats, random.Random(seed)))
@@ -60,8 +64,9 @@ def plan(in_flight: Sequence[int], repeats: Sequence[float], rate_per_s: float) 
 
     Args:
         in_flight: closed loops.
-        repeats: shares of repeated texts; 0 at every number in flight, others at the one nearest to 32.
-        rate_per_s: of the open loop; 0: none.
+        repeats: shares of repeated texts. 0 at every number in flight, others at the one nearest to
+            32.
+        rate_per_s: of the open loop. 0: none.
     """
     loads = [Load(number) for number in in_flight if 0 in repeats]
     nearest = min(in_flight, key=lambda number: abs(number - REPEATS_AT))
@@ -70,7 +75,7 @@ def plan(in_flight: Sequence[int], repeats: Sequence[float], rate_per_s: float) 
 
 
 def _with_repeats(fresh: Iterator[str], count: int, share: float, draw: random.Random) -> Iterator[str]:
-    """`count` texts, of which `share` were there before; all earlier ones are as likely."""
+    """`count` texts, of which `share` are repeats of earlier ones, all equally likely."""
     seen: list[str] = []
     for _ in range(count):
         if seen and draw.random() < share:

@@ -33,9 +33,10 @@ class Contender:
         body: the JSON of one, with PLACE where the text goes.
         answer: keys and places that lead to the vector in its answer.
         folder: the peer's folder beside this file: its server and its requirements.
-        commands: what is started, in this order; `{port}` is where it must listen, `{spare}` another free port (as
-            `{spare2}`), `{bin}` the environment's programs, `{home}` its folder, `{model}` the model's.
-        environment: variables beside those of this process; the same places are filled in.
+        commands: what is started, in this order; `{port}` is where it must listen, `{spare}`
+            another free port (as `{spare2}`), `{bin}` the environment's programs, `{home}` its
+            folder, `{model}` the model's.
+        environment: variables beside those of this process. The same places are filled in.
         entry: what Penstock's catalog entry of the model has different from the shipped one.
     """
 
@@ -58,7 +59,7 @@ UVICORN = (
     *("--log-level", "warning", "--no-access-log"),
 )
 MOSEC_OPTIONS = ("--address", "127.0.0.1", "--port", "{port}", "--timeout", "300000", "--log-level", "warning")
-"""Mosec gives up after 3 s as shipped; with that it would answer 408 from 128 in flight on."""
+"""Mosec's default timeout is 3 s. With that it answers 408 from 128 in flight on."""
 TUNED = ("{bin}/python", "{home}/tuned.py", *MOSEC_OPTIONS)
 TUNED_NOTE = "two workers of one thread, batches of 32 sorted by length and run by 4, torch"
 
@@ -199,7 +200,10 @@ PEERS = (
 
 
 def penstock(key: str, name: str, note: str, **entry: Any) -> Contender:
-    """Penstock with `entry` changed in the catalog; it answers JSON lists of floats, as the peers do."""
+    """Penstock with `entry` changed in the catalog.
+
+    It answers JSON lists of floats, as the peers do.
+    """
     body = {"model": MODEL, "input": PLACE, "encoding_format": "float"}
     return Contender(key, name, "ours", note, "/v1/embeddings", body, ("data", 0, "embedding"), entry=entry)
 

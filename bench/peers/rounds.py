@@ -32,8 +32,8 @@ Say = Callable[[str], None]
 class Measured(msgspec.Struct):
     """One contender under one load in one round.
 
-    CPU is of all its processes, per request answered, by program. Of the answers, `vectors` were compared with the
-    reference.
+    CPU is of all its processes, per request answered, by program. Of the answers, `vectors` were
+    compared with the reference.
     """
 
     contender: str
@@ -72,7 +72,8 @@ def measure(
 ) -> Findings:
     """Starts every contender, measures the loads in `rounds` rounds, stops them, compares the sampled vectors.
 
-    A contender that can't be started, or dies, is left out from then on, with its reason in `started`.
+    A contender that can't be started, or dies, is left out from then on, with its reason in
+    `started`.
     """
     findings = Findings()
     texts = Texts(model_folder, seed=2)
@@ -123,7 +124,10 @@ def _turned(awake: list[Serving], number: int) -> list[Serving]:
 def _one(
     one: Serving, load: Load, number: int, texts: list[str], findings: Findings, say: Say
 ) -> list[tuple[Measured, list[tuple[str, list[float]]]]]:
-    """Measures one contender under one load; returns what was measured with its sampled texts and vectors."""
+    """Measures one contender under one load.
+
+    Returns what was measured with its sampled texts and vectors.
+    """
     one.tree.thaw()
     before_s, began_s = one.tree.cpu_s(), time.monotonic()
     try:
@@ -153,7 +157,10 @@ def _one(
 
 
 def _vectors(report: LoadReport, contender: Contender) -> tuple[list[tuple[int, list[float]]], dict[str, int]]:
-    """The sampled vectors by number of the text, and the failures; an answer without a vector is one."""
+    """The sampled vectors by number of the text, and the failures.
+
+    An answer without a vector is one.
+    """
     vectors, failures = [], dict(report.failures)
     for number, body in report.samples:
         try:

@@ -133,4 +133,4 @@ def stack_of(contender: Contender, state_dir: Path) -> Stack:
 
 
 def _say_nothing(line: str) -> None:
-    """What counts is measured; a failure carries the end of its log."""
+    """Only measured contenders count. A failure has the end of its log."""

@@ -31,7 +31,7 @@ class Medians:
             self._measured.setdefault((one.contender, one.load), []).append(one)
 
     def rounds(self, key: str, load: str) -> list[Measured]:
-        """The rounds of one contender under one load; empty where it was not measured."""
+        """The rounds of one contender under one load. Empty where it was not measured."""
         return self._measured.get((key, load), [])
 
     def of(self, key: str, load: str, figure: Callable[[Measured], float]) -> float | None:
@@ -60,7 +60,7 @@ class Medians:
         return sum(sum(one.failures.values()) for one in self.rounds(key, load))
 
     def cosines(self, key: str) -> tuple[float, float] | None:
-        """Mean and least cosine of all sampled vectors to the reference; None without any."""
+        """Mean and minimum cosine of all sampled vectors to the reference. None without any."""
         rounds = [one for load in self.loads for one in self.rounds(key, load) if one.vectors]
         if not rounds:
             return None
@@ -69,7 +69,7 @@ class Medians:
         return mean, min(one.cosine_min for one in rounds)
 
     def best(self, load: str, among: Iterable[str]) -> str | None:
-        """Who of `among` answers most per second, of those who answer nearly all; None where nobody does."""
+        """The fastest of `among` that answers nearly all. None if there is none."""
         rates = {}
         for key in among:
             sent = sum(one.sent for one in self.rounds(key, load))

@@ -20,7 +20,7 @@ class Tree:
         self._roots = roots
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds so far, by program; of processes that ended, those that their parent waited for."""
+        """CPU seconds so far, by program, with ended processes that their parent waited for."""
         found: defaultdict[str, float] = defaultdict(float)
 
         def add(process: psutil.Process) -> None:
@@ -37,7 +37,7 @@ class Tree:
         return sum(sizes)
 
     def freeze(self) -> None:
-        """Stops all where they are; they take no CPU until `thaw`."""
+        """Stops all processes. They take no CPU until `thaw`."""
         self._each(lambda process: process.suspend())
 
     def thaw(self) -> None:

@@ -44,14 +44,14 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Reading:
+class DetectedScene:
     """The figures in a picture, from left to right."""
 
     background: str
     figures: tuple[Seen, ...]
 
 
-def read(picture: Pixels) -> Reading:
+def read(picture: Pixels) -> DetectedScene:
     """Reads a picture of [height, width, 3]."""
     pixels = picture.astype(np.float64)
     edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
@@ -59,7 +59,7 @@ def read(picture: Pixels) -> Reading:
     far = np.linalg.norm(pixels - ground, axis=2)
     labels, number = ndimage.label(far > CONTRAST)
     figures = [_figure(pixels, ground, labels == label) for label in range(1, number + 1)]
-    return Reading(_nearest(ground, BACKGROUNDS), tuple(sorted((f for f in figures if f), key=lambda f: f.x)))
+    return DetectedScene(_nearest(ground, BACKGROUNDS), tuple(sorted((f for f in figures if f), key=lambda f: f.x)))
 
 
 def _figure(pixels: Floats, ground: Floats, part: Mask) -> Seen | None:

@@ -22,7 +22,7 @@ from PIL import Image
 from models.shapes.captions import tell
 from models.shapes.card import SCORES, SHEET, captioned_sheet, write_scores
 from models.shapes.draw import draw
-from models.shapes.judge import Pixels, Reading, Seen, read
+from models.shapes.judge import DetectedScene, Pixels, Seen, read
 from models.shapes.world import COLORS, DrawnShape, Scene, sample_scene
 
 STEPS = 20
@@ -137,16 +137,16 @@ def draw_asked(pipeline: Any, asked: Sequence[Asked], guidance: float = GUIDANCE
     return [np.asarray(picture.convert("RGB")) for picture in drawn.images]
 
 
-def _count(table: dict[str, Tally], scene: Scene, reading: Reading) -> None:
-    pairs = matched(scene.figures, reading.figures)
+def _count(table: dict[str, Tally], scene: Scene, detected: DetectedScene) -> None:
+    pairs = matched(scene.figures, detected.figures)
     colors = [seen is not None and seen.color == figure.color for figure, seen in pairs]
     shapes = [seen is not None and seen.shape == figure.shape for figure, seen in pairs]
-    as_many = len(reading.figures) == len(scene.figures)
+    as_many = len(detected.figures) == len(scene.figures)
     whole = as_many and all(colors) and all(shapes)
     table["color right"].add(sum(colors), len(colors))
     table["shape right"].add(sum(shapes), len(shapes))
     table["number right"].add(as_many)
-    table["background right"].add(reading.background == scene.background)
+    table["background right"].add(detected.background == scene.background)
     if len(scene.figures) == 1:
         table["one object right"].add(whole)
         seen = pairs[0][1]

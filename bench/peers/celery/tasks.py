@@ -20,7 +20,7 @@ loaded: dict[str, Any] = {}
 
 @worker_process_init.connect
 def load(**_: object) -> None:
-    """Loads the model once per process; a thread each, as there is a process per core."""
+    """Loads the model once per process, with one thread, as there is a process per core."""
     torch.set_num_threads(1)
     loaded["model"] = SentenceTransformer(str(get_model_path()), device="cpu")
 

@@ -26,7 +26,7 @@ def embed(params: Text) -> list[float]:
 
 @app.post("/embed-async")
 async def embed_on_loop(params: Text) -> list[float]:
-    """The same; nothing else runs meanwhile."""
+    """The same. Nothing else runs meanwhile."""
     return _encode(params.text)
 
 

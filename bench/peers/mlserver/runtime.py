@@ -13,7 +13,7 @@ BATCH = 32
 
 
 class Embedding(MLModel):
-    """MiniLM in an MLServer worker; the batch is one request with several strings."""
+    """MiniLM in an MLServer worker. The batch is one request with several strings."""
 
     async def load(self) -> bool:
         """Loads the model."""

@@ -12,7 +12,7 @@ BATCH_WAIT_MS = 10
 
 
 class Embedding(Worker):
-    """MiniLM in a worker process; JSON in and out is Mosec's own."""
+    """MiniLM in a worker process. JSON in and out is Mosec's own."""
 
     def __init__(self) -> None:
         self.model = SentenceTransformer(str(get_model_path()), device="cpu")

@@ -1,6 +1,7 @@
 """Mosec tuned by hand: two workers of one thread, batches sorted by length and run four texts at a time.
 
-The precision is in MINILM_DTYPE (float32 or bfloat16). Texts are tokenized once for the whole batch.
+The precision is in MINILM_DTYPE (float32 or bfloat16). Texts are tokenized once for the whole
+batch.
 """
 # mypy: disable-error-code="import-not-found,import-untyped,misc"
 
