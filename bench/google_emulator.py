@@ -10,16 +10,35 @@ from pathlib import Path
 from infra.local.process import Process, free_port, listens
 
 START_LIMIT_S = 30.0
-_SDK = Path("/usr/lib/google-cloud-sdk")
-"""The folder of the Debian and RPM packages. Elsewhere it is found by `gcloud` on PATH."""
+SDK_ROOTS = (
+    "/usr/lib/google-cloud-sdk",
+    "/opt/google-cloud-sdk",
+    "/google-cloud-sdk",
+    "/usr/local/google-cloud-sdk",
+    "/usr/local/share/google-cloud-sdk",
+    "/opt/homebrew/share/google-cloud-sdk",
+    "/snap/google-cloud-cli/current",
+    "~/google-cloud-sdk",
+)
+"""Where packages and installers put it; elsewhere it is found by `gcloud` on PATH."""
+JAR = "platform/pubsub-emulator/lib/cloud-pubsub-emulator-*.jar"
 
 
-def find_emulator() -> list[str] | None:
-    """The command that starts the emulator, without options. None if it or Java is missing."""
+def find_emulator(jar: str | None = None) -> list[str] | None:
+    """Returns the command that starts the emulator, without its options.
+
+    Args:
+        jar: the emulator's, where it is known.
+
+    Returns:
+        None where the emulator or a Java is missing.
+    """
     gcloud, java = shutil.which("gcloud"), shutil.which("java")
-    sdks = [Path(gcloud).resolve().parent.parent, _SDK] if gcloud else [_SDK]
-    jars = [jar for sdk in sdks for jar in sorted(sdk.glob("platform/pubsub-emulator/lib/cloud-pubsub-emulator*.jar"))]
-    return [java, "-jar", str(jars[-1])] if java and jars else None
+    roots = [Path(root).expanduser() for root in SDK_ROOTS]
+    if gcloud:
+        roots.append(Path(gcloud).resolve().parent.parent)
+    jars = [jar] if jar else [str(found) for root in roots for found in sorted(root.glob(JAR))]
+    return [java, "-Xmx512m", "-jar", jars[-1]] if java and jars else None
 
 
 @contextmanager

@@ -6,13 +6,14 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+
+from infra import text_table
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -84,10 +85,8 @@ def keep(name: str, outcome: Outcome, where: dict[str, Any], began_s: float) -> 
 
 def table(outcomes: dict[str, Outcome]) -> str:
     """All figures, a line each, with what was asked for and whether it is met."""
-    rows = [("benchmark", "figure", "value", "unit", "must", "")]
-    for name, outcome in outcomes.items():
-        rows += [(name, *_cells(figure)) for figure in outcome.figures]
-    return aligned(rows)
+    rows = [(name, *_cells(one)) for name, outcome in outcomes.items() for one in outcome.figures]
+    return text_table.table(("benchmark", "figure", "value", "unit", "must", ""), rows)
 
 
 def _cells(figure: Figure) -> tuple[str, str, str, str, str]:
@@ -98,16 +97,3 @@ def _cells(figure: Figure) -> tuple[str, str, str, str, str]:
 
 def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.2f}"
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as columns of even width, numbers to the right. The first row is the header."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            text.rjust(width) if text[:1].isdigit() else text.ljust(width)
-            for text, width in zip(row, widths, strict=True)
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

@@ -84,4 +84,5 @@ def _decimal(value: float, least: int) -> str:
 
 
 def _is_word(cell: str) -> bool:
-    return not cell.lstrip("-").replace(".", "", 1).isdigit() and cell != "-"
+    digits = cell.lstrip("-").replace(",", "").replace(".", "", 1)
+    return not digits.isdigit() and cell != "-"

@@ -27,7 +27,8 @@ from bench.peers.tables import (
     ratio_rows,
     write_between_markers,
 )
-from bench.report import Outcome, aligned, keep, machine
+from bench.report import Outcome, keep, machine
+from infra import text_table
 from shared.errors import PenstockError
 
 PAGE = Path("docs/performance.md")
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     findings = measure(contenders, loads, options.rounds, _model_folder(), _say)
     medians = Medians(contenders, loads, findings)
     for rows in (ratio_rows(medians), rate_rows(medians), cost_rows(medians)):
-        print(f"\n{aligned(rows)}")
+        print(f"\n{text_table.table(rows[0], rows[1:])}")
     if not options.dry:
         details = {"started": findings.started, "measured": findings.measured, "load_after": os.getloadavg()[0]}
         _keep(medians, Outcome(figures(medians), details), where, began_s, options.rounds)
