@@ -1,4 +1,4 @@
-"""Puts the API together: `create_app` wires routes and layers, its lifespan opens and closes everything, here only."""
+"""Composes the API: `create_app` adds routes and layers, and its lifespan opens and closes everything."""
 
 from __future__ import annotations
 
@@ -53,26 +53,26 @@ def create_app(
     admin: AbstractAsyncContextManager[Admin],
     rows: AbstractAsyncContextManager[RowSink],
 ) -> FastAPI:
-    """The API as an ASGI app; nothing is opened before its lifespan begins.
+    """The API as an ASGI app. Only its lifespan opens connections.
 
     Args:
-        settings: of this process.
+        settings: the settings of this process.
         catalog: the models to serve.
-        transport: the connection to the broker, not yet open.
-        admin: makes an inbox where no pool has one; not yet open.
-        rows: takes the rows that the API writes; not yet open.
+        transport: the connection to the broker. Not yet open.
+        admin: creates an inbox if no pool has one. Not yet open.
+        rows: takes the rows that the API writes. Not yet open.
 
     Raises:
         ConfigurationError: an API key or the object store's URL is wrong.
     """
-    given = _Given(
+    configuration = _Configuration(
         settings, catalog, ApiKeys(settings.api_keys), ObjectStore(settings.objects_url), UrlSigner(settings.secret)
     )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as opened:
-            app.state.dependencies = await _open(opened, given, transport, admin, rows)
+            app.state.dependencies = await _open(opened, configuration, transport, admin, rows)
             settle_heap()
             yield
 
@@ -100,8 +100,8 @@ def create_app(
     return app
 
 
-class _Given(NamedTuple):
-    """What stands before anything is opened, so that a wrong setting is refused at once."""
+class _Configuration(NamedTuple):
+    """What is validated before any connection opens, so that a wrong setting fails at once."""
 
     settings: ApiSettings
     catalog: Catalog
@@ -112,13 +112,13 @@ class _Given(NamedTuple):
 
 async def _open(
     opened: AsyncExitStack,
-    given: _Given,
+    configuration: _Configuration,
     transport: AbstractAsyncContextManager[Transport],
     admin: AbstractAsyncContextManager[Admin],
     rows: AbstractAsyncContextManager[RowSink],
 ) -> Dependencies:
     """Opens everything, in the order in which it is needed; `opened` closes it the other way round."""
-    settings, instance = given.settings, f"api-{secrets.token_hex(4)}"
+    settings, instance = configuration.settings, f"api-{secrets.token_hex(4)}"
     cache = await opened.enter_async_context(ResultCache(settings.redis_url, settings.memory_cache_bytes))
     records = await opened.enter_async_context(
         Records(settings.records_redis_url, predictions_max_bytes=settings.predictions_max_bytes)
@@ -129,8 +129,8 @@ async def _open(
     # Closed right after the dispatcher: what happens to an inbox that is not removed in time is only that it
     # expires, but rows are to be on disk before the process is killed.
     row_sink = await opened.enter_async_context(rows)
-    sender = JobSender(inbox, broker, given.objects, records, instance)
-    admission = Admission(settings.max_in_flight, given.catalog.models)
+    sender = JobSender(inbox, broker, configuration.objects, records, instance)
+    admission = Admission(settings.max_in_flight, configuration.catalog.models)
     dispatcher = await opened.enter_async_context(
         Dispatcher(sender, cache, records, admission, row_sink, api_instance=instance, region=settings.region)
     )
@@ -141,18 +141,20 @@ async def _open(
         max_bytes=settings.answers_max_bytes,
     )
     idempotency_store = await opened.enter_async_context(store)
-    idempotency = await opened.enter_async_context(IdempotencyService(idempotency_store, given.objects))
+    idempotency = await opened.enter_async_context(IdempotencyService(idempotency_store, configuration.objects))
     predictions = Predictions(
         records, PredictionSender(records, broker, instance), inbox, admission, keep_s=settings.prediction_keep_s
     )
     readiness = Readiness(inbox, broker, settings.redis_url)
     pool = await opened.enter_async_context(CodecPool(settings.picture_processes, settings.picture_budget_bytes))
     refusals = Refusals(row_sink, api_instance=instance, region=settings.region)
-    return _dependencies(given, admission, dispatcher, refusals, readiness, idempotency, predictions, ImageCodec(pool))
+    return _dependencies(
+        configuration, admission, dispatcher, refusals, readiness, idempotency, predictions, ImageCodec(pool)
+    )
 
 
 def _dependencies(
-    given: _Given,
+    configuration: _Configuration,
     admission: Admission,
     dispatcher: Dispatcher,
     refusals: Refusals,
@@ -162,25 +164,27 @@ def _dependencies(
     image_codec: ImageCodec,
 ) -> Dependencies:
     """What the routes work with, from what is open and what need not be opened."""
-    files = Files(given.objects)
-    result_fetcher = ResultFetcher(given.objects, predictions, image_codec)
+    files = Files(configuration.objects)
+    result_fetcher = ResultFetcher(configuration.objects, predictions, image_codec)
     return Dependencies(
-        settings=given.settings,
-        catalog=given.catalog,
-        api_keys=given.api_keys,
+        settings=configuration.settings,
+        catalog=configuration.catalog,
+        api_keys=configuration.api_keys,
         admission=admission,
         dispatcher=dispatcher,
         refusals=refusals,
-        objects=given.objects,
-        url_signer=given.url_signer,
+        objects=configuration.objects,
+        url_signer=configuration.url_signer,
         image_codec=image_codec,
         readiness=readiness,
         idempotency=idempotency,
         predictions=predictions,
-        event_streams=EventStreams(predictions, given.url_signer),
+        event_streams=EventStreams(predictions, configuration.url_signer),
         files=files,
         result_fetcher=result_fetcher,
-        source_pictures=SourcePictures(given.objects, files, result_fetcher, given.url_signer, image_codec),
+        source_pictures=SourcePictures(
+            configuration.objects, files, result_fetcher, configuration.url_signer, image_codec
+        ),
         started_at_s=time.time(),
     )
 

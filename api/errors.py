@@ -1,7 +1,7 @@
-"""What callers see when something goes wrong: one table from error code to HTTP status, one body, one set of handlers.
+"""Maps errors to HTTP responses: one table from error code to status, one body, one set of handlers.
 
-The body is OpenAI's: `{"error": {"message", "type", "param", "code"}}`, with all four keys always there
-(https://platform.openai.com/docs/guides/error-codes); `code` is the stable code of shared/errors.py.
+The body is that of OpenAI: `{"error": {"message", "type", "param", "code"}}`, always with all four keys
+(https://platform.openai.com/docs/guides/error-codes). `code` is the stable code of shared/errors.py.
 """
 
 from __future__ import annotations
@@ -83,15 +83,15 @@ class ClientGone(Canceled):
 
 
 class ErrorMapping(NamedTuple):
-    """How a code is answered; `retry` False tells clients that the same request would only fail again."""
+    """The response to an error code. `retry` False: the same request would only fail again."""
 
     status: int
     type: str
     retry: bool | None = None
 
 
-# 504 is not to be retried by the client on its own: the caller's time is spent, and the OpenAI client would send the
-# same work twice more into a system that is late already. 429 and 503 are: they carry Retry-After.
+# Clients should not retry a 504 on their own. The caller's time is up, and OpenAI's client would send
+# the same work twice more to a system that is already late. 429 and 503 have Retry-After.
 ERROR_MAPPINGS = {
     "invalid_input": ErrorMapping(400, "invalid_request_error"),
     "input_too_large": ErrorMapping(400, "invalid_request_error"),
@@ -117,23 +117,23 @@ SHORT_RETRY_S = 1.0
 
 
 EXPECTED_ERRORS = (PenstockError, ValidationError, RequestValidationError, HTTPException, ClientDisconnect)
-"""What a route may raise; anything else is the middleware's business."""
+"""The errors that routes may raise. The middleware handles all others."""
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Makes every expected error that a route raises answer in the one shape."""
+    """Registers the handler of all expected errors."""
     for kind in EXPECTED_ERRORS:
-        app.add_exception_handler(kind, answer)
+        app.add_exception_handler(kind, handle_error)
 
 
-async def answer(request: Request, error: Exception) -> Response:
-    """The answer to one of the EXPECTED_ERRORS errors."""
-    note(request, error)
+async def handle_error(request: Request, error: Exception) -> Response:
+    """The response to one of the EXPECTED_ERRORS."""
+    set_error_code(request, error)
     match error:
         case PenstockError():
             return error_response(error)
         case ValidationError() | RequestValidationError():
-            return error_response(invalid(error))
+            return error_response(to_bad_input(error))
         case HTTPException():
             return _without_route(request, error)
         case ClientDisconnect():
@@ -141,8 +141,8 @@ async def answer(request: Request, error: Exception) -> Response:
     raise TypeError(f"no answer to {error!r}; this is a bug")
 
 
-def note(request: Request, error: Exception) -> None:
-    """Tells the request's context with which code it is answered, for metrics and rows."""
+def set_error_code(request: Request, error: Exception) -> None:
+    """Puts the error code into the context of the request, for metrics and rows."""
     match error:
         case PenstockError():
             code = error.code
@@ -156,41 +156,41 @@ def note(request: Request, error: Exception) -> None:
 
 
 def error_response(error: PenstockError) -> Response:
-    """The answer that tells a caller about `error`."""
-    answered = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"])
-    body = ErrorReply(ErrorDetail(error.message, answered.type, error.field, error.code))
-    return Response(msgspec.json.encode(body), answered.status, headers_for(error), "application/json")
+    """The response with `error` in OpenAI's shape."""
+    mapping = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"])
+    body = ErrorReply(ErrorDetail(error.message, mapping.type, error.field, error.code))
+    return Response(msgspec.json.encode(body), mapping.status, headers_for(error), "application/json")
 
 
 def headers_for(error: PenstockError) -> dict[str, str]:
-    """The headers that tell clients whether and when to try again, and how to say who they are."""
-    answered = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"])
+    """The headers of an error: whether and when to retry, and how to authenticate."""
+    mapping = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"])
     headers = {}
-    if answered.retry is not None:
-        headers["x-should-retry"] = str(answered.retry).lower()
+    if mapping.retry is not None:
+        headers["x-should-retry"] = str(mapping.retry).lower()
     if isinstance(error, Overloaded):
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
         headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
-    elif answered.status in (409, 503):
+    elif mapping.status in (409, 503):
         headers["retry-after"] = str(math.ceil(SHORT_RETRY_S))
-    elif answered.status == 401:
+    elif mapping.status == 401:
         headers["www-authenticate"] = "Bearer"
     return headers
 
 
-def invalid(error: ValidationError | RequestValidationError) -> BadInput:
-    """The first thing wrong with a body, by field and reason."""
+def to_bad_input(error: ValidationError | RequestValidationError) -> BadInput:
+    """The first error of a body, by field and reason."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return BadInput(f"the body is not valid JSON: {first['ctx']['error']}")
-    where, reason = explained(first)
+    where, reason = describe(first)
     field = re.split(r"[.\[]", where)[0]
     return BadInput(f"{where or 'the body'}: {reason}", field=field or None)
 
 
-def explained(wrong: Mapping[str, Any]) -> tuple[str, str]:
-    """One of pydantic's errors as place (`images[0].image_url`, empty: the whole body) and reason."""
-    # Tags of unions stand in the location as 'name:'; they are ours, not the caller's.
+def describe(wrong: Mapping[str, Any]) -> tuple[str, str]:
+    """The place (`images[0].image_url`, empty: the whole body) and reason of a pydantic error."""
+    # Tags of unions are in the location as 'name:'. They are internal.
     places = [place for place in wrong["loc"] if not (isinstance(place, str) and place.endswith(":"))]
     where = "".join(f"[{place}]" if isinstance(place, int) else f".{place}" for place in places).removeprefix(".")
     if wrong["type"] == "extra_forbidden":

@@ -1,7 +1,7 @@
-"""The API's Prometheus metrics, and the port that serves them and those of the cache, the inbox and the rows.
+"""The Prometheus metrics of the API, and the port that serves all metrics of the process.
 
-Callers must not reach that port: models, load and errors are for operators. A path on the public port would not do,
-because a rule that denies a path can be bypassed by spelling the path in another way.
+Callers must not reach that port: models, load and errors are for operators. A path on the public port
+is not safe, because a rule that denies a path can be bypassed by another spelling of the path.
 """
 
 from __future__ import annotations
@@ -60,34 +60,34 @@ JOBS_CANCELED = Counter(
 
 @lru_cache(maxsize=1024)
 def of_requests(route: str, model: str, status: int) -> tuple[Counter, Histogram]:
-    """What counts and times such requests; kept, because looking up labels costs more than counting."""
+    """The counter and histogram of such requests. Cached, since label lookups cost more than counting."""
     return REQUESTS.labels(route, model, str(status)), REQUEST_SECONDS.labels(route, model)
 
 
 @lru_cache(maxsize=1024)
 def of_errors(route: str, status: int, code: str) -> Counter:
-    """What counts such errors."""
+    """The counter of such errors."""
     return ERRORS.labels(route, str(status), code)
 
 
 @lru_cache(maxsize=1024)
 def of_items(model: str, cache: str, status: str) -> Counter:
-    """What counts such items."""
+    """The counter of such items."""
     return ITEMS.labels(model, cache, status)
 
 
 @lru_cache(maxsize=1024)
 def in_flight(model: str) -> Gauge:
-    """Items of `model` in flight."""
+    """The gauge of items of `model` in flight."""
     return IN_FLIGHT.labels(model)
 
 
 @contextmanager
 def served(host: str, port: int) -> Iterator[int]:
-    """Serves what this process counts until left; yields the port, which is another where `port` is 0.
+    """Serves the metrics of this process during the block. Yields the port, which is random for 0.
 
     Raises:
-        ConfigurationError: it can't be listened on.
+        ConfigurationError: the port can't be opened.
     """
     try:
         server, thread = start_http_server(port, host)

@@ -1,4 +1,4 @@
-"""Errors in the shape of Replicate's API, for its routes: RFC 9457 problems with `invalid_fields`.
+"""Maps errors to problems (RFC 9457) with `invalid_fields`, for the routes of Replicate's API.
 
 422 {"title": "Input validation failed", "detail": "- input.prompt: Field required", "status": 422,
      "invalid_fields": [{"type": "missing", "field": "input.prompt", "description": "Field required"}]}
@@ -19,11 +19,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from api.errors import ERROR_MAPPINGS, EXPECTED_ERRORS, ClientGone, explained, headers_for, note
+from api.errors import ERROR_MAPPINGS, EXPECTED_ERRORS, ClientGone, describe, headers_for, set_error_code
 from shared.errors import BadInput, PenstockError
 
 MOST_FIELDS = 100
-"""That one answer names."""
+"""How many invalid fields one response names."""
 UNPROCESSABLE = frozenset({"invalid_input", "input_too_large", "context_length_exceeded"})
 
 
@@ -53,10 +53,10 @@ class InvalidFields(BadInput):
 
 
 class ProblemRoute(APIRoute):
-    """A route whose errors are problems."""
+    """A route whose errors are problem details."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler, with errors turned into answers."""
+        """The handler, with errors mapped to responses."""
         handle = super().get_route_handler()
 
         async def handled(request: Request) -> Response:
@@ -70,7 +70,7 @@ class ProblemRoute(APIRoute):
 
 @contextmanager
 def errors_in_input() -> Iterator[None]:
-    """Says of what is wrong in the block that it is a field of `input`."""
+    """Maps errors in the block to fields of `input`."""
     try:
         yield
     except ValidationError as error:
@@ -83,8 +83,8 @@ def errors_in_input() -> Iterator[None]:
 
 
 def problem_response(request: Request, error: Exception) -> Response:
-    """The answer that tells a caller of this API about one of the EXPECTED_ERRORS errors."""
-    note(request, error)
+    """The response to one of the EXPECTED_ERRORS, as problem details."""
+    set_error_code(request, error)
     match error:
         case PenstockError():
             return _answer(error)
@@ -99,8 +99,8 @@ def problem_response(request: Request, error: Exception) -> Response:
 
 
 def _answer(error: PenstockError) -> Response:
-    answered = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"])
-    status = 422 if error.code in UNPROCESSABLE else answered.status
+    mapping = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"])
+    status = 422 if error.code in UNPROCESSABLE else mapping.status
     title = "Input validation failed" if status == 422 else _title(status)
     fields = error.fields if isinstance(error, InvalidFields) else []
     if not fields and status == 422 and error.field:
@@ -119,6 +119,6 @@ def _json(problem: Problem, headers: dict[str, str]) -> Response:
 def _fields(error: ValidationError | RequestValidationError, prefix: str = "") -> list[InvalidField]:
     found = []
     for one in error.errors()[:MOST_FIELDS]:
-        where, reason = explained(one)
+        where, reason = describe(one)
         found.append(InvalidField(one["type"], f"{prefix}{where}".rstrip(".") or "body", reason))
     return found

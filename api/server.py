@@ -1,4 +1,4 @@
-"""How uvicorn serves the API; tests listen in the same way."""
+"""The configuration of uvicorn, which tests use as well."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from api.http.bounded_protocol import protocol_with
 from shared.settings import ApiSettings
 
 DRAIN_S = 4
-"""For requests in hand after SIGTERM. Cloud Run kills after 10 s; rows take up to 5 s to get to BigQuery or disk."""
+"""For open requests after SIGTERM. Cloud Run kills after 10 s, and rows take up to 5 s to be stored."""
 KEEP_ALIVE_S = 620
-"""Above the 600 s for which Google's load balancer keeps its connections; else it uses some that we just closed."""
+"""Above the 600 s of Google's load balancer. Otherwise it may reuse a connection that just closed."""
 
 
 def server_config(app: ASGIApp, settings: ApiSettings) -> uvicorn.Config:
-    """The server's configuration."""
+    """The configuration of the server."""
     return uvicorn.Config(
         app,
         host=settings.host,

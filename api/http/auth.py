@@ -1,4 +1,4 @@
-"""Who asks: from the API key of a request to its tenant. The first thing a route under /v1 does."""
+"""Authentication: maps the API key of a request to its tenant. Routes under /v1 do this first."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from shared.errors import ConfigurationError
 
 DEFAULT_TENANT = "default"
 LONGEST_TENANT_BYTES = 256
-"""It goes into an attribute of each message, which has at most 1,024."""
+"""The tenant is an attribute of each message. Attributes have at most 1,024 bytes."""
 
 
 class ApiKeys:
-    """The keys that are let in, kept only as digests.
+    """The accepted keys. Only their digests are kept in memory.
 
     Args:
-        api_keys: `key=tenant,key=tenant`; empty lets everyone in as `default`.
+        api_keys: `key=tenant,key=tenant`. If empty, every request has the tenant `default`.
 
     Raises:
         ConfigurationError: an entry is not `key=tenant`, or a key stands twice.
@@ -25,8 +25,8 @@ class ApiKeys:
 
     def __init__(self, api_keys: str) -> None:
         self._tenants: dict[bytes, str] = {}
-        for entry in filter(None, (part.strip() for part in api_keys.split(","))):
-            key, separator, tenant = (part.strip() for part in entry.rpartition("="))
+        for entry in filter(None, (one.strip() for one in api_keys.split(","))):
+            key, separator, tenant = (one.strip() for one in entry.rpartition("="))
             if not (separator and key and tenant):
                 raise ConfigurationError("PENSTOCK_API_KEYS: an entry is not key=tenant", field="api_keys")
             if not tenant.isprintable() or len(tenant.encode()) > LONGEST_TENANT_BYTES:
@@ -37,10 +37,10 @@ class ApiKeys:
             self._tenants[_digest(key)] = tenant
 
     def tenant_of(self, authorization: str | None) -> str:
-        """The tenant that an `Authorization: Bearer <key>` header belongs to.
+        """Returns the tenant of an `Authorization: Bearer <key>` header.
 
         Raises:
-            Unauthorized: keys are asked for, and this is none of them.
+            Unauthorized: the key is missing or wrong.
         """
         if not self._tenants:
             return DEFAULT_TENANT
@@ -48,7 +48,7 @@ class ApiKeys:
         if scheme.lower() != "bearer" or not key.strip():
             raise Unauthorized("an API key is needed: send it as 'Authorization: Bearer <key>'")
         given, found = _digest(key.strip()), None
-        # Every entry is compared, so that the time taken says nothing about which keys exist.
+        # Compares all entries, so that the time does not reveal which keys exist.
         for digest, tenant in self._tenants.items():
             if hmac.compare_digest(digest, given):
                 found = tenant

@@ -1,8 +1,8 @@
-"""uvicorn's HTTP protocol with limits on the size and time of a head, on pipelined requests and on connections.
+"""uvicorn's HTTP protocol with limits on request heads, on pipelined requests and on connections.
 
-A head is a request's URL and headers. h11, uvicorn's other parser, limits its size. httptools does not, and copies all
-that it has of a header for each piece that arrives, so one endless header blocks all other requests. The usual request,
-whose head arrives in one piece on a kept connection, sets no timer here.
+A head is the URL and the headers of a request. h11, uvicorn's other parser, limits its size. httptools
+does not. It copies all that it has of a header for each piece that arrives, so one endless header
+blocks all other requests. A typical request, whose head arrives in one piece, sets no timer here.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from shared.errors import BadInput, Overloaded, PenstockError
 from shared.settings import ApiSettings
 
 HEAD_LIMIT_BYTES = 64 * 1024
-"""As Google's load balancer has it."""
+"""The limit of Google's load balancer."""
 CHUNK_FRAME_BYTES = 24
-"""What a chunk of a body may have around its bytes; beyond that chunk extensions and trailers count as head."""
+"""The overhead of a chunk of a body. Longer chunk extensions and trailers count as head."""
 MOST_PIPELINED = 16
-"""Requests behind the one that is being answered. One read may hold ten thousand."""
+"""Requests that wait behind the current one. A single read may contain ten thousand."""
 UNREAD_LIMIT_S = 60
-"""A peer that takes nothing in, or is gone without a word, is given up after so long."""
+"""After this time without any reads by the peer the connection is closed."""
 UNREAD_MAX_BYTES = 256 * 1024 * 1024
-"""Answers that callers leave unread may take so much memory together."""
+"""The memory for all unread answers together."""
 RESERVED_FILES = 128
-"""File descriptors that are not for callers."""
+"""File descriptors that are reserved for the process itself."""
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection; `protocol_with` gives the class its bounds."""
+    """One connection. `protocol_with` sets the limits of the class."""
 
     head_timeout_s: ClassVar[float]
     max_connections: ClassVar[int]
     idle: ClassVar[dict[BoundedHttp, None]]
-    """Connections without a request, first the one that has had none for the longest."""
+    """Connections without a request, the longest idle first."""
     unread: ClassVar[dict[BoundedHttp, int]]
-    """Connections whose callers leave an answer unread, first the longest, with the bytes that wait for them."""
+    """Connections with an unread answer, the longest first, with its size in bytes."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self._beside_bytes = 0
-        """What came since the last request's head or end, and belongs to no body."""
+        """The bytes since the last head or end of a request that belong to no body."""
         self._in_head = self._in_body = False
         self._timer: asyncio.TimerHandle | None = None
         self._error: PenstockError | None = None
         self._offers_protocol = False
-        """The head that is being read offers to go on in another protocol."""
+        """The current head offers an upgrade to another protocol."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Counts it in; where there are too many, the one that has asked for nothing for the longest goes."""
+        """Counts the connection. If there are too many, closes the longest idle one."""
         super().connection_made(transport)
         opened = transport.get_extra_info("socket")
         if opened is not None and opened.family != socket.AF_UNIX and hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -74,14 +74,14 @@ class BoundedHttp(HttpToolsProtocol):
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Counts it out."""
+        """Removes the connection from all counts."""
         self.idle.pop(self, None)
         self._leave_unread()
         self._disarm()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The caller does not take in its answer as fast as it is written: what waits is kept, within a limit."""
+        """The caller reads slower than the answer is written. The rest is kept, within a limit."""
         super().pause_writing()
         self.unread[self] = self.transport.get_write_buffer_size()
         metrics.CONNECTIONS_UNREAD.set(len(self.unread))
@@ -89,12 +89,12 @@ class BoundedHttp(HttpToolsProtocol):
             next(iter(self.unread))._cut("unread")
 
     def resume_writing(self) -> None:
-        """The caller has taken in nearly all of it."""
+        """The caller has read nearly all of the answer."""
         self._leave_unread()
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        """Parses what came; what is no body is bounded."""
+        """Parses received bytes, and limits those outside of bodies."""
         self._unset_keepalive_if_required()
         self._beside_bytes += len(data)
         self._parse(data)
@@ -109,7 +109,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._in_head = True
 
     def on_headers_complete(self) -> None:
-        """The head is there: the request is begun, unless the head is too large or stands too far from its turn."""
+        """The head is complete. Starts the request, unless the head is too large or the pipeline full."""
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
                 self._error = BadInput("CONNECT asks for a tunnel, and this is no proxy")
@@ -126,7 +126,7 @@ class BoundedHttp(HttpToolsProtocol):
         self.idle.pop(self, None)
         self._beside_bytes, self._in_head, self._in_body = 0, False, True
         super().on_headers_complete()
-        # What the parser names from here on are trailers (RFC 9110, 6.5.1): no header may come from them.
+        # The parser reports trailers as headers (RFC 9110, 6.5.1). They must not become headers.
         self.headers = []
 
     def on_body(self, body: bytes) -> None:
@@ -135,7 +135,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request came whole."""
+        """The request is complete."""
         if self._offers_protocol:
             return
         self._beside_bytes, self._in_body = 0, False
@@ -143,7 +143,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The answer is written; a body that nobody read may go on for as long as a head may take."""
+        """The answer is written. An unread body may continue for as long as a head may take."""
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
             self.idle[self] = None
@@ -151,15 +151,15 @@ class BoundedHttp(HttpToolsProtocol):
                 self._arm()
 
     def send_400_response(self, msg: str) -> None:
-        """What the parser can't read, or what was refused while it read."""
+        """Refuses what the parser can't read, or what a callback refused."""
         self._refuse("invalid", self._error or BadInput("this is not a valid HTTP/1.1 request"))
 
     def _parse(self, data: bytes) -> None:
-        """Has the parser read what came.
+        """Feeds received bytes to the parser.
 
-        Offers of another protocol (RFC 9110, 7.8) are passed over: Java's client offers h2c with every request.
-        httptools takes such a request for one without a body, and what is its body for the next request. So another
-        parser is given the head once more, without the offer.
+        Offers of another protocol (RFC 9110, 7.8) are ignored: Java's client offers h2c with every
+        request. httptools reads such a request as one without a body, and its body as the next
+        request. So a new parser gets the head again, without the offer.
         """
         head = b""
         while True:
@@ -167,7 +167,7 @@ class BoundedHttp(HttpToolsProtocol):
                 self.parser.feed_data(head + data)
             except httptools.HttpParserUpgrade as offer:
                 data, head = (head + data)[offer.args[0] :], self._head_without_offer()
-                # This one would read nothing more where the head says that the connection ends.
+                # Without leniency a parser stops after a head that closes the connection.
                 self.parser, self._offers_protocol = httptools.HttpRequestParser(self), False
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             except httptools.HttpParserError:
@@ -202,7 +202,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._cut("idle")
 
     def _refuse(self, reason: str, error: PenstockError) -> None:
-        """Says why, unless another answer is being written, and hangs up."""
+        """Sends the error, unless another answer is being written, and closes the connection."""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             response = error_response(error)
             fields = [*response.raw_headers, (b"connection", b"close")]
@@ -213,20 +213,20 @@ class BoundedHttp(HttpToolsProtocol):
     def _cut(self, reason: str) -> None:
         metrics.CONNECTIONS_CUT.labels(reason).inc()
         if self._leave_unread():
-            # close() would first wait until the caller has read everything.
+            # close() would wait until the caller has read everything.
             self.transport.abort()
         else:
             self.transport.close()
 
     def _leave_unread(self) -> bool:
-        """Takes it from those that are unread; whether it was one of them."""
+        """Removes the connection from the unread ones. Returns whether it was one."""
         was_unread = self.unread.pop(self, None) is not None
         metrics.CONNECTIONS_UNREAD.set(len(self.unread))
         return was_unread
 
 
 def protocol_with(settings: ApiSettings) -> type[BoundedHttp]:
-    """The protocol of a server with these settings."""
+    """The protocol class with the limits of these settings."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = settings.max_connections
     if files != resource.RLIM_INFINITY:

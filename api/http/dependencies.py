@@ -1,4 +1,4 @@
-"""What the routes work with: the dependencies that the lifespan opened, found through the app's state."""
+"""The dependencies of routes, which the lifespan opens and keeps in the state of the app."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shared.stores.signed_urls import UrlSigner
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """Everything an endpoint may need; open for as long as the app runs."""
+    """Everything that a route may need. Open while the app runs."""
 
     settings: ApiSettings
     catalog: Catalog
@@ -48,7 +48,7 @@ class Dependencies:
 
 
 def dependencies_of(request: Request) -> Dependencies:
-    """The dependencies of the app that idempotency_store this request."""
+    """The dependencies of the app of this request."""
     dependencies = request.app.state.dependencies
     assert isinstance(dependencies, Dependencies), "the lifespan sets them before the first request; this is a bug"
     return dependencies

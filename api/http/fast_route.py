@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api.errors import EXPECTED_ERRORS, answer
+from api.errors import EXPECTED_ERRORS, handle_error
 from api.http.compression import compress
 from api.http.idempotency import run_idempotent
 from api.http.middleware import BodyBudget, ContextMiddleware
@@ -90,7 +90,7 @@ class FastRouteApp(FastAPI):
             has_key = IDEMPOTENCY_HEADER in request.headers
             response = await (run_idempotent(request, endpoint) if has_key else endpoint(request))
         except EXPECTED_ERRORS as error:
-            response = await answer(request, error)
+            response = await handle_error(request, error)
         if scope["penstock.context"].is_compressible:
             await compress(response, request.headers.get("accept-encoding", ""))
         await response(scope, receive, send)

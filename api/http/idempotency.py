@@ -19,7 +19,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from api.errors import EXPECTED_ERRORS, answer
+from api.errors import EXPECTED_ERRORS, handle_error
+from api.http.disconnect import while_connected
 from api.http.middleware import RequestContext, context_of
 from api.http.request import open_request
 from api.idempotency.service import IdempotentRequest, StoredResponse
@@ -55,7 +56,7 @@ async def run_idempotent(request: Request, endpoint: Endpoint) -> Response:
     keyed = IdempotentRequest(digest.hexdigest(), call.tenant, fingerprint)
     wait_s = call.options.limit_s(call.dependencies.catalog.deadline)
     running = call.dependencies.idempotency.run(keyed, compute, wait_s)
-    stored, is_replayed = await call.while_connected(running)
+    stored, is_replayed = await while_connected(request.receive, running)
     return _response(stored, call.context, is_replayed=is_replayed)
 
 
@@ -89,7 +90,7 @@ async def _computed(request: Request, endpoint: Endpoint) -> StoredResponse:
     try:
         response = await endpoint(request)
     except EXPECTED_ERRORS as error:
-        response = await answer(request, error)
+        response = await handle_error(request, error)
     context, body = context_of(request), bytes(response.body)
     headers = context.headers | {name: value for name, value in response.headers.items() if name != "content-length"}
     # The headers of the stored answer count, which may come from another instance.

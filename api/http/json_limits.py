@@ -1,7 +1,7 @@
-"""Checks of JSON that callers send, before it is parsed or kept: how many values it has, and how deep they nest.
+"""Limits on JSON from callers, checked before it is parsed: the number of values and their depth.
 
-A parser holds the event loop until it is done, and pydantic describes every single thing that is wrong: 15 MB of wrong
-numbers took 5 s, 18 MB of unknown fields 1.7 s.
+Parsing blocks the event loop, and pydantic reports every single error: 15 MB of wrong numbers took
+5 s, 18 MB of unknown fields 1.7 s.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import msgspec
 from shared.errors import BadInput, InputTooLarge
 
 MOST_VALUES = 300_000
-"""Numbers and texts in one body; of token ids, OpenAI's API takes as many."""
+"""Numbers and strings in one body. OpenAI's API accepts as many token ids."""
 MOST_STRINGS = 20_000
-"""Of those, texts and names of fields; any of them may be one that is not known."""
+"""Strings and field names in one body. Each of them may be an unknown field."""
 SURELY_FEW = 1000
-"""Commas up to which nothing is counted."""
+"""Bodies with at most this many commas are not checked further."""
 MOST_NESTED = 100
-"""Levels; pydantic has a bound of its own, of 200."""
-# Possessive, and with its end left out where there is none: each byte is looked at once, whatever it is.
+"""Levels of nesting. Pydantic has a limit of 200."""
+# Possessive, and with an optional end: the expression reads each byte only once.
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
@@ -47,10 +47,10 @@ def check_amount(body: bytes) -> None:
 
 
 def object_in(text: str | bytes, field: str) -> dict[str, Any]:
-    """The JSON object in `text`, such that it can be written as JSON again; `field` names it in errors.
+    """Parses a JSON object that can be encoded as JSON again. Errors name it by `field`.
 
     Raises:
-        BadInput: it is not a JSON object, or nested deeper than MOST_NESTED.
+        BadInput: it is not a JSON object, or nests deeper than MOST_NESTED.
     """
     try:
         found = msgspec.json.decode(text)

@@ -1,8 +1,8 @@
-"""The OpenAPI document: bodies and replies that routes read and write themselves are described from here.
+"""The OpenAPI document. Routes that read and write bodies themselves are described from here.
 
-What a route may answer stands at the route, in the `responses` of its decorator: `replies` for those that speak
-OpenAI's shapes, `problems` for those that speak Replicate's, each with the statuses that can come of it. A status that
-is new in api/errors.py gets its words in _DESCRIPTIONS, and stands at every route that can give it.
+Each route lists its responses in the `responses` of its decorator: `responses` for OpenAI's shapes,
+`problems` for Replicate's, with the possible statuses. A status that is new in api/errors.py needs a
+description in _DESCRIPTIONS and an entry at every route that can return it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Described = dict[str, Any]
 Responses = dict[int | str, Described]
 
 AUTHENTICATED: Described = {"security": [{"key": []}]}
-"""Of every route that asks for a key."""
+"""For every route that requires an API key."""
 INFERENCE_ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 500, 503, 504)
 CREATION_ERRORS = (401, 404, 408, 413, 422, 429, 503, 504)
-"""Of routes that make predictions."""
+"""For routes that create predictions."""
 _REF = "#/components/schemas/{name}"
 _DESCRIPTIONS = {
     400: "The request is not valid; the message names the field.",
@@ -63,12 +63,12 @@ _HEAD_TOO_LARGE: Described = {
 
 
 def inference_body(json: type[BaseModel], form: type[BaseModel] | None = None) -> Described:
-    """What a route that infers takes: a JSON body, a form as well where given, and the headers."""
+    """The request of an inference route: a JSON body, optionally a form, and headers."""
     return _request_body(openapi_headers.INFERRING, json, form)
 
 
 def prediction_body(json: type[BaseModel]) -> Described:
-    """What a route that makes predictions takes: a JSON body, and the headers."""
+    """The request of a route that creates predictions: a JSON body and headers."""
     return _request_body(openapi_headers.PREDICTING, json)
 
 
@@ -80,29 +80,29 @@ def _request_body(headers: list[Described], json: type[BaseModel], form: type[Ba
 
 
 def responses(reply: type[msgspec.Struct], *statuses: int, headers: tuple[str, ...] = ()) -> Responses:
-    """The answers of a route that speaks OpenAI's shapes: 200 with `reply` and `headers`, or one of the errors."""
+    """The responses of a route in OpenAI's shape: 200 with `reply` and `headers`, or an error."""
     return {200: success("The result.", reply, *headers)} | errors(*statuses)
 
 
 def errors(*statuses: int) -> Responses:
-    """The errors of a route that speaks OpenAI's shapes."""
+    """The errors of a route in OpenAI's shape."""
     return _errors(statuses, schemas.ErrorReply, "application/json")
 
 
 def inference_responses(reply: type[msgspec.Struct], *headers: str) -> Responses:
-    """The answers of a route that infers."""
+    """The responses of an inference route."""
     answers = responses(reply, *INFERENCE_ERRORS, headers=(*openapi_headers.OF_INFERENCE, *headers))
     answers[422]["description"] = "This `Idempotency-Key` was used with another request."
     return answers
 
 
 def problems(*statuses: int) -> Responses:
-    """The errors of a route that speaks Replicate's shapes."""
+    """The errors of a route in Replicate's shape."""
     return _errors(statuses, Problem, "application/problem+json")
 
 
 def creation_responses() -> Responses:
-    """The answers of a route that makes predictions: a new one, or the one that the same request made before."""
+    """The responses of a route that creates predictions: a new one, or that of an equal request."""
     reply = prediction_replies.PredictionReply
     answers: Responses = {
         200: success("The prediction that the same request created before.", reply, "Location", "Idempotent-Replayed"),
@@ -112,13 +112,13 @@ def creation_responses() -> Responses:
 
 
 def success(text: str, reply: type[msgspec.Struct], *headers: str) -> Described:
-    """One answer with a JSON body."""
+    """A response with a JSON body."""
     content = {"application/json": {"schema": ref_to(reply)}}
     return {"description": text, "content": content, "headers": openapi_headers.references(*headers)}
 
 
 def event_stream(*kinds: str) -> Described:
-    """One answer that is a stream of server-sent events; the schema is that of one event."""
+    """A response that is a stream of server-sent events. The schema is that of one event."""
     properties = {
         "event": {"type": "string", "enum": list(kinds)},
         "id": {"type": "string"},
@@ -134,7 +134,7 @@ def event_stream(*kinds: str) -> Described:
 
 
 def binary(text: str, *media_types: str) -> Described:
-    """One answer whose body is not JSON."""
+    """A response whose body is not JSON."""
     schema = {"type": "string", "format": "binary"}
     content = {media_type: {"schema": schema} for media_type in media_types}
     return {"description": text, "content": content, "headers": openapi_headers.references()}
@@ -146,7 +146,7 @@ def ref_to(body: type[BaseModel] | type[msgspec.Struct]) -> dict[str, str]:
 
 
 def describe(app: FastAPI) -> None:
-    """Makes `app` describe itself with the schemas that the routes only refer to."""
+    """Adds to the OpenAPI document of `app` the schemas that its routes refer to."""
 
     def openapi() -> Described:
         if app.openapi_schema is None:
@@ -177,7 +177,7 @@ def _document(app: FastAPI) -> Described:
 
 
 def _without_fastapis_errors(responses: Described) -> None:
-    """FastAPI describes a 422 of its own wherever there are parameters, in a shape that nothing here answers in."""
+    """Removes the 422 that FastAPI adds for parameters, in a shape that this API does not use."""
     content = responses.get("422", {}).get("content", {})
     schema = content.get("application/json", {}).get("schema", {})
     if schema.get("$ref", "").endswith("/HTTPValidationError"):

@@ -1,6 +1,6 @@
-"""The row that a refused request leaves: one for the request, since it has no items yet.
+"""Writes the row of a refused request: one per request, since it has no items yet.
 
-A caller without a valid key leaves none, so that outsiders can't fill the table. Metrics count both. The row holds
+Callers without a valid key leave no row, so that they can't fill the table. Metrics count both. The row holds
 nothing that the caller sent but its `x-request-id`.
 """
 

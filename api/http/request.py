@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel
 from python_multipart.multipart import parse_options_header
@@ -22,7 +22,6 @@ from shared.errors import BadInput
 from shared.tasks import Input
 
 B = TypeVar("B", bound=BaseModel)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +57,6 @@ class ApiRequest:
         if charset not in (b"utf-8", b"utf8"):
             shown = charset[:40].decode("latin-1")
             raise BadInput(f"content-type: forms must be in UTF-8, not {shown!r}", field="content-type")
-
-    async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
-        """Awaits `work`, and cancels it as soon as the caller hangs up. Read the body before.
-
-        Raises:
-            ClientGone: the caller hung up.
-        """
-        return await while_connected(self.http.receive, work)
 
     async def infer(self, model: Model, inputs: Sequence[Input], *, is_repeatable: bool = True) -> InferenceResponse:
         """Computes `inputs`, and adds the headers of the answer to the context.

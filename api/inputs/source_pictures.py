@@ -1,7 +1,7 @@
-"""The pictures that inputs of predictions name: fetched, prepared and kept.
+"""Fetches, prepares and stores the source images of predictions.
 
-Pictures come as data: URIs or as URLs of our own files and results. Other URLs are not fetched: a
-caller could use them to look around in the network of this API.
+Images are data: URIs or URLs of files and results of this API. Other URLs are not fetched, because
+callers could use them to reach the internal network.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ FOREIGN = "only data: URIs and files of this API (POST /v1/files) are accepted; 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, and until when."""
+    """The tenant of a request, and its deadline."""
 
     tenant: str
     base_url: str
-    """What URLs of our own begin with, without a slash at the end."""
+    """The URL of this API for the caller, without a slash at the end."""
     deadline_s: float
-    """Unix time until which a source picture may be worked on."""
+    """Unix time at which work on a source image is stopped."""
 
 
 class SupportsFetch(Protocol):
-    """Fetches what a signed link names."""
+    """Fetches the target of a signed link."""
 
     async def fetch(self, key: str, media_type: str, deadline_s: float) -> bytes:
-        """The bytes behind a link whose signature was checked."""
+        """Returns the bytes behind a link whose signature was verified."""
 
 
 class SourcePictures:
-    """Fetches and keeps source pictures. It holds nothing between two calls."""
+    """Fetches and stores source images. Has no state between calls."""
 
     def __init__(
         self, objects: ObjectStore, files: Files, fetcher: SupportsFetch, url_signer: UrlSigner, image_codec: ImageCodec
@@ -54,18 +54,18 @@ class SourcePictures:
         self._image_codec = image_codec
 
     async def fetch(self, url: str, caller: Caller) -> bytes:
-        """The bytes that a data: URI holds, or one of our own URLs names.
+        """Returns the bytes of a data: URI, or of a URL of this API.
 
         Raises:
-            BadInput: it is neither, or there is nothing behind it.
+            BadInput: the URL is neither, or its target does not exist.
         """
         if url.startswith("data:"):
             return await data_of_uri(url, "image", field="image")
         if not url.startswith(f"{caller.base_url}/"):
             raise BadInput(f"image: {FOREIGN}", field="image")
-        if len(url) > LONGEST_URL:  # it is kept in the record
+        if len(url) > LONGEST_URL:  # it becomes part of the record
             raise BadInput(f"image: longer than {LONGEST_URL} characters", field="image")
-        # What follows our own address is a path and a query, which need no parser: urlsplit raises on `//[`.
+        # The rest is a path and a query. It is split by hand, because urlsplit raises on `//[`.
         path, _, query_text = url.removeprefix(caller.base_url).partition("#")[0].partition("?")
         folder, _, name = unquote(path.removeprefix("/").removeprefix("v1/")).partition("/")
         try:
@@ -84,24 +84,24 @@ class SourcePictures:
     async def prepare(
         self, data: bytes, size: tuple[int, int] | None, limits: ImageDefaults, caller: Caller
     ) -> tuple[Blob, tuple[int, int]]:
-        """The picture as a model starts from it, and its size.
+        """Returns the image as models take it, and its size.
 
         Args:
-            data: the encoded picture.
-            size: to give it. None: its own, as far as the model can draw it.
-            limits: of the model.
-            caller: who asks.
+            data: the image file.
+            size: the output size. None: the aspect ratio of the source, within `limits`.
+            limits: the limits of the model.
+            caller: the tenant and deadline.
         """
         return await self._image_codec.prepare_source(data, size, limits, caller.deadline_s)
 
     async def keep(self, uri: str, data: bytes, caller: Caller) -> str:
-        """The URL of a file with what came inside the input: a record is no place for it."""
+        """Stores an image of a data: URI as a file, and returns its URL. Records do not hold images."""
         media_type = uri.partition(";")[0].removeprefix("data:")
         file = await self._files.add(caller.tenant, data, name="image", content_type=media_type)
         return f"{caller.base_url}/v1/files/{file.id}"
 
     async def stored(self, source: Blob) -> Blob:
-        """The source as it travels: too large for a message, it lies in the object store."""
+        """The source for a message. A large one goes to the object store."""
         if source.data is None or len(source.data) <= INLINE_LIMIT_BYTES:
             return source
         key = object_key("inputs", source.data, source.media_type)

@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.http.disconnect import while_connected
 from api.http.edit_body import read_edit
 from api.http.fast_route import FastRoute
 from api.http.openapi import inference_body, inference_responses
@@ -54,7 +55,7 @@ async def edit_image(request: Request) -> Response:
     call.check_room(model, body.n)
     image_codec, deadline_s = call.dependencies.image_codec, call.options.answer_by_s(model.deadline)
     preparing = image_codec.prepare_source(data, _size(body, model), model.image, deadline_s)
-    source, size = await call.while_connected(preparing)
+    source, size = await while_connected(request.receive, preparing)
     first = first_image(body, model, size)
     check_strength(first.steps, body.strength)
     return await _answer(call, body, model, msgspec.structs.replace(first, image=source, strength=body.strength))
@@ -106,7 +107,7 @@ async def _encode(
     encoding = call.dependencies.image_codec.encode(
         png, body.output_format, body.output_compression, deadline_s, is_new=False
     )
-    data = await call.while_connected(encoding)
+    data = await while_connected(call.http.receive, encoding)
     if body.response_format == "b64_json":
         return ImageItem(result.seed, b64_json=data)
     media_type = MEDIA_TYPES[body.output_format]

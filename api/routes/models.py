@@ -1,4 +1,4 @@
-"""GET /v1/models: the catalog, as OpenAI's clients list it, or Replicate's: both ask for this path."""
+"""GET /v1/models: the catalog in OpenAI's shape, or in Replicate's for clients of Replicate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shared.catalog import Model
 
 router = APIRouter()
 VARIES = {"vary": "user-agent"}
-"""For caches on the way: the same path has two answers."""
+"""Tells caches that the same path has two responses."""
 
 
 _LISTED: Responses = {

@@ -1,4 +1,4 @@
-"""GET /v1/objects/…: serves what a signed link names; the signature stands for the key of the caller."""
+"""GET /v1/objects/…: serves the target of a signed link. The signature replaces the API key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared.stores.signed_urls import VALID_S
 router = APIRouter()
 ANY_BYTES = "application/octet-stream"
 LONGEST_S = 30.0
-"""For drawing a picture in another format; who fetches a link says nothing of a deadline."""
+"""The time limit for encoding an image in another format, since links have no deadline."""
 
 
 @router.get(

@@ -28,5 +28,5 @@ assets = StaticFiles(directory=FOLDER)
 
 @router.get("/docs", include_in_schema=False)
 async def get_docs(request: Request) -> FileResponse:
-    """The page itself; what it refers to is under /docs/assets."""
+    """The page itself. Its assets are under /docs/assets."""
     return FileResponse(FOLDER / "index.html", headers=HEADERS)

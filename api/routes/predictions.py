@@ -22,6 +22,7 @@ from starlette.responses import Response, StreamingResponse
 from api.dispatch.job_sender import OUTCOME_BYTES
 from api.http import openapi
 from api.http.dependencies import Dependencies
+from api.http.disconnect import while_connected
 from api.http.fast_route import IS_HEAD
 from api.http.idempotency import REPLAYED
 from api.http.openapi_headers import LAST_EVENT_ID
@@ -202,7 +203,7 @@ async def _create(
     deadline_s = options.done_by_s(model.deadline)
     caller = Caller(tenant, base_url, deadline_s)
     reading = read_inputs(body.input, model, caller, dependencies.source_pictures)
-    read = await call.while_connected(reading)
+    read = await while_connected(call.http.receive, reading)
     prediction_id, record = _ids(tenant, own_id, key)
     webhook, webhook_events = _webhook_of(body, allow_private=dependencies.settings.webhooks_private)
     new = NewPrediction(
@@ -233,7 +234,8 @@ async def _create(
     async with dependencies.predictions.creating(new, waits=wait_s > 0) as creation:
         if wait_s:
             # A caller that hangs up leaves here, and the prediction continues.
-            await call.while_connected(creation.wait(wait_s - context.total_ms / 1000))
+            waiting = creation.wait(wait_s - context.total_ms / 1000)
+            await while_connected(call.http.receive, waiting)
     return _created(dependencies, creation.snapshot, is_new=creation.is_new)
 
 

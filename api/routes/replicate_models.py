@@ -1,4 +1,4 @@
-"""What Replicate's clients ask around predictions: models and versions, files, and the secret that signs webhooks."""
+"""The other routes of Replicate's clients: models, versions, files, and the webhook secret."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ async def get_secret(request: Request) -> Response:
 
 
 def _shown(call: ApiRequest, file: File) -> dict[str, Any]:
-    # A page or a script that somebody sent us is not to be served as one from here.
+    # An uploaded page or script must not be served as one from this origin.
     media_type = file.content_type if file.content_type in MEDIA_TYPES.values() else "application/octet-stream"
     return {
         "id": file.id,

@@ -1,7 +1,7 @@
-"""The public bodies: requests as pydantic models, which check and document them; replies as msgspec structs.
+"""The public bodies: requests as pydantic models, which validate and document them, replies as structs.
 
-Replies go from bytes to JSON without a detour through Python objects. Fields are those of OpenAI's API
-(https://platform.openai.com/docs/api-reference); what is ours says so.
+msgspec encodes bytes as JSON without intermediate Python objects. Fields are those of OpenAI's API
+(https://platform.openai.com/docs/api-reference). Extensions say so.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pydantic import (
 from shared.diffusion_schedulers import SCHEDULER_NAMES
 
 LARGEST_SEED = 2**53 - 11
-"""JSON numbers above 2^53 are not exact everywhere; ten images count up from the seed."""
+"""JSON numbers above 2^53 are not exact everywhere, and ten images have consecutive seeds."""
 LONGEST_PROMPT = 32_000
 _WHITE = (
     "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAIAAAAlC+aJAAAATUlEQVR42u3PQQ0AAAgEILV/5zOFDz"
     "doQCepz6aeExAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQELi3cqoDfaKuZM4AAAAASUVORK5CYI"
     "I="
 )
-"""A white PNG of 64 x 64 pixels: examples are there to be sent."""
+"""A white PNG of 64 x 64 pixels, so that the example works as it is."""
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
@@ -54,7 +54,7 @@ class Body(BaseModel):
 
 
 def _shape(value: Any) -> str:
-    """Which of the four shapes `input` has, told by its first element, so that errors speak of that one only."""
+    """The shape of `input` by its first element, so that errors mention only this shape."""
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(value, list):
         return "token_lists:" if isinstance(first, list) else "tokens:" if isinstance(first, int) else "texts:"
@@ -146,7 +146,7 @@ class SourceImage(Body):
 
 def _as_form(schema: dict[str, Any]) -> None:
     for field in schema["properties"].values():
-        # A form has no null: what is not given is not there.
+        # A form has no null. Absent fields are not sent.
         kinds = [kind for kind in field.pop("anyOf", ()) if kind["type"] != "null"]
         field |= kinds[0] if kinds else {}
         if "enum" in field:
