@@ -127,7 +127,7 @@ PEERS = (
         body={"sentences": [PLACE]},
         answer=(0,),
         folder="bentoml",
-        commands=(("{bin}/bentoml", "serve", "--working-dir", "{home}", "service:Embedding", *HOST_AND_PORT),),
+        commands=(("{bin}/bentoml", "serve", "--working-dir", "{home}", "service:BentoEmbedding", *HOST_AND_PORT),),
     ),
     Contender(
         "ray",
@@ -171,7 +171,7 @@ PEERS = (
             "MLSERVER_PARALLEL_WORKERS": "1",
             "MLSERVER_DEBUG": "false",
             "MLSERVER_MODEL_NAME": "minilm",
-            "MLSERVER_MODEL_IMPLEMENTATION": "runtime.Embedding",
+            "MLSERVER_MODEL_IMPLEMENTATION": "runtime.MlserverEmbedding",
             "MLSERVER_MODEL_MAX_BATCH_SIZE": "32",
             "MLSERVER_MODEL_MAX_BATCH_TIME": "0.01",
         },

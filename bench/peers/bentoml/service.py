@@ -13,7 +13,7 @@ TIMEOUT_S = 300
 
 
 @bentoml.service(traffic={"timeout": TIMEOUT_S})
-class Embedding:
+class BentoEmbedding:
     """MiniLM in the service's worker."""
 
     def __init__(self) -> None:

@@ -11,14 +11,14 @@ TIMEOUT_S = 300
 app = FastAPI()
 
 
-class Text(BaseModel):
+class FrontText(BaseModel):
     """One text to embed."""
 
     text: str
 
 
 @app.post("/embed")
-def embed(params: Text) -> list[float]:
+def embed(params: FrontText) -> list[float]:
     """The vector of one text, 384 numbers."""
     vector: list[float] = embed_task.delay(params.text).get(timeout=TIMEOUT_S)
     return vector

@@ -15,7 +15,7 @@ BATCH_WAIT_S = 0.01
 TIMEOUT_S = 300
 
 
-class Embedding(litserve.LitAPI):
+class LitEmbedding(litserve.LitAPI):
     """MiniLM behind LitServe's four hooks."""
 
     def setup(self, device: str) -> None:
@@ -36,6 +36,6 @@ class Embedding(litserve.LitAPI):
 
 
 if __name__ == "__main__":
-    api = Embedding(max_batch_size=BATCH, batch_timeout=BATCH_WAIT_S)
+    api = LitEmbedding(max_batch_size=BATCH, batch_timeout=BATCH_WAIT_S)
     server = litserve.LitServer(api, accelerator="cpu", timeout=TIMEOUT_S)
     server.run(host="127.0.0.1", port=int(sys.argv[1]), generate_client_file=False, log_level="warning")

@@ -12,7 +12,7 @@ from sentence_transformers import SentenceTransformer
 BATCH = 32
 
 
-class Embedding(MLModel):
+class MlserverEmbedding(MLModel):
     """MiniLM in an MLServer worker. The batch is one request with several strings."""
 
     async def load(self) -> bool:

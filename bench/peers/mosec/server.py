@@ -11,7 +11,7 @@ BATCH = 32
 BATCH_WAIT_MS = 10
 
 
-class Embedding(Worker):
+class MosecEmbedding(Worker):
     """MiniLM in a worker process. JSON in and out is Mosec's own."""
 
     def __init__(self) -> None:
@@ -25,5 +25,5 @@ class Embedding(Worker):
 
 if __name__ == "__main__":
     server = Server()
-    server.append_worker(Embedding, num=1, max_batch_size=BATCH, max_wait_time=BATCH_WAIT_MS)
+    server.append_worker(MosecEmbedding, num=1, max_batch_size=BATCH, max_wait_time=BATCH_WAIT_MS)
     server.run()

@@ -21,7 +21,7 @@ AT_A_TIME = 4
 LONGEST = 256
 
 
-class Embedding(Worker):
+class TunedMosecEmbedding(Worker):
     """MiniLM on one thread, pooled and normalized as its folder says."""
 
     def __init__(self) -> None:
@@ -54,5 +54,5 @@ class Embedding(Worker):
 
 if __name__ == "__main__":
     server = Server()
-    server.append_worker(Embedding, num=WORKERS, max_batch_size=BATCH, max_wait_time=BATCH_WAIT_MS)
+    server.append_worker(TunedMosecEmbedding, num=WORKERS, max_batch_size=BATCH, max_wait_time=BATCH_WAIT_MS)
     server.run()

@@ -19,7 +19,7 @@ ONGOING = 100
 
 
 @serve.deployment(num_replicas=1, max_ongoing_requests=ONGOING)
-class Embedding:
+class RayEmbedding:
     """MiniLM in a replica."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Embedding:
 if __name__ == "__main__":
     ray.init(include_dashboard=False, log_to_driver=False, object_store_memory=200 * 1024 * 1024)
     serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
-    serve.run(Embedding.bind(), blocking=False)
+    serve.run(RayEmbedding.bind(), blocking=False)
     stopped = Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     stopped.wait()
