@@ -20,7 +20,7 @@ SDK_ROOTS = (
     "/snap/google-cloud-cli/current",
     "~/google-cloud-sdk",
 )
-"""Where packages and installers put it; elsewhere it is found by `gcloud` on PATH."""
+"""Where packages and installers put it. Elsewhere it is found by `gcloud` on PATH."""
 JAR = "platform/pubsub-emulator/lib/cloud-pubsub-emulator-*.jar"
 
 

@@ -36,8 +36,8 @@ class Cache(_Entry):
     """How long results are kept (0: never), and who may get them.
 
     `tenant`: callers of the tenant that sent the same input before. `global`: all callers. Then the
-    answer tells one tenant (by `x-penstock-cache` and by its time) whether another one sent the same
-    input. Use it for models whose inputs are no secrets.
+    answer tells one tenant (by `x-penstock-cache` and by its time) whether another one sent the
+    same input. Use it for models whose inputs are no secrets.
     """
 
     ttl_s: int = Field(86400, ge=0)
@@ -98,8 +98,8 @@ class Tolerance(_Entry):
     """How far results may lie from those of torch fp32, the reference.
 
     `cosine`: the least cosine similarity of an embedding to the reference's. The minimum over a
-    calibration set counts, not the mean, since a caller gets single vectors. `psnr_db`: the least peak
-    signal-to-noise ratio of an image.
+    calibration set counts, not the mean, since a caller gets single vectors. `psnr_db`: the least
+    peak signal-to-noise ratio of an image.
     """
 
     cosine: float = Field(0.9999, ge=0, le=1)
@@ -118,7 +118,7 @@ class CatalogEntry(_Entry):
     backend: Literal["auto", "torch", "onnx"] = "auto"
     """What computes. `auto`: the fastest within the tolerance. Image models need torch."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
-    """`auto`: the fastest that the tolerance allows; for images, what the device does best."""
+    """`auto`: the fastest that the tolerance allows. For images, the best for the device."""
     tolerance: Tolerance = Tolerance()
     dimensions: Positive | None = None
     batch: Batch = Batch()

@@ -1,17 +1,21 @@
 """The wire contract of API and workers: jobs on `jobs.<model>` and replies on an inbox.
 
-A **request** is one HTTP call. Its **items** (texts, images) travel in one or more **jobs**; a job is one Pub/Sub
-message, known by (request_id, part). What routes or identifies a message stands in its attributes (so a filter, a
-dead-letter function or a person with a console can use it without the body); the body is JSON and holds the items.
+A **request** is one HTTP call. Its **items** (texts, images) travel in one or more **jobs**. A job
+is one Pub/Sub message, identified by (request_id, part). Everything that routes or identifies a
+message is in its attributes, where filters, the dead-letter function and people with a console can
+use it. The body is JSON and has the items.
 
 A job on the wire:
 
     attributes: {"schema": "1", "request_id": "req_6f0c…", "part": "0", "model": "all-MiniLM-L6-v2",
-                 "tenant": "default", "inbox": "inbox.7", "slot": "17", "deadline_s": "1790000000.25",
-                 "received_at_s": "…", "published_at_s": "…", "attempt": "1", "api_instance": "api-3f"}
-    data:       {"items": [{"index": 0, "input": {"type": "text", "text": "a cat"}, "cache_key": "9b1d…"}]}
+                 "tenant": "default", "inbox": "inbox.7", "slot": "17", "deadline_s":
+                 "1790000000.25", "received_at_s": "…", "published_at_s": "…", "attempt": "1",
+                 "api_instance": "api-3f"}
+    data:       {"items": [{"index": 0, "input": {"type": "text", "text": "a cat"}, "cache_key":
+        "9b1d…"}]}
 
-and its reply carries `slot`, `request_id` and `part` back, with one outcome per item, in the order of the items.
+and its reply carries `slot`, `request_id` and `part` back, with one outcome per item, in the order
+of the items.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ UnixTime = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 
 
 class Item(msgspec.Struct, omit_defaults=True):
-    """One unit of work; `index` is its place in the HTTP request. No cache_key: never cached or joined."""
+    """One unit of work. `index` is its place in the request. Without cache_key it is not shared."""
 
     index: int
     input: Input
@@ -42,17 +46,17 @@ class Item(msgspec.Struct, omit_defaults=True):
 
 
 class Envelope(msgspec.Struct, kw_only=True):
-    """What the attributes of a job say: who asks, for what, until when, and where the reply goes."""
+    """The attributes of a job: tenant, model, deadline, and where the reply goes."""
 
     request_id: str
     part: int
     model: str
     tenant: str
     inbox: str = ""
-    """Topic id of the inbox that waits for the reply; empty when nobody waits."""
+    """Topic id of the inbox that waits for the reply. Empty if no caller waits."""
     slot: str = ""
     deadline_s: UnixTime
-    """Unix time after which the answer is of no use."""
+    """Unix time after which the reply is useless."""
     received_at_s: UnixTime
     published_at_s: UnixTime
     api_instance: str = ""
@@ -61,15 +65,15 @@ class Envelope(msgspec.Struct, kw_only=True):
     cache_key: str = ""
     """The first item's key, for people and tools that look at the topic."""
     prediction: str = ""
-    """`1` where the job is a prediction: its record stands, and is to be ended before the job is acked."""
+    """`1` if the job is a prediction. Its record exists, and must be ended before the ack."""
     webhook: str = ""
-    """The events, comma-separated, that the prediction's webhook is told of; the record has its URL."""
+    """The events, comma-separated, that the prediction's webhook gets. The record has its URL."""
     start_by_s: UnixTime = 0.0
-    """Unix time after which it is not begun any more, even if the deadline is later; 0: none but the deadline."""
+    """Unix time after which the model does not start on it. 0: no limit but the deadline."""
     lane: str = ""
-    """`batch` for work that may wait behind interactive requests, which have none; subscriptions filter on it."""
+    """`batch`, or empty for interactive requests. Subscriptions filter on it."""
     client_request_id: str = ""
-    """The caller's own id of the request, for its rows; it identifies nothing here."""
+    """The caller's own id of the request, only for its rows."""
 
     @property
     def webhook_events(self) -> list[str]:
@@ -77,7 +81,7 @@ class Envelope(msgspec.Struct, kw_only=True):
         return self.webhook.split(",") if self.webhook else []
 
     def to_attributes(self) -> dict[str, str]:
-        """The attributes of the job's message; fields that say nothing are left out."""
+        """The attributes of the job's message. Empty fields are left out."""
         fields = {name: _text(getattr(self, name)) for name in self.__struct_fields__}
         if not self.start_by_s:
             del fields["start_by_s"]
@@ -88,7 +92,7 @@ class Envelope(msgspec.Struct, kw_only=True):
         """Reads attributes back.
 
         Raises:
-            UndecodableMessage: schema or a field is missing or malformed; `field` names it.
+            UndecodableMessage: schema or a field is missing or malformed. `field` names it.
         """
         _check_schema(attributes)
         try:
@@ -113,7 +117,7 @@ class Job(msgspec.Struct):
 
 
 class ItemError(msgspec.Struct, omit_defaults=True):
-    """Why an item has no result; `code` as in shared.errors."""
+    """Why an item has no result. `code` as in shared.errors."""
 
     code: str
     message: str
@@ -121,11 +125,11 @@ class ItemError(msgspec.Struct, omit_defaults=True):
 
 
 class Receipt(msgspec.Struct, omit_defaults=True):
-    """What one item took, measured where it happened; rides in the reply and becomes the row, which has its price.
+    """What one item cost, measured where it happened. It is in the reply and becomes the row.
 
-    Times are unix seconds, durations milliseconds. `cache` says where the result came from: `miss` (computed),
-    `memory`, `redis`, `joined` (an identical item was being computed) or `none` (cache not asked). `steps_saved` are
-    the steps of a canceled or late image that were not computed.
+    Times are unix seconds, durations milliseconds. `cache` says where the result came from: `miss`
+    (computed), `memory`, `redis`, `joined` (an identical item was being computed) or `none` (cache
+    not asked). `steps_saved` are the steps of a canceled or late image that were not computed.
     """
 
     cache: str = "none"
@@ -141,7 +145,10 @@ class Receipt(msgspec.Struct, omit_defaults=True):
 
 
 class ItemOutcome(msgspec.Struct, omit_defaults=True):
-    """The end of one item: a result or an error, and its receipt. `status`: succeeded, failed, expired or canceled."""
+    """The end of one item: a result or an error, and its receipt.
+
+    `status`: succeeded, failed, expired or canceled.
+    """
 
     index: int
     status: str
@@ -153,7 +160,7 @@ class ItemOutcome(msgspec.Struct, omit_defaults=True):
 class ReplyBody(msgspec.Struct, omit_defaults=True):
     """The body of a reply: one outcome per item of the job, in its order.
 
-    Where the job's body could not be read there are none, and `error` says why.
+    If the job's body could not be read there are no outcomes, and `error` says why.
     """
 
     outcomes: list[ItemOutcome]
@@ -180,10 +187,11 @@ _reply_decoder = msgspec.json.Decoder(ReplyBody)
 def encode_job(job: Job) -> tuple[bytes, dict[str, str]]:
     """The data and the attributes of the job's message, which `decode_job` can read.
 
-    Reading it back takes microseconds, and whoever can't read a message has all that wait for it wait in vain.
+    It decodes the message, which takes microseconds, because callers of an unreadable job would
+    wait in vain.
 
     Raises:
-        UndecodableMessage: nobody could read or carry it; `field` says where.
+        UndecodableMessage: workers could not read it, or Pub/Sub not carry it. `field` says why.
     """
     try:
         data, attributes = _encoder.encode(job.body), job.envelope.to_attributes()
@@ -198,7 +206,7 @@ def decode_job(data: bytes, attributes: Mapping[str, str]) -> Job:
     """Reads a job.
 
     Raises:
-        UndecodableMessage: it is none; `field` says where ("schema", "attributes" or "data").
+        UndecodableMessage: it is not a job. `field` is "schema", "attributes" or "data".
     """
     envelope = Envelope.from_attributes(attributes)
     try:
@@ -234,7 +242,7 @@ def decode_reply_body(data: bytes) -> ReplyBody:
     """Reads what `encode_reply_body` wrote.
 
     Raises:
-        UndecodableMessage: it is none.
+        UndecodableMessage: it is not a reply.
     """
     try:
         return _reply_decoder.decode(data)
@@ -246,7 +254,7 @@ def decode_reply(data: bytes, attributes: Mapping[str, str]) -> Reply:
     """Reads a reply.
 
     Raises:
-        UndecodableMessage: it is none.
+        UndecodableMessage: it is not a reply.
     """
     _check_schema(attributes)
     try:

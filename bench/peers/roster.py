@@ -33,7 +33,7 @@ class Contender:
         body: the JSON of one, with PLACE where the text goes.
         answer: keys and places that lead to the vector in its answer.
         folder: the peer's folder beside this file: its server and its requirements.
-        commands: what is started, in this order; `{port}` is where it must listen, `{spare}`
+        commands: started in this order. `{port}` is where it must listen, `{spare}`
             another free port (as `{spare2}`), `{bin}` the environment's programs, `{home}` its
             folder, `{model}` the model's.
         environment: variables beside those of this process. The same places are filled in.

@@ -1,6 +1,7 @@
 """The variables of infra/terraform/platform that size it, with Terraform's own defaults and its own bounds.
 
-A file given here is the one that `terraform apply -var-file` takes, so that what is planned is what is applied.
+A file given here is the one that `terraform apply -var-file` takes, so that what is planned is what
+is applied.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from shared.errors import ConfigurationError
 
 MOST_SLOTS = 9000
-"""Of 10,000 subscriptions that a project may have; Terraform has the same bound."""
+"""The limit of reply subscriptions, of a project's 10,000. Terraform has the same limit."""
 MOST_REGIONS = 16
 INSTANCES_TO_INBOXES = 2
 """Old and new revision of the API lease inboxes at the same time."""
 
 
 class _Variable(BaseModel):
-    # What sizes nothing is kept, so that the variables with the plan's changes can be applied as they are.
+    # What sizes nothing is kept, so that the variables with the plan's changes can be applied as
+    # they are.
     model_config = ConfigDict(extra="allow", frozen=True)
 
 
@@ -71,7 +73,7 @@ class Inboxes(_Variable):
 
 
 class GeneralNodes(_Variable):
-    """Terraform's `nodes.general`; the module `cluster` has the defaults."""
+    """Terraform's `nodes.general`. The module `cluster` has the defaults."""
 
     machine_type: str = "e2-standard-4"
     max: int = Field(6, ge=1)
@@ -150,7 +152,7 @@ class Platform(_Variable):
 
 
 def read_platform(path: Path | None) -> Platform:
-    """The variables of a `.tfvars.json` file; Terraform's defaults without one.
+    """The variables of a `.tfvars.json` file, or Terraform's defaults.
 
     Raises:
         ConfigurationError: it can't be read, or a variable is wrong.

@@ -1,4 +1,4 @@
-"""Prices from a dated file in which every price names its source; what has no source has no price."""
+"""Prices from a dated file in which every price names its source."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class Source(_Entry):
     seen: datetime.date
     """The day on which somebody looked."""
     dated: datetime.date | None = None
-    """The day that the page or file itself bears; None where it bears none."""
+    """The date on the page or file. None if it has none."""
     note: str = ""
 
 
 class Step(_Entry):
-    """A price that holds up to an amount, and from the step before on; without `up_to` for all above."""
+    """A price from the previous step up to an amount. Without `up_to` for everything above."""
 
     up_to: float | None = Field(None, gt=0)
     usd: float = Field(ge=0)
 
 
 class ListPrice(_Entry):
-    """What one unit costs, by region or location; `any` stands for all that are not named."""
+    """What one unit costs, by region or location. `any`: all others."""
 
     unit: str
     source: str
@@ -57,7 +57,10 @@ class ListPrice(_Entry):
         return self
 
     def cost_usd(self, place: str, amount: float, before: float = 0.0) -> float | None:
-        """What `amount` units a month cost at a place, after `before` others; None where there is no price for it."""
+        """The monthly cost of `amount` units at a place, after `before` others.
+
+        None without a price.
+        """
         steps = self.usd.get(place, self.usd.get(ANYWHERE))
         if steps is None:
             return None
@@ -91,7 +94,7 @@ class Prices(_Entry):
 
 
 def read_prices(over: Path | None = None) -> Prices:
-    """The prices of the tree; those of the file `over`, with sources of their own, replace single ones.
+    """The shipped prices. Those of the file `over`, with their sources, replace single ones.
 
     Raises:
         ConfigurationError: a file can't be read, or a price is malformed or without a source.

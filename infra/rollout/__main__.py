@@ -21,7 +21,7 @@ from shared.errors import ConfigurationError, PenstockError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one of the commands; returns the exit status."""
+    """Runs one of the commands. Returns the exit status."""
     options = _parser().parse_args(argv)
     # Cloud Build ends a step that runs out of time with SIGTERM: what was begun is taken back.
     signal.signal(signal.SIGTERM, _interrupt)
@@ -84,7 +84,8 @@ def _rollout(options: argparse.Namespace) -> Rollout:
     )
 
     def check(url: str) -> list[str]:
-        # `KEY=TENANT,KEY=TENANT`: the first was made with the secret. Read when needed, as the first apply makes it.
+        # `KEY=TENANT,KEY=TENANT`: the first was made with the secret. Read when needed, as the
+        # first apply makes it.
         key = google.secret(options.project, options.keys_secret).split("=")[0]
         return smoke(url, key, catalog)
 

@@ -50,7 +50,7 @@ class GoogleClient:
     def get(
         self, api: str, path: str, query: Mapping[str, str] | None = None, *, missing_ok: bool = False
     ) -> dict[str, Any] | None:
-        """What lies at `path`; None where nothing does and that is all right.
+        """The resource at `path`. None if there is none and that is allowed.
 
         Raises:
             Unavailable: no answer, or a refusal, whose text is in the message.
@@ -58,7 +58,7 @@ class GoogleClient:
         return self._ask("GET", api, path, missing_ok=missing_ok, params=query)
 
     def patch(self, api: str, path: str, body: Mapping[str, object]) -> dict[str, Any]:
-        """Changes what lies at `path`; returns the operation that does it. Raises as `get` does."""
+        """Changes the resource at `path`. Returns the operation. Raises like `get`."""
         return self._ask("PATCH", api, path, json=body) or {}
 
     def await_done(

@@ -1,6 +1,6 @@
 """Whether a revision answers well, by what Cloud Run counts of it: requests by class of their status.
 
-Source: metric run.googleapis.com/request_count; it is seen up to three minutes after the request.
+Source: the metric run.googleapis.com/request_count, which is up to three minutes late.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class CanaryJudge:
         """On the requests of `revision` since the Unix time `since_s`.
 
         Raises:
-            Unavailable: Monitoring can't be asked; nobody should be given more traffic unseen.
+            Unavailable: Monitoring is out of reach, so no revision should get more traffic.
         """
         wanted = {
             "metric.type": "run.googleapis.com/request_count",

@@ -1,7 +1,8 @@
 """The rollout itself, region by region: try the candidate, give it more and more, go back at the first bad sign.
 
-At rest the traffic names its revision. So an apply of Terraform makes a revision that serves nobody, whatever is done
-by hand in between; Terraform ignores `traffic` (infra/terraform/modules/region/api.tf).
+At rest the traffic names its revision. So an apply of Terraform makes a revision that serves
+nobody, whatever is done by hand in between. Terraform ignores `traffic`
+(infra/terraform/modules/region/api.tf).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from infra.rollout.service import CloudRunService, Traffic
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 
 Check = Callable[[str], list[str]]
-"""Sends real requests to a URL; returns what came of them, raises Unavailable."""
+"""Sends real requests to a URL. Returns a line for each, or raises Unavailable."""
 
 
 class Rollout:
@@ -26,7 +27,7 @@ class Rollout:
         check: sends real requests.
         public_urls: where callers reach each region, checked after each step.
         steps_percent: shares of the candidate, rising to 100.
-        watch_s: how long each share is looked at; the counts are three minutes late.
+        watch_s: how long each share is watched. The counts are three minutes late.
         pause: waits so many seconds.
         say: gets one line of progress at a time.
     """
@@ -57,7 +58,10 @@ class Rollout:
         self._say = say
 
     def hold(self) -> None:
-        """Names the revisions that serve, so that the next one gets nothing unasked. Callers notice nothing."""
+        """Names the revisions that serve, so that the next one gets nothing unasked.
+
+        Callers notice nothing.
+        """
         for region, service in self._services.items():
             traffic = service.traffic()
             if traffic is not None and traffic.follows_latest:
@@ -96,10 +100,10 @@ class Rollout:
             self._tell(region, self._check(url))
 
     def roll(self) -> None:
-        """Gives the newest revisions all traffic, step by step; at the first bad sign all regions are as before.
+        """Gives the newest revisions all traffic in steps. Undoes that at the first bad sign.
 
         Raises:
-            Unavailable: it was taken back; the message says why.
+            Unavailable: the rollout was undone. The message says why.
         """
         before = {region: _present(region, service).shares for region, service in self._services.items()}
         begun: list[str] = []

@@ -1,6 +1,7 @@
 """A Cloud Run service as a rollout sees it: its revisions, and who gets how much of the traffic.
 
-Source: Cloud Run Admin API v2, projects.locations.services (https://docs.cloud.google.com/run/docs/reference/rest/v2).
+Source: Cloud Run Admin API v2, projects.locations.services
+    (https://docs.cloud.google.com/run/docs/reference/rest/v2).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from infra.rollout.google import GoogleClient
 
 LATEST, NAMED = "TRAFFIC_TARGET_ALLOCATION_TYPE_LATEST", "TRAFFIC_TARGET_ALLOCATION_TYPE_REVISION"
 CHANGE_LIMIT_S = 300.0
-"""For a change of traffic; it takes some seconds."""
+"""For a change of traffic, which takes some seconds."""
 CANDIDATE_TAG = "candidate"
 
 
@@ -26,7 +27,7 @@ class Traffic:
         shares: percent of the requests by name of a revision.
         follows_latest: whether the newest revision gets its share as soon as it is there, unasked.
         newest: the newest revision that is ready.
-        candidate_url: where the revision with the tag `candidate` answers; empty where there is none, or no such URL.
+        candidate_url: the URL of the revision with the tag `candidate`. Empty if there is none.
     """
 
     shares: dict[str, int]
@@ -50,7 +51,7 @@ class CloudRunService:
         self._pause = pause
 
     def traffic(self) -> Traffic | None:
-        """Who serves now; None where there is no such service yet.
+        """The current traffic. None if the service does not exist yet.
 
         Raises:
             Unavailable: Cloud Run can't be asked.
@@ -70,7 +71,7 @@ class CloudRunService:
         return Traffic(shares, any(target.get("type") == LATEST for target in targets), newest, "".join(urls[:1]))
 
     def give(self, shares: dict[str, int], candidate: str = "") -> None:
-        """Divides the traffic by name of revision; `candidate` also gets a URL of its own. Returns when it is so.
+        """Divides the traffic by revision, and gives `candidate` its own URL. Returns when done.
 
         Raises:
             Unavailable: Cloud Run refused, or has not done it in time.

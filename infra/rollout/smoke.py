@@ -14,9 +14,10 @@ from shared.tasks.base import ExampleRequest
 
 
 def smoke(url: str, key: str, catalog: Catalog) -> list[str]:
-    """Asks the API at `url` for each model of `catalog` with replicas.min >= 1; returns a line for each.
+    """Sends a request for each model of `catalog` with replicas.min >= 1. Returns a line for each.
 
-    Models that scale to zero are left out: their first answer waits for a GPU, which says nothing of the API.
+    Models that scale to zero are left out: their first answer waits for a GPU, which says nothing
+    of the API.
 
     Raises:
         Unavailable: no answer in the model's deadline, or a wrong one.

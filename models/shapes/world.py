@@ -61,7 +61,7 @@ EDGE = 2.0
 """Pixels that every figure keeps from the edge."""
 
 RELATIONS = ("left of", "above", "beside")
-"""Of the first figure to the second; "beside" is left or right."""
+"""Relations of the first figure to the second. "beside" is left or right."""
 RELATION_STEP = 15.0
 """Pixels of each of two figures from the middle."""
 

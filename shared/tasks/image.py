@@ -15,7 +15,7 @@ from shared.tasks.base import ExampleRequest, FirstGuesses, LinkTo, Task, TaskIn
 
 
 class ImageInput(TaskInput, tag="image"):
-    """One image to draw; with `image` set, image-to-image from it at `strength`."""
+    """One image to draw. With `image`, image-to-image at `strength`."""
 
     prompt: str
     width: int

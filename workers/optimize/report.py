@@ -78,7 +78,7 @@ def verdicts_as_dict(made: Made) -> dict[str, object]:
 
 
 def _rendered(table: Table) -> str:
-    """The table as text; its heads are bold on a terminal."""
+    """The table as text, with bold headers on a terminal."""
     is_terminal, buffer = sys.stdout.isatty(), io.StringIO()
     console = Console(
         file=buffer,

@@ -1,7 +1,8 @@
 """The messages between the I/O process and a model process: frames of MessagePack on a socket.
 
 A frame is its length in bytes (unsigned 32-bit, little-endian), then one of the structs below. The
-model process gets RunBatch and Cancel. It sends Ready or Refused once, then Progress and BatchResult.
+model process gets RunBatch and Cancel. It sends Ready or Refused once, then Progress and
+BatchResult.
 """
 
 from __future__ import annotations
@@ -92,7 +93,10 @@ class Failure(msgspec.Struct, tag="failure"):
 
 
 class BatchResult(msgspec.Struct, tag="done", kw_only=True):
-    """A batch that ran: one result or failure per item, in order, and what the batch took. Times are unix seconds."""
+    """A batch that ran: one result or failure per item, in order, and what the batch took.
+
+    Times are unix seconds.
+    """
 
     number: int = 0
     """Number of the batch, as in RunBatch."""
@@ -109,7 +113,7 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     memory_bytes: int = 0
     """Resident memory of the process."""
     switched: ResidencyReport | None = None
-    """The models that were loaded and evicted for this batch; None if there were none."""
+    """The models that were loaded and evicted for this batch. None if there were none."""
     steps_saved: int | None = None
     """Steps that were left out because the batch was canceled."""
     cpu_s: float = 0.0

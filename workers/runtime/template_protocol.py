@@ -1,8 +1,10 @@
-"""The messages between the I/O process and the template of its model processes. One message is one packet.
+"""The messages between the I/O process and the template of its model processes.
 
-The I/O process sends a ForkRequest with two descriptors: the model process's end of its socket, and its output pipe.
-The template sends one TemplateReady, one ForkResult with a pidfd for each ForkRequest, and one ProcessEnded for each
-process that ended.
+One message is one packet.
+
+The I/O process sends a ForkRequest with two descriptors: the model process's end of its socket, and
+its output pipe. The template sends one TemplateReady, one ForkResult with a pidfd for each
+ForkRequest, and one ProcessEnded for each process that ended.
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ PACKET_MAX_BYTES = 4096
 
 
 class ForkRequest(msgspec.Struct, tag="fork"):
-    """ForkRequest a model process for `device`; `number` counts the forks of this template."""
+    """Fork a model process for `device`. `number` counts the forks of this template."""
 
     number: int
     device: str
 
 
 class TemplateReady(msgspec.Struct, tag="loaded"):
-    """Libraries and the weights of `models` models are loaded. `is_alone`: no other thread, so forks are sound."""
+    """Libraries and the weights of `models` models are loaded.
+
+    `is_alone`: no other thread, so forks are sound.
+    """
 
     load_s: float
     models: int
