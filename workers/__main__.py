@@ -26,7 +26,7 @@ from shared.stores.records import Records
 from shared.usage.writer import RowWriter
 from workers.autotune.candidates import shared_layout
 from workers.autotune.choice import Layout
-from workers.autotune.client import chosen, held
+from workers.autotune.client import choose_backend, tuned_model
 from workers.autotune.hardware import this_machine
 from workers.autotune.renewal import Renewal, TunedModel
 from workers.health import health_server
@@ -88,8 +88,8 @@ async def _prepare(settings: WorkerSettings, model: Model) -> tuple[HostedModel,
     folder = await asyncio.to_thread(resolve, model.source, model.revision, settings.models_dir)
     if not WORKER_TASKS[model.task].measures_backends:
         return HostedModel(model, folder), Layout(settings.processes, settings.threads or 1), None
-    choice = await chosen(model, folder, settings)
-    return HostedModel(model, folder, choice.backend), choice.layout, held(model, folder, settings, choice)
+    choice = await choose_backend(model, folder, settings)
+    return HostedModel(model, folder, choice.backend), choice.layout, tuned_model(model, folder, settings, choice)
 
 
 async def _open(

@@ -1,7 +1,7 @@
-"""Chooses what computes an embedding model on this machine, before its model processes start.
+"""Chooses the backend of an embedding model on this machine, before its model processes start.
 
-client.py, in the I/O process, takes the choice that was kept, or starts `python -m workers.autotune` (__main__.py),
-once per worker. That lists candidates (candidates.py), opens and times them in benchmark processes (benchmark.py), once
-the machine is quiet (idle.py), in rounds (contest.py), and picks (search.py), by what is known of the hardware
-(prior.py) where the rounds don't agree.
+client.py, in the I/O process, reads the choice on disk, or starts `python -m workers.autotune`
+(__main__.py) once per worker. That lists the candidates (candidates.py), loads them in benchmark
+processes (benchmark.py), waits until the machine is quiet (idle.py), times them in rounds (contest.py)
+and picks one (search.py). If the rounds disagree, it uses what is known of the hardware (prior.py).
 """

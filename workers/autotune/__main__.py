@@ -1,7 +1,7 @@
-"""`python -m workers.autotune`: measures and keeps a choice, and prints it (or why there is none) as JSON.
+"""`python -m workers.autotune`: measures and saves a choice, and prints it (or why there is none) as JSON.
 
-Started by workers/autotune/client.py. A lock lets one choice at a time measure on this machine; who waited for it finds
-the choice kept by the other.
+Started by workers/autotune/client.py. A lock lets one process at a time measure on this machine. A
+process that waited for the lock finds the choice that the other one saved.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ LEAST_PRIORITY = 19
 
 
 def main() -> int:
-    """Chooses; returns the exit status."""
+    """Chooses a backend. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="workers.autotune", description=__doc__)
     parser.add_argument("--model", required=True, help="the catalog entry as JSON")
     parser.add_argument("--folder", type=Path, required=True, help="the model's files")
-    parser.add_argument("--digest", required=True, help="of the model's files, as workers.models.artifact makes it")
+    parser.add_argument("--digest", required=True, help="of the model's files, as workers.models.artifact computes it")
     parser.add_argument("--settings", required=True, help="a workers.autotune.choice.TuningSettings as JSON")
-    parser.add_argument("--again", action="store_true", help="in the place of a provisional choice too")
-    parser.add_argument("--behind", action="store_true", help="give way to the worker that serves beside")
+    parser.add_argument("--again", action="store_true", help="also replace a provisional choice")
+    parser.add_argument("--behind", action="store_true", help="run at low priority beside a worker")
     given = parser.parse_args()
     configure_logs("WARNING")
     if given.behind:
         os.nice(LEAST_PRIORITY)
     entry = Model.model_validate_json(given.model)
-    terms = msgspec.json.decode(given.settings, type=TuningSettings)
+    tuning = msgspec.json.decode(given.settings, type=TuningSettings)
     try:
-        answer: Choice | Refusal = _choose(entry, given.folder, given.digest, terms, again=given.again)
+        answer: Choice | Refusal = _choose(entry, given.folder, given.digest, tuning, again=given.again)
     except ConfigurationError as error:
         answer = Refusal(message=error.message)
     print(msgspec.json.encode(answer).decode(), flush=True)
     return 2 if isinstance(answer, Refusal) else 0
 
 
-def _choose(entry: Model, folder: Path, digest: str, terms: TuningSettings, *, again: bool) -> Choice:
-    artifacts_dir = Path(terms.artifacts_dir)
+def _choose(entry: Model, folder: Path, digest: str, tuning: TuningSettings, *, again: bool) -> Choice:
+    artifacts_dir = Path(tuning.artifacts_dir)
     with _alone(artifacts_dir / "choosing.lock"):
         artifact = find_artifact(artifacts_dir, entry.name, digest)
-        path = choice_path(entry, terms, digest, artifact)
+        path = choice_path(entry, tuning, digest, artifact)
         kept = read_choice(path)
         if kept is not None and not (again and kept.is_provisional):
             return kept
@@ -67,13 +67,13 @@ def _choose(entry: Model, folder: Path, digest: str, terms: TuningSettings, *, a
             folder=folder,
             artifact=artifact,
             machine=this_machine(),
-            device=terms.device,
-            processes=terms.processes,
-            threads=terms.threads,
+            device=tuning.device,
+            processes=tuning.processes,
+            threads=tuning.threads,
             texts=_own_texts(entry, folder),
         )
         choice = choose(spec)
-        # What could not be measured may be measurable at the next start.
+        # The next start may be able to measure what failed now.
         if choice.backend.call_tokens and not (kept is not None and choice.is_provisional):
             write_choice(path, choice)
         return choice
@@ -81,7 +81,7 @@ def _choose(entry: Model, folder: Path, digest: str, terms: TuningSettings, *, a
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Waits until no other choice is being measured; the one who started us limits the wait."""
+    """Waits until no other process measures. The parent process limits the wait."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -89,7 +89,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _own_texts(entry: Model, folder: Path) -> list[PreparedText]:
-    """Some dozen texts of mixed length, for where there is no artifact."""
+    """A few dozen texts of mixed length, used if there is no artifact."""
     texts = calibration_texts()
     return prepare_texts(TextPreparer(folder), texts[:: max(1, len(texts) // CALIBRATION_TEXTS)])
 

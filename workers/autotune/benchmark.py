@@ -1,7 +1,7 @@
-"""A probe: a process that opens one candidate after another and times it, as a model process would run it.
+"""A benchmark process: loads one candidate after another and times it, as a model process would run it.
 
-One process for all candidates, so that a library's seconds of import are paid once; in a process of its own, so that a
-candidate that crashes takes nothing else with it. These functions run in it, one call at a time.
+One process serves all candidates, so each library is imported once. It is separate, so a candidate that
+crashes does no other harm. These functions run in it, one call at a time.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from workers.tasks.base import Resources
 from workers.tasks.embedding import encoder_model
 
 _SHAPES = ((1, 8), (1, 32), (4, 16), (4, 64), (1, 192))
-"""Texts and tokens of the calls that the costs are found from; all far enough apart to tell them."""
+"""Texts and tokens of the calls that are timed to fit the cost of a call. They differ widely."""
 _REPEATS = 3
 _CALL_TOKENS_MAX = 16384
 
 
 class Throughput(NamedTuple):
-    """What one process computed while it was timed; `tokens` with padding."""
+    """What one process computed while it was timed. `tokens` includes padding."""
 
     texts: int
     tokens: int
@@ -38,7 +38,7 @@ class Throughput(NamedTuple):
 
 
 class BenchmarkTarget(NamedTuple):
-    """What is open: a backend, its call_tokens left out, with so many threads."""
+    """A candidate to load: a backend, without its call_tokens, and its number of threads."""
 
     backend: Backend
     threads: int
@@ -53,10 +53,10 @@ _opened: dict[BenchmarkTarget, _LoadedTarget] = {}
 
 
 def open_model(entry: Model, folder: Path, target: BenchmarkTarget, device: str, keeps_others: bool) -> None:
-    """Loads a candidate, beside the ones before it or in their place.
+    """Loads a candidate, in addition to earlier ones or instead of them.
 
     Raises:
-        PenstockError: it can't be loaded here.
+        PenstockError: the candidate can't be loaded.
     """
     if target in _opened:
         return
@@ -65,20 +65,20 @@ def open_model(entry: Model, folder: Path, target: BenchmarkTarget, device: str,
     model = encoder_model(entry, folder, Resources(device=device, backend=target.backend, threads=target.threads))
     model.setup()
     model.warmup()
-    # On a CPU the CPU seconds count that it got, so that what else runs here spoils no figure.
+    # On a CPU its own CPU seconds count, so other programs do not distort the figures.
     _opened[target] = _LoadedTarget(model, time.process_time if model.device_name == "cpu" else time.perf_counter)
 
 
-def _taken(target: BenchmarkTarget) -> _LoadedTarget:
-    """What was opened, ready to run."""
+def _loaded(target: BenchmarkTarget) -> _LoadedTarget:
+    """The loaded candidate, ready to run."""
     if target.backend.backend == "torch" and (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(target.threads)  # of the whole process, so the last model to be opened has set it
+        torch.set_num_threads(target.threads)  # it is global, so the model that was loaded last has set it
     return _opened[target]
 
 
 def vectors(target: BenchmarkTarget, texts: Sequence[PreparedText], together: int) -> np.ndarray:
-    """Their vectors, float32 [texts, dimensions], computed `together` many at a time in order of length."""
-    model = _taken(target).model
+    """The vectors of texts, float32 [texts, dimensions], computed `together` at a time in order of length."""
+    model = _loaded(target).model
     order = sorted(range(len(texts)), key=lambda place: texts[place].length)
     rows: dict[int, np.ndarray] = {}
     for at in range(0, len(order), together):
@@ -94,11 +94,11 @@ def _predict(model: InferenceModel, texts: Sequence[PreparedText]) -> list[np.nd
 
 
 def call_tokens(target: BenchmarkTarget, text: PreparedText, longest: int) -> int:
-    """What a call costs besides its tokens, in tokens: the least-squares line through the times of _SHAPES.
+    """The fixed cost of a call, in tokens: from a least-squares line through the times of _SHAPES.
 
-    Relative errors count, so that the short calls, which tell the cost, weigh as much as the long ones.
+    It minimizes relative errors, so short calls, which show the cost, weigh as much as long ones.
     """
-    opened = _taken(target)
+    opened = _loaded(target)
     times_s, tokens = [], []
     for count, length in _SHAPES:
         batch = [_of_length(text, min(length, longest))] * count
@@ -106,7 +106,7 @@ def call_tokens(target: BenchmarkTarget, text: PreparedText, longest: int) -> in
         tokens.append(count * batch[0].length)
     lines = np.stack([1 / np.array(times_s), np.array(tokens) / np.array(times_s)], axis=1)
     (per_call_s, per_token_s), *_ = np.linalg.lstsq(lines, np.ones(len(times_s)), rcond=None)
-    if per_token_s <= 0:  # more tokens cost nothing: a GPU far from full
+    if per_token_s <= 0:  # more tokens cost nothing: the GPU is far from full
         return _CALL_TOKENS_MAX
     return int(min(max(round(per_call_s / per_token_s), 1), _CALL_TOKENS_MAX))
 
@@ -123,8 +123,8 @@ def _time_s(opened: _LoadedTarget, batch: Sequence[PreparedText]) -> float:
 
 
 def throughput(target: BenchmarkTarget, texts: Sequence[PreparedText], call_cost: int, seconds: float) -> Throughput:
-    """The throughput for `texts`, cut as a model process cuts a batch; whole rounds that take at least `seconds`."""
-    model = _taken(target).model
+    """The throughput for `texts`, grouped as in a model process, over whole rounds of at least `seconds`."""
+    model = _loaded(target).model
     cut = [list(range(len(texts)))]
     if model.pads:
         cut = cut_by_length([text.length for text in texts], call_cost)

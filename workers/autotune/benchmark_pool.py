@@ -1,4 +1,4 @@
-"""The probe processes of a choice: as many as the widest layout needs, asked all together or one alone."""
+"""The benchmark processes of a choice: as many as the widest layout needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from workers.models.base import PreparedText
 from workers.runtime.memory import weights_bytes
 
 OPEN_LIMIT_S = 60.0
-"""Importing torch and loading the weights, on a busy machine."""
+"""Enough to import torch and load the weights on a busy machine."""
 CALL_LIMIT_S = 60.0
 
 Given = ParamSpec("Given")
@@ -32,15 +32,15 @@ Told = TypeVar("Told")
 
 
 class BenchmarkPool:
-    """Probe processes on one model; a context manager. A process that dies or hangs is replaced at the next `open`.
+    """Benchmark processes for one model. A context manager. `open` replaces processes that died or hung.
 
-    They are forked from a server that has imported the libraries once, before any of them computes. Small models stay
-    open side by side, so that they can be timed by turns; of a large one, or on a GPU, only the last is kept.
+    They are forked from a server that imports the libraries once. Small models stay loaded together, so
+    that they can be timed alternately. Of a large model, or on a GPU, only the last candidate stays.
 
-    Raises (every method): ModelFailed where a process died or took too long, and what the model itself raises.
+    Raises (every method): ModelFailed if a process died or took too long, and the errors of the model.
 
     Args:
-        entry: of the catalog.
+        entry: the catalog entry.
         folder: the model's files.
         device: as WorkerSettings.device.
         machine: this one.
@@ -71,7 +71,7 @@ class BenchmarkPool:
         self._end()
 
     def _end(self) -> None:
-        # Processes first: to shut down waits for a call that hangs.
+        # Kills the processes first, because a shutdown waits for calls that hang.
         for process in multiprocessing.active_children():
             process.kill()
         for executor in self._executors:
@@ -80,7 +80,7 @@ class BenchmarkPool:
         self._opened.clear()
 
     def open(self, backend: Backend, layout: Layout) -> None:
-        """Has `backend` loaded in every process of `layout`; it is what the other methods ask from now on."""
+        """Loads `backend` in every process of `layout`. The other methods use it from now on."""
         target = self._target = benchmark.BenchmarkTarget(
             msgspec.structs.replace(backend, call_tokens=0), layout.threads
         )
@@ -99,17 +99,17 @@ class BenchmarkPool:
         self._opened |= {(number, target) for number in missing}
 
     def _place(self, number: int) -> str:
-        """The device of a process: as the pool of model processes spreads them over GPUs."""
+        """The device of a process. Spread over GPUs as in ModelPool."""
         gpus = len(self._machine.gpus)
         is_spread = self._device in ("auto", "cuda") and gpus
         return f"cuda:{number % gpus}" if is_spread else self._device
 
     def vectors(self, texts: Sequence[PreparedText], together: int) -> np.ndarray:
-        """What the first process computes; as benchmark.vectors."""
+        """Calls benchmark.vectors in the first process."""
         return self._ask_first(benchmark.vectors, self._target, texts, together)
 
     def call_tokens(self, text: PreparedText, longest: int) -> int:
-        """What the first process finds; as benchmark.call_tokens."""
+        """Calls benchmark.call_tokens in the first process."""
         return self._ask_first(benchmark.call_tokens, self._target, text, longest)
 
     def reading(self, texts: Sequence[PreparedText], call_cost: int, layout: Layout, seconds: float) -> Reading:
@@ -128,12 +128,12 @@ class BenchmarkPool:
         cpu_s = sum(throughput.cpu_s for throughput in throughputs)
         rate, wanted_cores = by_wall, layout.processes * layout.threads
         if layout.threads == 1 or layout.processes >= cores:
-            # They keep the cores busy, so what they would do alone follows from the CPU seconds that they got.
+            # They keep the cores busy, so their CPU seconds show the rate on an otherwise idle machine.
             rate = sum(throughput.texts / throughput.cpu_s for throughput in throughputs) * min(
                 1.0, cores / layout.processes
             )
         elif self._target.backend.backend == "onnx":
-            wanted_cores = layout.processes  # its other threads sleep where there is nothing to share
+            wanted_cores = layout.processes  # its other threads sleep if they have no work
         wanted_s = max(throughput.wall_s for throughput in throughputs) * min(cores, wanted_cores)
         return Reading(
             rate, cpu_s / sum(throughput.tokens for throughput in throughputs), max(0.0, 1 - cpu_s / wanted_s)
@@ -154,5 +154,5 @@ class BenchmarkPool:
         except PenstockError:
             raise
         except Exception as error:
-            # The boundary to the model libraries: whatever they raise speaks against this candidate, no more.
+            # The boundary to the model libraries: their errors rule out only this candidate.
             raise ModelFailed(f"{type(error).__name__}: {error}") from error

@@ -1,4 +1,4 @@
-"""What could compute a model here: the candidates for its backend, and the layouts of processes and threads."""
+"""The candidates for a model on this machine: backends, and layouts of processes and threads."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from workers.models.artifact import Artifact, Variant
 from workers.models.backend import Backend
 
 CPU_PROCESSES_MAX = 4
-"""Every process holds the model's weights; beyond four, threads serve as well."""
+"""Each process holds the model's weights. Beyond four, threads are equally good."""
 
 
 LONE_THREADS_MAX = 8
-"""Of ONNX Runtime: the products of one short text can't be divided any further with profit."""
+"""For ONNX Runtime. More threads do not speed up the products of one short text."""
 
 
 def candidates(
     entry: Model, artifact: Artifact | None, machine: Machine, *, is_gpu: bool
 ) -> tuple[list[Backend], list[Finding]]:
-    """What the entry, the artifact and the machine allow, the likely fastest first; and what is left out unmeasured."""
+    """The backends that entry, artifact and machine allow, the likely fastest first, and those left out."""
     listed, left_out = [], []
     if artifact is not None and entry.backend != "torch":
         for variant in sorted(artifact.manifest.variants, key=lambda variant: -variant.relative_speed):
@@ -47,7 +47,7 @@ def _beyond(variant: Variant, tolerance: float) -> Finding:
 
 
 def _torch(entry: Model, machine: Machine, *, is_gpu: bool) -> list[Backend]:
-    """Torch in what the entry names, or else in every precision that the device computes itself."""
+    """Torch in the precision of the entry, or else in every precision that the device supports."""
     precisions: list[str] = [entry.precision]
     if entry.precision == "auto":
         precisions = ["bf16", "fp16", "fp32"] if is_gpu else ["bf16", "fp32"] if machine.has_bf16 else ["fp32"]
@@ -55,12 +55,12 @@ def _torch(entry: Model, machine: Machine, *, is_gpu: bool) -> list[Backend]:
 
 
 def layouts(processes: int, threads: int, machine: Machine, *, is_gpu: bool, backend: str = "torch") -> list[Layout]:
-    """The layouts worth measuring, the one preferred at equal speed first; what is given (not 0) stands.
+    """The layouts to measure, with the preferred one first. Given values (not 0) are kept.
 
-    On a GPU threads do not count, and several processes would share its time: one per GPU unless more are asked for.
-    ONNX Runtime's threads sleep while they wait, so every process may have as many as there are cores: a lone batch
-    takes them all, and under load the processes share them at no cost. Torch's threads spin, so its processes divide
-    the cores among them.
+    On a GPU threads do not matter and several processes would share its time, so there is one per GPU by
+    default. ONNX Runtime's threads sleep while they wait, so every process can have one per core: a single
+    batch uses all of them, and under load the processes share them at no cost. Torch's threads spin, so
+    its processes divide the cores.
     """
     cores = machine.cores
     if is_gpu:
@@ -79,9 +79,9 @@ def layouts(processes: int, threads: int, machine: Machine, *, is_gpu: bool, bac
 
 
 def shared_layout(layout: Layout, machine: Machine) -> Layout:
-    """The layout of a worker of several models, of which the first was measured in `layout`.
+    """The layout of a worker with several models, of which the first was measured in `layout`.
 
-    Torch may compute one of the others, so the processes divide the cores.
+    Torch may run one of the others, so the processes divide the cores.
     """
     return Layout(layout.processes, min(layout.threads, _part(machine.cores, max(1, layout.processes))))
 

@@ -1,4 +1,4 @@
-"""A choice of backend, with the figures it rests on, as it is kept on disk."""
+"""A choice of backend with the figures behind it, as saved on disk."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from workers.models.backend import Backend
 
 
 class Layout(NamedTuple):
-    """How many model processes, and threads of each."""
+    """The number of model processes, and of threads in each."""
 
     processes: int
     threads: int
 
     @property
     def name(self) -> str:
-        """For logs: `2 x 1` are two processes of one thread."""
+        """Its name in logs: `2 x 1` is two processes with one thread each."""
         return f"{self.processes} x {self.threads}"
 
 
 class TuningSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker's settings say about a choice; as in WorkerSettings."""
+    """The settings of a worker that affect a choice, as in WorkerSettings."""
 
     artifacts_dir: str
     device: str
@@ -34,10 +34,11 @@ class TuningSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(msgspec.Struct, kw_only=True):
-    """What was found out about one candidate.
+    """The measurements of one candidate.
 
-    Cosines are to torch fp32 over the calibration set, texts_per_s by Layout.name. `disturbance`: the greatest share of
-    a timing in which others had the cores. `reason`: why it is left out; empty where it is not.
+    Cosines compare it with torch fp32 on the calibration set. The keys of `texts_per_s` are Layout.name.
+    `disturbance` is the largest share of a timing in which other programs had the cores. `reason` says
+    why the candidate is left out, or is empty.
     """
 
     name: str
@@ -49,11 +50,11 @@ class Finding(msgspec.Struct, kw_only=True):
 
 
 class Choice(msgspec.Struct, kw_only=True, tag="choice"):
-    """What a worker runs: the backend, its processes and the threads of each, and why.
+    """What a worker runs: the backend, its processes and threads, and the reason.
 
-    `is_provisional`: it rests on no measurement, or on one that real batches contradict, so it is measured again once
-    the worker is idle (workers/autotune/renewal.py). `cpu_s_per_token`: what a computed token cost when it was
-    measured; 0 where that is not known.
+    `is_provisional`: there is no measurement, or real batches contradict it. It is measured again when the
+    worker is idle (workers/autotune/renewal.py). `cpu_s_per_token` is the measured cost of a token, or 0
+    if unknown.
     """
 
     backend: Backend
@@ -65,13 +66,13 @@ class Choice(msgspec.Struct, kw_only=True, tag="choice"):
 
 
 class Refusal(msgspec.Struct, kw_only=True, tag="refusal"):
-    """There is nothing the catalog's entry allows; the message of a ConfigurationError."""
+    """The catalog entry allows no candidate. `message` is that of a ConfigurationError."""
 
     message: str
 
 
 def read_choice(path: Path) -> Choice | None:
-    """The choice kept in `path`; None where there is none that can be read, or its graph is gone."""
+    """The choice saved in `path`. None if it is missing or unreadable, or its graph is missing."""
     try:
         choice = msgspec.json.decode(path.read_bytes(), type=Choice)
     except (OSError, msgspec.MsgspecError):
@@ -81,7 +82,7 @@ def read_choice(path: Path) -> Choice | None:
 
 
 def write_choice(path: Path, choice: Choice) -> None:
-    """Keeps `choice` in `path`; whoever reads it meanwhile sees the former one or this one."""
+    """Saves `choice` in `path` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".choice-", delete=False) as file:
         file.write(msgspec.json.format(msgspec.json.encode(choice)) + b"\n")

@@ -1,4 +1,4 @@
-"""In the I/O process: the kept choice of a backend, or a new one by a process of its own. No model library here."""
+"""The choice of a backend in the I/O process: read from disk, or measured by another process."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from workers.runtime.memory import free_host_bytes, weights_bytes
 from workers.runtime.pool import child_environment
 
 SCHEME = 4
-"""Part of every fingerprint; raised when a choice is made in another way."""
+"""Part of every fingerprint. Increased when choices are made differently."""
 CHOOSE_LIMIT_S = 180.0
-"""Two workers' choices one after the other, each with torch's import on a busy machine."""
+"""Enough for two workers that choose one after the other, each with an import of torch on a busy machine."""
 
 LIBRARIES_BYTES = 384 * 1024 * 1024
 CANDIDATES_MAX = 3
-"""Of each probe: its libraries, and the candidates that are open side by side."""
+"""The memory of a benchmark process: its libraries, and the candidates that are loaded at once."""
 
 BACKEND_INFO = Gauge(
     "penstock_worker_backend_info",
@@ -45,59 +45,59 @@ BACKEND_INFO = Gauge(
 log = logging.getLogger(__name__)
 
 
-async def chosen(entry: Model, folder: Path, settings: WorkerSettings) -> Choice:
-    """What computes the embedding model `entry` here: as chosen by an earlier start, or measured now.
+async def choose_backend(entry: Model, folder: Path, settings: WorkerSettings) -> Choice:
+    """The backend and layout for the embedding model `entry`: chosen by an earlier start, or measured now.
 
     Args:
-        entry: of the catalog.
+        entry: the catalog entry.
         folder: the model's files.
-        settings: device, processes and threads (0: open), and where artifacts and choices lie.
+        settings: device, processes and threads (0: undecided), and the folder of artifacts and choices.
 
     Raises:
-        ConfigurationError: the entry's backend or precision can't be had, or not within its tolerance.
+        ConfigurationError: the entry's backend or precision is unavailable, or not within its tolerance.
     """
     began_s = time.monotonic()
-    terms = _terms(settings)
-    digest, artifact = await asyncio.to_thread(_source, entry, folder, terms)
+    tuning = _tuning_settings(settings)
+    digest, artifact = await asyncio.to_thread(_source, entry, folder, tuning)
     if artifact is None:
-        _tell_without_artifact(entry, settings)
-    choice = read_choice(choice_path(entry, terms, digest, artifact))
+        _check_artifact_needed(entry, settings)
+    choice = read_choice(choice_path(entry, tuning, digest, artifact))
     was_kept = choice is not None
     if choice is None:
-        choice = await _choose(entry, folder, terms, digest)
-    elif choice.is_provisional and not _has_room(folder, terms):  # so it can't be measured later, beside the model
-        choice = await _choose(entry, folder, terms, digest, "--again")
-    _tell(entry, choice, was_kept, time.monotonic() - began_s)
+        choice = await _choose(entry, folder, tuning, digest)
+    elif choice.is_provisional and not _has_room(folder, tuning):  # it can't be measured later, while the model runs
+        choice = await _choose(entry, folder, tuning, digest, "--again")
+    _log_choice(entry, choice, was_kept, time.monotonic() - began_s)
     return choice
 
 
-def held(entry: Model, folder: Path, settings: WorkerSettings, choice: Choice) -> TunedModel | None:
-    """What renewal needs to doubt `choice` and measure again; None where there is no room beside the model processes.
+def tuned_model(entry: Model, folder: Path, settings: WorkerSettings, choice: Choice) -> TunedModel | None:
+    """What Renewal needs to measure again. None if there is no memory for that beside the model processes.
 
     Args:
-        entry: as for `chosen`.
-        folder: as for `chosen`.
-        settings: as for `chosen`.
-        choice: what `chosen` gave for them.
+        entry: as for `choose_backend`.
+        folder: as for `choose_backend`.
+        settings: as for `choose_backend`.
+        choice: what `choose_backend` returned.
     """
-    terms = _terms(settings)
-    if not _has_room(folder, terms):
+    tuning = _tuning_settings(settings)
+    if not _has_room(folder, tuning):
         return None
 
-    async def doubt() -> None:
-        digest, artifact = await asyncio.to_thread(_source, entry, folder, terms)
-        path = choice_path(entry, terms, digest, artifact)
+    async def mark_provisional() -> None:
+        digest, artifact = await asyncio.to_thread(_source, entry, folder, tuning)
+        path = choice_path(entry, tuning, digest, artifact)
         if (kept := read_choice(path)) is not None:
             write_choice(path, msgspec.structs.replace(kept, is_provisional=True))
 
     async def measure() -> Choice:
-        digest, _ = await asyncio.to_thread(_source, entry, folder, terms)
-        return await _choose(entry, folder, terms, digest, "--again", "--behind")
+        digest, _ = await asyncio.to_thread(_source, entry, folder, tuning)
+        return await _choose(entry, folder, tuning, digest, "--again", "--behind")
 
-    return TunedModel(entry.name, choice, doubt, measure)
+    return TunedModel(entry.name, choice, mark_provisional, measure)
 
 
-def _terms(settings: WorkerSettings) -> TuningSettings:
+def _tuning_settings(settings: WorkerSettings) -> TuningSettings:
     return TuningSettings(
         artifacts_dir=str(settings.artifacts_dir),
         device=settings.device,
@@ -106,45 +106,45 @@ def _terms(settings: WorkerSettings) -> TuningSettings:
     )
 
 
-def _source(entry: Model, folder: Path, terms: TuningSettings) -> tuple[str, Artifact | None]:
-    """The digest of the model's files, and the artifact made of them."""
+def _source(entry: Model, folder: Path, tuning: TuningSettings) -> tuple[str, Artifact | None]:
+    """The digest of the model's files, and the artifact made from them."""
     digest = source_digest(folder, entry.revision)
-    return digest, find_artifact(Path(terms.artifacts_dir), entry.name, digest)
+    return digest, find_artifact(Path(tuning.artifacts_dir), entry.name, digest)
 
 
-def _has_room(folder: Path, terms: TuningSettings) -> bool:
-    """Whether benchmarks may run beside the model processes: a small model on a CPU with memory to spare."""
+def _has_room(folder: Path, tuning: TuningSettings) -> bool:
+    """Whether benchmarks can run beside the model processes: a small model on a CPU with free memory."""
     machine = this_machine()
     weights = weights_bytes(folder)
-    if machine.computes_on_gpu(terms.device) or weights > KEPT_OPEN_MAX_BYTES:
+    if machine.computes_on_gpu(tuning.device) or weights > KEPT_OPEN_MAX_BYTES:
         return False
-    processes = terms.processes or min(CPU_PROCESSES_MAX, machine.cores)
+    processes = tuning.processes or min(CPU_PROCESSES_MAX, machine.cores)
     return free_host_bytes() >= processes * (LIBRARIES_BYTES + CANDIDATES_MAX * weights)
 
 
-def choice_path(entry: Model, terms: TuningSettings, digest: str, artifact: Artifact | None) -> Path:
-    """Where a choice is kept: its name covers all that it depends on."""
+def choice_path(entry: Model, tuning: TuningSettings, digest: str, artifact: Artifact | None) -> Path:
+    """The file of a choice. Its name is a fingerprint of all that the choice depends on."""
     facts = {
         "scheme": SCHEME,
         "machine": this_machine().facts(),
         "entry": entry.model_dump(mode="json"),
         "source": digest,
         "artifact": None if artifact is None else artifact.digest,
-        "given": (terms.device, terms.processes, terms.threads),
+        "given": (tuning.device, tuning.processes, tuning.threads),
     }
     fingerprint = hashlib.sha256(msgspec.json.encode(facts, order="deterministic")).hexdigest()[:16]
-    return Path(terms.artifacts_dir) / entry.name / f"choice-{fingerprint}.json"
+    return Path(tuning.artifacts_dir) / entry.name / f"choice-{fingerprint}.json"
 
 
 def making_command(entry: Model, settings: WorkerSettings) -> str:
-    """What makes the artifact of `entry`."""
+    """The command that makes the artifact of `entry`."""
     return (
         f"python -m workers.optimize {entry.name} --models-file {settings.models_file} "
         f"--artifacts-dir {settings.artifacts_dir}"
     )
 
 
-def _tell_without_artifact(entry: Model, settings: WorkerSettings) -> None:
+def _check_artifact_needed(entry: Model, settings: WorkerSettings) -> None:
     command = making_command(entry, settings)
     if entry.backend == "onnx" or entry.precision == "int8":
         raise ConfigurationError(
@@ -155,10 +155,10 @@ def _tell_without_artifact(entry: Model, settings: WorkerSettings) -> None:
         log.info("no artifact, so torch only", extra={"model": entry.name, "make_it_with": command})
 
 
-async def _choose(entry: Model, folder: Path, terms: TuningSettings, digest: str, *more: str) -> Choice:
-    """Has a process of its own choose; if that fails, torch as it is."""
+async def _choose(entry: Model, folder: Path, tuning: TuningSettings, digest: str, *more: str) -> Choice:
+    """Chooses in another process. Falls back to torch if that fails."""
     words = [f"--model={entry.model_dump_json()}", f"--folder={folder}", f"--digest={digest}"]
-    words += [f"--settings={msgspec.json.encode(terms).decode()}"]
+    words += [f"--settings={msgspec.json.encode(tuning).decode()}"]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -174,30 +174,30 @@ async def _choose(entry: Model, folder: Path, terms: TuningSettings, digest: str
         async with asyncio.timeout(CHOOSE_LIMIT_S):
             told, _ = await process.communicate()
     except TimeoutError:
-        return _fallback(entry, terms, f"choosing took longer than {CHOOSE_LIMIT_S:g} s")
+        return _fallback(entry, tuning, f"choosing took longer than {CHOOSE_LIMIT_S:g} s")
     finally:
-        # With its benchmark processes, which are of its session; all are gone already when it ended by itself.
+        # Kills its benchmark processes too, which are in its session. All are gone if it exited normally.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
     try:
         answer = msgspec.json.decode(told.splitlines()[-1], type=Choice | Refusal)
     except (IndexError, msgspec.MsgspecError):
-        return _fallback(entry, terms, f"the choosing process ended with status {process.returncode}")
+        return _fallback(entry, tuning, f"the choosing process ended with status {process.returncode}")
     if isinstance(answer, Refusal):
         raise ConfigurationError(answer.message, field="backend")
     return answer
 
 
-def _fallback(entry: Model, terms: TuningSettings, reason: str) -> Choice:
+def _fallback(entry: Model, tuning: TuningSettings, reason: str) -> Choice:
     log.warning("no backend could be chosen", extra={"model": entry.name, "reason": reason})
     machine = this_machine()
-    layout = layouts(terms.processes, terms.threads, machine, is_gpu=machine.computes_on_gpu(terms.device))[0]
+    layout = layouts(tuning.processes, tuning.threads, machine, is_gpu=machine.computes_on_gpu(tuning.device))[0]
     return Choice(backend=unmeasured_backend(entry), layout=layout, reason=reason, is_provisional=True)
 
 
-def _tell(entry: Model, choice: Choice, was_kept: bool, took_s: float) -> None:
-    """The one line that says what was chosen and why, and the gauge."""
+def _log_choice(entry: Model, choice: Choice, was_kept: bool, took_s: float) -> None:
+    """Logs the choice and its reason, and sets the gauge."""
     backend, layout = choice.backend, choice.layout
     log.info(
         "backend chosen",

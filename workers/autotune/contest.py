@@ -1,4 +1,4 @@
-"""Finds the fastest of several options: times them by turns, in rounds, until two rounds without noise agree."""
+"""Finds the fastest of several options: times them alternately until two rounds without noise agree."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from workers.autotune.choice import Finding, Layout
 from workers.models.backend import Backend
 
 MARGIN = 1.05
-"""What comes later must be this much faster: the noise of such short measurements."""
+"""How much faster a later option must be, because short measurements are noisy."""
 LAYOUT_MARGIN = 1.3
-"""The same among layouts: the one listed first computes a lone text on all cores, on two 1.7 times as fast. Under load
-it is 6 to 20 % slower, so a smaller margin made the choice a matter of chance."""
+"""The same for layouts. The first one computes a single text on all cores, 1.7 times as fast on two.
+
+Under load it is 6 to 20 % slower, so with a smaller margin the choice was random."""
 DISTURBED = 0.25
-"""A reading in which the cores gave this share of their time to others says nothing."""
+"""A reading is void if other programs had the cores for this share of its time."""
 ROUNDS_MAX = 6
 
 
 class Reading(NamedTuple):
     """One timing of a backend in a layout.
 
-    `disturbance`: the share of the time that its processes wanted the cores and did not get them, 0 to 1.
-    `cpu_s_per_token`: of the tokens computed, padding included; 0 where CPU time says nothing, as on a GPU.
+    `disturbance` is the share of time that its processes waited for cores, 0 to 1. `cpu_s_per_token` counts
+    computed tokens, including padding. It is 0 if CPU time has no meaning, as on a GPU.
     """
 
     texts_per_s: float
@@ -35,7 +36,7 @@ class Reading(NamedTuple):
 
 @dataclass(eq=False)
 class Option:
-    """A backend in a layout, what is found out about it, and the readings so far."""
+    """A backend in a layout, with its finding and readings so far."""
 
     backend: Backend
     layout: Layout
@@ -44,24 +45,24 @@ class Option:
 
     @property
     def best(self) -> Reading:
-        """The fastest: noise only slows."""
+        """The fastest reading, because noise only slows down."""
         return max(self.readings)
 
 
-Meter = Callable[[Option], Reading]
+Measure = Callable[[Option], Reading]
 
 
 class Contest:
-    """Times options and says who won; `spent_s` adds up over several calls of `decide`.
+    """Times options and finds the winner. The time limit is for all calls of `decide` together.
 
     Args:
         meter: times one option.
         clock: seconds.
-        limit_s: no further round is begun after it.
-        rounds: so many have to agree.
+        limit_s: no round starts after this.
+        rounds: how many rounds must agree.
     """
 
-    def __init__(self, meter: Meter, clock: Callable[[], float], limit_s: float, rounds: int) -> None:
+    def __init__(self, meter: Measure, clock: Callable[[], float], limit_s: float, rounds: int) -> None:
         self._meter = meter
         self._clock = clock
         self._limit_s = limit_s
@@ -72,11 +73,11 @@ class Contest:
         self.counted = 0
 
     def decide(self, options: Sequence[Option], margin: float = MARGIN) -> Option | None:
-        """The fastest, the one listed first preferred within `margin`; None where no two quiet rounds agree.
+        """The fastest option, or the first one within `margin` of it. None if no two quiet rounds agree.
 
         Args:
-            options: at least one; a single one is timed once, for its figures.
-            margin: what comes later must be so many times as fast.
+            options: at least one. A single one is timed once, for its figures.
+            margin: how many times as fast a later option must be.
         """
         wins: Counter[int] = Counter()
         for _ in range(ROUNDS_MAX):
@@ -99,7 +100,7 @@ class Contest:
         return None
 
     def _timed(self, option: Option) -> Reading | None:
-        # Never before something is found that may serve.
+        # At least one option is always timed.
         if self.rounds == 1 and self._has_timed and self._spent_s > self._limit_s:
             option.finding.reason = f"not measured: {self._limit_s:g} s were over"
             return None

@@ -1,4 +1,4 @@
-"""What this machine is, as far as a choice of backend depends on it; found without any model library."""
+"""The properties of this machine that affect the choice of a backend. Uses no model library."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from shared.cores import usable_cores
 from workers.models.cpu import BF16_FLAGS, read_facts, this_cpu
 
 KEPT_OPEN_MAX_BYTES = 256 * 1024 * 1024
-"""Weights of a model of which several candidates may be open at once, in each of several processes."""
+"""The largest weights for which a process keeps several candidates loaded."""
 LIBRARIES = ("torch", "transformers", "onnxruntime", "onnxruntime-gpu", "numpy")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """CPU and GPUs; `flags` are those of the CPU that bear on speed, `libraries` the versions of LIBRARIES."""
+    """CPU and GPUs. `flags` are CPU flags that affect speed, and `libraries` the versions of LIBRARIES."""
 
     cpu: str
     flags: tuple[str, ...]
@@ -26,7 +26,7 @@ class Machine:
 
     @property
     def has_bf16(self) -> bool:
-        """Whether the CPU multiplies bfloat16 itself; emulated it is slower than fp32."""
+        """Whether the CPU supports bfloat16. Emulated it is slower than fp32."""
         return bool(BF16_FLAGS & set(self.flags))
 
     def computes_on_gpu(self, device: str) -> bool:
@@ -34,18 +34,18 @@ class Machine:
         return device.startswith("cuda") or (device == "auto" and bool(self.gpus))
 
     def facts(self) -> dict[str, object]:
-        """All of it as plain values."""
+        """All fields as plain values."""
         return asdict(self)
 
 
 def this_machine() -> Machine:
-    """Where we run."""
+    """This machine."""
     cpu, flags = this_cpu()
     return Machine(cpu, flags, usable_cores(), _gpus(), tuple((name, _version(name)) for name in LIBRARIES))
 
 
 def _gpus() -> tuple[str, ...]:
-    """The name of each NVIDIA GPU, by the files its driver keeps."""
+    """The name of each NVIDIA GPU, from the files of the driver."""
     devices = sorted(Path("/dev").glob("nvidia[0-9]*"))
     models = [read_facts(path).get("Model", "") for path in Path("/proc/driver/nvidia/gpus").glob("*/information")]
     return tuple(models) if len(models) == len(devices) else ("NVIDIA GPU",) * len(devices)

@@ -1,4 +1,4 @@
-"""Waits until nothing else uses the cores, so that other programs do not distort what is measured next."""
+"""Waits until the cores are idle, so that other programs do not distort measurements."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 QUIET_LIMIT_S = 10.0
-"""The other workers of a local stack start in less on two cores; on a machine that is never quiet we go on after it."""
+"""Longer than the other workers of a local stack need to start on two cores. After it we measure anyway."""
 _SAMPLE_S = 0.3
 _SAMPLES = 2
-"""So many quiet samples in a row: a process that starts rests for moments too."""
+"""How many quiet samples in a row are needed, because a starting process pauses at times."""
 _QUIET_SHARE = 0.85
 
 
 def idle_core_s() -> float | None:
-    """Seconds for which the cores that this process may use were idle so far, added up; None where nothing tells."""
+    """Total idle seconds of the cores that this process may use. None if the system does not report them."""
     try:
         lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
         ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
@@ -35,14 +35,14 @@ def await_quiet(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Returns True as soon as so many cores are idle, False after `limit_s`; True at once where nothing tells.
+    """Waits until `cores` are idle. Returns True then or if that is unknown, and False after `limit_s`.
 
     Args:
-        cores: as many as will be measured with.
-        limit_s: how long to wait at most.
+        cores: how many will be used.
+        limit_s: the longest wait.
         idle_s: as idle_core_s.
         clock: seconds.
-        sleep: waits for so many of them.
+        sleep: waits for a number of seconds.
     """
     began_s = before_s = clock()
     before = idle_s()

@@ -1,7 +1,7 @@
-"""Which backend is likely to be the fastest for embeddings on this kind of hardware, before anything is measured.
+"""Which backend is likely to be the fastest for embeddings on this hardware, before any measurement.
 
-This prior orders the candidates, leaves out those that never won, and decides where measurements disagree. Its sources
-are in docs/decisions/0023-choosing-without-noise.md.
+This prior orders the candidates, leaves out those that never won, and decides if measurements disagree.
+Its sources are in docs/decisions/0023-choosing-without-noise.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _VNNI_FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "i8mm"})
 
 
 def prior_rank(backend: Backend, machine: Machine, *, is_gpu: bool) -> int:
-    """The place of `backend` among the kinds of backends on this hardware, the likely fastest 0."""
+    """The rank of `backend` on this hardware. 0 is the likely fastest."""
     if is_gpu:
         order: tuple[str, ...] = _ON_GPU
     elif machine.has_bf16:

@@ -1,7 +1,7 @@
-"""Measures a doubtful choice of a backend again once its worker is idle, in the worker's I/O process.
+"""Measures a doubtful choice of a backend again when its worker is idle, in the worker's I/O process.
 
-A choice is doubtful if it rests on no measurement (Choice.is_provisional) or if real batches contradict it. The result
-is kept for the next start. This worker goes on with what it has.
+A choice is doubtful if it has no measurement (Choice.is_provisional) or if real batches contradict it.
+The result is saved for the next start. This worker keeps its current choice.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from workers.autotune.choice import Choice
 
 IDLE_S = 60.0
 FAR = 1.6
-"""A choice is contradicted by batches that cost so many times the CPU time it was made for, or that part of it."""
+"""Batches contradict a choice if their CPU time differs from the measured one by this factor."""
 WINDOW_CPU_S = 20.0
 WINDOWS = 3
-"""So many in a row: a neighbor on the machine can slow memory for a while."""
+"""How many windows in a row are needed, because other programs can slow down memory for a while."""
 FEWEST_TOKENS = 256
-"""What smaller batches cost is calls rather than tokens."""
+"""Smaller batches are ignored, because calls dominate their cost."""
 
 log = logging.getLogger(__name__)
 
 
 class BatchCost(Protocol):
-    """What is seen of a batch that a model process ran."""
+    """The cost of a batch that a model process ran."""
 
     @property
     def padded_work(self) -> int:
-        """Tokens computed."""
+        """Tokens computed, including padding."""
 
     @property
     def cpu_s(self) -> float:
@@ -42,7 +42,7 @@ class BatchCost(Protocol):
 
 
 class CostMonitor:
-    """Whether batches cost, for long, far more or less CPU time per token than `expected_s`; 0: nothing is expected."""
+    """Detects batches that, for a long time, differ from `expected_s` of CPU time per token (0: unknown)."""
 
     def __init__(self, expected_s: float) -> None:
         self._expected_s = expected_s
@@ -51,7 +51,7 @@ class CostMonitor:
         self._far_windows = 0
 
     def ran(self, batch: BatchCost) -> None:
-        """Counts one batch."""
+        """Adds one batch."""
         if not self._expected_s or batch.padded_work < FEWEST_TOKENS:
             return
         self._tokens += batch.padded_work
@@ -64,39 +64,39 @@ class CostMonitor:
 
     @property
     def is_contradicted(self) -> bool:
-        """Whether all of the last windows were far off."""
+        """Whether all of the last windows differed."""
         return self._far_windows >= WINDOWS
 
 
 @dataclass
 class TunedModel:
-    """A model's choice as it runs here; `doubt` has it kept as provisional, `measure` measures and keeps it anew."""
+    """A model with its choice. `mark_provisional` saves it as provisional. `measure` makes and saves a new one."""
 
     model: str
     choice: Choice
-    doubt: Callable[[], Awaitable[None]]
+    mark_provisional: Callable[[], Awaitable[None]]
     measure: Callable[[], Awaitable[Choice]]
 
 
 class Renewal:
-    """Watches the batches of a worker's models, and has what is in doubt measured; a context manager.
+    """Watches the batches of a worker's models, and measures doubtful choices again. A context manager.
 
     Args:
-        held: by the number of the model in the worker; None where nothing was chosen, as for images.
-        idle_s: no batch may have run for so long.
+        tuned: by the number of the model in the worker. None if there is no choice, as for images.
+        idle_s: how long the worker must be idle.
         clock: seconds.
     """
 
     def __init__(
-        self, held: Sequence[TunedModel | None], *, idle_s: float = IDLE_S, clock: Callable[[], float] = time.monotonic
+        self, tuned: Sequence[TunedModel | None], *, idle_s: float = IDLE_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._held = held
-        self._watches = [CostMonitor(one.choice.cpu_s_per_token if one else 0.0) for one in held]
+        self._tuned = tuned
+        self._monitors = [CostMonitor(one.choice.cpu_s_per_token if one else 0.0) for one in tuned]
         self._idle_s = idle_s
         self._clock = clock
         self._last_s = clock()
         self._worked = asyncio.Event()
-        self._doubtful: list[TunedModel] = [one for one in held if one and one.choice.is_provisional]
+        self._doubtful: list[TunedModel] = [one for one in tuned if one and one.choice.is_provisional]
         self._has_doubt = asyncio.Event()
         if self._doubtful:
             self._has_doubt.set()
@@ -114,42 +114,42 @@ class Renewal:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def ran(self, number: int, batch: BatchCost) -> None:
-        """A model process ran a batch of model `number`."""
+        """Takes note of a batch of model `number`."""
         self._last_s = self._clock()
         self._worked.set()
-        held, watch = self._held[number], self._watches[number]
-        if held is None or held in self._doubtful:
+        tuned, monitor = self._tuned[number], self._monitors[number]
+        if tuned is None or tuned in self._doubtful:
             return
-        watch.ran(batch)
-        if watch.is_contradicted:
-            log.warning("batches contradict the choice of a backend", extra={"model": held.model})
-            self._doubtful.append(held)
+        monitor.ran(batch)
+        if monitor.is_contradicted:
+            log.warning("batches contradict the choice of a backend", extra={"model": tuned.model})
+            self._doubtful.append(tuned)
             self._has_doubt.set()
 
     async def _run(self) -> None:
         while True:
             await self._has_doubt.wait()
-            held = self._doubtful[0]
+            tuned = self._doubtful[0]
             try:
-                if not held.choice.is_provisional:
-                    held.choice.is_provisional = True
-                    await held.doubt()  # kept, should this worker end before it is idle
+                if not tuned.choice.is_provisional:
+                    tuned.choice.is_provisional = True
+                    await tuned.mark_provisional()  # saved in case this worker ends before it is idle
                 await self._idle()
-                choice = await self._measured(held)
-            except (PenstockError, OSError) as error:  # no such backend any more, no process, no room on the disk
-                log.warning("backend not measured again", extra={"model": held.model, "reason": str(error)})
+                choice = await self._measured(tuned)
+            except (PenstockError, OSError) as error:  # the backend is gone, the process failed, or the disk is full
+                log.warning("backend not measured again", extra={"model": tuned.model, "reason": str(error)})
             else:
                 if choice is None:
-                    continue  # work came, which goes first
-                _tell(held, choice)
-            # Once in the life of a worker: a machine that is never quiet would be measured all day.
-            self._doubtful.remove(held)
-            self._watches[self._held.index(held)] = CostMonitor(0.0)
+                    continue  # a batch ran, and has priority
+                _log_choice(tuned, choice)
+            # At most once per worker. Otherwise a busy machine would be measured all day.
+            self._doubtful.remove(tuned)
+            self._monitors[self._tuned.index(tuned)] = CostMonitor(0.0)
             if not self._doubtful:
                 self._has_doubt.clear()
 
     async def _idle(self) -> None:
-        """Returns once no batch has run for the idle time."""
+        """Waits until no batch has run for the idle time."""
         while True:
             self._worked.clear()
             left_s = self._last_s + self._idle_s - self._clock()
@@ -157,9 +157,9 @@ class Renewal:
                 return
             await asyncio.sleep(left_s)
 
-    async def _measured(self, held: TunedModel) -> Choice | None:
-        """What is measured now; None where a batch ran meanwhile, which ends it."""
-        measuring = asyncio.ensure_future(held.measure())
+    async def _measured(self, tuned: TunedModel) -> Choice | None:
+        """Measures. Returns None if a batch ran in the meantime, which cancels it."""
+        measuring = asyncio.ensure_future(tuned.measure())
         working = asyncio.create_task(self._worked.wait())
         try:
             await asyncio.wait({measuring, working}, return_when=asyncio.FIRST_COMPLETED)
@@ -170,6 +170,11 @@ class Renewal:
             await asyncio.gather(measuring, working, return_exceptions=True)
 
 
-def _tell(held: TunedModel, choice: Choice) -> None:
-    facts = {"model": held.model, "backend": choice.backend.name, "layout": choice.layout.name, "reason": choice.reason}
+def _log_choice(tuned: TunedModel, choice: Choice) -> None:
+    facts = {
+        "model": tuned.model,
+        "backend": choice.backend.name,
+        "layout": choice.layout.name,
+        "reason": choice.reason,
+    }
     log.info("backend chosen for the next start", extra={**facts, "is_provisional": choice.is_provisional})

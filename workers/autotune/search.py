@@ -1,4 +1,4 @@
-"""The choice itself: candidates are checked against torch fp32, those within the tolerance timed, the fastest taken."""
+"""Chooses a backend: checks candidates against torch fp32, times those within the tolerance, and picks the fastest."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from workers.models.base import PreparedText
 from workers.models.embedding.model_folder import read_sentence_folder
 
 MEASURE_LIMIT_S = 10.0
-"""After this no further round is begun; loading the libraries comes on top."""
+"""No round starts after this. The time to load libraries is extra."""
 BUSY_LIMIT_S = 2.0
-"""The same where the machine did not become quiet: rounds are likely to be disturbed."""
+"""The same on a busy machine, where rounds are likely to be disturbed."""
 RATE_S = 0.5
 ROUNDS = 2
-"""So many rounds have to agree."""
+"""How many rounds must agree."""
 CALIBRATION_TEXTS = 40
 _TOGETHER = 8
 _LENGTHS = (9, 11, 60, 13, 12, 210, 10, 70, 14, 44, 12, 8, 52, 16, 11, 240, 13, 88, 10, 36)
 """Tokens of the timed texts: 60 % about 12, 30 % about 60, 10 % about 230."""
 
-Meter = Callable[[BenchmarkPool, Backend, Layout, Sequence[PreparedText]], Reading]
-"""Times an opened backend in a layout, at these texts."""
+Measure = Callable[[BenchmarkPool, Backend, Layout, Sequence[PreparedText]], Reading]
+"""Times a loaded backend in a layout with these texts."""
 
 LIBRARY_OF = {"torch": "workers.models.embedding.encoder_torch", "onnx": "workers.models.embedding.encoder_onnx"}
 
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SearchSpec:
-    """What is to be chosen for. `processes`, `threads`: 0 where they are open; `texts` stand in for an artifact's."""
+    """The input of a search. `processes` and `threads` are 0 if undecided. `texts` are used without an artifact."""
 
     entry: Model
     folder: Path
@@ -65,42 +65,42 @@ class SearchSpec:
         return self.machine.computes_on_gpu(self.device)
 
     def forms(self, backend: Backend) -> list[Layout]:
-        """The layouts to measure `backend` in, the one preferred first."""
+        """The layouts to measure `backend` in, with the preferred one first."""
         return layouts(self.processes, self.threads, self.machine, is_gpu=self.is_gpu, backend=backend.backend)
 
 
 def measure(pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
-    """The meter that is used."""
+    """The default Measure."""
     return pool.reading(texts, backend.call_tokens, layout, RATE_S)
 
 
 def choose(
     spec: SearchSpec,
     *,
-    meter: Meter = measure,
+    meter: Measure = measure,
     clock: Callable[[], float] = time.monotonic,
     quiet: Callable[[int], bool] = await_quiet,
 ) -> Choice:
-    """The fastest candidate within the tolerance, in its fastest layout, or the hardware's prior where noise forbids.
+    """The fastest candidate within the tolerance, in its fastest layout. The hardware's prior if noise is too high.
 
-    Everything is loaded and checked against torch fp32 first, which noise does not harm; then it is waited for quiet.
+    First loads and checks all candidates against torch fp32, which tolerates noise. Then waits for quiet.
 
     Args:
-        spec: what to choose for.
-        meter: what times a candidate.
-        clock: seconds, for the limit on measuring.
-        quiet: waits until so many cores are idle.
+        spec: the model and the machine.
+        meter: times a candidate.
+        clock: seconds, for the time limit.
+        quiet: waits until a number of cores are idle.
 
     Raises:
-        ConfigurationError: the entry's backend or precision can't be had within its tolerance.
+        ConfigurationError: the entry's backend or precision is not available within its tolerance.
     """
     listed, findings = candidates(spec.entry, spec.artifact, spec.machine, is_gpu=spec.is_gpu)
     listed.sort(key=lambda backend: prior_rank(backend, spec.machine, is_gpu=spec.is_gpu))
     needed = [one for number, one in enumerate(listed) if not _outdone_by(one, listed[:number], spec)]
     libraries = [LIBRARY_OF[name] for name in dict.fromkeys(backend.backend for backend in needed)]
     with BenchmarkPool(spec.entry, spec.folder, spec.device, spec.machine, libraries) as pool:
-        comparison = _AccuracyCheck(spec, pool)
-        fit = _fitting(spec, comparison, listed, findings)
+        accuracy = _AccuracyCheck(spec, pool)
+        fit = _fitting(spec, accuracy, listed, findings)
         options = [Option(backend, spec.forms(backend)[0], finding) for backend, finding in fit]
         is_open = len(options) > 1 or any(len(spec.forms(backend)) > 1 for backend, _ in fit)
         limit_s = MEASURE_LIMIT_S if not is_open or quiet(spec.machine.cores) else BUSY_LIMIT_S
@@ -108,18 +108,18 @@ def choose(
         def timed(option: Option) -> Reading:
             pool.open(option.backend, option.layout)
             if not option.backend.call_tokens:
-                cost = pool.call_tokens(comparison.texts[0], comparison.longest)
+                cost = pool.call_tokens(accuracy.texts[0], accuracy.longest)
                 option.backend = msgspec.structs.replace(option.backend, call_tokens=cost)
-            return meter(pool, option.backend, option.layout, comparison.mix)
+            return meter(pool, option.backend, option.layout, accuracy.mix)
 
         contest = Contest(timed, clock, limit_s, ROUNDS if pool.keeps_several else 1)
         return _decide(spec, contest, options, findings)
 
 
 def _fitting(
-    spec: SearchSpec, comparison: _AccuracyCheck, listed: Sequence[Backend], findings: list[Finding]
+    spec: SearchSpec, accuracy: _AccuracyCheck, listed: Sequence[Backend], findings: list[Finding]
 ) -> list[tuple[Backend, Finding]]:
-    """Those within the tolerance, with their findings; all findings are added to the given ones."""
+    """The candidates within the tolerance, with their findings. Appends all findings to `findings`."""
     fit: list[tuple[Backend, Finding]] = []
     for backend in listed:
         finding = Finding(name=backend.name)
@@ -129,9 +129,9 @@ def _fitting(
             continue
         form = spec.forms(backend)[0]
         try:
-            comparison.prepare(form)
-            comparison.pool.open(backend, form)
-            if comparison.is_within(finding):
+            accuracy.prepare(form)
+            accuracy.pool.open(backend, form)
+            if accuracy.is_within(finding):
                 fit.append((backend, finding))
         except PenstockError as error:
             finding.reason = error.message
@@ -139,10 +139,10 @@ def _fitting(
 
 
 def _outdone_by(backend: Backend, fit: Sequence[Backend], spec: SearchSpec) -> str:
-    """Why torch in fp32 need not be measured beside those that fit; empty where it must."""
+    """Why torch in fp32 need not be measured in addition to `fit`. Empty if it must be."""
     if (backend.backend, backend.precision) != ("torch", "fp32"):
         return ""
-    if any(one.backend == "torch" for one in fit):  # which are listed only where they are faster
+    if any(one.backend == "torch" for one in fit):  # listed only if they are faster
         return "not measured: torch computes it faster in fewer bits"
     is_x86_cpu = "avx2" in spec.machine.flags and not spec.is_gpu
     if is_x86_cpu and any((one.backend, one.precision) == ("onnx", "fp32") for one in fit):
@@ -151,9 +151,9 @@ def _outdone_by(backend: Backend, fit: Sequence[Backend], spec: SearchSpec) -> s
 
 
 def _decide(spec: SearchSpec, contest: Contest, options: Sequence[Option], findings: list[Finding]) -> Choice:
-    """The winner among backends, then among its layouts; what is listed first where no two rounds agree."""
+    """The winner among backends, then among its layouts. The first one listed if no two rounds agree."""
     is_alone = len(options) == 1 and len(spec.forms(options[0].backend)) > 1
-    # One backend alone is timed with its layouts.
+    # A single backend is timed with its layouts below.
     winner = options[0] if is_alone else contest.decide(options) if options else None
     usable = [option for option in options if not option.finding.reason]
     if not usable:
@@ -193,7 +193,7 @@ def _by_prior(option: Option, contest: Contest, findings: list[Finding]) -> Choi
 
 
 class _AccuracyCheck:
-    """The calibration set with torch fp32's vectors: the artifact's, which spares importing torch, or computed here."""
+    """The calibration set with vectors of torch fp32: from the artifact, without torch, or computed here."""
 
     def __init__(self, spec: SearchSpec, pool: BenchmarkPool) -> None:
         self.pool = pool
@@ -204,14 +204,14 @@ class _AccuracyCheck:
         self.mix = _mix_of(self.texts, self.longest)
 
     def prepare(self, form: Layout) -> None:
-        """Computes the reference where none was kept."""
+        """Computes the reference if the artifact has none."""
         if self._calibration is None:
             self.pool.open(Backend(), form)
             self._calibration = Calibration(self.texts, self.pool.vectors(self.texts, 1))
 
     def is_within(self, finding: Finding) -> bool:
-        """Whether the opened backend keeps to the tolerance; fills in the finding."""
-        assert self._calibration is not None, "prepared before; this is a bug"
+        """Whether the loaded backend is within the tolerance. Fills in the finding."""
+        assert self._calibration is not None, "prepare() was not called; this is a bug"
         given = self.pool.vectors(self.texts, _TOGETHER)
         cosines = _cosines(given, self._calibration.vectors)
         finding.cosine_min, finding.cosine_mean = float(cosines.min()), float(cosines.mean())
@@ -221,7 +221,7 @@ class _AccuracyCheck:
 
 
 def _kept_calibration(artifact: Artifact | None) -> Calibration | None:
-    """Some of the artifact's texts, evenly spread over it."""
+    """A sample of the artifact's texts, evenly spaced."""
     if artifact is None:
         return None
     try:
@@ -234,7 +234,7 @@ def _kept_calibration(artifact: Artifact | None) -> Calibration | None:
 
 
 def _mix_of(texts: Sequence[PreparedText], longest: int) -> list[PreparedText]:
-    """Texts of _LENGTHS tokens, made of the given ones end to end."""
+    """Texts of _LENGTHS tokens, cut from the concatenated texts."""
     stream = cycle(np.concatenate([np.frombuffer(text.ids, "<u4") for text in texts]).tolist())
     mix = []
     for length in _LENGTHS:
@@ -249,7 +249,7 @@ def _cosines(given: np.ndarray, reference: np.ndarray) -> np.ndarray:
 
 
 def _without_figures(entry: Model, layout: Layout, findings: list[Finding]) -> Choice:
-    """Torch fp32, which is the reference, where the entry allows it."""
+    """Torch fp32, which is the reference, if the entry allows it."""
     reasons = "; ".join(f"{finding.name}: {finding.reason}" for finding in findings)
     if entry.precision in ("auto", "fp32") and entry.backend != "onnx":
         reason = f"nothing could be measured, so torch fp32 ({reasons})"

@@ -1,1 +1,1 @@
-"""The models a worker can run, by task; nothing here imports torch before a model is loaded."""
+"""The models a worker can run. Nothing here imports torch before a model is loaded."""

@@ -1,7 +1,8 @@
-"""An optimized artifact: what `python -m workers.optimize` makes of a model's folder, read and checked by the workers.
+"""An optimized artifact: written by `python -m workers.optimize`, read and checked by workers.
 
-It is the folder `<artifacts_dir>/<model>/<digest>/` with manifest.json, calibration.npz (embedding models) and the
-graphs that the manifest names. The digest is of the source files, so an artifact of other weights is never found.
+It is the folder `<artifacts_dir>/<model>/<digest>/` with manifest.json, calibration.npz (for embedding
+models) and the graphs that the manifest lists. The digest is that of the source files, so an artifact
+of other weights is never used.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from shared.errors import ConfigurationError
 from workers.models.base import PreparedText
 
 FORMAT_VERSION = 3
-"""Raised too when artifacts are made better than before: those of an earlier version are not found any more."""
+"""Also increased when new artifacts are better. Artifacts of earlier versions are ignored."""
 MANIFEST = "manifest.json"
 CALIBRATION = "calibration.npz"
 _DOCUMENT_SUFFIXES = (".md", ".rst", ".png", ".jpg")
@@ -33,18 +34,18 @@ log = logging.getLogger(__name__)
 
 
 class Variant(msgspec.Struct, kw_only=True):
-    """One form of the model that a worker may run, with what its maker measured against torch fp32.
+    """A form of the model that a worker can run, with measurements against torch fp32.
 
-    Cosines and `ranking_agreement` (0 to 1) are over texts the variant was not calibrated on; `relative_speed` is items
-    per second over those of torch fp32 in the same run. `recipe` says how it was made (image models: the options that
-    a worker applies to its pipeline).
+    Cosines and `ranking_agreement` (0 to 1) were measured with texts that were not used for calibration.
+    `relative_speed` is the speed relative to torch fp32 in the same run. `recipe` records how it was made
+    (for image models: the options that a worker applies to its pipeline).
     """
 
     name: str
     backend: Literal["onnx", "torch"]
     precision: Literal["fp32", "bf16", "fp16", "int8"]
     file: str = ""
-    """The graph, relative to the artifact's folder; empty for torch."""
+    """The graph, relative to the artifact's folder. Empty for torch."""
     size_bytes: int = 0
     cosine_mean: float = 0.0
     cosine_min: float = 0.0
@@ -55,12 +56,13 @@ class Variant(msgspec.Struct, kw_only=True):
 
 
 class Manifest(msgspec.Struct, kw_only=True):
-    """What manifest.json says.
+    """The content of manifest.json.
 
-    `made_by` has the versions of torch, transformers, onnx and onnxruntime. `measured_on` has the instruction sets of
-    the CPU that bear on speed: `relative_speed` holds where they are the same, qualities on any (session_options in
-    workers/models/embedding/encoder_onnx.py sees to it), and a worker that has a choice measures both before it trusts
-    them. `refused` has the names of variants that were measured and not kept, with the tolerance that they missed.
+    `made_by` has the versions of torch, transformers, onnx and onnxruntime. `measured_on` has the CPU's
+    instruction sets that affect speed. `relative_speed` is valid only for the same sets. Quality is valid
+    for any (see session_options in workers/models/embedding/encoder_onnx.py). A worker with a choice
+    measures both itself. `refused` has the variants that were measured but not kept, with the tolerance
+    that they missed.
     """
 
     format_version: int = FORMAT_VERSION
@@ -76,7 +78,7 @@ class Manifest(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Texts as token ids, and the vectors that torch fp32 gives them: float32 [texts, dimensions], pooled as served."""
+    """Texts as token ids, with their vectors from torch fp32: float32 [texts, dimensions], pooled."""
 
     texts: Sequence[PreparedText]
     vectors: np.ndarray
@@ -95,12 +97,12 @@ class Artifact:
 
     @property
     def digest(self) -> str:
-        """What names the artifact's content: 16 hex digits over its manifest, which has the measured figures."""
+        """The first 16 hex digits of a hash of the manifest, which has the measured figures."""
         return hashlib.sha256((self.folder / MANIFEST).read_bytes()).hexdigest()[:16]
 
 
 def find_artifact(artifacts_dir: Path, model: str, digest: str) -> Artifact | None:
-    """The artifact of `model` for the source files of `digest`; None where there is none, or (logged) a broken one."""
+    """The artifact of `model` for source files with `digest`. None if there is none, or (logged) a broken one."""
     folder = artifacts_dir / model / digest
     if not folder.is_dir():
         return None
@@ -112,10 +114,10 @@ def find_artifact(artifacts_dir: Path, model: str, digest: str) -> Artifact | No
 
 
 def read_artifact(folder: Path) -> Artifact:
-    """Reads an artifact and checks that it is whole.
+    """Reads an artifact and checks that it is complete.
 
     Raises:
-        ConfigurationError: a file is missing, unreadable or of another size, or the format is another one.
+        ConfigurationError: a file is missing, unreadable or of the wrong size, or the format is unknown.
     """
     path = folder / MANIFEST
     try:
@@ -147,7 +149,7 @@ def read_calibration(artifact: Artifact) -> Calibration:
     """The calibration set of an embedding model's artifact.
 
     Raises:
-        ConfigurationError: it is missing or broken.
+        ConfigurationError: the file is missing or broken.
     """
     path = artifact.folder / CALIBRATION
     try:
@@ -175,7 +177,7 @@ def read_calibration(artifact: Artifact) -> Calibration:
 
 
 def write_calibration(folder: Path, calibration: Calibration) -> None:
-    """Writes calibration.npz: `ids` (flat uint32), `lengths`, `vectors`, and `type_ids` where a text has some."""
+    """Writes calibration.npz: `ids` (flat uint32), `lengths`, `vectors`, and `type_ids` if a text has any."""
     texts = calibration.texts
     arrays = {
         "ids": np.frombuffer(b"".join(text.ids for text in texts), "<u4"),
@@ -190,23 +192,23 @@ def write_calibration(folder: Path, calibration: Calibration) -> None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes manifest.json, readable by people too."""
+    """Writes manifest.json, indented for readers."""
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
 
 
 @contextmanager
 def new_artifact(artifacts_dir: Path, model: str, digest: str) -> Iterator[Path]:
-    """An empty folder to write an artifact into; takes its place when the block ends well, and is gone otherwise.
+    """An empty folder to write an artifact into. It becomes the artifact if the block succeeds.
 
-    Files already written in the artifact's former folder stay readable for those who have them open.
+    Open files of an artifact that it replaces stay readable.
 
     Raises:
-        ConfigurationError: what was written is no whole artifact.
+        ConfigurationError: the folder is not a complete artifact.
     """
     target = artifacts_dir / model / digest
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".making-", dir=target.parent) as scratch:
-        # The name of the folder is part of what is checked, so it is right already here.
+        # The check includes the name of the folder, so the draft has the final name.
         draft = Path(scratch) / model / digest
         draft.mkdir(parents=True)
         yield draft
@@ -217,7 +219,7 @@ def new_artifact(artifacts_dir: Path, model: str, digest: str) -> Iterator[Path]
 
 
 def take_over(former: Artifact, draft: Path) -> list[Variant]:
-    """Puts the graphs of `former` into `draft` too; returns their variants, for its manifest."""
+    """Copies the graphs of `former` into `draft`. Returns their variants for its manifest."""
     for variant in former.manifest.variants:
         if variant.file:
             shutil.copyfile(former.graph(variant), draft / variant.file)
@@ -225,9 +227,9 @@ def take_over(former: Artifact, draft: Path) -> list[Variant]:
 
 
 def source_digest(folder: Path, revision: str) -> str:
-    """Names a model's source files: the first 16 hex digits of SHA-256 over what they are called and hold.
+    """The first 16 hex digits of SHA-256 over the names and contents of a model's source files.
 
-    Documents and hidden files don't count. 90 MB take a tenth of a second.
+    Documents and hidden files are ignored. 90 MB take a tenth of a second.
     """
     total = hashlib.sha256(f"{FORMAT_VERSION}\n{revision}\n".encode())
     for path in sorted(path for path in folder.rglob("*") if _counts(path.relative_to(folder)) and path.is_file()):

@@ -1,4 +1,4 @@
-"""What computes an embedding: the resolved backend that workers/autotune picks and a model process runs."""
+"""The backend of an embedding model, which workers/autotune chooses and a model process runs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from shared.errors import ConfigurationError
 
 
 class Backend(msgspec.Struct, frozen=True, kw_only=True):
-    """A backend with nothing left open.
+    """A library and precision, fully resolved.
 
-    `variant`: its name in the artifact, `graph`: its file; both empty for torch. `call_tokens`: what one call costs
-    besides its tokens, in tokens, as measured on this machine; 0: not measured, a usual figure of the device is taken.
+    `variant` is its name in the artifact, and `graph` its file. Both are empty for torch. `call_tokens` is
+    the fixed cost of one call in tokens, as measured on this machine. 0 means that it was not measured,
+    and a default of the device is used.
     """
 
     backend: Literal["torch", "onnx"] = "torch"
@@ -25,15 +26,15 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """As logs and metrics call it."""
+        """Its name in logs and metrics."""
         return self.variant or f"{self.backend}-{self.precision}"
 
 
 def unmeasured_backend(entry: Model) -> Backend:
-    """The backend of `entry` where nothing was measured: torch, in the entry's precision or else fp32.
+    """The backend of `entry` without a measurement: torch, in the precision of the entry or fp32.
 
     Raises:
-        ConfigurationError: the entry demands ONNX, which needs the graph of an artifact.
+        ConfigurationError: the entry requires ONNX, which needs the graph of an artifact.
     """
     if entry.backend == "onnx" or entry.precision == "int8":
         raise ConfigurationError(

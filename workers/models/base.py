@@ -1,6 +1,7 @@
 """The model contract: a Preparer in the I/O process (no torch) and an InferenceModel in the model process.
 
-What goes from one to the other is `Prepared`: an item checked and made ready, with the numbers that batching needs.
+The first sends the second a `Prepared`: an item that was checked and prepared, with the numbers that
+batching needs.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from shared.tasks import Input, Result
 class Prepared(msgspec.Struct, kw_only=True):
     """An item that a model can run.
 
-    `key`: only items with equal keys may share a batch. `length`: the item's work, in tokens or pixel-steps, which is
-    what it takes of the batch budget. Where a model pads, every item of a call takes the room of the longest.
+    `key`: only items with equal keys may share a batch. `length`: the work of the item, in tokens or
+    pixel-steps, which counts against the batch budget. If a model pads, every item of a call costs as
+    much as the longest.
     """
 
     key: str
@@ -28,8 +30,8 @@ class Prepared(msgspec.Struct, kw_only=True):
 class PreparedText(Prepared, tag="text"):
     """One text as token ids: `length` little-endian uint32, special tokens included.
 
-    `type_ids` has the same form and is empty where all are 0, as for single texts nearly everywhere. `truncated_tokens`
-    are those that were left out.
+    `type_ids` has the same form, and is empty if all are 0, as nearly always. `truncated_tokens` counts
+    the tokens that were left out.
     """
 
     ids: bytes
@@ -65,41 +67,41 @@ OnStep = Callable[[int, int], None]
 
 
 class Preparer(Protocol):
-    """Checks inputs and makes them ready; runs in the I/O process, so it never imports a model library."""
+    """Checks and prepares inputs in the I/O process, so it never imports a model library."""
 
     def prepare(self, inputs: Sequence[Input]) -> Sequence[PreparedItem | BadInput]:
-        """One outcome per input, in order. A bad input gives a BadInput that names its field, and harms no other."""
+        """One outcome per input, in order. A bad input becomes a BadInput that names its field."""
 
 
 class InferenceModel(Protocol):
-    """Runs batches; lives in a model process, synchronous, on one thread."""
+    """Runs batches in a model process, on one thread."""
 
     device_name: str
-    """What computes: the GPU's name, or `cpu`. Known after setup."""
+    """The name of the GPU, or `cpu`. Known after setup."""
     pads: bool
-    """Whether an item costs as much as the longest that it is computed with. Known after setup."""
+    """Whether an item costs as much as the longest one of its call. Known after setup."""
 
     def setup(self) -> None:
         """Loads the model.
 
         Raises:
-            ConfigurationError: the folder is not a model of this task, or not what the catalog says.
+            ConfigurationError: the folder is not a model of this task, or does not match the catalog.
         """
 
     def warmup(self) -> None:
-        """Runs what the first batch would otherwise pay for."""
+        """Does the work that would otherwise slow down the first batch."""
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
-        """How the batch is best cut and ordered: each group (places in the batch) is one call of predict."""
+        """Splits a batch into groups of places. Each group is one call of `predict`."""
 
     def computed_work(self, lengths: Sequence[int]) -> int:
-        """What is computed for one call of items of these lengths, in units of length, padding and all."""
+        """The work of one call with items of these lengths, including padding."""
 
     def predict(self, batch: Sequence[PreparedItem], on_step: OnStep) -> Sequence[Result | PenstockError]:
         """One outcome per item, in order.
 
         Raises:
-            OutOfMemory: the batch is too large for the device; a smaller one may pass.
+            OutOfMemory: the batch is too large for the device. A smaller one may fit.
         """
 
 

@@ -1,4 +1,4 @@
-"""The name of this CPU, and which instruction sets it has that matter for speed."""
+"""The name of this CPU, and its instruction sets that affect speed."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import os
 from pathlib import Path
 
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""Of /proc/cpuinfo, on x86 and on ARM."""
+"""Flags of /proc/cpuinfo, on x86 and on ARM."""
 VNNI_FLAGS = frozenset({"avx512_vnni", "avx_vnni"})
-"""With one of them x86 adds products of 8 bits in 32, instead of 16, where they saturate."""
+"""With one of them, x86 adds 8-bit products in 32 bits instead of 16, where they saturate."""
 _BEYOND_AVX2 = ("avx512", "amx", "avx_vnni")
-"""How the flags begin that oneDNN leaves alone where ONEDNN_MAX_CPU_ISA keeps it to AVX2 or less."""
-TELLING_FLAGS = BF16_FLAGS | VNNI_FLAGS | {"avx2", "avx512f", "amx_int8", "asimddp", "i8mm"}
+"""Prefixes of the flags that oneDNN ignores if ONEDNN_MAX_CPU_ISA limits it to AVX2 or less."""
+SPEED_FLAGS = BF16_FLAGS | VNNI_FLAGS | {"avx2", "avx512f", "amx_int8", "asimddp", "i8mm"}
 
 
 def this_cpu() -> tuple[str, tuple[str, ...]]:
-    """Its name, and those of TELLING_FLAGS that it has."""
+    """The name of the CPU, and its flags among SPEED_FLAGS."""
     facts = read_facts(Path("/proc/cpuinfo"))
     flags = (facts.get("flags") or facts.get("Features") or "").split()
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     if limit in ("SSE41", "AVX", "AVX2"):
         flags = [flag for flag in flags if not flag.startswith(_BEYOND_AVX2)]
     name = facts.get("model name") or " ".join(facts.get(key, "") for key in ("CPU implementer", "CPU part"))
-    return name, tuple(sorted(TELLING_FLAGS & set(flags)))
+    return name, tuple(sorted(SPEED_FLAGS & set(flags)))
 
 
 def has_vnni() -> bool:
-    """Whether it has VNNI."""
+    """Whether this CPU has VNNI."""
     return bool(VNNI_FLAGS & set(this_cpu()[1]))
 
 

@@ -1,4 +1,4 @@
-"""Where a model computes: picks and sets up the torch device of a model process."""
+"""Selects and sets up the torch device of a model process."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Device:
-    """The settings of a device: `wanted` as in WorkerSettings.device, CPU threads, and the share of a GPU's memory."""
+    """The settings of a device: its name as in WorkerSettings.device, CPU threads, and a share of GPU memory."""
 
-    wanted: str
+    requested: str
     threads: int
     memory_fraction: float
 
     def open(self) -> tuple[torch.device, str]:
-        """The device, ready to use, and its name.
+        """Sets up the device. Returns it with its name.
 
         Raises:
-            ConfigurationError: there is no such device on this machine.
+            ConfigurationError: this machine does not have the device.
         """
-        kind = self.wanted if self.wanted != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        kind = self.requested if self.requested != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         try:
             device = torch.device(kind)
         except RuntimeError as error:
@@ -44,14 +44,14 @@ class Device:
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """Turns torch's ways to say that memory is out into OutOfMemory."""
+    """Translates torch's out-of-memory errors into OutOfMemory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         torch.cuda.empty_cache()
         raise OutOfMemory(str(error)) from error
     except RuntimeError as error:
-        # The CPU allocator has no class of its own for this.
+        # The CPU allocator has no error class for this.
         if "can't allocate memory" in str(error):
             raise OutOfMemory(str(error)) from error
         raise

@@ -1,4 +1,4 @@
-"""Where a model's files come from: turns a catalog entry's `source` into a folder on this machine."""
+"""Resolves the `source` of a catalog entry to a folder on this machine. Downloads it if necessary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shared.stores.objects import GoogleCredentials
 
 OpenBucket = Callable[[str], ObjectStore]
 DOWNLOAD_LIMIT = timedelta(hours=1)
-"""For one file, from request to last byte; the client's default of 30 s is too short for weights."""
+"""For one file, from request to last byte. The client's default of 30 s is too short for weights."""
 
 
 def open_gcs_bucket(name: str) -> ObjectStore:
@@ -36,18 +36,18 @@ def open_gcs_bucket(name: str) -> ObjectStore:
 
 
 def resolve(source: str, revision: str, cache_dir: Path, *, open_bucket: OpenBucket = open_gcs_bucket) -> Path:
-    """The folder with the model's files, fetched first where `source` lies elsewhere. May take minutes.
+    """The folder with the model's files, downloaded first if necessary, which may take minutes.
 
     Args:
         source: `package:IMPORT.NAME/sub/path` (a folder in an installed package), `local:PATH`, `hf:ORG/NAME` (the
             Hugging Face hub, or its cache on this machine) or `gs://BUCKET/PREFIX`.
-        revision: of a hub repository: branch, tag or commit. A bucket's copy is kept under it.
-        cache_dir: where what comes from a bucket is kept.
+        revision: branch, tag or commit of a hub repository. The copy of a bucket is kept under this name.
+        cache_dir: where copies of buckets are kept.
         open_bucket: opens a bucket by its name.
 
     Raises:
-        ConfigurationError: there is no such source.
-        Unavailable: it could not be reached.
+        ConfigurationError: the source does not exist.
+        Unavailable: the source is unreachable.
     """
     kind, _, rest = source.partition(":")
     if kind == "package":
@@ -93,7 +93,7 @@ def _from_hub(repository: str, revision: str) -> Path:
     )
 
     try:
-        # What the cache has complete for this revision is taken as it is, so a start needs no network.
+        # A complete copy in the cache is used as it is, so a start needs no network.
         return Path(snapshot_download(repository, revision=revision, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
         pass
@@ -106,7 +106,7 @@ def _from_hub(repository: str, revision: str) -> Path:
 
 
 def _from_bucket(source: str, revision: str, cache_dir: Path, open_bucket: OpenBucket) -> Path:
-    """Downloads into a folder beside the final one and renames it, so a folder that is there is complete."""
+    """Downloads into a temporary folder and renames it, so an existing folder is always complete."""
     bucket, _, prefix = source.removeprefix("gs://").partition("/")
     folder = cache_dir / bucket / prefix.strip("/").replace("/", "--") / revision
     if folder.is_dir():
@@ -119,7 +119,7 @@ def _from_bucket(source: str, revision: str, cache_dir: Path, open_bucket: OpenB
         try:
             partial.rename(folder)
         except OSError:
-            # Another worker on this machine was faster; its copy is as good.
+            # Another worker on this machine was faster. Its copy is equally good.
             if not folder.is_dir():
                 raise
     except (BaseError, OSError) as error:
@@ -130,7 +130,7 @@ def _from_bucket(source: str, revision: str, cache_dir: Path, open_bucket: OpenB
 
 
 def _download(store: ObjectStore, prefix: str, folder: Path) -> int:
-    """Copies all objects below `prefix` into `folder`; returns how many."""
+    """Copies all objects below `prefix` into `folder`. Returns how many."""
     count = 0
     for page in obstore.list(store, prefix or None):
         for found in page:

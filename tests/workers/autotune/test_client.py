@@ -15,7 +15,7 @@ from shared.catalog import Model
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
 from workers.autotune.choice import Layout, read_choice, write_choice
-from workers.autotune.client import chosen, held
+from workers.autotune.client import choose_backend, tuned_model
 from workers.models.artifact import (
     Calibration,
     Manifest,
@@ -109,7 +109,7 @@ async def test_a_choice_is_measured_kept_and_told(
 ) -> None:
     caplog.set_level(logging.INFO)
     make_artifact(settings, folder)
-    choice = await chosen(ENTRY, folder, settings)
+    choice = await choose_backend(ENTRY, folder, settings)
     assert (choice.backend.name, choice.layout) == ("onnx-fp32", Layout(1, 1))
     (finding,) = choice.findings
     assert finding.cosine_min == pytest.approx(1.0, abs=1e-6)
@@ -122,13 +122,13 @@ async def test_a_choice_is_measured_kept_and_told(
     (path,) = kept(settings)
     choice.reason = "as it was found"
     write_choice(path, choice)
-    assert (await chosen(ENTRY, folder, settings)).reason == "as it was found"
-    assert await chosen(ENTRY, folder, settings) == choice
+    assert (await choose_backend(ENTRY, folder, settings)).reason == "as it was found"
+    assert await choose_backend(ENTRY, folder, settings) == choice
 
 
 async def test_two_workers_at_once_measure_once(folder: Path, settings: WorkerSettings) -> None:
     make_artifact(settings, folder)
-    first, second = await asyncio.gather(*(chosen(ENTRY, folder, settings) for _ in range(2)))
+    first, second = await asyncio.gather(*(choose_backend(ENTRY, folder, settings) for _ in range(2)))
     assert first == second
     assert len(kept(settings)) == 1
 
@@ -151,7 +151,7 @@ async def test_a_choice_is_not_taken_for_another_case(
     change: Callable[[Model, WorkerSettings], tuple[Model, WorkerSettings]],
 ) -> None:
     make_artifact(settings, folder)
-    await chosen(ENTRY, folder, settings)
+    await choose_backend(ENTRY, folder, settings)
     (path,) = kept(settings)
     choice = read_choice(path)
     assert choice is not None
@@ -160,31 +160,31 @@ async def test_a_choice_is_not_taken_for_another_case(
     entry, other = change(ENTRY, settings)
     if entry.revision != ENTRY.revision:  # its artifact is that of other files
         with pytest.raises(ConfigurationError, match="needs an artifact"):
-            await chosen(entry, folder, other)
+            await choose_backend(entry, folder, other)
     else:
-        assert (await chosen(entry, folder, other)).reason != "of another case"
+        assert (await choose_backend(entry, folder, other)).reason != "of another case"
 
 
 async def test_a_choice_whose_file_is_broken_or_gone_is_made_anew(folder: Path, settings: WorkerSettings) -> None:
     make_artifact(settings, folder)
-    await chosen(ENTRY, folder, settings)
+    await choose_backend(ENTRY, folder, settings)
     (path,) = kept(settings)
     path.write_text("{")
     assert read_choice(path) is None
-    assert (await chosen(ENTRY, folder, settings)).backend.name == "onnx-fp32"
+    assert (await choose_backend(ENTRY, folder, settings)).backend.name == "onnx-fp32"
     assert read_choice(path) is not None
 
 
 async def test_onnx_without_an_artifact_names_the_command(folder: Path, settings: WorkerSettings) -> None:
     with pytest.raises(ConfigurationError, match=r"make it with `python -m workers\.optimize lookup --models-file"):
-        await chosen(ENTRY, folder, settings)
+        await choose_backend(ENTRY, folder, settings)
 
 
 async def test_an_artifact_outside_the_tolerance_is_refused(folder: Path, settings: WorkerSettings) -> None:
     make_artifact(settings, folder)
     entry = ENTRY.model_copy(update={"dimensions": 3})
     with pytest.raises(ConfigurationError, match="2 dimensions, not 3"):
-        await chosen(entry, folder, settings)
+        await choose_backend(entry, folder, settings)
     assert kept(settings) == []
 
 
@@ -192,15 +192,15 @@ async def test_a_provisional_choice_is_taken_and_measured_again_beside_the_worke
     folder: Path, settings: WorkerSettings
 ) -> None:
     make_artifact(settings, folder)
-    await chosen(ENTRY, folder, settings)
+    await choose_backend(ENTRY, folder, settings)
     (path,) = kept(settings)
     doubted = read_choice(path)
     assert doubted is not None
     doubted.is_provisional, doubted.reason = True, "for want of quiet"
     write_choice(path, doubted)
-    taken = await chosen(ENTRY, folder, settings)
+    taken = await choose_backend(ENTRY, folder, settings)
     assert taken.reason == "for want of quiet"
-    again = held(ENTRY, folder, settings, taken)
+    again = tuned_model(ENTRY, folder, settings, taken)
     assert again is not None
     measured = await again.measure()
     assert not measured.is_provisional
@@ -209,9 +209,9 @@ async def test_a_provisional_choice_is_taken_and_measured_again_beside_the_worke
 
 async def test_a_doubt_is_kept(folder: Path, settings: WorkerSettings) -> None:
     make_artifact(settings, folder)
-    choice = await chosen(ENTRY, folder, settings)
-    taken = held(ENTRY, folder, settings, choice)
+    choice = await choose_backend(ENTRY, folder, settings)
+    taken = tuned_model(ENTRY, folder, settings, choice)
     assert taken is not None
-    await taken.doubt()
+    await taken.mark_provisional()
     (path,) = kept(settings)
     assert read_choice(path) == msgspec.structs.replace(choice, is_provisional=True)

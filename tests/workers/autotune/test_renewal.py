@@ -78,16 +78,16 @@ class Measurements:
         self.begun.put_nowait(end)
         return await end
 
-    async def doubt(self) -> None:
+    async def mark_provisional(self) -> None:
         self.doubted.set()
 
-    def held(self, *, is_provisional: bool) -> TunedModel:
-        return TunedModel("a model", choice(is_provisional=is_provisional), self.doubt, self.measure)
+    def tuned_model(self, *, is_provisional: bool) -> TunedModel:
+        return TunedModel("a model", choice(is_provisional=is_provisional), self.mark_provisional, self.measure)
 
 
 async def test_a_provisional_choice_is_measured_once_the_worker_is_idle() -> None:
     made = Measurements()
-    async with asyncio.timeout(WAIT_LIMIT_S), Renewal([made.held(is_provisional=True)], idle_s=0.0):
+    async with asyncio.timeout(WAIT_LIMIT_S), Renewal([made.tuned_model(is_provisional=True)], idle_s=0.0):
         (await made.begun.get()).set_result(choice(is_provisional=True))
         await asyncio.sleep(0)
         assert made.begun.empty()  # once, even where it is provisional still
@@ -96,7 +96,10 @@ async def test_a_provisional_choice_is_measured_once_the_worker_is_idle() -> Non
 
 async def test_work_goes_before_measuring() -> None:
     made = Measurements()
-    async with asyncio.timeout(WAIT_LIMIT_S), Renewal([None, made.held(is_provisional=True)], idle_s=0.0) as renewal:
+    async with (
+        asyncio.timeout(WAIT_LIMIT_S),
+        Renewal([None, made.tuned_model(is_provisional=True)], idle_s=0.0) as renewal,
+    ):
         first = await made.begun.get()
         renewal.ran(0, RanBatch(10, 0.1))
         second = await made.begun.get()
@@ -106,7 +109,7 @@ async def test_work_goes_before_measuring() -> None:
 
 async def test_a_choice_that_batches_contradict_is_doubted_and_measured() -> None:
     made = Measurements()
-    async with asyncio.timeout(WAIT_LIMIT_S), Renewal([made.held(is_provisional=False)], idle_s=0.0) as renewal:
+    async with asyncio.timeout(WAIT_LIMIT_S), Renewal([made.tuned_model(is_provisional=False)], idle_s=0.0) as renewal:
         for batch in window(2 * FAR) * WINDOWS:
             renewal.ran(0, batch)
         await made.doubted.wait()
@@ -115,7 +118,7 @@ async def test_a_choice_that_batches_contradict_is_doubted_and_measured() -> Non
 
 async def test_what_fits_is_left_alone() -> None:
     made = Measurements()
-    async with asyncio.timeout(WAIT_LIMIT_S), Renewal([made.held(is_provisional=False)], idle_s=0.0) as renewal:
+    async with asyncio.timeout(WAIT_LIMIT_S), Renewal([made.tuned_model(is_provisional=False)], idle_s=0.0) as renewal:
         for batch in window(1.0) * 2 * WINDOWS:
             renewal.ran(0, batch)
         await asyncio.sleep(0)
@@ -126,7 +129,7 @@ async def test_what_fits_is_left_alone() -> None:
 @pytest.mark.parametrize("error", [ModelFailed("broken"), OSError("no space left on device")])
 async def test_a_measurement_that_fails_ends_the_matter_and_no_other(error: Exception) -> None:
     broken, whole = Measurements(), Measurements()
-    both = [broken.held(is_provisional=True), whole.held(is_provisional=True)]
+    both = [broken.tuned_model(is_provisional=True), whole.tuned_model(is_provisional=True)]
     async with asyncio.timeout(WAIT_LIMIT_S), Renewal(both, idle_s=0.0) as renewal:
         (await broken.begun.get()).set_exception(error)
         (await whole.begun.get()).set_result(choice(is_provisional=False))
@@ -144,7 +147,7 @@ async def test_a_doubt_that_cannot_be_kept_is_no_end_of_the_others() -> None:
         raise OSError("no space left on device")
 
     unkept = TunedModel("a model", choice(is_provisional=False), fail, made.measure)
-    held = [unkept, other.held(is_provisional=False)]
+    held = [unkept, other.tuned_model(is_provisional=False)]
     async with asyncio.timeout(WAIT_LIMIT_S), Renewal(held, idle_s=0.0) as renewal:
         for number in (0, 1):
             for batch in window(2 * FAR) * WINDOWS:
@@ -166,7 +169,7 @@ async def test_a_worker_leaves_while_a_measurement_ends() -> None:
             await asyncio.Event().wait()
         raise AssertionError("nothing ends it but a cancellation")
 
-    held = TunedModel("a model", choice(is_provisional=True), Measurements().doubt, measure)
+    held = TunedModel("a model", choice(is_provisional=True), Measurements().mark_provisional, measure)
     async with asyncio.timeout(WAIT_LIMIT_S), Renewal([held], idle_s=0.0) as renewal:
         await begun.wait()
         renewal.ran(0, RanBatch(10, 0.1))
@@ -183,7 +186,7 @@ async def test_idle_means_that_no_batch_ran_for_a_while() -> None:
     made = Measurements()
     async with (
         asyncio.timeout(WAIT_LIMIT_S),
-        Renewal([made.held(is_provisional=True)], idle_s=0.01, clock=clock) as renewal,
+        Renewal([made.tuned_model(is_provisional=True)], idle_s=0.01, clock=clock) as renewal,
     ):
         slept.clear()
         await slept.wait()

@@ -20,7 +20,7 @@ from workers.autotune.benchmark_pool import BenchmarkPool
 from workers.autotune.choice import Layout
 from workers.autotune.contest import Reading
 from workers.autotune.hardware import Machine
-from workers.autotune.search import MEASURE_LIMIT_S, Meter, SearchSpec
+from workers.autotune.search import MEASURE_LIMIT_S, Measure, SearchSpec
 from workers.autotune.search import choose as choose_when_quiet
 from workers.models.artifact import (
     CALIBRATION,
@@ -131,7 +131,7 @@ def spec(folder: Path, artifacts_dir: Path) -> SearchSpec:
 choose = partial(choose_when_quiet, quiet=lambda cores: True)
 
 
-def speeds(**texts_per_s: float) -> Meter:
+def speeds(**texts_per_s: float) -> Measure:
     """A meter that knows the answer by the variant's name, with 2 x 1 ahead of 2 x 2."""
 
     def meter(pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
@@ -189,7 +189,7 @@ def test_a_candidate_whose_process_dies_is_left_out(spec: SearchSpec) -> None:
     assert all(rate > 0 for finding in choice.findings for rate in finding.texts_per_s.values())
 
 
-def replayed(*rounds: dict[str, tuple[float, float]]) -> Meter:
+def replayed(*rounds: dict[str, tuple[float, float]]) -> Measure:
     """A meter that gives texts/s and disturbance by the variant's name, round after round, the last for ever."""
     turns: Counter[str] = Counter()
 

@@ -40,12 +40,12 @@ from pathlib import Path
 from shared.catalog import read_catalog
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
-from workers.autotune.client import chosen
+from workers.autotune.client import choose_backend
 from workers.models.source import resolve
 texts = read_catalog(Path("models.yaml")).models[0].model_copy(update={"backend": "onnx"})
 folder = resolve(texts.source, texts.revision, Path("unused"))
 try:
-    asyncio.run(chosen(texts, folder, WorkerSettings(model=texts.name, artifacts_dir=Path(tempfile.mkdtemp()))))
+    asyncio.run(choose_backend(texts, folder, WorkerSettings(model=texts.name, artifacts_dir=Path(tempfile.mkdtemp()))))
 except ConfigurationError:
     pass
 """

@@ -1,8 +1,8 @@
-"""BERT and its kin on a CPU, operator by operator, without the modules that transformers puts around them.
+"""BERT and related models on a CPU, operator by operator, without the modules of transformers.
 
-Calls of modules, keywords, and three casts of the same rows for query, key and value took 40 % of the CPU time of a
-lone text of 12 tokens in bf16. Texts lie end to end, as in workers/models/embedding/varlen.py, which computes other
-families.
+The overhead of modules, keywords, and three casts of the same rows took 40 % of the CPU time of a
+single text of 12 tokens in bf16. Texts are concatenated, as in workers/models/embedding/varlen.py,
+which computes other families.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from workers.models.embedding.cpu_bf16 import Product, packed_product
 from workers.models.embedding.varlen import Trial, attend_text_by_text
 
 FAMILIES = frozenset({"bert", "camembert", "roberta", "xlm-roberta"})
-"""Those whose modules have the names that are read here. That they compute the same is tried all the same."""
+"""Families whose modules have the names that are used here. A trial checks that they compute the same."""
 
 _STEP_TOKENS = 16
-"""oneDNN compiles a product for each number of rows, a millisecond and some 100 KiB a time, and texts end to end have
-any number. In bf16 rows that stand for nothing fill it up to a multiple of this. Measured with MiniLM over thousands of
-batches: 3 to 6 % less time, and a process grows by 0.3 GiB where it grew by 0.6."""
+"""In bf16 the number of rows is filled up to a multiple of this.
+
+oneDNN compiles a product for each number of rows, which takes a millisecond and about 100 KiB, and
+concatenated texts have any number. Measured with MiniLM over thousands of batches: 3 to 6 % less time,
+and a process grows by 0.3 GiB instead of 0.6."""
 _ANY_COUNT_TOKENS = 64
-"""Up to here every number has its own product: for seven more rows a lone text of nine tokens took 4.2 ms, not 3.4."""
+"""Not filled up to here. With seven more rows a single text of nine tokens took 4.2 ms instead of 3.4."""
 
 
 class _Layer(NamedTuple):
@@ -40,12 +42,12 @@ class _Layer(NamedTuple):
 
 
 class BertEncoder:
-    """The encoder of a model of FAMILIES, with weights of its own: the model may be dropped afterwards.
+    """The encoder of a model of FAMILIES, with its own weights. The model can be dropped afterwards.
 
     Args:
-        model: of transformers, in fp32.
-        first_position: the position that the first token of a text has.
-        in_bf16: whether products and attention are computed in bf16; all else is fp32.
+        model: a model of transformers, in fp32.
+        first_position: the position of the first token of a text.
+        in_bf16: whether to compute products and attention in bf16. The rest is fp32.
     """
 
     def __init__(self, model: Any, first_position: int, *, in_bf16: bool) -> None:
@@ -61,13 +63,13 @@ class BertEncoder:
         self._layers = [_layer(one, make) for one in model.encoder.layer]
 
     def computed_tokens(self, lengths: Sequence[int]) -> int:
-        """How many rows are computed for texts of these lengths, those that stand for none included."""
+        """How many rows are computed for texts of these lengths, filler included."""
         tokens = sum(lengths)
         steps = self._dtype == torch.bfloat16 and tokens > _ANY_COUNT_TOKENS
         return -(-tokens // _STEP_TOKENS) * _STEP_TOKENS if steps else tokens
 
     def states(self, ids: torch.Tensor, types: torch.Tensor | None, lengths: Sequence[int]) -> torch.Tensor:
-        """The last hidden states of texts end to end, float32 [tokens, width]; as unpadded.run_unpadded."""
+        """The last hidden states of concatenated texts, float32 [tokens, width]. As varlen.run_unpadded."""
         tokens = len(ids)
         filler = self.computed_tokens(lengths) - tokens
         if filler:
@@ -89,7 +91,7 @@ class BertEncoder:
 
 
 def bert_encoder(model: Any, *, in_bf16: bool) -> BertEncoder | None:
-    """The encoder of `model` (of transformers, fp32, on a CPU); None where it is no BERT, or not like one."""
+    """The encoder of `model` (of transformers, fp32, on a CPU). None if it is not of these families."""
     if model.config.model_type not in FAMILIES:
         return None
     trial = Trial(model)
@@ -98,7 +100,7 @@ def bert_encoder(model: Any, *, in_bf16: bool) -> BertEncoder | None:
             encoder = BertEncoder(model, first_position, in_bf16=in_bf16)
             found = encoder.states(trial.ids, None, trial.lengths)
         except (AttributeError, RuntimeError, IndexError):
-            continue  # other modules than expected, or fewer positions
+            continue  # unexpected modules, or too few positions
         if trial.is_right(found):
             return encoder
     return None

@@ -1,4 +1,4 @@
-"""Linear layers in bf16 on a CPU, with weights that oneDNN lays out once: F.linear does it anew at each call."""
+"""Linear layers in bf16 on a CPU, with weights that oneDNN lays out once. F.linear does so at each call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def computes_bf16() -> bool:
 
 
 def pack_linear_layers(model: torch.nn.Module) -> None:
-    """Replaces every Linear of `model` by one that takes any precision, computes in bf16 and gives bf16."""
+    """Replaces every Linear of `model` by one that takes any precision, and computes and returns bf16."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, torch.nn.Linear):
@@ -23,12 +23,12 @@ def pack_linear_layers(model: torch.nn.Module) -> None:
 
 
 def packed_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """What a Linear of these weights computes, from bf16 [rows, in] to bf16 [rows, out].
+    """A function that computes a Linear with these weights, from bf16 [rows, in] to bf16 [rows, out].
 
-    The operators are those that torch.compile puts in the place of a frozen Linear.
+    It uses the operators that torch.compile uses for a frozen Linear.
     """
     narrow_bias = None if bias is None else bias.detach().to(torch.bfloat16)
-    # No number of rows is named: it is good for any.
+    # None: any number of rows.
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(torch.bfloat16), None)
     compute = torch.ops.mkldnn._linear_pointwise.default
 

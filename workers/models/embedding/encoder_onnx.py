@@ -1,6 +1,6 @@
-"""The ONNX Runtime encoder of an embedding model; pools and normalizes in numpy, and never imports torch.
+"""The ONNX Runtime encoder of an embedding model. It pools and normalizes in numpy, and never imports torch.
 
-A model process with it is up in well under a second and takes a fraction of the memory of one with torch.
+A model process with it starts in well under a second, and needs a fraction of the memory that torch needs.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from workers.models.embedding.model_folder import SentenceFolder
 
 _ASK_GPU_LIMIT_S = 10.0
 _SLOW_ON_CPU = ["SkipLayerNormFusion"]
-"""Its operator takes a millisecond for 512 tokens of MiniLM, an addition and a layer norm take 0.13."""
+"""The fused operator takes 1 ms for 512 tokens of MiniLM. An addition and a layer norm take 0.13 ms."""
 _TYPES = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}
 
 
 class OnnxEncoder:
-    """A transformer's graph of `input_ids`, `attention_mask` and maybe `token_type_ids`, to states.
+    """A transformer graph from `input_ids`, `attention_mask` and maybe `token_type_ids` to states.
 
-    The states are the first output, [items, longest, width]; their type may be narrower than float32.
+    The states are the first output, [items, longest, width]. Their type may be narrower than float32.
 
     Args:
         settings: the folder of the model, for pooling and normalization.
         graph: the .onnx file.
         device: as WorkerSettings.device.
         threads: on a CPU.
-        memory_fraction: the part of a GPU's memory to take at most.
+        memory_fraction: the largest share of GPU memory to use.
     """
 
     device_name = ""
@@ -49,10 +49,10 @@ class OnnxEncoder:
         self._memory_fraction = memory_fraction
 
     def open(self) -> int:
-        """Loads the graph; returns the dimensions of the vectors.
+        """Loads the graph. Returns the dimensions of the vectors.
 
         Raises:
-            ConfigurationError: the graph can't be loaded, or there is no such device.
+            ConfigurationError: the graph can't be loaded, or the device does not exist.
         """
         provider, self.device_name = self._provider()
         try:
@@ -62,7 +62,7 @@ class OnnxEncoder:
                 providers=[provider],
                 disabled_optimizers=_SLOW_ON_CPU if self.device_name == "cpu" else [],
             )
-        except Exception as error:  # the library's errors have no common class but this
+        except Exception as error:  # the library's errors have no other common class
             raise ConfigurationError(f"{self._graph}: {error}", field="backend") from error
         self._inputs = {given.name: _TYPES.get(given.type, np.int64) for given in self._session.get_inputs()}
         output = self._session.get_outputs()[0]
@@ -89,7 +89,7 @@ class OnnxEncoder:
         return max(lengths) * len(lengths)
 
     def encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
-        """[items, longest] token ids to float32 [items, dimensions]; as workers.models.embedding.model.Encoder."""
+        """Token ids [items, longest] to float32 [items, dimensions], as workers.models.embedding.model.Encoder."""
         mask = np.arange(ids.shape[1]) < lengths[:, None]
         states = self._run({"input_ids": ids, "attention_mask": mask} | self._types(ids, types))
         vectors = np.concatenate([pool(mode, states, mask, lengths) for mode in self._settings.pooling], axis=1)
@@ -113,14 +113,14 @@ class OnnxEncoder:
                 states = self._session.run([self._output], given)[0]
             else:
                 states = self._run_bound(given)
-        except Exception as error:  # the library's errors have no common class but this
+        except Exception as error:  # the library's errors have no other common class
             if "Failed to allocate memory" in str(error) or "BFCArena" in str(error):
                 raise OutOfMemory(str(error)) from error
             raise ModelFailed(f"ONNX Runtime: {error}") from error
         return np.asarray(states).astype(np.float32, copy=False)
 
     def _run_bound(self, given: dict[str, np.ndarray]) -> np.ndarray:
-        """The same with inputs and output bound to the GPU: one copy there, one back, none between graph parts."""
+        """The same with inputs and output bound to the GPU, so there is one copy in each direction."""
         binding = self._session.io_binding()
         for name, array in given.items():
             binding.bind_cpu_input(name, np.ascontiguousarray(array))
@@ -130,24 +130,24 @@ class OnnxEncoder:
 
 
 def session_options(threads: int) -> onnxruntime.SessionOptions:
-    """How every graph is run: on so many threads, and with the same figures on every CPU."""
+    """The options of every session: `threads`, and the same results on every CPU."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    # A plan of memory is kept for each shape ever seen, and padded batches have hundreds of shapes.
+    # A memory plan is kept for each shape, and padded batches have hundreds of shapes.
     options.enable_mem_pattern = False
-    # Spinning threads take the cores from the I/O process, and from other model processes.
+    # Spinning threads take cores from the I/O process and from other model processes.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if not has_vnni():
-        # Products of unsigned activations and signed weights would saturate at 16 bits, and vectors be further off.
-        # ONNX Runtime takes unsigned weights then, whose products are exact. With VNNI they cost half as much again.
+        # Products of unsigned activations and signed weights would saturate at 16 bits, which harms accuracy.
+        # This makes ONNX Runtime use unsigned weights, whose products are exact. With VNNI they cost 50 % more.
         options.add_session_config_entry("session.x64quantprecision", "1")
     options.log_severity_level = 3
     return options
 
 
 def _ask_gpu(number: str) -> tuple[str, int]:
-    """Name and memory (bytes) of a GPU."""
+    """The name and the memory (in bytes) of a GPU."""
     words = ["nvidia-smi", f"--id={number}", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(words, check=True, capture_output=True, text=True, timeout=_ASK_GPU_LIMIT_S).stdout
@@ -160,15 +160,15 @@ def _ask_gpu(number: str) -> tuple[str, int]:
 
 
 def pool(mode: str, states: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """States [items, tokens, width] to [items, width], by one of sentence_folder.POOLING_MODES.
+    """States [items, tokens, width] to [items, width], by one of model_folder.POOLING_MODES.
 
-    `mask` is [items, tokens], `lengths` [items]; the formulas are those of sentence-transformers' Pooling module.
+    `mask` is [items, tokens], and `lengths` [items]. The formulas are those of sentence-transformers.
     """
     if mode == "cls":
         return states[:, 0]
     if mode == "max":
         return np.asarray(np.where(mask[:, :, None], states, np.float32("-inf")).max(axis=1))
-    # A matrix product, [items, 1, tokens] by [items, tokens, width]: quicker than a masked sum, and BLAS adds pairwise.
+    # A matrix product, [items, 1, tokens] by [items, tokens, width], is faster than a masked sum. BLAS adds pairwise.
     sums = np.matmul(mask[:, None, :].astype(np.float32), states)[:, 0]
     counts = lengths[:, None].astype(np.float32)
     return np.asarray(sums / (np.sqrt(counts) if mode == "mean_sqrt_len_tokens" else counts))

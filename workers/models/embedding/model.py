@@ -1,6 +1,6 @@
-"""Embeddings, in the model process: pads a batch, has an Encoder compute it, and packs its vectors.
+"""Embeddings in the model process: pads a batch, lets an Encoder compute it, and packs the vectors.
 
-The encoders are workers/models/embedding/encoder_torch.py and encoder_onnx.py; nothing here imports either library.
+The encoders are encoder_torch.py and encoder_onnx.py. This module imports neither library.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from workers.models.base import OnStep, PreparedItem, PreparedText
 from workers.models.embedding.length_bucketing import cut_by_length
 
 USUAL_CALL_TOKENS = {"cpu": 20, "gpu": 4096}
-"""What one call costs besides its tokens, in tokens, where it was not measured: MiniLM on one core takes as long to
-read its weights as to compute 20 tokens; a GPU is bound by launches up to thousands of tokens."""
+"""The default for the fixed cost of one call, in tokens.
+
+On one core MiniLM needs as long to read its weights as to compute 20 tokens. On a GPU launches dominate up to
+thousands of tokens."""
 _WARMUP_LENGTHS = (8, 64)
 
 
@@ -27,27 +29,27 @@ class Encoder(Protocol):
     """A transformer with the pooling and normalization of its folder, in one library and precision."""
 
     device_name: str
-    """What computes: the GPU's name, or `cpu`. Known after `open`."""
+    """The name of the GPU, or `cpu`. Known after `open`."""
     pads: bool
-    """Whether a text costs as much as the longest of its batch. Known after `open`."""
+    """Whether a text costs as much as the longest one of its batch. Known after `open`."""
 
     def open(self) -> int:
-        """Loads the model; returns how many dimensions its vectors have.
+        """Loads the model. Returns the dimensions of its vectors.
 
         Raises:
-            ConfigurationError: the files can't be loaded, or the device can't do this precision.
+            ConfigurationError: the files can't be loaded, or the device does not support this precision.
         """
 
     def computed_tokens(self, lengths: Sequence[int]) -> int:
-        """How many tokens are computed for texts of these lengths, padding and all."""
+        """How many tokens are computed for texts of these lengths, including padding."""
 
     def encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
         """The vectors of padded texts: float32 [items, dimensions].
 
         Args:
-            ids: token ids, int64 [items, longest]; what lies beyond an item's length counts for nothing.
-            types: token type ids in the same form; None: all 0.
-            lengths: tokens of each item, int64 [items], at least 1 and the greatest equal to `longest`.
+            ids: token ids, int64 [items, longest]. Values beyond an item's length are ignored.
+            types: token type ids in the same form. None means all 0.
+            lengths: tokens of each item, int64 [items], from 1 to `longest`.
 
         Raises:
             OutOfMemory: the device has too little memory for this batch.
@@ -55,7 +57,7 @@ class Encoder(Protocol):
 
 
 class EmbeddingModel:
-    """Runs batches of texts on an Encoder; the other half is TextPreparer. `call_tokens`: as in Backend."""
+    """Runs batches of texts, which TextPreparer prepared, on an Encoder. `call_tokens` is as in Backend."""
 
     device_name = ""
     pads = True
@@ -69,7 +71,7 @@ class EmbeddingModel:
         """Loads the weights.
 
         Raises:
-            ConfigurationError: the folder can't be loaded, or its vectors have not the catalog's dimensions.
+            ConfigurationError: the folder can't be loaded, or its dimensions differ from the catalog.
         """
         dimensions = self._encoder.open()
         self.device_name, self.pads = self._encoder.device_name, self._encoder.pads
@@ -89,18 +91,18 @@ class EmbeddingModel:
             self.predict(batch, _ignore_step)
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
-        """Texts of like length together, so that little padding is computed; all of them where there is none."""
+        """Groups texts of similar length to reduce padding. One group if the encoder does not pad."""
         if not self.pads:
             return [list(range(len(batch)))]
         usual = USUAL_CALL_TOKENS["cpu" if self.device_name == "cpu" else "gpu"]
         return cut_by_length([item.length for item in batch], self._call_tokens or usual, self._entry.budget)
 
     def computed_work(self, lengths: Sequence[int]) -> int:
-        """In tokens; see workers.models.base.Model."""
+        """In tokens. See workers.models.base.InferenceModel."""
         return self._encoder.computed_tokens(lengths)
 
     def predict(self, batch: Sequence[PreparedItem], on_step: OnStep) -> list[Result | PenstockError]:
-        """One EmbeddingResult per text, in order, computed padded to the longest of the batch."""
+        """One EmbeddingResult per text, in order."""
         texts = [item for item in batch if isinstance(item, PreparedText)]
         lengths = np.array([text.length for text in texts])
         ids = np.zeros((len(texts), lengths.max()), np.int64)
@@ -120,4 +122,4 @@ class EmbeddingModel:
 
 
 def _ignore_step(step: int, steps: int) -> None:
-    """Warm-up has nobody to tell."""
+    """Ignores the steps of a warm-up."""

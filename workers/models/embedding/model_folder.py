@@ -1,8 +1,8 @@
-"""Reads a sentence-transformers folder: what is done to a text before the transformer and to its output after.
+"""Reads a sentence-transformers folder: the processing of texts before the transformer, and of its output.
 
-The format: modules.json lists the modules in order, each with its folder; sentence_bert_config.json (or a sibling of
-another family) has the length; config_sentence_transformers.json the prompts. A folder without modules.json is a plain
-transformer, which sentence-transformers mean-pools; so do we.
+modules.json lists the modules in order, each with its folder. sentence_bert_config.json (or its
+equivalent for another family) has the maximum length. config_sentence_transformers.json has the prompts.
+sentence-transformers applies mean pooling to a folder without modules.json, and so do we.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _FAMILIES = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-robert
 
 @dataclass(frozen=True)
 class SentenceFolder:
-    """What a sentence-transformers folder says."""
+    """The settings in a sentence-transformers folder."""
 
     transformer: Path
-    """Where config.json, the weights and tokenizer.json lie."""
+    """The folder of config.json, the weights and tokenizer.json."""
     max_length: int
-    """Tokens of a text, special tokens included; what is longer is cut."""
+    """The maximum number of tokens of a text, special tokens included."""
     lower_case: bool
     prompt: str
-    """Stands before every text; mostly empty."""
+    """A prefix for every text, usually empty."""
     pooling: tuple[str, ...]
-    """Names from POOLING_MODES; the vectors of several are joined in this order."""
+    """Names from POOLING_MODES. The vectors of several are concatenated in this order."""
     normalize: bool
 
 
@@ -46,7 +46,7 @@ def read_sentence_folder(folder: Path) -> SentenceFolder:
     """Reads the folder of an embedding model.
 
     Raises:
-        ConfigurationError: a file is missing or broken, or the folder has a module that Penstock can't run.
+        ConfigurationError: a file is missing or broken, or Penstock does not support a module.
     """
     modules = _read_json(folder / "modules.json", []) or [{"type": "Transformer", "path": ""}]
     kinds = [str(module["type"]).rsplit(".", 1)[-1] for module in modules]
@@ -71,7 +71,7 @@ def read_sentence_folder(folder: Path) -> SentenceFolder:
 
 
 def _longest(transformer: Path) -> int:
-    """The length where the folder sets none: what both the tokenizer and the position table take."""
+    """The maximum length if the folder sets none: what the tokenizer and the position table support."""
     limits = [
         _read_json(transformer / "tokenizer_config.json", {}).get("model_max_length"),
         _read_json(transformer / "config.json", {}).get("max_position_embeddings"),

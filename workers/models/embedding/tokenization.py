@@ -1,6 +1,6 @@
-"""Texts to token ids, in the I/O process: tokenized in batch by the model's own tokenizer.json, checked, cut if asked.
+"""Texts to token ids in the I/O process: tokenized in batches by the model's tokenizer.json, and truncated.
 
-The tokenizer itself never cuts: it would not say so, and it spends as long on what it cuts off.
+The tokenizer itself never truncates, because it would not report that, and would not be faster.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _IDS = np.dtype("<u4")
 
 
 class TextPreparer:
-    """Makes PreparedText of TextInput and TokensInput, as sentence-transformers would before its transformer.
+    """Prepares TextInput and TokensInput as sentence-transformers does.
 
     Raises:
-        ConfigurationError: the folder is no embedding model.
+        ConfigurationError: the folder is not an embedding model.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,7 +39,7 @@ class TextPreparer:
         self._vocabulary = _vocabulary(self._settings.transformer, self._tokenizer)
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
-        """One outcome per input, in order; what is longer than the model takes is refused or cut, as the input says."""
+        """One outcome per input, in order. A text that is too long is refused or truncated, as the input says."""
         texts = [place for place, value in enumerate(inputs) if isinstance(value, TextInput)]
         outcomes = dict(zip(texts, self._tokenize([inputs[place] for place in texts]), strict=True))
         for place, value in enumerate(inputs):
@@ -54,7 +54,7 @@ class TextPreparer:
         try:
             encodings = self._tokenizer.encode_batch_fast([self._settings.prompt + value.text for value in given])
         except (TypeError, ValueError) as error:
-            # A lone surrogate is a str that is no Unicode text; it fails the whole call.
+            # A lone surrogate is valid in a str, but fails the whole call.
             if len(inputs) == 1:
                 return [BadInput(f"the text can't be tokenized: {error}", field="input")]
             return list(chain.from_iterable(self._tokenize([value]) for value in inputs))
@@ -62,7 +62,7 @@ class TextPreparer:
         return [self._prepared(one.ids, one.type_ids, value.truncate) for value, one in pairs]
 
     def _frame(self, given: TokensInput) -> PreparedText | BadInput:
-        """Token ids between the special tokens that the tokenizer puts around one text."""
+        """Adds the tokenizer's special tokens around token ids."""
         for position, token in enumerate(given.tokens):
             if not 0 <= token < self._vocabulary:
                 reason = f"token id {token}, at position {position}, is not in the vocabulary, which ends at"
@@ -86,7 +86,7 @@ class TextPreparer:
         )
 
     def _cut_at(self, ids: list[int], beyond: int, truncate: Truncate) -> int:
-        """Where `beyond` tokens are left out: never special tokens, and not the model's own prompt."""
+        """Where to leave out `beyond` tokens. Special tokens and the model's prompt are kept."""
         end = len(ids) - len(self._suffix) - beyond
         if truncate == "end":
             return end
@@ -96,7 +96,7 @@ class TextPreparer:
 
 
 def _too_long(tokens: int, limit: int) -> ContextLengthExceeded:
-    """Begins as OpenAI's does, which clients and proxies look for."""
+    """Starts like OpenAI's message, because clients and proxies look for it."""
     return ContextLengthExceeded(
         f"This model's maximum context length is {limit} tokens, however you requested {tokens} tokens (special tokens "
         'included). Shorten the text, or send "truncate": "end" or "start" to have it cut.',
@@ -108,7 +108,7 @@ def _open_tokenizer(settings: SentenceFolder) -> Tokenizer:
     path = settings.transformer / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for a broken file
+    except Exception as error:  # the library raises a bare Exception for a broken file
         raise ConfigurationError(f"{path}: {error}", field="source") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -119,7 +119,7 @@ def _open_tokenizer(settings: SentenceFolder) -> Tokenizer:
 
 
 def _template(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The special tokens before and after one text, seen by tokenizing one with and without them."""
+    """The special tokens before and after a text, found by tokenizing with and without them."""
     bare = tokenizer.encode("a", add_special_tokens=False).ids
     full = tokenizer.encode("a").ids
     start = next((at for at in range(len(full)) if full[at : at + len(bare)] == bare), 0)
@@ -127,6 +127,6 @@ def _template(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def _vocabulary(transformer: Path, tokenizer: Tokenizer) -> int:
-    """Ids below this have a row in the embedding table, which may be shorter or longer than the tokenizer's list."""
+    """The number of rows in the embedding table, which can differ from the tokenizer's vocabulary."""
     size = json.loads((transformer / "config.json").read_text(encoding="utf-8")).get("vocab_size")
     return min(size or tokenizer.get_vocab_size(), tokenizer.get_vocab_size())

@@ -1,10 +1,10 @@
-"""Texts end to end instead of padded: a transformer on a CPU computes each token once, and nothing for padding.
+"""Runs a transformer on concatenated texts instead of padded ones, so a CPU computes nothing for padding.
 
-All of an encoder but its attention works token by token, so the texts of a batch go through it as one row of tokens,
-each with the position it has in its own text, and attention is computed text by text. transformers lets attention be
-replaced by name, and hands it what the model was called with.
+All parts of an encoder except attention work token by token. So the texts of a batch pass through as one
+row of tokens, each with its position in its own text, and attention is computed text by text.
+transformers lets us replace attention by name, and passes it the keywords that the model is called with.
 
-Whether a model of the hub bears that is not looked up but tried, see `runs_unpadded`.
+Whether a model supports this is found by a trial (see `runs_unpadded`).
 """
 
 from __future__ import annotations
@@ -18,46 +18,48 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 ATTENTION = "penstock_text_by_text"
-"""Our attention's name for transformers' registry."""
+"""The name of our attention in the registry of transformers."""
 _LENGTHS = "penstock_lengths"
-"""The keyword by which the texts' lengths reach it."""
+"""The keyword that passes it the lengths of the texts."""
 _PRODUCTS_FROM_TOKENS = 128
-"""From here on two products are quicker than torch's flash attention in bf16 (MiniLM's heads, 32 wide; on 230 tokens
-1.2 ms instead of 1.6 a layer); in fp32 they never are."""
+"""From this length on, two products are faster than torch's flash attention in bf16, but never in fp32.
+
+With MiniLM's heads, 32 wide, and 230 tokens: 1.2 ms instead of 1.6 per layer."""
 _TRIED_LENGTHS = (3, 11, 6)
 _TRIED_APART = 0.02
-"""Twice what bf16 rounds differently for another batch; a model that mixes its texts up is off by far more."""
+"""Twice the difference that bf16 rounding makes between batches. A model that mixes up texts is much further off."""
 
 
 class Trial:
-    """Three short texts, and what `model` (of transformers, on a CPU) makes of them padded.
+    """Three short texts, with the states that `model` (of transformers, on a CPU) computes with padding.
 
-    `ids` are those of all texts, one after the other, `lengths` their tokens; `first_positions`: where texts may begin.
+    `ids` has all texts in a row, and `lengths` their tokens. `first_positions` are the candidates for the
+    position of the first token.
     """
 
     def __init__(self, model: Any) -> None:
         self.lengths = _TRIED_LENGTHS
-        # BERT counts from 0, RoBERTa from behind the number of its padding token.
+        # BERT counts from 0, RoBERTa from the id of its padding token plus 1.
         self.first_positions = (0, 1 + (model.config.pad_token_id or 0))
-        # From 5 on tokenizers have words; before it are their special tokens.
+        # Ids below 5 are special tokens.
         self.ids = 5 + torch.arange(sum(self.lengths)) % max(1, model.config.vocab_size - 5)
         padded = torch.nn.utils.rnn.pad_sequence(list(torch.split(self.ids, list(self.lengths))), batch_first=True)
         mask = torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
         self._wanted = model(input_ids=padded, attention_mask=mask.long()).last_hidden_state[mask]
 
     def is_right(self, found: torch.Tensor) -> bool:
-        """Whether these states, float32 [tokens, width], are those of the padded texts."""
+        """Whether these states, float32 [tokens, width], equal those with padding."""
         return torch.allclose(found, self._wanted, rtol=0, atol=_TRIED_APART * float(self._wanted.abs().max()))
 
 
 def runs_unpadded(model: Any) -> int | None:
-    """Sets `model` up to be run by `run_unpadded`, where that gives what padding gives.
+    """Sets up `model` for `run_unpadded`, if that computes the same as padding.
 
     Args:
-        model: of transformers, on a CPU. Padded batches give what they gave before.
+        model: a model of transformers, on a CPU. Results with padding do not change.
 
     Returns:
-        The position that its first token has, which `run_unpadded` needs; None: it can't, leave it padded.
+        The position of the first token, which `run_unpadded` needs. None if the model needs padding.
     """
     if model.config._attn_implementation != "sdpa":
         return None
@@ -70,7 +72,7 @@ def runs_unpadded(model: Any) -> int | None:
             try:
                 found = run_unpadded(model, trial.ids, None, trial.lengths, first)
             except (TypeError, ValueError, RuntimeError, IndexError):
-                continue  # it takes no positions, or no keywords for its attention
+                continue  # it does not support positions, or keywords for its attention
             if trial.is_right(found):
                 return first
     model.set_attn_implementation("sdpa")
@@ -80,12 +82,12 @@ def runs_unpadded(model: Any) -> int | None:
 def run_unpadded(
     model: Any, ids: torch.Tensor, types: torch.Tensor | None, lengths: Sequence[int], first_position: int
 ) -> torch.Tensor:
-    """The last hidden states of texts end to end, [tokens, width].
+    """The last hidden states of concatenated texts, [tokens, width].
 
     Args:
-        model: that `runs_unpadded` has set up.
-        ids: token ids of all texts, one after the other, int64 [tokens].
-        types: token type ids in the same form; None: all 0.
+        model: a model that `runs_unpadded` has set up.
+        ids: token ids of all texts in a row, int64 [tokens].
+        types: token type ids in the same form. None means all 0.
         lengths: tokens of each text.
         first_position: as `runs_unpadded` says.
     """
@@ -106,7 +108,10 @@ def _attend(
     scaling: float | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of [1, heads, tokens, width] to [1, tokens, heads, width], as transformers calls it; else torch's."""
+    """Attention as transformers calls it, [1, heads, tokens, width] to [1, tokens, heads, width].
+
+    Calls torch's attention if there are no lengths.
+    """
     lengths = rest.pop(_LENGTHS, None)
     if lengths is None:
         out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **rest)
@@ -120,9 +125,9 @@ def _attend(
 def attend_text_by_text(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int], scaling: float | None = None
 ) -> torch.Tensor:
-    """Attention of texts end to end, [1, heads, tokens, width] throughout; `scaling` None: 1 / sqrt(width).
+    """Attention of concatenated texts, [1, heads, tokens, width]. The default of `scaling` is 1 / sqrt(width).
 
-    Tokens after the last text are seen by none, and come out as their values.
+    Filler tokens after the last text are returned as their values.
     """
     filler = query.shape[2] - sum(lengths)
     if len(lengths) == 1 and not filler:
@@ -133,7 +138,7 @@ def attend_text_by_text(
 
 
 def _attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
-    """One text, [1, heads, tokens, width] throughout."""
+    """Attention of one text, [1, heads, tokens, width]."""
     if query.dtype != torch.bfloat16 or query.shape[2] < _PRODUCTS_FROM_TOKENS:
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scaling)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling

@@ -1,4 +1,4 @@
-"""Cuts a batch of equal images into the sizes that are compiled, so that it costs least."""
+"""Splits a batch of equal images into compiled batch sizes, at the lowest cost."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Mapping
 
 
 def cheapest_cover(count: int, seconds: Mapping[int, float]) -> list[int]:
-    """How many images to draw in each call: sizes of `seconds` that hold `count` together, for the least sum.
+    """How many images to draw in each call: sizes from `seconds` that fit `count` images at the lowest cost.
 
-    The last call may be larger than what is left for it, where padding costs less than one more call.
+    The last call may be larger than needed, if padding costs less than another call.
 
     Args:
         count: at least 1.
-        seconds: what a call of each size costs.
+        seconds: the cost of a call of each size.
 
     Returns:
-        The number of images in each call, largest first; they add up to `count`.
+        The number of images in each call, largest first. They add up to `count`.
     """
     cost, choice = [0.0], [0]
     for left in range(1, count + 1):

@@ -1,4 +1,4 @@
-"""Images in diffusers, in the model process: text-to-image and image-to-image from one loaded pipeline."""
+"""Images with diffusers in the model process: text-to-image and image-to-image from one loaded pipeline."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from workers.models.image.plan import capability_of, plan_for
 from workers.models.image.prompt_encoder import PromptEncoder
 
 WARMUP_LIMIT_S = 100.0
-"""No further size is begun after this: compiling one may take a minute where no earlier start kept it."""
+"""No further size is started after this. Compiling one can take a minute if it is not cached on disk."""
 _WARMUP_STEPS = 4
 
 log = logging.getLogger(__name__)
 
 
 class ImageModel:
-    """A diffusers pipeline; the other half is ImagePreparer."""
+    """Runs batches of images, which ImagePreparer prepared, on a diffusers pipeline."""
 
     device_name = ""
     pads = True
@@ -51,10 +51,10 @@ class ImageModel:
         self._call_s: dict[int, float] = {}
 
     def setup(self) -> None:
-        """Loads the pipeline, whatever its class, without its safety checker.
+        """Loads the pipeline, of any class, without its safety checker.
 
         Raises:
-            ConfigurationError: the folder is no text-to-image pipeline, or the entry asks for what is not installed.
+            ConfigurationError: the folder is not a text-to-image pipeline, or a required package is missing.
         """
         self._device, self.device_name = self._place.open()
         self._plan = plan_for(self._entry, capability_of(self._device))
@@ -63,7 +63,7 @@ class ImageModel:
         self._prompts = PromptEncoder(self._text_to_image)
 
     def warmup(self) -> None:
-        """Draws at the usual size, from text and from an image; compiled, in every batch size that time allows."""
+        """Draws at the default size, from text and from an image. Compiles as many batch sizes as time allows."""
         began_s = time.monotonic()
         for size in self._plan.batch_sizes if self._plan.is_compiled else (1,):
             if time.monotonic() - began_s > self._warmup_limit_s:
@@ -96,12 +96,12 @@ class ImageModel:
         )
 
     def _warm(self, items: Sequence[PreparedImage]) -> None:
-        """Draws `items` and drops them; only here may anything be compiled."""
+        """Draws `items` and discards the results. Compilation is allowed only here."""
         with torch.inference_mode(), memory_errors():
             to_host(self._draw(items, _ignore_step))
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
-        """Images of one key have one shape, so a batch is drawn as it is, or in the sizes that are compiled."""
+        """One group, or several of the compiled sizes. All images of a key have the same shape."""
         if not self._is_compiled_for(batch[0]):
             return [list(range(len(batch)))]
         ends = [0]
@@ -110,7 +110,7 @@ class ImageModel:
         return [list(range(start, end)) for start, end in pairwise(ends)]
 
     def computed_work(self, lengths: Sequence[int]) -> int:
-        """In pixel-steps; see workers.models.base.Model."""
+        """In pixel-steps. See workers.models.base.InferenceModel."""
         return max(lengths) * len(lengths)
 
     def _is_compiled_for(self, item: PreparedItem) -> bool:
@@ -119,7 +119,7 @@ class ImageModel:
         return is_usual and bool(self._call_s)
 
     def predict(self, batch: Sequence[PreparedItem], on_step: OnStep) -> list[Result | PenstockError]:
-        """One ImageResult per item, in order; each has its own generator, so its noise depends on its seed alone."""
+        """One ImageResult per item, in order. Each has its own generator, so its noise depends only on its seed."""
         items = [item for item in batch if isinstance(item, PreparedImage)]
         first = items[0]
         if first.source is not None and self._image_to_image is None:
@@ -132,7 +132,7 @@ class ImageModel:
         return self._results(items, pictures)
 
     def _pictures(self, items: Sequence[PreparedImage], on_step: OnStep) -> list[np.ndarray | None]:
-        """As to_host. Where memory is short, the VAE saves some from then on, and the batch is tried once more."""
+        """As to_host. If memory runs out, makes the VAE use less from then on, and tries once more."""
         padded = self._padded(items)
         try:
             with memory_errors():
@@ -145,24 +145,24 @@ class ImageModel:
             return to_host(self._draw(padded, on_step)[: len(items)])
 
     def _padded(self, items: Sequence[PreparedImage]) -> list[PreparedImage]:
-        """`items`, the last one repeated up to a size that is compiled."""
+        """`items`, with the last one repeated up to a compiled size."""
         larger = [size for size in self._call_s if size >= len(items)] if self._is_compiled_for(items[0]) else []
         return [*items, *[items[-1]] * (min(larger, default=len(items)) - len(items))]
 
     def _draw(self, items: Sequence[PreparedImage], on_step: OnStep) -> torch.Tensor:
-        """[items, 3, height, width] from 0 to 1, on the device."""
+        """Draws images: [items, 3, height, width] from 0 to 1, on the device."""
         pipeline: Any = self._text_to_image if items[0].source is None else self._image_to_image
         pipeline.scheduler = self._scheduler(items[0].scheduler)
         given = _arguments(items, on_step) | self._prompts.arguments(items)
         if items[0].source is not None:
             given |= {"image": sources_on(self._device, items), "strength": items[0].strength}
-        # What this class of pipeline does not know is left out.
+        # Arguments that this class of pipeline does not support are left out.
         known = inspect.signature(pipeline.__call__).parameters
         drawn: torch.Tensor = pipeline(**{name: value for name, value in given.items() if name in known}).images
         return drawn
 
     def _scheduler(self, name: str) -> Any:
-        """A fresh scheduler, for its state must not pass from batch to batch, with the settings of the folder's own."""
+        """A new scheduler with the settings of the folder. Its state must not pass from batch to batch."""
         config = self._own_scheduler.config
         if name == OWN_SCHEDULER:
             return type(self._own_scheduler).from_config(config)
@@ -190,7 +190,7 @@ class ImageModel:
 
 
 def _arguments(items: Sequence[PreparedImage], on_step: OnStep) -> dict[str, Any]:
-    """The pipeline's arguments for items of one key, without prompts and sources."""
+    """The pipeline's arguments for items of one key, without prompts and source images."""
     first = items[0]
     return {
         "num_inference_steps": first.steps,
@@ -212,7 +212,7 @@ def _callback(on_step: OnStep) -> Callable[[Any, int, Any, dict[str, Any]], dict
 
 
 def _spare_memory(vae: Any, count: int) -> bool:
-    """Makes the VAE take `count` images one by one, or a single one in tiles; False where that is done already."""
+    """Makes the VAE process images one by one, or a single one in tiles. False if it does so already."""
     if not isinstance(vae, diffusers.AutoencoderKL) or (vae.use_slicing if count > 1 else vae.use_tiling):
         return False
     if count > 1:
@@ -223,4 +223,4 @@ def _spare_memory(vae: Any, count: int) -> bool:
 
 
 def _ignore_step(step: int, steps: int) -> None:
-    """Warm-up has nobody to tell."""
+    """Ignores the steps of a warm-up."""

@@ -1,4 +1,4 @@
-"""Loads a diffusers pipeline as its plan says: precision, memory layout, fused projections, INT8, compiled parts."""
+"""Loads a diffusers pipeline as its plan says: precision, memory layout, fused projections, INT8, compilation."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from workers.models.image.plan import ImagePlan
 
 
 def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> tuple[Any, Any | None]:
-    """The text-to-image pipeline of `folder`, and the image-to-image one over the same weights where there is one.
+    """The text-to-image pipeline of `folder`, and the image-to-image one with the same weights, if any.
 
     Raises:
-        ConfigurationError: the folder is no text-to-image pipeline.
+        ConfigurationError: the folder is not a text-to-image pipeline.
     """
     for library in (diffusers.utils.logging, transformers.utils.logging):
-        # At their default level both tell at length of parts that no pipeline here needs.
+        # By default both print much about parts that are not needed here.
         library.set_verbosity_error()
         library.disable_progress_bar()
     try:
@@ -42,7 +42,7 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> tuple
 
 
 def apply_plan(pipeline: Any, folder: Path, plan: ImagePlan) -> None:
-    """Changes the pipeline's UNet and VAE in place; pipelines without these two stay as they are."""
+    """Changes the UNet and VAE in place. Pipelines without these two do not change."""
     unet, vae = getattr(pipeline, "unet", None), getattr(pipeline, "vae", None)
     if not isinstance(unet, diffusers.UNet2DConditionModel) or not isinstance(vae, diffusers.AutoencoderKL):
         return
@@ -51,7 +51,7 @@ def apply_plan(pipeline: Any, folder: Path, plan: ImagePlan) -> None:
         unet.to(memory_format=torch.channels_last)
         vae.to(memory_format=torch.channels_last)
     if plan.is_int8:
-        # torchao takes a second to import, and only this needs it.
+        # torchao takes a second to import, and only INT8 needs it.
         from workers.models.image.quantization import quantize_linears
 
         quantize_linears(unet)
@@ -61,7 +61,7 @@ def apply_plan(pipeline: Any, folder: Path, plan: ImagePlan) -> None:
 
 
 def _with_image_to_image() -> set[type]:
-    """The text-to-image pipelines that have an image-to-image one over the same components."""
+    """The text-to-image pipelines that have an image-to-image one with the same components."""
     from diffusers.pipelines import auto_pipeline
 
     names = auto_pipeline.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING.keys()

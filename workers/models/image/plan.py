@@ -1,4 +1,4 @@
-"""How an image pipeline is run on this device: decided once, from what the device can and what the catalog asks."""
+"""Decides how an image pipeline runs on this device, from the device's capability and the catalog."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from shared.errors import ConfigurationError
 
 _AMPERE = (8, 0)
 _VOLTA = (7, 0)
-"""The first GPUs with bfloat16 matrix units, and the first that Triton generates code for."""
+"""The first GPUs with bfloat16 matrix units, and the first that Triton supports."""
 
 
 @dataclass(frozen=True)
 class Capability:
-    """What a device offers. `compute`: of a CUDA GPU, as (major, minor); (0, 0) on a CPU."""
+    """What a device supports. `compute` is the capability of a CUDA GPU, (major, minor), or (0, 0) on a CPU."""
 
     kind: str
     compute: tuple[int, int]
@@ -26,7 +26,7 @@ class Capability:
 
 
 def capability_of(device: torch.device) -> Capability:
-    """What `device` and the packages installed offer."""
+    """What `device` and the installed packages support."""
     return Capability(
         kind=device.type,
         compute=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
@@ -39,9 +39,10 @@ def capability_of(device: torch.device) -> Capability:
 class ImagePlan:
     """How to run the pipeline.
 
-    `is_compiled`: UNet and VAE go through torch.compile for each of `batch_sizes` at the catalog's usual size (other
-    shapes run eagerly), the VAE image by image. `is_int8`: the linear layers of the UNet's transformers in INT8.
-    `is_tuned`: channels-last weights and fused query-key-value projections.
+    `is_compiled`: torch.compile for UNet and VAE, for each of `batch_sizes` at the default image size.
+    Other shapes run eagerly, and the VAE processes images one by one. `is_int8`: INT8 for the linear
+    layers of the UNet's transformers. `is_tuned`: channels-last weights and fused query-key-value
+    projections.
     """
 
     dtype: torch.dtype
@@ -55,7 +56,7 @@ def plan_for(entry: Model, capability: Capability) -> ImagePlan:
     """The plan for an image model of the catalog.
 
     Raises:
-        ConfigurationError: the entry asks for INT8, and torchao is not installed.
+        ConfigurationError: the entry requires INT8, and torchao is not installed.
     """
     is_gpu = capability.kind == "cuda"
     is_int8 = entry.precision == "int8"
@@ -64,7 +65,7 @@ def plan_for(entry: Model, capability: Capability) -> ImagePlan:
     asked = entry.image.compile
     return ImagePlan(
         dtype=_dtype(entry.precision, capability),
-        # Measured on a CPU: neither changes the time by more than its noise.
+        # On a CPU neither changes the time measurably.
         is_tuned=is_gpu,
         is_int8=is_int8,
         is_compiled=asked == "always" or (asked == "auto" and is_gpu and _can_compile(capability)),
@@ -86,7 +87,7 @@ def _can_compile(capability: Capability) -> bool:
 
 
 def _batch_sizes(entry: Model) -> tuple[int, ...]:
-    """Powers of two up to the largest batch of usual images that the budget lets through."""
+    """Powers of two up to the largest batch of default images within the budget."""
     usual = entry.image
     largest = min(entry.batch.max_items, max(1, entry.budget // (usual.width * usual.height * usual.steps)))
     return tuple(1 << power for power in range(largest.bit_length()))

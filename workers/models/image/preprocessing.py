@@ -1,4 +1,4 @@
-"""Image requests checked and made ready, in the I/O process; a source image is decoded and resized here, once."""
+"""Checks and prepares image requests in the I/O process. Decodes and resizes a source image once."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from workers.models.base import PreparedImage
 
 SOURCE_FORMATS = ("PNG", "JPEG", "WEBP")
 SOURCE_MAX_PIXELS = 16 * 1024 * 1024
-"""Of a source image as it comes: 48 MB when decoded."""
+"""The limit of a source image before it is resized: 48 MB decoded."""
 DEFAULT_STRENGTH = 0.8
 SEED_LIMIT = 2**63
 
 
 class ImagePreparer:
-    """Makes PreparedImage of ImageInput, within the bounds that the catalog sets."""
+    """Prepares ImageInput within the limits of the catalog."""
 
     def __init__(self, bounds: ImageDefaults) -> None:
         self._bounds = bounds
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedImage | BadInput]:
-        """One outcome per input, in order; a BadInput names the field of ImageInput that is wrong."""
+        """One outcome per input, in order. A BadInput names the invalid field of ImageInput."""
         return [self._outcome(value) for value in inputs]
 
     def _outcome(self, value: Input) -> PreparedImage | BadInput:
@@ -74,7 +74,7 @@ def _prepared(value: ImageInput) -> PreparedImage:
         steps_run = image_to_image_steps(value.steps, strength)
         source = _read_source(value.image, value.width, value.height)
     pixel_steps = value.width * value.height * steps_run
-    # An empty negative prompt is not the same as none to every pipeline, so the two never share a batch.
+    # For some pipelines an empty negative prompt differs from none, so the two never share a batch.
     negative = "negative" if value.negative_prompt else ""
     return PreparedImage(
         key=f"{value.width}x{value.height}/{value.steps}/{value.guidance_scale}/{value.scheduler}/{strength}/{negative}",
@@ -93,10 +93,10 @@ def _prepared(value: ImageInput) -> PreparedImage:
 
 
 def image_to_image_steps(steps: int, strength: float) -> int:
-    """The steps that image-to-image runs: the last `strength` of them, counted as diffusers does (rounded down).
+    """The steps that image-to-image runs: the last `strength` of them, rounded down as diffusers does.
 
     Raises:
-        BadInput: strength is not above 0 and at most 1, or so low that it leaves none of the steps.
+        BadInput: strength is not above 0 and at most 1, or so low that no step is left.
     """
     if not 0 < strength <= 1:
         raise BadInput(f"strength {strength} is not above 0 and at most 1", field="strength")
@@ -107,7 +107,7 @@ def image_to_image_steps(steps: int, strength: float) -> int:
 
 
 def _read_source(blob: Blob, width: int, height: int) -> bytes:
-    """The source image as width x height RGB pixels, turned upright as its EXIF says."""
+    """The source image as width x height RGB pixels, rotated as its EXIF data says."""
     if not blob.data:
         raise BadInput("the image has no data", field="image")
     try:

@@ -1,4 +1,4 @@
-"""Prompts to embeddings, before the pipeline runs: equal prompts are encoded once, and recent ones not again."""
+"""Encodes prompts before the pipeline runs. Equal prompts are encoded once, and recent ones are cached."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 from workers.models.base import PreparedImage
 
 KEPT_BYTES = 64 * 1024 * 1024
-"""Of a device's memory: 540 prompts of Stable Diffusion 1.5 in 16 bits, 200 of SDXL."""
+"""Device memory for the cache: 540 prompts of Stable Diffusion 1.5 in 16 bits, or 200 of SDXL."""
 
 KNOWN = (diffusers.StableDiffusionPipeline, diffusers.StableDiffusionXLPipeline)
-"""Pipelines that take prompts as their encoders make them."""
+"""Pipelines that take encoded prompts."""
 
 Encoded = tuple[torch.Tensor, ...]
-"""Of one prompt: [1, tokens, width] hidden states; for SDXL also [1, width] pooled ones."""
+"""One encoded prompt: hidden states [1, tokens, width], and for SDXL also pooled states [1, width]."""
 
 
 class PromptEncoder:
-    """The text encoders of one pipeline, with a memory that drops what was not used for longest."""
+    """The text encoders of one pipeline, with an LRU cache."""
 
     def __init__(self, pipeline: Any, kept_bytes: int = KEPT_BYTES) -> None:
         self._pipeline = pipeline
@@ -31,11 +31,11 @@ class PromptEncoder:
         self._bytes = 0
 
     def arguments(self, items: Sequence[PreparedImage]) -> dict[str, Any]:
-        """What tells the pipeline the prompts of `items`, which all have a negative prompt or all have none.
+        """The pipeline's prompt arguments for `items`. Either all or none have a negative prompt.
 
         Returns:
-            `prompt_embeds` and `negative_prompt_embeds` [items, tokens, width], for SDXL the pooled ones too; for
-            pipelines with encoders of another kind the prompts as text.
+            `prompt_embeds` and `negative_prompt_embeds` [items, tokens, width], and for SDXL the pooled
+            ones. For pipelines with other encoders, the prompts as text.
         """
         prompts = [item.prompt for item in items]
         negatives = [item.negative_prompt for item in items]
@@ -53,10 +53,10 @@ class PromptEncoder:
         }
 
     def truncated_tokens(self, item: PreparedImage) -> int | None:
-        """How many tokens of its prompts the encoders leave out; None where they are of another kind."""
+        """How many tokens of the prompts the encoders leave out. None for pipelines with other encoders."""
         if type(self._pipeline) not in KNOWN:
             return None
-        # SDXL's two tokenizers are the same one.
+        # SDXL's two tokenizers are the same.
         tokenizer = self._pipeline.tokenizer
         texts = [text for text in (item.prompt, item.negative_prompt) if text]
         counts = [len(ids) for ids in tokenizer(texts, verbose=False)["input_ids"]] if texts else []
@@ -64,11 +64,11 @@ class PromptEncoder:
         return sum(max(0, count - most) for count in counts)
 
     def _encoded(self, texts: Sequence[str]) -> dict[str, Encoded]:
-        """The embeddings of all `texts`, those that are not kept encoded in one call."""
+        """The embeddings of all `texts`. Encodes those that are not cached in one call."""
         wanted = dict.fromkeys(texts)
         found = {text: self._kept[text] for text in wanted if text in self._kept}
         if missing := [text for text in wanted if text not in found]:
-            # SD gives (states, None), SDXL (states, None, pooled, None).
+            # SD returns (states, None), and SDXL (states, None, pooled, None).
             parts = self._pipeline.encode_prompt(
                 prompt=missing,
                 device=self._pipeline.device,

@@ -1,4 +1,4 @@
-"""INT8 for the linear layers of a diffusion UNet, by torchao; imported only where a plan asks for it."""
+"""INT8 for the linear layers of a diffusion UNet, with torchao. Imported only if a plan uses it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _TURING = (7, 5)
 
 
 def quantize_linears(unet: Any) -> None:
-    """Turns the linear layers in the transformer blocks of `unet` to INT8, in place.
+    """Converts the linear layers in the transformer blocks of `unet` to INT8, in place.
 
-    Weights per channel; on GPUs with INT8 matrix units the activations too, per token. The few layers outside see one
-    row per image (time embedding): nothing to gain there, and below the 17 rows that CUDA's INT8 product needs.
+    Weights per channel. On GPUs with INT8 matrix units also activations, per token. The few other layers
+    get one row per image (time embedding), which gains nothing and is below the 17 rows that CUDA's INT8
+    product needs.
     """
     device = unet.device
     has_units = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _TURING
