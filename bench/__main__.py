@@ -1,4 +1,4 @@
-"""`python -m bench [NAME ...]`: runs the benchmarks, prints their figures, keeps them in bench/results/."""
+"""`python -m bench [NAME ...]`: runs benchmarks, prints and keeps their figures."""
 
 from __future__ import annotations
 

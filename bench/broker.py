@@ -1,4 +1,4 @@
-"""The broker round trip alone: publish a job, pull it, publish the reply to a slot of an inbox, pull that.
+"""The broker's round trip: publish a job, pull it, publish the reply to a slot, pull that.
 
 The embedded Pub/Sub runs in a process of its own, requester and responder in this one, as 2 cores
 have it. Compared: 80 slots with one, memory with a data directory, and the embedded server with
@@ -51,7 +51,7 @@ Measured = dict[str, float]
 
 
 def run() -> Outcome:
-    """Measures in rounds, keeps the best of each: the machine is shared with whatever else runs on it."""
+    """Measures in rounds and keeps the best of each, because the machine is shared."""
     rounds: dict[str, list[Measured]] = {}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -109,7 +109,7 @@ async def _measure(endpoint: str, slots: int, round_trips: dict[int, int]) -> di
 
 
 async def _answer(transport: Transport) -> None:
-    """A worker without a model: each job is replied to at once, and acked after its reply was taken."""
+    """A worker without a model: replies to each job at once, and acks after the reply was taken."""
     async with (
         transport.subscribe(workers_subscription_id("bench"), max_messages=256) as subscription,
         asyncio.TaskGroup() as group,

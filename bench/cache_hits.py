@@ -1,4 +1,4 @@
-"""What a cache hit costs: answered from the API's memory, and from Redis by an API that keeps nothing in memory."""
+"""The cost of a cache hit, from the API's memory and from Redis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seconds from start to ready and resident memory of an API and of a worker, each started beside a running stack."""
+"""Start-up seconds and resident memory of an API and a worker, beside a running stack."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ def run() -> Outcome:
 
 
 def maps_torch(pid: int) -> bool:
-    """Whether the process has torch loaded: its library would be mapped, however it was imported (Linux)."""
+    """Whether the process has torch loaded, by its mapped libraries (Linux)."""
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Google's own Pub/Sub emulator, where it is installed: what the embedded Pub/Sub is compared with."""
+"""Google's own Pub/Sub emulator, if installed, to compare the embedded Pub/Sub with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One worker with two models and room for one, 90 % of the requests for the first, against a worker of one model.
+"""One worker with two models and room for one, compared with a worker of one model.
 
 The models are MiniLM under three names: alone in its worker, or common and rare in another. Both
 workers run all the time, one with load and the other idle, in turns, so that what the machine does
@@ -39,7 +39,7 @@ BACKEND = {"backend": "torch", "precision": "fp32"}
 """Said, for all three: each might be measured another way on a busy machine."""
 RARE_SHARE = 0.1
 IN_FLIGHT = 128
-"""Requests for the rare model wait for its turn, and with much fewer in flight than that they would be all there is."""
+"""Requests in flight, enough that those for the rare model, which wait, are not all of them."""
 LEAD_S, LEAD_LIMIT_S, LEAD_ANSWERS = 5.0, 10.0, 2 * IN_FLIGHT
 """Of each part, not counted: until as many requests wait for the rare model as always will."""
 ALONE_S = 15.0
@@ -144,7 +144,7 @@ def _round(pipeline: Pipeline, api_port: int, worker: Part, processes: int) -> d
 
 
 def _bound_s(load_s: float, batch_s: float, processes: int) -> float:
-    """The longest wait that the model scheduler promises the oldest job, and the time to run what queued up behind it.
+    """The model scheduler's bound for the oldest job, and the time to run the queue behind it.
 
     That is the rare model's share of the traffic in this time, and a batch that is not full for
     each kind of length.

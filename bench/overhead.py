@@ -1,4 +1,4 @@
-"""What the pipeline adds to the model: round trip minus the model's time, on short texts, by requests in flight."""
+"""The pipeline's overhead: round trip minus model time, for short texts, by requests in flight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ten times what the pipeline can do, for a minute: what is refused, what is answered in time, what it costs.
+"""Ten times the capacity for a minute: refusals, answers in time, and costs.
 
 Capacity is what a closed loop gets out of the same requests beforehand. A request has ITEMS texts
 of a page: a refusal costs about as much whatever was asked for, and generator and API share the
@@ -28,7 +28,7 @@ ITEMS = 2
 BODIES = 64
 TIMES = 10.0
 DEADLINE_S = 4.0
-"""Several times what a full batch takes on two shared cores: below twice that, workers wait for their next batch."""
+"""Several times the duration of a full batch. Below twice that, workers idle between batches."""
 REFUSED, LATE = 429, 504
 UNCACHED = {"cache-control": "no-store"}
 MIB = 1 << 20

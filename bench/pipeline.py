@@ -1,4 +1,4 @@
-"""The pipeline under measurement: the stack as `penstock up` serves it, and what its processes cost."""
+"""The pipeline under measurement: the stack of `penstock up`, and its processes' costs."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ class Part:
         return [int(child.memory_info().rss) for child in children if child.name() == MODEL_PROCESS_NAME]
 
     def picture_rss_bytes(self) -> list[int]:
-        """Resident memory of each of an API's picture processes, which are all the children it has."""
+        """Resident memory of each of an API's image processes, which are its only children."""
         return [int(child.memory_info().rss) for child in self._process.children(recursive=True)]
 
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens that the worker's model processes computed, without and with padding, since its start."""
+    """Tokens that the worker computed since its start, without and with padding."""
 
     real: float
     padded: float
@@ -192,7 +192,7 @@ class Pipeline:
 
     @contextmanager
     def another_worker(self, **settings: object) -> Iterator[Part]:
-        """One more worker of the same model, but for `settings` of its own (fields of WorkerSettings)."""
+        """One more worker of the same model with different `settings` (fields of WorkerSettings)."""
         port = free_port()
         given = {"PENSTOCK_MODEL": MODEL, "PENSTOCK_HEALTH_PORT": str(port)}
         given |= {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}

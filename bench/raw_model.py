@@ -1,4 +1,4 @@
-"""The yardstick of `throughput`: the model alone, no server, on texts that are tokenized and sorted beforehand.
+"""The baseline of `throughput`: the model without a server, on tokenized and sorted texts.
 
 The parent half starts child processes and sends them ways to batch. The child half (`python -m
 bench.raw_model THREADS FOLDER BACKEND`) loads the model with the library alone, none of our code,
@@ -26,7 +26,7 @@ from workers.models.backend import Backend
 from workers.models.embedding.length_bucketing import cut_by_length
 
 WAYS = ("by 4", "by 16", "512 tokens", "1024 tokens", "2048 tokens", "least padding")
-"""How sorted texts are cut into batches: by number, by padded tokens, or into the groups of least cost."""
+"""How sorted texts are batched: by number, by padded tokens, or by minimum cost."""
 CALL_TOKENS = 20
 """What a call costs besides its tokens, in tokens, for `least padding`."""
 
@@ -81,7 +81,7 @@ class RawModel:
         return float(sum(one.user + one.system for one in times))
 
     def seconds(self, ids: list[list[int]], way: str) -> float:
-        """Wall seconds to embed all of `ids`, sorted by length and dealt out evenly to the processes."""
+        """Wall seconds to embed all `ids`, sorted by length and distributed over the processes."""
         ordered = sorted(ids, key=len)
         for number, child in enumerate(self._children):
             batches = cut(ordered[number :: self._count], way)

@@ -1,4 +1,4 @@
-"""How long callers wait when something dies under 16 requests: a model process, a whole worker, an API instance.
+"""Waits of callers when a model process, a worker or an API instance dies.
 
 Nobody repeats a request here. What peers do when their model process is killed stands in
 docs/performance.md.
@@ -86,7 +86,7 @@ async def _measure(world: World, kill: Callable[[World], Any]) -> tuple[float, l
 
 
 def _read_elsewhere() -> float:
-    """Seconds from the death of an API instance to another's answer for a prediction that it had just made."""
+    """Seconds from the death of an API instance to another's answer for its last prediction."""
     with tempfile.TemporaryDirectory(prefix="penstock-recovery-") as folder, World(Path(folder)) as world:
         return asyncio.run(_make_and_read(world))
 

@@ -1,4 +1,4 @@
-"""`python -m bench.request_files`: the files that one text passes through, from the socket and back.
+"""`python -m bench.request_files`: lists the files that one text passes through.
 
 Starts the stack with the text model alone, sends one text that no cache has, and lists every file
 of api, shared and workers in which a function ran meanwhile, in any process. Work in the background

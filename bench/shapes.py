@@ -1,4 +1,4 @@
-"""The shipped image model on one core: seconds of a picture through the whole pipeline, and until a worker is ready."""
+"""The shipped image model on one core: seconds per image, and until a worker is ready."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def run() -> Outcome:
 
 
 def _pictures(stack: Stack, model: Model) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """Medians over the requests for a picture from text, for one from a picture, and for several at once."""
+    """Medians for images from text, for image-to-image, and for several at once."""
     worker = Part(stack.ports.health[0])
     size: Any = f"{model.image.width}x{model.image.height}"
     asked = {"model": model.name, "size": size}
@@ -108,7 +108,7 @@ def _timed(ask: Ask, worker: Part) -> dict[str, float]:
 
 
 def _worker_start(stack: Stack, model: Model) -> tuple[float, float]:
-    """Seconds until one more worker is ready, and the CPU seconds that it and its model process took for it."""
+    """Seconds until one more worker is ready, and CPU seconds of it and its model process."""
     port = free_port()
     given = {"PENSTOCK_MODEL": model.name, "PENSTOCK_HEALTH_PORT": str(port)}
     with another(stack, "another-worker", "workers", port, given) as worker:

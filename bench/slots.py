@@ -1,4 +1,4 @@
-"""One reply subscription per request in flight (80 slots) against one per instance (1 slot), the same otherwise."""
+"""One reply subscription per request in flight (80 slots) compared with one per instance."""
 
 from __future__ import annotations
 

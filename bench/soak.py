@@ -1,4 +1,4 @@
-"""10,000 requests, 64 in flight: each answered once, each with exactly one row, in the order of their arrival."""
+"""10,000 requests, 64 in flight: each answered once, with one row, in order of arrival."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ LIMIT_S = 600.0
 ROWS_LIMIT_S = 60.0
 COLUMNS = ("row_id", "worker", "status", "pulled_at", "started_at")
 SIDE_BY_SIDE_MS = 20.0
-"""Two model processes get their batches one after the other, and the scheduler decides which starts first."""
+"""Two model processes get batches one after the other. The OS decides which starts first."""
 
 
 def run() -> Outcome:
-    """Sends all requests, waits for their rows, and counts what is missing, doubled or out of order."""
+    """Sends all requests, waits for their rows, counts missing, doubled and overtaken ones."""
     with running() as pipeline:
         texts = pipeline.texts.short(REQUESTS)
         bodies = embedding_bodies(MODEL, texts)
@@ -46,7 +46,7 @@ def run() -> Outcome:
 
 
 def overtaken_ms(rows: list[Any], max_items: int) -> list[float]:
-    """By how much each item started after one that its worker pulled more than `max_items` items later."""
+    """How much later each item started than one pulled more than `max_items` items after it."""
     found = []
     for _, of_worker in groupby(sorted(rows, key=lambda row: (row["worker"], row["pulled_at"])), lambda r: r["worker"]):
         started = [row["started_at"] for row in of_worker if row["started_at"] is not None]

@@ -1,4 +1,4 @@
-"""How much of the raw model's speed is left in the pipeline: 128 in flight, texts of mixed length, on the same cores.
+"""The pipeline's share of the raw model's rate, with 128 in flight on the same cores.
 
 Load generator, API, broker, Redis and worker share the cores with the model. Each round times the
 raw model and the pipeline on the same texts, one after the other, so that what the machine does

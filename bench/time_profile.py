@@ -1,4 +1,4 @@
-"""Where a request's time goes, phase by phase, and what each process spends on it, by requests in flight.
+"""Where a request's time goes: phases and CPU of each process, by requests in flight.
 
 Each phase lies between two moments that the request's row keeps, so the phases of one request add
 up to its round trip. Shown are means over the middle fifth of the requests by round trip: medians
@@ -69,7 +69,7 @@ def _profile(pipeline: Pipeline, in_flight: int, count: int) -> tuple[list[Figur
 
 
 def phases_ms(exchanges: Sequence[Exchange], rows: dict[str, Row]) -> dict[str, float]:
-    """Milliseconds of each phase, what remains beside them, and the round trip: means over the middle requests.
+    """Milliseconds of each phase, the remainder and the round trip: means of the middle requests.
 
     Args:
         exchanges: as the load generator timed them.
@@ -91,7 +91,7 @@ def phases_ms(exchanges: Sequence[Exchange], rows: dict[str, Row]) -> dict[str, 
 
 
 def model_busy_s(rows: dict[str, Row]) -> float:
-    """Seconds that model processes ran, all of them together: a batch counts once, however many requests shared it."""
+    """Seconds that model processes ran in total. A batch counts once."""
     return sum(end - begin for begin, end in {(row["started_at"], row["finished_at"]) for row in rows.values()})
 
 

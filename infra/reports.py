@@ -101,7 +101,8 @@ def check_bigquery(settings: Settings, timeout_s: float) -> None:
 @contextmanager
 def _connected(settings: Settings) -> Iterator[Client]:
     """Opens Google's client. An embedded BigQuery needs no credentials."""
-    # Imported when needed: Google's client takes half a second, and `penstock report` without a name needs none.
+    # Imported when needed: Google's client takes half a second, and `penstock report` without a
+    # name needs none.
     from google.api_core.exceptions import GoogleAPIError
     from google.auth.credentials import AnonymousCredentials
     from google.auth.exceptions import GoogleAuthError

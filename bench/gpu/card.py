@@ -1,4 +1,4 @@
-"""The yardsticks of the GPU benchmark: a matrix product's rate on this card, and seconds of a call that ends there."""
+"""Baselines of the GPU benchmark: the card's rate of matrix products, and seconds of a call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def matrix_tflops(device: str, precision: str, size: int) -> float:
-    """TFLOP/s of square matrix products of `size`, 2 size^3 operations each: what no model can exceed."""
+    """TFLOP/s of square matrix products of `size`, the upper bound of any model."""
     left, right = (torch.randn(size, size, device=device, dtype=DTYPES[precision]) for _ in range(2))
 
     def multiply() -> None:

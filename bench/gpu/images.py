@@ -1,4 +1,4 @@
-"""Stable Diffusion 1.5's architecture with seeded random weights: plain diffusers, run eagerly, beside our ImageModel.
+"""Stable Diffusion 1.5 with random weights: eager diffusers compared with our ImageModel.
 
 Nothing is downloaded: speed does not depend on what the weights are. Ours ends in PNG files, plain
 diffusers in PIL images, so the comparison is in its favor by the time that encoding takes.
@@ -38,7 +38,7 @@ WARMUP_LIMIT_S = 3600.0
 
 
 def measure(scale: Scale, folder: Path, matrix_tflops: float) -> list[dict[str, Any]]:
-    """A row per task and batch size: seconds per image, images per second and TFLOP/s, plain and ours in turns."""
+    """A row per task and batch size: seconds per image, images/s and TFLOP/s, plain and ours."""
     write_pipeline(folder, scale)
     plain = _Plain(folder, scale)
     place = Device(scale.device, threads=1, memory_fraction=1.0)
@@ -114,7 +114,7 @@ class _Plain:
         return self._image(**given, image=sources, strength=first.strength).images
 
     def operations(self, item: PreparedImage) -> float:
-        """Floating-point operations of one image, a multiplication and an addition counted as two."""
+        """Floating-point operations of one image. A multiplication and an addition are two."""
         with FlopCounterMode(display=False) as counter:
             self.draw([item])
         return float(counter.get_total_flops())

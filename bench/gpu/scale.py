@@ -1,4 +1,4 @@
-"""How large the GPU benchmark is: full, for a CUDA machine, or tiny, the same code on a CPU in under a minute."""
+"""Scale of the GPU benchmark: full for CUDA, or tiny for a CPU in under a minute."""
 
 from __future__ import annotations
 

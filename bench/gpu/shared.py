@@ -1,4 +1,4 @@
-"""Two models that share a card in time, a model process each: what each does alone, and what both do at once."""
+"""Two models that time-share a card, in a process each: rates alone and together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCH_TIMEOUT_S = 120.0
 
 
 def measure(scale: Scale, images: Path) -> dict[str, dict[str, float]]:
-    """Batches per second of the image model and of MiniLM: `alone`, `together`, and `kept`, the share that is left."""
+    """Batches/s of the image model and MiniLM: `alone`, `together`, and the share `kept`."""
     return asyncio.run(_measure(scale, images))
 
 

@@ -1,4 +1,4 @@
-"""Tokens per second of embedding models on a GPU: plain transformers beside our EmbeddingModel, in the same batches."""
+"""Tokens/s of embedding models on a GPU: transformers compared with our EmbeddingModel."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def minilm_folder() -> Path:
 
 
 def write_bert(folder: Path, scale: Scale) -> Path:
-    """BERT-large's shape with seeded random weights (tiny: two narrow layers), under MiniLM's tokenizer."""
+    """BERT-large with random weights (tiny: two narrow layers), with MiniLM's tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(1)
     shape = (1024, 24, 16, 4096) if scale.is_full_width else (32, 2, 4, 64)

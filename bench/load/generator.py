@@ -1,4 +1,4 @@
-"""The load generator of all benchmarks: N requests in flight, or so many a second, over kept connections.
+"""The load generator of all benchmarks: closed or open loop, over kept connections.
 
 It is a process of its own (`python -m bench.load.generator`: an order on stdin, the report on
 stdout), so that its cost is not counted as the API's.

@@ -1,4 +1,4 @@
-"""The benchmarks' texts: seeded, all distinct, of known length in the tokens of the model that embeds them."""
+"""The benchmarks' texts: seeded, distinct, of known length in tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ As in a product where most inputs are queries, many are paragraphs and a few are
 
 
 class Texts:
-    """Draws texts of whole words of the tokenizer's vocabulary, one token each, so a text of n words has n + 2 tokens.
+    """Draws texts of words that are one token each, so a text of n words has n + 2 tokens.
 
     Args:
         model_folder: holds tokenizer.json.

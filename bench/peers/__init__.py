@@ -1,4 +1,4 @@
-"""The same model behind its competitors: each as its documentation sets it up, in an environment of its own.
+"""The same model behind other servers, each set up as its documentation says.
 
 `python -m bench.peers` measures them and Penstock with one load generator and writes the table of
 docs/performance.md.

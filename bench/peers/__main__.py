@@ -1,4 +1,4 @@
-"""`python -m bench.peers`: measures the peers and Penstock, prints the tables, keeps them in results and docs."""
+"""`python -m bench.peers`: measures the peers and Penstock, prints and keeps the tables."""
 
 from __future__ import annotations
 

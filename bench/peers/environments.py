@@ -1,4 +1,4 @@
-"""A virtual environment per peer in var/peers/, made at the first use from the pinned list beside its server."""
+"""A virtual environment per peer in var/peers/, created from its pinned requirements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INSTALL_LIMIT_S = 1800.0
 
 
 def programs_of(requirements: Path) -> Path:
-    """The folder with the programs of an environment that has exactly `requirements`, made first where it is missing.
+    """The `bin` folder of an environment with exactly `requirements`, created if missing.
 
     Raises:
         Unavailable: it can't be created. The message has the end of pip's output.

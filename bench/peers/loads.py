@@ -1,4 +1,4 @@
-"""The loads that every contender gets: how many in flight or at what rate, on which texts, for how long, how often."""
+"""The loads of every contender: in flight or rate, texts, seconds, repetitions."""
 
 from __future__ import annotations
 

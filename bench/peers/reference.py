@@ -1,4 +1,4 @@
-"""What the model's own files say the vector of a text is: torch fp32, one text at a time, no padding."""
+"""The reference vector of a text: torch fp32, one text at a time, no padding."""
 
 from __future__ import annotations
 

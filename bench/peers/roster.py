@@ -1,4 +1,4 @@
-"""Who is measured: each peer as its own documentation sets it up, two tuned by hand, and Penstock in three ways."""
+"""The contenders: peers as documented, two tuned by hand, and Penstock in three ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measurement: all contenders up, one awake at a time, the same texts for each, one after the other in rounds."""
+"""The measurement: all contenders are up, one is awake at a time, with the same texts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Measured(msgspec.Struct):
 
 
 class Started(msgspec.Struct):
-    """How a contender came up: seconds from start to its first vector, memory at the end, or why it is missing."""
+    """The start of a contender: seconds to its first vector, memory, or why it is missing."""
 
     contender: str
     ready_s: float = 0.0
@@ -70,7 +70,7 @@ class Findings:
 def measure(
     contenders: Sequence[Contender], loads: Sequence[Load], rounds: int, model_folder: Path, say: Say
 ) -> Findings:
-    """Starts every contender, measures the loads in `rounds` rounds, stops them, compares the sampled vectors.
+    """Starts every contender, measures in `rounds` rounds, stops them, compares sampled vectors.
 
     A contender that can't be started, or dies, is left out from then on, with its reason in
     `started`.

@@ -1,4 +1,4 @@
-"""Starts a contender and stops it: a peer's processes in its own environment, or Penstock's local stack."""
+"""Starts and stops a contender: a peer in its own environment, or Penstock's local stack."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SAMPLE_EVERY = 16
 
 @dataclass(frozen=True)
 class Serving:
-    """A contender that answers: where it listens, seconds from start to its first vector, its processes."""
+    """A contender that answers: its port, seconds to its first vector, its processes."""
 
     contender: Contender
     port: int
@@ -123,7 +123,7 @@ def _stack(contender: Contender, state_dir: Path, model_folder: Path, stack: Exi
 
 
 def stack_of(contender: Contender, state_dir: Path) -> Stack:
-    """The stack of `penstock up`, not yet started, but for what `contender` changes in the entry of the model."""
+    """The stack of `penstock up`, not started, with the catalog entry changed by `contender`."""
     settings = {}
     if contender.entry:
         settings["PENSTOCK_MODELS_FILE"] = str(catalog_with(state_dir, contender.entry))

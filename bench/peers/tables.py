@@ -1,4 +1,4 @@
-"""Turns what was measured into medians, ratios and tables: for the terminal, for the results and for the docs."""
+"""Medians, ratios and tables of the measurements, for terminal, results and docs."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Medians:
 
 
 def figures(medians: Medians) -> list[Figure]:
-    """Every median, every ratio of ours to the best peer, and the bounds that the ratios must keep."""
+    """Every median, our ratios to the best peer, and the bounds of these ratios."""
     found = [Figure(f"{key}, {load}, {name}", value, unit) for key, load, name, value, unit in _values(medians)]
     for load in medians.loads:
         best = medians.best(load, medians.keys("peer"))
@@ -98,7 +98,7 @@ def figures(medians: Medians) -> list[Figure]:
 
 
 def _must(key: str, load: str) -> float:
-    """What the project asks of itself at 32 and 128 in flight, distinct texts, against peers as documented."""
+    """The project's goals at 32 and 128 in flight, distinct texts, against documented peers."""
     if load not in ("32 in flight", "128 in flight"):
         return 0.0
     return {"penstock": 3.0, "penstock-int8": 4.0}.get(key, 0.0)
@@ -141,7 +141,7 @@ def _cell(medians: Medians, key: str, load: str) -> str:
 
 
 def ratio_rows(medians: Medians) -> Rows:
-    """A row per load: the best peer as documented, and ours over it and over the two tuned by hand."""
+    """A row per load: the best documented peer, and our ratios to it and to the tuned ones."""
     ours = [one for one in medians.contenders if one.group == "ours"]
     others = [("best peer", None), ("Mosec tuned, fp32", "mosec-fp32"), ("Mosec tuned, bf16", "mosec-bf16")]
     others = [(name, key) for name, key in others if key is None or key in medians.keys("tuned")]
@@ -166,7 +166,7 @@ def _ratio(medians: Medians, key: str, other: str | None, load: str) -> float | 
 
 
 def cost_rows(medians: Medians) -> Rows:
-    """A row per contender: start, memory, CPU at the load nearest to 32 in flight, closeness to the reference."""
+    """A row per contender: start, memory, CPU near 32 in flight, cosine to the reference."""
     load = "32 in flight" if "32 in flight" in medians.loads else medians.loads[0]
     rows = [
         [
@@ -225,7 +225,7 @@ def markdown(told: str, tables: Sequence[Rows]) -> str:
 
 
 def write_between_markers(path: Path, section: str) -> None:
-    """Puts `section` between the markers of a page, and the markers at its end where it has none."""
+    """Puts `section` between the markers of a page, or at its end if it has none."""
     page = path.read_text(encoding="utf-8") if path.is_file() else ""
     if BEGIN not in page or END not in page:
         page = f"{page.rstrip()}\n\n{BEGIN}\n{END}\n".lstrip()

@@ -14,7 +14,7 @@ _END_LIMIT_S = 5.0
 
 
 class Tree:
-    """The processes in `roots` and all that descend from them, whatever starts or ends meanwhile."""
+    """The processes in `roots` and all their descendants, while they start and end."""
 
     def __init__(self, roots: list[psutil.Process]) -> None:
         self._roots = roots
@@ -31,7 +31,7 @@ class Tree:
         return found
 
     def memory_bytes(self) -> int:
-        """Resident memory of all, pages that several share counted once (Linux: proportional set size)."""
+        """Resident memory of all, shared pages counted once (Linux: proportional set size)."""
         sizes: list[int] = []
         self._each(lambda process: sizes.append(process.memory_full_info().pss))
         return sum(sizes)
@@ -55,7 +55,7 @@ class Tree:
         psutil.wait_procs(living, _END_LIMIT_S)
 
     def remember(self) -> None:
-        """Takes all that lives now for roots, so that those whose parent ends first are not forgotten."""
+        """Adds all living processes to the roots, so that orphans are not lost."""
         self._roots = list(self._living())
 
     def _each(self, do: Callable[[psutil.Process], object]) -> None:
@@ -79,7 +79,7 @@ class Tree:
 
 
 def label(command: list[str]) -> str:
-    """A short name for a program: its own, or the module or script that Python runs, `python -c` for code."""
+    """A short name for a program, or for the module or script that Python runs."""
     if not command:
         return "ended"
     program = Path(command[0]).name

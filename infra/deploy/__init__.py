@@ -1,1 +1,1 @@
-"""Before the first apply: what a catalog and expected rates need of Google Cloud, and what a month of it costs."""
+"""Plans a deployment before the first apply: what it needs of Google Cloud, and what it costs."""

@@ -1,4 +1,4 @@
-"""The variables of infra/terraform/platform that size it, with Terraform's own defaults and its own bounds.
+"""The variables of infra/terraform/platform that size it, with Terraform's defaults and bounds.
 
 A file given here is the one that `terraform apply -var-file` takes, so that what is planned is what
 is applied.
@@ -137,7 +137,7 @@ class Platform(_Variable):
         return min(self.regions, key=lambda name: self.regions[name].index)
 
     def in_regions(self, names: Sequence[str]) -> Platform:
-        """The same in these regions: those that are known keep what they have, new ones get the next index.
+        """The same in these regions. Known ones keep their settings, new ones get the next index.
 
         Raises:
             ConfigurationError: there are more than 16, which is what the addresses are cut for.

@@ -1,1 +1,1 @@
-"""Rolling the API out on Cloud Run: the newest revision is tried, then given more and more traffic."""
+"""Rolls the API out on Cloud Run: tests the newest revision, then increases its traffic."""

@@ -1,4 +1,4 @@
-"""`python -m infra.rollout`: what Cloud Build runs after an apply, and what puts an older revision back by hand."""
+"""`python -m infra.rollout`: rolls out after an apply, or rolls back by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Google's REST APIs, as far as a rollout needs them: with the account's token, every call bounded, errors ours."""
+"""The part of Google's REST APIs that a rollout needs, with time limits and our errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a revision answers well, by what Cloud Run counts of it: requests by class of their status.
+"""Judges a revision by Cloud Run's counts of requests by class of status.
 
 Source: the metric run.googleapis.com/request_count, which is up to three minutes late.
 """

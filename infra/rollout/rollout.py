@@ -1,4 +1,4 @@
-"""The rollout itself, region by region: try the candidate, give it more and more, go back at the first bad sign.
+"""The rollout, by region: test the candidate, increase its traffic, undo at a bad sign.
 
 At rest the traffic names its revision. So an apply of Terraform makes a revision that serves
 nobody, whatever is done by hand in between. Terraform ignores `traffic`
@@ -82,7 +82,7 @@ class Rollout:
                 )
 
     def try_candidate(self) -> None:
-        """Gives each region's newest revision a URL of its own and no traffic, and sends it real requests.
+        """Gives each region's newest revision its own URL without traffic, and sends requests to it.
 
         Raises:
             Unavailable: one did not answer as it should.

@@ -35,7 +35,7 @@ class Cancel(msgspec.Struct, tag="cancel"):
 
 
 class ResidencyReport(msgspec.Struct):
-    """The models that a process holds, by number, and the loads and evictions since the last report.
+    """The models that a process holds, and the loads and evictions since the last report.
 
     `load_s`: seconds that the last load of each model took. `size_bytes`: the memory of each model,
     first estimated, then measured. `switch_s`: seconds spent on loads and evictions.

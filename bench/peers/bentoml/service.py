@@ -1,4 +1,4 @@
-"""BentoML with its adaptive batching: a batchable API over lists of texts, at most 32 in a batch."""
+"""BentoML with adaptive batching: a batchable API over lists of texts, at most 32."""
 # mypy: disable-error-code="import-not-found,import-untyped,misc,untyped-decorator"
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Celery on Redis: the worker's side, a prefork worker with a process per core, no batching (Celery has none)."""
+"""Celery on Redis, worker side: prefork, a process per core, no batching (Celery has none)."""
 # mypy: disable-error-code="import-not-found,import-untyped,misc,untyped-decorator"
 
 from __future__ import annotations

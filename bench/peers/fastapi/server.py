@@ -1,4 +1,4 @@
-"""FastAPI without batching: `/embed` is a `def` endpoint (a thread each), `/embed-async` runs on the event loop."""
+"""FastAPI without batching: `/embed` runs in threads, `/embed-async` on the event loop."""
 # mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations

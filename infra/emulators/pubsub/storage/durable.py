@@ -94,8 +94,8 @@ class DurableJournal(ChangeJournal):
         """Wait until all that was noted so far is in the file.
 
         Raises:
-            ServerUnavailable: it could not be written and messages on offer were withdrawn, or it was not
-                written in time.
+            ServerUnavailable: it could not be written and messages on offer were withdrawn, or it
+                was not written in time.
         """
         changes = self._pending
         self._due.set()
