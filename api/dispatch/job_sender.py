@@ -13,12 +13,11 @@ import msgspec
 from api.dispatch.envelope import build_envelope, encode_message
 from api.dispatch.request import InferenceRequest
 from api.dispatch.singleflight import InFlightItem, InFlightJob
-from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.catalog import Model
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, Unavailable, error_for_code
 from shared.messages import Envelope, Item, ItemOutcome, Reply, ReplyBody
 from shared.pubsub.names import jobs_topic_id
-from shared.stores.objects import ObjectStore, object_key
+from shared.stores.objects import ObjectStore, stored_input
 from shared.stores.records import Records, record_id
 from shared.transport import Publisher
 
@@ -119,12 +118,10 @@ class JobSender:
     async def _without_large_source(self, item: Item) -> Item:
         """The item to send: a source image that is too large for a message goes to the object store."""
         source = item.input.source
-        if source is None or source.data is None or len(source.data) <= INLINE_LIMIT_BYTES:
+        if source is None:
             return item
-        key = object_key("inputs", source.data, source.media_type)
-        await self._objects.put(key, source.data, source.media_type)
-        stored = item.input.with_source(Blob(source.media_type, object_key=key))
-        return msgspec.structs.replace(item, input=stored)
+        stored = await stored_input(source, self._objects)
+        return msgspec.structs.replace(item, input=item.input.with_source(stored))
 
     async def _publish(
         self, request: InferenceRequest, job: InFlightJob, items: list[Item], waiter: ReplyWaiter

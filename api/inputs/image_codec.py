@@ -13,8 +13,8 @@ from api.inputs.codec_protocol import EncodeImage, PrepareSource, SourceLimits, 
 from shared.blob import Blob
 from shared.catalog_entry import ImageDefaults
 from shared.errors import BadInput, PenstockError
+from shared.predictions import MEDIA_TYPES
 
-MEDIA_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 DEFAULT_QUALITY = 90
 BASE64_CHUNK = 256 * 1024
 """Characters decoded at a time: 20 MB at once would block the event loop for 45 ms. A multiple of 4."""

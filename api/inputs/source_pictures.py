@@ -14,10 +14,10 @@ from api.errors import NotFound
 from api.inputs.files import Files
 from api.inputs.image_codec import ImageCodec, data_of_uri
 from api.schemas.replicate import LONGEST_URL
-from shared.blob import INLINE_LIMIT_BYTES, Blob
+from shared.blob import Blob
 from shared.catalog_entry import ImageDefaults
 from shared.errors import BadInput
-from shared.stores.objects import ObjectStore, object_key
+from shared.stores.objects import ObjectStore, stored_input
 from shared.stores.signed_urls import LinkInvalid, UrlSigner
 
 FOREIGN = "only data: URIs and files of this API (POST /v1/files) are accepted; other URLs are not fetched"
@@ -102,8 +102,4 @@ class SourcePictures:
 
     async def stored(self, source: Blob) -> Blob:
         """The source for a message. A large one goes to the object store."""
-        if source.data is None or len(source.data) <= INLINE_LIMIT_BYTES:
-            return source
-        key = object_key("inputs", source.data, source.media_type)
-        await self._objects.put(key, source.data, source.media_type)
-        return Blob(source.media_type, object_key=key)
+        return await stored_input(source, self._objects)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 
 from api.errors import NotFound
-from api.inputs.image_codec import MEDIA_TYPES, ImageCodec
+from api.inputs.image_codec import ImageCodec
 from api.predictions.service import Predictions
 from shared.errors import BadInput
+from shared.predictions import MEDIA_TYPES
 from shared.stores.objects import ObjectStore
 
 OBJECT_LIMIT_BYTES = 64 * 1024 * 1024

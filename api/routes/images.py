@@ -13,12 +13,12 @@ from api.http.fast_route import FastRoute
 from api.http.openapi import inference_body, inference_responses
 from api.http.openapi_headers import TRUNCATED_HEADER
 from api.http.request import ApiRequest, open_request
-from api.inputs.image_codec import MEDIA_TYPES
 from api.inputs.image_params import check_strength, first_image, size_of
 from api.schemas.openai import EditBody, EditForm, GenerationBody, ImageItem, ImagesReply
 from shared.blob import Blob
 from shared.catalog import Model
 from shared.errors import PenstockError
+from shared.predictions import MEDIA_TYPES
 from shared.stores.objects import ObjectStore, object_key
 from shared.tasks.image import ImageInput, ImageResult
 

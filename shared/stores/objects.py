@@ -28,6 +28,7 @@ from obstore import store
 from obstore.exceptions import BaseError
 from prometheus_client import Counter
 
+from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.errors import BadInput, ConfigurationError, InputTooLarge, Unavailable
 
 TIMEOUT_S = 10.0
@@ -54,6 +55,19 @@ def object_key(folder: str, data: bytes, media_type: str) -> str:
     """Returns the key of `data`: `folder`, its BLAKE2b digest (256 bits) in hex, extension."""
     digest = hashlib.blake2b(data, digest_size=32).hexdigest()
     return f"{folder}/{digest[:2]}/{digest}{_EXTENSIONS.get(media_type, '')}"
+
+
+async def stored_input(blob: Blob, objects: ObjectStore) -> Blob:
+    """Returns the blob for a message. A large one goes to the object store.
+
+    Raises:
+        Unavailable: the object store is out of reach.
+    """
+    if blob.data is None or len(blob.data) <= INLINE_LIMIT_BYTES:
+        return blob
+    key = object_key("inputs", blob.data, blob.media_type)
+    await objects.put(key, blob.data, blob.media_type)
+    return Blob(blob.media_type, object_key=key)
 
 
 class GoogleCredentials:

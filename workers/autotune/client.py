@@ -146,11 +146,7 @@ def making_command(entry: Model, settings: WorkerSettings) -> str:
 
 def _check_artifact_needed(entry: Model, settings: WorkerSettings) -> None:
     command = making_command(entry, settings)
-    if entry.backend == "onnx" or entry.precision == "int8":
-        raise ConfigurationError(
-            f"{entry.name}: {entry.backend} {entry.precision} needs an artifact; make it with `{command}`",
-            field="backend",
-        )
+    unmeasured_backend(entry, command)
     if entry.backend == "auto":
         log.info("no artifact, so torch only", extra={"model": entry.name, "make_it_with": command})
 

@@ -30,7 +30,7 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
         return self.variant or f"{self.backend}-{self.precision}"
 
 
-def unmeasured_backend(entry: Model) -> Backend:
+def unmeasured_backend(entry: Model, making_command: str = "") -> Backend:
     """The backend of `entry` without a measurement: torch, in the precision of the entry or fp32.
 
     Raises:
@@ -39,7 +39,7 @@ def unmeasured_backend(entry: Model) -> Backend:
     if entry.backend == "onnx" or entry.precision == "int8":
         raise ConfigurationError(
             f"{entry.name}: {entry.backend} {entry.precision} needs an artifact; make it with "
-            f"`python -m workers.optimize {entry.name}`",
+            f"`{making_command or f'python -m workers.optimize {entry.name}'}`",
             field="backend",
         )
     return Backend(precision="fp32" if entry.precision == "auto" else entry.precision)
