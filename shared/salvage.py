@@ -11,7 +11,7 @@ import msgspec
 from shared.messages import Envelope
 
 
-def salvaged(attributes: Mapping[str, str]) -> Envelope | None:
+def salvage_envelope(attributes: Mapping[str, str]) -> Envelope | None:
     """Returns the envelope with unreadable fields left empty, or None without request_id and part.
 
     This works for every schema, because request_id, part, inbox and slot never changed.

@@ -15,13 +15,13 @@ from yarl import URL
 from shared.errors import BadInput
 
 
-class Forbidden(BadInput):
+class WebhookUrlForbidden(BadInput):
     """The URL leads where webhooks must not go."""
 
     code = "webhook_forbidden"
 
 
-def judged_url(given: str, *, allow_private: bool) -> URL:
+def parse_webhook_url(given: str, *, allow_private: bool) -> URL:
     """Returns the parsed URL.
 
     The connection uses the same parser, because two may see two hosts in one URL.
@@ -31,20 +31,22 @@ def judged_url(given: str, *, allow_private: bool) -> URL:
         allow_private: whether any address and http are allowed, for one machine.
 
     Raises:
-        Forbidden: webhooks are not delivered there, whatever the name resolves to.
+        WebhookUrlForbidden: webhooks are not delivered there, whatever the name resolves to.
     """
     schemes = ("https", "http") if allow_private else ("https",)
     try:
         url = URL(given)
         host, port = url.host, url.port
     except ValueError as error:
-        raise Forbidden(f"{given!r} is no URL: {error}", field="webhook") from error
+        raise WebhookUrlForbidden(f"{given!r} is not a URL: {error}", field="webhook") from error
     if url.scheme not in schemes or not host or not port:
-        raise Forbidden(f"{given!r} is no {' or '.join(schemes)} URL", field="webhook")
+        raise WebhookUrlForbidden(f"{given!r} is not an {' or '.join(schemes)} URL", field="webhook")
     if url.user is not None or url.password is not None:
-        raise Forbidden("a webhook's URL carries no credentials: check the signature instead", field="webhook")
+        raise WebhookUrlForbidden(
+            "a webhook URL must not have credentials. Verify the signature instead.", field="webhook"
+        )
     if not allow_private and (address := _address_in(host)) is not None and not is_public(address):
-        raise Forbidden(f"{host} is {address}, which is not public", field="webhook")
+        raise WebhookUrlForbidden(f"{host} is {address}, which is not public", field="webhook")
     return url
 
 

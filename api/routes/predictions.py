@@ -42,7 +42,7 @@ from shared.messages import Item
 from shared.predictions import Prediction, body_of, record_of
 from shared.stores.cache import cache_key
 from shared.tasks import Input
-from shared.webhook_urls import Forbidden, judged_url
+from shared.webhook_urls import WebhookUrlForbidden, parse_webhook_url
 
 router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
 
@@ -245,8 +245,8 @@ def _webhook_of(body: PredictionBody, *, allow_private: bool) -> tuple[str, tupl
     if url:
         field = "webhook" if body.webhook else "webhook_completed"
         try:
-            judged_url(url, allow_private=allow_private)
-        except Forbidden as error:
+            parse_webhook_url(url, allow_private=allow_private)
+        except WebhookUrlForbidden as error:
             raise BadInput(f"{field}: {error.message}", field=field) from error
     return url, events
 

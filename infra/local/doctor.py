@@ -33,7 +33,7 @@ FREE_DISK_BYTES = 2 * 1024**3
 FREE_MEMORY_BYTES = 2 * 1024**3
 """The stack with the shipped models takes about 1.5 GB."""
 REACH_LIMIT_S = 5.0
-_PLACES = {"project", "pubsub_endpoint", "bigquery_endpoint", "redis_url", "objects_url"}
+_PLACES = {"project", "pubsub_endpoint", "bigquery_endpoint", "redis_url", "records_url", "objects_url"}
 EXTRAS = ("api", "worker", "functions", "optimize", "local", "dev")
 """The extras that `make setup` installs. The extra `gpu` is for machines with a GPU."""
 INSTALL = "make setup"
@@ -192,6 +192,9 @@ def _endpoints(settings: Settings) -> Iterator[Diagnosis]:
         "Redis": ("PENSTOCK_REDIS_URL", _without_password(settings.redis_url), _reach_redis),
         "objects": ("PENSTOCK_OBJECTS_URL", settings.objects_url, _reach_objects),
     }
+    if settings.records_url:
+        place = _without_password(settings.records_url)
+        tries["records"] = ("PENSTOCK_RECORDS_URL", place, _reach_records)
     for what, (variable, place, reach) in tries.items():
         try:
             asyncio.run(_within_limit(reach(settings)))
@@ -223,8 +226,16 @@ async def _reach_bigquery(settings: Settings) -> None:
 
 
 async def _reach_redis(settings: Settings) -> None:
+    await _ping(settings.redis_url)
+
+
+async def _reach_records(settings: Settings) -> None:
+    await _ping(settings.records_url)
+
+
+async def _ping(redis_url: str) -> None:
     try:
-        async with Redis.from_url(settings.redis_url, socket_timeout=REACH_LIMIT_S) as client:
+        async with Redis.from_url(redis_url, socket_timeout=REACH_LIMIT_S) as client:
             await client.ping()
     except (RedisError, OSError, ValueError) as error:
         raise Unavailable(str(error)) from error

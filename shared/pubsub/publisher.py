@@ -86,7 +86,7 @@ class PublishQueue:
         if size_bytes > MESSAGE_LIMIT_BYTES:
             raise InputTooLarge(f"a message of {size_bytes} bytes is above the broker's {MESSAGE_LIMIT_BYTES}")
         if self._messages >= QUEUE_LIMIT_MESSAGES or self._bytes + size_bytes > QUEUE_LIMIT_BYTES:
-            raise Overloaded(f"{self._messages} messages wait to be published already")
+            raise Overloaded(f"{self._messages} messages are already waiting to be published")
 
     def _queue_of(self, topic_path: str, ordering_key: str) -> _TopicQueue:
         name = (topic_path, ordering_key)

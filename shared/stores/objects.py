@@ -175,7 +175,7 @@ def _open(url: str) -> Any:
 def _check(key: str) -> None:
     """Allows only plain path segments (no `..`, `%` or `//`), as keys come from messages."""
     if len(key) > KEY_LIMIT_BYTES or not _KEY.fullmatch(key):
-        raise BadInput(f"{key[:80]!r} is no valid object key", field="object_key")
+        raise BadInput(f"{key[:80]!r} is not a valid object key", field="object_key")
 
 
 @contextmanager

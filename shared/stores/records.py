@@ -187,7 +187,7 @@ class Records(RedisStore):
         created, dropped = await self._commands.run_script(CREATE, keys, *args)
         DROPPED.inc(dropped)
         if created < 0:
-            reason = "predictions that have not ended leave no room for another; try again when some have"
+            reason = "unfinished predictions leave no room for another one. Try again later."
             raise Overloaded(reason, retry_after_s=FULL_RETRY_S)
         return bool(created)
 

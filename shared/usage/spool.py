@@ -116,7 +116,7 @@ class Spool:
             OSError: the disk or the bound of this folder does not allow it.
         """
         if self.unowned_bytes >= self._max_bytes:
-            raise OSError(errno.EDQUOT, f"rows on disk take {self._max_bytes} bytes, the most they may")
+            raise OSError(errno.EDQUOT, f"rows on disk have reached their limit of {self._max_bytes} bytes")
         for _ in range(CREATE_TRIES):
             path = self._folder / f"{time.time_ns()}-{os.getpid()}-{next(self._numbers)}.segment"
             fd = self._open_new(path)

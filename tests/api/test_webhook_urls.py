@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from yarl import URL
 
-from shared.webhook_urls import Forbidden, judged_url
+from shared.webhook_urls import WebhookUrlForbidden, parse_webhook_url
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.api.predicting import TEXT
 
@@ -77,8 +77,8 @@ HOSTS = st.text(alphabet="0123456789abcdefx.:[]%@\uff11\u3002-", max_size=30)
 @example(url="https://xn--/")
 def test_any_url_is_judged_one_way_or_the_other(url: str) -> None:
     try:
-        judged = judged_url(url, allow_private=False)
-    except Forbidden:
+        judged = parse_webhook_url(url, allow_private=False)
+    except WebhookUrlForbidden:
         return
     assert isinstance(judged, URL)
     assert judged.scheme == "https"

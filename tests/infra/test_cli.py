@@ -154,13 +154,15 @@ def test_doctor_names_what_is_missing_and_the_fix(tmp_path: Path) -> None:
         "doctor",
         PENSTOCK_MODELS_FILE=str(models_file),
         PENSTOCK_REDIS_URL="redis://:secret@127.0.0.1:9/0",
+        PENSTOCK_RECORDS_URL="redis://:secret@127.0.0.1:9/1",
         PENSTOCK_PUBSUB_ENDPOINT="127.0.0.1:9",
         PENSTOCK_BIGQUERY_ENDPOINT="http://127.0.0.1:9",
     )
     assert told.returncode == 1
-    for what in ("catalog", "Pub/Sub", "BigQuery", "Redis  "):
+    for what in ("catalog", "Pub/Sub", "BigQuery", "Redis  ", "records"):
         assert f"\nMISS  {what}" in told.stdout
-    assert told.stdout.count("fix: ") >= 4
+    assert told.stdout.count("fix: ") >= 5
+    assert "or correct PENSTOCK_RECORDS_URL" in told.stdout
     assert "secret" not in told.stdout
 
 

@@ -38,7 +38,7 @@ from shared.messages import (
     failure,
 )
 from shared.pubsub.names import WEBHOOKS_TOPIC_ID
-from shared.salvage import salvaged
+from shared.salvage import salvage_envelope
 from shared.stores.records import Finish, Records, record_id
 from shared.transport import Message, Publisher
 from shared.usage.row import Row, row_of
@@ -101,7 +101,7 @@ class DeadLetters:
             UndecodableMessage: it does not identify its job.
             PenstockError: a step failed and is to be retried.
         """
-        envelope = salvaged(message.attributes)
+        envelope = salvage_envelope(message.attributes)
         if envelope is None:
             raise UndecodableMessage("its attributes do not say whose job it is", field="attributes")
         items, error = _reading(message)

@@ -19,7 +19,7 @@ from shared.predictions import Prediction, body_of, decode_document
 from shared.stores.records import Record, Records
 from shared.stores.signed_urls import UrlSigner
 from shared.transport import Message
-from shared.webhook_urls import Forbidden
+from shared.webhook_urls import WebhookUrlForbidden
 from shared.webhooks import WebhookEvent, decode_webhook_event, signature, tenant_secrets
 from workers.functions.delivery_state import DeliveryState
 from workers.functions.webhook_client import WebhookClient, WebhookResponse
@@ -95,7 +95,7 @@ class Webhooks:
             return decision
         try:
             answer = await self._post(prediction, record, _webhook_id(event, message))
-        except Forbidden as error:
+        except WebhookUrlForbidden as error:
             log.warning("webhook forbidden", extra={"record": event.id, "reason": error.message})
             return "forbidden"
         end = _end_of(answer, time.time() - (message.publish_time_s or time.time()))

@@ -25,7 +25,7 @@ from aiohttp import (
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from shared.errors import Unavailable
-from shared.webhook_urls import Forbidden, is_public, judged_url
+from shared.webhook_urls import WebhookUrlForbidden, is_public, parse_webhook_url
 
 CONNECT_LIMIT_S = 5.0
 TOTAL_LIMIT_S = 20.0
@@ -69,10 +69,10 @@ class WebhookClient:
         """Posts once and follows no redirect.
 
         Raises:
-            Forbidden: the URL is not one for webhooks, or one of its addresses is not public.
+            WebhookUrlForbidden: the URL is not one for webhooks, or one of its addresses is not public.
             Unavailable: no answer in time.
         """
-        url = judged_url(self._url, allow_private=self._allow_private)
+        url = parse_webhook_url(self._url, allow_private=self._allow_private)
         addresses = await self._addresses(url.host or "", url.port or 0)
         connector = TCPConnector(
             resolver=_FixedResolver(addresses),
@@ -106,7 +106,7 @@ class WebhookClient:
             raise Unavailable(f"{host} could not be resolved: {error}") from error
         private = [address for address in addresses if not is_public(ip_address(address))]
         if private and not self._allow_private:
-            raise Forbidden(f"{host} is {private[0]}, which is not public", field="webhook")
+            raise WebhookUrlForbidden(f"{host} is {private[0]}, which is not public", field="webhook")
         return list(addresses)
 
 

@@ -8,7 +8,7 @@ import time
 from shared.errors import BadInput, PenstockError, UndecodableMessage
 from shared.messages import Envelope, ItemError, ReplyBody, encode_reply_body, reply_attributes
 from shared.pubsub.names import dead_letter_topic_id
-from shared.salvage import salvaged
+from shared.salvage import salvage_envelope
 from shared.transport import Message, Publisher, Subscription
 from workers import metrics
 
@@ -70,7 +70,7 @@ class ReplyPublisher:
         facts = {"message_id": message.message_id, "reason": error.message}
         log.warning("message is no job", extra=facts)
         metrics.UNDECODABLE.inc()
-        envelope = salvaged(message.attributes)
+        envelope = salvage_envelope(message.attributes)
         try:
             if envelope is not None:
                 reason = ItemError(error.code, error.message, error.field)

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from shared.errors import Unavailable
-from shared.webhook_urls import Forbidden, is_public
+from shared.webhook_urls import WebhookUrlForbidden, is_public
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.functions.receiver import Receiver
 from tests.workers.functions.tokens import Issuer
@@ -68,7 +68,7 @@ def test_public_addresses(address: str) -> None:
 )
 async def test_private_addresses_are_refused(address: str) -> None:
     assert not is_public(ip_address(address))
-    with pytest.raises(Forbidden, match="not public"):
+    with pytest.raises(WebhookUrlForbidden, match="not public"):
         await WebhookClient("https://receiver.example/hook", resolve=gives("93.184.216.34", address)).post({}, b"")
 
 
@@ -86,7 +86,7 @@ async def test_private_addresses_are_refused(address: str) -> None:
     ],
 )
 async def test_other_urls_are_refused(url: str) -> None:
-    with pytest.raises(Forbidden):
+    with pytest.raises(WebhookUrlForbidden):
         await WebhookClient(url, resolve=gives("93.184.216.34")).post({}, b"")
 
 
@@ -98,7 +98,7 @@ async def test_no_spelling_of_this_machine_gets_through(host: str) -> None:
     """By the real resolver, with somebody who listens."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setblocking(False)
-        with pytest.raises((Forbidden, Unavailable)):
+        with pytest.raises((WebhookUrlForbidden, Unavailable)):
             await WebhookClient(f"https://{host}:{listening.getsockname()[1]}/").post({}, b"")
         with pytest.raises(BlockingIOError):
             listening.accept()
