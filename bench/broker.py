@@ -1,6 +1,6 @@
 """The broker's round trip: publish a job, pull it, publish the reply to a slot, pull that.
 
-The embedded Pub/Sub runs in a process of its own, requester and responder in this one, as 2 cores
+The embedded Pub/Sub runs in a separate process, requester and responder in this one, as 2 cores
 have it. Compared: 80 slots with one, memory with a data directory, and the embedded server with
 Google's emulator (which knows no filters here, so one slot).
 """

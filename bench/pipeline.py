@@ -182,7 +182,7 @@ class Pipeline:
 
     @contextmanager
     def another_api(self, **settings: object) -> Iterator[Part]:
-        """One more API on the same pipeline, with `settings` of its own (fields of ApiSettings)."""
+        """One more API on the same pipeline with other `settings` (fields of ApiSettings)."""
         port = free_port()
         # The port of the stack's own metrics is taken.
         given = {"PENSTOCK_METRICS_PORT": "0", "PENSTOCK_PORT": str(port)}
@@ -213,7 +213,7 @@ def another(stack: Stack, name: str, module: str, port: int, given: Mapping[str,
 
 @contextmanager
 def running(changes: Mapping[str, object] | None = None, **settings: object) -> Iterator[Pipeline]:
-    """A warm pipeline of its own in a folder that is removed afterwards.
+    """A warm pipeline in a temporary folder.
 
     Args:
         changes: fields of the entry of MODEL in the catalog that differ from the shipped one.
@@ -246,7 +246,7 @@ def catalog_with(state_dir: Path, changes: Mapping[str, object]) -> Path:
 
 
 def only_model(state_dir: Path, name: str, changes: Mapping[str, object]) -> Path:
-    """The shipped catalog without the other models, for what is measured of one alone."""
+    """The shipped catalog without the other models."""
     catalog = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))
     catalog["models"] = [entry | changes for entry in catalog["models"] if entry["name"] == name]
     return _written(state_dir, catalog)

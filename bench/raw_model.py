@@ -125,7 +125,7 @@ def _answer(child: subprocess.Popen[str]) -> None:
 
 
 def _serve(threads: int, folder: str, backend: Backend) -> None:
-    """The child: holds batches, embeds them when told to."""
+    """The child: holds batches, and embeds them on request."""
     prepare = _onnx(threads, backend.graph) if backend.backend == "onnx" else _torch(threads, folder, backend.precision)
     held: list[Callable[[], object]] = []
     print("ready", flush=True)

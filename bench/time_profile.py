@@ -1,6 +1,6 @@
 """Where a request's time goes: phases and CPU of each process, by requests in flight.
 
-Each phase lies between two moments that the request's row keeps, so the phases of one request add
+Each phase is between two times in the request's row, so the phases of one request add
 up to its round trip. Shown are means over the middle fifth of the requests by round trip: medians
 of phases would not add up. All clocks are the same machine's.
 """

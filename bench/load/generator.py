@@ -110,7 +110,7 @@ def embedding_bodies(model: str, texts: list[str]) -> list[str]:
 
 
 def drive(order: LoadOrder) -> LoadReport:
-    """Carries out `order` in a process of its own.
+    """Executes `order` in a separate process.
 
     Raises:
         subprocess.CalledProcessError: the generator failed. Its reason is on stderr.

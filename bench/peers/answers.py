@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 PLACE = "$TEXT"
-"""Stands in a body where the text goes."""
+"""The placeholder for the text in a body."""
 
 
 def bodies_of(body: Any, texts: Iterable[str]) -> list[str]:
@@ -27,7 +27,7 @@ def vector_of(body: bytes | str, answer: Sequence[str | int]) -> list[float]:
     Raises:
         ValueError: no JSON, or no list of numbers there.
         LookupError: no such key or place.
-        TypeError: a key where a list stands, or the other way round.
+        TypeError: a key for a list, or an index for an object.
     """
     found = msgspec.json.decode(body)
     for step in answer:

@@ -45,7 +45,7 @@ class Tree:
         self._each(lambda process: process.resume())
 
     def end(self) -> None:
-        """Kills what is left of it."""
+        """Kills the remaining processes."""
         living = list(self._living())
         for process in living:
             try:

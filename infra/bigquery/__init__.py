@@ -62,10 +62,10 @@ def reports() -> dict[str, Report]:
 
 
 def create(client: bigquery.Client, dataset: str) -> None:
-    """Makes the data set, the table and the views, or brings what is there up to date.
+    """Creates the data set, the table and the views, or updates existing ones.
 
     Args:
-        client: Google's client, for the project that the data set stands in.
+        client: Google's client, for the project of the data set.
         dataset: its id.
 
     Raises:

@@ -60,7 +60,7 @@ def make_plan(
 
     Args:
         catalog: the models. Those without a rate have no more workers than replicas.min.
-        rates: what is expected.
+        rates: the expected rates.
         platform: the variables of infra/terraform/platform.
         prices: what things cost.
         gpus: infra/kubernetes/gpus.yaml.

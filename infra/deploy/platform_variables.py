@@ -133,7 +133,7 @@ class Platform(_Variable):
 
     @property
     def home(self) -> str:
-        """The region of the lowest index: what stands once stands there."""
+        """The region of the lowest index, which has everything that exists once."""
         return min(self.regions, key=lambda name: self.regions[name].index)
 
     def in_regions(self, names: Sequence[str]) -> Platform:

@@ -1,4 +1,4 @@
-"""The quotas and limits that a plan meets: what to ask for, and what is known of the default."""
+"""The quotas and limits of a plan: amounts to request, and known defaults."""
 
 from __future__ import annotations
 

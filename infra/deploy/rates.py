@@ -24,7 +24,7 @@ class _Entry(BaseModel):
 
 
 class ModelRate(_Entry):
-    """What is asked of one model, and what an item of it takes."""
+    """The requests of one model, and the cost of one of its items."""
 
     mean_per_s: float = Field(ge=0)
     """Requests a second, averaged over a month."""

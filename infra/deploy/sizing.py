@@ -70,7 +70,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Site:
-    """What stands in one region."""
+    """The sizing of one region."""
 
     region: str
     share: float

@@ -1,1 +1,1 @@
-"""Servers that stand in for Google's on one machine."""
+"""Servers that replace Google's on one machine."""

@@ -40,7 +40,7 @@ def slug(model: str) -> str:
 
 
 def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: Deployment) -> None:
-    """Writes the overlay, in place of what is there.
+    """Writes the overlay, and replaces an existing one.
 
     Args:
         out: the folder. Files of an earlier run are deleted.

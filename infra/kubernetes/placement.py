@@ -1,4 +1,4 @@
-"""Where a worker runs and what it may take there: a GPU of its own, its share of one, or none."""
+"""Where a worker runs and its share of the node: a whole GPU, a part of one, or none."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The world of the pictures: shapes, colors, sizes, places, relations, and random scenes.
 
-First on the path of training: a scene is sampled here, drawn in draw.py and told in captions.py.
+First on the path of training: a scene is sampled here, drawn in draw.py and described in
+captions.py.
 """
 
 from __future__ import annotations

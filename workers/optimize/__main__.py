@@ -173,7 +173,7 @@ def _optimize(settings: WorkerSettings, wishes: Wishes, output: Output, *, force
 
 
 def _described(artifact: Artifact) -> str:
-    """What is there, in one line."""
+    """The result in one line."""
     names = ", ".join(f"{variant.name} ({variant.relative_speed:.2f}x)" for variant in artifact.manifest.variants)
     return f"{artifact.folder} is there: {names}; --force makes it anew"
 

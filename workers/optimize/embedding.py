@@ -102,7 +102,7 @@ class _Workshop:
         self._wishes = wishes
 
     def clear(self) -> None:
-        """Removes what is no variant."""
+        """Removes all files except variants."""
         for path in self._target.glob(".*.onnx"):
             path.unlink()
 

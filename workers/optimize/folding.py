@@ -23,7 +23,7 @@ _OPERATOR, _DOMAIN = "MatMulIntegerToFloat", "com.microsoft"
 
 @dataclass(frozen=True)
 class _Product:
-    """An INT8 product between the quantizer's conversions, and the fp32 product that it stands for.
+    """An INT8 product between the quantizer's conversions, and the fp32 product that it replaces.
 
     Its activation is rounded by `scale` and `zero` to 0 … 255. `weights` and `rounded_weights` are
     [inputs, outputs].

@@ -43,7 +43,7 @@ _INTERRUPT_EVERY_S = 0.05
 
 @dataclass
 class BigQueryJob:
-    """One job: what it was asked (`configuration`) and how it stands."""
+    """One job: its request (`configuration`) and its state."""
 
     project: str
     job_id: str
@@ -126,7 +126,7 @@ class Jobs:
 
     Args:
         tasks: the server's task group, which owns the jobs' tasks.
-        let_go: frees the rows of a result that nobody can ask for any more.
+        let_go: frees the rows of a result that can no longer be requested.
     """
 
     def __init__(self, tasks: TaskGroup, let_go: Callable[[Result], Awaitable[None]]) -> None:
@@ -157,7 +157,7 @@ class Jobs:
         return job if job is not None and job.anonymous_table == key and job.result is not None else None
 
     async def start(self, job: BigQueryJob, work: Work) -> BigQueryJob:
-        """Starts a job's work in a task of its own.
+        """Starts a job's work in a new task.
 
         Args:
             job: a new job.

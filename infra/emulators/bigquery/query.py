@@ -70,7 +70,7 @@ class Queries:
 
         Args:
             statement: a SELECT.
-            on_cursor: told of the session before it works.
+            on_cursor: called with the session before it runs.
 
         Raises:
             InvalidQueryError: for a query that fails, at the start or on the way.

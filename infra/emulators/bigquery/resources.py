@@ -42,7 +42,7 @@ class TableKey:
 
     @property
     def dataset(self) -> DatasetKey:
-        """The data set that it stands in."""
+        """Its data set."""
         return DatasetKey(self.project, self.dataset_id)
 
     def resource(self) -> Json:

@@ -156,7 +156,7 @@ def result_schema(columns: Sequence[tuple[str, Any]]) -> Schema:
         columns: name and DuckDB type object of each column.
 
     Raises:
-        InvalidError: where a name stands twice.
+        InvalidError: a name occurs twice.
         UnsupportedError: for a type that BigQuery's results can't carry or this server does not
             know.
     """

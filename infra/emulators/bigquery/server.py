@@ -94,7 +94,7 @@ def _service(store: Store, catalog: TableCatalog, tasks: TaskGroup) -> BigQueryS
 
 
 class _Server(uvicorn.Server):
-    """Signals belong to whoever runs this server, not to it."""
+    """Signals belong to the program that runs this server."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -36,7 +36,7 @@ def merged(old: Json, patch: Json) -> Json:
 
 
 def dataset_settings(body: Json) -> Json:
-    """Returns what is kept of a Dataset resource."""
+    """Returns the stored fields of a Dataset resource."""
     found = _kept(body, _DATASET_FIELDS)
     if found.get("isCaseInsensitive"):
         raise UnsupportedError("isCaseInsensitive: not supported by the embedded BigQuery")
@@ -44,7 +44,7 @@ def dataset_settings(body: Json) -> Json:
 
 
 def table_settings(schema: Schema, body: Json, dataset: DatasetResource, created_ms: int) -> Json:
-    """Returns what is kept of a Table resource.
+    """Returns the stored fields of a Table resource.
 
     Args:
         schema: the table's fields.

@@ -1,7 +1,7 @@
 """The DuckDB database of the embedded BigQuery: file, sessions and GoogleSQL macros.
 
 Tables live in the attached database `data` (one file, or memory), results of queries in `memory`,
-so a large result never touches the file. Whoever writes to `data` holds the server's writer, which
+so a large result never touches the file. Writers of `data` hold the server's writer, which
 is one at a time.
 """
 
@@ -68,7 +68,7 @@ class Store:
 
     @contextmanager
     def cursor(self) -> Iterator[Cursor]:
-        """Gives a session of its own: what runs in it sees one state of the data per statement."""
+        """Opens a session, which sees one state of the data per statement."""
         cursor = self._root.cursor()
         try:
             yield cursor

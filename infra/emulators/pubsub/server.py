@@ -63,7 +63,7 @@ async def serve(
         socket_path: a Unix socket to listen on as well. It saves 0.1 ms per local call.
         storage_bytes: message bytes held at most before publishes are refused.
         data_dir: where the state is kept and read at the next start. None keeps it in memory.
-        fsync: whether what is kept outlives a power cut too, not only this process.
+        fsync: whether the state also survives power cuts, not only the end of this process.
 
     Yields:
         The server with the port that it got.

@@ -20,7 +20,7 @@ _SQL_NAMES = {"INTEGER": "INT64", "FLOAT": "FLOAT64", "BOOLEAN": "BOOL"}
 def information_schema(
     node: exp.Table, project: str, tables_of: Callable[[DatasetKey], list[TableResource]]
 ) -> exp.Expr:
-    """Returns the query that a name such as `d.INFORMATION_SCHEMA.TABLES` stands for.
+    """Returns the query behind a name such as `d.INFORMATION_SCHEMA.TABLES`.
 
     Args:
         node: the name in the statement.

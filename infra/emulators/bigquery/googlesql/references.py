@@ -48,7 +48,7 @@ def resolve(tree: exp.Expr, names: Names, resolved: Resolved, depth: int = 0) ->
         tree: a parsed statement. It is changed in place.
         names: where names are looked up.
         resolved: filled with the tables found.
-        depth: how many views this statement stands in.
+        depth: how many views contain this statement.
 
     Returns:
         The statement.

@@ -104,7 +104,7 @@ class Translator:
 
 
 def parse(sql: str) -> exp.Expr:
-    """Reads one GoogleSQL statement and refuses what is unknown in it.
+    """Parses one GoogleSQL statement and refuses unknown parts.
 
     Raises:
         InvalidQueryError: for a syntax error, with the line and column, or an unknown function.

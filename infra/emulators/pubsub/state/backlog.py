@@ -1,4 +1,4 @@
-"""The deliveries of one subscription: what waits, what is leased to whom, and what comes back.
+"""The deliveries of one subscription: ready, leased to a consumer, or coming back.
 
 Between a subscription, which adds messages and owns the policies, and the consumers (streams,
 pulls, push workers).
@@ -181,7 +181,7 @@ class Backlog:
     def bring_back(self, messages: Iterable[StoredMessage]) -> None:
         """Add messages that are older than some that are here, each in its place.
 
-        What is leased keeps its lease, unless an older message of its ordering key came back.
+        Leased messages keep their lease, unless an older one of their ordering key came back.
         """
         for message in messages:
             # Not its sequence: an ack id of the time before it was acked must not ack it again.

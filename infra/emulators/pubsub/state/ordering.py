@@ -16,7 +16,7 @@ class OrderingLines:
 
         Returns:
             The delivery it pushed back from the head (a seek brings older messages than the head),
-            to be taken back from whoever holds it. Whether the new one is the head is `is_head`.
+            to be taken back from its consumer. Whether the new one is the head is `is_head`.
         """
         line = self._lines.setdefault(delivery.message.ordering_key, [])
         if not line or line[-1].message.sequence < delivery.message.sequence:
