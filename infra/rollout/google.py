@@ -36,7 +36,7 @@ def default_credentials() -> Credentials:
 
 
 class GoogleClient:
-    """Asks Google's APIs.
+    """Calls Google's APIs.
 
     Args:
         credentials: whose token goes with each call.

@@ -15,7 +15,7 @@ from infra.rollout.google import GoogleClient
 
 @dataclass(frozen=True)
 class CanaryVerdict:
-    """What a revision's requests say of it: `is_good` unless enough of them failed."""
+    """The verdict on a revision by its requests: good unless enough of them failed."""
 
     requests: int
     failed: int
