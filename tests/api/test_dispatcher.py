@@ -15,188 +15,190 @@ from api.dispatch.reply_inbox import REPLIES
 from shared.errors import Overloaded, Unavailable
 from shared.messages import ItemOutcome, Receipt, Reply, ReplyBody, encode_reply, encode_reply_body
 from shared.tasks.embedding import EmbeddingResult, TextInput
-from tests.api.dispatching import Bench, ends, origins, running_bench, texts_right
+from tests.api.dispatcher_harness import DispatcherHarness, ends, origins, running_dispatcher, texts_right
 from tests.api.fake_worker import vector_of
 from tests.api.harness import TEXT_MODEL
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
-Benches = Callable[..., AbstractAsyncContextManager[Bench]]
+StartHarness = Callable[..., AbstractAsyncContextManager[DispatcherHarness]]
 
 
 @pytest.fixture
-def benches(tmp_path: Path) -> Benches:
-    return partial(running_bench, tmp_path)
+def start_harness(tmp_path: Path) -> StartHarness:
+    return partial(running_dispatcher, tmp_path)
 
 
 @pytest.fixture
-async def bench(benches: Benches) -> AsyncIterator[Bench]:
-    async with benches() as running:
+async def harness(start_harness: StartHarness) -> AsyncIterator[DispatcherHarness]:
+    async with start_harness() as running:
         yield running
         assert running.is_idle()
 
 
-async def test_identical_items_at_once_are_computed_once(bench: Bench) -> None:
-    bench.worker.go.clear()
-    asks = [bench.ask("a"), bench.ask("b", "a"), bench.ask("a")]
-    await bench.worker.until_taken(2)
-    bench.worker.go.set()
+async def test_identical_items_at_once_are_computed_once(harness: DispatcherHarness) -> None:
+    harness.worker.go.clear()
+    asks = [harness.ask("a"), harness.ask("b", "a"), harness.ask("a")]
+    await harness.worker.until_taken(2)
+    harness.worker.go.set()
     first, second, third = await asyncio.gather(*asks)
     assert texts_right(first, "a")
     assert texts_right(second, "b", "a")
     assert texts_right(third, "a")
     assert (origins(first), origins(second), origins(third)) == (["miss"], ["miss", "joined"], ["joined"])
-    assert [item.input for item in bench.worker.items] == [TextInput("a"), TextInput("b")]
-    assert sorted((row.item, row.cache, row.status, row.cost_usd) for row in bench.rows) == [
+    assert [item.input for item in harness.worker.items] == [TextInput("a"), TextInput("b")]
+    assert sorted((row.item, row.cache, row.status, row.cost_usd) for row in harness.rows) == [
         (0, "joined", "succeeded", 0.0),
         (1, "joined", "succeeded", 0.0),
     ]
 
 
-async def test_item_that_stands_twice_in_a_request_is_computed_once(bench: Bench) -> None:
-    answer = await bench.ask("a", "b", "a")
+async def test_item_that_stands_twice_in_a_request_is_computed_once(harness: DispatcherHarness) -> None:
+    answer = await harness.ask("a", "b", "a")
     assert texts_right(answer, "a", "b", "a")
     assert origins(answer) == ["miss", "miss", "joined"]
-    assert [(row.row_id.rpartition(":")[2], row.cache) for row in bench.rows] == [("2", "joined")]
+    assert [(row.row_id.rpartition(":")[2], row.cache) for row in harness.rows] == [("2", "joined")]
 
 
-async def test_leader_who_hangs_up_leaves_the_job_to_those_who_joined(bench: Bench) -> None:
-    bench.worker.go.clear()
-    leader, joined = bench.ask("a"), bench.ask("a")
-    await bench.worker.until_taken(1)
+async def test_leader_who_hangs_up_leaves_the_job_to_those_who_joined(harness: DispatcherHarness) -> None:
+    harness.worker.go.clear()
+    leader, joined = harness.ask("a"), harness.ask("a")
+    await harness.worker.until_taken(1)
     leader.cancel()
     await asyncio.wait([leader])
-    bench.worker.go.set()
+    harness.worker.go.set()
     assert texts_right(await joined, "a")
-    assert len(bench.worker.jobs) == 1
+    assert len(harness.worker.jobs) == 1
 
 
-async def test_leader_who_hangs_up_before_its_job_exists_hands_over(bench: Bench) -> None:
-    bench.cache.go.clear()
-    leader, joined = bench.ask("a"), bench.ask("a")
+async def test_leader_who_hangs_up_before_its_job_exists_hands_over(harness: DispatcherHarness) -> None:
+    harness.cache.go.clear()
+    leader, joined = harness.ask("a"), harness.ask("a")
     await asyncio.sleep(0)
     leader.cancel()
     await asyncio.wait([leader])
-    bench.cache.go.set()
+    harness.cache.go.set()
     answer = await joined
     assert texts_right(answer, "a")
     assert origins(answer) == ["miss"]
     # The leader's item was never published, so its row is the API's.
-    assert [(row.status, row.error_code) for row in bench.rows] == [("canceled", "canceled")]
+    assert [(row.status, row.error_code) for row in harness.rows] == [("canceled", "canceled")]
 
 
-async def test_who_joined_a_job_that_no_worker_can_read_asks_anew(bench: Bench) -> None:
-    bench.worker.go.clear()
-    asks = [bench.ask("a"), bench.ask("b", "a"), bench.ask("a")]
-    bench.worker.unreadable = {asks[0].get_name()}
-    await bench.worker.until_taken(2)
-    bench.worker.go.set()
+async def test_who_joined_a_job_that_no_worker_can_read_asks_anew(harness: DispatcherHarness) -> None:
+    harness.worker.go.clear()
+    asks = [harness.ask("a"), harness.ask("b", "a"), harness.ask("a")]
+    harness.worker.unreadable = {asks[0].get_name()}
+    await harness.worker.until_taken(2)
+    harness.worker.go.set()
     first, *others = await asyncio.gather(*asks)
     assert ends(first) == ["undecodable_message"]
     assert texts_right(others[0], "b", "a")
     assert texts_right(others[1], "a")
-    assert len(bench.worker.jobs) == 3, "one of those that joined led the next round"
+    assert len(harness.worker.jobs) == 3, "one of those that joined led the next round"
 
 
-async def test_last_who_hangs_up_frees_everything_at_once(bench: Bench) -> None:
+async def test_last_who_hangs_up_frees_everything_at_once(harness: DispatcherHarness) -> None:
     unknown = REPLIES.labels("unknown")
     before = unknown._value.get()
-    bench.worker.go.clear()
-    asks = [bench.ask("a"), bench.ask("a", "b")]
-    await bench.worker.until_taken(2)
+    harness.worker.go.clear()
+    asks = [harness.ask("a"), harness.ask("a", "b")]
+    await harness.worker.until_taken(2)
     for ask in asks:
         ask.cancel()
     await asyncio.wait(asks)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert bench.is_idle()
+    assert harness.is_idle()
     # The worker answers all the same: nobody waits, and the replies are dropped.
-    bench.worker.go.set()
+    harness.worker.go.set()
     await _until(lambda: unknown._value.get() == before + 2)
-    assert sorted((row.cache, row.error_code) for row in bench.rows) == [("none", "canceled")]
+    assert sorted((row.cache, row.error_code) for row in harness.rows) == [("none", "canceled")]
 
 
-async def test_deadline_of_the_leader_is_not_that_of_those_who_joined(bench: Bench) -> None:
-    bench.worker.go.clear()
-    leader, joined = bench.ask("a", deadline_in_s=0.1), bench.ask("a")
+async def test_deadline_of_the_leader_is_not_that_of_those_who_joined(harness: DispatcherHarness) -> None:
+    harness.worker.go.clear()
+    leader, joined = harness.ask("a", deadline_in_s=0.1), harness.ask("a")
     assert ends(await leader) == ["deadline_exceeded"]
-    await bench.worker.until_taken(2)
-    bench.worker.go.set()
+    await harness.worker.until_taken(2)
+    harness.worker.go.set()
     answer = await joined
     assert texts_right(answer, "a")
     assert origins(answer) == ["miss"]
-    assert bench.rows == []
+    assert harness.rows == []
 
 
-async def test_short_deadline_of_one_who_joined_does_not_end_the_job(bench: Bench) -> None:
-    bench.worker.go.clear()
-    leader, joined = bench.ask("a"), bench.ask("a", deadline_in_s=0.05)
+async def test_short_deadline_of_one_who_joined_does_not_end_the_job(harness: DispatcherHarness) -> None:
+    harness.worker.go.clear()
+    leader, joined = harness.ask("a"), harness.ask("a", deadline_in_s=0.05)
     assert ends(await joined) == ["deadline_exceeded"]
-    bench.worker.go.set()
+    harness.worker.go.set()
     assert texts_right(await leader, "a")
-    assert [row.status for row in bench.rows] == ["expired"]
+    assert [row.status for row in harness.rows] == ["expired"]
 
 
-async def test_failure_is_shared_and_items_fail_alone(bench: Bench) -> None:
-    bench.worker.go.clear()
-    asks = [bench.ask("a", "broken"), bench.ask("broken")]
-    await bench.worker.until_taken(1)
-    bench.worker.go.set()
+async def test_failure_is_shared_and_items_fail_alone(harness: DispatcherHarness) -> None:
+    harness.worker.go.clear()
+    asks = [harness.ask("a", "broken"), harness.ask("broken")]
+    await harness.worker.until_taken(1)
+    harness.worker.go.set()
     first, second = await asyncio.gather(*asks)
     assert ends(first) == ["succeeded", "model_failed"]
     assert ends(second) == ["model_failed"]
-    assert [(row.cache, row.status, row.error_code) for row in bench.rows] == [("joined", "failed", "model_failed")]
+    assert [(row.cache, row.status, row.error_code) for row in harness.rows] == [("joined", "failed", "model_failed")]
 
 
-async def test_answer_whose_reply_got_lost_is_found_in_the_record(benches: Benches, redis_url: str) -> None:
-    async with benches(redis_url=redis_url) as bench:
-        bench.worker.is_silent = True
-        ask = bench.ask("a", deadline_in_s=0.3)
-        await bench.worker.until_taken(1)
+async def test_answer_whose_reply_got_lost_is_found_in_the_record(start_harness: StartHarness, redis_url: str) -> None:
+    async with start_harness(redis_url=redis_url) as harness:
+        harness.worker.is_silent = True
+        ask = harness.ask("a", deadline_in_s=0.3)
+        await harness.worker.until_taken(1)
         result = EmbeddingResult(vector_of(TextInput("a")).tobytes(), 3)
         reply = ReplyBody([ItemOutcome(0, "succeeded", Receipt(cache="miss"), result)])
-        await bench.records.finish(ask.get_name(), "succeeded", encode_reply_body(reply))
+        await harness.records.finish(ask.get_name(), "succeeded", encode_reply_body(reply))
         assert texts_right(await ask, "a")
-        assert bench.rows == []  # the worker has it, so its row is the worker's
+        assert harness.rows == []  # the worker has it, so its row is the worker's
 
 
-async def test_job_that_every_caller_has_left_is_canceled(benches: Benches, redis_url: str) -> None:
-    async with benches(redis_url=redis_url) as bench:
-        bench.worker.go.clear()
-        leader, joined = bench.ask("a"), bench.ask("a")
-        await bench.worker.until_taken(1)
-        record = bench.worker.jobs[0].envelope.request_id
+async def test_job_that_every_caller_has_left_is_canceled(start_harness: StartHarness, redis_url: str) -> None:
+    async with start_harness(redis_url=redis_url) as harness:
+        harness.worker.go.clear()
+        leader, joined = harness.ask("a"), harness.ask("a")
+        await harness.worker.until_taken(1)
+        record = harness.worker.jobs[0].envelope.request_id
         for ask in (leader, joined):
-            assert await bench.records.read(record) is None, "somebody waits for it"
+            assert await harness.records.read(record) is None, "somebody waits for it"
             ask.cancel()
             await asyncio.wait([ask])
         with anyio.fail_after(5):
-            while (found := await bench.records.read(record)) is None:
+            while (found := await harness.records.read(record)) is None:
                 pass
         assert found.state == "canceled"
 
 
-async def test_published_item_that_expires_is_the_workers_to_record(bench: Bench) -> None:
-    bench.worker.is_silent = True
-    assert ends(await bench.ask("a", deadline_in_s=0.05)) == ["deadline_exceeded"]
-    assert bench.rows == []
+async def test_published_item_that_expires_is_the_workers_to_record(harness: DispatcherHarness) -> None:
+    harness.worker.is_silent = True
+    assert ends(await harness.ask("a", deadline_in_s=0.05)) == ["deadline_exceeded"]
+    assert harness.rows == []
 
 
-async def test_nothing_is_published_after_the_deadline(bench: Bench) -> None:
-    assert ends(await bench.ask("a", deadline_in_s=-1.0)) == ["deadline_exceeded"]
-    assert bench.worker.jobs == []
-    assert [(row.status, row.error_code, row.published_at_s) for row in bench.rows] == [
+async def test_nothing_is_published_after_the_deadline(harness: DispatcherHarness) -> None:
+    assert ends(await harness.ask("a", deadline_in_s=-1.0)) == ["deadline_exceeded"]
+    assert harness.worker.jobs == []
+    assert [(row.status, row.error_code, row.published_at_s) for row in harness.rows] == [
         ("expired", "deadline_exceeded", None)
     ]
 
 
-async def test_broker_out_of_reach_is_recorded_by_the_api(bench: Bench) -> None:
-    bench.transport.outage = Unavailable("no broker")
-    assert ends(await bench.ask("a", "b")) == ["unavailable", "unavailable"]
-    assert [(row.status, row.error_code) for row in bench.rows] == [("failed", "unavailable")] * 2
+async def test_broker_out_of_reach_is_recorded_by_the_api(harness: DispatcherHarness) -> None:
+    harness.transport.outage = Unavailable("no broker")
+    assert ends(await harness.ask("a", "b")) == ["unavailable", "unavailable"]
+    assert [(row.status, row.error_code) for row in harness.rows] == [("failed", "unavailable")] * 2
 
 
-async def test_publish_that_ends_with_the_deadline_has_expired(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_publish_that_ends_with_the_deadline_has_expired(
+    harness: DispatcherHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A timer may fire up to a millisecond early, and the caller is still told of its deadline, not of an outage."""
 
     async def publish(topic: str, data: bytes, attributes: dict[str, str], *, timeout_s: float) -> str:
@@ -204,117 +206,119 @@ async def test_publish_that_ends_with_the_deadline_has_expired(bench: Bench, mon
             pass
         raise Unavailable("no answer within the time left")
 
-    monkeypatch.setattr(bench.transport, "publish", publish)
-    assert ends(await bench.ask("a", deadline_in_s=0.02)) == ["deadline_exceeded"]
+    monkeypatch.setattr(harness.transport, "publish", publish)
+    assert ends(await harness.ask("a", deadline_in_s=0.02)) == ["deadline_exceeded"]
 
 
-async def test_topic_that_is_missing_is_no_fault_of_the_caller(bench: Bench) -> None:
-    await bench.transport.delete_topic(f"jobs.{TEXT_MODEL.name}")
-    assert ends(await bench.ask("a")) == ["unavailable"]
+async def test_topic_that_is_missing_is_no_fault_of_the_caller(harness: DispatcherHarness) -> None:
+    await harness.transport.delete_topic(f"jobs.{TEXT_MODEL.name}")
+    assert ends(await harness.ask("a")) == ["unavailable"]
 
 
-async def test_hits_cost_nothing_and_leave_rows(bench: Bench) -> None:
-    await bench.ask("a", "b")
-    answer = await bench.ask("b", "c", "a")
+async def test_hits_cost_nothing_and_leave_rows(harness: DispatcherHarness) -> None:
+    await harness.ask("a", "b")
+    answer = await harness.ask("b", "c", "a")
     assert texts_right(answer, "b", "c", "a")
     assert origins(answer) == ["memory", "miss", "memory"]
     assert answer.headers()["x-penstock-cache"] == "partial"
-    assert [(row.item, row.cache, row.tokens, row.cost_usd) for row in bench.rows] == [
+    assert [(row.item, row.cache, row.tokens, row.cost_usd) for row in harness.rows] == [
         (0, "memory", 3, 0.0),
         (2, "memory", 3, 0.0),
     ]
-    assert len(bench.worker.items) == 3
+    assert len(harness.worker.items) == 3
 
 
-async def test_no_cache_computes_anew_and_keeps(bench: Bench) -> None:
-    await bench.ask("a")
-    await bench.ask("a", cache_read=False)
-    assert [(job.body.cache_read, job.body.cache_write) for job in bench.worker.jobs] == [(True, True), (False, True)]
-    assert all(item.cache_key for item in bench.worker.items)
+async def test_no_cache_computes_anew_and_keeps(harness: DispatcherHarness) -> None:
+    await harness.ask("a")
+    await harness.ask("a", cache_read=False)
+    assert [(job.body.cache_read, job.body.cache_write) for job in harness.worker.jobs] == [(True, True), (False, True)]
+    assert all(item.cache_key for item in harness.worker.items)
 
 
-async def test_no_store_keeps_nothing_and_shares_with_nobody(bench: Bench) -> None:
-    bench.worker.go.clear()
-    asks = [bench.ask("a", cache_read=False, cache_write=False) for _ in range(2)]
-    await bench.worker.until_taken(2)
-    bench.worker.go.set()
+async def test_no_store_keeps_nothing_and_shares_with_nobody(harness: DispatcherHarness) -> None:
+    harness.worker.go.clear()
+    asks = [harness.ask("a", cache_read=False, cache_write=False) for _ in range(2)]
+    await harness.worker.until_taken(2)
+    harness.worker.go.set()
     await asyncio.gather(*asks)
-    assert [item.cache_key for item in bench.worker.items] == [None, None]
+    assert [item.cache_key for item in harness.worker.items] == [None, None]
 
 
-async def test_full_instance_refuses_at_once_but_still_serves_hits_and_joins(benches: Benches) -> None:
-    async with benches(max_in_flight=2) as bench:
-        await bench.ask("hit")
-        bench.worker.go.clear()
-        busy = bench.ask("a", "b", "c")
-        await bench.worker.until_taken(2)
+async def test_full_instance_refuses_at_once_but_still_serves_hits_and_joins(start_harness: StartHarness) -> None:
+    async with start_harness(max_in_flight=2) as harness:
+        await harness.ask("hit")
+        harness.worker.go.clear()
+        busy = harness.ask("a", "b", "c")
+        await harness.worker.until_taken(2)
         with pytest.raises(Overloaded) as caught:
-            await bench.ask("d")
+            await harness.ask("d")
         assert caught.value.retry_after_s > 0
-        assert origins(await bench.ask("hit")) == ["memory"]
-        joined = bench.ask("b")
+        assert origins(await harness.ask("hit")) == ["memory"]
+        joined = harness.ask("b")
         await asyncio.sleep(0)
-        bench.worker.go.set()
+        harness.worker.go.set()
         assert texts_right(await busy, "a", "b", "c")
         assert texts_right(await joined, "b")
-        assert texts_right(await bench.ask("d"), "d")
-        assert bench.is_idle()
-        assert {row.error_code for row in bench.rows} == {None}
+        assert texts_right(await harness.ask("d"), "d")
+        assert harness.is_idle()
+        assert {row.error_code for row in harness.rows} == {None}
 
 
-async def test_one_who_joined_a_refused_leader_is_told_the_same(benches: Benches) -> None:
-    async with benches(max_in_flight=1) as bench:
-        bench.worker.go.clear()
-        busy = bench.ask("a")
-        await bench.worker.until_taken(1)
-        bench.cache.go.clear()
-        asks = [bench.ask("b"), bench.ask("b")]
+async def test_one_who_joined_a_refused_leader_is_told_the_same(start_harness: StartHarness) -> None:
+    async with start_harness(max_in_flight=1) as harness:
+        harness.worker.go.clear()
+        busy = harness.ask("a")
+        await harness.worker.until_taken(1)
+        harness.cache.go.clear()
+        asks = [harness.ask("b"), harness.ask("b")]
         await asyncio.sleep(0)
-        bench.cache.go.set()
+        harness.cache.go.set()
         results = await asyncio.gather(*asks, return_exceptions=True)
         assert [type(result) for result in results] == [Overloaded, Overloaded]
-        bench.worker.go.set()
+        harness.worker.go.set()
         assert texts_right(await busy, "a")
-        assert bench.is_idle()
+        assert harness.is_idle()
 
 
-async def test_reply_of_the_wrong_length_is_an_error_not_a_mix_up(bench: Bench) -> None:
-    bench.worker.is_silent = True
-    ask = bench.ask("a", "b")
-    await bench.worker.until_taken(1)
-    envelope = bench.worker.jobs[0].envelope
+async def test_reply_of_the_wrong_length_is_an_error_not_a_mix_up(harness: DispatcherHarness) -> None:
+    harness.worker.is_silent = True
+    ask = harness.ask("a", "b")
+    await harness.worker.until_taken(1)
+    envelope = harness.worker.jobs[0].envelope
     reply = Reply(envelope.request_id, envelope.part, envelope.slot, ReplyBody([]))
-    await bench.transport.publish(envelope.inbox, *encode_reply(reply))
+    await harness.transport.publish(envelope.inbox, *encode_reply(reply))
     assert ends(await ask) == ["internal", "internal"]
 
 
-async def test_closing_tells_those_who_wait(benches: Benches) -> None:
-    async with benches() as bench:
-        bench.worker.go.clear()
-        ask = bench.ask("a")
-        await bench.worker.until_taken(1)
+async def test_closing_tells_those_who_wait(start_harness: StartHarness) -> None:
+    async with start_harness() as harness:
+        harness.worker.go.clear()
+        ask = harness.ask("a")
+        await harness.worker.until_taken(1)
     assert ends(await ask) == ["unavailable"]
 
 
-async def test_redis_serves_another_instance(benches: Benches, redis_url: str) -> None:
-    async with benches(redis_url=redis_url) as first:
+async def test_redis_serves_another_instance(start_harness: StartHarness, redis_url: str) -> None:
+    async with start_harness(redis_url=redis_url) as first:
         await first.ask("a")
-    async with benches(redis_url=redis_url) as second:
+    async with start_harness(redis_url=redis_url) as second:
         answer = await second.ask("a")
         assert texts_right(answer, "a")
         assert origins(answer) == ["redis"]
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_any_mix_of_asking_and_hanging_up_answers_right_and_leaves_nothing(benches: Benches, seed: int) -> None:
+async def test_any_mix_of_asking_and_hanging_up_answers_right_and_leaves_nothing(
+    start_harness: StartHarness, seed: int
+) -> None:
     chance = random.Random(seed)
-    async with benches() as bench:
-        bench.worker.jitter = chance
+    async with start_harness() as harness:
+        harness.worker.jitter = chance
         asks = []
         for _ in range(200):
             texts = [f"text {chance.randrange(12)}" for _ in range(chance.randint(1, 20))]
             flags = chance.choice([{}, {}, {"cache_read": False}, {"cache_read": False, "cache_write": False}])
-            asks.append((texts, bench.ask(*texts, **flags)))
+            asks.append((texts, harness.ask(*texts, **flags)))
             if chance.random() < 0.4:
                 chance.choice(asks)[1].cancel()
             for _ in range(chance.randrange(4)):
@@ -323,9 +327,11 @@ async def test_any_mix_of_asking_and_hanging_up_answers_right_and_leaves_nothing
         for texts, ask in asks:
             assert ask.done()
             assert ask.cancelled() or texts_right(ask.result(), *texts)
-        await _until(bench.is_idle)
-        by_api = [row.row_id for row in bench.rows]
-        by_worker = [f"{job.envelope.request_id}:{item.index}" for job in bench.worker.jobs for item in job.body.items]
+        await _until(harness.is_idle)
+        by_api = [row.row_id for row in harness.rows]
+        by_worker = [
+            f"{job.envelope.request_id}:{item.index}" for job in harness.worker.jobs for item in job.body.items
+        ]
         recorded = by_api + by_worker
         assert len(set(recorded)) == len(recorded)
         answered = [(texts, ask) for texts, ask in asks if not ask.cancelled()]

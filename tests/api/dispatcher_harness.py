@@ -41,7 +41,7 @@ class HeldCache(ResultCache):
 
 
 @dataclass
-class Bench:
+class DispatcherHarness:
     """A dispatcher and all it works with."""
 
     dispatcher: Dispatcher
@@ -66,7 +66,9 @@ class Bench:
 
 
 @asynccontextmanager
-async def running_bench(tmp_path: Path, max_in_flight: int = 1000, redis_url: str = NO_REDIS) -> AsyncIterator[Bench]:
+async def running_dispatcher(
+    tmp_path: Path, max_in_flight: int = 1000, redis_url: str = NO_REDIS
+) -> AsyncIterator[DispatcherHarness]:
     transport, rows, settings = InMemoryTransport(), RowList(), settings_for(tmp_path)
     async with HeldCache(redis_url) as cache, Records(redis_url, retry_s=0.01) as records:
         worker = FakeWorker(transport, (TEXT_MODEL,), cache)
@@ -76,7 +78,7 @@ async def running_bench(tmp_path: Path, max_in_flight: int = 1000, redis_url: st
             async with Dispatcher(
                 sender, cache, records, admission, rows, api_instance="test", region="r"
             ) as dispatcher:
-                yield Bench(dispatcher, worker, transport, cache, records, admission, rows.rows)
+                yield DispatcherHarness(dispatcher, worker, transport, cache, records, admission, rows.rows)
 
 
 def texts_right(answer: InferenceResponse, *texts: str) -> bool:
