@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -24,7 +24,7 @@ from shared.tasks import Input
 B = TypeVar("B", bound=BaseModel)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ApiRequest:
     """An authenticated request, with all that a route needs to answer it."""
 
@@ -124,7 +124,8 @@ def open_request(request: Request) -> ApiRequest:
     context = call.context
     if context.options is None:
         context.options = read_options(request.scope["headers"], context.received_at_s)
-    return replace(call, options=context.options)
+    call.options = context.options
+    return call
 
 
 _NO_OPTIONS = RequestOptions()
