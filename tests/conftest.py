@@ -34,7 +34,7 @@ HEAVY = (
     "workers/autotune/",
     "workers/models/",
     "workers/optimize/",
-    "workers/test_model_pool.py",
+    "workers/test_pool.py",
     "workers/test_several_models.py",
     "workers/test_template.py",
 )

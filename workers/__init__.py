@@ -1,7 +1,7 @@
-"""The workers: pull jobs, batch, run the model, reply, and leave a row."""
+"""The workers: pull jobs, batch items, run models, reply, and write rows."""
 
 import os
 
-# ONNX Runtime reads it when it is imported, and else starts a thread that sends telemetry: no business of ours, and a
-# process with a thread can't be forked from (workers/runtime/template_process.py).
+# Without it ONNX Runtime starts a telemetry thread at import, and a process with threads can't be
+# forked (workers/runtime/template_process.py).
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

@@ -1,4 +1,7 @@
-"""`python -m workers`: a worker of one or several models. Opens its parts in order and runs until SIGTERM."""
+"""`python -m workers`: a worker of one or several models.
+
+Opens its parts in order and runs until SIGTERM.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,7 @@ async def serve(settings: WorkerSettings, models: Sequence[Model]) -> None:
 
 
 async def _prepare(settings: WorkerSettings, model: Model) -> tuple[HostedModel, Layout, TunedModel | None]:
-    """The model with its backend, its processes and threads (0: the default), and the choice behind them."""
+    """The model with its backend, its processes and threads (0: default), and its tuning."""
     folder = await asyncio.to_thread(resolve, model.source, model.revision, settings.models_dir)
     if not WORKER_TASKS[model.task].measures_backends:
         return HostedModel(model, folder), Layout(settings.processes, settings.threads or 1), None
@@ -100,7 +103,10 @@ async def _open(
     name: str,
     renewal: Renewal,
 ) -> Worker:
-    """Opens every part. Rows open first, because an earlier process may have left some, and close last."""
+    """Opens every part.
+
+    Rows open first, because an earlier process may have left some, and close last.
+    """
     rows = await stack.enter_async_context(
         RowWriter(
             project=settings.project,

@@ -1,6 +1,7 @@
-"""The worker's health endpoint: /healthz (the event loop responds), /readyz (warm and pulling), /metrics.
+"""The worker's health endpoint: /healthz (loop responds), /readyz (warm and pulling), /metrics.
 
-It runs on a thread, with the standard library's server, so it does not depend on the loop it checks.
+It runs on a thread, with the standard library's server, so it does not depend on the loop it
+checks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 LOOP_LIMIT_S = 5.0
-"""A loop that does not respond in this time cannot extend leases either. The process needs a restart."""
+"""A loop that does not respond in this time cannot extend leases either.
+
+The process needs a restart.
+"""
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""A pulled job: its items, their outcomes so far, and its items that wait for the model. Plain data, no I/O."""
+"""A pulled job: its items, their outcomes so far, and its items that wait for the model.
+
+Plain data, no I/O.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,7 @@ class PulledJob:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the API looked in the cache so recently that a second look would find the same."""
+        """Whether the API looked in the cache a moment ago, so another look is of no use."""
         return self.envelope.attempt == 1 and self.pulled_at_s - self.envelope.published_at_s < FRESH_S
 
     @property
@@ -129,7 +132,7 @@ class Computed:
 
 @dataclass(slots=True, eq=False)
 class QueuedItem:
-    """A prepared input that waits for the model, and the items (at least one) that share its result."""
+    """A prepared input that waits for the model, and the items that share its result."""
 
     prepared: Prepared
     cache_key: str | None

@@ -36,7 +36,10 @@ from workers.scheduling.model_scheduler import Idle, ModelScheduler
 log = logging.getLogger(__name__)
 
 ACK_LINGER_S = 0.02
-"""How long acks wait to be sent together. No caller waits for them, and a lone ack costs as much as a publish."""
+"""How long acks wait to be sent together.
+
+No caller waits for them, and a lone ack costs as much as a publish.
+"""
 BATCH_TIMEOUT_S = 300.0
 """A batch that takes longer is stuck. Its process is killed, and its jobs are retried."""
 FAILED_BATCHES_MAX = 20
@@ -52,7 +55,8 @@ class Worker:
         records: report canceled jobs.
         pool: the model processes.
         ack_deadline_s: the length of leases, and of their extensions.
-        max_outstanding_bytes: of the messages in hand in each lane, divided evenly among the models.
+        max_outstanding_bytes: of the messages in hand in each lane, divided evenly among the
+            models.
         drain_s: how long jobs in hand may take to finish after the stop.
         on_batch: called after every batch, with the number of its model.
     """
@@ -89,7 +93,7 @@ class Worker:
         return all(consumer.is_connected for consumer in self._consumers)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Pulls and serves until `stop` is set, then finishes the jobs in hand within the drain limit.
+        """Serves until `stop` is set, then finishes the jobs in hand within the drain limit.
 
         Raises:
             PenstockError: a subscription is lost for good, or batch after batch fails.

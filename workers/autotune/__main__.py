@@ -1,4 +1,4 @@
-"""`python -m workers.autotune`: measures and saves a choice, and prints it (or why there is none) as JSON.
+"""`python -m workers.autotune`: measures and saves a choice, and prints it as JSON.
 
 Started by workers/autotune/client.py. A lock lets one process at a time measure on this machine. A
 process that waited for the lock finds the choice that the other one saved.

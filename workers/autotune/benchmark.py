@@ -1,7 +1,7 @@
-"""A benchmark process: loads one candidate after another and times it, as a model process would run it.
+"""A benchmark process: loads candidates and times them, as a model process would run them.
 
-One process serves all candidates, so each library is imported once. It is separate, so a candidate that
-crashes does no other harm. These functions run in it, one call at a time.
+One process serves all candidates, so each library is imported once. It is separate, so a candidate
+that crashes does no other harm. These functions run in it, one call at a time.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _loaded(target: BenchmarkTarget) -> _LoadedTarget:
 
 
 def vectors(target: BenchmarkTarget, texts: Sequence[PreparedText], together: int) -> np.ndarray:
-    """The vectors of texts, float32 [texts, dimensions], computed `together` at a time in order of length."""
+    """Vectors, float32 [texts, dimensions], computed `together` at a time in order of length."""
     model = _loaded(target).model
     order = sorted(range(len(texts)), key=lambda place: texts[place].length)
     rows: dict[int, np.ndarray] = {}
@@ -123,7 +123,7 @@ def _time_s(opened: _LoadedTarget, batch: Sequence[PreparedText]) -> float:
 
 
 def throughput(target: BenchmarkTarget, texts: Sequence[PreparedText], call_cost: int, seconds: float) -> Throughput:
-    """The throughput for `texts`, grouped as in a model process, over whole rounds of at least `seconds`."""
+    """The throughput for `texts`, grouped as in a model process, over at least `seconds`."""
     model = _loaded(target).model
     cut = [list(range(len(texts)))]
     if model.pads:

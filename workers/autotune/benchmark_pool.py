@@ -32,12 +32,16 @@ Told = TypeVar("Told")
 
 
 class BenchmarkPool:
-    """Benchmark processes for one model. A context manager. `open` replaces processes that died or hung.
+    """Benchmark processes for one model.
 
-    They are forked from a server that imports the libraries once. Small models stay loaded together, so
-    that they can be timed alternately. Of a large model, or on a GPU, only the last candidate stays.
+    A context manager. `open` replaces processes that died or hung.
 
-    Raises (every method): ModelFailed if a process died or took too long, and the errors of the model.
+    They are forked from a server that imports the libraries once. Small models stay loaded
+    together, so that they can be timed alternately. Of a large model, or on a GPU, only the last
+    candidate stays.
+
+    Raises (every method): ModelFailed if a process died or took too long, and the errors of the
+    model.
 
     Args:
         entry: the catalog entry.
@@ -128,7 +132,8 @@ class BenchmarkPool:
         cpu_s = sum(throughput.cpu_s for throughput in throughputs)
         rate, wanted_cores = by_wall, layout.processes * layout.threads
         if layout.threads == 1 or layout.processes >= cores:
-            # They keep the cores busy, so their CPU seconds show the rate on an otherwise idle machine.
+            # They keep the cores busy, so their CPU seconds show the rate on an otherwise idle
+            # machine.
             rate = sum(throughput.texts / throughput.cpu_s for throughput in throughputs) * min(
                 1.0, cores / layout.processes
             )

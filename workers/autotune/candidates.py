@@ -19,7 +19,7 @@ LONE_THREADS_MAX = 8
 def candidates(
     entry: Model, artifact: Artifact | None, machine: Machine, *, is_gpu: bool
 ) -> tuple[list[Backend], list[Finding]]:
-    """The backends that entry, artifact and machine allow, the likely fastest first, and those left out."""
+    """The backends that entry, artifact and machine allow, and findings on the others."""
     listed, left_out = [], []
     if artifact is not None and entry.backend != "torch":
         for variant in sorted(artifact.manifest.variants, key=lambda variant: -variant.relative_speed):
@@ -57,10 +57,10 @@ def _torch(entry: Model, machine: Machine, *, is_gpu: bool) -> list[Backend]:
 def layouts(processes: int, threads: int, machine: Machine, *, is_gpu: bool, backend: str = "torch") -> list[Layout]:
     """The layouts to measure, with the preferred one first. Given values (not 0) are kept.
 
-    On a GPU threads do not matter and several processes would share its time, so there is one per GPU by
-    default. ONNX Runtime's threads sleep while they wait, so every process can have one per core: a single
-    batch uses all of them, and under load the processes share them at no cost. Torch's threads spin, so
-    its processes divide the cores.
+    On a GPU threads do not matter and several processes would share its time, so there is one per
+    GPU by default. ONNX Runtime's threads sleep while they wait, so every process can have one per
+    core: a single batch uses all of them, and under load the processes share them at no cost.
+    Torch's threads spin, so its processes divide the cores.
     """
     cores = machine.cores
     if is_gpu:

@@ -36,9 +36,9 @@ class TuningSettings(msgspec.Struct, frozen=True, kw_only=True):
 class Finding(msgspec.Struct, kw_only=True):
     """The measurements of one candidate.
 
-    Cosines compare it with torch fp32 on the calibration set. The keys of `texts_per_s` are Layout.name.
-    `disturbance` is the largest share of a timing in which other programs had the cores. `reason` says
-    why the candidate is left out, or is empty.
+    Cosines compare it with torch fp32 on the calibration set. The keys of `texts_per_s` are
+    Layout.name. `disturbance` is the largest share of a timing in which other programs had the
+    cores. `reason` says why the candidate is left out, or is empty.
     """
 
     name: str
@@ -52,9 +52,9 @@ class Finding(msgspec.Struct, kw_only=True):
 class Choice(msgspec.Struct, kw_only=True, tag="choice"):
     """What a worker runs: the backend, its processes and threads, and the reason.
 
-    `is_provisional`: there is no measurement, or real batches contradict it. It is measured again when the
-    worker is idle (workers/autotune/renewal.py). `cpu_s_per_token` is the measured cost of a token, or 0
-    if unknown.
+    `is_provisional`: there is no measurement, or real batches contradict it. It is measured again
+    when the worker is idle (workers/autotune/renewal.py). `cpu_s_per_token` is the measured cost of
+    a token, or 0 if unknown.
     """
 
     backend: Backend

@@ -30,7 +30,7 @@ from workers.runtime.pool import child_environment
 SCHEME = 4
 """Part of every fingerprint. Increased when choices are made differently."""
 CHOOSE_LIMIT_S = 180.0
-"""Enough for two workers that choose one after the other, each with an import of torch on a busy machine."""
+"""Enough for two workers in turn, each with an import of torch on a busy machine."""
 
 LIBRARIES_BYTES = 384 * 1024 * 1024
 CANDIDATES_MAX = 3
@@ -46,15 +46,17 @@ log = logging.getLogger(__name__)
 
 
 async def choose_backend(entry: Model, folder: Path, settings: WorkerSettings) -> Choice:
-    """The backend and layout for the embedding model `entry`: chosen by an earlier start, or measured now.
+    """The backend and layout for `entry`: chosen by an earlier start, or measured now.
 
     Args:
         entry: the catalog entry.
         folder: the model's files.
-        settings: device, processes and threads (0: undecided), and the folder of artifacts and choices.
+        settings: device, processes and threads (0: undecided), and the folder of artifacts and
+            choices.
 
     Raises:
-        ConfigurationError: the entry's backend or precision is unavailable, or not within its tolerance.
+        ConfigurationError: the entry's backend or precision is unavailable, or not within its
+            tolerance.
     """
     began_s = time.monotonic()
     tuning = _tuning_settings(settings)
@@ -72,7 +74,9 @@ async def choose_backend(entry: Model, folder: Path, settings: WorkerSettings) -
 
 
 def tuned_model(entry: Model, folder: Path, settings: WorkerSettings, choice: Choice) -> TunedModel | None:
-    """What Renewal needs to measure again. None if there is no memory for that beside the model processes.
+    """What Renewal needs to measure again.
+
+    None if there is no memory for that beside the model processes.
 
     Args:
         entry: as for `choose_backend`.
@@ -113,7 +117,7 @@ def _source(entry: Model, folder: Path, tuning: TuningSettings) -> tuple[str, Ar
 
 
 def _has_room(folder: Path, tuning: TuningSettings) -> bool:
-    """Whether benchmarks can run beside the model processes: a small model on a CPU with free memory."""
+    """Whether benchmarks fit beside the model processes: a small model on a CPU."""
     machine = this_machine()
     weights = weights_bytes(folder)
     if machine.computes_on_gpu(tuning.device) or weights > KEPT_OPEN_MAX_BYTES:
@@ -172,7 +176,8 @@ async def _choose(entry: Model, folder: Path, tuning: TuningSettings, digest: st
     except TimeoutError:
         return _fallback(entry, tuning, f"choosing took longer than {CHOOSE_LIMIT_S:g} s")
     finally:
-        # Kills its benchmark processes too, which are in its session. All are gone if it exited normally.
+        # Kills its benchmark processes too, which are in its session. All are gone if it exited
+        # normally.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()

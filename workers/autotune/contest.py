@@ -1,4 +1,4 @@
-"""Finds the fastest of several options: times them alternately until two rounds without noise agree."""
+"""Finds the fastest option: times all alternately until two quiet rounds agree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from workers.models.backend import Backend
 MARGIN = 1.05
 """How much faster a later option must be, because short measurements are noisy."""
 LAYOUT_MARGIN = 1.3
-"""The same for layouts. The first one computes a single text on all cores, 1.7 times as fast on two.
+"""The same for layouts.
+
+The first one computes a single text on all cores, 1.7 times as fast on two.
 
 Under load it is 6 to 20 % slower, so with a smaller margin the choice was random."""
 DISTURBED = 0.25
@@ -25,8 +27,9 @@ ROUNDS_MAX = 6
 class Reading(NamedTuple):
     """One timing of a backend in a layout.
 
-    `disturbance` is the share of time that its processes waited for cores, 0 to 1. `cpu_s_per_token` counts
-    computed tokens, including padding. It is 0 if CPU time has no meaning, as on a GPU.
+    `disturbance` is the share of time that its processes waited for cores, 0 to 1.
+    `cpu_s_per_token` counts computed tokens, including padding. It is 0 if CPU time has no meaning,
+    as on a GPU.
     """
 
     texts_per_s: float
@@ -73,7 +76,9 @@ class Contest:
         self.counted = 0
 
     def decide(self, options: Sequence[Option], margin: float = MARGIN) -> Option | None:
-        """The fastest option, or the first one within `margin` of it. None if no two quiet rounds agree.
+        """The fastest option, or the first one within `margin` of it.
+
+        None if no two quiet rounds agree.
 
         Args:
             options: at least one. A single one is timed once, for its figures.

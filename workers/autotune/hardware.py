@@ -16,7 +16,10 @@ LIBRARIES = ("torch", "transformers", "onnxruntime", "onnxruntime-gpu", "numpy")
 
 @dataclass(frozen=True)
 class Machine:
-    """CPU and GPUs. `flags` are CPU flags that affect speed, and `libraries` the versions of LIBRARIES."""
+    """CPU and GPUs.
+
+    `flags` are CPU flags that affect speed, and `libraries` the versions of LIBRARIES.
+    """
 
     cpu: str
     flags: tuple[str, ...]

@@ -8,7 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 QUIET_LIMIT_S = 10.0
-"""Longer than the other workers of a local stack need to start on two cores. After it we measure anyway."""
+"""Longer than the other workers of a local stack need to start on two cores.
+
+After it we measure anyway.
+"""
 _SAMPLE_S = 0.3
 _SAMPLES = 2
 """How many quiet samples in a row are needed, because a starting process pauses at times."""
@@ -16,7 +19,10 @@ _QUIET_SHARE = 0.85
 
 
 def idle_core_s() -> float | None:
-    """Total idle seconds of the cores that this process may use. None if the system does not report them."""
+    """Total idle seconds of the cores that this process may use.
+
+    None if the system does not report them.
+    """
     try:
         lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
         ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
@@ -35,7 +41,9 @@ def await_quiet(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Waits until `cores` are idle. Returns True then or if that is unknown, and False after `limit_s`.
+    """Waits until `cores` are idle.
+
+    Returns True then or if that is unknown, and False after `limit_s`.
 
     Args:
         cores: how many will be used.

@@ -1,7 +1,7 @@
-"""Measures a doubtful choice of a backend again when its worker is idle, in the worker's I/O process.
+"""Measures a doubtful choice of a backend again when its worker is idle.
 
-A choice is doubtful if it has no measurement (Choice.is_provisional) or if real batches contradict it.
-The result is saved for the next start. This worker keeps its current choice.
+A choice is doubtful if it has no measurement (Choice.is_provisional) or if real batches contradict
+it. The result is saved for the next start. This worker keeps its current choice.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class BatchCost(Protocol):
 
 
 class CostMonitor:
-    """Detects batches that, for a long time, differ from `expected_s` of CPU time per token (0: unknown)."""
+    """Detects batches whose CPU time per token differs from `expected_s` (0: unknown) for long."""
 
     def __init__(self, expected_s: float) -> None:
         self._expected_s = expected_s
@@ -70,7 +70,10 @@ class CostMonitor:
 
 @dataclass
 class TunedModel:
-    """A model with its choice. `mark_provisional` saves it as provisional. `measure` makes and saves a new one."""
+    """A model with its choice.
+
+    `mark_provisional` saves it as provisional. `measure` makes and saves a new one.
+    """
 
     model: str
     choice: Choice
@@ -79,7 +82,9 @@ class TunedModel:
 
 
 class Renewal:
-    """Watches the batches of a worker's models, and measures doubtful choices again. A context manager.
+    """Watches the batches of a worker's models, and measures doubtful choices again.
+
+    A context manager.
 
     Args:
         tuned: by the number of the model in the worker. None if there is no choice, as for images.

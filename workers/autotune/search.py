@@ -1,4 +1,4 @@
-"""Chooses a backend: checks candidates against torch fp32, times those within the tolerance, and picks the fastest."""
+"""Chooses a backend: the fastest candidate within the tolerance of torch fp32."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SearchSpec:
-    """The input of a search. `processes` and `threads` are 0 if undecided. `texts` are used without an artifact."""
+    """The input of a search.
+
+    `processes` and `threads` are 0 if undecided. `texts` are used without an artifact.
+    """
 
     entry: Model
     folder: Path
@@ -81,9 +84,12 @@ def choose(
     clock: Callable[[], float] = time.monotonic,
     quiet: Callable[[int], bool] = await_quiet,
 ) -> Choice:
-    """The fastest candidate within the tolerance, in its fastest layout. The hardware's prior if noise is too high.
+    """The fastest candidate within the tolerance, in its fastest layout.
 
-    First loads and checks all candidates against torch fp32, which tolerates noise. Then waits for quiet.
+    The hardware's prior if noise is too high.
+
+    First loads and checks all candidates against torch fp32, which tolerates noise. Then waits for
+    quiet.
 
     Args:
         spec: the model and the machine.
@@ -119,7 +125,10 @@ def choose(
 def _fitting(
     spec: SearchSpec, accuracy: _AccuracyCheck, listed: Sequence[Backend], findings: list[Finding]
 ) -> list[tuple[Backend, Finding]]:
-    """The candidates within the tolerance, with their findings. Appends all findings to `findings`."""
+    """The candidates within the tolerance, with their findings.
+
+    Appends all findings to `findings`.
+    """
     fit: list[tuple[Backend, Finding]] = []
     for backend in listed:
         finding = Finding(name=backend.name)
@@ -151,7 +160,10 @@ def _outdone_by(backend: Backend, fit: Sequence[Backend], spec: SearchSpec) -> s
 
 
 def _decide(spec: SearchSpec, contest: Contest, options: Sequence[Option], findings: list[Finding]) -> Choice:
-    """The winner among backends, then among its layouts. The first one listed if no two rounds agree."""
+    """The winner among backends, then among its layouts.
+
+    The first one listed if no two rounds agree.
+    """
     is_alone = len(options) == 1 and len(spec.forms(options[0].backend)) > 1
     # A single backend is timed with its layouts below.
     winner = options[0] if is_alone else contest.decide(options) if options else None
@@ -193,7 +205,7 @@ def _by_prior(option: Option, contest: Contest, findings: list[Finding]) -> Choi
 
 
 class _AccuracyCheck:
-    """The calibration set with vectors of torch fp32: from the artifact, without torch, or computed here."""
+    """The calibration set with vectors of torch fp32, from the artifact or computed here."""
 
     def __init__(self, spec: SearchSpec, pool: BenchmarkPool) -> None:
         self.pool = pool

@@ -1,4 +1,4 @@
-"""Passes what happens to a batch on to the jobs in it: progress, results, or the death of its model process."""
+"""Passes the progress and the results of batches on to their jobs, and retries failed ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BatchResults:
         self._reported_s = float("-inf")
 
     def report_progress(self, batch: Sequence[QueuedItem], step: int, steps: int) -> None:
-        """Writes the progress of a batch to the records of its predictions, at most twice a second."""
+        """Writes a batch's progress to the records of its predictions, at most twice a second."""
         now_s = time.monotonic()
         if now_s - self._reported_s < PROGRESS_EVERY_S:
             return
@@ -54,14 +54,17 @@ class BatchResults:
             self._queue.forget_when_cached(queued)
 
     def _requeue_joined(self, queued: QueuedItem) -> None:
-        """Queues a canceled item again for callers who joined it while its batch was being canceled."""
+        """Queues a canceled item again for callers who joined it in the meantime."""
         joined = [waiter for waiter in queued.open_waiters() if not waiter[0].is_unwanted]
         if joined:
             queued.waiters = [waiter for waiter in queued.waiters if waiter[0].is_unwanted]
             self._queue.requeue(QueuedItem(queued.prepared, None, time.time(), joined))
 
     def retry(self, batch: list[QueuedItem], reason: str) -> None:
-        """Queues a batch again after its model process died. Items that caused too many deaths fail."""
+        """Queues a batch again after its model process died.
+
+        Items that caused too many deaths fail.
+        """
         for queued in self._queue.batch_died(batch):
             deaths = f"{queued.deaths} model processes died over this item, {queued.deaths_alone} of them with it alone"
             error = ModelFailed(f"{deaths}; the last: {reason}")

@@ -1,4 +1,4 @@
-"""Drops jobs that are canceled or late, wherever they are: in the queue, or in a batch that runs."""
+"""Drops jobs that are canceled or late, in the queue or in a running batch."""
 
 from __future__ import annotations
 

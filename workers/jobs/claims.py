@@ -1,4 +1,4 @@
-"""Claims the record of a pulled job, which says whether the job is over and how many workers died with it."""
+"""Claims the records of pulled jobs, and learns whether they are over."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Claims:
     async def claim(self, pulled_jobs: Sequence[PulledJob]) -> None:
         """Claims the records of jobs. Waits only for those that may have been delivered before.
 
-        Nearly all jobs arrive for the first time, and are claimed in the background. If such a job turns out to be
-        over, it is dropped wherever it is by then.
+        Nearly all jobs arrive for the first time, and are claimed in the background. If such a job
+        turns out to be over, it is dropped wherever it is by then.
         """
         first, repeated = list[PulledJob](), list[PulledJob]()
         for pulled in pulled_jobs:

@@ -1,8 +1,9 @@
-"""Ends jobs, in this order: store large results, end the record, publish the reply, fill the cache, write rows, ack.
+"""Ends jobs: stores large results, ends the record, replies, fills the cache, writes rows, acks.
 
-`_finish` decides the outcome. It hands a job back in only two cases: the record of a prediction could not be ended,
-or the broker did not take the reply. A job is acked last, so a crash at any earlier step makes the broker deliver it
-again. The first attempt to end the record decides the answer. Later attempts repeat that answer and write equal rows.
+`_finish` decides the outcome. It hands a job back only if Redis (for a prediction), the object store
+or the broker fails. A job is acked last, so a crash at any earlier step makes the broker deliver it
+again. The first attempt to end the record decides the answer. Later attempts repeat that answer and
+write equal rows.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ from workers.jobs.replies import ReplyPublisher
 log = logging.getLogger(__name__)
 
 KEEP_LIMIT_S = 60.0
-"""How long a result waits while Redis (for a prediction) or the object store (for an image) is unavailable."""
+"""How long a result waits while Redis or the object store is unavailable."""
 
 
 class Completion:
-    """Ends the jobs of one model. `registry` holds them until then, and `replies` publishes their replies."""
+    """Ends the jobs of one model.
+
+    `registry` holds them until then, and `replies` publishes their replies.
+    """
 
     def __init__(
         self,
@@ -67,7 +71,10 @@ class Completion:
             self.registry.spawn(self._finish(pulled))
 
     def repeat(self, pulled: PulledJob, claim: Claim) -> None:
-        """Ends a job whose record is over already. Repeats its reply, in case the first one got lost."""
+        """Ends a job whose record is over already.
+
+        Repeats its reply, in case the first one got lost.
+        """
         if claim.reply is None:
             for item in pulled.items:
                 self.settle(pulled, pulled.canceled(item.index))
@@ -106,7 +113,9 @@ class Completion:
         self._write_rows(pulled, answered)
 
     async def _end(self, pulled: PulledJob, ours: ReplyBody) -> ReplyBody:
-        """Ends the record and publishes the reply concurrently. Returns the answer, ours or another attempt's.
+        """Ends the record and publishes the reply concurrently.
+
+        Returns the answer, ours or another attempt's.
 
         The caller takes the first reply, and does not need Redis for it.
         """
@@ -119,14 +128,18 @@ class Completion:
             finish = await ending
         answered = answered_by(ours, finish)
         if finish is None or finish.is_ours:  # otherwise the caller took another attempt's reply
-            # If the broker took too long, the caller gave up. A result that nobody received is not charged.
+            # If the broker took too long, the caller gave up. A result that nobody received is not
+            # charged.
             answered = in_time(pulled, answered, sent_s - LATE_LOOK_S) if is_sent else undelivered(answered)
-        # After the reply, which a caller waits for. Until then an identical item joins the queued one.
+        # After the reply, which a caller waits for. Until then an identical item joins the queued
+        # one.
         await self._fill_cache(pulled, answered)
         return answered
 
     async def _end_prediction(self, pulled: PulledJob, ours: ReplyBody) -> ReplyBody:
-        """Ends the record first, because the API promised it. Then publishes the reply and the webhook events.
+        """Ends the record first, because the API promised it.
+
+        Then publishes the reply and the webhook events.
 
         Raises:
             Unavailable: Redis did not take the record in time.

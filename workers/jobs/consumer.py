@@ -1,8 +1,8 @@
 """Pulls the jobs of one model and queues their items.
 
-In call order: `start` → `_pull` → `_admit` decodes, drops late jobs, claims records, asks the cache, prepares inputs,
-and queues. The worker takes batches from `queue` (model_queue.py) and passes their results to `batches`
-(batch_results.py). Every outcome goes to completion.py.
+In call order: `start` → `_pull` → `_admit` decodes, drops late jobs, claims records, asks the
+cache, prepares inputs, and queues. The worker takes batches from `queue` (model_queue.py) and
+passes their results to `batches` (batch_results.py). Every outcome goes to completion.py.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class JobConsumer:
     def start(
         self, subscriptions: Sequence[Subscription], on_queued: Callable[[], None], on_unwanted: Callable[[], None]
     ) -> list[asyncio.Task[None]]:
-        """Starts to pull and to admit. Returns the tasks, which end only with an error. The caller cancels them.
+        """Starts to pull and to admit.
+
+        Returns the tasks, which end only with an error. The caller cancels them.
 
         Args:
             subscriptions: where jobs come from.
@@ -158,7 +160,10 @@ class JobConsumer:
         return found | await self._cache.get_many(in_redis) if in_redis else found
 
     async def _enqueue(self, missing: list[tuple[PulledJob, Item]]) -> None:
-        """Prepares all inputs in one call and queues them. An input that can't be prepared fails alone."""
+        """Prepares all inputs in one call and queues them.
+
+        An input that can't be prepared fails alone.
+        """
         prepared = await self._preprocessor.prepare([item for _, item in missing])
         for (pulled, item), ready in zip(missing, prepared, strict=True):
             if isinstance(ready, PenstockError):

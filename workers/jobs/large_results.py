@@ -1,4 +1,7 @@
-"""Stores results that are too large for a message in the object store. Replies and the cache carry their keys."""
+"""Stores results that are too large for a message in the object store.
+
+Replies and the cache carry their keys.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,10 @@ class LargeResults:
         return msgspec.structs.replace(outcome, result=stored)
 
     async def _put(self, key: str, data: bytes, media_type: str, deadline_s: float) -> None:
-        """Stores an object. Retries while the store is unavailable, which costs less than a new image."""
+        """Stores an object.
+
+        Retries while the store is unavailable, which costs less than a new image.
+        """
         until_s = min(deadline_s, time.time() + self._keep_limit_s)
         pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:

@@ -1,4 +1,7 @@
-"""The items of one model that wait for a batch, run, or ran a moment ago. Identical items share one result."""
+"""The items of one model that wait for a batch, run, or ran a moment ago.
+
+Identical items share one result.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""From the outcomes of a job's items to the state of its record, and from the record to rows. Pure."""
+"""From the outcomes of a job's items to the state of its record, and from the record to rows.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ def answered_by(ours: ReplyBody, finish: Finish | None) -> ReplyBody:
 
 
 def in_time(pulled: PulledJob, body: ReplyBody, now_s: float) -> ReplyBody:
-    """The answer if its deadline is after `now_s`. Otherwise the same without results, so nothing is charged."""
+    """The answer if its deadline is after `now_s`.
+
+    Otherwise the same without results, so nothing is charged.
+    """
     if now_s < pulled.envelope.deadline_s or not any(outcome.result for outcome in body.outcomes):
         return body
     late = [

@@ -1,8 +1,8 @@
 """An optimized artifact: written by `python -m workers.optimize`, read and checked by workers.
 
-It is the folder `<artifacts_dir>/<model>/<digest>/` with manifest.json, calibration.npz (for embedding
-models) and the graphs that the manifest lists. The digest is that of the source files, so an artifact
-of other weights is never used.
+It is the folder `<artifacts_dir>/<model>/<digest>/` with manifest.json, calibration.npz (for
+embedding models) and the graphs that the manifest lists. The digest is that of the source files, so
+an artifact of other weights is never used.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 class Variant(msgspec.Struct, kw_only=True):
     """A form of the model that a worker can run, with measurements against torch fp32.
 
-    Cosines and `ranking_agreement` (0 to 1) were measured with texts that were not used for calibration.
-    `relative_speed` is the speed relative to torch fp32 in the same run. `recipe` records how it was made
-    (for image models: the options that a worker applies to its pipeline).
+    Cosines and `ranking_agreement` (0 to 1) were measured with texts that were not used for
+    calibration. `relative_speed` is the speed relative to torch fp32 in the same run. `recipe`
+    records how it was made (for image models: the options that a worker applies to its pipeline).
     """
 
     name: str
@@ -58,11 +58,11 @@ class Variant(msgspec.Struct, kw_only=True):
 class Manifest(msgspec.Struct, kw_only=True):
     """The content of manifest.json.
 
-    `made_by` has the versions of torch, transformers, onnx and onnxruntime. `measured_on` has the CPU's
-    instruction sets that affect speed. `relative_speed` is valid only for the same sets. Quality is valid
-    for any (see session_options in workers/models/embedding/encoder_onnx.py). A worker with a choice
-    measures both itself. `refused` has the variants that were measured but not kept, with the tolerance
-    that they missed.
+    `made_by` has the versions of torch, transformers, onnx and onnxruntime. `measured_on` has the
+    CPU's instruction sets that affect speed. `relative_speed` is valid only for the same sets.
+    Quality is valid for any (see session_options in workers/models/embedding/encoder_onnx.py). A
+    worker with a choice measures both itself. `refused` has the variants that were measured but not
+    kept, with the tolerance that they missed.
     """
 
     format_version: int = FORMAT_VERSION
@@ -78,7 +78,7 @@ class Manifest(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Texts as token ids, with their vectors from torch fp32: float32 [texts, dimensions], pooled."""
+    """Texts as token ids, with pooled vectors of torch fp32: float32 [texts, dimensions]."""
 
     texts: Sequence[PreparedText]
     vectors: np.ndarray
@@ -102,7 +102,10 @@ class Artifact:
 
 
 def find_artifact(artifacts_dir: Path, model: str, digest: str) -> Artifact | None:
-    """The artifact of `model` for source files with `digest`. None if there is none, or (logged) a broken one."""
+    """The artifact of `model` for source files with `digest`.
+
+    None if there is none, or (logged) a broken one.
+    """
     folder = artifacts_dir / model / digest
     if not folder.is_dir():
         return None
@@ -117,7 +120,8 @@ def read_artifact(folder: Path) -> Artifact:
     """Reads an artifact and checks that it is complete.
 
     Raises:
-        ConfigurationError: a file is missing, unreadable or of the wrong size, or the format is unknown.
+        ConfigurationError: a file is missing, unreadable or of the wrong size, or the format is
+            unknown.
     """
     path = folder / MANIFEST
     try:
@@ -177,7 +181,7 @@ def read_calibration(artifact: Artifact) -> Calibration:
 
 
 def write_calibration(folder: Path, calibration: Calibration) -> None:
-    """Writes calibration.npz: `ids` (flat uint32), `lengths`, `vectors`, and `type_ids` if a text has any."""
+    """Writes calibration.npz: `ids` (flat uint32), `lengths`, `vectors` and maybe `type_ids`."""
     texts = calibration.texts
     arrays = {
         "ids": np.frombuffer(b"".join(text.ids for text in texts), "<u4"),

@@ -13,9 +13,9 @@ from shared.errors import ConfigurationError
 class Backend(msgspec.Struct, frozen=True, kw_only=True):
     """A library and precision, fully resolved.
 
-    `variant` is its name in the artifact, and `graph` its file. Both are empty for torch. `call_tokens` is
-    the fixed cost of one call in tokens, as measured on this machine. 0 means that it was not measured,
-    and a default of the device is used.
+    `variant` is its name in the artifact, and `graph` its file. Both are empty for torch.
+    `call_tokens` is the fixed cost of one call in tokens, as measured on this machine. 0 means that
+    it was not measured, and a default of the device is used.
     """
 
     backend: Literal["torch", "onnx"] = "torch"

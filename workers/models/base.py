@@ -1,7 +1,7 @@
-"""The model contract: a Preparer in the I/O process (no torch) and an InferenceModel in the model process.
+"""The model contract: a Preparer in the I/O process, an InferenceModel in the model process.
 
-The first sends the second a `Prepared`: an item that was checked and prepared, with the numbers that
-batching needs.
+The first sends the second a `Prepared`: an item that was checked and prepared, with the numbers
+that batching needs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from shared.tasks import Input, Result
 class Prepared(msgspec.Struct, kw_only=True):
     """An item that a model can run.
 
-    `key`: only items with equal keys may share a batch. `length`: the work of the item, in tokens or
-    pixel-steps, which counts against the batch budget. If a model pads, every item of a call costs as
-    much as the longest.
+    `key`: only items with equal keys may share a batch. `length`: the work of the item, in tokens
+    or pixel-steps, which counts against the batch budget. If a model pads, every item of a call
+    costs as much as the longest.
     """
 
     key: str
@@ -30,8 +30,8 @@ class Prepared(msgspec.Struct, kw_only=True):
 class PreparedText(Prepared, tag="text"):
     """One text as token ids: `length` little-endian uint32, special tokens included.
 
-    `type_ids` has the same form, and is empty if all are 0, as nearly always. `truncated_tokens` counts
-    the tokens that were left out.
+    `type_ids` has the same form, and is empty if all are 0, as nearly always. `truncated_tokens`
+    counts the tokens that were left out.
     """
 
     ids: bytes
@@ -40,7 +40,10 @@ class PreparedText(Prepared, tag="text"):
 
 
 class PreparedImage(Prepared, tag="image", omit_defaults=True):
-    """One image to draw. `source`: the image to start from, width x height RGB pixels of 3 bytes, row by row."""
+    """One image to draw.
+
+    `source`: the image to start from, width x height RGB pixels of 3 bytes, row by row.
+    """
 
     prompt: str
     negative_prompt: str
@@ -85,7 +88,8 @@ class InferenceModel(Protocol):
         """Loads the model.
 
         Raises:
-            ConfigurationError: the folder is not a model of this task, or does not match the catalog.
+            ConfigurationError: the folder is not a model of this task, or does not match the
+                catalog.
         """
 
     def warmup(self) -> None:

@@ -16,7 +16,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Device:
-    """The settings of a device: its name as in WorkerSettings.device, CPU threads, and a share of GPU memory."""
+    """The name of a device as in WorkerSettings.device, CPU threads, and a share of GPU memory."""
 
     requested: str
     threads: int

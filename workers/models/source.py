@@ -1,4 +1,7 @@
-"""Resolves the `source` of a catalog entry to a folder on this machine. Downloads it if necessary."""
+"""Resolves the `source` of a catalog entry to a folder on this machine.
+
+Downloads it if necessary.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ from shared.stores.objects import GoogleCredentials
 
 OpenBucket = Callable[[str], ObjectStore]
 DOWNLOAD_LIMIT = timedelta(hours=1)
-"""For one file, from request to last byte. The client's default of 30 s is too short for weights."""
+"""For one file, from request to last byte.
+
+The client's default of 30 s is too short for weights.
+"""
 
 
 def open_gcs_bucket(name: str) -> ObjectStore:
@@ -39,9 +45,11 @@ def resolve(source: str, revision: str, cache_dir: Path, *, open_bucket: OpenBuc
     """The folder with the model's files, downloaded first if necessary, which may take minutes.
 
     Args:
-        source: `package:IMPORT.NAME/sub/path` (a folder in an installed package), `local:PATH`, `hf:ORG/NAME` (the
-            Hugging Face hub, or its cache on this machine) or `gs://BUCKET/PREFIX`.
-        revision: branch, tag or commit of a hub repository. The copy of a bucket is kept under this name.
+        source: `package:IMPORT.NAME/sub/path` (a folder in an installed package), `local:PATH`,
+            `hf:ORG/NAME` (the Hugging Face hub, or its cache on this machine) or
+            `gs://BUCKET/PREFIX`.
+        revision: branch, tag or commit of a hub repository. The copy of a bucket is kept under this
+            name.
         cache_dir: where copies of buckets are kept.
         open_bucket: opens a bucket by its name.
 
@@ -106,7 +114,7 @@ def _from_hub(repository: str, revision: str) -> Path:
 
 
 def _from_bucket(source: str, revision: str, cache_dir: Path, open_bucket: OpenBucket) -> Path:
-    """Downloads into a temporary folder and renames it, so an existing folder is always complete."""
+    """Downloads to a temporary folder and renames it, so an existing folder is complete."""
     bucket, _, prefix = source.removeprefix("gs://").partition("/")
     folder = cache_dir / bucket / prefix.strip("/").replace("/", "--") / revision
     if folder.is_dir():

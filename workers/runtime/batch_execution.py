@@ -1,4 +1,4 @@
-"""Runs one batch in a model process: group by group, split when a group fails, and stopped when it is canceled."""
+"""Runs a batch in a model process. Halves groups that fail, and stops when it is canceled."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def _result(
 
 
 class StepReporter:
-    """What a model calls after each step. Reports progress, and ends batch `number` if it is canceled.
+    """What a model calls after each step.
+
+    Reports progress, and ends batch `number` if it is canceled.
 
     It reads the socket between two steps. A thread for this would slow down every batch.
     """
@@ -100,14 +102,18 @@ class StepReporter:
     def _is_canceled(self) -> bool:
         while select.select([self._connection], [], [], 0)[0]:
             message = read_client_message(self._connection)
-            # While a batch runs, only its Cancel, a late Cancel of another batch, or the end can arrive.
+            # While a batch runs, only its Cancel, a late Cancel of another batch, or the end can
+            # arrive.
             if not isinstance(message, Cancel) or message.number == self._number:
                 return True
         return False
 
 
 class BatchExecution:
-    """Computes one batch group by group. A group that fails is halved until the bad item is alone."""
+    """Computes one batch group by group.
+
+    A group that fails is halved until the bad item is alone.
+    """
 
     def __init__(self, model: InferenceModel, on_step: OnStep) -> None:
         self._model = model

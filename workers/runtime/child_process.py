@@ -1,4 +1,4 @@
-"""A model process as an OS process: started as a program, or forked from a template (workers/runtime/template.py)."""
+"""A model process as an OS process: started as a program, or forked from a template."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ async def spawn(
 
 
 class ForkedProcess:
-    """A process that the template forked. Its pidfd identifies it, even if the process id is reused."""
+    """A process that the template forked.
+
+    Its pidfd identifies it, even if the process id is reused.
+    """
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid

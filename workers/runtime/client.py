@@ -1,4 +1,4 @@
-"""The I/O process's end of one model process: starts it, sends it batches, and reports how it ended."""
+"""The client of one model process: starts it, sends it batches, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class _Pending:
 class ModelClient:
     """A model process that is ready. It has at most one batch, which fails when the process ends.
 
-    A second batch that waits in the process was measured and left out. Without it the process is busy
-    99 % of the time (batches of 1,000 tokens), and a batch that is formed later is fuller.
+    A second batch that waits in the process was measured and left out. Without it the process is
+    busy 99 % of the time (batches of 1,000 tokens), and a batch that is formed later is fuller.
     """
 
     def __init__(self, process: ChildProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -136,12 +136,16 @@ class ModelClient:
     async def run(
         self, batch: Sequence[Prepared], timeout_s: float, on_step: OnStep | None, model: int = 0
     ) -> BatchResult:
-        """Runs one batch on model number `model`, after the current one. `timeout_s` counts from then.
+        """Runs one batch on model number `model`, after the current one.
+
+        `timeout_s` counts from then.
 
         Raises:
-            ModelProcessDied: the process died, or was killed because the batch took too long or was invalid.
+            ModelProcessDied: the process died, or was killed because the batch took too long or was
+                invalid.
         """
-        # The turn ends with the batch, not with the caller. A canceled caller leaves a process that still computes.
+        # The turn ends with the batch, not with the caller. A canceled caller leaves a process that
+        # still computes.
         await self._turn.acquire()
         if self._reason:
             self._turn.release()
@@ -155,7 +159,10 @@ class ModelClient:
         return await done
 
     def cancel(self) -> None:
-        """Stops the current batch after its current step, if it has steps. Its items fail as canceled."""
+        """Stops the current batch after its current step, if it has steps.
+
+        Its items fail as canceled.
+        """
         if self._pending is not None:
             self._writer.write(encode_cancel(self._pending.number))
 
@@ -166,7 +173,10 @@ class ModelClient:
             self._process.kill()
 
     async def serve(self, on_end: Callable[[], None]) -> str:
-        """Handles messages until the process ends. Then fails the current batch and returns the reason."""
+        """Handles messages until the process ends.
+
+        Then fails the current batch and returns the reason.
+        """
         try:
             while (message := await self._read()) is not None and not self._fault:
                 self._handle(message)

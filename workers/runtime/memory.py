@@ -30,7 +30,7 @@ def gpu_bytes() -> int:
 
 
 def weights_bytes(place: Path) -> int:
-    """The size of weight files: `place`, or the files below it in the first format that libraries look for."""
+    """The size of weight files: `place`, or the files below it in one format."""
     files = [path for path in (place, *place.rglob("*")) if path.is_file()]
     sums = (sum(path.stat().st_size for path in files if path.suffix == suffix) for suffix in _SUFFIXES)
     return next(filter(None, sums), 0)
@@ -50,7 +50,10 @@ def free_host_bytes() -> int:
 
 
 def give_back(*, is_empty: bool) -> None:
-    """Returns freed memory to the machine. `is_empty`: no model is left, so all other objects are permanent."""
+    """Returns freed memory to the machine.
+
+    `is_empty`: no model is left, so all other objects are permanent.
+    """
     gc.collect()
     if is_empty:
         gc.freeze()  # libraries have 300,000 objects; a collection of them takes a quarter of a second

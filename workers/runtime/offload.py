@@ -1,7 +1,8 @@
 """Moves the weights of a model out of GPU memory into pinned host memory, and back.
 
-Restoring by copy is about twenty times faster than loading from disk. Only models with plain parameters can be
-offloaded. A compiled model or a CUDA graph contains their addresses, and a quantized model hides them in other objects.
+Restoring by copy is about twenty times faster than loading from disk. Only models with plain
+parameters can be offloaded. A compiled model or a CUDA graph contains their addresses, and a
+quantized model hides them in other objects.
 """
 
 from __future__ import annotations

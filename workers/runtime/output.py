@@ -27,7 +27,10 @@ class ChildOutput:
             sys.stderr.write(chunk.decode(errors="replace"))
 
     async def finish(self) -> None:
-        """Waits for the rest after the process ended. The wait is short, because a grandchild may hold the pipe."""
+        """Waits for the rest after the process ended.
+
+        The wait is short, because a grandchild may hold the pipe.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_LIMIT_S):
                 await self._task

@@ -1,4 +1,4 @@
-"""The model processes of a worker: started together, restarted when they die, and fed by workers/worker.py."""
+"""The model processes of a worker: started together, and restarted when they die."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ class HostedModel(NamedTuple):
 
 
 class ModelPool:
-    """All model processes of a worker. Each serves all models. A context manager that opens when all are ready.
+    """All model processes of a worker.
+
+    Each serves all models. A context manager that opens when all are ready.
 
     Args:
         models: at least one. A model's position here is the number that `run` takes.
@@ -95,7 +97,8 @@ class ModelPool:
 
         Raises:
             ConfigurationError: the folder, the entry or the device is invalid.
-            ModelFailed: a process died or was not ready in time. The message ends with its last output.
+            ModelFailed: a process died or was not ready in time. The message ends with its last
+                output.
         """
         self._tasks = [asyncio.create_task(process.keep_alive()) for process in self.processes]
         try:
@@ -167,12 +170,18 @@ class PooledProcess:
         return await self._child.run(batch, timeout_s, on_step, model)
 
     def cancel(self) -> None:
-        """Stops the running batch, if any, after its current step. Items without a result fail as Canceled."""
+        """Stops the running batch, if any, after its current step.
+
+        Items without a result fail as Canceled.
+        """
         if self._child is not None:
             self._child.cancel()
 
     async def keep_alive(self) -> None:
-        """Starts the process, and restarts it when it dies. Returns when it can't be started any more."""
+        """Starts the process, and restarts it when it dies.
+
+        Returns when it can't be started any more.
+        """
         try:
             await self._keep_alive()
         finally:
@@ -246,7 +255,7 @@ def _places(device: str, processes: int, threads: int) -> list[str]:
 
 
 def child_environment(threads: int) -> dict[str, str]:
-    """The environment of a model process: thread counts that torch reads at import, and our packages."""
+    """The environment of a model process: thread counts for torch, and our packages."""
     root = str(Path(__file__).resolve().parents[2])
     count = str(threads)
     return {
@@ -258,11 +267,13 @@ def child_environment(threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         # Makes torch count GPUs without initializing CUDA, which would not survive a fork.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        # Keeps glibc from returning each batch's memory to the kernel: 3 to 5 % more tokens per second.
+        # Keeps glibc from returning each batch's memory to the kernel: 3 to 5 % more tokens per
+        # second.
         "MALLOC_MMAP_THRESHOLD_": str(256 * 1024 * 1024),
         "MALLOC_TRIM_THRESHOLD_": str(512 * 1024 * 1024),
-        # By default oneDNN caches 1,024 compiled primitives. Texts have many lengths, so memory grew for minutes.
-        # At 256 it levels off soon, and few are compiled again (workers/models/embedding/bert.py).
+        # By default oneDNN caches 1,024 compiled primitives. Texts have many lengths, so memory
+        # grew for minutes. At 256 it levels off soon, and few are compiled again
+        # (workers/models/embedding/bert.py).
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
     }

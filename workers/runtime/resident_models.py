@@ -1,6 +1,7 @@
-"""The models of one model process: which are in memory, under a budget, with the least recently used evicted first.
+"""The models of one model process: an LRU cache of models under a memory budget.
 
-On a CPU an evicted model is loaded from disk again. On a GPU it moves to pinned host memory if possible.
+On a CPU an evicted model is loaded from disk again. On a GPU it moves to pinned host memory if
+possible.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class ResidentModels:
 
     Args:
         makers: create each model, not yet loaded. A model's number is its position here.
-        weights: the file or folder with the weights of each, to estimate its size before the first load.
+        weights: the file or folder with the weights of each, to estimate its size before the first
+            load.
         budget_bytes: for all resident models together. A model above it is resident alone. 0 means
             only the limit of the device, which also leads to evictions.
         loaded: models, by number, that were loaded before this process was forked.
@@ -52,9 +54,12 @@ class ResidentModels:
         self.warmup_s = 0.0
 
     def open(self) -> None:
-        """Loads every model once, so that an invalid one is refused now. The first ones that fit stay.
+        """Loads every model once, so that an invalid one is refused now.
 
-        Evicted models are loaded once more to measure a switch, because a first load also imports libraries.
+        The first ones that fit stay.
+
+        Evicted models are loaded once more to measure a switch, because a first load also imports
+        libraries.
 
         Raises:
             PenstockError: a model can't be loaded.
@@ -153,7 +158,10 @@ class ResidentModels:
             self._offloaded[number] = offloaded
 
     def changes(self) -> ResidencyReport | None:
-        """The loads and evictions since the last call, and the resident models. None if there were none."""
+        """The loads and evictions since the last call, and the resident models.
+
+        None if there were none.
+        """
         changes, self._changes = self._changes, ResidencyReport([])
         if not changes.loads and not changes.evictions:
             return None

@@ -1,8 +1,9 @@
-"""`python -m workers.runtime.server`: a model process, which runs the batches that its I/O process sends over a socket.
+"""`python -m workers.runtime.server`: a model process, which runs batches from a socket.
 
-It gets one end of a socket pair. It sends Ready (or Refused), then one result per batch. It exits as soon as the other
-end is closed, even in the middle of a batch. Normally it is forked from a template, which is the same program: it loads
-what all processes can share and then forks on request (workers/runtime/template_process.py).
+It gets one end of a socket pair. It sends Ready (or Refused), then one result per batch. It exits
+as soon as the other end is closed, even in the middle of a batch. Normally it is forked from a
+template, which is the same program: it loads what all processes can share and then forks on request
+(workers/runtime/template_process.py).
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def main() -> int:
     """Serves the given models until the socket closes. Returns the exit status."""
     given = _arguments()
     configure_logs("WARNING")
-    # Only the I/O process obeys signals to the whole group (Ctrl-C, a supervisor's TERM). It drains, then hangs up.
+    # Only the I/O process obeys signals to the whole group (Ctrl-C, a supervisor's TERM). It
+    # drains, then hangs up.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     loaded: dict[int, InferenceModel] = {}
@@ -79,9 +81,10 @@ def _arguments() -> argparse.Namespace:
 
 
 def _load_ahead(given: argparse.Namespace) -> dict[int, InferenceModel]:
-    """Imports libraries and loads the models that forks can share, on one thread so that forks are safe.
+    """Imports libraries and loads what forks can share, on one thread so that forks are safe.
 
-    Weights are shared on a CPU without a memory budget. ONNX Runtime sessions start threads, so they are not.
+    Weights are shared on a CPU without a memory budget. ONNX Runtime sessions start threads, so
+    they are not.
     """
     template_process.name_process(template_process.TEMPLATE_NAME)
     template_process.die_with_parent()
@@ -94,13 +97,17 @@ def _load_ahead(given: argparse.Namespace) -> dict[int, InferenceModel]:
                 model.setup()
                 loaded[number] = model
         except Exception:
-            # The boundary to the model libraries. The forked process tries again and reports the error.
+            # The boundary to the model libraries. The forked process tries again and reports the
+            # error.
             log.debug("model could not be loaded ahead", exc_info=True, extra={"model": number})
     return loaded
 
 
 def _fork_for(given: argparse.Namespace, loaded: Mapping[int, InferenceModel]) -> template_process.ForkedChild | None:
-    """Forks on request. Returns in each forked process, and returns None in the template at its end."""
+    """Forks on request.
+
+    Returns in each forked process, and returns None in the template at its end.
+    """
     facts = TemplateReady(
         time.monotonic() - _BEGAN_S, len(loaded), memory.resident_bytes(), template_process.is_alone()
     )

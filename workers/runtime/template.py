@@ -1,8 +1,8 @@
 """The I/O process's end of the template, which model processes are forked from.
 
-A fork is ready in a fraction of the seconds that importing torch takes, and all forks share the pages
-of libraries and weights. The first request for a fork starts the template. If the template dies, the
-next request starts it again. The processes that it forked live on.
+A fork is ready in a fraction of the seconds that importing torch takes, and all forks share the
+pages of libraries and weights. The first request for a fork starts the template. If the template
+dies, the next request starts it again. The processes that it forked live on.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def can_fork() -> bool:
 
 
 class Template:
-    """Forks model processes from the program `command`, which is started on demand within `start_timeout_s`."""
+    """Forks model processes from the program `command`, which is started on demand."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], start_timeout_s: float) -> None:
         self._command = command

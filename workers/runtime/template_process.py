@@ -33,7 +33,7 @@ _SIGKILL = 9
 
 
 class ForkedChild(NamedTuple):
-    """What a forked process gets: its end of the socket, its device, and whether the fork is sound."""
+    """What a forked process gets: its socket, its device, and whether the fork is sound."""
 
     fd: int
     device: str
@@ -48,7 +48,10 @@ class ForkServer:
         self._pids: dict[int, int] = {}  # by pidfd
 
     def run(self, loaded: TemplateReady) -> ForkedChild | None:
-        """Reports what is loaded, then forks. Returns in each forked process, and returns None in the template."""
+        """Reports what is loaded, then forks.
+
+        Returns in each forked process, and returns None in the template.
+        """
         gc.collect()
         gc.freeze()  # a collection would write to all objects, and so copy the shared pages
         with contextlib.suppress(ConnectionError):
@@ -126,7 +129,10 @@ def name_process(name: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Makes the system kill this process when its parent dies. Forked processes are not affected. Linux only."""
+    """Makes the system kill this process when its parent dies.
+
+    Forked processes are not affected. Linux only.
+    """
     _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
 
 

@@ -1,8 +1,10 @@
 """Chooses the items of the next batch from those that wait. Pure: no clock, no I/O.
 
-A batch has the items that wait when a model process becomes idle. It never waits for more items. Three rules:
+A batch has the items that wait when a model process becomes idle. It never waits for more items.
+Three rules:
 
-- Only items with equal compatibility keys share a batch. Keys take turns, so no key starves another.
+- Only items with equal compatibility keys share a batch. Keys take turns, so no key starves
+  another.
 - The oldest item of its key is always in the batch.
 - The rest come from the `max_items` items that arrived next after the oldest, even if some of
   those are gone. So no item is overtaken by one that arrived more than a batch later.
@@ -52,7 +54,10 @@ class _KeyQueue(Generic[ItemT]):
 
 
 class BatchQueue(Generic[ItemT]):
-    """Items that wait for a model process. A batch has at most `max_items` items of `budget` total length."""
+    """Items that wait for a model process.
+
+    A batch has at most `max_items` items of `budget` total length.
+    """
 
     def __init__(self, budget: int, max_items: int) -> None:
         self.budget = budget
@@ -77,7 +82,10 @@ class BatchQueue(Generic[ItemT]):
         self._by_key.setdefault(item.key, _KeyQueue()).add(item)
 
     def take(self, at_most: int) -> list[ItemT]:
-        """Removes and returns the next batch: at most `at_most` items, in order of arrival. Empty if none wait."""
+        """Removes and returns the next batch: at most `at_most` items, in order of arrival.
+
+        Empty if none wait.
+        """
         if not self._by_key:
             return []
         key, queue = self._by_key.popitem(last=False)

@@ -1,12 +1,17 @@
-"""The items of one model that wait in a worker: two lanes, and the suspects. Pure: no clock, no I/O.
+"""The items of one model that wait in a worker: two lanes, and the suspects.
 
-- If both lanes have items, one batch in BATCH_TURN comes from the lane `batch`, so that lane is never starved.
-- A suspect is an item whose model process or worker died. The suspects of one death are retried in halves until the
-  item that kills is alone. One group runs at a time, so the other processes stay up for the other items. Groups and
-  other items take turns.
-- An item is given up after DEATHS_MAX deaths, if it was alone for DEATHS_ALONE_MAX of them. A death with another cause
-  (a manual kill, too little memory) costs innocent items only time, even in the middle of a retry.
-- If a device runs out of memory, the budget is halved. It grows by a tenth with each batch that fits.
+Pure: no clock, no I/O.
+
+- If both lanes have items, one batch in BATCH_TURN comes from the lane `batch`, so that lane is
+  never starved.
+- A suspect is an item whose model process or worker died. The suspects of one death are retried in
+  halves until the item that kills is alone. One group runs at a time, so the other processes stay
+  up for the other items. Groups and other items take turns.
+- An item is given up after DEATHS_MAX deaths, if it was alone for DEATHS_ALONE_MAX of them. A death
+  with another cause (a manual kill, too little memory) costs innocent items only time, even in the
+  middle of a retry.
+- If a device runs out of memory, the budget is halved. It grows by a tenth with each batch that
+  fits.
 """
 
 from __future__ import annotations
@@ -71,10 +76,12 @@ class LaneQueue:
             (self._batch if queued.lane == "batch" else self._interactive).add(queued)
 
     def take(self, processes: int, is_wanted: Callable[[QueuedItem], bool]) -> list[QueuedItem]:
-        """The next batch for one of `processes`, without unwanted items. Empty if nothing can be taken.
+        """The next batch for one of `processes`, without unwanted items.
 
-        A batch has at most its share of the items that wait and run. A larger one would delay items that another
-        process could run at the same time.
+        Empty if nothing can be taken.
+
+        A batch has at most its share of the items that wait and run. A larger one would delay items
+        that another process could run at the same time.
         """
         batch = [queued for queued in self._choose(processes) if is_wanted(queued)]
         if batch:

@@ -1,20 +1,26 @@
-"""Decides which model a model process runs next, in a worker with several models. Pure: no clock, no I/O.
+"""Decides which model a model process runs next, in a worker with several models.
 
-Loading a model takes time, so a process stays with the models that it holds (the resident ones). It switches to another
-in three cases. `switch_wait_s` is the sum of all load times, divided by SWITCH_SHARE and the number of processes, so
-switches of the first case take at most that share of the time:
+Pure: no clock, no I/O.
 
-1. Due: the model's oldest job has waited for `switch_wait_s`, and the model was not served for as long.
-2. Urgent: a job's deadline would pass otherwise, and can still be met. This makes a model due early, at most once per
-   wait at URGENT_SHARE. Otherwise urgent callers could make a worker do nothing but switch.
-3. Worth it: no resident model has jobs, and the waiting time of the other jobs since then, added up, has reached the
-   load time. From then on, waiting costs more than the switch.
+Loading a model takes time, so a process stays with the models that it holds (the resident ones). It
+switches to another in three cases. `switch_wait_s` is the sum of all load times, divided by
+SWITCH_SHARE and the number of processes, so switches of the first case take at most that share of
+the time:
+
+1. Due: the model's oldest job has waited for `switch_wait_s`, and the model was not served for as
+   long.
+2. Urgent: a job's deadline would pass otherwise, and can still be met. This makes a model due
+   early, at most once per wait at URGENT_SHARE. Otherwise urgent callers could make a worker do
+   nothing but switch.
+3. Worth it: no resident model has jobs, and the waiting time of the other jobs since then, added
+   up, has reached the load time. From then on, waiting costs more than the switch.
 
 The bound: due models run first, in the order in which they became due, resident or not. A model
 that was served is due again only after a wait, so it is behind all that are due now. So once a
 model is due, every other model runs at most one batch before it. With n models, the first batch
 with a model's oldest job starts, counted from when that job was queued, after at most
-`switch_wait_s`, the batch that runs then, n - 1 loads and batches of other models, and its own load.
+`switch_wait_s`, the batch that runs then, n - 1 loads and batches of other models, and its own
+load.
 """
 
 from __future__ import annotations
@@ -24,10 +30,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 SWITCH_SHARE = 0.06
-"""Of the time of all model processes. Leaves room below a tenth for other costs of a switch, such as cold caches."""
+"""Of the time of all model processes.
+
+Leaves room below a tenth for other costs of a switch, such as cold caches.
+"""
 URGENT_SHARE = 0.5
 SHORTEST_WAIT_S = 2.0
-"""A floor for models that load quickly. Several batches of one model in a row are fuller than alternating ones."""
+"""A floor for models that load quickly.
+
+Several batches of one model in a row are fuller than alternating ones.
+"""
 LOAD_GUESS_S = 1.0
 """For a model that was not loaded yet."""
 BATCH_FADE = 0.8
@@ -51,13 +63,16 @@ class QueueState(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Nothing to run before `until_s` (unix seconds, or None for no limit), unless an item is queued earlier."""
+    """Nothing to run before `until_s` (unix seconds, None: no limit), unless an item is queued."""
 
     until_s: float | None
 
 
 class ModelScheduler:
-    """Schedules `models` queues on `processes` model processes. Times are unix seconds of one clock."""
+    """Schedules `models` queues on `processes` model processes.
+
+    Times are unix seconds of one clock.
+    """
 
     def __init__(self, models: int, processes: int) -> None:
         self._processes = processes
@@ -110,7 +125,7 @@ class ModelScheduler:
         return max(queue.oldest_s, free_since_s) + self._load_s[model] / queue.waiting
 
     def _wait_s(self, share: float) -> float:
-        """The wait between two batches of a model at which all loads together take `share` of the time."""
+        """The wait between batches of a model at which all loads take `share` of the time."""
         return sum(self._load_s) / (share * self._processes)
 
     def batch_started(self, model: int, now_s: float) -> None:

@@ -16,9 +16,9 @@ from workers.models.base import InferenceModel, Preparer
 class Resources:
     """What a model runs on.
 
-    `device` is `cpu`, `cuda`, `cuda:N` or `auto`. `threads` counts on a CPU. `memory_fraction` is the
-    part of a GPU's memory that the process may take. `backend` is what computes an embedding. None:
-    torch in the entry's precision.
+    `device` is `cpu`, `cuda`, `cuda:N` or `auto`. `threads` counts on a CPU. `memory_fraction` is
+    the part of a GPU's memory that the process may take. `backend` is what computes an embedding.
+    None: torch in the entry's precision.
     """
 
     device: str

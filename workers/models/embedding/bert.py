@@ -18,7 +18,10 @@ from workers.models.embedding.cpu_bf16 import Product, packed_product
 from workers.models.embedding.varlen import Trial, attend_text_by_text
 
 FAMILIES = frozenset({"bert", "camembert", "roberta", "xlm-roberta"})
-"""Families whose modules have the names that are used here. A trial checks that they compute the same."""
+"""Families whose modules have the names that are used here.
+
+A trial checks that they compute the same.
+"""
 
 _STEP_TOKENS = 16
 """In bf16 the number of rows is filled up to a multiple of this.
@@ -27,7 +30,10 @@ oneDNN compiles a product for each number of rows, which takes a millisecond and
 concatenated texts have any number. Measured with MiniLM over thousands of batches: 3 to 6 % less time,
 and a process grows by 0.3 GiB instead of 0.6."""
 _ANY_COUNT_TOKENS = 64
-"""Not filled up to here. With seven more rows a single text of nine tokens took 4.2 ms instead of 3.4."""
+"""Not filled up to here.
+
+With seven more rows a single text of nine tokens took 4.2 ms instead of 3.4.
+"""
 
 
 class _Layer(NamedTuple):
@@ -42,7 +48,9 @@ class _Layer(NamedTuple):
 
 
 class BertEncoder:
-    """The encoder of a model of FAMILIES, with its own weights. The model can be dropped afterwards.
+    """The encoder of a model of FAMILIES, with its own weights.
+
+    The model can be dropped afterwards.
 
     Args:
         model: a model of transformers, in fp32.
@@ -69,7 +77,10 @@ class BertEncoder:
         return -(-tokens // _STEP_TOKENS) * _STEP_TOKENS if steps else tokens
 
     def states(self, ids: torch.Tensor, types: torch.Tensor | None, lengths: Sequence[int]) -> torch.Tensor:
-        """The last hidden states of concatenated texts, float32 [tokens, width]. As varlen.run_unpadded."""
+        """The last hidden states of concatenated texts, float32 [tokens, width].
+
+        As varlen.run_unpadded.
+        """
         tokens = len(ids)
         filler = self.computed_tokens(lengths) - tokens
         if filler:
@@ -91,7 +102,10 @@ class BertEncoder:
 
 
 def bert_encoder(model: Any, *, in_bf16: bool) -> BertEncoder | None:
-    """The encoder of `model` (of transformers, fp32, on a CPU). None if it is not of these families."""
+    """The encoder of `model` (of transformers, fp32, on a CPU).
+
+    None if it is not of these families.
+    """
     if model.config.model_type not in FAMILIES:
         return None
     trial = Trial(model)

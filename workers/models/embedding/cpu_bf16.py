@@ -1,4 +1,7 @@
-"""Linear layers in bf16 on a CPU, with weights that oneDNN lays out once. F.linear does so at each call."""
+"""Linear layers in bf16 on a CPU, with weights that oneDNN lays out once.
+
+F.linear does so at each call.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ def computes_bf16() -> bool:
 
 
 def pack_linear_layers(model: torch.nn.Module) -> None:
-    """Replaces every Linear of `model` by one that takes any precision, and computes and returns bf16."""
+    """Replaces every Linear of `model` by one that computes in bf16, for any input precision."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, torch.nn.Linear):
@@ -23,7 +26,7 @@ def pack_linear_layers(model: torch.nn.Module) -> None:
 
 
 def packed_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """A function that computes a Linear with these weights, from bf16 [rows, in] to bf16 [rows, out].
+    """A function that computes a Linear, from bf16 [rows, in] to bf16 [rows, out].
 
     It uses the operators that torch.compile uses for a frozen Linear.
     """

@@ -1,6 +1,9 @@
-"""The ONNX Runtime encoder of an embedding model. It pools and normalizes in numpy, and never imports torch.
+"""The ONNX Runtime encoder of an embedding model.
 
-A model process with it starts in well under a second, and needs a fraction of the memory that torch needs.
+It pools and normalizes in numpy, and never imports torch.
+
+A model process with it starts in well under a second, and needs a fraction of the memory that torch
+needs.
 """
 
 from __future__ import annotations
@@ -19,14 +22,18 @@ from workers.models.embedding.model_folder import SentenceFolder
 
 _ASK_GPU_LIMIT_S = 10.0
 _SLOW_ON_CPU = ["SkipLayerNormFusion"]
-"""The fused operator takes 1 ms for 512 tokens of MiniLM. An addition and a layer norm take 0.13 ms."""
+"""The fused operator takes 1 ms for 512 tokens of MiniLM.
+
+An addition and a layer norm take 0.13 ms.
+"""
 _TYPES = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}
 
 
 class OnnxEncoder:
     """A transformer graph from `input_ids`, `attention_mask` and maybe `token_type_ids` to states.
 
-    The states are the first output, [items, longest, width]. Their type may be narrower than float32.
+    The states are the first output, [items, longest, width]. Their type may be narrower than
+    float32.
 
     Args:
         settings: the folder of the model, for pooling and normalization.
@@ -89,7 +96,7 @@ class OnnxEncoder:
         return max(lengths) * len(lengths)
 
     def encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
-        """Token ids [items, longest] to float32 [items, dimensions], as workers.models.embedding.model.Encoder."""
+        """Token ids [items, longest] to float32 [items, dimensions]. As Encoder in model.py."""
         mask = np.arange(ids.shape[1]) < lengths[:, None]
         states = self._run({"input_ids": ids, "attention_mask": mask} | self._types(ids, types))
         vectors = np.concatenate([pool(mode, states, mask, lengths) for mode in self._settings.pooling], axis=1)
@@ -120,7 +127,7 @@ class OnnxEncoder:
         return np.asarray(states).astype(np.float32, copy=False)
 
     def _run_bound(self, given: dict[str, np.ndarray]) -> np.ndarray:
-        """The same with inputs and output bound to the GPU, so there is one copy in each direction."""
+        """The same with inputs and output bound to the GPU: one copy in each direction."""
         binding = self._session.io_binding()
         for name, array in given.items():
             binding.bind_cpu_input(name, np.ascontiguousarray(array))
@@ -139,8 +146,9 @@ def session_options(threads: int) -> onnxruntime.SessionOptions:
     # Spinning threads take cores from the I/O process and from other model processes.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if not has_vnni():
-        # Products of unsigned activations and signed weights would saturate at 16 bits, which harms accuracy.
-        # This makes ONNX Runtime use unsigned weights, whose products are exact. With VNNI they cost 50 % more.
+        # Products of unsigned activations and signed weights would saturate at 16 bits, which harms
+        # accuracy. This makes ONNX Runtime use unsigned weights, whose products are exact. With
+        # VNNI they cost 50 % more.
         options.add_session_config_entry("session.x64quantprecision", "1")
     options.log_severity_level = 3
     return options
@@ -162,13 +170,15 @@ def _ask_gpu(number: str) -> tuple[str, int]:
 def pool(mode: str, states: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """States [items, tokens, width] to [items, width], by one of model_folder.POOLING_MODES.
 
-    `mask` is [items, tokens], and `lengths` [items]. The formulas are those of sentence-transformers.
+    `mask` is [items, tokens], and `lengths` [items]. The formulas are those of
+    sentence-transformers.
     """
     if mode == "cls":
         return states[:, 0]
     if mode == "max":
         return np.asarray(np.where(mask[:, :, None], states, np.float32("-inf")).max(axis=1))
-    # A matrix product, [items, 1, tokens] by [items, tokens, width], is faster than a masked sum. BLAS adds pairwise.
+    # A matrix product, [items, 1, tokens] by [items, tokens, width], is faster than a masked sum.
+    # BLAS adds pairwise.
     sums = np.matmul(mask[:, None, :].astype(np.float32), states)[:, 0]
     counts = lengths[:, None].astype(np.float32)
     return np.asarray(sums / (np.sqrt(counts) if mode == "mean_sqrt_len_tokens" else counts))

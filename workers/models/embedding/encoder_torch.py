@@ -20,9 +20,10 @@ from workers.models.embedding.varlen import run_unpadded, runs_unpadded
 class TorchEncoder:
     """Any transformer of a sentence-transformers folder, with its pooling.
 
-    In bf16 and fp16 only the Linear layers and attention use that precision. The residual stream, norms
-    and pooling stay fp32. Compared with bf16 everywhere, this reduces the mean distance to fp32 from 7e-5
-    to 2e-5 (cosine, MiniLM). It costs almost no speed, because nearly all work is in those layers.
+    In bf16 and fp16 only the Linear layers and attention use that precision. The residual stream,
+    norms and pooling stay fp32. Compared with bf16 everywhere, this reduces the mean distance to
+    fp32 from 7e-5 to 2e-5 (cosine, MiniLM). It costs almost no speed, because nearly all work is in
+    those layers.
 
     Args:
         settings: the folder.
@@ -44,7 +45,8 @@ class TorchEncoder:
         """Loads the weights. Returns the dimensions of the vectors.
 
         Raises:
-            ConfigurationError: the folder can't be loaded, or the device does not support this precision.
+            ConfigurationError: the folder can't be loaded, or the device does not support this
+                precision.
         """
         self._device, self.device_name = self._place.open()
         self._check_precision()
@@ -64,7 +66,7 @@ class TorchEncoder:
         return int(model.config.hidden_size) * len(self._settings.pooling)
 
     def _keep_model(self, model: torch.nn.Module, *, in_bf16: bool) -> None:
-        """Sets up the modules of transformers, for other models than BERT and other devices than a CPU."""
+        """Sets up the modules of transformers, for models other than BERT and on GPUs."""
         if in_bf16:
             pack_linear_layers(model)
         elif self._precision != "fp32":
@@ -90,7 +92,7 @@ class TorchEncoder:
         return sum(lengths) if self._bert is None else self._bert.computed_tokens(lengths)
 
     def encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
-        """Token ids [items, longest] to float32 [items, dimensions], as workers.models.embedding.model.Encoder."""
+        """Token ids [items, longest] to float32 [items, dimensions]. As Encoder in model.py."""
         with torch.inference_mode(), memory_errors():
             vectors = (self._padded if self.pads else self._unpadded)(ids, types, lengths)
             if self._settings.normalize:
@@ -139,7 +141,10 @@ def _narrow_linear_layers(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def _pool(mode: str, states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """States [items, tokens, width] to [items, width]. Without a mask every item has every token."""
+    """States [items, tokens, width] to [items, width].
+
+    Without a mask every item has every token.
+    """
     if mode == "cls":
         return states[:, 0]
     if mode == "mean" and mask is None:

@@ -8,12 +8,12 @@ UNBOUNDED = 2**63
 
 
 def cut_by_length(lengths: Sequence[int], call_cost: int, budget: int = UNBOUNDED) -> list[list[int]]:
-    """Groups of places in `lengths`, shortest first, with minimal padded tokens plus `call_cost` per group.
+    """Groups of places in `lengths`, shortest first, at the lowest cost of padding and calls.
 
     A group has at most `budget` padded tokens, unless it is a single longer text.
 
-    In the best split every group is a run of the sorted lengths, so it is a shortest path. That takes
-    O(n^2) steps, under a millisecond for a batch of 64.
+    In the best split every group is a run of the sorted lengths, so it is a shortest path. That
+    takes O(n^2) steps, under a millisecond for a batch of 64.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     ordered = [lengths[place] for place in order]

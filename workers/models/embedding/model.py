@@ -26,7 +26,7 @@ _WARMUP_LENGTHS = (8, 64)
 
 
 class Encoder(Protocol):
-    """A transformer with the pooling and normalization of its folder, in one library and precision."""
+    """A transformer with the pooling and normalization of its folder."""
 
     device_name: str
     """The name of the GPU, or `cpu`. Known after `open`."""
@@ -37,7 +37,8 @@ class Encoder(Protocol):
         """Loads the model. Returns the dimensions of its vectors.
 
         Raises:
-            ConfigurationError: the files can't be loaded, or the device does not support this precision.
+            ConfigurationError: the files can't be loaded, or the device does not support this
+                precision.
         """
 
     def computed_tokens(self, lengths: Sequence[int]) -> int:
@@ -57,7 +58,10 @@ class Encoder(Protocol):
 
 
 class EmbeddingModel:
-    """Runs batches of texts, which TextPreparer prepared, on an Encoder. `call_tokens` is as in Backend."""
+    """Runs batches of texts, which TextPreparer prepared, on an Encoder.
+
+    `call_tokens` is as in Backend.
+    """
 
     device_name = ""
     pads = True
@@ -71,7 +75,8 @@ class EmbeddingModel:
         """Loads the weights.
 
         Raises:
-            ConfigurationError: the folder can't be loaded, or its dimensions differ from the catalog.
+            ConfigurationError: the folder can't be loaded, or its dimensions differ from the
+                catalog.
         """
         dimensions = self._encoder.open()
         self.device_name, self.pads = self._encoder.device_name, self._encoder.pads
@@ -91,7 +96,10 @@ class EmbeddingModel:
             self.predict(batch, _ignore_step)
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
-        """Groups texts of similar length to reduce padding. One group if the encoder does not pad."""
+        """Groups texts of similar length to reduce padding.
+
+        One group if the encoder does not pad.
+        """
         if not self.pads:
             return [list(range(len(batch)))]
         usual = USUAL_CALL_TOKENS["cpu" if self.device_name == "cpu" else "gpu"]

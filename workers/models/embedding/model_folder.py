@@ -1,8 +1,8 @@
-"""Reads a sentence-transformers folder: the processing of texts before the transformer, and of its output.
+"""Reads a sentence-transformers folder: what happens before and after the transformer.
 
 modules.json lists the modules in order, each with its folder. sentence_bert_config.json (or its
-equivalent for another family) has the maximum length. config_sentence_transformers.json has the prompts.
-sentence-transformers applies mean pooling to a folder without modules.json, and so do we.
+equivalent for another family) has the maximum length. config_sentence_transformers.json has the
+prompts. sentence-transformers applies mean pooling to a folder without modules.json, and so do we.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def read_sentence_folder(folder: Path) -> SentenceFolder:
 
 
 def _longest(transformer: Path) -> int:
-    """The maximum length if the folder sets none: what the tokenizer and the position table support."""
+    """The default of the maximum length: what the tokenizer and the position table support."""
     limits = [
         _read_json(transformer / "tokenizer_config.json", {}).get("model_max_length"),
         _read_json(transformer / "config.json", {}).get("max_position_embeddings"),
@@ -86,7 +86,7 @@ def _prompt(folder: Path) -> str:
 
 
 def _pooling(folder: Path, config: dict[str, Any]) -> tuple[str, ...]:
-    """The modes of 1_Pooling/config.json, in either of its forms: flags, or (newer) `pooling_mode`."""
+    """The modes of 1_Pooling/config.json: flags, or the newer `pooling_mode`."""
     named = config.get("pooling_mode")
     if named is None:
         modes = tuple(mode for flag, mode in _POOLING_FLAGS.items() if config.get(flag)) or ("mean",)

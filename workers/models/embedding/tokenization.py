@@ -1,4 +1,4 @@
-"""Texts to token ids in the I/O process: tokenized in batches by the model's tokenizer.json, and truncated.
+"""Texts to token ids in the I/O process, in batches, by the model's tokenizer.json.
 
 The tokenizer itself never truncates, because it would not report that, and would not be faster.
 """
@@ -39,7 +39,10 @@ class TextPreparer:
         self._vocabulary = _vocabulary(self._settings.transformer, self._tokenizer)
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
-        """One outcome per input, in order. A text that is too long is refused or truncated, as the input says."""
+        """One outcome per input, in order.
+
+        A text that is too long is refused or truncated, as the input says.
+        """
         texts = [place for place, value in enumerate(inputs) if isinstance(value, TextInput)]
         outcomes = dict(zip(texts, self._tokenize([inputs[place] for place in texts]), strict=True))
         for place, value in enumerate(inputs):
@@ -127,6 +130,6 @@ def _template(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def _vocabulary(transformer: Path, tokenizer: Tokenizer) -> int:
-    """The number of rows in the embedding table, which can differ from the tokenizer's vocabulary."""
+    """The number of rows in the embedding table, which can differ from the vocabulary."""
     size = json.loads((transformer / "config.json").read_text(encoding="utf-8")).get("vocab_size")
     return min(size or tokenizer.get_vocab_size(), tokenizer.get_vocab_size())

@@ -1,7 +1,9 @@
-"""torch.compile for a fixed set of shapes. Compiles (and on a GPU records CUDA graphs) only at warm-up.
+"""torch.compile for a fixed set of shapes.
 
-A graph always writes its result to the same memory, so results are copied. A graph needs one layout and
-type of its inputs, so inputs are made uniform.
+Compiles (and on a GPU records CUDA graphs) only at warm-up.
+
+A graph always writes its result to the same memory, so results are copied. A graph needs one layout
+and type of its inputs, so inputs are made uniform.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 def keep_compiled_in(folder: Path) -> None:
     """Caches the output of Inductor and Triton in `folder` for the next start.
 
-    TORCHINDUCTOR_CACHE_DIR takes precedence. If the folder can't be created, torch uses a temporary one.
+    TORCHINDUCTOR_CACHE_DIR takes precedence. If the folder can't be created, torch uses a temporary
+    one.
     """
     # The import of diffusers has set the variable to its default.
     if cache_dir() != default_cache_dir():
@@ -30,7 +33,7 @@ def keep_compiled_in(folder: Path) -> None:
 
 
 def only_what_is_compiled() -> contextlib.AbstractContextManager[None]:
-    """Within this context, shapes that are new since warm-up run eagerly instead of compiling for minutes."""
+    """Within this context, new shapes run eagerly instead of compiling for minutes."""
     stance: contextlib.AbstractContextManager[None] = torch.compiler.set_stance("eager_on_recompile")
     return stance
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def cheapest_cover(count: int, seconds: Mapping[int, float]) -> list[int]:
-    """How many images to draw in each call: sizes from `seconds` that fit `count` images at the lowest cost.
+    """How many images to draw in each call, so that `count` images cost least.
 
     The last call may be larger than needed, if padding costs less than another call.
 

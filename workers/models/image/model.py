@@ -1,4 +1,4 @@
-"""Images with diffusers in the model process: text-to-image and image-to-image from one loaded pipeline."""
+"""Images with diffusers: text-to-image and image-to-image from one loaded pipeline."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ from workers.models.image.plan import capability_of, plan_for
 from workers.models.image.prompt_encoder import PromptEncoder
 
 WARMUP_LIMIT_S = 100.0
-"""No further size is started after this. Compiling one can take a minute if it is not cached on disk."""
+"""No further size is started after this.
+
+Compiling one can take a minute if it is not cached on disk.
+"""
 _WARMUP_STEPS = 4
 
 log = logging.getLogger(__name__)
@@ -54,7 +57,8 @@ class ImageModel:
         """Loads the pipeline, of any class, without its safety checker.
 
         Raises:
-            ConfigurationError: the folder is not a text-to-image pipeline, or a required package is missing.
+            ConfigurationError: the folder is not a text-to-image pipeline, or a required package is
+                missing.
         """
         self._device, self.device_name = self._place.open()
         self._plan = plan_for(self._entry, capability_of(self._device))
@@ -63,7 +67,10 @@ class ImageModel:
         self._prompts = PromptEncoder(self._text_to_image)
 
     def warmup(self) -> None:
-        """Draws at the default size, from text and from an image. Compiles as many batch sizes as time allows."""
+        """Draws at the default size, from text and from an image.
+
+        Compiles as many batch sizes as time allows.
+        """
         began_s = time.monotonic()
         for size in self._plan.batch_sizes if self._plan.is_compiled else (1,):
             if time.monotonic() - began_s > self._warmup_limit_s:
@@ -119,7 +126,10 @@ class ImageModel:
         return is_usual and bool(self._call_s)
 
     def predict(self, batch: Sequence[PreparedItem], on_step: OnStep) -> list[Result | PenstockError]:
-        """One ImageResult per item, in order. Each has its own generator, so its noise depends only on its seed."""
+        """One ImageResult per item, in order.
+
+        Each has its own generator, so its noise depends only on its seed.
+        """
         items = [item for item in batch if isinstance(item, PreparedImage)]
         first = items[0]
         if first.source is not None and self._image_to_image is None:
@@ -132,7 +142,10 @@ class ImageModel:
         return self._results(items, pictures)
 
     def _pictures(self, items: Sequence[PreparedImage], on_step: OnStep) -> list[np.ndarray | None]:
-        """As to_host. If memory runs out, makes the VAE use less from then on, and tries once more."""
+        """As to_host.
+
+        If memory runs out, makes the VAE use less from then on, and tries once more.
+        """
         padded = self._padded(items)
         try:
             with memory_errors():
@@ -162,7 +175,10 @@ class ImageModel:
         return drawn
 
     def _scheduler(self, name: str) -> Any:
-        """A new scheduler with the settings of the folder. Its state must not pass from batch to batch."""
+        """A new scheduler with the settings of the folder.
+
+        Its state must not pass from batch to batch.
+        """
         config = self._own_scheduler.config
         if name == OWN_SCHEDULER:
             return type(self._own_scheduler).from_config(config)
@@ -212,7 +228,10 @@ def _callback(on_step: OnStep) -> Callable[[Any, int, Any, dict[str, Any]], dict
 
 
 def _spare_memory(vae: Any, count: int) -> bool:
-    """Makes the VAE process images one by one, or a single one in tiles. False if it does so already."""
+    """Makes the VAE process images one by one, or a single one in tiles.
+
+    False if it does so already.
+    """
     if not isinstance(vae, diffusers.AutoencoderKL) or (vae.use_slicing if count > 1 else vae.use_tiling):
         return False
     if count > 1:

@@ -1,4 +1,4 @@
-"""Loads a diffusers pipeline as its plan says: precision, memory layout, fused projections, INT8, compilation."""
+"""Loads a diffusers pipeline as its plan says: precision, layout, INT8, compilation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workers.models.image.plan import ImagePlan
 
 
 def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> tuple[Any, Any | None]:
-    """The text-to-image pipeline of `folder`, and the image-to-image one with the same weights, if any.
+    """The text-to-image pipeline of `folder`, and the image-to-image one, if any.
 
     Raises:
         ConfigurationError: the folder is not a text-to-image pipeline.

@@ -1,4 +1,4 @@
-"""Decides how an image pipeline runs on this device, from the device's capability and the catalog."""
+"""Decides how an image pipeline runs, from the device's capability and the catalog."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _VOLTA = (7, 0)
 
 @dataclass(frozen=True)
 class Capability:
-    """What a device supports. `compute` is the capability of a CUDA GPU, (major, minor), or (0, 0) on a CPU."""
+    """What a device supports.
+
+    `compute` is the capability of a CUDA GPU, (major, minor), or (0, 0) on a CPU.
+    """
 
     kind: str
     compute: tuple[int, int]
@@ -39,10 +42,10 @@ def capability_of(device: torch.device) -> Capability:
 class ImagePlan:
     """How to run the pipeline.
 
-    `is_compiled`: torch.compile for UNet and VAE, for each of `batch_sizes` at the default image size.
-    Other shapes run eagerly, and the VAE processes images one by one. `is_int8`: INT8 for the linear
-    layers of the UNet's transformers. `is_tuned`: channels-last weights and fused query-key-value
-    projections.
+    `is_compiled`: torch.compile for UNet and VAE, for each of `batch_sizes` at the default image
+    size. Other shapes run eagerly, and the VAE processes images one by one. `is_int8`: INT8 for the
+    linear layers of the UNet's transformers. `is_tuned`: channels-last weights and fused
+    query-key-value projections.
     """
 
     dtype: torch.dtype

@@ -1,4 +1,7 @@
-"""Checks and prepares image requests in the I/O process. Decodes and resizes a source image once."""
+"""Checks and prepares image requests in the I/O process.
+
+Decodes and resizes a source image once.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,7 @@ def _prepared(value: ImageInput) -> PreparedImage:
 
 
 def image_to_image_steps(steps: int, strength: float) -> int:
-    """The steps that image-to-image runs: the last `strength` of them, rounded down as diffusers does.
+    """The steps that image-to-image runs: a share of `strength`, rounded down as diffusers does.
 
     Raises:
         BadInput: strength is not above 0 and at most 1, or so low that no step is left.

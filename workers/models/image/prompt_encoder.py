@@ -1,4 +1,7 @@
-"""Encodes prompts before the pipeline runs. Equal prompts are encoded once, and recent ones are cached."""
+"""Encodes prompts before the pipeline runs.
+
+Equal prompts are encoded once, and recent ones are cached.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ KNOWN = (diffusers.StableDiffusionPipeline, diffusers.StableDiffusionXLPipeline)
 """Pipelines that take encoded prompts."""
 
 Encoded = tuple[torch.Tensor, ...]
-"""One encoded prompt: hidden states [1, tokens, width], and for SDXL also pooled states [1, width]."""
+"""One encoded prompt: hidden states [1, tokens, width], and for SDXL pooled states [1, width]."""
 
 
 class PromptEncoder:
@@ -34,7 +37,8 @@ class PromptEncoder:
         """The pipeline's prompt arguments for `items`. Either all or none have a negative prompt.
 
         Returns:
-            `prompt_embeds` and `negative_prompt_embeds` [items, tokens, width], and for SDXL the pooled
+            `prompt_embeds` and `negative_prompt_embeds` [items, tokens, width], and for SDXL the
+            pooled
             ones. For pipelines with other encoders, the prompts as text.
         """
         prompts = [item.prompt for item in items]
@@ -53,7 +57,10 @@ class PromptEncoder:
         }
 
     def truncated_tokens(self, item: PreparedImage) -> int | None:
-        """How many tokens of the prompts the encoders leave out. None for pipelines with other encoders."""
+        """How many tokens of the prompts the encoders leave out.
+
+        None for pipelines with other encoders.
+        """
         if type(self._pipeline) not in KNOWN:
             return None
         # SDXL's two tokenizers are the same.

@@ -14,9 +14,9 @@ _TURING = (7, 5)
 def quantize_linears(unet: Any) -> None:
     """Converts the linear layers in the transformer blocks of `unet` to INT8, in place.
 
-    Weights per channel. On GPUs with INT8 matrix units also activations, per token. The few other layers
-    get one row per image (time embedding), which gains nothing and is below the 17 rows that CUDA's INT8
-    product needs.
+    Weights per channel. On GPUs with INT8 matrix units also activations, per token. The few other
+    layers get one row per image (time embedding), which gains nothing and is below the 17 rows that
+    CUDA's INT8 product needs.
     """
     device = unet.device
     has_units = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _TURING
