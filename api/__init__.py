@@ -1,1 +1,1 @@
-"""The HTTPS API: stateless, torch-free; publishes jobs and waits for their replies."""
+"""The HTTPS API. It is stateless, has no model libraries, publishes jobs and waits for replies."""

@@ -117,7 +117,7 @@ async def _open(
     admin: AbstractAsyncContextManager[Admin],
     rows: AbstractAsyncContextManager[RowSink],
 ) -> Dependencies:
-    """Opens everything, in the order in which it is needed; `opened` closes it the other way round."""
+    """Opens everything in the order of its dependencies. `opened` closes it in reverse order."""
     settings, instance = configuration.settings, f"api-{secrets.token_hex(4)}"
     cache = await opened.enter_async_context(ResultCache(settings.redis_url, settings.memory_cache_bytes))
     records = await opened.enter_async_context(

@@ -82,7 +82,7 @@ class Dispatcher:
 
     @property
     def in_flight(self) -> int:
-        """Jobs and shareable items in flight; 0 when the dispatcher is idle."""
+        """The number of jobs and shareable items in flight. It is 0 when the dispatcher is idle."""
         return len(self._jobs) + len(self._single_flight)
 
     async def dispatch(self, request: InferenceRequest) -> InferenceResponse:
@@ -166,7 +166,7 @@ class Dispatcher:
         return missing
 
     async def _send(self, request: InferenceRequest, job: InFlightJob) -> list[ItemOutcome]:
-        """Sends a job and waits for its reply; returns one outcome per item."""
+        """Sends a job, waits for its reply, and returns one outcome per item."""
         try:
             return await self._sender.send(request, job)
         except PenstockError as error:

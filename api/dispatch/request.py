@@ -51,7 +51,7 @@ class RequestOptions:
 
     @property
     def start_by_s(self) -> float:
-        """Unix time after which the model no longer starts; 0: only the deadline counts."""
+        """Unix time after which the model no longer starts. 0: only the deadline counts."""
         return 0.0 if self.queue_limit_s is None else self.received_at_s + self.queue_limit_s
 
 

@@ -84,5 +84,5 @@ class ServiceRate:
             self.item_s = measured_s
 
     def stalled_s(self, now_s: float) -> float:
-        """By how much the current pause between completions is longer than normal; 0 if it is not."""
+        """By how much the current pause between completions is longer than normal, at least 0."""
         return max(0.0, now_s - self._last_s - QUEUED_FROM * self.service_s)

@@ -22,7 +22,7 @@ class InFlightJob:
     """The number of the job within its request. The wire calls it `part`."""
     deadline_s: float
     published_at_s: float = 0.0
-    """When the broker accepted the job; 0 before that."""
+    """Unix time at which the broker accepted the job. 0 before that."""
     task: asyncio.Task[list[ItemOutcome]] | None = None
 
 
@@ -89,7 +89,7 @@ class SingleFlight:
             job.task.cancel()
 
     def complete(self, in_flight: InFlightItem, completion: ItemCompletion | None) -> None:
-        """Ends the item for all who wait for it; later requests start a new one.
+        """Ends the item for all of its waiters. Later requests start a new one.
 
         A second completion is ignored. None abandons the item.
         """

@@ -20,7 +20,7 @@ class ApiKeys:
         api_keys: `key=tenant,key=tenant`. If empty, every request has the tenant `default`.
 
     Raises:
-        ConfigurationError: an entry is not `key=tenant`, or a key stands twice.
+        ConfigurationError: an entry is not `key=tenant`, or a key is listed twice.
     """
 
     def __init__(self, api_keys: str) -> None:
@@ -33,7 +33,7 @@ class ApiKeys:
                 reason = f"a tenant's name is printable and has {LONGEST_TENANT_BYTES} bytes at most"
                 raise ConfigurationError(f"PENSTOCK_API_KEYS: {reason}", field="api_keys")
             if _digest(key) in self._tenants:
-                raise ConfigurationError(f"PENSTOCK_API_KEYS: the key of {tenant!r} stands twice", field="api_keys")
+                raise ConfigurationError(f"PENSTOCK_API_KEYS: the key of {tenant!r} is listed twice", field="api_keys")
             self._tenants[_digest(key)] = tenant
 
     def tenant_of(self, authorization: str | None) -> str:

@@ -49,13 +49,13 @@ class RequestContext:
     request_id: str
     """The id in messages and rows. Always ours, since callers may send long or duplicate ids."""
     client_request_id: str = ""
-    """The `x-request-id` of the caller for rows, at most 128 characters; empty without one."""
+    """The `x-request-id` of the caller for rows, at most 128 characters. Empty without one."""
     received_at_s: float = field(default_factory=time.time)
     started_s: float = field(default_factory=time.perf_counter)
     tenant: str = ""
-    """The authenticated tenant; empty before authentication."""
+    """The authenticated tenant. Empty before authentication."""
     model: str = ""
-    """The name of the model; empty before the route has found it."""
+    """The name of the model. Empty before the route has found it."""
     headers: dict[str, str] = field(default_factory=dict)
     """Headers of the answer, in addition to those of every answer."""
     options: RequestOptions | None = None
@@ -97,7 +97,7 @@ class BodyBudget:
     """The same by tenant."""
 
     def hold(self, tenant: str, size_bytes: int) -> None:
-        """Counts a piece of a body; `size_bytes` is negative when it is let go."""
+        """Counts a piece of a body. `size_bytes` is negative when the piece is released."""
         self.held_bytes += size_bytes
         self.held_of[tenant] += size_bytes
         if not self.held_of[tenant]:

@@ -170,7 +170,7 @@ def _document(app: FastAPI) -> Described:
     for path in page["paths"].values():
         for operation in path.values():
             _without_fastapis_errors(operation["responses"])
-            # The server's own, before any route is known; so are 400, 408 and 429 of a head
+            # The server answers this before a route is known, like 400, 408 and 429 for a head
             # (api/http/bounded_protocol.py).
             operation["responses"]["431"] = {"$ref": "#/components/responses/HeadTooLarge"}
     return page

@@ -193,7 +193,7 @@ class CodecPool:
                 self._kill(child, releases=True)
 
     def _reuse_idle(self) -> CodecClient | None:
-        """The process that has been idle for the shortest time; None without one."""
+        """The process that has been idle for the shortest time. None without one."""
         while self._idle:
             child, timer = self._idle.popitem()
             timer.cancel()

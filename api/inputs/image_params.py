@@ -31,7 +31,7 @@ class ImageRequest(Protocol):
 
     @property
     def seed(self) -> int | None:
-        """The seed of the first image; None: a random one."""
+        """The seed of the first image. None: a random one."""
 
     @property
     def scheduler(self) -> str | None:

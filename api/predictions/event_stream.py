@@ -108,7 +108,7 @@ def _text(element: object) -> str:
 
 
 def _parse_id(last_id: str) -> tuple[int, int]:
-    """The kind and number in an event id; (-1, -1) if it is not one of ours."""
+    """The kind and number in an event id. (-1, -1) for foreign ids."""
     kind, _, number = last_id.partition(".")
     is_ours = kind.isdecimal() and number.isdecimal() and len(last_id) < 20
     return (int(kind), int(number)) if is_ours else (-1, -1)

@@ -137,10 +137,10 @@ class Predictions:
         return await self.read(tenant, prediction_id)
 
     async def inline_image(self, record_id: str, index: int) -> bytes:
-        """An image that lies in a record itself.
+        """Returns an image that a record contains.
 
         Raises:
-            NotFound: it does not, any more.
+            NotFound: the record has no such image.
             Unavailable: Redis is out of reach.
         """
         record = await self._records.read(record_id)
@@ -255,7 +255,7 @@ def _is_unpublished(snapshot: PredictionSnapshot) -> bool:
 
 
 def _took_s(record: Record) -> float | None:
-    """The time that the model took; None if no model ran."""
+    """The time that the model took. None if no model ran."""
     outcomes = record.reply.outcomes if record.reply is not None else []
     times_ms = [outcome.receipt.inference_ms for outcome in outcomes if outcome.receipt.inference_ms is not None]
     return max(times_ms) / 1000 if times_ms else None

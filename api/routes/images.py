@@ -69,7 +69,7 @@ def _find_model(call: ApiRequest, body: GenerationBody | EditForm) -> Model:
 
 
 def _size(body: GenerationBody | EditForm, model: Model) -> tuple[int, int] | None:
-    """The requested width and height; None for `auto`."""
+    """The requested width and height. None for `auto`."""
     return None if body.size == "auto" else size_of(body.size, model)
 
 

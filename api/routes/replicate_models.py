@@ -58,7 +58,7 @@ _CURSOR = re.compile(r"\d{1,9}")
 
 @router.get("/models", include_in_schema=False)
 async def list_models(request: Request, cursor: str = "") -> Response:
-    """All models of the catalog, a page at a time; under /v1 only for Replicate's clients (api/routes/models.py)."""
+    """All models of the catalog, in pages. Under /v1 only for Replicate's clients (api/routes/models.py)."""
     call = authenticate(request)
     if cursor and not _CURSOR.fullmatch(cursor):
         raise BadInput("cursor: not a cursor of this API", field="cursor")

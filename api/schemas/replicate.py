@@ -39,7 +39,7 @@ class PredictionBody(Body):
 
     @property
     def webhook_target(self) -> tuple[str, tuple[str, ...]]:
-        """The webhook's URL and its events; empty where there is none."""
+        """The URL of the webhook and its events. Empty without a webhook."""
         if self.webhook_completed:
             return self.webhook_completed, ("completed",)
         if not self.webhook:

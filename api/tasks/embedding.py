@@ -55,10 +55,10 @@ class EmbeddingApi(ApiTask):
 
     async def read(self, given: dict[str, Any], model: Model, caller: Caller, pictures: SourcePictures) -> Inputs:
         """One item for each text."""
-        wish = TextsInput.model_validate(given, strict=True)
-        inputs = text_inputs(wish.given, model, truncate=wish.truncate or "none")
-        check_texts([wish.given] if isinstance(wish.given, str) else wish.given)
-        return Inputs(inputs, given, not isinstance(wish.given, str), is_repeatable=True)
+        parsed = TextsInput.model_validate(given, strict=True)
+        inputs = text_inputs(parsed.given, model, truncate=parsed.truncate or "none")
+        check_texts([parsed.given] if isinstance(parsed.given, str) else parsed.given)
+        return Inputs(inputs, given, not isinstance(parsed.given, str), is_repeatable=True)
 
 
 def check_texts(texts: list[str]) -> None:

@@ -52,31 +52,31 @@ class ImageApi(ApiTask):
 
     async def read(self, given: dict[str, Any], model: Model, caller: Caller, pictures: SourcePictures) -> Inputs:
         """One item for each picture. They differ in their seeds."""
-        wish = PictureInput.model_validate(given, strict=True)
-        size, shown = _size(wish, model), given
-        if wish.image is None:
-            first = first_image(wish, model, size or (model.image.width, model.image.height))
+        parsed = PictureInput.model_validate(given, strict=True)
+        size, shown = _size(parsed, model), given
+        if parsed.image is None:
+            first = first_image(parsed, model, size or (model.image.width, model.image.height))
         else:
-            strength = wish.strength or wish.prompt_strength or USUAL_STRENGTH
-            data = await pictures.fetch(wish.image, caller)
+            strength = parsed.strength or parsed.prompt_strength or USUAL_STRENGTH
+            data = await pictures.fetch(parsed.image, caller)
             source, size = await pictures.prepare(data, size, model.image, caller)
-            first = first_image(wish, model, size)
+            first = first_image(parsed, model, size)
             check_strength(first.steps, strength)
             source = await pictures.stored(source)
             first = msgspec.structs.replace(first, image=source, strength=strength)
-            if wish.image.startswith("data:"):
-                shown = given | {"image": await pictures.keep(wish.image, data, caller)}
-        inputs = [msgspec.structs.replace(first, seed=first.seed + number) for number in range(wish.num_outputs)]
-        return Inputs(inputs, shown, True, wish.seed is not None, wish.output_format)
+            if parsed.image.startswith("data:"):
+                shown = given | {"image": await pictures.keep(parsed.image, data, caller)}
+        inputs = [msgspec.structs.replace(first, seed=first.seed + number) for number in range(parsed.num_outputs)]
+        return Inputs(inputs, shown, True, parsed.seed is not None, parsed.output_format)
 
 
-def _size(wish: PictureInput, model: Model) -> tuple[int, int] | None:
-    """The size asked for; None: nothing was said."""
-    if wish.size:
-        return size_of(wish.size, model)
-    if not (wish.width or wish.height):
+def _size(parsed: PictureInput, model: Model) -> tuple[int, int] | None:
+    """The requested size. None: not given."""
+    if parsed.size:
+        return size_of(parsed.size, model)
+    if not (parsed.width or parsed.height):
         return None
-    return checked_size(wish.width or model.image.width, wish.height or model.image.height, model)
+    return checked_size(parsed.width or model.image.width, parsed.height or model.image.height, model)
 
 
 TASK = ImageApi()

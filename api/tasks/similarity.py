@@ -55,13 +55,13 @@ class SimilarityApi(ApiTask):
 
     async def read(self, given: dict[str, Any], model: Model, caller: Caller, pictures: SourcePictures) -> Inputs:
         """One item for each pair."""
-        wish = TextsToCompare.model_validate(given, strict=True)
-        pairs, limit = wish.all_pairs(), model.text.max_input_bytes
+        parsed = TextsToCompare.model_validate(given, strict=True)
+        pairs, limit = parsed.all_pairs(), model.text.max_input_bytes
         for index, pair in enumerate(pairs):
             if any(len(text.encode()) > limit for text in pair):
                 raise InputTooLarge(f"pair {index} has a text longer than {limit} bytes", field="texts")
         check_texts([text + query for text, query in pairs])
-        inputs = [SimilarityInput(text, query, wish.truncate or "none") for text, query in pairs]
+        inputs = [SimilarityInput(text, query, parsed.truncate or "none") for text, query in pairs]
         return Inputs(inputs, given, is_list=True, is_repeatable=True)
 
 
