@@ -37,9 +37,9 @@ def test_only_the_registries_ask_for_the_task() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "if model.task == 'image': pass",
+        "if model.task=='image': pass",
         "x = 'image' != task",
-        "x = model.task in ('image', 'embedding')",
+        "x = model.task not in ('image', 'embedding')",
         "x = GUESSES[model.task]",
         "x = {'image': 1}[task]",
         "x = GUESSES.get(entry.task)",
