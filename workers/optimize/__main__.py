@@ -18,8 +18,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from shared.catalog import Model as Entry
-from shared.catalog import read_catalog
+from shared.catalog import Model, read_catalog
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
 from shared.settings import WorkerSettings, read_settings
 from workers.models.artifact import (
@@ -36,7 +35,7 @@ from workers.models.cpu import this_cpu
 from workers.models.source import resolve
 from workers.optimize.options import (
     Calibration,
-    Wishes,
+    OptimizeOptions,
     missing_variants,
     tolerance_of,
     wanted_variants,
@@ -44,7 +43,7 @@ from workers.optimize.options import (
 from workers.optimize.report import Made, verdict_table, verdicts_as_dict
 from workers.tasks import WORKER_TASKS
 
-Maker = Callable[[Entry, Path, Path, Wishes, Callable[[str], None]], Made]
+Maker = Callable[[Model, Path, Path, OptimizeOptions, Callable[[str], None]], Made]
 """Makes and judges variants: of an entry and its folder, into a folder."""
 _MADE_BY = ("torch", "transformers", "diffusers", "onnx", "onnxruntime", "torchao")
 
@@ -110,7 +109,7 @@ def optimize(
     ] = False,
 ) -> None:
     """Make an optimized artifact of a model, and judge it first."""
-    wishes = Wishes(
+    options = OptimizeOptions(
         variants=tuple(filter(None, variants.split(","))),
         tolerance=tolerance,
         prune_neurons=prune,
@@ -121,7 +120,7 @@ def optimize(
     places = {"models_file": models_file, "artifacts_dir": artifacts_dir}
     try:
         settings = read_settings(WorkerSettings, model=model, **{k: v for k, v in places.items() if v is not None})
-        _optimize(settings, wishes, Output(as_json=as_json), force=force)
+        _optimize(settings, options, Output(as_json=as_json), force=force)
     except PenstockError as error:
         typer.echo(f"penstock optimize: {error.message}", err=True)
         raise typer.Exit(2 if isinstance(error, ConfigurationError) else 1) from error
@@ -157,19 +156,19 @@ class Output:
             typer.echo(verdict_table(made))
 
 
-def _optimize(settings: WorkerSettings, wishes: Wishes, output: Output, *, force: bool) -> None:
+def _optimize(settings: WorkerSettings, options: OptimizeOptions, output: Output, *, force: bool) -> None:
     entry = read_catalog(settings.models_file).find(settings.model)
-    wanted = wanted_variants(entry, wishes)
+    wanted = wanted_variants(entry, options)
     folder = resolve(entry.source, entry.revision, settings.models_dir)
     digest = source_digest(folder, entry.revision)
     there = None if force else find_artifact(settings.artifacts_dir, entry.name, digest)
     if there is not None:
-        wanted = missing_variants(there.manifest, wanted, tolerance_of(entry, wishes))
+        wanted = missing_variants(there.manifest, wanted, tolerance_of(entry, options))
     if there is not None and not wanted:
         output.show_found(there)
         return
-    wishes = replace(wishes, variants=wanted)
-    _make(entry, folder, settings.artifacts_dir / entry.name / digest, wishes, there, output)
+    options = replace(options, variants=wanted)
+    _make(entry, folder, settings.artifacts_dir / entry.name / digest, options, there, output)
 
 
 def _described(artifact: Artifact) -> str:
@@ -178,7 +177,9 @@ def _described(artifact: Artifact) -> str:
     return f"{artifact.folder} is there: {names}; --force makes it anew"
 
 
-def _make(entry: Entry, source: Path, target: Path, wishes: Wishes, there: Artifact | None, output: Output) -> None:
+def _make(
+    entry: Model, source: Path, target: Path, options: OptimizeOptions, there: Artifact | None, output: Output
+) -> None:
     """Makes the artifact, or adds to the one that is there, and shows the table.
 
     Raises:
@@ -187,7 +188,7 @@ def _make(entry: Entry, source: Path, target: Path, wishes: Wishes, there: Artif
     digest = target.name
     with new_artifact(target.parents[1], entry.name, digest) as draft:
         with Console(stderr=True).status(f"optimizing {entry.name}"):
-            made = _maker(entry)(entry, source, draft, wishes, output.say)
+            made = _maker(entry)(entry, source, draft, options, output.say)
         output.show_made(made, target)
         kept = [] if there is None else take_over(there, draft)
         accepted = [verdict.variant for verdict in made.verdicts if verdict.is_accepted]
@@ -197,21 +198,21 @@ def _make(entry: Entry, source: Path, target: Path, wishes: Wishes, there: Artif
             raise ModelFailed(f"{entry.name}: no variant was accepted, nothing was written ({refusals})")
         missed = {} if there is None else dict(there.manifest.refused)
         # What could not be made at all has no figures, and may be possible next time.
-        missed |= {verdict.variant.name: tolerance_of(entry, wishes) for verdict in refused if verdict.figures}
+        missed |= {verdict.variant.name: tolerance_of(entry, options) for verdict in refused if verdict.figures}
         for variant in accepted:
             missed.pop(variant.name, None)
         write_manifest(draft, msgspec.structs.replace(_manifest(entry, digest, kept + accepted), refused=missed))
     output.say(f"wrote {target}")
 
 
-def _maker(entry: Entry) -> Maker:
+def _maker(entry: Model) -> Maker:
     # Imported where needed: a run that finds its artifact takes half a second, not the several
     # that torch does.
     module = import_module(f"workers.optimize.{WORKER_TASKS[entry.task].optimizer}")
     return cast(Maker, module.make_variants)
 
 
-def _manifest(entry: Entry, digest: str, variants: list[Variant]) -> Manifest:
+def _manifest(entry: Model, digest: str, variants: list[Variant]) -> Manifest:
     made_by = {}
     for package in _MADE_BY:
         try:

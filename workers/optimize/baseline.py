@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shared.catalog import Model as Entry
+from shared.catalog import Model
 from shared.tasks.embedding import EmbeddingResult
 from workers.models.base import PreparedText
 from workers.models.device import Device
@@ -23,10 +23,10 @@ _TIMED_EVERY = 4
 _ROUNDS = 3
 
 
-class Yardstick:
+class Baseline:
     """Torch fp32 of a model, the texts to judge by, and the vectors that it gives them."""
 
-    def __init__(self, entry: Entry, settings: SentenceFolder, texts: Sequence[PreparedText], threads: int) -> None:
+    def __init__(self, entry: Model, settings: SentenceFolder, texts: Sequence[PreparedText], threads: int) -> None:
         self.texts = texts
         self._entry = entry
         self._original = self._open(TorchEncoder(settings, Device("cpu", threads, 1.0), "fp32"))

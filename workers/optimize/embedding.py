@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from shared.catalog import Model as Entry
+from shared.catalog import Model
 from shared.errors import PenstockError
 from workers.models.artifact import Calibration, Variant, write_calibration
 from workers.models.base import PreparedText
 from workers.models.embedding.encoder_onnx import OnnxEncoder
 from workers.models.embedding.model_folder import SentenceFolder, read_sentence_folder
 from workers.models.embedding.tokenization import TextPreparer
-from workers.optimize.baseline import Yardstick
+from workers.optimize.baseline import Baseline
 from workers.optimize.calibration import (
     INPUTS,
     calibration_texts,
@@ -28,7 +28,7 @@ from workers.optimize.calibration import (
     word_lists,
 )
 from workers.optimize.export import export_graph, fuse_graph, load_transformer, takes_types
-from workers.optimize.options import Wishes, tolerance_of, wanted_variants
+from workers.optimize.options import OptimizeOptions, tolerance_of, wanted_variants
 from workers.optimize.pruning import prune
 from workers.optimize.quality import VectorQuality
 from workers.optimize.quantization import quantize_calibrated, quantize_per_call
@@ -40,36 +40,38 @@ _EQUAL_TOKENS = 32
 """Length of the inputs where calibration wants one shape."""
 
 
-def make_variants(entry: Entry, folder: Path, target: Path, wishes: Wishes, say: Callable[[str], None]) -> Made:
+def make_variants(
+    entry: Model, folder: Path, target: Path, options: OptimizeOptions, say: Callable[[str], None]
+) -> Made:
     """Writes the graphs of the accepted variants and calibration.npz.
 
     Args:
         entry: of the catalog.
         folder: the model's files.
         target: an empty folder.
-        wishes: what to try.
+        options: what to try.
         say: gets a line of progress before each step.
 
     Raises:
-        ConfigurationError: the model can't be loaded or exported, or a wish is wrong.
+        ConfigurationError: the model can't be loaded or exported, or an option is wrong.
     """
-    names = wanted_variants(entry, wishes)
+    names = wanted_variants(entry, options)
     settings = read_sentence_folder(folder)
     preparer = TextPreparer(folder)
     say("computing the reference vectors with torch fp32")
-    yardstick = Yardstick(entry, settings, prepare_texts(preparer, held_out_texts()), wishes.threads)
+    baseline = Baseline(entry, settings, prepare_texts(preparer, held_out_texts()), options.threads)
     lists = prepare_texts(preparer, word_lists(vocabulary(settings.transformer)))
-    workshop = _Workshop(settings, prepare_texts(preparer, calibration_texts()), lists, target, wishes)
+    builder = _VariantBuilder(settings, prepare_texts(preparer, calibration_texts()), lists, target, options)
     verdicts, original_rate = [], 0.0
     for name in names:
         say(f"making and judging {name}")
-        verdict, rate = _judge(entry, workshop, yardstick, name, wishes)
+        verdict, rate = _judge(entry, builder, baseline, name, options)
         verdicts.append(verdict)
         original_rate = max(original_rate, rate)
-    workshop.clear()
+    builder.clear()
     # The texts that variants were judged by, not those they were fitted to: a worker checks against
     # them again.
-    write_calibration(target, Calibration(yardstick.texts, yardstick.vectors))
+    write_calibration(target, Calibration(baseline.texts, baseline.vectors))
     size_mb = sum(path.stat().st_size for path in settings.transformer.glob("*.safetensors")) / 1e6
     original = {
         "variant": "torch-fp32",
@@ -84,7 +86,7 @@ def make_variants(entry: Entry, folder: Path, target: Path, wishes: Wishes, say:
     return Made(verdicts, original)
 
 
-class _Workshop:
+class _VariantBuilder:
     """Creates one graph at a time in `target`. Shared inputs are created once."""
 
     def __init__(
@@ -93,13 +95,13 @@ class _Workshop:
         texts: Sequence[PreparedText],
         lists: Sequence[PreparedText],
         target: Path,
-        wishes: Wishes,
+        options: OptimizeOptions,
     ) -> None:
         self._settings = settings
         self._texts = texts
         self._lists = lists
         self._target = target
-        self._wishes = wishes
+        self._options = options
 
     def clear(self) -> None:
         """Removes all files except variants."""
@@ -112,7 +114,7 @@ class _Workshop:
 
     def encoder(self, variant: Variant) -> OnnxEncoder:
         """What a worker would run the variant with."""
-        return OnnxEncoder(self._settings, self._target / variant.file, device="cpu", threads=self._wishes.threads)
+        return OnnxEncoder(self._settings, self._target / variant.file, device="cpu", threads=self._options.threads)
 
     def make(self, name: str) -> Variant:
         """Writes the graph of the variant called `name`, not yet measured."""
@@ -148,14 +150,14 @@ class _Workshop:
         return "activations scaled per call: a vector depends a little on its batch", {"smoothed": True}
 
     def _int8_static(self, path: Path) -> tuple[str, dict[str, Any]]:
-        method = self._wishes.calibration
+        method = self._options.calibration
         feeds = self._feeds if method == "minmax" else equal_feeds(self._texts, self._inputs, _EQUAL_TOKENS)
         quantize_calibrated(self._smoothed, path, feeds, method)
         return "activations scaled once: a vector does not depend on its batch", {"smoothed": True, "ranges": method}
 
     def _pruned(self, path: Path) -> tuple[str, dict[str, Any]]:
         model = load_transformer(self._settings.transformer)
-        parts = {"neurons": self._wishes.prune_neurons, "heads": self._wishes.prune_heads}
+        parts = {"neurons": self._options.prune_neurons, "heads": self._options.prune_heads}
         cut = prune(model, self._texts, **parts)
         exported = self._target / ".pruned.onnx"
         export_graph(model, exported, has_types=self._has_types)
@@ -194,19 +196,21 @@ class _Workshop:
         return path
 
 
-def _judge(entry: Entry, workshop: _Workshop, yardstick: Yardstick, name: str, wishes: Wishes) -> tuple[Verdict, float]:
+def _judge(
+    entry: Model, builder: _VariantBuilder, baseline: Baseline, name: str, options: OptimizeOptions
+) -> tuple[Verdict, float]:
     """The verdict and the texts/s of the original. The graph of a refused variant is deleted."""
     try:
-        variant = workshop.make(name)
-        quality, rate, original_rate = yardstick.measure(workshop.encoder(variant))
+        variant = builder.make(name)
+        quality, rate, original_rate = baseline.measure(builder.encoder(variant))
     except PenstockError as error:
         missing = Variant(name=f"onnx-{name}", backend="onnx", precision="fp32")
         return Verdict(missing, refusal=f"could not be made: {error.message}"), 0.0
-    tolerance = tolerance_of(entry, wishes)
+    tolerance = tolerance_of(entry, options)
     refusal = ""
     if not quality.cosine_min >= tolerance:
         refusal = f"least cosine {quality.cosine_min:.5f} is below {tolerance:g}"
-        workshop.discard(variant)
+        builder.discard(variant)
     recipe = variant.recipe | {"rank_correlation": quality.rank_correlation, "tolerance": tolerance}
     measured = msgspec.structs.replace(
         variant,

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from PIL import Image
 
-from shared.catalog import Model as Entry
+from shared.catalog import Model
 from shared.errors import ConfigurationError
 from workers.models.artifact import Variant
 from workers.models.device import Device
 from workers.models.image.pipeline import load_pipelines
 from workers.models.image.plan import ImagePlan
-from workers.optimize.options import Wishes, tolerance_of, wanted_variants
+from workers.optimize.options import OptimizeOptions, tolerance_of, wanted_variants
 from workers.optimize.quality import feature_distance, psnr_db, ssim
 from workers.optimize.report import Made, Verdict
 
@@ -47,23 +47,25 @@ _NOTES = {
 }
 
 
-def make_variants(entry: Entry, folder: Path, target: Path, wishes: Wishes, say: Callable[[str], None]) -> Made:
+def make_variants(
+    entry: Model, folder: Path, target: Path, options: OptimizeOptions, say: Callable[[str], None]
+) -> Made:
     """Tries each variant against the pipeline in fp32 on this machine's device.
 
     Nothing is written to `target`.
 
     Raises:
-        ConfigurationError: the folder is no pipeline, or a wish is wrong.
+        ConfigurationError: the folder is no pipeline, or an option is wrong.
     """
-    names = wanted_variants(entry, wishes)
-    device, device_name = Device("auto", wishes.threads, 1.0).open()
+    names = wanted_variants(entry, options)
+    device, device_name = Device("auto", options.threads, 1.0).open()
     say(f"drawing the reference pictures in fp32 on {device_name}")
     original = _Studio(entry, folder, device, _plan("", entry))
     features = _VaeFeatures(original.text_to_image.vae)
     verdicts = []
     for name in names:
         say(f"drawing with {name}")
-        verdicts.append(_judge(entry, folder, device, original, features, name, wishes))
+        verdicts.append(_judge(entry, folder, device, original, features, name, options))
     figures = {
         "variant": "torch-fp32",
         "weights MB": f"{original.weights_bytes / 1e6:.1f}",
@@ -76,7 +78,7 @@ def make_variants(entry: Entry, folder: Path, target: Path, wishes: Wishes, say:
     return Made(verdicts, figures)
 
 
-def _plan(name: str, entry: Entry) -> ImagePlan:
+def _plan(name: str, entry: Model) -> ImagePlan:
     """The plan of a variant, or of the reference for an empty name."""
     dtype, options = _PLANS.get(name, (torch.float32, {}))
     chosen = {"is_tuned": False, "is_int8": False, "is_compiled": False} | options
@@ -95,7 +97,7 @@ class _Quality:
 class _Studio:
     """A pipeline and the pictures that it draws, each float32 [height, width, 3] from 0 to 1."""
 
-    def __init__(self, entry: Entry, folder: Path, device: torch.device, plan: ImagePlan) -> None:
+    def __init__(self, entry: Model, folder: Path, device: torch.device, plan: ImagePlan) -> None:
         self._usual = entry.image
         self.text_to_image, self._image_to_image = load_pipelines(folder, device, plan)
         self.pictures = [self._draw(seed, prompt) for seed, prompt in enumerate(PROMPTS)]
@@ -178,13 +180,13 @@ class _VaeFeatures:
 
 
 def _judge(
-    entry: Entry,
+    entry: Model,
     folder: Path,
     device: torch.device,
     original: _Studio,
     features: _VaeFeatures,
     name: str,
-    wishes: Wishes,
+    options: OptimizeOptions,
 ) -> Verdict:
     """The verdict on one variant, drawn on this device."""
     plan = _plan(name, entry)
@@ -206,7 +208,7 @@ def _judge(
     # By turns, so that whatever else the machine does disturbs both alike.
     times_s = [(original.time_s(), studio.time_s()) for _ in range(2)]
     original_s, variant_s = (min(column) for column in zip(*times_s, strict=True))
-    tolerance = tolerance_of(entry, wishes)
+    tolerance = tolerance_of(entry, options)
     measured = Variant(
         name=variant.name,
         backend="torch",

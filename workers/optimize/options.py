@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from typing import Literal
 
-from shared.catalog import Model as Entry
+from shared.catalog import Model
 from shared.errors import ConfigurationError
 from workers.models.artifact import Manifest
 from workers.tasks import WORKER_TASKS
@@ -16,7 +16,7 @@ Calibration = Literal["minmax", "entropy", "percentile"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class OptimizeOptions:
     """The options of the command line.
 
     `variants`: names that the task knows. Empty: the usual ones. `tolerance`:
@@ -33,7 +33,7 @@ class Wishes:
     threads: int = 1
 
 
-def wanted_variants(entry: Entry, wishes: Wishes) -> tuple[str, ...]:
+def wanted_variants(entry: Model, options: OptimizeOptions) -> tuple[str, ...]:
     """The variants to try, in the order of the task.
 
     Raises:
@@ -41,15 +41,15 @@ def wanted_variants(entry: Entry, wishes: Wishes) -> tuple[str, ...]:
             cut.
     """
     known = WORKER_TASKS[entry.task].variants
-    unknown = [name for name in wishes.variants if name not in known]
+    unknown = [name for name in options.variants if name not in known]
     if unknown:
         raise ConfigurationError(
             f"no variant {', '.join(unknown)} of {entry.task} models; there are: {', '.join(known)}", field="variants"
         )
-    cuts = wishes.prune_neurons > 0 or wishes.prune_heads > 0
-    if "pruned" in wishes.variants and not cuts:
+    cuts = options.prune_neurons > 0 or options.prune_heads > 0
+    if "pruned" in options.variants and not cuts:
         raise ConfigurationError("the variant pruned needs --prune or --prune-heads", field="prune")
-    wanted = wishes.variants or _usual(entry, cuts)
+    wanted = options.variants or _usual(entry, cuts)
     return tuple(name for name in known if name in wanted)
 
 
@@ -64,13 +64,13 @@ def missing_variants(manifest: Manifest, wanted: tuple[str, ...], tolerance: flo
     return tuple(name for name in wanted if is_missing(name))
 
 
-def _usual(entry: Entry, cuts: bool) -> tuple[str, ...]:
+def _usual(entry: Model, cuts: bool) -> tuple[str, ...]:
     has_gpu = shutil.which("nvidia-smi") is not None
     return WORKER_TASKS[entry.task].usual_variants(has_gpu=has_gpu, cuts=cuts)
 
 
-def tolerance_of(entry: Entry, wishes: Wishes) -> float:
+def tolerance_of(entry: Model, options: OptimizeOptions) -> float:
     """The least cosine, or PSNR in dB, that a variant must reach."""
-    if wishes.tolerance is not None:
-        return wishes.tolerance
+    if options.tolerance is not None:
+        return options.tolerance
     return entry.result_tolerance
