@@ -14,7 +14,7 @@ from shared.pubsub.names import workers_subscription_id
 from shared.usage.row import Row
 from tests.api.fake_worker import FakeWorker
 from tests.api.harness import ApiUnderTest, running_api, settings_for
-from tests.workers.desk import MODEL, Desk, working
+from tests.workers.worker_harness import MODEL, WorkerHarness, running_worker
 
 pytestmark = pytest.mark.anyio
 
@@ -28,7 +28,7 @@ class Deployment:
 
     here: ApiUnderTest
     there: ApiUnderTest
-    desk: Desk
+    harness: WorkerHarness
 
     async def embed(self, key: str, api: ApiUnderTest | None = None, *more: str) -> str:
         """Asks for SECRET and says what the answer's header says of the cache."""
@@ -39,38 +39,40 @@ class Deployment:
 
     async def begin(self, key: str, api: ApiUnderTest, marker: str) -> asyncio.Task[str]:
         """The same, under way: its SECRET waits for somebody once the job with its marker is published."""
-        published = self.desk.broker.published
+        published = self.harness.broker.published
         asked = asyncio.create_task(self.embed(key, api, marker))
-        await self.desk.until(lambda: self.desk.broker.published > published)
-        await self.desk.until(lambda: self.desk.broker.backlog(workers_subscription_id(MODEL.name)) == 0)
+        await self.harness.until(lambda: self.harness.broker.published > published)
+        await self.harness.until(lambda: self.harness.broker.backlog(workers_subscription_id(MODEL.name)) == 0)
         return asked
 
     async def rows(self, count: int) -> list[Row]:
         """The rows of SECRET, the API's and the worker's, once there are so many."""
 
         def found() -> list[Row]:
-            return [row for row in (*self.here.rows, *self.there.rows, *self.desk.rows) if row.item == 0]
+            return [row for row in (*self.here.rows, *self.there.rows, *self.harness.rows) if row.item == 0]
 
-        await self.desk.until(lambda: len(found()) == count)
+        await self.harness.until(lambda: len(found()) == count)
         return found()
 
     @property
     def computed(self) -> int:
         """How often SECRET was computed."""
-        return sum(batch.count(SECRET) for batch in self.desk.process.batches)
+        return sum(batch.count(SECRET) for batch in self.harness.process.batches)
 
 
 @asynccontextmanager
 async def deployed(redis_url: str, tmp_path: Path, model: Model = MODEL) -> AsyncIterator[Deployment]:
     settings = settings_for(tmp_path, redis_url=redis_url, api_keys="a=acme,o=other")
     async with AsyncExitStack() as opened:
-        desk = await opened.enter_async_context(working(redis_url, tmp_path))
-        catalog, nobody = Catalog((model,)), FakeWorker(desk.broker, ())
+        harness = await opened.enter_async_context(running_worker(redis_url, tmp_path))
+        catalog, nobody = Catalog((model,)), FakeWorker(harness.broker, ())
         here, there = [
-            await opened.enter_async_context(running_api(settings, desk.broker, desk.broker, catalog, worker=nobody))
+            await opened.enter_async_context(
+                running_api(settings, harness.broker, harness.broker, catalog, worker=nobody)
+            )
             for _ in range(2)
         ]
-        yield Deployment(here, there, desk)
+        yield Deployment(here, there, harness)
 
 
 async def test_text_of_another_tenant_is_a_miss(redis_url: str, tmp_path: Path) -> None:
@@ -90,13 +92,13 @@ async def test_text_of_another_tenant_is_a_miss(redis_url: str, tmp_path: Path) 
 
 async def test_text_of_another_tenant_in_flight_is_not_joined(redis_url: str, tmp_path: Path) -> None:
     async with deployed(redis_url, tmp_path) as one:
-        one.desk.process.gate.clear()
+        one.harness.process.gate.clear()
         asked = [
             await one.begin(key, api, f"{key} {name}")
             for name, api in (("here", one.here), ("there", one.there))
             for key in (ACME, OTHER)
         ]
-        one.desk.process.gate.set()
+        one.harness.process.gate.set()
         await asyncio.gather(*asked)
         assert one.computed == 2
         charged = sorted((row.tenant, row.cache) for row in await one.rows(4))
@@ -109,15 +111,15 @@ async def test_global_scope_is_a_choice_and_hits_cost_what_the_catalog_says(
 ) -> None:
     price = MODEL.price.model_copy(update={"cached_share": share})
     model = MODEL.model_copy(update={"cache": Cache(ttl_s=60, scope="global"), "price": price})
-    monkeypatch.setattr("tests.workers.desk.MODEL", model)
+    monkeypatch.setattr("tests.workers.worker_harness.MODEL", model)
     async with deployed(redis_url, tmp_path, model) as one:
-        one.desk.process.gate.clear()
+        one.harness.process.gate.clear()
         asked = [
             await one.begin(ACME, one.here, "first"),
             await one.begin(OTHER, one.here, "joins in the API"),
             await one.begin(OTHER, one.there, "joins in the worker"),
         ]
-        one.desk.process.gate.set()
+        one.harness.process.gate.set()
         await asyncio.gather(*asked)
         await one.rows(3)
         assert await one.embed(OTHER) == "hit"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.workers.desk import MODEL, working
+from tests.workers.worker_harness import MODEL, running_worker
 from workers.runtime.pool import HostedModel, ModelPool
 
 pytestmark = pytest.mark.anyio
@@ -42,16 +42,16 @@ async def test_neighbors_of_a_poison_job_finish_and_its_caller_gets_the_reason(
     command = (sys.executable, "-c", LETTERS)
     async with (
         ModelPool([HostedModel(MODEL, tmp_path)], device="cpu", processes=processes, command=command) as pool,
-        working(redis_url, tmp_path, pool=pool) as desk,
+        running_worker(redis_url, tmp_path, pool=pool) as harness,
     ):
         pids = {process.pid for process in pool.processes}
         names = ["poison", *(f"n{letter}" for letter in "abcdefgh")]
         for name in names:
-            await desk.send("poison" if name == "poison" else name * 3, request_id=name)
-        outcomes = {(reply := await desk.reply()).request_id: reply.body.outcomes[0] for _ in names}
+            await harness.send("poison" if name == "poison" else name * 3, request_id=name)
+        outcomes = {(reply := await harness.reply()).request_id: reply.body.outcomes[0] for _ in names}
         assert {name for name, one in outcomes.items() if one.status == "succeeded"} == set(names) - {"poison"}
         assert outcomes["poison"].error is not None
         assert re.match(r"\d model processes died over this item, [23] of them", outcomes["poison"].error.message)
-        assert await desk.ask("after", request_id="after") == [("succeeded", b"after")]
+        assert await harness.ask("after", request_id="after") == [("succeeded", b"after")]
         assert {process.pid for process in pool.processes} != pids
-        await desk.until(lambda: len(desk.rows) == len(names) + 1)
+        await harness.until(lambda: len(harness.rows) == len(names) + 1)

@@ -35,7 +35,7 @@ from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.transport import SubscriptionSettings
 from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
-from tests.workers.desk import RowList
+from tests.workers.worker_harness import RowList
 from workers.job import WorkerInfo
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
@@ -152,7 +152,9 @@ async def test_both_models_recover_from_a_killed_process(process: PooledProcess,
 
 
 @asynccontextmanager
-async def working(redis_url: str, folder: Path, hosted: list[HostedModel], pool: ModelPool) -> AsyncIterator[Desk]:
+async def serving(
+    redis_url: str, folder: Path, hosted: list[HostedModel], pool: ModelPool
+) -> AsyncIterator[WorkerHarness]:
     broker = InMemoryTransport()
     topics = {jobs_topic_id(one.entry.name): workers_subscription_id(one.entry.name) for one in hosted}
     for topic_id, subscription_id in (topics | {inbox_topic_id("1"): slot_subscription_id("1", 0)}).items():
@@ -171,10 +173,10 @@ async def working(redis_url: str, folder: Path, hosted: list[HostedModel], pool:
             consumers.append(JobConsumer(model, preparer_for(model, model_folder), cache, records, objects, completion))
         worker = Worker(consumers, broker, records, pool)
         running = asyncio.create_task(worker.run(stop))
-        desk = Desk(broker, worker)
-        receiving = asyncio.create_task(desk.receive())
+        harness = WorkerHarness(broker, worker)
+        receiving = asyncio.create_task(harness.receive())
         try:
-            yield desk
+            yield harness
         finally:
             stop.set()
             await asyncio.wait_for(running, WAIT_LIMIT_S)
@@ -183,7 +185,7 @@ async def working(redis_url: str, folder: Path, hosted: list[HostedModel], pool:
     assert [broker.backlog(subscription_id) for subscription_id in topics.values()] == [0, 0]
 
 
-class Desk:
+class WorkerHarness:
     """The caller's side: sends jobs to either model and collects what comes back, by request."""
 
     def __init__(self, broker: InMemoryTransport, worker: Worker) -> None:
@@ -231,14 +233,14 @@ async def test_interleaved_jobs_of_both_are_answered_by_their_own_model(
 ) -> None:
     texts = [f"text number {number}" for number in range(20)]
     expected = [await embed(process, hosted, number, *texts) for number in (LARGE, SMALL)]
-    async with working(redis_url, tmp_path, hosted, pool) as desk:
+    async with serving(redis_url, tmp_path, hosted, pool) as harness:
         for place, text in enumerate(texts):
             for number in (LARGE, SMALL):
-                await desk.send(hosted[number].entry, f"{number}-{place}", text)
-        await desk.answers(2 * len(texts))
-        assert desk.worker.is_ready
+                await harness.send(hosted[number].entry, f"{number}-{place}", text)
+        await harness.answers(2 * len(texts))
+        assert harness.worker.is_ready
     for number in (LARGE, SMALL):
-        given = np.array([desk.vectors[f"{number}-{place}"] for place in range(len(texts))])
+        given = np.array([harness.vectors[f"{number}-{place}"] for place in range(len(texts))])
         assert np.allclose(given, expected[number], atol=1e-5)
 
 
@@ -246,10 +248,10 @@ async def test_no_switch_for_those_who_do_not_wait_any_more(
     redis_url: str, tmp_path: Path, hosted: list[HostedModel], pool: ModelPool, process: PooledProcess
 ) -> None:
     await embed(process, hosted, LARGE, "a cat")
-    async with working(redis_url, tmp_path, hosted, pool) as desk:
+    async with serving(redis_url, tmp_path, hosted, pool) as harness:
         for number in range(12):
-            await desk.send(hosted[LARGE].entry, f"long-{number}", f"{number} {LONG_TEXT}")
-        await desk.send(hosted[SMALL].entry, "late", "nobody waits", left_s=0.05)
-        await desk.answers(13)
-    assert desk.statuses["late"] == "expired"
+            await harness.send(hosted[LARGE].entry, f"long-{number}", f"{number} {LONG_TEXT}")
+        await harness.send(hosted[SMALL].entry, "late", "nobody waits", left_s=0.05)
+        await harness.answers(13)
+    assert harness.statuses["late"] == "expired"
     assert process.residency.resident == [LARGE]

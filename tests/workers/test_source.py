@@ -107,5 +107,5 @@ def test_a_copy_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_an_empty_prefix_is_refused(bucket: MemoryStore, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="nothing lies there"):
+    with pytest.raises(ConfigurationError, match="it is empty"):
         resolve("gs://weights/models/none", "1", tmp_path, open_bucket=lambda name: bucket)

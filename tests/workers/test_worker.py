@@ -12,130 +12,130 @@ from shared.errors import Unavailable
 from shared.pubsub.names import dead_letter_subscription_id, inbox_topic_id, jobs_topic_id, workers_subscription_id
 from shared.transport import Message
 from tests.limits import WAIT_LIMIT_S
-from tests.workers.desk import MODEL, HeldCache, working
+from tests.workers.worker_harness import MODEL, HeldCache, running_worker
 
 pytestmark = pytest.mark.anyio
 
 
 async def test_job_is_answered_in_order_with_one_row_an_item(redis_url: str, tmp_path: Path) -> None:
-    async with working(redis_url, tmp_path) as desk:
-        await desk.send("bb", "a", "ccc")
-        reply = await desk.reply()
+    async with running_worker(redis_url, tmp_path) as harness:
+        await harness.send("bb", "a", "ccc")
+        reply = await harness.reply()
         assert (reply.request_id, reply.part, reply.slot) == ("req", 0, "0")
         assert [(o.index, o.result.vector) for o in reply.body.outcomes] == [(0, b"bb"), (1, b"a"), (2, b"ccc")]  # type: ignore[union-attr]
-        await desk.until(lambda: len(desk.rows) == 3)
-        row = desk.rows[2]
+        await harness.until(lambda: len(harness.rows) == 3)
+        row = harness.rows[2]
         assert (row.row_id, row.tokens, row.cache, row.status, row.worker) == ("req:2", 3, "miss", "succeeded", "w")
         assert row.cost_usd == pytest.approx(3 * 2.0 / 1e6)
 
 
 async def test_repeat_is_answered_from_the_cache(redis_url: str, tmp_path: Path) -> None:
-    async with working(redis_url, tmp_path) as desk:
-        await desk.ask("cat")
-        await desk.until(lambda: len(desk.rows) == 1)
-        assert await desk.ask("cat", request_id="again") == [("succeeded", b"cat")]
-        assert desk.process.batches == [["cat"]]
-        await desk.until(lambda: len(desk.rows) == 2)
-        again = next(row for row in desk.rows if row.request_id == "again")
+    async with running_worker(redis_url, tmp_path) as harness:
+        await harness.ask("cat")
+        await harness.until(lambda: len(harness.rows) == 1)
+        assert await harness.ask("cat", request_id="again") == [("succeeded", b"cat")]
+        assert harness.process.batches == [["cat"]]
+        await harness.until(lambda: len(harness.rows) == 2)
+        again = next(row for row in harness.rows if row.request_id == "again")
         assert (again.cache, again.tokens, again.cost_usd, again.charged_share) == ("memory", 3, 0.0, 0.0)
 
 
 async def test_reply_does_not_wait_for_the_cache(redis_url: str, tmp_path: Path) -> None:
-    async with working(redis_url, tmp_path, cache_kind=HeldCache) as desk:
+    async with running_worker(redis_url, tmp_path, cache_kind=HeldCache) as harness:
         HeldCache.gate = asyncio.Event()
-        assert await desk.ask("cat") == [("succeeded", b"cat")]
-        assert not desk.rows
+        assert await harness.ask("cat") == [("succeeded", b"cat")]
+        assert not harness.rows
         HeldCache.gate.set()
-        await desk.until(lambda: len(desk.rows) == 1)
+        await harness.until(lambda: len(harness.rows) == 1)
 
 
 async def test_no_cache_computes_anew(redis_url: str, tmp_path: Path) -> None:
-    async with working(redis_url, tmp_path) as desk:
-        await desk.ask("cat")
-        await desk.ask("cat", cache_read=False)
-        assert desk.process.batches == [["cat"], ["cat"]]
+    async with running_worker(redis_url, tmp_path) as harness:
+        await harness.ask("cat")
+        await harness.ask("cat", cache_read=False)
+        assert harness.process.batches == [["cat"], ["cat"]]
 
 
 async def test_no_store_keeps_nothing(redis_url: str, tmp_path: Path) -> None:
-    async with working(redis_url, tmp_path) as desk:
-        await desk.ask("cat", cache_write=False)
-        await desk.ask("cat")
-        assert desk.process.batches == [["cat"], ["cat"]]
+    async with running_worker(redis_url, tmp_path) as harness:
+        await harness.ask("cat", cache_write=False)
+        await harness.ask("cat")
+        assert harness.process.batches == [["cat"], ["cat"]]
 
 
 async def test_identical_items_in_flight_run_once(redis_url: str, tmp_path: Path) -> None:
-    async with working(redis_url, tmp_path) as desk:
-        desk.process.gate.clear()
-        await desk.send("dog", "dog", request_id="one")
-        await desk.process.started.wait()
-        await desk.send("dog", request_id="two")
-        await desk.until(lambda: desk.broker.backlog(workers_subscription_id(MODEL.name)) == 0)
-        desk.process.gate.set()
-        await desk.reply(), await desk.reply()
-        assert desk.process.batches == [["dog"]]
-        await desk.until(lambda: len(desk.rows) == 3)
-        assert sorted(str(row.cache) for row in desk.rows) == ["joined", "joined", "miss"]
-        assert [row.cost_usd for row in desk.rows if row.cache == "joined"] == [0.0, 0.0]
+    async with running_worker(redis_url, tmp_path) as harness:
+        harness.process.gate.clear()
+        await harness.send("dog", "dog", request_id="one")
+        await harness.process.started.wait()
+        await harness.send("dog", request_id="two")
+        await harness.until(lambda: harness.broker.backlog(workers_subscription_id(MODEL.name)) == 0)
+        harness.process.gate.set()
+        await harness.reply(), await harness.reply()
+        assert harness.process.batches == [["dog"]]
+        await harness.until(lambda: len(harness.rows) == 3)
+        assert sorted(str(row.cache) for row in harness.rows) == ["joined", "joined", "miss"]
+        assert [row.cost_usd for row in harness.rows if row.cache == "joined"] == [0.0, 0.0]
 
 
 async def test_what_waits_together_runs_together_whatever_its_length(redis_url: str, tmp_path: Path) -> None:
-    async with working(redis_url, tmp_path) as desk:
-        desk.process.gate.clear()
-        await desk.send("first")
-        await desk.process.started.wait()
+    async with running_worker(redis_url, tmp_path) as harness:
+        harness.process.gate.clear()
+        await harness.send("first")
+        await harness.process.started.wait()
         for number, text in enumerate(["aaaaa", "bbbbb", "c" * 50, "ddddd"]):
-            await desk.send(text, request_id=f"r{number}")
-        await desk.until(lambda: desk.broker.backlog(workers_subscription_id(MODEL.name)) == 0)
+            await harness.send(text, request_id=f"r{number}")
+        await harness.until(lambda: harness.broker.backlog(workers_subscription_id(MODEL.name)) == 0)
         await asyncio.sleep(0)
-        desk.process.gate.set()
+        harness.process.gate.set()
         for _ in range(5):
-            await desk.reply()
-        assert desk.process.batches == [["first"], ["aaaaa", "bbbbb", "c" * 50, "ddddd"]]
+            await harness.reply()
+        assert harness.process.batches == [["first"], ["aaaaa", "bbbbb", "c" * 50, "ddddd"]]
 
 
 @pytest.mark.parametrize("text", ["4", "!"])
 async def test_bad_item_fails_alone(redis_url: str, tmp_path: Path, text: str) -> None:
-    async with working(redis_url, tmp_path) as desk:
-        assert await desk.ask("good", text) == [("succeeded", b"good"), ("failed", None)]
-        await desk.until(lambda: len(desk.rows) == 2)
-        assert [row.error_code for row in desk.rows] == [None, "invalid_input" if text == "4" else "model_failed"]
+    async with running_worker(redis_url, tmp_path) as harness:
+        assert await harness.ask("good", text) == [("succeeded", b"good"), ("failed", None)]
+        await harness.until(lambda: len(harness.rows) == 2)
+        assert [row.error_code for row in harness.rows] == [None, "invalid_input" if text == "4" else "model_failed"]
 
 
 async def test_expired_job_never_reaches_the_model(redis_url: str, tmp_path: Path) -> None:
-    async with working(redis_url, tmp_path) as desk:
-        assert await desk.ask("late", left_s=-1) == [("expired", None)]
-        assert desk.process.batches == []
-        await desk.until(lambda: len(desk.rows) == 1)
-        assert (desk.rows[0].status, desk.rows[0].error_code) == ("expired", "deadline_exceeded")
+    async with running_worker(redis_url, tmp_path) as harness:
+        assert await harness.ask("late", left_s=-1) == [("expired", None)]
+        assert harness.process.batches == []
+        await harness.until(lambda: len(harness.rows) == 1)
+        assert (harness.rows[0].status, harness.rows[0].error_code) == ("expired", "deadline_exceeded")
 
 
 async def test_item_that_expires_while_it_waits_is_dropped(redis_url: str, tmp_path: Path) -> None:
-    async with working(redis_url, tmp_path) as desk:
-        desk.process.gate.clear()
-        await desk.send("first")
-        await desk.process.started.wait()
-        await desk.send("short", request_id="late", left_s=0.05)
+    async with running_worker(redis_url, tmp_path) as harness:
+        harness.process.gate.clear()
+        await harness.send("first")
+        await harness.process.started.wait()
+        await harness.send("short", request_id="late", left_s=0.05)
         deadline_s = time.time() + 0.05
-        await desk.until(lambda: time.time() > deadline_s)
-        desk.process.gate.set()
+        await harness.until(lambda: time.time() > deadline_s)
+        harness.process.gate.set()
         statuses = {
-            reply.request_id: reply.body.outcomes[0].status for reply in [await desk.reply(), await desk.reply()]
+            reply.request_id: reply.body.outcomes[0].status for reply in [await harness.reply(), await harness.reply()]
         }
         assert statuses == {"req": "succeeded", "late": "expired"}
-        assert desk.process.batches == [["first"]]
+        assert harness.process.batches == [["first"]]
 
 
 async def test_job_is_not_begun_after_its_queue_limit(redis_url: str, tmp_path: Path) -> None:
-    async with working(redis_url, tmp_path) as desk:
-        desk.process.gate.clear()
-        await desk.send("first")
-        await desk.process.started.wait()
-        await desk.send("short", request_id="impatient", queue_limit_s=0.05)
-        await desk.send("long", request_id="patient", queue_limit_s=30)
+    async with running_worker(redis_url, tmp_path) as harness:
+        harness.process.gate.clear()
+        await harness.send("first")
+        await harness.process.started.wait()
+        await harness.send("short", request_id="impatient", queue_limit_s=0.05)
+        await harness.send("long", request_id="patient", queue_limit_s=30)
         limit_s = time.time() + 0.05
-        await desk.until(lambda: time.time() > limit_s)
-        desk.process.gate.set()
-        outcomes = {(reply := await desk.reply()).request_id: reply.body.outcomes[0] for _ in range(3)}
+        await harness.until(lambda: time.time() > limit_s)
+        harness.process.gate.set()
+        outcomes = {(reply := await harness.reply()).request_id: reply.body.outcomes[0] for _ in range(3)}
         assert {name: one.status for name, one in outcomes.items()} == {
             "req": "succeeded",
             "impatient": "expired",
@@ -146,25 +146,25 @@ async def test_job_is_not_begun_after_its_queue_limit(redis_url: str, tmp_path: 
 
 
 async def test_job_of_a_model_process_that_died_is_tried_again(redis_url: str, tmp_path: Path) -> None:
-    async with working(redis_url, tmp_path) as desk:
-        desk.process.deaths = 2
-        assert await desk.ask("cat") == [("succeeded", b"cat")]
-        assert desk.process.batches == [["cat"]] * 3
-        await desk.until(lambda: len(desk.rows) == 1)
+    async with running_worker(redis_url, tmp_path) as harness:
+        harness.process.deaths = 2
+        assert await harness.ask("cat") == [("succeeded", b"cat")]
+        assert harness.process.batches == [["cat"]] * 3
+        await harness.until(lambda: len(harness.rows) == 1)
 
 
 async def test_reply_that_cannot_be_sent_keeps_the_job(redis_url: str, tmp_path: Path) -> None:
-    async with working(redis_url, tmp_path) as desk:
-        desk.process.gate.clear()
-        await desk.send("cat")
-        await desk.process.started.wait()
-        desk.broker.outage = Unavailable("gone")
-        desk.process.gate.set()
-        await desk.until(lambda: desk.broker.outage is not None and len(desk.process.batches) == 1)
-        assert desk.rows == []
-        desk.broker.outage = None
-        assert (await desk.reply()).body.outcomes[0].status == "succeeded"
-        await desk.until(lambda: len(desk.rows) == 1)
+    async with running_worker(redis_url, tmp_path) as harness:
+        harness.process.gate.clear()
+        await harness.send("cat")
+        await harness.process.started.wait()
+        harness.broker.outage = Unavailable("gone")
+        harness.process.gate.set()
+        await harness.until(lambda: harness.broker.outage is not None and len(harness.process.batches) == 1)
+        assert harness.rows == []
+        harness.broker.outage = None
+        assert (await harness.reply()).body.outcomes[0].status == "succeeded"
+        await harness.until(lambda: len(harness.rows) == 1)
 
 
 @pytest.mark.parametrize(
@@ -182,49 +182,49 @@ async def test_unreadable_job_is_answered_at_once(
     redis_url: str, tmp_path: Path, change: dict[str, str | None], data: bytes
 ) -> None:
     """Whoever waits is told, in whatever part it can't be read, and the message goes where people look at it."""
-    async with working(redis_url, tmp_path) as desk:
+    async with running_worker(redis_url, tmp_path) as harness:
         now = repr(time.time() + 30)
         attributes = {
             **{"schema": "1", "request_id": "odd", "part": "3", "model": MODEL.name, "tenant": "t", "slot": "0"},
             **{"inbox": inbox_topic_id("1"), "deadline_s": now, "received_at_s": now, "published_at_s": now},
         }
         sent = {name: value for name, value in (attributes | change).items() if value is not None}
-        await desk.broker.publish(jobs_topic_id(MODEL.name), data, sent)
-        reply = await desk.reply()
+        await harness.broker.publish(jobs_topic_id(MODEL.name), data, sent)
+        reply = await harness.reply()
         assert (reply.request_id, reply.part, reply.body.outcomes) == ("odd", 3, [])
         assert reply.body.error is not None
         assert reply.body.error.code == "undecodable_message"
-        async with desk.broker.subscribe(dead_letter_subscription_id(MODEL.name), max_messages=1) as dead:
+        async with harness.broker.subscribe(dead_letter_subscription_id(MODEL.name), max_messages=1) as dead:
             message: Message = await asyncio.wait_for(anext(aiter(dead)), WAIT_LIMIT_S)
         assert (message.data, message.attributes["penstock_reason"]) == (data, reply.body.error.message)
 
 
 async def test_message_that_is_no_job_becomes_a_dead_letter(redis_url: str, tmp_path: Path) -> None:
-    async with working(redis_url, tmp_path) as desk:
-        await desk.broker.publish(jobs_topic_id(MODEL.name), b"hello", {"from": "a stranger"})
-        async with desk.broker.subscribe(dead_letter_subscription_id(MODEL.name), max_messages=1) as dead:
+    async with running_worker(redis_url, tmp_path) as harness:
+        await harness.broker.publish(jobs_topic_id(MODEL.name), b"hello", {"from": "a stranger"})
+        async with harness.broker.subscribe(dead_letter_subscription_id(MODEL.name), max_messages=1) as dead:
             message: Message = await asyncio.wait_for(anext(aiter(dead)), WAIT_LIMIT_S)
             assert message.data == b"hello"
             assert message.attributes["from"] == "a stranger"
             assert "schema" in message.attributes["penstock_reason"]
-        assert await desk.ask("next") == [("succeeded", b"next")]
+        assert await harness.ask("next") == [("succeeded", b"next")]
 
 
 async def test_stop_finishes_what_is_in_hand(redis_url: str, tmp_path: Path) -> None:
-    async with working(redis_url, tmp_path) as desk:
-        desk.process.gate.clear()
-        await desk.send("cat")
-        await desk.process.started.wait()
-        desk.stop.set()
-        desk.process.gate.set()
-        assert (await desk.reply()).body.outcomes[0].status == "succeeded"
+    async with running_worker(redis_url, tmp_path) as harness:
+        harness.process.gate.clear()
+        await harness.send("cat")
+        await harness.process.started.wait()
+        harness.stop.set()
+        harness.process.gate.set()
+        assert (await harness.reply()).body.outcomes[0].status == "succeeded"
 
 
 async def test_stop_hands_back_what_the_limit_leaves(redis_url: str, tmp_path: Path) -> None:
-    async with working(redis_url, tmp_path, drain_s=0) as desk:
-        desk.process.gate.clear()
-        await desk.send("cat")
-        await desk.process.started.wait()
-        desk.stop.set()
-        await desk.until(lambda: desk.broker.backlog(workers_subscription_id(MODEL.name)) == 1)
-        assert desk.rows == []
+    async with running_worker(redis_url, tmp_path, drain_s=0) as harness:
+        harness.process.gate.clear()
+        await harness.send("cat")
+        await harness.process.started.wait()
+        harness.stop.set()
+        await harness.until(lambda: harness.broker.backlog(workers_subscription_id(MODEL.name)) == 1)
+        assert harness.rows == []

@@ -172,7 +172,7 @@ async def _choose(entry: Model, folder: Path, tuning: TuningSettings, digest: st
     )
     try:
         async with asyncio.timeout(CHOOSE_LIMIT_S):
-            told, _ = await process.communicate()
+            output, _ = await process.communicate()
     except TimeoutError:
         return _fallback(entry, tuning, f"choosing took longer than {CHOOSE_LIMIT_S:g} s")
     finally:
@@ -182,7 +182,7 @@ async def _choose(entry: Model, folder: Path, tuning: TuningSettings, digest: st
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
     try:
-        answer = msgspec.json.decode(told.splitlines()[-1], type=Choice | Refusal)
+        answer = msgspec.json.decode(output.splitlines()[-1], type=Choice | Refusal)
     except (IndexError, msgspec.MsgspecError):
         return _fallback(entry, tuning, f"the choosing process ended with status {process.returncode}")
     if isinstance(answer, Refusal):

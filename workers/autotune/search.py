@@ -194,11 +194,11 @@ def _decide(spec: SearchSpec, contest: Contest, options: Sequence[Option], findi
 
 
 def _by_prior(option: Option, contest: Contest, findings: list[Finding]) -> Choice:
-    told = f"{contest.disturbed} of {contest.disturbed + contest.counted} rounds were disturbed, no two others agree"
+    counts = f"{contest.disturbed} of {contest.disturbed + contest.counted} rounds were disturbed, no two others agree"
     return Choice(
         backend=option.backend,
         layout=option.layout,
-        reason=f"usual on such hardware, not measured: {told}",
+        reason=f"usual on such hardware, not measured: {counts}",
         is_provisional=True,
         findings=findings,
     )

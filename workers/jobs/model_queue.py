@@ -76,7 +76,7 @@ class ModelQueue:
 
     def take(self, processes: int) -> list[QueuedItem]:
         """The next batch for one of `processes`. Empty if nothing waits that is still wanted."""
-        self._earliest_s = float("-inf")  # may be in the batch, so it is computed anew on demand
+        self._earliest_s = float("-inf")  # may be in the batch, so it is computed again on demand
         return self._lanes.take(processes, self._is_wanted)
 
     def discard_unwanted(self) -> None:

@@ -123,7 +123,7 @@ def _from_bucket(source: str, revision: str, cache_dir: Path, open_bucket: OpenB
     partial = Path(tempfile.mkdtemp(prefix=f".{revision}-", dir=folder.parent))
     try:
         if not _download(open_bucket(bucket), prefix.strip("/"), partial):
-            raise _no_such(source, "nothing lies there")
+            raise _no_such(source, "it is empty")
         try:
             partial.rename(folder)
         except OSError:

@@ -199,7 +199,7 @@ class ModelClient:
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
         except msgspec.MsgspecError as error:
-            self.kill(f"it sent what is no answer: {error}")
+            self.kill(f"it sent an invalid message: {error}")
             return None
 
     def _handle(self, message: ServerMessage) -> None:

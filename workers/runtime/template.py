@@ -112,7 +112,9 @@ class Template:
         facts = {"pid": process.pid, "load_s": round(loaded.load_s, 3), "memory_bytes": loaded.memory_bytes}
         log.info("template of model processes ready", extra=facts | {"models": loaded.models})
         if not loaded.is_alone:
-            log.warning("the template has threads, so each model process starts anew", extra={"pid": process.pid})
+            log.warning(
+                "the template has threads, so each model process runs the program again", extra={"pid": process.pid}
+            )
         return running
 
     async def _watch(self, running: _TemplateProcess) -> None:

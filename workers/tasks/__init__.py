@@ -15,7 +15,7 @@ WORKER_TASKS: dict[str, WorkerTask] = {name: import_module(f"{__name__}.{name}")
 
 
 def preparer_for(entry: Model, folder: Path) -> Preparer:
-    """What checks and prepares the inputs of `entry`, whose files are in `folder`.
+    """The preparer of the inputs of `entry`, whose files are in `folder`.
 
     Raises:
         ConfigurationError: the folder is not a model of this task.

@@ -52,7 +52,7 @@ class WorkerTask(ABC):
 
     @abstractmethod
     def preparer(self, entry: Model, folder: Path) -> Preparer:
-        """What checks and prepares the inputs of a model, whose files are in `folder`.
+        """The preparer of the inputs of a model, whose files are in `folder`.
 
         Raises:
             ConfigurationError: the folder is not a model of this task.

@@ -158,12 +158,12 @@ def _ask_gpu(number: str) -> tuple[str, int]:
     """The name and the memory (in bytes) of a GPU."""
     words = ["nvidia-smi", f"--id={number}", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(words, check=True, capture_output=True, text=True, timeout=_ASK_GPU_LIMIT_S).stdout
+        output = subprocess.run(words, check=True, capture_output=True, text=True, timeout=_ASK_GPU_LIMIT_S).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigurationError(
             f"device cuda:{number}: nvidia-smi doesn't know it ({error})", field="device"
         ) from error
-    name, _, memory_mib = told.strip().rpartition(",")
+    name, _, memory_mib = output.strip().rpartition(",")
     return name.strip(), int(memory_mib) * 1024 * 1024
 
 

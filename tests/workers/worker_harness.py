@@ -1,4 +1,4 @@
-"""A worker over the broker in memory, a real Redis, and a model that can be held and killed; and its callers' side."""
+"""A worker with an in-memory broker, a real Redis and a fake model process, and the side of its callers."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class LetterPool:
         self.device_name = "letters"
 
 
-class Desk:
+class WorkerHarness:
     """The caller's side: sends jobs, gets replies, sees rows."""
 
     def __init__(
@@ -241,7 +241,7 @@ class HeldCache(ResultCache):
 
 
 @asynccontextmanager
-async def working(
+async def running_worker(
     redis_url: str,
     folder: Path,
     *,
@@ -250,8 +250,8 @@ async def working(
     pool: ModelPool | LetterPool | None = None,
     objects: ObjectStore | None = None,
     broker: InMemoryTransport | None = None,
-) -> AsyncIterator[Desk]:
-    """A worker at work, on model processes of its own or on one that the desk holds in its hands."""
+) -> AsyncIterator[WorkerHarness]:
+    """Runs a worker, on `pool` or on a fake model process that the test controls."""
     letters = LetterPool()
     broker = broker or InMemoryTransport()
     await broker.ensure_topic(jobs_topic_id(MODEL.name))
@@ -270,26 +270,26 @@ async def working(
     rows, stop = RowList(), asyncio.Event()
     async with cache_kind(redis_url, 1_000_000) as cache, Records(redis_url, retry_s=0.01) as records:
         assert await cache.wait_up(WAIT_LIMIT_S)
-        desk = Desk(broker, letters.processes[0], rows, records, stop)
+        harness = WorkerHarness(broker, letters.processes[0], rows, records, stop)
         objects = objects or ObjectStore(f"file://{folder}")
         completion = Completion(MODEL, broker, cache, records, objects, rows, WorkerInfo("w", "here", "letters"))
         consumer = JobConsumer(MODEL, LetterPreparer(), cache, records, objects, completion)
-        desk.consumer = consumer
+        harness.consumer = consumer
         worker = Worker([consumer], broker, records, pool or letters, drain_s=drain_s)  # type: ignore[arg-type]
-        desk.running = asyncio.create_task(worker.run(stop))
-        receiving = asyncio.create_task(_receive(desk))
+        harness.running = asyncio.create_task(worker.run(stop))
+        receiving = asyncio.create_task(_receive(harness))
         try:
-            yield desk
+            yield harness
         finally:
             stop.set()
             with contextlib.suppress(ModelFailed):
-                await asyncio.wait_for(desk.running, WAIT_LIMIT_S + drain_s)
+                await asyncio.wait_for(harness.running, WAIT_LIMIT_S + drain_s)
             receiving.cancel()
     assert broker.backlog(workers_subscription_id(MODEL.name)) == 0 or drain_s == 0
 
 
-async def _receive(desk: Desk) -> None:
-    async with desk.broker.subscribe(slot_subscription_id("1", 0), max_messages=100) as replies:
+async def _receive(harness: WorkerHarness) -> None:
+    async with harness.broker.subscribe(slot_subscription_id("1", 0), max_messages=100) as replies:
         async for message in replies:
             replies.ack(message)
-            desk.replies.put_nowait(decode_reply(message.data, message.attributes))
+            harness.replies.put_nowait(decode_reply(message.data, message.attributes))
