@@ -1,4 +1,4 @@
-"""Composes the API: `create_app` adds routes and layers, and its lifespan opens and closes everything."""
+"""Composes the API: `create_app` adds routes and layers, and its lifespan opens connections."""
 
 from __future__ import annotations
 

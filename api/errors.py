@@ -1,7 +1,8 @@
-"""Maps errors to HTTP responses: one table from error code to status, one body, one set of handlers.
+"""Maps errors to HTTP responses: one table from error code to status, one body, one handler.
 
-The body is that of OpenAI: `{"error": {"message", "type", "param", "code"}}`, always with all four keys
-(https://platform.openai.com/docs/guides/error-codes). `code` is the stable code of shared/errors.py.
+The body is that of OpenAI: `{"error": {"message", "type", "param", "code"}}`, always with all four
+keys (https://platform.openai.com/docs/guides/error-codes). `code` is the stable code of
+shared/errors.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The Prometheus metrics of the API, and the port that serves all metrics of the process.
 
-Callers must not reach that port: models, load and errors are for operators. A path on the public port
-is not safe, because a rule that denies a path can be bypassed by another spelling of the path.
+Callers must not reach that port: models, load and errors are for operators. A path on the public
+port is not safe, because a rule that denies a path can be bypassed by another spelling of the path.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ JOBS_CANCELED = Counter(
 
 @lru_cache(maxsize=1024)
 def of_requests(route: str, model: str, status: int) -> tuple[Counter, Histogram]:
-    """The counter and histogram of such requests. Cached, since label lookups cost more than counting."""
+    """The counter and histogram of such requests.
+
+    Cached, since label lookups cost more than counting.
+    """
     return REQUESTS.labels(route, model, str(status)), REQUEST_SECONDS.labels(route, model)
 
 

@@ -1,7 +1,8 @@
 """Maps errors to problems (RFC 9457) with `invalid_fields`, for the routes of Replicate's API.
 
 422 {"title": "Input validation failed", "detail": "- input.prompt: Field required", "status": 422,
-     "invalid_fields": [{"type": "missing", "field": "input.prompt", "description": "Field required"}]}
+     "invalid_fields": [{"type": "missing", "field": "input.prompt", "description": "Field
+     required"}]}
 """
 
 from __future__ import annotations

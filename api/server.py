@@ -9,9 +9,11 @@ from api.http.bounded_protocol import protocol_with
 from shared.settings import ApiSettings
 
 DRAIN_S = 4
-"""For open requests after SIGTERM. Cloud Run kills after 10 s, and rows take up to 5 s to be stored."""
+"""For open requests after SIGTERM. Cloud Run kills after 10 s, and rows take up to 5 s to be
+stored."""
 KEEP_ALIVE_S = 620
-"""Above the 600 s of Google's load balancer. Otherwise it may reuse a connection that just closed."""
+"""Above the 600 s of Google's load balancer. Otherwise it may reuse a connection that just
+closed."""
 
 
 def server_config(app: ASGIApp, settings: ApiSettings) -> uvicorn.Config:

@@ -1,4 +1,4 @@
-"""Admission control: bounds the items that wait for workers, and refuses what would be answered late.
+"""Admission control: bounds the items that wait for workers, and refuses what would be late.
 
 The dispatcher checks admission before it publishes. The expected wait follows from the items in
 flight and the service rate (api/dispatch/service_rate.py). Estimates can be wrong, so a request that
@@ -23,7 +23,8 @@ SHORTEST_RETRY_S, LONGEST_RETRY_S = 0.25, 60.0
 BATCH_SHARE = 0.5
 """The share of every bound that the lane `batch` may use. The rest is for interactive requests."""
 INTERACTIVE_SHARE = 0.75
-"""The share of a worker's batches that the interactive lane gets at least, while both lanes wait."""
+"""The share of a worker's batches that the interactive lane gets at least, while both lanes
+wait."""
 
 
 class Admission:

@@ -43,7 +43,10 @@ CLOSING = "this instance is shutting down"
 
 
 class Dispatcher:
-    """Answers inference requests. An async context manager that owns the tasks of all jobs in flight."""
+    """Answers inference requests.
+
+    An async context manager that owns the tasks of all jobs in flight.
+    """
 
     def __init__(
         self,
@@ -88,8 +91,8 @@ class Dispatcher:
     async def dispatch(self, request: InferenceRequest) -> InferenceResponse:
         """Gets the outcomes of all inputs, by the deadline or soon after it.
 
-        Items fail alone: an outcome without a result has an error. Canceling the call cancels at once
-        everything that no other request waits for.
+        Items fail alone: an outcome without a result has an error. Canceling the call cancels at
+        once everything that no other request waits for.
 
         Raises:
             BadInput: an input has no canonical form.
@@ -187,7 +190,10 @@ class Dispatcher:
     def _outcomes_of(
         self, request: InferenceRequest, job: InFlightJob, task: asyncio.Task[list[ItemOutcome]]
     ) -> Sequence[ItemOutcome | None]:
-        """One outcome per item of an ended job. None: all callers hung up, so the item is abandoned."""
+        """One outcome per item of an ended job.
+
+        None: all callers hung up, so the item is abandoned.
+        """
         if not task.cancelled():
             error = task.exception()
             if error is None:
@@ -225,7 +231,7 @@ class Dispatcher:
         self._cache.keep_in_memory(results, request.model.cache.ttl_s)
 
     def _release(self, request: InferenceRequest, outcomes: Sequence[ItemOutcome | None]) -> None:
-        """Releases the items of an ended job from admission, with what they tell about the service rate."""
+        """Releases the items of an ended job from admission, and updates the service rate."""
         ended = [outcome for outcome in outcomes if outcome is not None]
         # Workers drop expired items quickly, which says nothing about the service rate.
         receipts = [outcome.receipt for outcome in ended if outcome.status != "expired"]

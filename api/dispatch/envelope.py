@@ -19,7 +19,10 @@ def build_envelope(
     options: RequestOptions,
     api_instance: str,
 ) -> Envelope:
-    """The envelope of the first job of a request. It is complete except for the inbox and the time of publishing."""
+    """The envelope of the first job of a request.
+
+    It is complete except for the inbox and the time of publishing.
+    """
     return Envelope(
         request_id=request_id,
         part=0,

@@ -25,7 +25,8 @@ REDIS_LIMIT_S, REDIS_RETRY_S = 2.0, 0.25
 REMOVE_LIMIT_S = 4.0
 """A container has about 10 s from SIGTERM to its end (platform-facts R6)."""
 OWN_INBOX_EXPIRES_S = 86_400
-"""The shortest that Pub/Sub accepts (platform-facts P16). It removes inboxes of crashed instances."""
+"""The shortest that Pub/Sub accepts (platform-facts P16). It removes inboxes of crashed
+instances."""
 
 ERRORS = Counter(
     "penstock_inbox_errors_total", "Round trips to Redis about the inbox's lease that failed.", ["operation"]
@@ -42,14 +43,19 @@ class InboxLost(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class InboxLease:
-    """An inbox that this instance holds. `keep` runs while it is held and raises InboxLost after that."""
+    """An inbox that this instance holds.
+
+    `keep` runs while it is held and raises InboxLost after that.
+    """
 
     inbox: str
     keep: Callable[[], Coroutine[Any, Any, object]]
 
 
 class InboxPool:
-    """The inboxes of the pool, numbered from `first`. The key of each in Redis has the id of its holder.
+    """The inboxes of the pool, numbered from `first`.
+
+    The key of each in Redis has the id of its holder.
 
     While Redis is out of reach an instance keeps its inbox: no other instance can lease it through
     a Redis that is down. If only this instance is cut off and another leases its inbox, replies may
@@ -57,7 +63,8 @@ class InboxPool:
 
     Args:
         redis_url: the Redis with the leases.
-        first: the number of the first inbox. Regions with separate Redis servers use separate ranges.
+        first: the number of the first inbox. Regions with separate Redis servers use separate
+            ranges.
         size: how many inboxes the pool has.
         lease_s: a lease expires after this time without renewal.
         instance: id of the holder.

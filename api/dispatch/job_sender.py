@@ -77,7 +77,7 @@ class JobSender:
         self._api_instance = api_instance
 
     async def send(self, request: InferenceRequest, job: InFlightJob) -> list[ItemOutcome]:
-        """Publishes the job, waits for its reply until the deadline, and returns one outcome per item.
+        """Publishes the job, waits for its reply, and returns one outcome per item.
 
         The waiter is registered before the job is published, so no reply can be too early. Sets
         `job.published_at_s` as soon as the broker has accepted the job.
@@ -116,7 +116,7 @@ class JobSender:
         return None if found is None else found.reply
 
     async def _without_large_source(self, item: Item) -> Item:
-        """The item to send: a source image that is too large for a message goes to the object store."""
+        """The item to send. A source image that is too large goes to the object store."""
         source = item.input.source
         if source is None:
             return item

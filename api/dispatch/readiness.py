@@ -59,7 +59,10 @@ class Readiness:
         return self._last
 
     async def _probe_redis(self) -> str:
-        """`ok` or the reason. Uses a separate connection, because the cache's has a circuit breaker."""
+        """`ok` or the reason.
+
+        Uses a separate connection, because the cache's has a circuit breaker.
+        """
         client = redis.asyncio.Redis.from_url(self._redis_url, socket_connect_timeout=REDIS_LIMIT_S)
         try:
             async with asyncio.timeout(REDIS_LIMIT_S):
@@ -71,7 +74,7 @@ class Readiness:
         return "ok"
 
     async def _probe_pubsub(self) -> str:
-        """`ok` after a round trip through the broker to a slot of this instance, else the reason."""
+        """`ok` after a round trip through the broker to the own inbox, else the reason."""
         probe_id = f"probe_{uuid4().hex}"
         try:
             async with asyncio.timeout(PROBE_LIMIT_S):

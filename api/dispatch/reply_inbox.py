@@ -1,4 +1,4 @@
-"""Receives replies: this instance's inbox, its slots, and the jobs that wait for replies on them."""
+"""Receives replies: the inbox of this instance, its slots, and the jobs that wait on them."""
 
 from __future__ import annotations
 
@@ -192,7 +192,9 @@ class ReplyInbox:
         self._holding: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        """Opens the inbox. Continues without one (not ready) if none can be had within START_LIMIT_S.
+        """Opens the inbox.
+
+        Continues without one (not ready) if none can be had within START_LIMIT_S.
 
         Raises:
             ConfigurationError: the broker denies access.

@@ -1,4 +1,4 @@
-"""What the dispatcher takes and returns: an InferenceRequest with RequestOptions, and an InferenceResponse."""
+"""The input and output of the dispatcher: InferenceRequest, RequestOptions, InferenceResponse."""
 
 from __future__ import annotations
 

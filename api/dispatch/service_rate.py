@@ -25,8 +25,8 @@ NEWEST_WEIGHT = 0.1
 """The weight of the newest value in the moving average `service_s`."""
 
 LEAST_MARGIN, MOST_MARGIN, MARGIN_STEP = 1.25, 2.0, 1.2
-"""Estimated waits are multiplied by a margin, which grows while answers come late. On shared cores the
-rate changes within one deadline, and a late answer is wasted work."""
+"""Estimated waits are multiplied by a margin, which grows while answers come late. On shared cores
+the rate changes within one deadline, and a late answer is wasted work."""
 MARGIN_FADE_S = 30.0
 
 
@@ -58,7 +58,7 @@ class ServiceRate:
         self._last_s = self._updated_s = now_s
 
     def record_completed(self, now_s: float, items: int, in_flight: int, took_s: float | None) -> None:
-        """Records that `items` of `in_flight` completed together, and that the model took `took_s`."""
+        """Records that `items` of `in_flight` completed together. The model took `took_s`."""
         if took_s is not None:
             self.service_s += NEWEST_WEIGHT * (took_s - self.service_s)
         # Items complete a batch at a time, and the first of a batch carries the time of all.

@@ -66,8 +66,8 @@ class SingleFlight:
     def join(self, item: Item, *, shareable: bool) -> tuple[InFlightItem, bool]:
         """Returns the in-flight item for `item`, and whether the caller leads it.
 
-        The caller must call `leave` exactly once. Nothing is awaited between lookup and insertion, so
-        two requests can never both lead the same item.
+        The caller must call `leave` exactly once. Nothing is awaited between lookup and insertion,
+        so two requests can never both lead the same item.
         """
         key = item.cache_key if shareable else None
         in_flight = self._by_key.get(key) if key else None

@@ -1,8 +1,9 @@
 """uvicorn's HTTP protocol with limits on request heads, on pipelined requests and on connections.
 
-A head is the URL and the headers of a request. h11, uvicorn's other parser, limits its size. httptools
-does not. It copies all that it has of a header for each piece that arrives, so one endless header
-blocks all other requests. A typical request, whose head arrives in one piece, sets no timer here.
+A head is the URL and the headers of a request. h11, uvicorn's other parser, limits its size.
+httptools does not. It copies all that it has of a header for each piece that arrives, so one
+endless header blocks all other requests. A typical request, whose head arrives in one piece, sets
+no timer here.
 """
 
 from __future__ import annotations
@@ -109,7 +110,10 @@ class BoundedHttp(HttpToolsProtocol):
         self._in_head = True
 
     def on_headers_complete(self) -> None:
-        """The head is complete. Starts the request, unless the head is too large or the pipeline full."""
+        """The head is complete.
+
+        Starts the request, unless the head is too large or the pipeline full.
+        """
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
                 self._error = BadInput("CONNECT asks for a tunnel, and this is no proxy")

@@ -30,7 +30,10 @@ async def compress(response: Response, accept_encoding: str) -> None:
 
 
 def accepts_gzip(accept_encoding: str) -> bool:
-    """Whether the header allows gzip (RFC 9110, 12.5.3). Without the header nothing is compressed."""
+    """Whether the header allows gzip (RFC 9110, 12.5.3).
+
+    Without the header nothing is compressed.
+    """
     found = [match for match in map(_GZIP.fullmatch, accept_encoding.split(",")) if match]
     # The weight of gzip takes precedence over that of `*`.
     found.sort(key=lambda match: "*" in match[0])

@@ -20,7 +20,8 @@ async def read_edit(call: ApiRequest) -> tuple[EditForm, bytes]:
 
     Raises:
         ValidationError: a field is wrong.
-        BadInput: there is not exactly one image, there is a mask, or the body is neither form nor JSON.
+        BadInput: there is not exactly one image, there is a mask, or the body is neither form nor
+            JSON.
     """
     kind = call.http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":

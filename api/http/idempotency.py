@@ -1,9 +1,10 @@
 """Handles requests with an `Idempotency-Key`: equal requests with the same key are computed once.
 
-After draft-ietf-httpapi-idempotency-key-header. A key that was used with another body is 422. If the
-first request is still running when the second has to be answered, that one is 409. OpenAI's clients
-retry a 409 but not a 422, which is right for both. Each tenant has separate keys. While Redis is out
-of reach a request with a key is 503. api/idempotency/service.py decides who computes the answer.
+After draft-ietf-httpapi-idempotency-key-header. A key that was used with another body is 422. If
+the first request is still running when the second has to be answered, that one is 409. OpenAI's
+clients retry a 409 but not a 422, which is right for both. Each tenant has separate keys. While
+Redis is out of reach a request with a key is 503. api/idempotency/service.py decides who computes
+the answer.
 """
 
 from __future__ import annotations

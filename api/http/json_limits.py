@@ -26,7 +26,9 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 def check_amount(body: bytes) -> None:
-    """Refuses a body with too many values to parse quickly. In a usual body, only the commas are counted.
+    """Refuses a body with too many values to parse quickly.
+
+    In a usual body, only the commas are counted.
 
     Raises:
         InputTooLarge: it has more values or strings than any request needs.

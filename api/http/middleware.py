@@ -36,7 +36,8 @@ BODY_GRACE_S, LEAST_BYTES_PER_S = 60.0, 8192
 """A body may take this long, plus the time for its bytes at this rate. So a trickle ends."""
 CLIENT_GONE = 499
 RECORDED_METHODS = frozenset({"POST", "PUT"})
-"""Refused requests with these methods leave a row. Other methods leave no rows when they succeed."""
+"""Refused requests with these methods leave a row. Other methods leave no rows when they
+succeed."""
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -228,7 +229,10 @@ def _digest_of(given: str) -> str:
 
 
 def _number(text: str | None) -> int:
-    """The value of Content-Length. Python does not parse very long numbers, so they become maxsize."""
+    """The value of Content-Length.
+
+    Python does not parse very long numbers, so they become maxsize.
+    """
     if not (text and text.isascii() and text.isdigit()):
         return 0
     return int(text) if len(text) < 20 else sys.maxsize

@@ -1,8 +1,8 @@
 """The OpenAPI document. Routes that read and write bodies themselves are described from here.
 
 Each route lists its responses in the `responses` of its decorator: `responses` for OpenAI's shapes,
-`problems` for Replicate's, with the possible statuses. A status that is new in api/errors.py needs a
-description in _DESCRIPTIONS and an entry at every route that can return it.
+`problems` for Replicate's, with the possible statuses. A status that is new in api/errors.py needs
+a description in _DESCRIPTIONS and an entry at every route that can return it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The headers that the OpenAPI document describes: those that requests may have, and those that answers have."""
+"""The request and response headers that the OpenAPI document describes."""
 
 from __future__ import annotations
 

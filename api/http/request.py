@@ -83,7 +83,9 @@ class ApiRequest:
         return response
 
     def check_room(self, model: Model, items: int) -> None:
-        """Refuses now what `infer` would refuse, before the route prepares inputs. For rare cache hits.
+        """Refuses now what `infer` would refuse, before the route prepares inputs.
+
+        Only for requests that rarely hit the cache.
 
         Raises:
             Overloaded: the items in flight leave no room, or no time until the deadline.

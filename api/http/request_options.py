@@ -1,8 +1,8 @@
 """Parses the request headers with options into RequestOptions. No other code reads them.
 
 Accepted values are within the bounds of the job decoder, so workers can read every published job.
-Other values are refused, and the error names the header. Invalid values of Cache-Control, Prefer and
-traceparent are ignored, as their standards demand.
+Other values are refused, and the error names the header. Invalid values of Cache-Control, Prefer
+and traceparent are ignored, as their standards demand.
 """
 
 from __future__ import annotations

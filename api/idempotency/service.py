@@ -1,9 +1,9 @@
 """Runs idempotent requests: one computes the response, and the others with its key replay it.
 
-This holds across instances. A request with a key runs in a separate task, because its caller may hang
-up and come back. Responses that depend on the moment (429, 5xx, a deadline) are not stored, and
-release the key. Responses are stored in Redis (api/idempotency/store.py), and large bodies in the
-object store. api/http/idempotency.py calls this service.
+This holds across instances. A request with a key runs in a separate task, because its caller may
+hang up and come back. Responses that depend on the moment (429, 5xx, a deadline) are not stored,
+and release the key. Responses are stored in Redis (api/idempotency/store.py), and large bodies in
+the object store. api/http/idempotency.py calls this service.
 """
 
 from __future__ import annotations
@@ -189,7 +189,10 @@ class IdempotencyService:
                 await self._release(request.name, claim_id)
 
     async def _complete(self, request: IdempotentRequest, claim_id: str, response: StoredResponse) -> StoredResponse:
-        """Stores the response, and returns the one that is stored. Without Redis it is returned unstored."""
+        """Stores the response, and returns the one that is stored.
+
+        Without Redis it is returned unstored.
+        """
         try:
             encoded = _encoder.encode(await self._without_large_body(response))
             stored = await self._store.complete(request.name, request.tenant, request.fingerprint, claim_id, encoded)

@@ -1,4 +1,4 @@
-"""Stores claims and responses of idempotent requests in Redis, so that any instance can replay them.
+"""Stores claims and responses of idempotent requests in Redis, for all instances.
 
 An entry is a hash for one tenant and key. Its fields are `fingerprint` (of the request), `claim` (of
 the request that computes the response) and `answer` (the response). A claim is valid while its

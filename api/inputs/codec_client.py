@@ -36,7 +36,10 @@ ReserveMemory = Callable[[int], AbstractAsyncContextManager[None]]
 
 
 class CodecClient:
-    """A codec process. After a command that was canceled or killed it, it takes no more commands."""
+    """A codec process.
+
+    After a command that was canceled or killed it, it takes no more commands.
+    """
 
     def __init__(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -84,7 +87,9 @@ class CodecClient:
         return self._process.returncode is None and not self._writer.is_closing() and not self._reader.at_eof()
 
     async def run(self, command: CodecCommand, data: bytes, reserve: ReserveMemory) -> tuple[CodecReply, bytes]:
-        """Runs one command on the image in `data`. If the call is canceled, the process must be killed.
+        """Runs one command on the image in `data`.
+
+        If the call is canceled, the process must be killed.
 
         Args:
             command: what to do.

@@ -47,7 +47,8 @@ class CodecPool:
 
     Args:
         processes: the most processes at a time.
-        budget_bytes: the memory for all images that are being decoded. A larger one is decoded alone.
+        budget_bytes: the memory for all images that are being decoded. A larger one is decoded
+            alone.
     """
 
     def __init__(self, processes: int, budget_bytes: int) -> None:
@@ -119,7 +120,10 @@ class CodecPool:
             metrics.IMAGES.labels(end if task.is_started else f"{end}_waiting").inc()
 
     def _check(self, task: _Task, remaining_s: float) -> None:
-        """Refuses a command that would miss its deadline. With an empty queue it is always admitted."""
+        """Refuses a command that would miss its deadline.
+
+        With an empty queue it is always admitted.
+        """
         waiting = len(self._queues[True])
         if not waiting:
             return

@@ -25,7 +25,10 @@ class SourceLimits(msgspec.Struct):
 
 
 class PrepareSource(msgspec.Struct, tag="prepare"):
-    """Make a source image of the file. Without `size` it keeps its aspect ratio, within `limits`."""
+    """Make a source image of the file.
+
+    Without `size` it keeps its aspect ratio, within `limits`.
+    """
 
     size: tuple[int, int] | None
     limits: SourceLimits

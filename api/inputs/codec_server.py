@@ -1,4 +1,4 @@
-"""`python -m api.inputs.codec_server`: a process that decodes, resizes and encodes images for the API.
+"""`python -m api.inputs.codec_server`: decodes, resizes and encodes images for the API.
 
 It handles one image at a time, over a socket. A thread is not enough: decoding can't be stopped in a
 thread, holds the interpreter for up to a third of a second (alpha_composite, WebP), and may take any
@@ -51,7 +51,8 @@ CPU_LIMIT_S = 20
 ADDRESS_SPACE_BYTES = 1024 * 1024 * 1024
 """The largest image takes 400 MB."""
 REDUCING_GAP = 3
-"""Images are averaged in boxes down to three times the target, then resampled, as for thumbnails."""
+"""Images are averaged in boxes down to three times the target, then resampled, as for
+thumbnails."""
 STRIP_PIXELS = 1 << 18
 """How many pixels of the decoded image are flattened and reduced at a time."""
 WORKING_BYTES = 24 * 1024 * 1024
@@ -185,12 +186,15 @@ def _target(picture: Image.Image, shape: tuple[int, int], command: PrepareSource
 
 
 def _unturned(size: tuple[int, int], picture: Image.Image) -> tuple[int, int]:
-    """Converts `size` between the displayed orientation and that of the file, in both directions."""
+    """Converts `size` between the orientations of display and file, in both directions."""
     return (size[1], size[0]) if _orientation(picture) in _SIDEWAYS else size
 
 
 def _cost_bytes(picture: Image.Image, shape: tuple[int, int], target: tuple[int, int] | None = None) -> int:
-    """The most memory that the work takes, measured. Pillow uses four bytes per pixel in most modes."""
+    """The most memory that the work takes, measured.
+
+    Pillow uses four bytes per pixel in most modes.
+    """
     pixels = picture.width * picture.height
     decoded = _SMALL_MODES.get(picture.mode, 4) * pixels
     loading = decoded
@@ -218,7 +222,10 @@ def _factors(have: tuple[int, int], want: tuple[int, int]) -> tuple[int, int]:
 
 
 def _reduced(picture: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """The image without alpha, in `size`. Works in strips, so there is no second full copy in memory."""
+    """The image without alpha, in `size`.
+
+    Works in strips, so there is no second full copy in memory.
+    """
     across, down = _factors(picture.size, size)
     width, height = picture.size
     small = Image.new("RGB", (math.ceil(width / across), math.ceil(height / down)))

@@ -1,7 +1,7 @@
 """Files that callers upload before the predictions that use them.
 
-The object store has the bytes and the metadata of each. It deletes them by the lifecycle rules of the
-bucket. The API stops serving a file after KEEP_S.
+The object store has the bytes and the metadata of each. It deletes them by the lifecycle rules of
+the bucket. The API stops serving a file after KEEP_S.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Prepares source images for models, and encodes results in the requested format.
 
-The work happens in separate processes (api/inputs/codec_pool.py). This process never decodes an image.
+The work happens in separate processes (api/inputs/codec_pool.py). This process never decodes an
+image.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from shared.predictions import MEDIA_TYPES
 
 DEFAULT_QUALITY = 90
 BASE64_CHUNK = 256 * 1024
-"""Characters decoded at a time: 20 MB at once would block the event loop for 45 ms. A multiple of 4."""
+"""Characters decoded at a time: 20 MB at once would block the event loop for 45 ms. A multiple of
+4."""
 
 
 class ImageCodec:

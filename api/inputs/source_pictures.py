@@ -95,7 +95,10 @@ class SourcePictures:
         return await self._image_codec.prepare_source(data, size, limits, caller.deadline_s)
 
     async def keep(self, uri: str, data: bytes, caller: Caller) -> str:
-        """Stores an image of a data: URI as a file, and returns its URL. Records do not hold images."""
+        """Stores an image of a data: URI as a file, and returns its URL.
+
+        Records do not hold images.
+        """
         media_type = uri.partition(";")[0].removeprefix("data:")
         file = await self._files.add(caller.tenant, data, name="image", content_type=media_type)
         return f"{caller.base_url}/v1/files/{file.id}"

@@ -1,4 +1,6 @@
-"""Streams a prediction as server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html).
+"""Streams a prediction as server-sent events.
+
+https://html.spec.whatwg.org/multipage/server-sent-events.html
 
 Events are `logs`, `output` (one per element), `error` and `done`, in this order, as Replicate's
 clients expect. All of them follow from the record. So a client that reconnects with Last-Event-ID, to
@@ -31,7 +33,10 @@ KINDS = ("logs", "output", "error", "done")
 
 
 class StreamEvent(NamedTuple):
-    """One event: `kind` is an index of KINDS, `number` counts within it. Later events compare greater."""
+    """One event: `kind` is an index of KINDS, `number` counts within it.
+
+    Later events compare greater.
+    """
 
     kind: int
     number: int
@@ -62,7 +67,7 @@ class EventStreams:
                 raise Overloaded(f"{reason}; poll the prediction, or try again later")
 
     async def follow(self, snapshot: PredictionSnapshot, last_id: str) -> AsyncGenerator[bytes]:
-        """Yields the events after `last_id` (empty: all) until the last one, for at most LONGEST_S."""
+        """Yields the events after `last_id` (empty: all) to the last one, for at most LONGEST_S."""
         tenant = snapshot.prediction.tenant
         self._open[tenant] += 1
         try:

@@ -74,7 +74,9 @@ class Predictions:
 
     @asynccontextmanager
     async def creating(self, new: NewPrediction, *, waits: bool) -> AsyncGenerator[Creation]:
-        """Creates a prediction, or finds the one of an equal request. The block may wait for its end.
+        """Creates a prediction, or finds the one of an equal request.
+
+        The block may wait for its end.
 
         The items count as in flight while the block runs. After that only the broker bounds them.
 

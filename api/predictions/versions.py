@@ -20,7 +20,7 @@ def version_of(model: Model) -> str:
 
 
 def find_version(catalog: Catalog, version: str) -> Model:
-    """The model that `version` names: its name or alias, with or without an owner before it, or a version's id.
+    """Finds a model by its name or alias, with or without an owner, or by the id of its version.
 
     Raises:
         BadInput: none is of this name or version.
@@ -37,7 +37,7 @@ def find_version(catalog: Catalog, version: str) -> Model:
 
 
 def is_replicates_client(user_agent: str) -> bool:
-    """Whether one of Replicate's own clients asks: `replicate-python/1.0.7`, `replicate-javascript/1.3.0` and the like.
+    """Whether the user agent is a client of Replicate, such as `replicate-python/1.0.7`.
 
     Nothing else tells it from OpenAI's where both ask for the same path: keys and hosts are the same here.
     """

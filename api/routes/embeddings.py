@@ -1,4 +1,7 @@
-"""POST /v1/embeddings. Vectors stay bytes from the worker's reply to the answer, except for floats."""
+"""POST /v1/embeddings.
+
+Vectors stay bytes from the worker's reply to the answer, except for floats.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ from shared.tasks.embedding import EmbeddingResult
 
 router = APIRouter(route_class=FastRoute)
 LARGE_ITEMS = 256
-"""From this many items on, room is checked before the cache keys are made, which takes milliseconds."""
+"""From this many items on, room is checked before the cache keys are made, which takes
+milliseconds."""
 _encoder = msgspec.json.Encoder()
 
 
@@ -83,7 +87,10 @@ def _reply(outcomes: Sequence[ItemOutcome], model: Model, dimensions: int, *, as
 
 
 def _matrix(vectors: Sequence[bytes], model: Model, dimensions: int) -> NDArray[np.float32]:
-    """The vectors as an (n, dimensions) matrix. Cut vectors are normalized again, as in OpenAI's API."""
+    """The vectors as an (n, dimensions) matrix.
+
+    Cut vectors are normalized again, as in OpenAI's API.
+    """
     matrix = np.frombuffer(b"".join(vectors), dtype="<f4").reshape(len(vectors), -1)
     if dimensions == model.dimensions:
         return matrix

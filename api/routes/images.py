@@ -1,4 +1,4 @@
-"""POST /v1/images/generations (from a prompt) and POST /v1/images/edits (from an image and a prompt)."""
+"""POST /v1/images/generations (from a prompt) and POST /v1/images/edits (from an image)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """GET /docs: the OpenAPI document as a page from which people can try the API.
 
-All of its scripts come from api/docs_page. So it works without internet access, and no third party's script sees a
-reader's key.
+All of its scripts come from api/docs_page. So it works without internet access, and no third
+party's script sees a reader's key.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The Predictions API, as Replicate's clients call it (https://replicate.com/docs/reference/http).
 
-A version is the name of a model in the catalog, or the id that its entry gives; an owner is anything, since names are
-unique here. Every path is served with and without /v1, because clients differ in who adds it.
+A version is the name of a model in the catalog, or the id that its entry gives; an owner is
+anything, since names are unique here. Every path is served with and without /v1, because clients
+differ in who adds it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ from shared.webhook_urls import WebhookUrlForbidden, parse_webhook_url
 router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
 
 EARLY_S = 0.25
-"""Clients that wait n seconds hang up half a second later. The answer is sent this long before n."""
+"""Clients that wait n seconds hang up half a second later. The answer is sent this long before
+n."""
 _CURSOR = re.compile(r"([0-9]{1,12}(\.[0-9]{1,9})?)?")
 
 # For the OpenAPI document only. The routes validate, so that errors have our wording.
@@ -252,7 +254,10 @@ def _webhook_of(body: PredictionBody, *, allow_private: bool) -> tuple[str, tupl
 
 
 def _created(dependencies: Dependencies, snapshot: PredictionSnapshot, *, is_new: bool) -> Response:
-    """The answer to a creation. Replicate's clients take `processing` for an end here: it becomes `starting`."""
+    """The answer to a creation.
+
+    Replicate's clients take `processing` for an end here: it becomes `starting`.
+    """
     body = body_of(*snapshot, dependencies.url_signer)
     if body["status"] == "processing":
         body["status"] = "starting"
@@ -269,7 +274,7 @@ def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | Non
 
 
 def _ids(tenant: str, own_id: str, key: str) -> tuple[str, str]:
-    """The prediction id and the record id: from the caller's id, from an Idempotency-Key, or new."""
+    """The prediction id and the record id: from the caller, from an Idempotency-Key, or new."""
     if own_id:
         return own_id, record_of(tenant, own_id)
     if key:
