@@ -22,7 +22,8 @@ from shared.usage.writer import RowWriter
 
 def main() -> int:
     """Serves until a signal arrives. Returns 0, or 1 if it could not start."""
-    # uvicorn raises the signal again after draining. Without these handlers a clean stop looks like a kill.
+    # uvicorn raises the signal again after draining. Without these handlers a clean stop looks like
+    # a kill.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: sys.exit(0))
     try:

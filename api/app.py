@@ -85,8 +85,8 @@ def create_app(
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        # A path with a slash too many is not known: a redirect would name this API's own idea of its scheme and host,
-        # and clients would send their keys there.
+        # A path with a slash too many is not known: a redirect would name this API's own idea of
+        # its scheme and host, and clients would send their keys there.
         redirect_slashes=False,
     )
     for routes in (embeddings, images, models, objects, health, pages):
@@ -126,8 +126,8 @@ async def _open(
     broker = await opened.enter_async_context(transport)
     inbox_admin = await opened.enter_async_context(admin)
     inbox = await opened.enter_async_context(ReplyInbox(settings, broker, inbox_admin, instance))
-    # Closed right after the dispatcher: what happens to an inbox that is not removed in time is only that it
-    # expires, but rows are to be on disk before the process is killed.
+    # Closed right after the dispatcher: what happens to an inbox that is not removed in time is
+    # only that it expires, but rows are to be on disk before the process is killed.
     row_sink = await opened.enter_async_context(rows)
     sender = JobSender(inbox, broker, configuration.objects, records, instance)
     admission = Admission(settings.max_in_flight, configuration.catalog.models)

@@ -91,8 +91,8 @@ class ErrorMapping(NamedTuple):
     retry: bool | None = None
 
 
-# Clients should not retry a 504 on their own. The caller's time is up, and OpenAI's client would send
-# the same work twice more to a system that is already late. 429 and 503 have Retry-After.
+# Clients should not retry a 504 on their own. The caller's time is up, and OpenAI's client would
+# send the same work twice more to a system that is already late. 429 and 503 have Retry-After.
 ERROR_MAPPINGS = {
     "invalid_input": ErrorMapping(400, "invalid_request_error"),
     "input_too_large": ErrorMapping(400, "invalid_request_error"),

@@ -7,9 +7,7 @@ import os
 from pathlib import Path
 
 QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
-"""`<quota> <period>` in microseconds, or `max <period>`: cgroup v2, as a container sees its own
-group.
-"""
+"""`<quota> <period>` in microseconds, or `max <period>`: cgroup v2, as a container sees its own group."""
 
 
 def usable_cores(quota_file: Path = QUOTA_FILE) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 
 YOUNG_OBJECTS = 20_000
-"""Allocations between two looks at the young objects. The default of 700 means several looks in
-each request.
+"""Allocations between two looks at the young objects.
+
+The default of 700 means several looks in each request.
 """
 
 

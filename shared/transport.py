@@ -123,13 +123,15 @@ class SubscriptionSettings:
     expires_after_s: int = 0
     """Deleted after this time without use (at least a day). 0: never."""
     retry_min_s: float | None = None
-    """Shortest pause before a redelivery. None: no pause. It is always set, because the service's
-    default is 10 s.
+    """Shortest pause before a redelivery. None: no pause.
+
+    It is always set, because the service's default is 10 s.
     """
     retry_max_s: float = 60.0
     dead_letter_topic_id: str = ""
-    """The topic of messages that failed `max_delivery_attempts` times. Empty: they are delivered
-    for ever.
+    """The topic of messages that failed `max_delivery_attempts` times.
+
+    Empty: they are delivered for ever.
     """
     max_delivery_attempts: int = 5
     is_ordered: bool = False

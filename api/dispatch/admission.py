@@ -1,8 +1,8 @@
 """Admission control: bounds the items that wait for workers, and refuses what would be late.
 
 The dispatcher checks admission before it publishes. The expected wait follows from the items in
-flight and the service rate (api/dispatch/service_rate.py). Estimates can be wrong, so a request that
-finds no item in flight is always admitted: it measures the rate again.
+flight and the service rate (api/dispatch/service_rate.py). Estimates can be wrong, so a request
+that finds no item in flight is always admitted: it measures the rate again.
 """
 
 from __future__ import annotations

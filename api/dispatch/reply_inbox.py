@@ -41,8 +41,11 @@ START_LIMIT_S = 10.0
 SLOT_MAX_MESSAGES = 1000
 ACK_DEADLINE_S = 20
 ACK_LINGER_S = 8.0
-"""An ack call costs as much as a publish, and without this pause acks took a fifth of the API's CPU
-time. No request waits for the ack of a reply. With 10 s of retries it stays below the lease."""
+"""Acks linger this long, because an ack call costs as much as a publish.
+
+Without this pause acks took a fifth of the API's CPU time. No request waits for the ack of a reply.
+With the 10 s of retries it stays below the lease.
+"""
 
 
 class PendingReply:

@@ -1,7 +1,7 @@
 """Stores claims and responses of idempotent requests in Redis, for all instances.
 
-An entry is a hash for one tenant and key. Its fields are `fingerprint` (of the request), `claim` (of
-the request that computes the response) and `answer` (the response). A claim is valid while its
+An entry is a hash for one tenant and key. Its fields are `fingerprint` (of the request), `claim`
+(of the request that computes the response) and `answer` (the response). A claim is valid while its
 instance renews its lease. One call renews all leases of an instance. The clock of Redis counts, so
 the clocks of instances need not agree.
 

@@ -1,10 +1,10 @@
 """`python -m api.inputs.codec_server`: decodes, resizes and encodes images for the API.
 
-It handles one image at a time, over a socket. A thread is not enough: decoding can't be stopped in a
-thread, holds the interpreter for up to a third of a second (alpha_composite, WebP), and may take any
-amount of memory. This process can be killed at a deadline, has a lower priority than the event loop,
-gets limits on memory and CPU time from the kernel, and has none of the API's settings or secrets. It
-imports only Pillow and msgspec, so it starts within a tenth of a second.
+It handles one image at a time, over a socket. A thread is not enough: decoding can't be stopped in
+a thread, holds the interpreter for up to a third of a second (alpha_composite, WebP), and may take
+any amount of memory. This process can be killed at a deadline, has a lower priority than the event
+loop, gets limits on memory and CPU time from the kernel, and has none of the API's settings or
+secrets. It imports only Pillow and msgspec, so it starts within a tenth of a second.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class _HungUpError(Exception):
 
 def main() -> int:
     """Serves the socket whose file descriptor is the argument, until the API closes it."""
-    # The API handles signals to the process group (Ctrl-C, SIGTERM): it drains, then closes the socket.
+    # The API handles signals to the process group (Ctrl-C, SIGTERM): it drains, then closes the
+    # socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(NICENESS)
@@ -201,7 +202,8 @@ def _cost_bytes(picture: Image.Image, shape: tuple[int, int], target: tuple[int,
     if picture.format == "WEBP":
         loading = 16 * pixels
     elif picture.info.get("progressive"):
-        # A progressive JPEG is held as two-byte coefficients at full size, whatever its decoded size.
+        # A progressive JPEG is held as two-byte coefficients at full size, whatever its decoded
+        # size.
         loading += 8 * shape[0] * shape[1]
     # The orientation may follow the pixels, so both are possible.
     targets = [target, target[::-1]] if target else []

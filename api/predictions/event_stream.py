@@ -3,8 +3,8 @@
 https://html.spec.whatwg.org/multipage/server-sent-events.html
 
 Events are `logs`, `output` (one per element), `error` and `done`, in this order, as Replicate's
-clients expect. All of them follow from the record. So a client that reconnects with Last-Event-ID, to
-any instance, gets exactly the events that it has not received.
+clients expect. All of them follow from the record. So a client that reconnects with Last-Event-ID,
+to any instance, gets exactly the events that it has not received.
 """
 
 from __future__ import annotations

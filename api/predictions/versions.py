@@ -39,6 +39,7 @@ def find_version(catalog: Catalog, version: str) -> Model:
 def is_replicates_client(user_agent: str) -> bool:
     """Whether the user agent is a client of Replicate, such as `replicate-python/1.0.7`.
 
-    Nothing else tells it from OpenAI's where both ask for the same path: keys and hosts are the same here.
+    Nothing else tells it from OpenAI's where both ask for the same path: keys and hosts are the
+    same here.
     """
     return _CLIENTS.match(user_agent) is not None

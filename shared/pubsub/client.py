@@ -47,8 +47,9 @@ from shared.pubsub.subscriber import StreamSubscription
 STREAMS_PER_CHANNEL = 80
 """Stays clear of the 100 streams that fit on one connection (platform-facts P45)."""
 OPEN_S = 5.0
-"""How long opening a subscription waits for its first stream. After that it retries in the
-background.
+"""How long opening a subscription waits for its first stream.
+
+After that it retries in the background.
 """
 CLOSE_S = 2.0
 """How long the last acks of a subscription may take."""

@@ -98,7 +98,8 @@ class AckQueue:
             while self._acks or self._nacks:
                 await self._send_some()
         finally:
-            # In the same turn as the last check of the queues. An ack in between would never be sent.
+            # In the same turn as the last check of the queues. An ack in between would never be
+            # sent.
             self._sending = None
 
     async def _send_some(self) -> None:
@@ -127,8 +128,9 @@ class Leases:
         self._ack_deadline_s = ack_deadline_s
         self._held: dict[str, _Lease] = {}
         self.lost = 0
-        """Messages whose lease expired while held. They are marked `lost` and will be delivered
-        again.
+        """Messages whose lease expired while held.
+
+        They are marked `lost` and will be delivered again.
         """
 
     def __len__(self) -> int:

@@ -19,8 +19,9 @@ REQUEST_LIMIT_BYTES = 9_000_000
 QUEUE_LIMIT_MESSAGES = 20_000
 QUEUE_LIMIT_BYTES = 128 * 1024 * 1024
 REQUESTS_IN_FLIGHT = 4
-"""Per topic. More of them coalesce less, fewer add up to one round trip of waiting
-(bench/broker.py).
+"""Per topic.
+
+More of them coalesce less, fewer add up to one round trip of waiting (bench/broker.py).
 """
 
 

@@ -29,9 +29,7 @@ FATAL = frozenset(
     }
 )
 FATAL_TRIES = 4
-"""A subscription just made, or a right just given, may not be known everywhere yet (platform-facts
-P14).
-"""
+"""A subscription just made, or a right just given, may not be known everywhere yet (platform-facts P14)."""
 HEARTBEAT_S = 30.0
 """An empty request this often keeps an idle stream open, as Google's own clients do."""
 HALF_CLOSE_S = 1.0

@@ -26,8 +26,9 @@ from shared.tasks import Input, Result
 KEY_SCHEME = 2
 """Part of every key. Raised when a model's code changes the results of the same inputs."""
 ENTRY_SCHEMA = 1
-"""Part of every Redis key. Raised when the encoding changes, so that two releases never read each
-other's entries.
+"""Part of every Redis key.
+
+Raised when the encoding changes, so that two releases never read each other's entries.
 """
 VALUE_LIMIT_BYTES = 1024 * 1024
 """A larger entry stays out of both levels: it belongs in the object store."""

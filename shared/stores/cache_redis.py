@@ -48,7 +48,8 @@ class RedisLevel:
         If Redis is down they are lost, and a counter counts it.
         """
         writes = [_Write(key, value, ttl_s) for key, value in values.items()]
-        # Packing SETs takes about 20 us each: in parts, so that no other task waits long for the loop.
+        # Packing SETs takes about 20 us each: in parts, so that no other task waits long for the
+        # loop.
         for start in range(0, len(writes), WRITE_ENTRIES):
             if self._link.is_up:
                 await self._writes.call(writes[start : start + WRITE_ENTRIES])

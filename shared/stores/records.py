@@ -41,13 +41,9 @@ OVER: frozenset[State] = frozenset({"succeeded", "failed", "canceled"})
 """The states that no record leaves."""
 
 JOB_KEEP_S = 120
-"""Seconds for which the record of a job that is no prediction is kept after its last change: for
-late attempts.
-"""
+"""Seconds for which the record of a job that is no prediction is kept after its last change: for late attempts."""
 LATE_LOOK_S = 0.5
-"""For so long after its deadline, a waiter with an open connection still checks if the record
-ended.
-"""
+"""For so long after its deadline, a waiter with an open connection still checks if the record ended."""
 FULL_RETRY_S = 5.0
 """Retry-After of a prediction that found no room."""
 LISTED = 1000
@@ -231,7 +227,8 @@ class Records(RedisStore):
         found = await self._commands.run(*words)
         return [one.decode() for one in found]
 
-    # What workers call. A job is done with or without Redis, so these never raise: None where it did not answer.
+    # What workers call. A job is done with or without Redis, so these never raise: None where it
+    # did not answer.
 
     async def claim(self, records: Sequence[str]) -> list[Claim | None]:
         """Claims jobs. Missing records are created."""

@@ -26,8 +26,9 @@ from shared.stores.redis_batcher import REDIS_FAILURES, Batcher, Got, Sent, with
 from shared.stores.redis_scripts import Script
 
 FAILURES = 3
-"""Round trips in a row that must fail before the breaker opens. A single one may be a hiccup of
-this machine.
+"""Round trips in a row that must fail before the breaker opens.
+
+A single one may be a hiccup of this machine.
 """
 CONNECT_LIMIT_S = 1.0
 """Limit of the background retry, which may have to resolve a name and do a TLS handshake."""
@@ -148,7 +149,8 @@ class RedisLink:
         if error is None:
             self._failures = 0
         elif not isinstance(error, ResponseError):
-            # A refusal (out of memory, read-only replica) is an answer in time, so it does not count.
+            # A refusal (out of memory, read-only replica) is an answer in time, so it does not
+            # count.
             self._failures += 1
             if self._failures >= FAILURES and self.is_up:
                 log.warning("redis is out of reach", extra={"use": self._use, "reason": repr(error)})

@@ -20,8 +20,9 @@ from shared.usage.spool import Fields
 
 SEND_TIMEOUT_S = 10.0
 REFUSED = frozenset({400, 413})
-"""Statuses for wrong rows. Others (a missing table, permission or quota) can be fixed, so they are
-retried.
+"""Statuses for wrong rows.
+
+Others (a missing table, permission or quota) can be fixed, so they are retried.
 """
 
 NO_FIELD = "no such field"

@@ -12,9 +12,7 @@ from shared.catalog import Model
 from shared.messages import Envelope, ItemOutcome
 
 SHARED = frozenset({"memory", "redis", "joined"})
-"""Ways of the cache (`Receipt.cache`) on which a result was delivered that another item had
-computed.
-"""
+"""Ways of the cache (`Receipt.cache`) on which a result was delivered that another item had computed."""
 
 
 class Row(msgspec.Struct, omit_defaults=True):

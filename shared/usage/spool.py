@@ -120,7 +120,8 @@ class Spool:
         for _ in range(CREATE_TRIES):
             path = self._folder / f"{time.time_ns()}-{os.getpid()}-{next(self._numbers)}.segment"
             fd = self._open_new(path)
-            # Another process may have come by before the lock was ours, and cleared the empty file away.
+            # Another process may have come by before the lock was ours, and cleared the empty file
+            # away.
             if _lock(fd) and os.fstat(fd).st_nlink:
                 return Segment(path, fd)
             os.close(fd)

@@ -33,8 +33,9 @@ log = logging.getLogger(__name__)
 
 TABLE = "rows"
 LINGER_S = 1.0
-"""How long rows wait for more rows. One insertAll costs as much CPU as a request, and rows are not
-urgent.
+"""How long rows wait for more rows.
+
+One insertAll costs as much CPU as a request, and rows are not urgent.
 """
 HURRY_S = 0.05
 """The same where jobs wait for BigQuery, because the disk does not take their rows."""
