@@ -125,7 +125,7 @@ class World:
         if name == "redis":
             return RedisServer(self._folder / "redis", self._log_dir, self._ports["redis"], persist=True)
         data_dir = str(self._folder / name)
-        module = f"infra.local.{name}"
+        module = f"infra.emulators.{name}"
         command = [sys.executable, "-m", module, "--port", str(self._ports[name]), "--data-dir", data_dir]
         return Process(name, command, self._log_dir)
 
