@@ -49,7 +49,11 @@ def _serve(settings: ApiSettings) -> int:
         ),
     )
     server = uvicorn.Server(server_config(app, settings))
-    counted = metrics.served(settings.metrics_host, settings.metrics_port) if settings.metrics_port else nullcontext()
+    counted = (
+        metrics.served(settings.metrics_host, settings.metrics_port)
+        if settings.metrics_port
+        else nullcontext()
+    )
     with counted:
         server.run()
     return 0 if server.started else 1

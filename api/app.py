@@ -66,7 +66,11 @@ def create_app(
         ConfigurationError: an API key or the object store's URL is wrong.
     """
     configuration = _Configuration(
-        settings, catalog, ApiKeys(settings.api_keys), ObjectStore(settings.objects_url), UrlSigner(settings.secret)
+        settings,
+        catalog,
+        ApiKeys(settings.api_keys),
+        ObjectStore(settings.objects_url),
+        UrlSigner(settings.secret),
     )
 
     @asynccontextmanager
@@ -119,7 +123,9 @@ async def _open(
 ) -> Dependencies:
     """Opens everything in the order of its dependencies. `opened` closes it in reverse order."""
     settings, instance = configuration.settings, f"api-{secrets.token_hex(4)}"
-    cache = await opened.enter_async_context(ResultCache(settings.redis_url, settings.memory_cache_bytes))
+    cache = await opened.enter_async_context(
+        ResultCache(settings.redis_url, settings.memory_cache_bytes)
+    )
     records = await opened.enter_async_context(
         Records(settings.records_redis_url, predictions_max_bytes=settings.predictions_max_bytes)
     )
@@ -132,7 +138,15 @@ async def _open(
     sender = JobSender(inbox, broker, configuration.objects, records, instance)
     admission = Admission(settings.max_in_flight, configuration.catalog.models)
     dispatcher = await opened.enter_async_context(
-        Dispatcher(sender, cache, records, admission, row_sink, api_instance=instance, region=settings.region)
+        Dispatcher(
+            sender,
+            cache,
+            records,
+            admission,
+            row_sink,
+            api_instance=instance,
+            region=settings.region,
+        )
     )
     store = IdempotencyStore(
         settings.records_redis_url,
@@ -141,15 +155,30 @@ async def _open(
         max_bytes=settings.answers_max_bytes,
     )
     idempotency_store = await opened.enter_async_context(store)
-    idempotency = await opened.enter_async_context(IdempotencyService(idempotency_store, configuration.objects))
+    idempotency = await opened.enter_async_context(
+        IdempotencyService(idempotency_store, configuration.objects)
+    )
     predictions = Predictions(
-        records, PredictionSender(records, broker, instance), inbox, admission, keep_s=settings.prediction_keep_s
+        records,
+        PredictionSender(records, broker, instance),
+        inbox,
+        admission,
+        keep_s=settings.prediction_keep_s,
     )
     readiness = Readiness(inbox, broker, settings.redis_url)
-    pool = await opened.enter_async_context(CodecPool(settings.picture_processes, settings.picture_budget_bytes))
+    pool = await opened.enter_async_context(
+        CodecPool(settings.picture_processes, settings.picture_budget_bytes)
+    )
     refusals = Refusals(row_sink, api_instance=instance, region=settings.region)
     return _dependencies(
-        configuration, admission, dispatcher, refusals, readiness, idempotency, predictions, ImageCodec(pool)
+        configuration,
+        admission,
+        dispatcher,
+        refusals,
+        readiness,
+        idempotency,
+        predictions,
+        ImageCodec(pool),
     )
 
 
@@ -189,7 +218,10 @@ def _dependencies(
     )
 
 
-_ABOUT = """Embeddings and images in the shapes of OpenAI's API, and predictions in those of Replicate's.
-
-Every answer has `x-request-id`. Answers with results also say where these came from (`x-penstock-cache`: hit, miss,
-partial or joined) and how long each step took (`x-penstock-queue-ms`, `-batch-ms`, `-inference-ms`, `-total-ms`)."""
+_ABOUT = (
+    "Embeddings and images in the shapes of OpenAI's API, "
+    "and predictions in those of Replicate's.\n\n"
+    "Every answer has `x-request-id`. Answers with results also say where these came from "
+    "(`x-penstock-cache`: hit, miss,\npartial or joined) and how long each step took "
+    "(`x-penstock-queue-ms`, `-batch-ms`, `-inference-ms`, `-total-ms`)."
+)

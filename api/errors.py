@@ -117,7 +117,13 @@ ERROR_MAPPINGS = {
 SHORT_RETRY_S = 1.0
 
 
-EXPECTED_ERRORS = (PenstockError, ValidationError, RequestValidationError, HTTPException, ClientDisconnect)
+EXPECTED_ERRORS = (
+    PenstockError,
+    ValidationError,
+    RequestValidationError,
+    HTTPException,
+    ClientDisconnect,
+)
 """The errors that routes may raise. The middleware handles all others."""
 
 
@@ -148,7 +154,9 @@ def set_error_code(request: Request, error: Exception) -> None:
         case PenstockError():
             code = error.code
         case HTTPException():
-            code = {404: NotFound.code, 405: MethodNotAllowed.code}.get(error.status_code, BadInput.code)
+            code = {404: NotFound.code, 405: MethodNotAllowed.code}.get(
+                error.status_code, BadInput.code
+            )
         case ClientDisconnect():
             code = ClientGone.code
         case _:
@@ -160,7 +168,9 @@ def error_response(error: PenstockError) -> Response:
     """The response with `error` in OpenAI's shape."""
     mapping = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"])
     body = ErrorReply(ErrorDetail(error.message, mapping.type, error.field, error.code))
-    return Response(msgspec.json.encode(body), mapping.status, headers_for(error), "application/json")
+    return Response(
+        msgspec.json.encode(body), mapping.status, headers_for(error), "application/json"
+    )
 
 
 def headers_for(error: PenstockError) -> dict[str, str]:
@@ -192,8 +202,12 @@ def to_bad_input(error: ValidationError | RequestValidationError) -> BadInput:
 def describe(wrong: Mapping[str, Any]) -> tuple[str, str]:
     """The place (`images[0].image_url`, empty: the whole body) and reason of a pydantic error."""
     # Tags of unions are in the location as 'name:'. They are internal.
-    places = [place for place in wrong["loc"] if not (isinstance(place, str) and place.endswith(":"))]
-    where = "".join(f"[{place}]" if isinstance(place, int) else f".{place}" for place in places).removeprefix(".")
+    places = [
+        place for place in wrong["loc"] if not (isinstance(place, str) and place.endswith(":"))
+    ]
+    where = "".join(
+        f"[{place}]" if isinstance(place, int) else f".{place}" for place in places
+    ).removeprefix(".")
     if wrong["type"] == "extra_forbidden":
         return where, "unknown parameter"
     return where, wrong["msg"].removeprefix("Value error, ")
@@ -206,7 +220,9 @@ def _without_route(request: Request, error: HTTPException) -> Response:
         allowed = {"allow": ", ".join(allowed_methods(request.app.routes, request.scope))}
         if request.method == "OPTIONS":
             return Response(status_code=204, headers=allowed)
-        response = error_response(MethodNotAllowed(f"{request.url.path} does not take {request.method}"))
+        response = error_response(
+            MethodNotAllowed(f"{request.url.path} does not take {request.method}")
+        )
         response.headers.update(allowed)
         return response
     return error_response(BadInput(str(error.detail)))

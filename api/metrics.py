@@ -14,13 +14,36 @@ from prometheus_client import Counter, Gauge, Histogram, start_http_server
 
 from shared.errors import ConfigurationError
 
-_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_SECONDS = (
+    0.001,
+    0.002,
+    0.003,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+    300,
+)
 
 _STOP_LIMIT_S = 5.0
 
-REQUESTS = Counter("penstock_api_requests_total", "HTTP requests answered.", ["route", "model", "status"])
+REQUESTS = Counter(
+    "penstock_api_requests_total", "HTTP requests answered.", ["route", "model", "status"]
+)
 REQUEST_SECONDS = Histogram(
-    "penstock_api_request_seconds", "Seconds from receipt to the answer.", ["route", "model"], buckets=_SECONDS
+    "penstock_api_request_seconds",
+    "Seconds from receipt to the answer.",
+    ["route", "model"],
+    buckets=_SECONDS,
 )
 ERRORS = Counter("penstock_api_errors_total", "Error answers.", ["route", "status", "code"])
 REQUESTS_OPEN = Gauge("penstock_api_requests_open", "HTTP requests being answered.")
@@ -32,29 +55,38 @@ ITEMS = Counter(
 IN_FLIGHT = Gauge("penstock_api_items_in_flight", "Items waiting for a worker.", ["model"])
 PREDICTIONS = Counter(
     "penstock_api_predictions_total",
-    "Predictions created, found again, refused by the broker, canceled, or ended here because their deadline passed.",
+    "Predictions created, found again, refused by the broker, canceled, "
+    "or ended here because their deadline passed.",
     ["model", "event"],
 )
 SHED = Counter("penstock_api_items_shed_total", "Items refused with 429.", ["model"])
 IDEMPOTENT_REQUESTS = Counter(
     "penstock_api_keyed_requests_total",
-    "Requests with an Idempotency-Key: computed, joined or repeated. not_kept: answered, but the answer was not kept.",
+    "Requests with an Idempotency-Key: computed, joined or repeated. "
+    "not_kept: answered, but the answer was not kept.",
     ["end"],
 )
 IMAGES = Counter(
     "penstock_api_pictures_total",
-    "Pictures to decode or encode, by end. shed: refused with 429. *_waiting: ended before the work began.",
+    "Pictures to decode or encode, by end. shed: refused with 429. "
+    "*_waiting: ended before the work began.",
     ["end"],
 )
-IMAGES_WAITING = Gauge("penstock_api_pictures_waiting", "Pictures waiting to be decoded or encoded.")
+IMAGES_WAITING = Gauge(
+    "penstock_api_pictures_waiting", "Pictures waiting to be decoded or encoded."
+)
 CONNECTIONS_CUT = Counter(
     "penstock_api_connections_cut_total",
     "Connections that the API closed: idle, full, invalid, head_too_large, head_too_slow, unread.",
     ["reason"],
 )
-CONNECTIONS_UNREAD = Gauge("penstock_api_connections_unread", "Connections whose callers leave an answer unread.")
+CONNECTIONS_UNREAD = Gauge(
+    "penstock_api_connections_unread", "Connections whose callers leave an answer unread."
+)
 JOBS_CANCELED = Counter(
-    "penstock_api_jobs_canceled_total", "Jobs canceled because all of their callers hung up.", ["model"]
+    "penstock_api_jobs_canceled_total",
+    "Jobs canceled because all of their callers hung up.",
+    ["model"],
 )
 
 
@@ -95,7 +127,9 @@ def served(host: str, port: int) -> Iterator[int]:
     try:
         server, thread = start_http_server(port, host)
     except OSError as error:
-        raise ConfigurationError(f"PENSTOCK_METRICS_PORT: {host}:{port}: {error}", field="metrics_port") from error
+        raise ConfigurationError(
+            f"PENSTOCK_METRICS_PORT: {host}:{port}: {error}", field="metrics_port"
+        ) from error
     try:
         yield int(server.server_port)
     finally:

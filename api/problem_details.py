@@ -20,7 +20,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from api.errors import ERROR_MAPPINGS, EXPECTED_ERRORS, ClientGone, describe, headers_for, set_error_code
+from api.errors import (
+    ERROR_MAPPINGS,
+    EXPECTED_ERRORS,
+    ClientGone,
+    describe,
+    headers_for,
+    set_error_code,
+)
 from shared.errors import BadInput, PenstockError
 
 MOST_FIELDS = 100
@@ -77,10 +84,16 @@ def errors_in_input() -> Iterator[None]:
     except ValidationError as error:
         raise InvalidFields(_fields(error, "input.")) from error
     except BadInput as error:
-        if error.code not in UNPROCESSABLE or isinstance(error, InvalidFields) or error.field is None:
+        if (
+            error.code not in UNPROCESSABLE
+            or isinstance(error, InvalidFields)
+            or error.field is None
+        ):
             raise
         description = error.message.removeprefix(f"{error.field}: ")
-        raise InvalidFields([InvalidField(error.code, f"input.{error.field}", description)]) from error
+        raise InvalidFields(
+            [InvalidField(error.code, f"input.{error.field}", description)]
+        ) from error
 
 
 def problem_response(request: Request, error: Exception) -> Response:
@@ -92,7 +105,9 @@ def problem_response(request: Request, error: Exception) -> Response:
         case ValidationError() | RequestValidationError():
             return _answer(InvalidFields(_fields(error)))
         case HTTPException():
-            problem = Problem(HTTPStatus(error.status_code).phrase, str(error.detail), error.status_code)
+            problem = Problem(
+                HTTPStatus(error.status_code).phrase, str(error.detail), error.status_code
+            )
             return _json(problem, dict(error.headers or {}))
         case ClientDisconnect():
             return _answer(ClientGone())
@@ -105,19 +120,27 @@ def _answer(error: PenstockError) -> Response:
     title = "Input validation failed" if status == 422 else _title(status)
     fields = error.fields if isinstance(error, InvalidFields) else []
     if not fields and status == 422 and error.field:
-        fields = [InvalidField(error.code, error.field, error.message.removeprefix(f"{error.field}: "))]
+        fields = [
+            InvalidField(error.code, error.field, error.message.removeprefix(f"{error.field}: "))
+        ]
     return _json(Problem(title, error.message, status, fields), headers_for(error))
 
 
 def _title(status: int) -> str:
-    return {401: "Unauthenticated", 499: "Client Closed Request"}.get(status) or HTTPStatus(status).phrase
+    return {401: "Unauthenticated", 499: "Client Closed Request"}.get(status) or HTTPStatus(
+        status
+    ).phrase
 
 
 def _json(problem: Problem, headers: dict[str, str]) -> Response:
-    return Response(msgspec.json.encode(problem), problem.status, headers, "application/problem+json")
+    return Response(
+        msgspec.json.encode(problem), problem.status, headers, "application/problem+json"
+    )
 
 
-def _fields(error: ValidationError | RequestValidationError, prefix: str = "") -> list[InvalidField]:
+def _fields(
+    error: ValidationError | RequestValidationError, prefix: str = ""
+) -> list[InvalidField]:
     found = []
     for one in error.errors()[:MOST_FIELDS]:
         where, reason = describe(one)

@@ -28,8 +28,9 @@ def server_config(app: ASGIApp, settings: ApiSettings) -> uvicorn.Config:
         lifespan="on",
         log_config=None,
         access_log=False,
-        # Decides whether links are https. A Host that a proxy changed is not taken back from X-Forwarded-Host, which
-        # Google's front end passes on as the caller wrote it. PENSTOCK_PUBLIC_URL is for that.
+        # Decides whether links are https. A Host that a proxy changed is not taken back from
+        # X-Forwarded-Host, which Google's front end passes on as the caller wrote it.
+        # PENSTOCK_PUBLIC_URL is for that.
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=settings.trusted_proxies,
         server_header=False,

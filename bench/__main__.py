@@ -30,10 +30,16 @@ MODULES = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmarks. Returns 1 if `--check` was given and a figure misses its limit."""
-    parser = argparse.ArgumentParser(prog="python -m bench", description="Measures the pipeline on this machine.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which (default: all): {', '.join(MODULES)}")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description="Measures the pipeline on this machine."
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"which (default: all): {', '.join(MODULES)}"
+    )
     parser.add_argument("--profile", action="store_true", help="the same as the name profile")
-    parser.add_argument("--check", action="store_true", help="exit with 1 when a figure misses its limit")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 when a figure misses its limit"
+    )
     options = parser.parse_args(argv)
     if unknown := set(options.names) - set(MODULES):
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}")
@@ -45,9 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name} …", flush=True)
         outcomes[name] = importlib.import_module(f"bench.{MODULES[name]}").run()
         path = keep(name, outcomes[name], where, began_s)
-        print(f"  {time.time() - began_s:.0f} s, kept in {path.relative_to(path.parents[2])}", flush=True)
+        print(
+            f"  {time.time() - began_s:.0f} s, kept in {path.relative_to(path.parents[2])}",
+            flush=True,
+        )
     print(f"\n{table(outcomes)}")
-    missed = [figure for outcome in outcomes.values() for figure in outcome.figures if not figure.is_met]
+    missed = [
+        figure for outcome in outcomes.values() for figure in outcome.figures if not figure.is_met
+    ]
     return 1 if options.check and missed else 0
 
 

@@ -37,7 +37,10 @@ EMULATOR_SHARE = 10
 """The emulator gets a tenth of the round trips: it is slower by about that."""
 ROUNDS = 3
 LIMIT_S = 30.0
-TEXT = b'{"items": [{"index": 0, "input": {"type": "text", "text": "a sentence of about twelve words"}}]}'
+TEXT = (
+    b'{"items": [{"index": 0, "input": {"type": "text", '
+    b'"text": "a sentence of about twelve words"}}]}'
+)
 
 VARIANTS = {
     f"embedded, {SLOTS} slots": ([], SLOTS, 1),
@@ -65,7 +68,10 @@ def run() -> Outcome:
                 _add(rounds, name, uvloop.run(_measure(endpoints[name], slots, fewer)))
     emulator = find_emulator()
     if emulator is not None:
-        with tempfile.TemporaryDirectory() as folder, running_emulator(emulator, Path(folder)) as endpoint:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            running_emulator(emulator, Path(folder)) as endpoint,
+        ):
             fewer = {in_flight: count // EMULATOR_SHARE for in_flight, count in ROUND_TRIPS.items()}
             _add(rounds, "google emulator, 1 slots", uvloop.run(_measure(endpoint, 1, fewer)))
     figures = [figure for name, measured in rounds.items() for figure in _figures(name, measured)]
@@ -93,7 +99,8 @@ async def _measure(endpoint: str, slots: int, round_trips: dict[int, int]) -> di
     ):
         await admin.ensure_topic(jobs_topic_id("bench"))
         await admin.ensure_subscription(
-            workers_subscription_id("bench"), SubscriptionSettings(jobs_topic_id("bench"), retry_min_s=0.1)
+            workers_subscription_id("bench"),
+            SubscriptionSettings(jobs_topic_id("bench"), retry_min_s=0.1),
         )
         async with ReplyInbox(settings, requester, admin, "bench") as inbox:
             answering = asyncio.create_task(_answer(responder))
@@ -117,7 +124,9 @@ async def _answer(transport: Transport) -> None:
         body = ReplyBody([ItemOutcome(0, "succeeded", Receipt())], worker="bench")
 
         async def reply(message: object, attributes: dict[str, str]) -> None:
-            data, reply_attributes = encode_reply(Reply(attributes["request_id"], 0, attributes["slot"], body))
+            data, reply_attributes = encode_reply(
+                Reply(attributes["request_id"], 0, attributes["slot"], body)
+            )
             await transport.publish(attributes["inbox"], data, reply_attributes)
             subscription.ack(message)  # type: ignore[arg-type]
 

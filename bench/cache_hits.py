@@ -20,7 +20,9 @@ def run() -> Outcome:
         for level, port in (("memory", pipeline.api.port), ("Redis", forgetful.port)):
             for in_flight in IN_FLIGHT:
                 asked = texts * REPEATS
-                rounds = [pipeline.ask(asked, in_flight, cache="hit", port=port) for _ in range(ROUNDS)]
+                rounds = [
+                    pipeline.ask(asked, in_flight, cache="hit", port=port) for _ in range(ROUNDS)
+                ]
                 report = max(rounds, key=lambda one: one.rate)
                 name = f"{level} hits at {in_flight} in flight"
                 bound = ("<=", 3.0) if in_flight == 1 else ()

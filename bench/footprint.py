@@ -37,8 +37,17 @@ def run() -> Outcome:
             Figure("API, torch libraries mapped", float(has_torch), "", "<=", 0.0),
             Figure("worker, start to ready", statistics.median(worker_ready_s), "s", "<=", 15.0),
             Figure("worker, I/O process, resident", own_bytes / MB, "MB"),
-            Figure("worker, I/O process, torch libraries mapped", float(worker_has_torch), "", "<=", 0.0),
-            *(Figure(f"worker, model process {at}, resident", size / MB, "MB") for at, size in enumerate(children, 1)),
+            Figure(
+                "worker, I/O process, torch libraries mapped",
+                float(worker_has_torch),
+                "",
+                "<=",
+                0.0,
+            ),
+            *(
+                Figure(f"worker, model process {at}, resident", size / MB, "MB")
+                for at, size in enumerate(children, 1)
+            ),
         ],
         {"api_ready_s": api_ready_s, "worker_ready_s": worker_ready_s},
     )

@@ -49,6 +49,8 @@ def running_emulator(command: list[str], log_dir: Path) -> Iterator[str]:
         Unavailable: it did not start.
     """
     port = free_port()
-    with Process("google-pubsub-emulator", [*command, "--host=127.0.0.1", f"--port={port}"], log_dir) as process:
+    with Process(
+        "google-pubsub-emulator", [*command, "--host=127.0.0.1", f"--port={port}"], log_dir
+    ) as process:
         process.wait_ready(lambda: listens(port), START_LIMIT_S)
         yield f"127.0.0.1:{port}"

@@ -133,9 +133,12 @@ def _round(pipeline: Pipeline, api_port: int, worker: Part, processes: int) -> d
         "alone_rate": alone_rate,
         "both_rate": both_rate,
         "rare_percent": 100 * len(rare) / len(both),
-        "rare_wait_p50_s": float(np.percentile([answer.batch_wait_ms for answer in rare], 50)) / 1000,
-        "rare_wait_p99_s": float(np.percentile([answer.batch_wait_ms for answer in rare], 99)) / 1000,
-        "common_p99_s": float(np.percentile([answer.round_trip_ms for answer in common], 99)) / 1000,
+        "rare_wait_p50_s": float(np.percentile([answer.batch_wait_ms for answer in rare], 50))
+        / 1000,
+        "rare_wait_p99_s": float(np.percentile([answer.batch_wait_ms for answer in rare], 99))
+        / 1000,
+        "common_p99_s": float(np.percentile([answer.round_trip_ms for answer in common], 99))
+        / 1000,
         "load_s": load_s,
         "loads": after.loads - before.loads,
         "switching_percent": 100 * (after.seconds - before.seconds) / (took_s * processes),
@@ -155,10 +158,14 @@ def _bound_s(load_s: float, batch_s: float, processes: int) -> float:
 
 
 def _switching(port: int) -> Switching:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=SCRAPE_LIMIT_S) as answer:
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{port}/metrics", timeout=SCRAPE_LIMIT_S
+    ) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     values = {sample.name: sample.value for family in families for sample in family.samples}
-    return Switching(values["penstock_worker_model_loads_total"], values["penstock_worker_switch_seconds_total"])
+    return Switching(
+        values["penstock_worker_model_loads_total"], values["penstock_worker_switch_seconds_total"]
+    )
 
 
 def _drive(
@@ -197,12 +204,16 @@ def _endless(texts: Texts) -> Iterator[str]:
 def _figures(layout: str, rounds: list[dict[str, float]]) -> Iterator[Figure]:
     middle = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
     yield Figure(f"{layout}: two models over one", middle["ratio_percent"], "%", ">=", 90.0)
-    yield Figure(f"{layout}: the same per CPU second of the models", middle["cpu_ratio_percent"], "%")
+    yield Figure(
+        f"{layout}: the same per CPU second of the models", middle["cpu_ratio_percent"], "%"
+    )
     yield Figure(f"{layout}: one model", middle["alone_rate"], "texts/s")
     yield Figure(f"{layout}: two models", middle["both_rate"], "texts/s")
     yield Figure(f"{layout}: requests for the rare model", middle["rare_percent"], "%")
     yield Figure(f"{layout}: rare model's wait, p50", middle["rare_wait_p50_s"], "s")
-    yield Figure(f"{layout}: rare model's wait, p99", middle["rare_wait_p99_s"], "s", "<=", middle["bound_s"])
+    yield Figure(
+        f"{layout}: rare model's wait, p99", middle["rare_wait_p99_s"], "s", "<=", middle["bound_s"]
+    )
     yield Figure(f"{layout}: common model's round trip, p99", middle["common_p99_s"], "s")
     yield Figure(f"{layout}: one switch", 1000 * middle["load_s"], "ms")
     yield Figure(f"{layout}: time in switching", middle["switching_percent"], "%")

@@ -19,14 +19,21 @@ def run() -> Outcome:
     details: dict[str, Any] = {}
     with running() as pipeline:
         for in_flight, count in REQUESTS.items():
-            rounds = [pipeline.ask(pipeline.texts.short(count), in_flight, cache="miss") for _ in range(ROUNDS)]
+            rounds = [
+                pipeline.ask(pipeline.texts.short(count), in_flight, cache="miss")
+                for _ in range(ROUNDS)
+            ]
             report = min(rounds, key=lambda one: one.overhead()["p50"])
             name = f"overhead at {in_flight} in flight"
             for part, value in report.overhead().items():
                 is_asked = (in_flight, part) == (1, "p50")
-                figures.append(Figure(f"{name}, {part}", value, "ms", *(("<=", 5.0) if is_asked else ())))
+                figures.append(
+                    Figure(f"{name}, {part}", value, "ms", *(("<=", 5.0) if is_asked else ()))
+                )
             figures.append(Figure(f"rate at {in_flight} in flight", report.rate, "/s"))
-            details[str(in_flight)] = _split(report) | {"p50_of_rounds_ms": [r.overhead()["p50"] for r in rounds]}
+            details[str(in_flight)] = _split(report) | {
+                "p50_of_rounds_ms": [r.overhead()["p50"] for r in rounds]
+            }
     return Outcome(figures, details)
 
 

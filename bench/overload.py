@@ -60,7 +60,9 @@ def run(seconds: float = SECONDS) -> Outcome:
         after = _memory(pipeline)
     goodput = _rate(report, seconds)
     figures = _figures(report, seconds, capacity, goodput)
-    figures += [Figure(f"{name}, growth", (after[name] - before[name]) / MIB, "MiB") for name in before]
+    figures += [
+        Figure(f"{name}, growth", (after[name] - before[name]) / MIB, "MiB") for name in before
+    ]
     figures += [Figure(f"CPU, {name}", share, "%") for name, share in taken.items()]
     figures.append(Figure("CPU, worker, model, at capacity", shares["worker, model"], "%"))
     found = [one.status for one in report.exchanges]
@@ -108,8 +110,14 @@ def _figures(report: LoadReport, seconds: float, capacity: float, goodput: float
         Figure("admitted, p99", of_admitted["p99"], "ms", "<=", 1000 * DEADLINE_S),
         Figure("refused, p50", of_refused["p50"], "ms"),
         Figure("refused, p99", of_refused["p99"], "ms", "<=", 50.0),
-        Figure("refused, p99 by the API's clock", percentiles([one.total_ms for one in refused])["p99"], "ms"),
-        Figure("connections lost", sum(one.status == LOST for one in report.exchanges), "", "<=", 0),
+        Figure(
+            "refused, p99 by the API's clock",
+            percentiles([one.total_ms for one in refused])["p99"],
+            "ms",
+        ),
+        Figure(
+            "connections lost", sum(one.status == LOST for one in report.exchanges), "", "<=", 0
+        ),
         Figure("sent late by the generator, p99", percentiles(report.lag_ms)["p99"], "ms"),
     ]
 

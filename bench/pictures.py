@@ -63,13 +63,21 @@ def run() -> Outcome:
         Figure("API, resident before", before_bytes / MB, "MB"),
         Figure("API, resident at most", peak[0] / MB, "MB"),
         Figure("API and picture processes, resident at most", (peak[0] + peak[1]) / MB, "MB"),
-        Figure(f"latest answer of 16 with a deadline of {DEADLINE_S:g} s", max(late_s), "s", "<=", DEADLINE_S + 1),
+        Figure(
+            f"latest answer of 16 with a deadline of {DEADLINE_S:g} s",
+            max(late_s),
+            "s",
+            "<=",
+            DEADLINE_S + 1,
+        ),
     ]
     return Outcome(figures)
 
 
 def _hits_ms(api: Part, bodies: list[str]) -> list[float]:
-    order = LoadOrder(api.port, bodies, CONNECTIONS, send_s=SECONDS, is_cycled=True, rate_per_s=RATE)
+    order = LoadOrder(
+        api.port, bodies, CONNECTIONS, send_s=SECONDS, is_cycled=True, rate_per_s=RATE
+    )
     report = drive(order)
     if report.failures:
         raise RuntimeError(f"only answers were expected, not {report.failures}")
@@ -100,7 +108,9 @@ def _editing(port: int, png: bytes) -> Iterator[list[int]]:
 
 def _edit(client: httpx.Client, png: bytes, **headers: str) -> int:
     files = {"image": ("a.png", png, "image/png")}
-    return client.post("/v1/images/edits", files=files, data=TOO_FEW_STEPS, headers=headers).status_code
+    return client.post(
+        "/v1/images/edits", files=files, data=TOO_FEW_STEPS, headers=headers
+    ).status_code
 
 
 def _with_deadline(port: int, png: bytes) -> list[float]:
@@ -148,5 +158,6 @@ def _png() -> bytes:
     header = struct.pack(">IIBBBBB", SIDE, SIDE, 16, 6, 0, 0, 0)
     chunks = [(b"IHDR", header), (b"IDAT", pixels), (b"IEND", b"")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
     )

@@ -56,8 +56,12 @@ class Part:
     def __init__(self, port: int, ready_s: float = 0.0) -> None:
         self.port = port
         self.ready_s = ready_s
-        listening = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
-        self.pid = next(one.pid for one in listening if one.pid and getattr(one.laddr, "port", 0) == port)
+        listening = [
+            one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN
+        ]
+        self.pid = next(
+            one.pid for one in listening if one.pid and getattr(one.laddr, "port", 0) == port
+        )
         self._process = psutil.Process(self.pid)
 
     def cpu_s(self) -> float:
@@ -80,7 +84,9 @@ class Part:
         Memory shared with their template counts for each.
         """
         children = self._process.children(recursive=True)
-        return [int(child.memory_info().rss) for child in children if child.name() == MODEL_PROCESS_NAME]
+        return [
+            int(child.memory_info().rss) for child in children if child.name() == MODEL_PROCESS_NAME
+        ]
 
     def picture_rss_bytes(self) -> list[int]:
         """Resident memory of each of an API's image processes, which are its only children."""
@@ -119,7 +125,9 @@ class Pipeline:
             "BigQuery": self._bigquery.cpu_s(),
         }
 
-    def ask(self, texts: list[str], in_flight: int, *, cache: str, port: int = 0, limit_s: float = 300.0) -> LoadReport:
+    def ask(
+        self, texts: list[str], in_flight: int, *, cache: str, port: int = 0, limit_s: float = 300.0
+    ) -> LoadReport:
         """Sends a request per text to the API, or to that on `port`.
 
         Raises:
@@ -132,7 +140,9 @@ class Pipeline:
             raise RuntimeError(f"{len(texts)} answers ({cache}) were expected, not {found}")
         return report
 
-    def usage_rows(self, columns: Sequence[str], request_ids: set[str], limit_s: float) -> list[dict[str, Any]]:
+    def usage_rows(
+        self, columns: Sequence[str], request_ids: set[str], limit_s: float
+    ) -> list[dict[str, Any]]:
         """The rows of the requests, once BigQuery has one for each, or after `limit_s`."""
         settings = self.stack.settings
         client = bigquery.Client(
@@ -155,28 +165,40 @@ class Pipeline:
     def work(self) -> Work:
         """What the worker's own metrics say it computed."""
         values = {sample.name: sample.value for sample in self._samples()}
-        return Work(values["penstock_worker_real_work_total"], values["penstock_worker_padded_work_total"])
+        return Work(
+            values["penstock_worker_real_work_total"], values["penstock_worker_padded_work_total"]
+        )
 
     def backend(self) -> Backend:
         """The worker's backend, from its metrics.
 
         An ONNX graph is looked up where the worker found it.
         """
-        labels = next(one.labels for one in self._samples() if one.name == "penstock_worker_backend_info")
+        labels = next(
+            one.labels for one in self._samples() if one.name == "penstock_worker_backend_info"
+        )
         named = msgspec.convert({name: labels[name] for name in ("backend", "precision")}, Backend)
         if named.backend == "torch":
             return named
         settings = read_settings(WorkerSettings, model=MODEL)
         model = read_catalog(MODELS_FILE).find(MODEL)
-        artifact = find_artifact(settings.artifacts_dir, MODEL, source_digest(self.model_folder, model.revision))
+        artifact = find_artifact(
+            settings.artifacts_dir, MODEL, source_digest(self.model_folder, model.revision)
+        )
         if artifact is None:
-            raise ConfigurationError(f"no artifact of {MODEL} in {settings.artifacts_dir}", field="artifacts_dir")
-        variant = next(one for one in artifact.manifest.variants if one.precision == named.precision)
+            raise ConfigurationError(
+                f"no artifact of {MODEL} in {settings.artifacts_dir}", field="artifacts_dir"
+            )
+        variant = next(
+            one for one in artifact.manifest.variants if one.precision == named.precision
+        )
         graph = str(artifact.graph(variant).resolve())
         return msgspec.structs.replace(named, variant=variant.name, graph=graph)
 
     def _samples(self) -> Iterator[Sample]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.worker.port}/metrics", timeout=SCRAPE_LIMIT_S) as answer:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{self.worker.port}/metrics", timeout=SCRAPE_LIMIT_S
+        ) as answer:
             for family in text_string_to_metric_families(answer.read().decode()):
                 yield from family.samples
 
@@ -192,7 +214,7 @@ class Pipeline:
 
     @contextmanager
     def another_worker(self, **settings: object) -> Iterator[Part]:
-        """One more worker of the same model with different `settings` (fields of WorkerSettings)."""
+        """One more worker of the same model with other `settings` (fields of WorkerSettings)."""
         port = free_port()
         given = {"PENSTOCK_MODEL": MODEL, "PENSTOCK_HEALTH_PORT": str(port)}
         given |= {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
@@ -201,7 +223,9 @@ class Pipeline:
 
 
 @contextmanager
-def another(stack: Stack, name: str, module: str, port: int, given: Mapping[str, str]) -> Iterator[Part]:
+def another(
+    stack: Stack, name: str, module: str, port: int, given: Mapping[str, str]
+) -> Iterator[Part]:
     """One more process of `stack`, ready. `given` overrides the stack's settings."""
     environment = environment_with({**stack.environment, **given})
     process = Process(name, [sys.executable, "-m", module], stack.log_dir, environment=environment)
@@ -241,7 +265,9 @@ def catalog_with(state_dir: Path, changes: Mapping[str, object]) -> Path:
     if not changes:
         return MODELS_FILE
     catalog = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))
-    catalog["models"] = [entry | changes if entry["name"] == MODEL else entry for entry in catalog["models"]]
+    catalog["models"] = [
+        entry | changes if entry["name"] == MODEL else entry for entry in catalog["models"]
+    ]
     return _written(state_dir, catalog)
 
 

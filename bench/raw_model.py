@@ -57,14 +57,19 @@ class RawModel:
         environment = {**os.environ, "OMP_NUM_THREADS": str(self._threads)}
         words = [sys.executable, "-m", "bench.raw_model", *self._words]
         for _ in range(self._count):
-            child = subprocess.Popen(words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            child = subprocess.Popen(
+                words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
             self._children.append(child)
         for child in self._children:
             _answer(child)
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for child in self._children:
             assert child.stdin is not None
@@ -99,7 +104,10 @@ class RawModel:
 def cut(ordered: list[list[int]], way: str) -> list[list[list[int]]]:
     """Cuts texts that are sorted by length into batches, in one of WAYS."""
     if way == "least padding":
-        return [[ordered[place] for place in group] for group in cut_by_length([len(i) for i in ordered], CALL_TOKENS)]
+        return [
+            [ordered[place] for place in group]
+            for group in cut_by_length([len(i) for i in ordered], CALL_TOKENS)
+        ]
     if way.startswith("by "):
         size = int(way.removeprefix("by "))
         return [ordered[at : at + size] for at in range(0, len(ordered), size)]
@@ -126,7 +134,11 @@ def _answer(child: subprocess.Popen[str]) -> None:
 
 def _serve(threads: int, folder: str, backend: Backend) -> None:
     """The child: holds batches, and embeds them on request."""
-    prepare = _onnx(threads, backend.graph) if backend.backend == "onnx" else _torch(threads, folder, backend.precision)
+    prepare = (
+        _onnx(threads, backend.graph)
+        if backend.backend == "onnx"
+        else _torch(threads, folder, backend.precision)
+    )
     held: list[Callable[[], object]] = []
     print("ready", flush=True)
     for question in _questions():
@@ -168,7 +180,11 @@ def _torch(threads: int, folder: str, precision: str) -> Callable[[Batch], Calla
     @torch.inference_mode()
     def embed(ids: Any, mask: Any) -> object:
         states = model(input_ids=ids, attention_mask=mask).last_hidden_state
-        pooled = states.mean(1) if mask is None else (states * mask[:, :, None]).sum(1) / mask.sum(1, True)
+        pooled = (
+            states.mean(1)
+            if mask is None
+            else (states * mask[:, :, None]).sum(1) / mask.sum(1, True)
+        )
         return torch.nn.functional.normalize(pooled, dim=1)
 
     return prepare

@@ -44,17 +44,25 @@ def run() -> Outcome:
         for _ in range(ROUNDS):
             with tempfile.TemporaryDirectory(prefix="penstock-recovery-") as folder:
                 began_s = time.monotonic()
-                with World(Path(folder), workers=workers, processes=processes, backend=backend) as world:
+                with World(
+                    Path(folder), workers=workers, processes=processes, backend=backend
+                ) as world:
                     starts_s.append(time.monotonic() - began_s)
                     killed_s, calls = asyncio.run(_measure(world, kill))
             hit = [call for call in calls if call.began_s <= killed_s < call.ended_s]
             waits_s.append(max(call.ended_s - killed_s for call in hit))
             failed += sum(call.status != 200 for call in calls)
-        figures.append(Figure(f"{name}: longest wait", statistics.median(waits_s), "s", "<=", limit_s))
+        figures.append(
+            Figure(f"{name}: longest wait", statistics.median(waits_s), "s", "<=", limit_s)
+        )
         figures.append(Figure(f"{name}: requests that failed", failed, "", "<=", 0))
         details[name] = {"longest_wait_s": [round(wait_s, 2) for wait_s in waits_s]}
     read_s = [_read_elsewhere() for _ in range(ROUNDS)]
-    figures.append(Figure("API killed: its prediction read from another", statistics.median(read_s) * 1000, "ms"))
+    figures.append(
+        Figure(
+            "API killed: its prediction read from another", statistics.median(read_s) * 1000, "ms"
+        )
+    )
     return Outcome(figures, details)
 
 
@@ -68,7 +76,9 @@ async def _measure(world: World, kill: Callable[[World], Any]) -> tuple[float, l
                 began_s = time.monotonic()
                 body = {"model": MODEL, "input": TEXT.format(next(numbers))}
                 try:
-                    async with session.post(f"{world.url('api-0')}/v1/embeddings", json=body) as response:
+                    async with session.post(
+                        f"{world.url('api-0')}/v1/embeddings", json=body
+                    ) as response:
                         await response.read()
                         status = response.status
                 except (aiohttp.ClientError, TimeoutError):
@@ -87,7 +97,10 @@ async def _measure(world: World, kill: Callable[[World], Any]) -> tuple[float, l
 
 def _read_elsewhere() -> float:
     """Seconds from the death of an API instance to another's answer for its last prediction."""
-    with tempfile.TemporaryDirectory(prefix="penstock-recovery-") as folder, World(Path(folder)) as world:
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-recovery-") as folder,
+        World(Path(folder)) as world,
+    ):
         return asyncio.run(_make_and_read(world))
 
 

@@ -62,12 +62,17 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 def _git(*words: str) -> str:
     try:
-        return subprocess.run(["git", *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *words], capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -75,7 +80,11 @@ def _git(*words: str) -> str:
 def keep(name: str, outcome: Outcome, where: dict[str, Any], began_s: float) -> Path:
     """Writes bench/results/<name>.json, completely or not at all. Returns its path."""
     RESULTS.mkdir(exist_ok=True)
-    kept = {"name": name, "machine": where, "seconds": round(time.time() - began_s, 1)} | msgspec.to_builtins(outcome)
+    kept = {
+        "name": name,
+        "machine": where,
+        "seconds": round(time.time() - began_s, 1),
+    } | msgspec.to_builtins(outcome)
     path = RESULTS / f"{name}.json"
     unfinished = path.with_suffix(".tmp")
     unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=2) + b"\n")

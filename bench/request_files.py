@@ -42,7 +42,9 @@ def trace(folder: Path) -> set[str]:
     os.environ["TRACE_DIR"] = str(folder)
     os.environ["PYTHONPATH"] = os.pathsep.join((str(HOOK), str(ROOT)))
     settings = {"PENSTOCK_MODELS_FILE": str(text_model_only(folder))}
-    with Stack(folder / "state", ports=Ports.free(), settings=settings, say=lambda line: None) as stack:
+    with Stack(
+        folder / "state", ports=Ports.free(), settings=settings, say=lambda line: None
+    ) as stack:
         send(stack.api_url, "warm up")
         time.sleep(SETTLE_S)
         with noting(folder):

@@ -45,11 +45,19 @@ def run() -> Outcome:
     steps = f"{model.image.steps} steps"
     return Outcome(
         [
-            Figure(f"picture from text, {steps}, guidance, one core: model", text["model_s"], "s", "<=", 2.0),
+            Figure(
+                f"picture from text, {steps}, guidance, one core: model",
+                text["model_s"],
+                "s",
+                "<=",
+                2.0,
+            ),
             Figure("picture from text: CPU of the model process", text["cpu_s"], "s"),
             Figure("picture from text: round trip", text["round_trip_s"], "s"),
             Figure(
-                f"{TOGETHER} pictures at once: CPU of the model process a picture", together["cpu_s"] / TOGETHER, "s"
+                f"{TOGETHER} pictures at once: CPU of the model process a picture",
+                together["cpu_s"] / TOGETHER,
+                "s",
             ),
             Figure(
                 f"{TOGETHER} at once over one, CPU a picture",
@@ -59,23 +67,35 @@ def run() -> Outcome:
                 1.0,
             ),
             Figure(f"picture from a picture, strength {STRENGTH:g}: model", image["model_s"], "s"),
-            Figure("worker, start to ready", statistics.median(ready_s for ready_s, _ in starts), "s", "<=", 15.0),
+            Figure(
+                "worker, start to ready",
+                statistics.median(ready_s for ready_s, _ in starts),
+                "s",
+                "<=",
+                15.0,
+            ),
             Figure("worker, CPU until ready", statistics.median(cpu_s for _, cpu_s in starts), "s"),
         ],
         {"ready_s": [ready_s for ready_s, _ in starts]},
     )
 
 
-def _pictures(stack: Stack, model: Model) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+def _pictures(
+    stack: Stack, model: Model
+) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
     """Medians for images from text, for image-to-image, and for several at once."""
     worker = Part(stack.ports.health[0])
     size: Any = f"{model.image.width}x{model.image.height}"
     asked = {"model": model.name, "size": size}
-    with openai.OpenAI(base_url=f"{stack.api_url}/v1", api_key="none", max_retries=0, timeout=CALL_LIMIT_S) as client:
+    with openai.OpenAI(
+        base_url=f"{stack.api_url}/v1", api_key="none", max_retries=0, timeout=CALL_LIMIT_S
+    ) as client:
 
         def draw(seed: int, pictures: int = 1) -> Any:
             extra = {"seed": seed}
-            return client.images.with_raw_response.generate(prompt=PROMPT, n=pictures, extra_body=extra, **asked)
+            return client.images.with_raw_response.generate(
+                prompt=PROMPT, n=pictures, extra_body=extra, **asked
+            )
 
         def draw_together(number: int) -> Any:
             return draw(1000 * number, TOGETHER)  # the seeds of a request follow each other
@@ -85,7 +105,9 @@ def _pictures(stack: Stack, model: Model) -> tuple[dict[str, float], dict[str, f
         def redraw(seed: int) -> Any:
             file = ("source.png", source, "image/png")
             extra = {"seed": seed, "strength": STRENGTH}
-            return client.images.with_raw_response.edit(image=file, prompt=EDIT_PROMPT, extra_body=extra, **asked)
+            return client.images.with_raw_response.edit(
+                image=file, prompt=EDIT_PROMPT, extra_body=extra, **asked
+            )
 
         return _timed(draw, worker), _timed(redraw, worker), _timed(draw_together, worker)
 

@@ -16,17 +16,29 @@ ROUNDS = 3
 def run() -> Outcome:
     """Alternates between two APIs on one pipeline, round by round."""
     seen: dict[tuple[int, int], list[dict[str, float]]] = {}
-    with running(reply_slots=SLOTS[0]) as pipeline, pipeline.another_api(reply_slots=SLOTS[1]) as shared:
+    with (
+        running(reply_slots=SLOTS[0]) as pipeline,
+        pipeline.another_api(reply_slots=SLOTS[1]) as shared,
+    ):
         for _ in range(ROUNDS):
             for in_flight, count in REQUESTS.items():
                 for slots, api in zip(SLOTS, (pipeline.api, shared), strict=True):
-                    seen.setdefault((in_flight, slots), []).append(_measure(pipeline, api, in_flight, count))
+                    seen.setdefault((in_flight, slots), []).append(
+                        _measure(pipeline, api, in_flight, count)
+                    )
     figures: list[Figure] = []
     for (in_flight, slots), rounds in seen.items():
-        for figure, unit in (("overhead p50", "ms"), ("overhead p99", "ms"), ("rate", "/s"), ("CPU per request", "ms")):
+        for figure, unit in (
+            ("overhead p50", "ms"),
+            ("overhead p99", "ms"),
+            ("rate", "/s"),
+            ("CPU per request", "ms"),
+        ):
             value = statistics.median(one[figure] for one in rounds)
             figures.append(Figure(f"{slots} slots, {in_flight} in flight, {figure}", value, unit))
-    details: dict[str, Any] = {f"{slots} slots at {in_flight}": rounds for (in_flight, slots), rounds in seen.items()}
+    details: dict[str, Any] = {
+        f"{slots} slots at {in_flight}": rounds for (in_flight, slots), rounds in seen.items()
+    }
     return Outcome(figures, details)
 
 

@@ -36,19 +36,30 @@ def run() -> Outcome:
         Figure("answers to distinct requests", len(request_ids), "", ">=", REQUESTS),
         Figure("rows", len(rows), "", "<=", REQUESTS),
         Figure("distinct rows", len({row["row_id"] for row in rows}), "", ">=", REQUESTS),
-        Figure("rows that did not succeed", sum(row["status"] != "succeeded" for row in rows), "", "<=", 0),
+        Figure(
+            "rows that did not succeed",
+            sum(row["status"] != "succeeded" for row in rows),
+            "",
+            "<=",
+            0,
+        ),
         Figure(f"items overtaken by one that came over {max_items} later", overtaken, "", "<=", 0),
         Figure("rate", report.rate, "/s"),
         Figure("round trip p50", report.round_trip()["p50"], "ms"),
         Figure("round trip p99", report.round_trip()["p99"], "ms"),
     ]
-    return Outcome(figures, {"statuses": report.statuses(), "cache": report.hits(), "overtaken_ms": late_ms[:100]})
+    return Outcome(
+        figures,
+        {"statuses": report.statuses(), "cache": report.hits(), "overtaken_ms": late_ms[:100]},
+    )
 
 
 def overtaken_ms(rows: list[Any], max_items: int) -> list[float]:
     """How much later each item started than one pulled more than `max_items` items after it."""
     found = []
-    for _, of_worker in groupby(sorted(rows, key=lambda row: (row["worker"], row["pulled_at"])), lambda r: r["worker"]):
+    for _, of_worker in groupby(
+        sorted(rows, key=lambda row: (row["worker"], row["pulled_at"])), lambda r: r["worker"]
+    ):
         started = [row["started_at"] for row in of_worker if row["started_at"] is not None]
         earliest_after = None
         for place in range(len(started) - 1, -1, -1):

@@ -50,12 +50,18 @@ def _measure(changes: dict[str, object], figures: list[Figure], details: dict[st
     with ExitStack() as stack:
         pipeline = stack.enter_context(running(changes))
         backend = pipeline.backend()
-        raw = {layout: stack.enter_context(RawModel(pipeline.model_folder, *layout, backend)) for layout in LAYOUTS}
+        raw = {
+            layout: stack.enter_context(RawModel(pipeline.model_folder, *layout, backend))
+            for layout in LAYOUTS
+        }
         rates = _rates(raw, pipeline)
         ways = {layout: max(WAYS, key=lambda way: rates[layout, way]) for layout in LAYOUTS}
         rounds = [_round(raw, ways, pipeline) for _ in range(ROUNDS)]
     figures += _figures(backend, rounds)
-    tried = {f"{processes} x {threads}, {way}": round(rate, 1) for ((processes, threads), way), rate in rates.items()}
+    tried = {
+        f"{processes} x {threads}, {way}": round(rate, 1)
+        for ((processes, threads), way), rate in rates.items()
+    }
     details[backend.name] = {"rounds": rounds, "raw_texts_per_s": tried}
     return backend.name
 
@@ -78,7 +84,9 @@ def _figures(backend: Backend, rounds: list[dict[str, Any]]) -> list[Figure]:
         for name, value in middle.items()
         if name.startswith("cpu_ms ")
     ]
-    return [msgspec.structs.replace(figure, name=f"{backend.name}: {figure.name}") for figure in figures]
+    return [
+        msgspec.structs.replace(figure, name=f"{backend.name}: {figure.name}") for figure in figures
+    ]
 
 
 def _rates(raw: dict[Layout, RawModel], pipeline: Pipeline) -> dict[tuple[Layout, str], float]:
@@ -86,10 +94,16 @@ def _rates(raw: dict[Layout, RawModel], pipeline: Pipeline) -> dict[tuple[Layout
     ids = pipeline.texts.token_ids(pipeline.texts.mixed(CHOICE_TEXTS))
     for model in raw.values():
         model.seconds(ids[: CHOICE_TEXTS // 4], WAYS[0])
-    return {(layout, way): CHOICE_TEXTS / model.seconds(ids, way) for layout, model in raw.items() for way in WAYS}
+    return {
+        (layout, way): CHOICE_TEXTS / model.seconds(ids, way)
+        for layout, model in raw.items()
+        for way in WAYS
+    }
 
 
-def _round(raw: dict[Layout, RawModel], ways: dict[Layout, str], pipeline: Pipeline) -> dict[str, Any]:
+def _round(
+    raw: dict[Layout, RawModel], ways: dict[Layout, str], pipeline: Pipeline
+) -> dict[str, Any]:
     texts = pipeline.texts.mixed(TEXTS)
     ids = pipeline.texts.token_ids(texts)
     alone = [_raw(model, ids, ways[layout]) for layout, model in raw.items()]
@@ -100,7 +114,9 @@ def _round(raw: dict[Layout, RawModel], ways: dict[Layout, str], pipeline: Pipel
     alone += [_raw(model, ids, ways[layout]) for layout, model in raw.items()]
     raw_rate, raw_cpu_ms = max(rate for rate, _ in alone), min(cpu_ms for _, cpu_ms in alone)
     round_trip = report.round_trip()
-    costs = {f"cpu_ms {name}": 1000 * (cpu_after[name] - cpu_before[name]) / TEXTS for name in cpu_after}
+    costs = {
+        f"cpu_ms {name}": 1000 * (cpu_after[name] - cpu_before[name]) / TEXTS for name in cpu_after
+    }
     costs["cpu_ms load generator"] = 1000 * report.cpu_s / TEXTS
     return {
         "ratio_percent": 100 * report.rate / raw_rate,
@@ -109,7 +125,9 @@ def _round(raw: dict[Layout, RawModel], ways: dict[Layout, str], pipeline: Pipel
         "raw_rate": raw_rate,
         "p50_ms": round_trip["p50"],
         "p99_ms": round_trip["p99"],
-        "padding_percent": 100 * (work_after.real - work_before.real) / (work_after.padded - work_before.padded),
+        "padding_percent": 100
+        * (work_after.real - work_before.real)
+        / (work_after.padded - work_before.padded),
         **costs,
         "cpu_ms raw model": raw_cpu_ms,
     }

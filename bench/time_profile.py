@@ -56,16 +56,35 @@ def _profile(pipeline: Pipeline, in_flight: int, count: int) -> tuple[list[Figur
     where = f"at {in_flight} in flight"
     costs_ms = {name: 1000 * (cpu_after[name] - cpu_before[name]) / count for name in cpu_after}
     costs_ms["load generator"] = 1000 * report.cpu_s / count
-    busy_percent = 100 * model_busy_s(rows) / report.wall_s / max(1, len(pipeline.worker.children_rss_bytes()))
-    figures = [Figure(f"{name}, {where}", value, "ms") for name, value in phases_ms(report.exchanges, rows).items()]
+    busy_percent = (
+        100 * model_busy_s(rows) / report.wall_s / max(1, len(pipeline.worker.children_rss_bytes()))
+    )
+    figures = [
+        Figure(f"{name}, {where}", value, "ms")
+        for name, value in phases_ms(report.exchanges, rows).items()
+    ]
     figures += [Figure(f"CPU of {name}, {where}", value, "ms") for name, value in costs_ms.items()]
     is_asked = in_flight == max(REQUESTS)
     own_ms = sum(costs_ms[name] for name in OWN)
     figures += [
-        Figure(f"CPU of {', '.join(OWN)}, {where}", own_ms, "ms", *(("<=", OWN_LIMIT_MS) if is_asked else ())),
-        Figure(f"model busy {where}", busy_percent, "%", *((">=", BUSY_LIMIT_PERCENT) if is_asked else ())),
+        Figure(
+            f"CPU of {', '.join(OWN)}, {where}",
+            own_ms,
+            "ms",
+            *(("<=", OWN_LIMIT_MS) if is_asked else ()),
+        ),
+        Figure(
+            f"model busy {where}",
+            busy_percent,
+            "%",
+            *((">=", BUSY_LIMIT_PERCENT) if is_asked else ()),
+        ),
     ]
-    return figures, {"round_trip_ms": report.round_trip(), "rate": report.rate, "requests_with_rows": len(rows)}
+    return figures, {
+        "round_trip_ms": report.round_trip(),
+        "rate": report.rate,
+        "requests_with_rows": len(rows),
+    }
 
 
 def phases_ms(exchanges: Sequence[Exchange], rows: dict[str, Row]) -> dict[str, float]:
@@ -75,10 +94,14 @@ def phases_ms(exchanges: Sequence[Exchange], rows: dict[str, Row]) -> dict[str, 
         exchanges: as the load generator timed them.
         rows: their MOMENTS by request id. A request without them is left out.
     """
-    known = sorted((one for one in exchanges if one.request_id in rows), key=lambda one: one.round_trip_ms)
+    known = sorted(
+        (one for one in exchanges if one.request_id in rows), key=lambda one: one.round_trip_ms
+    )
     low, high = (int(len(known) * share) for share in MIDDLE)
     middle = known[low : max(high, low + 1)]
-    found: dict[str, float] = {"HTTP outside the API": statistics.fmean(e.round_trip_ms - e.total_ms for e in middle)}
+    found: dict[str, float] = {
+        "HTTP outside the API": statistics.fmean(e.round_trip_ms - e.total_ms for e in middle)
+    }
     for name, (begin, end) in PHASES.items():
         took_ms = []
         for exchange in middle:
@@ -92,7 +115,10 @@ def phases_ms(exchanges: Sequence[Exchange], rows: dict[str, Row]) -> dict[str, 
 
 def model_busy_s(rows: dict[str, Row]) -> float:
     """Seconds that model processes ran in total. A batch counts once."""
-    return sum(end - begin for begin, end in {(row["started_at"], row["finished_at"]) for row in rows.values()})
+    return sum(
+        end - begin
+        for begin, end in {(row["started_at"], row["finished_at"]) for row in rows.values()}
+    )
 
 
 def moments(pipeline: Pipeline, request_ids: set[str]) -> dict[str, Row]:
@@ -108,5 +134,7 @@ def moments(pipeline: Pipeline, request_ids: set[str]) -> dict[str, Row]:
         if row["started_at"] is not None
     }
     if len(found) < len(request_ids):
-        raise TimeoutError(f"BigQuery has {len(found)} of {len(request_ids)} rows after {ROWS_LIMIT_S:g} s")
+        raise TimeoutError(
+            f"BigQuery has {len(found)} of {len(request_ids)} rows after {ROWS_LIMIT_S:g} s"
+        )
     return found

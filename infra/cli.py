@@ -73,14 +73,18 @@ def up(
     from shared.settings import given_settings
 
     health = range(health_port, health_port + 100)
-    ports = Ports(api_port, pubsub_port, bigquery_port, redis_port, health, functions_port, metrics_port)
+    ports = Ports(
+        api_port, pubsub_port, bigquery_port, redis_port, health, functions_port, metrics_port
+    )
     raise typer.Exit(stay_up(STATE_DIR, ports, given_settings()))
 
 
 @app.command()
 def demo(
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="of the image to generate")] = "",
-    edit_prompt: Annotated[str, typer.Option(metavar="TEXT", help="of the edit of that image")] = "",
+    edit_prompt: Annotated[
+        str, typer.Option(metavar="TEXT", help="of the edit of that image")
+    ] = "",
 ) -> None:
     """Start everything, send real input, show the results, stop."""
     from infra.local.demo import EDIT_PROMPT, PROMPT, run_demo
@@ -136,7 +140,9 @@ def optimize(context: typer.Context) -> None:
 def bench(context: typer.Context) -> None:
     """Measure the pipeline here, in a checkout (--profile)."""
     if not Path("bench/__main__.py").is_file():
-        raise ConfigurationError("there are no benchmarks in this folder: run it at the top of a checkout")
+        raise ConfigurationError(
+            "there are no benchmarks in this folder: run it at the top of a checkout"
+        )
     _become("bench", {}, context.args)
 
 

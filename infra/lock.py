@@ -74,7 +74,10 @@ def main(words: list[str]) -> int:
         return 0
     if words == ["check"]:
         if missing := lacking():
-            print(f"{LOCK} lacks {', '.join(missing)}, which {PROJECT} asks for: make constraints", file=sys.stderr)
+            print(
+                f"{LOCK} lacks {', '.join(missing)}, which {PROJECT} asks for: make constraints",
+                file=sys.stderr,
+            )
         return 1 if missing else 0
     print("usage: python infra/lock.py pins | only NAME | check", file=sys.stderr)
     return 2

@@ -71,7 +71,9 @@ def run_report(settings: Settings, name: str, days: int) -> tuple[list[str], lis
             query_parameters=[ScalarQueryParameter("since", "TIMESTAMP", since)],
         )
         retry = DEFAULT_RETRY.with_timeout(RETRY_LIMIT_S)
-        job = client.query(report.sql, job_config=config, retry=retry, job_retry=None, timeout=QUERY_LIMIT_S)
+        job = client.query(
+            report.sql, job_config=config, retry=retry, job_retry=None, timeout=QUERY_LIMIT_S
+        )
         result = job.result(retry=retry, job_retry=None, timeout=QUERY_LIMIT_S)
         return [field.name for field in result.schema], [tuple(row.values()) for row in result]
 

@@ -46,7 +46,9 @@ def transposed(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def _empty_table(*, has_heads: bool) -> Table:
-    return Table(box=None, show_header=has_heads, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    return Table(
+        box=None, show_header=has_heads, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0)
+    )
 
 
 def _rendered(made: Table) -> str:

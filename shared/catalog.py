@@ -38,7 +38,9 @@ class Model(CatalogEntry):
     def _can_be_served(self) -> Self:
         self.definition.check_entry(self)
         if self.name.endswith(".dead"):
-            raise ValueError("a name can't end in .dead: its topic would be another model's dead-letter topic")
+            raise ValueError(
+                "a name can't end in .dead: its topic would be another model's dead-letter topic"
+            )
         if self.deadline.default_s > self.deadline.longest_s:
             raise ValueError("deadline.default_s is above deadline.longest_s")
         return self
@@ -61,7 +63,9 @@ class Model(CatalogEntry):
     def cost_usd(self, tokens: int = 0, pixel_steps: int = 0) -> float:
         """What computing this much is billed at."""
         price = self.price
-        return (tokens * price.per_million_tokens_usd + pixel_steps * price.per_million_pixel_steps_usd) / 1e6
+        return (
+            tokens * price.per_million_tokens_usd + pixel_steps * price.per_million_pixel_steps_usd
+        ) / 1e6
 
 
 class Catalog:
@@ -80,7 +84,9 @@ class Catalog:
         model = self._by_name.get(name)
         if model is None:
             served = ", ".join(model.name for model in self._serving(task))
-            raise UnknownModel(f"model {name!r} is not served here; served: {served}", field="model")
+            raise UnknownModel(
+                f"model {name!r} is not served here; served: {served}", field="model"
+            )
         if task is not None and model.definition is not TASKS[task]:
             raise UnknownModel(f"model {name!r} serves {model.task}, not {task}", field="model")
         return model
@@ -125,7 +131,9 @@ def read_catalog(path: Path) -> Catalog:
     for model, node in zip(models, entries, strict=True):
         for name in (model.name, *model.aliases):
             if name in seen:
-                raise ConfigurationError(f"{path}:{_line(node)}: the name {name!r} is taken by line {seen[name]}")
+                raise ConfigurationError(
+                    f"{path}:{_line(node)}: the name {name!r} is taken by line {seen[name]}"
+                )
             seen[name] = _line(node)
     return Catalog(models)
 
@@ -135,7 +143,9 @@ def _entries(path: Path, root: yaml.Node | None) -> list[yaml.Node]:
         for key, value in root.value:
             if key.value == "models" and isinstance(value, yaml.SequenceNode) and value.value:
                 return list(value.value)
-    raise ConfigurationError(f"{path}:1: a catalog is a mapping with a list `models` of at least one entry")
+    raise ConfigurationError(
+        f"{path}:1: a catalog is a mapping with a list `models` of at least one entry"
+    )
 
 
 def _read_entry(path: Path, node: yaml.Node) -> Model:
@@ -161,7 +171,9 @@ def _descend(node: yaml.Node, location: tuple[int | str, ...]) -> yaml.Node:
             if not found:
                 return node
             node = found[0][1]
-        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+        elif (
+            isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value)
+        ):
             node = node.value[part]
     return node
 

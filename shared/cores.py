@@ -7,7 +7,9 @@ import os
 from pathlib import Path
 
 QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
-"""`<quota> <period>` in microseconds, or `max <period>`: cgroup v2, as a container sees its own group."""
+"""`<quota> <period>` in microseconds, or `max <period>`: cgroup v2, as a container sees its own
+group.
+"""
 
 
 def usable_cores(quota_file: Path = QUOTA_FILE) -> int:
@@ -21,7 +23,9 @@ def usable_cores(quota_file: Path = QUOTA_FILE) -> int:
     Returns:
         At least 1. A part of a core counts as one.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     try:
         quota, period = quota_file.read_text(encoding="ascii").split()
     except (OSError, ValueError):

@@ -40,6 +40,8 @@ SCHEDULERS: dict[str, Scheduler] = {
     "lcm": Scheduler("LCMScheduler", steps_max=50),
 }
 OWN_SCHEDULER = "default"
-"""Asks for the scheduler that the model's folder names, whichever it is (flow-matching models have no other)."""
+"""Asks for the scheduler that the model's folder names, whichever it is (flow-matching models have
+no other).
+"""
 
 SCHEDULER_NAMES = (OWN_SCHEDULER, *SCHEDULERS)

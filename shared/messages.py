@@ -259,7 +259,9 @@ def decode_reply(data: bytes, attributes: Mapping[str, str]) -> Reply:
     _check_schema(attributes)
     try:
         part = int(attributes["part"])
-        return Reply(attributes["request_id"], part, attributes.get("slot", ""), _reply_decoder.decode(data))
+        return Reply(
+            attributes["request_id"], part, attributes.get("slot", ""), _reply_decoder.decode(data)
+        )
     except (KeyError, ValueError, msgspec.MsgspecError) as error:
         raise UndecodableMessage(f"reply: {error}", field="data") from error
 
@@ -278,23 +280,33 @@ _STATUSES = {"deadline_exceeded": "expired", "canceled": "canceled"}
 def failure(index: int, error: PenstockError, receipt: Receipt | None = None) -> ItemOutcome:
     """The outcome of an item that ends with `error`."""
     status = _STATUSES.get(error.code, "failed")
-    return ItemOutcome(index, status, receipt or Receipt(), error=ItemError(error.code, error.message, error.field))
+    return ItemOutcome(
+        index, status, receipt or Receipt(), error=ItemError(error.code, error.message, error.field)
+    )
 
 
 def _check_schema(attributes: Mapping[str, str]) -> None:
     if attributes.get("schema") != SCHEMA_VERSION:
         raise UndecodableMessage(
-            f"schema is {attributes.get('schema', '')[:40]!r}, not {SCHEMA_VERSION!r}", field="schema"
+            f"schema is {attributes.get('schema', '')[:40]!r}, not {SCHEMA_VERSION!r}",
+            field="schema",
         )
 
 
 def _check_carried(data: bytes, attributes: Mapping[str, str]) -> None:
     if len(data) > LONGEST_DATA_BYTES:
-        raise UndecodableMessage(f"data: {len(data)} bytes are too long for a message", field="data")
+        raise UndecodableMessage(
+            f"data: {len(data)} bytes are too long for a message", field="data"
+        )
     for name, value in attributes.items():
         # A character has four bytes at most, so only long values are counted.
-        if len(value) * 4 > LONGEST_ATTRIBUTE_BYTES and len(value.encode()) > LONGEST_ATTRIBUTE_BYTES:
-            raise UndecodableMessage(f"attributes: {name} is too long for a message", field="attributes")
+        if (
+            len(value) * 4 > LONGEST_ATTRIBUTE_BYTES
+            and len(value.encode()) > LONGEST_ATTRIBUTE_BYTES
+        ):
+            raise UndecodableMessage(
+                f"attributes: {name} is too long for a message", field="attributes"
+            )
 
 
 def _text(value: str | int | float) -> str:

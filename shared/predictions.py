@@ -120,13 +120,17 @@ def body_of(prediction: Prediction, record: Record, url_signer: UrlSigner) -> di
     }
 
 
-def output_of(prediction: Prediction, record: Record, url_signer: UrlSigner) -> list[Any] | Any | None:
+def output_of(
+    prediction: Prediction, record: Record, url_signer: UrlSigner
+) -> list[Any] | Any | None:
     """Returns vectors as lists of floats, and images as signed URLs, or `data:` URLs if small."""
     if record.state != "succeeded" or record.reply is None:
         return None
     results = [outcome.result for outcome in record.reply.outcomes]
     shown = [
-        _shown(prediction, index, result, url_signer) for index, result in enumerate(results) if result is not None
+        _shown(prediction, index, result, url_signer)
+        for index, result in enumerate(results)
+        if result is not None
     ]
     return shown if prediction.is_list else shown[0] if shown else None
 
@@ -135,7 +139,9 @@ def _shown(prediction: Prediction, index: int, result: Result, url_signer: UrlSi
     media_type = MEDIA_TYPES[prediction.output_format]
 
     def link_to(key: str | None) -> str:
-        return prediction.base_url + url_signer.path(key or inline_key(prediction.record, index), media_type)
+        return prediction.base_url + url_signer.path(
+            key or inline_key(prediction.record, index), media_type
+        )
 
     return result.to_output(media_type, link_to)
 
@@ -148,7 +154,9 @@ def error_of(record: Record) -> str | None:
         return "failed"
     if record.reply.error is not None:
         return record.reply.error.message
-    return next((reason_of(one) for one in record.reply.outcomes if one.error is not None), "failed")
+    return next(
+        (reason_of(one) for one in record.reply.outcomes if one.error is not None), "failed"
+    )
 
 
 def logs_of(record: Record) -> str:
@@ -178,7 +186,9 @@ def _metrics(prediction: Prediction, record: Record) -> dict[str, float]:
         found["predict_time"] = round(max(times_ms) / 1000, 6)
         found["executionTime"] = round(max(times_ms))
     if record.state == "succeeded" and record.reply:
-        left_out = _count_truncated(record.reply.outcomes, is_asked=bool(prediction.input.get("truncate")))
+        left_out = _count_truncated(
+            record.reply.outcomes, is_asked=bool(prediction.input.get("truncate"))
+        )
         if left_out is not None:
             found["truncated_tokens"] = left_out
     return found
@@ -199,4 +209,6 @@ def _ended_at_s(record: Record) -> float:
 
 def iso(at_s: float) -> str:
     """A unix time in the form of ISO 8601, in UTC."""
-    return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return (
+        datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    )

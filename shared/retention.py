@@ -15,4 +15,6 @@ operator, or by a release without budgets), its count is dropped later, in its t
 from __future__ import annotations
 
 BUDGET_BYTES = 64 * 1024 * 1024
-"""A quarter of the local stack's Redis: two such stores leave room for the cache and for Redis itself."""
+"""A quarter of the local stack's Redis: two such stores leave room for the cache and for Redis
+itself.
+"""

@@ -20,7 +20,9 @@ def salvage_envelope(attributes: Mapping[str, str]) -> Envelope | None:
     for field in msgspec.structs.fields(Envelope):
         if field.name in attributes:
             try:
-                known[field.name] = msgspec.convert(attributes[field.name], field.type, strict=False)
+                known[field.name] = msgspec.convert(
+                    attributes[field.name], field.type, strict=False
+                )
             except msgspec.ValidationError:
                 continue
     if "request_id" not in known or "part" not in known:

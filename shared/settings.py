@@ -34,7 +34,10 @@ class Settings(BaseSettings):
     region: str = "local"
     models_file: Path = Path("models.yaml")
     pubsub_endpoint: str = Field(
-        "", validation_alias=AliasChoices("PENSTOCK_PUBSUB_ENDPOINT", "PUBSUB_EMULATOR_HOST", "pubsub_endpoint")
+        "",
+        validation_alias=AliasChoices(
+            "PENSTOCK_PUBSUB_ENDPOINT", "PUBSUB_EMULATOR_HOST", "pubsub_endpoint"
+        ),
     )
     """HOST:PORT or unix:///PATH of an embedded Pub/Sub, or HOST:PORT of Google's emulator."""
     bigquery_endpoint: str = ""
@@ -150,7 +153,9 @@ class ApiSettings(Settings):
     def _are_origins(cls, value: str) -> str:
         for origin in [] if value.strip() in ("", "*") else value.split(","):
             if not _ORIGIN.fullmatch(origin.strip()):
-                raise ValueError(f"{origin.strip()!r} is not an origin such as https://app.example.com")
+                raise ValueError(
+                    f"{origin.strip()!r} is not an origin such as https://app.example.com"
+                )
         return value
 
     @field_validator("trusted_proxies")
@@ -212,7 +217,9 @@ def given_settings() -> dict[str, str]:
 
 def environment_with(settings: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment for a child process: this one's, with only `settings` as settings."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")} | dict(settings)
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")
+    } | dict(settings)
 
 
 def read_settings(kind: type[Kind], **overrides: object) -> Kind:

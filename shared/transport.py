@@ -145,7 +145,9 @@ class Admin(Protocol):
     async def ensure_topic(self, topic_id: str) -> bool:
         """Creates a topic unless it exists. Returns whether it was created."""
 
-    async def ensure_subscription(self, subscription_id: str, settings: SubscriptionSettings) -> bool:
+    async def ensure_subscription(
+        self, subscription_id: str, settings: SubscriptionSettings
+    ) -> bool:
         """Creates a subscription unless it exists. Returns whether it was created."""
 
     async def delete_topic(self, topic_id: str) -> bool:

@@ -19,7 +19,9 @@ class WebhookPublisher:
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
 
-    async def publish(self, record: str, subscribed: Collection[str], event: EventName, sequence: int = 0) -> None:
+    async def publish(
+        self, record: str, subscribed: Collection[str], event: EventName, sequence: int = 0
+    ) -> None:
         """Publishes `event` of the prediction `record` if it is among the `subscribed` events.
 
         Raises:
@@ -29,7 +31,9 @@ class WebhookPublisher:
             data, attributes = encode_webhook_event(WebhookEvent(record, event, sequence))
             await self._publisher.publish(WEBHOOKS_TOPIC_ID, data, attributes)
 
-    async def try_publish(self, record: str, subscribed: Collection[str], event: EventName, sequence: int = 0) -> None:
+    async def try_publish(
+        self, record: str, subscribed: Collection[str], event: EventName, sequence: int = 0
+    ) -> None:
         """Does the same, but only logs a failure. The event is then lost."""
         try:
             await self.publish(record, subscribed, event, sequence)

@@ -40,10 +40,13 @@ def parse_webhook_url(given: str, *, allow_private: bool) -> URL:
     except ValueError as error:
         raise WebhookUrlForbidden(f"{given!r} is not a URL: {error}", field="webhook") from error
     if url.scheme not in schemes or not host or not port:
-        raise WebhookUrlForbidden(f"{given!r} is not an {' or '.join(schemes)} URL", field="webhook")
+        raise WebhookUrlForbidden(
+            f"{given!r} is not an {' or '.join(schemes)} URL", field="webhook"
+        )
     if url.user is not None or url.password is not None:
         raise WebhookUrlForbidden(
-            "a webhook URL must not have credentials. Verify the signature instead.", field="webhook"
+            "a webhook URL must not have credentials. Verify the signature instead.",
+            field="webhook",
         )
     if not allow_private and (address := _address_in(host)) is not None and not is_public(address):
         raise WebhookUrlForbidden(f"{host} is {address}, which is not public", field="webhook")
@@ -58,7 +61,9 @@ def is_public(address: IPv4Address | IPv6Address) -> bool:
         if address.sixtofour is not None and not is_public(address.sixtofour):
             return False
     # NAT64 (64:ff9b::/96), which may lead anywhere, is reserved.
-    return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)
+    return address.is_global and not (
+        address.is_multicast or address.is_reserved or address.is_unspecified
+    )
 
 
 def _address_in(host: str) -> IPv4Address | IPv6Address | None:

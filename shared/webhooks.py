@@ -69,7 +69,9 @@ def tenant_secrets(setting: str, tenant: str) -> list[str]:
     """
     keys = [_key(secret.strip()) for secret in setting.split(",") if secret.strip()]
     if not keys:
-        raise ConfigurationError("PENSTOCK_WEBHOOK_SECRETS: webhooks need a secret", field="webhook_secrets")
+        raise ConfigurationError(
+            "PENSTOCK_WEBHOOK_SECRETS: webhooks need a secret", field="webhook_secrets"
+        )
     own = [hmac.digest(key, f"webhooks of {tenant}".encode(), hashlib.sha256) for key in keys]
     return [PREFIX + base64.b64encode(key).decode() for key in own]
 
@@ -86,7 +88,9 @@ def _key(secret: str) -> bytes:
         # The standard alphabet: Replicate's client takes a secret apart at each underscore.
         key = base64.b64decode(secret.removeprefix(PREFIX), validate=True)
     except binascii.Error as error:
-        raise ConfigurationError(f"PENSTOCK_WEBHOOK_SECRETS: {error}", field="webhook_secrets") from error
+        raise ConfigurationError(
+            f"PENSTOCK_WEBHOOK_SECRETS: {error}", field="webhook_secrets"
+        ) from error
     if not secret.startswith(PREFIX) or len(key) < SHORTEST_KEY_BYTES:
         words = f"a secret is {PREFIX} and base64 of {SHORTEST_KEY_BYTES} bytes or more"
         raise ConfigurationError(f"PENSTOCK_WEBHOOK_SECRETS: {words}", field="webhook_secrets")

@@ -1,4 +1,6 @@
-"""What many tests share: a clean environment, and real servers on ports of their own, each started at the first use."""
+"""What many tests share: a clean environment, and real servers on ports of their own, each started
+at the first use.
+"""
 
 import os
 import sys
@@ -38,11 +40,14 @@ HEAVY = (
     "workers/test_several_models.py",
     "workers/test_template.py",
 )
-"""Files, and folders, whose tests load models, start stacks or many programs; `make test-fast` leaves them out."""
+"""Files, and folders, whose tests load models, start stacks or many programs; `make test-fast`
+leaves them out.
+"""
 SHARING = ("end_to_end/", "workers/models/")
 """Folders whose tests share what takes long to start."""
 
-# The same examples each time, so that a failure is the change's own; `--hypothesis-profile=explore` tries others.
+# The same examples each time, so that a failure is the change's own; `--hypothesis-profile=explore`
+# tries others.
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)
 settings.load_profile("repeatable")
@@ -55,7 +60,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives each test its group, file or folder, that pytest-xdist keeps on one worker, and async tests their loop."""
+    """Gives each test its group, file or folder, that pytest-xdist keeps on one worker, and async
+    tests their loop.
+    """
     folder = Path(__file__).parent
     for item in items:
         where = item.path.relative_to(folder).as_posix()
@@ -63,7 +70,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.heavy)
         if isinstance(item, pytest.Function) and "anyio_backend" in item.fixturenames:
             item.fixturenames.insert(0, "_one_event_loop")
-        item.add_marker(pytest.mark.xdist_group(next((name for name in SHARING if where.startswith(name)), where)))
+        item.add_marker(
+            pytest.mark.xdist_group(
+                next((name for name in SHARING if where.startswith(name)), where)
+            )
+        )
     # What takes longest begins first, so that no worker is left alone with it.
     items.sort(key=lambda item: item.get_closest_marker("heavy") is None)
 
@@ -77,8 +88,8 @@ def anyio_backend() -> str:
 async def _one_event_loop(anyio_backend: str) -> AsyncIterator[None]:
     """Keeps one event loop for all tests of a process, as a process of ours has.
 
-    gRPC's poller serves all loops of a process: what a closed one still had under way it would hand to the next test as
-    "Event loop is closed".
+    gRPC's poller serves all loops of a process: what a closed one still had under way it would hand
+    to the next test as "Event loop is closed".
     """
     yield  # noqa: PT022  what follows a yield keeps the loop
 

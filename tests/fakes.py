@@ -1,4 +1,6 @@
-"""A broker in memory: implements shared.transport.Transport and Admin; held to the real one by the contract tests."""
+"""A broker in memory: implements shared.transport.Transport and Admin; held to the real one by the
+contract tests.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class _Queue:
 class InMemorySubscription:
     """An open subscription, as shared.transport.Subscription says; leases never run out."""
 
-    def __init__(self, transport: InMemoryTransport, queue: _Queue, max_messages: int, max_bytes: int) -> None:
+    def __init__(
+        self, transport: InMemoryTransport, queue: _Queue, max_messages: int, max_bytes: int
+    ) -> None:
         self._transport = transport
         self._queue = queue
         self._max_messages = max_messages
@@ -109,7 +113,9 @@ class InMemorySubscription:
     def offer(self, waiting: deque[_Stored]) -> bool:
         """Takes the first that waits if there is room for it."""
         held_bytes = sum(len(stored.data) for stored in self._held.values())
-        if len(self._held) >= self._max_messages or (self._max_bytes and held_bytes >= self._max_bytes):
+        if len(self._held) >= self._max_messages or (
+            self._max_bytes and held_bytes >= self._max_bytes
+        ):
             return False
         stored = waiting.popleft()
         stored.attempts += 1
@@ -122,7 +128,9 @@ class InMemorySubscription:
                 stored.message_id,
                 ack_id,
                 publish_time_s=stored.published_at_s,
-                delivery_attempt=stored.attempts if self._queue.settings.dead_letter_topic_id else 0,
+                delivery_attempt=stored.attempts
+                if self._queue.settings.dead_letter_topic_id
+                else 0,
                 ordering_key=stored.ordering_key,
                 received_at_s=asyncio.get_running_loop().time(),
             )
@@ -134,7 +142,8 @@ class InMemorySubscription:
 class InMemoryTransport:
     """A whole broker; several users in one process share one instance.
 
-    `outage` set to an error makes every publish raise it until it is None again. `published` counts what was taken.
+    `outage` set to an error makes every publish raise it until it is None again. `published` counts
+    what was taken.
     """
 
     def __init__(self) -> None:
@@ -166,7 +175,10 @@ class InMemoryTransport:
             raise BadInput(f"publish to {topic_id}: NOT_FOUND")
         if not data and not attributes:
             raise BadInput(f"publish to {topic_id}: INVALID_ARGUMENT: an empty message")
-        if any(len(name.encode()) > 256 or len(value.encode()) > 1024 for name, value in attributes.items()):
+        if any(
+            len(name.encode()) > 256 or len(value.encode()) > 1024
+            for name, value in attributes.items()
+        ):
             raise BadInput(f"publish to {topic_id}: INVALID_ARGUMENT: an attribute is too long")
         return self._store(topic_id, data, attributes, ordering_key)
 
@@ -199,7 +211,9 @@ class InMemoryTransport:
         self._topics.setdefault(topic_id, {})
         return is_new
 
-    async def ensure_subscription(self, subscription_id: str, settings: SubscriptionSettings) -> bool:
+    async def ensure_subscription(
+        self, subscription_id: str, settings: SubscriptionSettings
+    ) -> bool:
         if settings.topic_id not in self._topics:
             raise BadInput(f"create {subscription_id}: NOT_FOUND: {settings.topic_id}")
         if subscription_id in self._queues:
@@ -235,16 +249,22 @@ class InMemoryTransport:
         """Delivers again, or dead-letters what was delivered often enough."""
         settings = queue.settings
         if settings.dead_letter_topic_id and stored.attempts >= settings.max_delivery_attempts:
-            self._store(settings.dead_letter_topic_id, stored.data, stored.attributes, stored.ordering_key)
+            self._store(
+                settings.dead_letter_topic_id, stored.data, stored.attributes, stored.ordering_key
+            )
             return
         queue.waiting.appendleft(stored)
         queue.deliver()
 
-    def _store(self, topic_id: str, data: bytes, attributes: Mapping[str, str], ordering_key: str) -> str:
+    def _store(
+        self, topic_id: str, data: bytes, attributes: Mapping[str, str], ordering_key: str
+    ) -> str:
         message_id = self.next_id("message")
         self.published += 1
         for queue in self._topics[topic_id].values():
             if queue.takes(attributes):
-                queue.waiting.append(_Stored(data, dict(attributes), message_id, ordering_key, time.time()))
+                queue.waiting.append(
+                    _Stored(data, dict(attributes), message_id, ordering_key, time.time())
+                )
                 queue.deliver()
         return message_id

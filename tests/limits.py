@@ -1,7 +1,9 @@
-"""How long tests wait for what must come. A limit ends a test that hangs; it never judges: what is there ends the wait.
+"""How long tests wait for what must come. A limit ends a test that hangs; it never judges: what is
+there ends the wait.
 
-Each is at least ten times what a quiet machine of two cores takes. A slower one stretches all of them at once with
-PENSTOCK_TEST_PATIENCE=3, say. A test whose subject is a deadline of the product has a fake clock or large ratios.
+Each is at least ten times what a quiet machine of two cores takes. A slower one stretches all of
+them at once with PENSTOCK_TEST_PATIENCE=3, say. A test whose subject is a deadline of the product
+has a fake clock or large ratios.
 """
 
 import os
@@ -9,10 +11,16 @@ import os
 PATIENCE = float(os.environ.get("PENSTOCK_TEST_PATIENCE", "1"))
 
 WAIT_LIMIT_S = 90.0 * PATIENCE
-"""For an answer, a message, a row, the end of a short program: usually less than a second, a few at most."""
+"""For an answer, a message, a row, the end of a short program: usually less than a second, a few at
+most.
+"""
 START_LIMIT_S = 240.0 * PATIENCE
-"""For a process or a stack until it is ready or gone: usually one second, 20 where models are loaded."""
+"""For a process or a stack until it is ready or gone: usually one second, 20 where models are
+loaded.
+"""
 REDIS_LIMIT_S = 10.0 * PATIENCE
-"""For one round trip to Redis in a process of ours where nothing else is said: usually a millisecond."""
+"""For one round trip to Redis in a process of ours where nothing else is said: usually a
+millisecond.
+"""
 TEST_LIMIT_S = 900.0 * PATIENCE
 """For one test with its set-ups, shared ones included: usually less than a minute."""

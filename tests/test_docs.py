@@ -30,20 +30,26 @@ MAX_HOPS = 5
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 def test_relative_links_lead_to_files(document: Path) -> None:
-    missing = [link for link in links(document) if not (ROOT / document).parent.joinpath(link).exists()]
+    missing = [
+        link for link in links(document) if not (ROOT / document).parent.joinpath(link).exists()
+    ]
     assert missing == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 def test_paths_in_documents_exist(document: Path) -> None:
-    named = re.findall(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./*-]+)", (ROOT / document).read_text())
+    named = re.findall(
+        rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./*-]+)", (ROOT / document).read_text()
+    )
     assert {path for path in named if not any(ROOT.glob(path.rstrip("./")))} == set()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 def test_modules_named_without_their_folder_exist(document: Path) -> None:
     named = set(re.findall(r"`(\w+\.py)`", (ROOT / document).read_text()))
-    assert named - {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")} == set()
+    assert (
+        named - {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")} == set()
+    )
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
@@ -65,17 +71,26 @@ def test_forms_of_a_text_are_defined_where_the_document_says() -> None:
     assert rows
     for names, path in rows:
         files = (ROOT / path).glob("*.py") if (ROOT / path).is_dir() else [ROOT / path]
-        defined = {name for file in files for name in re.findall(r"^class (\w+)", file.read_text(), re.MULTILINE)}
+        defined = {
+            name
+            for file in files
+            for name in re.findall(r"^class (\w+)", file.read_text(), re.MULTILINE)
+        }
         assert set(re.findall(r"`(\w+)`", names)) <= defined
 
 
 def leads_to(file: Path) -> set[str]:
-    """The files that a reader of `file` is sent to: links of a document, paths and imports of a module."""
+    """The files that a reader of `file` is sent to: links of a document, paths and imports of a
+    module.
+    """
     if file.suffix == ".md":
         found = ((ROOT / file).parent.joinpath(link).resolve() for link in links(file))
         return {str(path.relative_to(ROOT)) for path in found if path.is_relative_to(ROOT)}
     text = (ROOT / file).read_text()
-    imported = {f"{name.replace('.', '/')}.py" for name in re.findall(r"^from ([\w.]+) import", text, re.MULTILINE)}
+    imported = {
+        f"{name.replace('.', '/')}.py"
+        for name in re.findall(r"^from ([\w.]+) import", text, re.MULTILINE)
+    }
     return imported | set(re.findall(r"[\w/]+\.py", text))
 
 

@@ -1,4 +1,6 @@
-"""A metric stands in the source under the name that `/metrics` gives it, so that it can be searched for."""
+"""A metric stands in the source under the name that `/metrics` gives it, so that it can be searched
+for.
+"""
 
 import ast
 from pathlib import Path
@@ -13,7 +15,11 @@ def metrics() -> list[tuple[str, str]]:
     for folder in ("api", "shared", "workers", "infra"):
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in KINDS:
+                if (
+                    isinstance(node, ast.Call)
+                    and isinstance(node.func, ast.Name)
+                    and node.func.id in KINDS
+                ):
                     name = node.args[0] if node.args else None
                     if isinstance(name, ast.Constant) and str(name.value).startswith("penstock_"):
                         found.append((node.func.id, str(name.value)))
@@ -22,7 +28,9 @@ def metrics() -> list[tuple[str, str]]:
 
 def test_counters_and_no_others_end_in_total() -> None:
     assert len(metrics()) > 40
-    assert [name for kind, name in metrics() if name.endswith("_total") != (kind == "Counter")] == []
+    assert [
+        name for kind, name in metrics() if name.endswith("_total") != (kind == "Counter")
+    ] == []
 
 
 def test_each_name_is_declared_once() -> None:

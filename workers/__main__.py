@@ -51,7 +51,9 @@ def main() -> int:
         configure_logs(settings.log_level)
         catalog = read_catalog(settings.models_file)
         found = [catalog.find(name) for name in settings.model_names]
-        uvloop.run(serve(settings, list({model.name: model for model in found}.values())))  # an alias may repeat one
+        uvloop.run(
+            serve(settings, list({model.name: model for model in found}.values()))
+        )  # an alias may repeat one
     except ConfigurationError as error:
         print(f"penstock worker: {error.message}", file=sys.stderr)
         return 2
@@ -71,7 +73,12 @@ async def serve(settings: WorkerSettings, models: Sequence[Model]) -> None:
     running: list[Worker] = []
     async with AsyncExitStack() as stack:
         stack.enter_context(
-            health_server(settings.health_host, settings.health_port, loop, lambda: any(w.is_ready for w in running))
+            health_server(
+                settings.health_host,
+                settings.health_port,
+                loop,
+                lambda: any(w.is_ready for w in running),
+            )
         )
         prepared = [await _prepare(settings, model) for model in models]
         hosted = [one for one, _, _ in prepared]
@@ -86,13 +93,19 @@ async def serve(settings: WorkerSettings, models: Sequence[Model]) -> None:
         await worker.run(stop)
 
 
-async def _prepare(settings: WorkerSettings, model: Model) -> tuple[HostedModel, Layout, TunedModel | None]:
+async def _prepare(
+    settings: WorkerSettings, model: Model
+) -> tuple[HostedModel, Layout, TunedModel | None]:
     """The model with its backend, its processes and threads (0: default), and its tuning."""
     folder = await asyncio.to_thread(resolve, model.source, model.revision, settings.models_dir)
     if not WORKER_TASKS[model.task].measures_backends:
         return HostedModel(model, folder), Layout(settings.processes, settings.threads or 1), None
     choice = await choose_backend(model, folder, settings)
-    return HostedModel(model, folder, choice.backend), choice.layout, tuned_model(model, folder, settings, choice)
+    return (
+        HostedModel(model, folder, choice.backend),
+        choice.layout,
+        tuned_model(model, folder, settings, choice),
+    )
 
 
 async def _open(
@@ -112,7 +125,8 @@ async def _open(
             project=settings.project,
             dataset=settings.dataset,
             endpoint=settings.bigquery_endpoint,
-            spool_dir=settings.spool_dir / "-".join(["worker", *(one.entry.name for one in hosted)]),
+            spool_dir=settings.spool_dir
+            / "-".join(["worker", *(one.entry.name for one in hosted)]),
             spool_max_bytes=settings.spool_max_bytes,
         )
     )
@@ -126,9 +140,13 @@ async def _open(
             memory_budget_bytes=settings.memory_budget_bytes,
         )
     )
-    cache = await stack.enter_async_context(ResultCache(settings.redis_url, settings.memory_cache_bytes))
+    cache = await stack.enter_async_context(
+        ResultCache(settings.redis_url, settings.memory_cache_bytes)
+    )
     records = await stack.enter_async_context(Records(settings.records_redis_url))
-    transport = await stack.enter_async_context(PubSubTransport(settings.project, settings.pubsub_endpoint))
+    transport = await stack.enter_async_context(
+        PubSubTransport(settings.project, settings.pubsub_endpoint)
+    )
     objects = ObjectStore(settings.objects_url)
     facts = WorkerInfo(name, settings.region, pool.device_name)
     consumers = [

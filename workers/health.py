@@ -22,7 +22,9 @@ The process needs a restart.
 
 
 @contextmanager
-def health_server(host: str, port: int, loop: asyncio.AbstractEventLoop, is_ready: Callable[[], bool]) -> Iterator[int]:
+def health_server(
+    host: str, port: int, loop: asyncio.AbstractEventLoop, is_ready: Callable[[], bool]
+) -> Iterator[int]:
     """Serves until the context exits. Yields the bound port."""
 
     def loop_responds() -> bool:
@@ -61,7 +63,9 @@ def health_server(host: str, port: int, loop: asyncio.AbstractEventLoop, is_read
             """Does not log probes."""
 
     server = ThreadingHTTPServer((host, port), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, name="health", daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.2}, name="health", daemon=True
+    )
     thread.start()
     try:
         yield server.server_address[1]

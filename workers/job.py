@@ -59,7 +59,11 @@ class PulledJob:
     def start_by_s(self) -> float:
         """Unix time after which the job is not started: the queue limit or the deadline."""
         envelope = self.envelope
-        return min(envelope.deadline_s, envelope.start_by_s) if envelope.start_by_s else envelope.deadline_s
+        return (
+            min(envelope.deadline_s, envelope.start_by_s)
+            if envelope.start_by_s
+            else envelope.deadline_s
+        )
 
     @property
     def envelope(self) -> Envelope:
@@ -79,7 +83,9 @@ class PulledJob:
     @property
     def is_fresh(self) -> bool:
         """Whether the API looked in the cache a moment ago, so another look is of no use."""
-        return self.envelope.attempt == 1 and self.pulled_at_s - self.envelope.published_at_s < FRESH_S
+        return (
+            self.envelope.attempt == 1 and self.pulled_at_s - self.envelope.published_at_s < FRESH_S
+        )
 
     @property
     def is_unwanted(self) -> bool:
@@ -97,10 +103,20 @@ class PulledJob:
         """A receipt for one item of this job."""
         return Receipt(pulled_at_s=self.pulled_at_s, **fields)
 
-    def expired(self, index: int, receipt: Receipt | None = None, before: str = NOT_STARTED) -> ItemOutcome:
+    def expired(
+        self, index: int, receipt: Receipt | None = None, before: str = NOT_STARTED
+    ) -> ItemOutcome:
         """The outcome of an item whose time ran out `before` something happened."""
-        is_queue_limit = before == NOT_STARTED and not self.is_late and self.start_by_s < self.envelope.deadline_s
-        which, at_s = ("queue limit", self.start_by_s) if is_queue_limit else ("deadline", self.envelope.deadline_s)
+        is_queue_limit = (
+            before == NOT_STARTED
+            and not self.is_late
+            and self.start_by_s < self.envelope.deadline_s
+        )
+        which, at_s = (
+            ("queue limit", self.start_by_s)
+            if is_queue_limit
+            else ("deadline", self.envelope.deadline_s)
+        )
         limit_s = round(at_s - self.envelope.received_at_s, 3)
         error = DeadlineExceeded(f"the {which} of {limit_s:.10g} s passed before {before}")
         return failure(index, error, receipt or self.receipt())
@@ -223,7 +239,9 @@ class WorkerInfo:
     device: str
 
 
-def row_for(model: Model, info: WorkerInfo, envelope: Envelope, outcome: ItemOutcome, replied_at_s: float) -> Row:
+def row_for(
+    model: Model, info: WorkerInfo, envelope: Envelope, outcome: ItemOutcome, replied_at_s: float
+) -> Row:
     """The row that this worker writes for an item."""
     return row_of(
         envelope,

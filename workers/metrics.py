@@ -6,7 +6,9 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from workers.runtime.protocol import BatchResult
 
-ITEMS = Counter("penstock_worker_items_total", "Items ended, by status and cache level", ["status", "cache"])
+ITEMS = Counter(
+    "penstock_worker_items_total", "Items ended, by status and cache level", ["status", "cache"]
+)
 WAITING = Gauge("penstock_worker_items_waiting", "Items that wait for a model process")
 WAIT_SECONDS = Histogram(
     "penstock_worker_wait_seconds",
@@ -14,22 +16,38 @@ WAIT_SECONDS = Histogram(
     ["model"],
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
 )
-RESIDENT = Gauge("penstock_worker_resident_model", "Model processes that hold the model in memory", ["model"])
+RESIDENT = Gauge(
+    "penstock_worker_resident_model", "Model processes that hold the model in memory", ["model"]
+)
 LOADS = Counter("penstock_worker_model_loads_total", "Models brought in for a batch")
 EVICTIONS = Counter("penstock_worker_model_evictions_total", "Models dropped to make room")
-SWITCH_SECONDS = Counter("penstock_worker_switch_seconds_total", "Seconds of model processes spent on switching")
-BATCH_ITEMS = Histogram("penstock_worker_batch_items", "Items in a batch", buckets=(1, 2, 4, 8, 16, 32, 64, 128))
+SWITCH_SECONDS = Counter(
+    "penstock_worker_switch_seconds_total", "Seconds of model processes spent on switching"
+)
+BATCH_ITEMS = Histogram(
+    "penstock_worker_batch_items", "Items in a batch", buckets=(1, 2, 4, 8, 16, 32, 64, 128)
+)
 INFERENCE_SECONDS = Histogram(
     "penstock_worker_inference_seconds",
     "Seconds a batch takes in the model",
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
 )
-REAL_WORK = Counter("penstock_worker_real_work_total", "Tokens or pixel-steps of the items in all batches")
+REAL_WORK = Counter(
+    "penstock_worker_real_work_total", "Tokens or pixel-steps of the items in all batches"
+)
 PADDED_WORK = Counter("penstock_worker_padded_work_total", "The same as computed, padding included")
-HANDED_BACK = Counter("penstock_worker_jobs_handed_back_total", "Jobs given back to the broker unfinished")
-UNDECODABLE = Counter("penstock_worker_undecodable_messages_total", "Messages on the jobs topic that were no job")
-REPLIES_REFUSED = Counter("penstock_worker_replies_refused_total", "Replies whose inbox does not exist any more")
-MODEL_PROCESS_DEATHS = Counter("penstock_worker_model_process_deaths_total", "Model processes that died or hung")
+HANDED_BACK = Counter(
+    "penstock_worker_jobs_handed_back_total", "Jobs given back to the broker unfinished"
+)
+UNDECODABLE = Counter(
+    "penstock_worker_undecodable_messages_total", "Messages on the jobs topic that were no job"
+)
+REPLIES_REFUSED = Counter(
+    "penstock_worker_replies_refused_total", "Replies whose inbox does not exist any more"
+)
+MODEL_PROCESS_DEATHS = Counter(
+    "penstock_worker_model_process_deaths_total", "Model processes that died or hung"
+)
 
 
 def observe_batch(done: BatchResult) -> None:

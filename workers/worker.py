@@ -103,7 +103,9 @@ class Worker:
             try:
                 for consumer in self._consumers:
                     tasks += await self._start(stack, consumer)
-                tasks += [asyncio.create_task(self._serve(process)) for process in self._pool.processes]
+                tasks += [
+                    asyncio.create_task(self._serve(process)) for process in self._pool.processes
+                ]
                 tasks.append(asyncio.create_task(self._listen()))
                 stopping = asyncio.create_task(stop.wait())
                 tasks.append(stopping)
@@ -116,7 +118,9 @@ class Worker:
                 for consumer in self._consumers:
                     await consumer.hand_back_all()
 
-    async def _start(self, stack: AsyncExitStack, consumer: JobConsumer) -> list[asyncio.Task[None]]:
+    async def _start(
+        self, stack: AsyncExitStack, consumer: JobConsumer
+    ) -> list[asyncio.Task[None]]:
         subscriptions = []
         for subscription_id in (
             workers_subscription_id(consumer.model.name),
@@ -190,15 +194,23 @@ class Worker:
     def _count_waiting(self) -> None:
         metrics.WAITING.set(sum(queue.waiting for queue in self._queues))
 
-    async def _run_batch(self, process: PooledProcess, number: int, batch: list[QueuedItem]) -> None:
+    async def _run_batch(
+        self, process: PooledProcess, number: int, batch: list[QueuedItem]
+    ) -> None:
         consumer = self._consumers[number]
         self._running[process] = (consumer, batch)
         try:
             prepared = [entry.prepared for entry in batch]
             on_step = partial(consumer.batches.report_progress, batch)
-            done = await process.run(prepared, timeout_s=BATCH_TIMEOUT_S, model=number, on_step=on_step)
+            done = await process.run(
+                prepared, timeout_s=BATCH_TIMEOUT_S, model=number, on_step=on_step
+            )
         except ModelProcessDied as error:
-            facts = {"reason": error.message, "model": consumer.model.name, "batch_size": len(batch)}
+            facts = {
+                "reason": error.message,
+                "model": consumer.model.name,
+                "batch_size": len(batch),
+            }
             log.error("model process died", extra=facts)
             metrics.MODEL_PROCESS_DEATHS.inc()
             consumer.batches.retry(batch, error.message)
@@ -215,7 +227,9 @@ class Worker:
     def _count_failed(self, *, has_failed: bool) -> None:
         self._failed_batches = self._failed_batches + 1 if has_failed else 0
         if self._failed_batches >= FAILED_BATCHES_MAX:
-            raise ModelFailed(f"{self._failed_batches} batches in a row failed; another worker may do better")
+            raise ModelFailed(
+                f"{self._failed_batches} batches in a row failed; another worker may do better"
+            )
 
     async def _listen(self) -> None:
         """Drops canceled jobs, and stops batches whose callers are all gone."""

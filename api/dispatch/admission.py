@@ -41,7 +41,10 @@ class Admission:
     """
 
     def __init__(
-        self, max_in_flight: int, models: Iterable[Model] = (), clock: Callable[[], float] = time.monotonic
+        self,
+        max_in_flight: int,
+        models: Iterable[Model] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_in_flight = max_in_flight
         self._models = {model.name: model for model in models}
@@ -54,7 +57,9 @@ class Admission:
         """How many items are in flight."""
         return self._in_flight.total()
 
-    def admit(self, model: str, items: int, *, remaining_s: float = math.inf, lane: str = "") -> None:
+    def admit(
+        self, model: str, items: int, *, remaining_s: float = math.inf, lane: str = ""
+    ) -> None:
         """Admits `items` of `model`, which must be answered within `remaining_s`.
 
         Raises:
@@ -68,7 +73,9 @@ class Admission:
         self._in_flight[model, lane] += items
         metrics.in_flight(model).inc(items)
 
-    def check(self, model: str, items: int, *, remaining_s: float = math.inf, lane: str = "") -> None:
+    def check(
+        self, model: str, items: int, *, remaining_s: float = math.inf, lane: str = ""
+    ) -> None:
         """Checks whether `admit` would admit them now, without doing it.
 
         Raises:
@@ -114,19 +121,30 @@ class Admission:
     def _check_room(self, model: str, lane: str) -> None:
         known = self._models.get(model)
         share = BATCH_SHARE if lane else 1.0
-        of_lane = [(name, count) for (name, of), count in self._in_flight.items() if not lane or of == lane]
-        total, of_model = sum(count for _, count in of_lane), sum(count for name, count in of_lane if name == model)
+        of_lane = [
+            (name, count) for (name, of), count in self._in_flight.items() if not lane or of == lane
+        ]
+        total, of_model = (
+            sum(count for _, count in of_lane),
+            sum(count for name, count in of_lane if name == model),
+        )
         if total >= self._max_in_flight * share:
             items_per_s = sum(1 / self._rate(name).item_s for name in {name for name, _ in of_lane})
             over = total - self._max_in_flight * share + 1
-            raise _full(f"{total} items are waiting for a worker, the most that are taken on", over / items_per_s)
+            raise _full(
+                f"{total} items are waiting for a worker, the most that are taken on",
+                over / items_per_s,
+            )
         if known is not None and of_model >= known.max_in_flight * share:
             over = of_model - known.max_in_flight * share + 1
             raise _full(
-                f"{of_model} items of {model} are waiting, the most that are taken on", over * self._rate(model).item_s
+                f"{of_model} items of {model} are waiting, the most that are taken on",
+                over * self._rate(model).item_s,
             )
 
-    def _check_time(self, rate: ServiceRate, model: str, items: int, remaining_s: float, lane: str) -> None:
+    def _check_time(
+        self, rate: ServiceRate, model: str, items: int, remaining_s: float, lane: str
+    ) -> None:
         before = self._of_model(model) if lane else self._in_flight[model, ""]
         item_s = rate.item_s * rate.margin
         if not lane and self._of_model(model) > before:
@@ -144,7 +162,9 @@ class Admission:
     def _rate(self, model: str) -> ServiceRate:
         if model not in self._rates:
             known = self._models.get(model)
-            self._rates[model] = ServiceRate(known.definition.first_guesses if known else FirstGuesses())
+            self._rates[model] = ServiceRate(
+                known.definition.first_guesses if known else FirstGuesses()
+            )
         return self._rates[model]
 
 

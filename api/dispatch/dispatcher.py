@@ -75,7 +75,10 @@ class Dispatcher:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._is_closing = True
         for task in self._jobs:
@@ -118,7 +121,10 @@ class Dispatcher:
         if self._is_closing:
             raise Unavailable(CLOSING)
         shareable = state.is_shareable
-        joined = [(index, *self._single_flight.join(state.items[index], shareable=shareable)) for index in pending]
+        joined = [
+            (index, *self._single_flight.join(state.items[index], shareable=shareable))
+            for index in pending
+        ]
         led = [in_flight for _, in_flight, is_leader in joined if is_leader]
         try:
             await self._start(state, led)
@@ -146,7 +152,10 @@ class Dispatcher:
                 self._single_flight.complete(in_flight, ItemCompletion(late, by_worker=False))
             return
         self._admission.admit(
-            request.model.name, len(missing), remaining_s=state.remaining_s(), lane=request.options.lane
+            request.model.name,
+            len(missing),
+            remaining_s=state.remaining_s(),
+            lane=request.options.lane,
         )
         for items in split_into_jobs(request.model, missing):
             job = state.new_job(items)
@@ -175,7 +184,9 @@ class Dispatcher:
         except PenstockError as error:
             return [failure(in_flight.item.index, error) for in_flight in job.items]
 
-    def _end_job(self, request: InferenceRequest, job: InFlightJob, task: asyncio.Task[list[ItemOutcome]]) -> None:
+    def _end_job(
+        self, request: InferenceRequest, job: InFlightJob, task: asyncio.Task[list[ItemOutcome]]
+    ) -> None:
         self._jobs.discard(task)
         if task.cancelled():
             self._cancel_on_workers(request, job)
@@ -184,7 +195,9 @@ class Dispatcher:
         self._release(request, outcomes)
         by_worker = job.published_at_s > 0
         for in_flight, outcome in zip(job.items, outcomes, strict=True):
-            completion = None if outcome is None else ItemCompletion(outcome, by_worker, job.published_at_s)
+            completion = (
+                None if outcome is None else ItemCompletion(outcome, by_worker, job.published_at_s)
+            )
             self._single_flight.complete(in_flight, completion)
 
     def _outcomes_of(
@@ -198,8 +211,13 @@ class Dispatcher:
             error = task.exception()
             if error is None:
                 return task.result()
-            log.error("job failed unexpectedly", extra={"request_id": request.request_id}, exc_info=error)
-            return [failure(in_flight.item.index, PenstockError("internal error")) for in_flight in job.items]
+            log.error(
+                "job failed unexpectedly", extra={"request_id": request.request_id}, exc_info=error
+            )
+            return [
+                failure(in_flight.item.index, PenstockError("internal error"))
+                for in_flight in job.items
+            ]
         if self._is_closing:
             return [failure(in_flight.item.index, Unavailable(CLOSING)) for in_flight in job.items]
         return [None] * len(job.items)
@@ -208,7 +226,9 @@ class Dispatcher:
         """Tells the workers, in the background, that no caller waits for the job any more."""
         metrics.JOBS_CANCELED.labels(request.model.name).inc()
         if job.published_at_s and not self._is_closing:
-            task = asyncio.create_task(self._cancel_record(record_id(request.request_id, job.index)))
+            task = asyncio.create_task(
+                self._cancel_record(record_id(request.request_id, job.index))
+            )
             self._cancellations.add(task)
             task.add_done_callback(self._cancellations.discard)
 
@@ -240,7 +260,10 @@ class Dispatcher:
             len(outcomes),
             answered=any(receipt.pulled_at_s for receipt in receipts),
             was_late=len(receipts) < len(ended),
-            took_s=max((receipt.inference_ms / 1000 for receipt in receipts if receipt.inference_ms), default=None),
+            took_s=max(
+                (receipt.inference_ms / 1000 for receipt in receipts if receipt.inference_ms),
+                default=None,
+            ),
             lane=request.options.lane,
         )
 

@@ -39,7 +39,9 @@ def build_envelope(
     )
 
 
-def encode_message(envelope: Envelope, items: Sequence[Item], options: RequestOptions) -> tuple[bytes, dict[str, str]]:
+def encode_message(
+    envelope: Envelope, items: Sequence[Item], options: RequestOptions
+) -> tuple[bytes, dict[str, str]]:
     """The data and attributes of a job with these items.
 
     Raises:

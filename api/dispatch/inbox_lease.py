@@ -29,7 +29,9 @@ OWN_INBOX_EXPIRES_S = 86_400
 instances."""
 
 ERRORS = Counter(
-    "penstock_inbox_errors_total", "Round trips to Redis about the inbox's lease that failed.", ["operation"]
+    "penstock_inbox_errors_total",
+    "Round trips to Redis about the inbox's lease that failed.",
+    ["operation"],
 )
 UP = Gauge("penstock_inbox_redis_up", "1 while Redis is being asked about the inbox's lease.")
 
@@ -70,7 +72,9 @@ class InboxPool:
         instance: id of the holder.
     """
 
-    def __init__(self, redis_url: str, first: int, size: int, lease_s: float, instance: str) -> None:
+    def __init__(
+        self, redis_url: str, first: int, size: int, lease_s: float, instance: str
+    ) -> None:
         self._redis_url = redis_url
         self._first = first
         self._size = size
@@ -84,7 +88,14 @@ class InboxPool:
         Raises:
             Unavailable: none is free, or Redis is out of reach.
         """
-        link = RedisLink("inbox", self._redis_url, timeout_s=REDIS_LIMIT_S, retry_s=REDIS_RETRY_S, up=UP, errors=ERRORS)
+        link = RedisLink(
+            "inbox",
+            self._redis_url,
+            timeout_s=REDIS_LIMIT_S,
+            retry_s=REDIS_RETRY_S,
+            up=UP,
+            errors=ERRORS,
+        )
         redis = link.commands("the pool of inboxes")
         async with link:
             number = await self._acquire(redis)
@@ -107,9 +118,13 @@ class InboxPool:
         while True:
             await asyncio.sleep(self._lease_s / 3)
             try:
-                is_ours = await redis.run_script(_RENEW, [_key(number)], self._instance, self._lease_ms())
+                is_ours = await redis.run_script(
+                    _RENEW, [_key(number)], self._instance, self._lease_ms()
+                )
             except Unavailable as error:
-                log.warning("inbox lease not renewed", extra={"inbox": number, "reason": error.message})
+                log.warning(
+                    "inbox lease not renewed", extra={"inbox": number, "reason": error.message}
+                )
                 continue
             if not is_ours:
                 raise InboxLost(f"inbox {number} is held by another instance now")
@@ -118,7 +133,9 @@ class InboxPool:
         try:
             await redis.run_script(_RELEASE, [_key(number)], self._instance)
         except Unavailable as error:
-            log.warning("inbox lease not released", extra={"inbox": number, "reason": error.message})
+            log.warning(
+                "inbox lease not released", extra={"inbox": number, "reason": error.message}
+            )
 
     def _lease_ms(self) -> int:
         return max(1, round(self._lease_s * 1000))

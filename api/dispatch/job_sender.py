@@ -68,7 +68,12 @@ class JobSender:
     """Sends jobs and waits for replies. Has no state between calls."""
 
     def __init__(
-        self, inbox: Inbox, publisher: Publisher, objects: ObjectStore, records: Records, api_instance: str
+        self,
+        inbox: Inbox,
+        publisher: Publisher,
+        objects: ObjectStore,
+        records: Records,
+        api_instance: str,
     ) -> None:
         self._inbox = inbox
         self._publisher = publisher
@@ -94,7 +99,11 @@ class JobSender:
             return await self._wait(waiter, request, job, items)
 
     async def _wait(
-        self, waiter: ReplyWaiter, request: InferenceRequest, job: InFlightJob, items: Sequence[Item]
+        self,
+        waiter: ReplyWaiter,
+        request: InferenceRequest,
+        job: InFlightJob,
+        items: Sequence[Item],
     ) -> list[ItemOutcome]:
         """Waits for the reply. Polls the record as well, because a reply may get lost."""
         while True:
@@ -102,7 +111,9 @@ class JobSender:
             try:
                 return _outcomes(items, (await waiter.reply(min(left_s, LOOK_EVERY_S))).body)
             except DeadlineExceeded:
-                if (recorded := await self._recorded_reply(record_id(request.request_id, job.index))) is not None:
+                if (
+                    recorded := await self._recorded_reply(record_id(request.request_id, job.index))
+                ) is not None:
                     return _outcomes(items, recorded)
                 if left_s <= LOOK_EVERY_S:
                     raise request.too_late() from None
@@ -135,7 +146,9 @@ class JobSender:
         if timeout_s <= 0:
             raise request.too_late()
         try:
-            await self._publisher.publish(jobs_topic_id(request.model.name), data, attributes, timeout_s=timeout_s)
+            await self._publisher.publish(
+                jobs_topic_id(request.model.name), data, attributes, timeout_s=timeout_s
+            )
         except BadInput as error:
             # The caller's input is already validated, so a refusal is about the topics.
             raise Unavailable(f"the broker refused the job: {error.message}") from error
@@ -163,8 +176,13 @@ def envelope_of(request: InferenceRequest, api_instance: str) -> Envelope:
 def _outcomes(items: Sequence[Item], body: ReplyBody) -> list[ItemOutcome]:
     if body.error is not None:
         error = body.error
-        raise error_for_code(error.code, f"the worker could not read the job: {error.message}", error.field)
+        raise error_for_code(
+            error.code, f"the worker could not read the job: {error.message}", error.field
+        )
     outcomes = body.outcomes
     if [outcome.index for outcome in outcomes] != [item.index for item in items]:
-        raise PenstockError(f"a worker gave {len(outcomes)} outcomes, not those of {len(items)} items; this is a bug")
+        raise PenstockError(
+            f"a worker gave {len(outcomes)} outcomes, not those of {len(items)} items; "
+            "this is a bug"
+        )
     return outcomes

@@ -53,7 +53,9 @@ class Readiness:
         """The status now, or at most REUSED_S ago."""
         async with self._probing:
             if time.monotonic() - self._probed_s > REUSED_S:
-                pubsub, redis_found = await asyncio.gather(self._probe_pubsub(), self._probe_redis())
+                pubsub, redis_found = await asyncio.gather(
+                    self._probe_pubsub(), self._probe_redis()
+                )
                 self._last = ReadinessStatus(pubsub == "ok", pubsub, redis_found)
                 self._probed_s = time.monotonic()
         return self._last
@@ -80,7 +82,9 @@ class Readiness:
             async with asyncio.timeout(PROBE_LIMIT_S):
                 with self._inbox.waiter(probe_id, 0) as waiter:
                     data, attributes = encode_reply(Reply(probe_id, 0, waiter.slot, ReplyBody([])))
-                    await self._publisher.publish(waiter.inbox, data, attributes, timeout_s=PROBE_LIMIT_S)
+                    await self._publisher.publish(
+                        waiter.inbox, data, attributes, timeout_s=PROBE_LIMIT_S
+                    )
                     await waiter.reply(PROBE_LIMIT_S)
         except TimeoutError:
             return f"no round trip within {PROBE_LIMIT_S:g} s"

@@ -13,7 +13,13 @@ from prometheus_client import Counter
 
 from api.dispatch.inbox_lease import InboxLease, InboxLost, InboxPool, own_inbox
 from shared.backoff import backoff
-from shared.errors import ConfigurationError, DeadlineExceeded, PenstockError, Unavailable, UndecodableMessage
+from shared.errors import (
+    ConfigurationError,
+    DeadlineExceeded,
+    PenstockError,
+    Unavailable,
+    UndecodableMessage,
+)
 from shared.messages import Reply, decode_reply
 from shared.pubsub.names import inbox_topic_id, slot_subscription_id
 from shared.settings import ApiSettings
@@ -28,7 +34,8 @@ SLOTS_GIVEN = Counter(
 )
 REPLIES = Counter(
     "penstock_inbox_replies_total",
-    "Replies that came in: delivered, duplicate, unknown (late, or of an earlier holder) or undecodable.",
+    "Replies that came in: delivered, duplicate, unknown (late, or of an earlier holder) "
+    "or undecodable.",
     ["outcome"],
 )
 _EXCLUSIVE, _SHARED = SLOTS_GIVEN.labels("exclusive"), SLOTS_GIVEN.labels("shared")
@@ -148,7 +155,9 @@ class _OpenInbox:
     def deliver(self, message: Message) -> None:
         """Delivers a reply to its job. Counts and drops replies of unknown jobs."""
         try:
-            pending = self._pending[message.attributes["request_id"]][int(message.attributes["part"])]
+            pending = self._pending[message.attributes["request_id"]][
+                int(message.attributes["part"])
+            ]
         except (KeyError, ValueError):
             _UNKNOWN.inc()
             return
@@ -156,7 +165,10 @@ class _OpenInbox:
             reply = decode_reply(message.data, message.attributes)
         except UndecodableMessage as error:
             _UNDECODABLE.inc()
-            log.warning("reply can't be read", extra={"message_id": message.message_id, "reason": error.message})
+            log.warning(
+                "reply can't be read",
+                extra={"message_id": message.message_id, "reason": error.message},
+            )
             return
         (_DELIVERED if pending.deliver(reply) else _DUPLICATE).inc()
 
@@ -186,7 +198,9 @@ class ReplyInbox:
         instance: id of this instance (letters, digits and dashes).
     """
 
-    def __init__(self, settings: ApiSettings, subscriber: Subscriber, admin: Admin, instance: str) -> None:
+    def __init__(
+        self, settings: ApiSettings, subscriber: Subscriber, admin: Admin, instance: str
+    ) -> None:
         self._settings = settings
         self._subscriber = subscriber
         self._admin = admin
@@ -216,7 +230,10 @@ class ReplyInbox:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._holding is not None:
             self._holding.cancel()
@@ -260,19 +277,29 @@ class ReplyInbox:
     async def _acquire(self, stack: AsyncExitStack) -> InboxLease:
         settings = self._settings
         if settings.inbox_pool == 0:
-            return await stack.enter_async_context(own_inbox(self._admin, settings.reply_slots, self._instance))
+            return await stack.enter_async_context(
+                own_inbox(self._admin, settings.reply_slots, self._instance)
+            )
         pool = InboxPool(
-            settings.redis_url, settings.inbox_first, settings.inbox_pool, settings.inbox_lease_s, self._instance
+            settings.redis_url,
+            settings.inbox_first,
+            settings.inbox_pool,
+            settings.inbox_lease_s,
+            self._instance,
         )
         try:
             return await stack.enter_async_context(pool.lease())
         except Unavailable as error:
             log.warning("no inbox from the pool, making one", extra={"reason": error.message})
         try:
-            return await stack.enter_async_context(own_inbox(self._admin, settings.reply_slots, self._instance))
+            return await stack.enter_async_context(
+                own_inbox(self._admin, settings.reply_slots, self._instance)
+            )
         except ConfigurationError as error:
             # In the cloud the API may not create inboxes. The pool may have a free one soon.
-            raise Unavailable(f"no inbox from the pool, and none may be made: {error.message}") from error
+            raise Unavailable(
+                f"no inbox from the pool, and none may be made: {error.message}"
+            ) from error
 
     async def _hold(self, lease: InboxLease, opened: asyncio.Future[None]) -> None:
         """Receives on every slot until canceled, or until the inbox is lost, which raises."""
@@ -281,7 +308,9 @@ class ReplyInbox:
             async with asyncio.TaskGroup() as group:
                 group.create_task(lease.keep())
                 for slot in inbox.slots:
-                    group.create_task(self._receive(inbox, slot, slot_subscription_id(lease.inbox, slot.number)))
+                    group.create_task(
+                        self._receive(inbox, slot, slot_subscription_id(lease.inbox, slot.number))
+                    )
                 with self._closing(inbox):
                     for slot in inbox.slots:
                         await slot.opened.wait()
@@ -304,7 +333,10 @@ class ReplyInbox:
 
     async def _receive(self, inbox: _OpenInbox, slot: _Slot, subscription_id: str) -> None:
         async with self._subscriber.subscribe(
-            subscription_id, max_messages=SLOT_MAX_MESSAGES, ack_deadline_s=ACK_DEADLINE_S, ack_linger_s=ACK_LINGER_S
+            subscription_id,
+            max_messages=SLOT_MAX_MESSAGES,
+            ack_deadline_s=ACK_DEADLINE_S,
+            ack_linger_s=ACK_LINGER_S,
         ) as subscription:
             slot.subscription = subscription
             slot.opened.set()
@@ -315,4 +347,6 @@ class ReplyInbox:
 
 def _report(holding: asyncio.Task[None]) -> None:
     if not holding.cancelled():
-        log.error("the task that holds the inbox ended; this is a bug", exc_info=holding.exception())
+        log.error(
+            "the task that holds the inbox ended; this is a bug", exc_info=holding.exception()
+        )

@@ -46,7 +46,9 @@ class RequestOptions:
 
     def done_by_s(self, bound: Deadline) -> float:
         """Unix time at which a prediction is stopped: the shortest limit of model and caller."""
-        given_s = [limit_s for limit_s in (self.deadline_s, self.cancel_after_s) if limit_s is not None]
+        given_s = [
+            limit_s for limit_s in (self.deadline_s, self.cancel_after_s) if limit_s is not None
+        ]
         return self.received_at_s + min([bound.longest_s, *given_s])
 
     @property
@@ -75,7 +77,9 @@ class InferenceRequest:
         """The error of a request without an answer at its deadline."""
         received_at_s = self.options.received_at_s
         waited_s, limit_s = time.time() - received_at_s, round(self.deadline_s - received_at_s, 3)
-        return DeadlineExceeded(f"no answer came within the deadline of {limit_s:.10g} s; waited {waited_s:.2f} s")
+        return DeadlineExceeded(
+            f"no answer came within the deadline of {limit_s:.10g} s; waited {waited_s:.2f} s"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +97,13 @@ class InferenceResponse:
         """
         receipts = [outcome.receipt for outcome in self.outcomes]
         sources = {_SOURCES.get(receipt.cache, "miss") for receipt in receipts}
+        batch_ms = max((receipt.batch_wait_ms or 0.0 for receipt in receipts), default=0.0)
+        inference_ms = max((receipt.inference_ms or 0.0 for receipt in receipts), default=0.0)
         return {
             "x-penstock-cache": sources.pop() if len(sources) == 1 else "partial",
             "x-penstock-queue-ms": f"{self.queue_ms:.2f}",
-            "x-penstock-batch-ms": f"{max((receipt.batch_wait_ms or 0.0 for receipt in receipts), default=0.0):.2f}",
-            "x-penstock-inference-ms": f"{max((receipt.inference_ms or 0.0 for receipt in receipts), default=0.0):.2f}",
+            "x-penstock-batch-ms": f"{batch_ms:.2f}",
+            "x-penstock-inference-ms": f"{inference_ms:.2f}",
         }
 
     def raise_failed(self) -> None:
@@ -119,7 +125,11 @@ def _error_of(outcome: ItemOutcome, *, several: bool) -> PenstockError:
     if error is None:
         return PenstockError(reason_of(outcome))
     known = error_for_code(error.code, reason_of(outcome), error.field)
-    names_item = error.field == "input" or ERROR_MAPPINGS[known.code].status >= 500 or isinstance(known, Overloaded)
+    names_item = (
+        error.field == "input"
+        or ERROR_MAPPINGS[known.code].status >= 500
+        or isinstance(known, Overloaded)
+    )
     if several and not names_item:
         known.message = f"item {outcome.index}: {known.message}"
     return known

@@ -25,7 +25,11 @@ class RequestState:
     def __init__(self, request: InferenceRequest) -> None:
         self.request = request
         model, options = request.model, request.options
-        uses_cache = request.is_repeatable and model.cache.ttl_s > 0 and (options.cache_read or options.cache_write)
+        uses_cache = (
+            request.is_repeatable
+            and model.cache.ttl_s > 0
+            and (options.cache_read or options.cache_write)
+        )
         self.items = [
             Item(index, one, cache_key(model, one, request.tenant) if uses_cache else None)
             for index, one in enumerate(request.inputs)
@@ -67,7 +71,12 @@ class RequestState:
 
     def cancel(self, error: PenstockError) -> None:
         """Ends every pending item with `error`. Workers write the rows of published items."""
-        published = {in_flight.item.index for job in self._jobs if job.published_at_s for in_flight in job.items}
+        published = {
+            in_flight.item.index
+            for job in self._jobs
+            if job.published_at_s
+            for in_flight in job.items
+        }
         for index in self.pending():
             outcome = failure(index, error)
             self.completions[index] = ItemCompletion(outcome, by_worker=index in published)

@@ -53,11 +53,15 @@ class ServiceRate:
         """Call this when an item arrives and no other is in flight."""
         self._update(in_flight=0)
         idle_s = max(0.0, now_s - self._last_s)
-        self.item_s = self._guess_s + (self.item_s - self._guess_s) * math.exp(-idle_s / IDLE_FADE_S)
+        self.item_s = self._guess_s + (self.item_s - self._guess_s) * math.exp(
+            -idle_s / IDLE_FADE_S
+        )
         self._busy_s, self._items = PRIOR_ITEMS * self.item_s, PRIOR_ITEMS
         self._last_s = self._updated_s = now_s
 
-    def record_completed(self, now_s: float, items: int, in_flight: int, took_s: float | None) -> None:
+    def record_completed(
+        self, now_s: float, items: int, in_flight: int, took_s: float | None
+    ) -> None:
         """Records that `items` of `in_flight` completed together. The model took `took_s`."""
         if took_s is not None:
             self.service_s += NEWEST_WEIGHT * (took_s - self.service_s)

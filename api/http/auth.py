@@ -28,12 +28,18 @@ class ApiKeys:
         for entry in filter(None, (one.strip() for one in api_keys.split(","))):
             key, separator, tenant = (one.strip() for one in entry.rpartition("="))
             if not (separator and key and tenant):
-                raise ConfigurationError("PENSTOCK_API_KEYS: an entry is not key=tenant", field="api_keys")
+                raise ConfigurationError(
+                    "PENSTOCK_API_KEYS: an entry is not key=tenant", field="api_keys"
+                )
             if not tenant.isprintable() or len(tenant.encode()) > LONGEST_TENANT_BYTES:
-                reason = f"a tenant's name is printable and has {LONGEST_TENANT_BYTES} bytes at most"
+                reason = (
+                    f"a tenant's name is printable and has {LONGEST_TENANT_BYTES} bytes at most"
+                )
                 raise ConfigurationError(f"PENSTOCK_API_KEYS: {reason}", field="api_keys")
             if _digest(key) in self._tenants:
-                raise ConfigurationError(f"PENSTOCK_API_KEYS: the key of {tenant!r} is listed twice", field="api_keys")
+                raise ConfigurationError(
+                    f"PENSTOCK_API_KEYS: the key of {tenant!r} is listed twice", field="api_keys"
+                )
             self._tenants[_digest(key)] = tenant
 
     def tenant_of(self, authorization: str | None) -> str:

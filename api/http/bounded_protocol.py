@@ -59,7 +59,11 @@ class BoundedHttp(HttpToolsProtocol):
         """Counts the connection. If there are too many, closes the longest idle one."""
         super().connection_made(transport)
         opened = transport.get_extra_info("socket")
-        if opened is not None and opened.family != socket.AF_UNIX and hasattr(socket, "TCP_USER_TIMEOUT"):
+        if (
+            opened is not None
+            and opened.family != socket.AF_UNIX
+            and hasattr(socket, "TCP_USER_TIMEOUT")
+        ):
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_LIMIT_S * 1000)
         if len(self.connections) > self.max_connections:
             if self.idle:
@@ -124,7 +128,9 @@ class BoundedHttp(HttpToolsProtocol):
             self._error = _too_large()
             raise self._error
         if len(self.pipeline) >= MOST_PIPELINED:
-            self._error = BadInput(f"more than {MOST_PIPELINED} pipelined requests wait on this connection")
+            self._error = BadInput(
+                f"more than {MOST_PIPELINED} pipelined requests wait on this connection"
+            )
             raise self._error
         self._disarm()
         self.idle.pop(self, None)
@@ -211,7 +217,9 @@ class BoundedHttp(HttpToolsProtocol):
             response = error_response(error)
             fields = [*response.raw_headers, (b"connection", b"close")]
             lines = b"".join(name + b": " + value + b"\r\n" for name, value in fields)
-            self.transport.write(STATUS_LINE[response.status_code] + lines + b"\r\n" + bytes(response.body))
+            self.transport.write(
+                STATUS_LINE[response.status_code] + lines + b"\r\n" + bytes(response.body)
+            )
         self._cut(reason)
 
     def _cut(self, reason: str) -> None:
@@ -235,7 +243,12 @@ def protocol_with(settings: ApiSettings) -> type[BoundedHttp]:
     most = settings.max_connections
     if files != resource.RLIM_INFINITY:
         most = max(1, min(most, files - RESERVED_FILES))
-    bounds = {"head_timeout_s": settings.head_timeout_s, "max_connections": most, "idle": {}, "unread": {}}
+    bounds = {
+        "head_timeout_s": settings.head_timeout_s,
+        "max_connections": most,
+        "idle": {},
+        "unread": {},
+    }
     return type("BoundedHttp", (BoundedHttp,), bounds)
 
 

@@ -50,5 +50,7 @@ class Dependencies:
 def dependencies_of(request: Request) -> Dependencies:
     """The dependencies of the app of this request."""
     dependencies = request.app.state.dependencies
-    assert isinstance(dependencies, Dependencies), "the lifespan sets them before the first request; this is a bug"
+    assert isinstance(dependencies, Dependencies), (
+        "the lifespan sets them before the first request; this is a bug"
+    )
     return dependencies

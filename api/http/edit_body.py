@@ -28,8 +28,13 @@ async def read_edit(call: ApiRequest) -> tuple[EditForm, bytes]:
         return await _read_form(call)
     if kind in ("application/json", ""):
         body = await call.read_json(EditBody)
-        return body, await data_of_uri(body.images[0].image_url, "images[0].image_url", field="images")
-    raise BadInput(f"content-type: {kind!r} is neither multipart/form-data nor application/json", field="content-type")
+        return body, await data_of_uri(
+            body.images[0].image_url, "images[0].image_url", field="images"
+        )
+    raise BadInput(
+        f"content-type: {kind!r} is neither multipart/form-data nor application/json",
+        field="content-type",
+    )
 
 
 async def _read_form(call: ApiRequest) -> tuple[EditForm, bytes]:

@@ -23,8 +23,20 @@ from api.http.request_options import IDEMPOTENCY_HEADER
 IS_HEAD = "penstock.is_head"
 """Marks a HEAD that is served as a GET, for routes whose body never ends."""
 _EXPOSED_HEADERS = (
-    *("x-request-id", "location", "retry-after", "x-should-retry", "idempotent-replayed", "x-penstock-cache"),
-    *("x-penstock-queue-ms", "x-penstock-batch-ms", "x-penstock-inference-ms", "x-penstock-total-ms"),
+    *(
+        "x-request-id",
+        "location",
+        "retry-after",
+        "x-should-retry",
+        "idempotent-replayed",
+        "x-penstock-cache",
+    ),
+    *(
+        "x-penstock-queue-ms",
+        "x-penstock-batch-ms",
+        "x-penstock-inference-ms",
+        "x-penstock-total-ms",
+    ),
     "x-penstock-seed",
 )
 _PREFLIGHT_MAX_AGE_S = 7200
@@ -67,7 +79,9 @@ class FastRouteApp(FastAPI):
         """Adds the routes of `router`, and calls its fast ones directly."""
         self.include_router(router)
         fast = [route for route in router.routes if isinstance(route, FastRoute)]
-        self._fast_routes |= {(method, route.path): route for route in fast for method in route.methods or ()}
+        self._fast_routes |= {
+            (method, route.path): route for route in fast for method in route.methods or ()
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one connection."""
@@ -77,7 +91,11 @@ class FastRouteApp(FastAPI):
         if scope["type"] == "http" and scope["method"] == "HEAD":
             # Answered like GET. The server omits the body (RFC 9110, 9.3.2).
             scope = dict(scope, method="GET", **{IS_HEAD: True})
-        route = self._fast_routes.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        route = (
+            self._fast_routes.get((scope["method"], scope["path"]))
+            if scope["type"] == "http"
+            else None
+        )
         if route is None:
             await super().__call__(scope, receive, send)
             return

@@ -46,14 +46,20 @@ async def run_idempotent(request: Request, endpoint: Endpoint) -> Response:
     """
     call = open_request(request)
     body = await request.body()
-    digest = hashlib.blake2b(f"{call.tenant}\0{call.options.idempotency_key}".encode(), digest_size=32)
+    digest = hashlib.blake2b(
+        f"{call.tenant}\0{call.options.idempotency_key}".encode(), digest_size=32
+    )
     call.context.key_seed = int.from_bytes(digest.digest()[:4], "big")
 
     async def compute() -> StoredResponse:
         return await _computed(Request(request.scope, _receive(body)), endpoint)
 
     large = len(body) > LARGE_BYTES
-    fingerprint = await asyncio.to_thread(_fingerprint, request, body) if large else _fingerprint(request, body)
+    fingerprint = (
+        await asyncio.to_thread(_fingerprint, request, body)
+        if large
+        else _fingerprint(request, body)
+    )
     keyed = IdempotentRequest(digest.hexdigest(), call.tenant, fingerprint)
     wait_s = call.options.limit_s(call.dependencies.catalog.deadline)
     running = call.dependencies.idempotency.run(keyed, compute, wait_s)
@@ -68,7 +74,12 @@ def _fingerprint(request: Request, body: bytes) -> str:
         # Clients choose a new boundary for each retry of the same form.
         body = body.replace(b"--" + boundary[1].encode("latin-1"), b"--")
     digest = hashlib.blake2b(digest_size=32)
-    for field in (request.method, request.url.path, request.url.query, kind.partition(";")[0].strip().lower()):
+    for field in (
+        request.method,
+        request.url.path,
+        request.url.query,
+        kind.partition(";")[0].strip().lower(),
+    ):
         digest.update(f"{field}\0".encode())
     digest.update(body)
     return digest.hexdigest()
@@ -93,7 +104,9 @@ async def _computed(request: Request, endpoint: Endpoint) -> StoredResponse:
     except EXPECTED_ERRORS as error:
         response = await handle_error(request, error)
     context, body = context_of(request), bytes(response.body)
-    headers = context.headers | {name: value for name, value in response.headers.items() if name != "content-length"}
+    headers = context.headers | {
+        name: value for name, value in response.headers.items() if name != "content-length"
+    }
     # The headers of the stored answer count, which may come from another instance.
     context.headers.clear()
     return StoredResponse(response.status_code, headers, len(body), body, model=context.model)

@@ -106,7 +106,9 @@ class BodyBudget:
 
     def is_full(self, tenant: str) -> bool:
         """Whether this tenant may send no large body now."""
-        return self.held_bytes > self.together_bytes or self.held_of[tenant] > share_of(self.together_bytes)
+        return self.held_bytes > self.together_bytes or self.held_of[tenant] > share_of(
+            self.together_bytes
+        )
 
 
 class ContextMiddleware:
@@ -166,7 +168,9 @@ class _Exchange:
                 message = await self._receive()
         except TimeoutError as error:
             if left_s < BODY_IDLE_S:
-                raise TooSlow(f"the body arrives slower than {LEAST_BYTES_PER_S} bytes/s") from error
+                raise TooSlow(
+                    f"the body arrives slower than {LEAST_BYTES_PER_S} bytes/s"
+                ) from error
             raise TooSlow(f"no more of the body arrived for {BODY_IDLE_S:g} s") from error
         size = len(message.get("body", b""))
         if not self._body_bytes:
@@ -176,7 +180,10 @@ class _Exchange:
         if self._body_bytes > self._bodies.largest_bytes:
             raise self._too_large()
         if self._body_bytes > SMALL_BODY_BYTES and self._bodies.is_full(self._holder):
-            raise Overloaded("too many large bodies are being received; try again later", retry_after_s=FULL_RETRY_S)
+            raise Overloaded(
+                "too many large bodies are being received; try again later",
+                retry_after_s=FULL_RETRY_S,
+            )
         self._body_ended = not message.get("more_body", False)
         return message
 
@@ -189,16 +196,26 @@ class _Exchange:
             if self._status >= 400:
                 self._count_error()
             context = self.context
-            ours = {"x-request-id": context.shown_id, "x-penstock-total-ms": f"{context.total_ms:.2f}"}
+            ours = {
+                "x-request-id": context.shown_id,
+                "x-penstock-total-ms": f"{context.total_ms:.2f}",
+            }
             pairs = (context.headers | ours).items()
-            message["headers"] = [*message["headers"], *((name.encode(), value.encode()) for name, value in pairs)]
+            message["headers"] = [
+                *message["headers"],
+                *((name.encode(), value.encode()) for name, value in pairs),
+            ]
         await self._send(message)
 
     async def answer_unexpected(self, error: Exception) -> None:
         if self._status:
             raise error
         self.context.error_code = PenstockError.code
-        log.error("request failed unexpectedly", extra={"request_id": self.context.request_id}, exc_info=error)
+        log.error(
+            "request failed unexpectedly",
+            extra={"request_id": self.context.request_id},
+            exc_info=error,
+        )
         await error_response(PenstockError("internal error; x-request-id identifies this request"))(
             self._scope, self._receive, self.send
         )
@@ -218,7 +235,11 @@ class _Exchange:
     def _count_error(self) -> None:
         context, route = self.context, self._route
         metrics.of_errors(route, self._status, context.error_code or "unknown").inc()
-        is_refused = self._status < 500 and self._status != CLIENT_GONE and self._scope["method"] in RECORDED_METHODS
+        is_refused = (
+            self._status < 500
+            and self._status != CLIENT_GONE
+            and self._scope["method"] in RECORDED_METHODS
+        )
         if is_refused and not context.has_rows and context.record_refusal is not None:
             context.record_refusal(context)
 

@@ -39,26 +39,51 @@ _DESCRIPTIONS = {
     409: "The first request with this `Idempotency-Key` is still being answered.",
     413: "The body is too large.",
     422: "The request is not valid; `invalid_fields` names the fields.",
-    429: "Too many items are waiting, or the answer would come too late; try again after `Retry-After` seconds.",
+    429: (
+        "Too many items are waiting, or the answer would come too late; "
+        "try again after `Retry-After` seconds."
+    ),
     500: "The model could not compute the result.",
     503: "The broker or a store is out of reach; try again after `Retry-After` seconds.",
-    504: "The deadline passed. `x-should-retry: false` keeps OpenAI's clients from sending it again.",
+    504: (
+        "The deadline passed. `x-should-retry: false` keeps OpenAI's clients from sending it again."
+    ),
 }
 _BODIES: tuple[type[BaseModel], ...] = (
     *(schemas.EmbeddingsBody, schemas.GenerationBody, schemas.EditForm, schemas.EditBody),
     *(PredictionBody, VersionedBody),
 )
 _REPLIES: tuple[type[msgspec.Struct], ...] = (
-    *(schemas.EmbeddingsReply, schemas.ImagesReply, schemas.ModelsReply, schemas.ModelItem, schemas.ErrorReply),
-    *(prediction_replies.PredictionReply, prediction_replies.PredictionsPage, prediction_replies.ReplicateModel),
-    *(prediction_replies.ModelsPage, prediction_replies.VersionReply, prediction_replies.VersionsPage),
-    *(prediction_replies.DeploymentReply, prediction_replies.FileReply, prediction_replies.SecretReply),
+    *(
+        schemas.EmbeddingsReply,
+        schemas.ImagesReply,
+        schemas.ModelsReply,
+        schemas.ModelItem,
+        schemas.ErrorReply,
+    ),
+    *(
+        prediction_replies.PredictionReply,
+        prediction_replies.PredictionsPage,
+        prediction_replies.ReplicateModel,
+    ),
+    *(
+        prediction_replies.ModelsPage,
+        prediction_replies.VersionReply,
+        prediction_replies.VersionsPage,
+    ),
+    *(
+        prediction_replies.DeploymentReply,
+        prediction_replies.FileReply,
+        prediction_replies.SecretReply,
+    ),
     *(prediction_replies.HealthReply, prediction_replies.ReadinessReply, Problem),
 )
 
 _HEAD_TOO_LARGE: Described = {
     "description": "The URL and headers are too large.",
-    "content": {"application/json": {"schema": {"$ref": _REF.format(name=schemas.ErrorReply.__name__)}}},
+    "content": {
+        "application/json": {"schema": {"$ref": _REF.format(name=schemas.ErrorReply.__name__)}}
+    },
 }
 
 
@@ -72,14 +97,21 @@ def prediction_body(json: type[BaseModel]) -> Described:
     return _request_body(openapi_headers.PREDICTING, json)
 
 
-def _request_body(headers: list[Described], json: type[BaseModel], form: type[BaseModel] | None = None) -> Described:
+def _request_body(
+    headers: list[Described], json: type[BaseModel], form: type[BaseModel] | None = None
+) -> Described:
     content = {"application/json": {"schema": ref_to(json)}}
     if form is not None:
         content = {"multipart/form-data": {"schema": ref_to(form)}} | content
-    return {"requestBody": {"required": True, "content": content}, "parameters": headers} | AUTHENTICATED
+    return {
+        "requestBody": {"required": True, "content": content},
+        "parameters": headers,
+    } | AUTHENTICATED
 
 
-def responses(reply: type[msgspec.Struct], *statuses: int, headers: tuple[str, ...] = ()) -> Responses:
+def responses(
+    reply: type[msgspec.Struct], *statuses: int, headers: tuple[str, ...] = ()
+) -> Responses:
     """The responses of a route in OpenAI's shape: 200 with `reply` and `headers`, or an error."""
     return {200: success("The result.", reply, *headers)} | errors(*statuses)
 
@@ -105,7 +137,12 @@ def creation_responses() -> Responses:
     """The responses of a route that creates predictions: a new one, or that of an equal request."""
     reply = prediction_replies.PredictionReply
     answers: Responses = {
-        200: success("The prediction that the same request created before.", reply, "Location", "Idempotent-Replayed"),
+        200: success(
+            "The prediction that the same request created before.",
+            reply,
+            "Location",
+            "Idempotent-Replayed",
+        ),
         201: success("The new prediction.", reply, "Location"),
     }
     return answers | problems(*CREATION_ERRORS)
@@ -114,7 +151,11 @@ def creation_responses() -> Responses:
 def success(text: str, reply: type[msgspec.Struct], *headers: str) -> Described:
     """A response with a JSON body."""
     content = {"application/json": {"schema": ref_to(reply)}}
-    return {"description": text, "content": content, "headers": openapi_headers.references(*headers)}
+    return {
+        "description": text,
+        "content": content,
+        "headers": openapi_headers.references(*headers),
+    }
 
 
 def event_stream(*kinds: str) -> Described:
@@ -157,9 +198,13 @@ def describe(app: FastAPI) -> None:
 
 
 def _document(app: FastAPI) -> Described:
-    page = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    page = get_openapi(
+        title=app.title, version=app.version, description=app.description, routes=app.routes
+    )
     template = _REF.replace("{name}", "{model}")
-    _, described = models_json_schema([(body, "validation") for body in _BODIES], ref_template=template)
+    _, described = models_json_schema(
+        [(body, "validation") for body in _BODIES], ref_template=template
+    )
     _, structs = msgspec.json.schema_components(_REPLIES, ref_template=_REF)
     page["components"] = {
         "schemas": {**described["$defs"], **structs},

@@ -11,22 +11,32 @@ TRUNCATED_HEADER = "x-penstock-truncated-tokens"
 
 
 def _parameter(name: str, description: str, schema: Described) -> Described:
-    return {"name": name, "in": "header", "required": False, "description": description, "schema": schema}
+    return {
+        "name": name,
+        "in": "header",
+        "required": False,
+        "description": description,
+        "schema": schema,
+    }
 
 
 _MILLISECONDS = {"type": "integer", "minimum": 1, "maximum": LONGEST_MS}
 _DEADLINE = _parameter(
     "X-Penstock-Deadline-Ms",
-    "Milliseconds from receipt to the answer. Later it is 504. A longer one is cut to the model's longest deadline.",
+    "Milliseconds from receipt to the answer. Later it is 504. "
+    "A longer one is cut to the model's longest deadline.",
     _MILLISECONDS,
 )
 _QUEUE_LIMIT = _parameter(
     "X-Penstock-Queue-Limit-Ms",
-    "Milliseconds from receipt after which the model no longer starts on the request, even if its deadline is later.",
+    "Milliseconds from receipt after which the model no longer starts on the request, "
+    "even if its deadline is later.",
     _MILLISECONDS,
 )
 _CACHE_CONTROL = _parameter(
-    "Cache-Control", "`no-cache`: compute again. `no-store`: also do not cache the result.", {"type": "string"}
+    "Cache-Control",
+    "`no-cache`: compute again. `no-store`: also do not cache the result.",
+    {"type": "string"},
 )
 _KEY = _parameter(
     "Idempotency-Key",
@@ -51,7 +61,9 @@ _CANCEL_AFTER = _parameter(
 )
 INFERRING = [_DEADLINE, _QUEUE_LIMIT, _CACHE_CONTROL, _KEY, _LANE]
 PREDICTING = [*INFERRING, _PREFER, _CANCEL_AFTER]
-LAST_EVENT_ID = _parameter("Last-Event-ID", "Only events after this one are sent.", {"type": "string"})
+LAST_EVENT_ID = _parameter(
+    "Last-Event-ID", "Only events after this one are sent.", {"type": "string"}
+)
 
 
 def _of_answers(description: str, schema: Described) -> Described:
@@ -68,10 +80,13 @@ ANSWERED: dict[str, Described] = {
         {"type": "string", "enum": ["hit", "miss", "partial", "joined"]},
     ),
     "X-Penstock-Queue-Ms": _of_answers("Milliseconds spent waiting for a worker.", _AMOUNT),
-    "X-Penstock-Batch-Ms": _of_answers("Milliseconds spent waiting for the batch to start.", _AMOUNT),
+    "X-Penstock-Batch-Ms": _of_answers(
+        "Milliseconds spent waiting for the batch to start.", _AMOUNT
+    ),
     "X-Penstock-Inference-Ms": _of_answers("Milliseconds spent in the model.", _AMOUNT),
     "X-Penstock-Truncated-Tokens": _of_answers(
-        "How many tokens were cut: of all texts where the request has `truncate`, of the prompts where it is an image.",
+        "How many tokens were cut: of all texts where the request has `truncate`, "
+        "of the prompts where it is an image.",
         {"type": "integer", "minimum": 0},
     ),
     "X-Penstock-Seed": _of_answers("The seeds of the images, comma-separated.", {"type": "string"}),
@@ -80,7 +95,9 @@ ANSWERED: dict[str, Described] = {
     ),
     "Location": _of_answers("The URL of the prediction.", {"type": "string", "format": "uri"}),
     "Retry-After": _of_answers("Seconds after which to try again.", _SECONDS),
-    "X-Should-Retry": _of_answers("`false`: do not retry on your own.", {"type": "string", "enum": ["false"]}),
+    "X-Should-Retry": _of_answers(
+        "`false`: do not retry on your own.", {"type": "string", "enum": ["false"]}
+    ),
     "WWW-Authenticate": _of_answers("How to authenticate.", {"type": "string", "enum": ["Bearer"]}),
 }
 ALWAYS = ("X-Request-Id", "X-Penstock-Total-Ms")

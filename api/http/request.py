@@ -56,9 +56,13 @@ class ApiRequest:
         charset = parameters.get(b"charset", b"utf-8").lower()
         if charset not in (b"utf-8", b"utf8"):
             shown = charset[:40].decode("latin-1")
-            raise BadInput(f"content-type: forms must be in UTF-8, not {shown!r}", field="content-type")
+            raise BadInput(
+                f"content-type: forms must be in UTF-8, not {shown!r}", field="content-type"
+            )
 
-    async def infer(self, model: Model, inputs: Sequence[Input], *, is_repeatable: bool = True) -> InferenceResponse:
+    async def infer(
+        self, model: Model, inputs: Sequence[Input], *, is_repeatable: bool = True
+    ) -> InferenceResponse:
         """Computes `inputs`, and adds the headers of the answer to the context.
 
         Raises:
@@ -76,7 +80,9 @@ class ApiRequest:
             is_repeatable=is_repeatable,
             options=self.options,
         )
-        response = await while_connected(self.http.receive, self.dependencies.dispatcher.dispatch(request))
+        response = await while_connected(
+            self.http.receive, self.dependencies.dispatcher.dispatch(request)
+        )
         context.has_rows = True
         context.headers |= response.headers()
         response.raise_failed()
@@ -91,7 +97,9 @@ class ApiRequest:
             Overloaded: the items in flight leave no room, or no time until the deadline.
         """
         remaining_s = self.options.answer_by_s(model.deadline) - time.time()
-        self.dependencies.admission.check(model.name, items, remaining_s=remaining_s, lane=self.options.lane)
+        self.dependencies.admission.check(
+            model.name, items, remaining_s=remaining_s, lane=self.options.lane
+        )
 
     @property
     def base_url(self) -> str:

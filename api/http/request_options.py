@@ -95,7 +95,10 @@ def _idempotency_key(text: str) -> dict[str, Any]:
 
 def _cache_control(text: str) -> dict[str, Any]:
     controls = {part.strip().lower() for part in text.split(",")}
-    return {"cache_read": not controls & {"no-cache", "no-store"}, "cache_write": "no-store" not in controls}
+    return {
+        "cache_read": not controls & {"no-cache", "no-store"},
+        "cache_write": "no-store" not in controls,
+    }
 
 
 def _prefer(text: str) -> dict[str, Any]:
@@ -103,7 +106,11 @@ def _prefer(text: str) -> dict[str, Any]:
     for found in filter(None, (_WAIT.fullmatch(one.strip()) for one in text.split(","))):
         asked = found[1]
         # There may be any number of digits, so they are counted before they are parsed.
-        return {"wait_s": LONGEST_WAIT_S if asked is None or len(asked) > 4 else min(float(asked), LONGEST_WAIT_S)}
+        return {
+            "wait_s": LONGEST_WAIT_S
+            if asked is None or len(asked) > 4
+            else min(float(asked), LONGEST_WAIT_S)
+        }
     return {}
 
 

@@ -103,14 +103,19 @@ class IdempotencyService:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         tasks = [self._renewing, *(running.task for running in self._running.values())]
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks, timeout=CLOSE_LIMIT_S)
 
-    async def run(self, request: IdempotentRequest, compute: Compute, wait_s: float) -> tuple[StoredResponse, bool]:
+    async def run(
+        self, request: IdempotentRequest, compute: Compute, wait_s: float
+    ) -> tuple[StoredResponse, bool]:
         """Returns the response to a request with a key, and whether it is a replay.
 
         Canceling the call does not cancel `compute`.
@@ -145,7 +150,9 @@ class IdempotencyService:
             if (response := await self._wait(running, left_s, next(pauses))) is not None:
                 return response, True
 
-    async def _start(self, request: IdempotentRequest, claim_id: str, compute: Compute) -> tuple[StoredResponse, bool]:
+    async def _start(
+        self, request: IdempotentRequest, claim_id: str, compute: Compute
+    ) -> tuple[StoredResponse, bool]:
         task = asyncio.create_task(self._compute(request, claim_id, compute))
         self._running[request.name] = _Running(request.fingerprint, claim_id, task)
         task.add_done_callback(lambda task: self._on_done(request.name, task))
@@ -155,7 +162,9 @@ class IdempotencyService:
             raise Unavailable("this instance is shutting down")
         return task.result(), False
 
-    async def _wait(self, running: _Running | None, left_s: float, pause_s: float) -> StoredResponse | None:
+    async def _wait(
+        self, running: _Running | None, left_s: float, pause_s: float
+    ) -> StoredResponse | None:
         """Waits for a response that is computed here, or pauses if another instance computes it."""
         if self.waiting >= MAX_WAITING:
             raise KeyInUse
@@ -167,7 +176,11 @@ class IdempotencyService:
             await asyncio.wait([running.task], timeout=left_s)
         finally:
             self.waiting -= 1
-        if not running.task.done() or running.task.cancelled() or running.task.exception() is not None:
+        if (
+            not running.task.done()
+            or running.task.cancelled()
+            or running.task.exception() is not None
+        ):
             return None
         response = running.task.result()
         if not response.is_final:
@@ -175,7 +188,9 @@ class IdempotencyService:
         metrics.IDEMPOTENT_REQUESTS.labels("joined").inc()
         return response
 
-    async def _compute(self, request: IdempotentRequest, claim_id: str, compute: Compute) -> StoredResponse:
+    async def _compute(
+        self, request: IdempotentRequest, claim_id: str, compute: Compute
+    ) -> StoredResponse:
         """Computes the response, then stores it or releases the key."""
         is_stored = False
         try:
@@ -188,15 +203,21 @@ class IdempotencyService:
             if not is_stored:
                 await self._release(request.name, claim_id)
 
-    async def _complete(self, request: IdempotentRequest, claim_id: str, response: StoredResponse) -> StoredResponse:
+    async def _complete(
+        self, request: IdempotentRequest, claim_id: str, response: StoredResponse
+    ) -> StoredResponse:
         """Stores the response, and returns the one that is stored.
 
         Without Redis it is returned unstored.
         """
         try:
             encoded = _encoder.encode(await self._without_large_body(response))
-            stored = await self._store.complete(request.name, request.tenant, request.fingerprint, claim_id, encoded)
-            return response if not stored else await self._with_body(_decoder.decode(stored), response)
+            stored = await self._store.complete(
+                request.name, request.tenant, request.fingerprint, claim_id, encoded
+            )
+            return (
+                response if not stored else await self._with_body(_decoder.decode(stored), response)
+            )
         except Unavailable as error:
             metrics.IDEMPOTENT_REQUESTS.labels("not_kept").inc()
             log.warning("response was not stored", extra={"reason": error.message})
@@ -226,7 +247,9 @@ class IdempotencyService:
         await self._objects.put(key, response.body, response.media_type)
         return msgspec.structs.replace(response, body=b"", object_key=key)
 
-    async def _with_body(self, stored: StoredResponse, own: StoredResponse | None = None) -> StoredResponse:
+    async def _with_body(
+        self, stored: StoredResponse, own: StoredResponse | None = None
+    ) -> StoredResponse:
         """The stored response with its body. The body is not fetched if `own` has it."""
         if not stored.object_key:
             return stored
@@ -235,7 +258,9 @@ class IdempotencyService:
         try:
             body = await self._objects.get(stored.object_key, stored.body_bytes)
         except BadInput as error:
-            raise Unavailable("the answer kept for this Idempotency-Key is no longer there") from error
+            raise Unavailable(
+                "the answer kept for this Idempotency-Key is no longer there"
+            ) from error
         return msgspec.structs.replace(stored, body=body)
 
     async def _renew(self) -> None:
@@ -246,7 +271,9 @@ class IdempotencyService:
                 try:
                     await self._store.renew(claims)
                 except PenstockError as error:
-                    log.warning("leases of claims were not renewed", extra={"reason": error.message})
+                    log.warning(
+                        "leases of claims were not renewed", extra={"reason": error.message}
+                    )
 
 
 def _body_key(response: StoredResponse) -> str:

@@ -23,10 +23,17 @@ from shared.stores.redis_client import RedisLink, RedisStore
 from shared.stores.redis_scripts import load_script
 
 ERRORS = Counter(
-    "penstock_answers_errors_total", "Round trips to Redis about kept answers that failed, by operation.", ["operation"]
+    "penstock_answers_errors_total",
+    "Round trips to Redis about kept answers that failed, by operation.",
+    ["operation"],
 )
-DROPPED = Counter("penstock_answers_dropped_total", "Kept answers dropped before their time, for lack of room.")
-UP = Gauge("penstock_answers_redis_up", "1 while Redis is being asked for kept answers, 0 while the breaker is open.")
+DROPPED = Counter(
+    "penstock_answers_dropped_total", "Kept answers dropped before their time, for lack of room."
+)
+UP = Gauge(
+    "penstock_answers_redis_up",
+    "1 while Redis is being asked for kept answers, 0 while the breaker is open.",
+)
 
 _RETENTION, _NOW = "shared/stores/retention.lua", "api/idempotency/now.lua"
 _CLAIM = load_script(_RETENTION, _NOW, "api/idempotency/claim.lua")
@@ -71,8 +78,12 @@ class IdempotencyStore(RedisStore):
         retry_s: float = 0.25,
     ) -> None:
         limits = {"timeout_s": timeout_s, "retry_s": retry_s}
-        super().__init__(RedisLink("answers", redis_url, **limits, up=UP, errors=ERRORS, field="records_url"))
-        self._commands = self._link.commands("the store of answers, which an Idempotency-Key needs,")
+        super().__init__(
+            RedisLink("answers", redis_url, **limits, up=UP, errors=ERRORS, field="records_url")
+        )
+        self._commands = self._link.commands(
+            "the store of answers, which an Idempotency-Key needs,"
+        )
         self._prefix = prefix
         self._keep_s = keep_s
         self._max_bytes = max_bytes
@@ -88,7 +99,9 @@ class IdempotencyStore(RedisStore):
         state, response = await self._commands.run_script(_CLAIM, self._keys(name), *args)
         return KeyClaim(state.decode(), response)
 
-    async def complete(self, name: str, tenant: str, fingerprint: str, claim: str, response: bytes) -> bytes:
+    async def complete(
+        self, name: str, tenant: str, fingerprint: str, claim: str, response: bytes
+    ) -> bytes:
         """Stores `response`, unless the key already has one. Returns the stored response.
 
         Above the budget, the oldest responses of the tenant with the most bytes are removed.
@@ -115,7 +128,9 @@ class IdempotencyStore(RedisStore):
         Raises:
             Unavailable: Redis did not answer.
         """
-        await self._commands.run_script(_RENEW, [f"{self._prefix}answers:leases"], self.lease_s, *claims)
+        await self._commands.run_script(
+            _RENEW, [f"{self._prefix}answers:leases"], self.lease_s, *claims
+        )
 
     def _keys(self, name: str) -> tuple[str, ...]:
         index = f"{self._prefix}answers"

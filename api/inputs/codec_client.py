@@ -42,7 +42,10 @@ class CodecClient:
     """
 
     def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
         self._process = process
         self._reader = reader
@@ -84,9 +87,15 @@ class CodecClient:
     @property
     def is_up(self) -> bool:
         """Whether it takes commands."""
-        return self._process.returncode is None and not self._writer.is_closing() and not self._reader.at_eof()
+        return (
+            self._process.returncode is None
+            and not self._writer.is_closing()
+            and not self._reader.at_eof()
+        )
 
-    async def run(self, command: CodecCommand, data: bytes, reserve: ReserveMemory) -> tuple[CodecReply, bytes]:
+    async def run(
+        self, command: CodecCommand, data: bytes, reserve: ReserveMemory
+    ) -> tuple[CodecReply, bytes]:
         """Runs one command on the image in `data`.
 
         If the call is canceled, the process must be killed.

@@ -69,7 +69,10 @@ class CodecPool:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for child in list(self._idle):
             self._stop_idle(child)
@@ -130,9 +133,15 @@ class CodecPool:
         wait_s = (1 + waiting + len(self._queues[False])) * self._service_s / self._processes
         late_s = wait_s + self._service_s - remaining_s
         if waiting >= MAX_QUEUED or self._queued_bytes + task.size_bytes > MAX_QUEUED_BYTES:
-            reason, retry_after_s = f"{waiting} images are already waiting to be decoded", self._service_s
+            reason, retry_after_s = (
+                f"{waiting} images are already waiting to be decoded",
+                self._service_s,
+            )
         elif late_s > 0:
-            reason, retry_after_s = f"the image would be decoded {late_s:.3g} s after its deadline", min(late_s, wait_s)
+            reason, retry_after_s = (
+                f"the image would be decoded {late_s:.3g} s after its deadline",
+                min(late_s, wait_s),
+            )
         else:
             return
         metrics.IMAGES.labels("shed").inc()
@@ -170,7 +179,9 @@ class CodecPool:
                     return
         self._free += 1
 
-    async def _run(self, task: _Task, command: CodecCommand, data: bytes) -> tuple[CodecReply, bytes]:
+    async def _run(
+        self, task: _Task, command: CodecCommand, data: bytes
+    ) -> tuple[CodecReply, bytes]:
         task.is_started, started_s = True, time.monotonic()
         child, is_reusable = None, False
         try:
@@ -191,7 +202,9 @@ class CodecPool:
             if child is None:
                 self._release_process()
             elif is_reusable:
-                self._idle[child] = asyncio.get_running_loop().call_later(IDLE_S, self._stop_idle, child)
+                self._idle[child] = asyncio.get_running_loop().call_later(
+                    IDLE_S, self._stop_idle, child
+                )
                 self._release_process()
             else:
                 self._kill(child, releases=True)

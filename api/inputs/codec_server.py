@@ -63,7 +63,15 @@ Image.MAX_IMAGE_PIXELS = None
 
 
 # The errors that Pillow's decoders raise on broken data.
-_UNDECODABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
+_UNDECODABLE = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
 _SMALL_MODES = {"1": 1, "L": 1, "P": 1, "I;16": 2}
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -94,7 +102,10 @@ def main() -> int:
     os.nice(NICENESS)
     with contextlib.suppress(ValueError, OSError):  # not on every system
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
-    with socket.socket(fileno=int(sys.argv[1])) as connection, contextlib.suppress(_HungUpError, ConnectionError):
+    with (
+        socket.socket(fileno=int(sys.argv[1])) as connection,
+        contextlib.suppress(_HungUpError, ConnectionError),
+    ):
         while True:
             _serve_one(connection)
     return 0
@@ -118,7 +129,9 @@ def _bound_cpu_time() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + CPU_LIMIT_S, hard))
 
 
-def run_command(command: CodecCommand, data: bytes, reserve: Callable[[int], None]) -> tuple[CodecReply, bytes]:
+def run_command(
+    command: CodecCommand, data: bytes, reserve: Callable[[int], None]
+) -> tuple[CodecReply, bytes]:
     """Runs a command on the image in `data`. Calls `reserve` after reading the image header."""
     try:
         if isinstance(command, PrepareSource):
@@ -126,9 +139,13 @@ def run_command(command: CodecCommand, data: bytes, reserve: Callable[[int], Non
             return SourcePrepared(*source.size), _saved(source, "png", compress_level=1)
         with _opened(data, ("PNG",)) as picture:
             reserve(_cost_bytes(picture, picture.size))
-            return ImageEncoded(), _saved(picture.convert("RGB"), command.output_format, quality=command.quality)
+            return ImageEncoded(), _saved(
+                picture.convert("RGB"), command.output_format, quality=command.quality
+            )
     except (_TooLargeError, MemoryError) as error:
-        return CodecError("input_too_large", str(error) or "it takes more memory to decode than there is"), b""
+        return CodecError(
+            "input_too_large", str(error) or "it takes more memory to decode than there is"
+        ), b""
     except (_HungUpError, ConnectionError):
         raise
     except Exception as error:
@@ -180,7 +197,9 @@ def _orientation(picture: Image.Image) -> int:
     return int(picture.getexif().get(ExifTags.Base.Orientation, 1))
 
 
-def _target(picture: Image.Image, shape: tuple[int, int], command: PrepareSource) -> tuple[int, int]:
+def _target(
+    picture: Image.Image, shape: tuple[int, int], command: PrepareSource
+) -> tuple[int, int]:
     """The output width and height, in the displayed orientation."""
     width, height = _unturned(shape, picture)
     return command.size or size_like(width, height, command.limits)
@@ -191,7 +210,9 @@ def _unturned(size: tuple[int, int], picture: Image.Image) -> tuple[int, int]:
     return (size[1], size[0]) if _orientation(picture) in _SIDEWAYS else size
 
 
-def _cost_bytes(picture: Image.Image, shape: tuple[int, int], target: tuple[int, int] | None = None) -> int:
+def _cost_bytes(
+    picture: Image.Image, shape: tuple[int, int], target: tuple[int, int] | None = None
+) -> int:
     """The most memory that the work takes, measured.
 
     Pillow uses four bytes per pixel in most modes.
@@ -220,7 +241,9 @@ def _reduced_bytes(have: tuple[int, int], want: tuple[int, int]) -> int:
 
 def _factors(have: tuple[int, int], want: tuple[int, int]) -> tuple[int, int]:
     """How many pixels are averaged into one, horizontally and vertically."""
-    return max(1, int(have[0] / want[0] / REDUCING_GAP)), max(1, int(have[1] / want[1] / REDUCING_GAP))
+    return max(1, int(have[0] / want[0] / REDUCING_GAP)), max(
+        1, int(have[1] / want[1] / REDUCING_GAP)
+    )
 
 
 def _reduced(picture: Image.Image, size: tuple[int, int]) -> Image.Image:

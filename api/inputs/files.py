@@ -56,7 +56,13 @@ class Files:
         self._objects = objects
 
     async def add(
-        self, tenant: str, data: bytes, *, name: str, content_type: str, metadata: dict[str, Any] | None = None
+        self,
+        tenant: str,
+        data: bytes,
+        *,
+        name: str,
+        content_type: str,
+        metadata: dict[str, Any] | None = None,
     ) -> File:
         """Stores a file.
 
@@ -64,7 +70,9 @@ class Files:
             BadInput: the metadata is too large.
             Unavailable: the object store is out of reach.
         """
-        media_type = content_type if _MEDIA_TYPE.fullmatch(content_type) else "application/octet-stream"
+        media_type = (
+            content_type if _MEDIA_TYPE.fullmatch(content_type) else "application/octet-stream"
+        )
         # On a thread: two digests of 30 MB take 60 ms, during which they release the interpreter.
         sha256, key = await asyncio.to_thread(_digests, data, media_type)
         file = File(
@@ -80,7 +88,9 @@ class Files:
         )
         encoded = msgspec.json.encode(file)
         if len(encoded) > _METADATA_LIMIT_BYTES:
-            raise BadInput(f"metadata: name and metadata together are above {_METADATA_LIMIT_BYTES} bytes")
+            raise BadInput(
+                f"metadata: name and metadata together are above {_METADATA_LIMIT_BYTES} bytes"
+            )
         await self._objects.put(file.key, data, media_type)
         await self._objects.put(_metadata_key(file.id), encoded, "application/json")
         return file
@@ -96,7 +106,9 @@ class Files:
         if not _ID.fullmatch(file_id):
             raise unknown
         try:
-            file = _decoder.decode(await self._objects.get(_metadata_key(file_id), _METADATA_LIMIT_BYTES))
+            file = _decoder.decode(
+                await self._objects.get(_metadata_key(file_id), _METADATA_LIMIT_BYTES)
+            )
         except BadInput as error:
             raise unknown from error
         if file.tenant != tenant or file.expires_at_s <= time.time():

@@ -50,9 +50,13 @@ class ImageCodec:
             DeadlineExceeded: it was not done in time.
             Unavailable: the codec process died.
         """
-        limits = SourceLimits(defaults.width, defaults.height, defaults.multiple, defaults.largest_pixels)
+        limits = SourceLimits(
+            defaults.width, defaults.height, defaults.multiple, defaults.largest_pixels
+        )
         try:
-            reply, png = await self._pool.run(PrepareSource(size, limits), data, deadline_s=deadline_s, is_new=True)
+            reply, png = await self._pool.run(
+                PrepareSource(size, limits), data, deadline_s=deadline_s, is_new=True
+            )
         except BadInput as error:
             raise type(error)(f"image: {error.message}", field="image") from error
         if not isinstance(reply, SourcePrepared):
@@ -60,7 +64,13 @@ class ImageCodec:
         return Blob(MEDIA_TYPES["png"], data=png), (reply.width, reply.height)
 
     async def encode(
-        self, png: bytes, output_format: str, quality: int | None, deadline_s: float, *, is_new: bool
+        self,
+        png: bytes,
+        output_format: str,
+        quality: int | None,
+        deadline_s: float,
+        *,
+        is_new: bool,
     ) -> bytes:
         """Returns a result in the requested format. Workers return PNG, which needs no work.
 

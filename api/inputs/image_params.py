@@ -46,10 +46,14 @@ def checked_size(width: int, height: int, model: Model) -> tuple[int, int]:
     """
     limits = model.image
     if width % limits.multiple or height % limits.multiple:
-        raise BadInput(f"size: width and height of {model.name} are multiples of {limits.multiple}", field="size")
+        raise BadInput(
+            f"size: width and height of {model.name} are multiples of {limits.multiple}",
+            field="size",
+        )
     if width * height > limits.largest_pixels:
         reason = (
-            f"{width}x{height} is {width * height} pixels; at most {limits.largest_pixels} are allowed for {model.name}"
+            f"{width}x{height} is {width * height} pixels; "
+            f"at most {limits.largest_pixels} are allowed for {model.name}"
         )
         raise BadInput(f"size: {reason}", field="size")
     return width, height
@@ -77,7 +81,9 @@ def first_image(request: ImageRequest, model: Model, size: tuple[int, int]) -> I
         width=size[0],
         height=size[1],
         steps=steps,
-        guidance_scale=defaults.guidance_scale if request.guidance_scale is None else request.guidance_scale,
+        guidance_scale=defaults.guidance_scale
+        if request.guidance_scale is None
+        else request.guidance_scale,
         seed=secrets.randbelow(2**32) if request.seed is None else request.seed,
         scheduler=request.scheduler or defaults.scheduler,
         negative_prompt=request.negative_prompt or "",

@@ -20,7 +20,10 @@ from shared.errors import BadInput
 from shared.stores.objects import ObjectStore, stored_input
 from shared.stores.signed_urls import LinkInvalid, UrlSigner
 
-FOREIGN = "only data: URIs and files of this API (POST /v1/files) are accepted; other URLs are not fetched"
+FOREIGN = (
+    "only data: URIs and files of this API (POST /v1/files) are accepted; "
+    "other URLs are not fetched"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,12 @@ class SourcePictures:
     """Fetches and stores source images. Has no state between calls."""
 
     def __init__(
-        self, objects: ObjectStore, files: Files, fetcher: SupportsFetch, url_signer: UrlSigner, image_codec: ImageCodec
+        self,
+        objects: ObjectStore,
+        files: Files,
+        fetcher: SupportsFetch,
+        url_signer: UrlSigner,
+        image_codec: ImageCodec,
     ) -> None:
         self._objects = objects
         self._files = files
@@ -74,7 +82,9 @@ class SourcePictures:
                 return await self._files.read(file)
             if folder == "objects":
                 query = dict(parse_qsl(query_text))
-                self._url_signer.check(name, query["type"], int(query["expires"]), query["signature"])
+                self._url_signer.check(
+                    name, query["type"], int(query["expires"]), query["signature"]
+                )
                 return await self._fetcher.fetch(name, query["type"], caller.deadline_s)
         except (LinkInvalid, NotFound, BadInput, KeyError, ValueError) as error:
             reason = getattr(error, "message", "not a link that this API signed")

@@ -31,7 +31,9 @@ def text_inputs(
     """
     listed = [given] if isinstance(given, str) or isinstance(given[0], int) else given
     if len(listed) > model.text.max_items:
-        raise BadInput(f"input: {len(listed)} items; at most {model.text.max_items} are allowed", field="input")
+        raise BadInput(
+            f"input: {len(listed)} items; at most {model.text.max_items} are allowed", field="input"
+        )
     if tokenizer is not None or not isinstance(listed[0], str):
         _check_tokenizer(tokenizer, model)
     inputs: list[TextInput | TokensInput] = []
@@ -39,10 +41,14 @@ def text_inputs(
         is_text = isinstance(one, str)
         size_bytes = len(one.encode()) if isinstance(one, str) else TOKEN_BYTES * len(one)
         if size_bytes > model.text.max_input_bytes:
-            limit = model.text.max_input_bytes if is_text else model.text.max_input_bytes // TOKEN_BYTES
+            limit = (
+                model.text.max_input_bytes if is_text else model.text.max_input_bytes // TOKEN_BYTES
+            )
             unit = "bytes" if is_text else "tokens"
             raise InputTooLarge(f"input[{index}]: longer than {limit} {unit}", field="input")
-        inputs.append(TextInput(one, truncate) if isinstance(one, str) else TokensInput(one, truncate))
+        inputs.append(
+            TextInput(one, truncate) if isinstance(one, str) else TokensInput(one, truncate)
+        )
     return inputs
 
 
@@ -51,7 +57,8 @@ def _check_tokenizer(tokenizer: str | None, model: Model) -> None:
     if tokenizer is None:
         raise BadInput(
             "input: token ids mean nothing without their tokenizer. Send texts (LangChain: "
-            "OpenAIEmbeddings(check_embedding_ctx_length=False)); or, if these are ids of this model's own tokenizer, "
+            "OpenAIEmbeddings(check_embedding_ctx_length=False)); "
+            "or, if these are ids of this model's own tokenizer, "
             f'send "tokenizer": "{model.name}" with them',
             field="input",
         )

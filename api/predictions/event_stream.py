@@ -44,7 +44,8 @@ class StreamEvent(NamedTuple):
 
     def encoded(self) -> bytes:
         """The event on the wire. Its data is one line."""
-        return f"event: {KINDS[self.kind]}\nid: {self.kind}.{self.number}\ndata: {self.data}\n\n".encode()
+        head = f"event: {KINDS[self.kind]}\nid: {self.kind}.{self.number}\n"
+        return f"{head}data: {self.data}\n\n".encode()
 
 
 class EventStreams:
@@ -61,7 +62,10 @@ class EventStreams:
         Raises:
             Overloaded: MAX_STREAMS are open, or the tenant has its share of them.
         """
-        for is_open, most in ((self._open.total(), MAX_STREAMS), (self._open[tenant], share_of(MAX_STREAMS))):
+        for is_open, most in (
+            (self._open.total(), MAX_STREAMS),
+            (self._open[tenant], share_of(MAX_STREAMS)),
+        ):
             if is_open >= most:
                 reason = f"{is_open} event streams are open, which is the limit"
                 raise Overloaded(f"{reason}; poll the prediction, or try again later")
@@ -71,7 +75,11 @@ class EventStreams:
         tenant = snapshot.prediction.tenant
         self._open[tenant] += 1
         try:
-            after, until_s, sent_s = _parse_id(last_id), time.monotonic() + LONGEST_S, time.monotonic()
+            after, until_s, sent_s = (
+                _parse_id(last_id),
+                time.monotonic() + LONGEST_S,
+                time.monotonic(),
+            )
             while True:
                 for event in events_of(snapshot, self._url_signer):
                     if event[:2] > after:
@@ -99,12 +107,16 @@ def events_of(snapshot: PredictionSnapshot, url_signer: UrlSigner) -> list[Strea
         events.append(StreamEvent(0, step, logs.rstrip("\n")))
     output = output_of(prediction, record, url_signer)
     elements = output if prediction.is_list or output is None else [output]
-    events += [StreamEvent(1, number, _text(element)) for number, element in enumerate(elements or [])]
+    events += [
+        StreamEvent(1, number, _text(element)) for number, element in enumerate(elements or [])
+    ]
     if error := error_of(record):
         events.append(StreamEvent(2, 0, msgspec.json.encode({"detail": error}).decode()))
     if record.is_over:
         reason = {"failed": "error", "canceled": "canceled"}.get(record.state)
-        events.append(StreamEvent(3, 0, msgspec.json.encode({"reason": reason} if reason else {}).decode()))
+        events.append(
+            StreamEvent(3, 0, msgspec.json.encode({"reason": reason} if reason else {}).decode())
+        )
     return events
 
 

@@ -19,7 +19,9 @@ _FORMATS = {media_type: name for name, media_type in MEDIA_TYPES.items()}
 class ResultFetcher:
     """Fetches results. Has no state between calls."""
 
-    def __init__(self, objects: ObjectStore, predictions: Predictions, image_codec: ImageCodec) -> None:
+    def __init__(
+        self, objects: ObjectStore, predictions: Predictions, image_codec: ImageCodec
+    ) -> None:
         self._objects = objects
         self._predictions = predictions
         self._image_codec = image_codec
@@ -47,5 +49,7 @@ class ResultFetcher:
             raise NotFound("the image is no longer there") from error
         # Workers return PNG. Other formats are encoded at each fetch, so they are not stored.
         if key.endswith(".png") and media_type in _FORMATS:
-            return await self._image_codec.encode(data, _FORMATS[media_type], None, deadline_s, is_new=True)
+            return await self._image_codec.encode(
+                data, _FORMATS[media_type], None, deadline_s, is_new=True
+            )
         return data

@@ -69,7 +69,9 @@ class PredictionSender:
             envelope.inbox, envelope.slot = waiter.inbox, waiter.slot
         try:
             data, attributes = encode_message(envelope, new.items, new.options)
-            await self._publisher.publish(jobs_topic_id(prediction.model), data, attributes, timeout_s=PUBLISH_LIMIT_S)
+            await self._publisher.publish(
+                jobs_topic_id(prediction.model), data, attributes, timeout_s=PUBLISH_LIMIT_S
+            )
         except PenstockError as error:
             await self._give_up(new, error)
         # Without the mark, a repeated request publishes the job again, which is harmless.

@@ -63,7 +63,13 @@ class Predictions:
     """
 
     def __init__(
-        self, records: Records, sender: PredictionSender, inbox: Inbox, admission: Admission, *, keep_s: int
+        self,
+        records: Records,
+        sender: PredictionSender,
+        inbox: Inbox,
+        admission: Admission,
+        *,
+        keep_s: int,
     ) -> None:
         self._records = records
         self._sender = sender
@@ -86,7 +92,9 @@ class Predictions:
             Unavailable: Redis or the broker is out of reach, and nothing was created.
         """
         model, items, lane = new.prediction.model, len(new.items), new.options.lane
-        self._admission.admit(model, items, remaining_s=new.prediction.deadline_s - time.time(), lane=lane)
+        self._admission.admit(
+            model, items, remaining_s=new.prediction.deadline_s - time.time(), lane=lane
+        )
         creation: Creation | None = None
         try:
             # Registered before the job is published, so no reply can be too early.
@@ -96,8 +104,14 @@ class Predictions:
                 creation = Creation(self, snapshot, waiter, is_new=is_new)
                 yield creation
         finally:
-            took_s = _took_s(creation.snapshot.record) if creation is not None and creation.is_new else None
-            self._admission.release(model, items, answered=took_s is not None, took_s=took_s, lane=lane)
+            took_s = (
+                _took_s(creation.snapshot.record)
+                if creation is not None and creation.is_new
+                else None
+            )
+            self._admission.release(
+                model, items, answered=took_s is not None, took_s=took_s, lane=lane
+            )
 
     async def read(self, tenant: str, prediction_id: str) -> PredictionSnapshot:
         """Reads a prediction of this tenant.
@@ -106,7 +120,11 @@ class Predictions:
             NotFound: the tenant has no such prediction, or it has expired.
             Unavailable: Redis is out of reach.
         """
-        record_id = prediction_id if _GENERATED_ID.fullmatch(prediction_id) else record_of(tenant, prediction_id)
+        record_id = (
+            prediction_id
+            if _GENERATED_ID.fullmatch(prediction_id)
+            else record_of(tenant, prediction_id)
+        )
         record = await self._records.read(record_id)
         if record is not None and record.document:
             prediction = decode_document(record.document)
@@ -114,15 +132,25 @@ class Predictions:
                 return await self._end_if_late(PredictionSnapshot(prediction, record))
         raise NotFound(f"there is no prediction {prediction_id[:80]!r}")
 
-    async def page(self, tenant: str, before_s: float | None) -> tuple[list[PredictionSnapshot], float | None]:
+    async def page(
+        self, tenant: str, before_s: float | None
+    ) -> tuple[list[PredictionSnapshot], float | None]:
         """Returns up to PAGE predictions, newest first, and the `before_s` of the next page.
 
         Raises:
             Unavailable: Redis is out of reach.
         """
         ids = await self._records.latest(tenant, PAGE, before_s)
-        records = [record for record in await asyncio.gather(*map(self._records.read, ids)) if record is not None]
-        found = [PredictionSnapshot(decode_document(record.document), record) for record in records if record.document]
+        records = [
+            record
+            for record in await asyncio.gather(*map(self._records.read, ids))
+            if record is not None
+        ]
+        found = [
+            PredictionSnapshot(decode_document(record.document), record)
+            for record in records
+            if record.document
+        ]
         next_s = found[-1].record.created_at_s if found and len(ids) == PAGE else None
         return [await self._end_if_late(one) for one in found], next_s
 
@@ -134,7 +162,10 @@ class Predictions:
             Unavailable: Redis is out of reach.
         """
         snapshot = await self.read(tenant, prediction_id)
-        if not snapshot.record.is_over and await self._records.cancel(snapshot.prediction.record) == "canceled":
+        if (
+            not snapshot.record.is_over
+            and await self._records.cancel(snapshot.prediction.record) == "canceled"
+        ):
             metrics.PREDICTIONS.labels(snapshot.prediction.model, "canceled").inc()
         return await self.read(tenant, prediction_id)
 
@@ -171,7 +202,9 @@ class Predictions:
                     stack.callback(self._with_waiter.discard, record_id)
             yield waiter
 
-    async def _create(self, new: NewPrediction, waiter: ReplyWaiter | None) -> tuple[bool, PredictionSnapshot]:
+    async def _create(
+        self, new: NewPrediction, waiter: ReplyWaiter | None
+    ) -> tuple[bool, PredictionSnapshot]:
         prediction, document = new.prediction, encode_document(new.prediction)
         record_id, deadline_s = prediction.record, prediction.deadline_s
         is_new = await self._records.create(
@@ -184,10 +217,14 @@ class Predictions:
         )
         if is_new:
             await self._sender.send(new, waiter)
-            return True, PredictionSnapshot(prediction, Record(state="starting", created_at_s=prediction.created_at_s))
+            return True, PredictionSnapshot(
+                prediction, Record(state="starting", created_at_s=prediction.created_at_s)
+            )
         snapshot = await self.read(prediction.tenant, prediction.id)
         if snapshot.prediction.digest != prediction.digest:
-            raise PredictionIdTaken(f"{prediction.id} is the id of another prediction, with another input", field="id")
+            raise PredictionIdTaken(
+                f"{prediction.id} is the id of another prediction, with another input", field="id"
+            )
         snapshot = await self._wait_for_publish(snapshot)
         if _is_unpublished(snapshot):
             # The prediction as first created: its rows have the times and ids of its record.
@@ -196,7 +233,10 @@ class Predictions:
 
     async def _wait_for_publish(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
         """Waits until the job is published, or its creator has had the time to do it."""
-        while _is_unpublished(snapshot) and time.time() < snapshot.record.created_at_s + CREATOR_PUBLISHES_S:
+        while (
+            _is_unpublished(snapshot)
+            and time.time() < snapshot.record.created_at_s + CREATOR_PUBLISHES_S
+        ):
             await asyncio.sleep(CREATOR_POLL_S)
             snapshot = await self.read(snapshot.prediction.tenant, snapshot.prediction.id)
         return snapshot
@@ -206,7 +246,9 @@ class Predictions:
         if record.is_over or time.time() < prediction.deadline_s + GRACE_S:
             return snapshot
         limit_s = prediction.deadline_s - prediction.created_at_s
-        reply = failed_reply(DeadlineExceeded.code, f"deadline exceeded: it was not done within {limit_s:.3g} s")
+        reply = failed_reply(
+            DeadlineExceeded.code, f"deadline exceeded: it was not done within {limit_s:.3g} s"
+        )
         finish = await self._records.finish(prediction.record, "failed", reply)
         if finish is None:
             return snapshot
@@ -221,7 +263,12 @@ class Creation:
     """A prediction that was created (`is_new`) or found, and its latest `snapshot`."""
 
     def __init__(
-        self, predictions: Predictions, snapshot: PredictionSnapshot, waiter: ReplyWaiter | None, *, is_new: bool
+        self,
+        predictions: Predictions,
+        snapshot: PredictionSnapshot,
+        waiter: ReplyWaiter | None,
+        *,
+        is_new: bool,
     ) -> None:
         self._predictions = predictions
         self._waiter = waiter
@@ -259,5 +306,9 @@ def _is_unpublished(snapshot: PredictionSnapshot) -> bool:
 def _took_s(record: Record) -> float | None:
     """The time that the model took. None if no model ran."""
     outcomes = record.reply.outcomes if record.reply is not None else []
-    times_ms = [outcome.receipt.inference_ms for outcome in outcomes if outcome.receipt.inference_ms is not None]
+    times_ms = [
+        outcome.receipt.inference_ms
+        for outcome in outcomes
+        if outcome.receipt.inference_ms is not None
+    ]
     return max(times_ms) / 1000 if times_ms else None

@@ -39,13 +39,18 @@ _encoder = msgspec.json.Encoder()
     responses=inference_responses(EmbeddingsReply, "X-Penstock-Truncated-Tokens"),
 )
 async def create_embeddings(request: Request) -> Response:
-    """Answers when all vectors are ready. Each text that was embedded before comes from the cache."""
+    """Answers when all vectors are ready.
+
+    Each text that was embedded before comes from the cache.
+    """
     call = open_request(request)
     body = await call.read_json(EmbeddingsBody)
     model = call.dependencies.catalog.find(body.model, "embedding")
     call.context.model = model.name
     dimensions = _dimensions(body, model)
-    inputs = text_inputs(body.input, model, truncate=body.truncate or "none", tokenizer=body.tokenizer)
+    inputs = text_inputs(
+        body.input, model, truncate=body.truncate or "none", tokenizer=body.tokenizer
+    )
     if len(inputs) >= LARGE_ITEMS:
         call.check_room(model, 1)
     outcomes = (await call.infer(model, inputs)).outcomes
@@ -65,13 +70,20 @@ def _add_truncated(reply: EmbeddingsReply, outcomes: Sequence[ItemOutcome]) -> i
 
 
 def _dimensions(body: EmbeddingsBody, model: Model) -> int:
-    assert model.dimensions is not None, "the catalog refuses embedding models without; this is a bug"
+    assert model.dimensions is not None, (
+        "the catalog refuses embedding models without; this is a bug"
+    )
     if body.dimensions is not None and body.dimensions > model.dimensions:
-        raise BadInput(f"dimensions: {model.name} has {model.dimensions}, not {body.dimensions}", field="dimensions")
+        raise BadInput(
+            f"dimensions: {model.name} has {model.dimensions}, not {body.dimensions}",
+            field="dimensions",
+        )
     return body.dimensions or model.dimensions
 
 
-def _reply(outcomes: Sequence[ItemOutcome], model: Model, dimensions: int, *, as_floats: bool) -> EmbeddingsReply:
+def _reply(
+    outcomes: Sequence[ItemOutcome], model: Model, dimensions: int, *, as_floats: bool
+) -> EmbeddingsReply:
     results = [outcome.result for outcome in outcomes]
     found = [result for result in results if isinstance(result, EmbeddingResult)]
     if len(found) < len(results):
@@ -80,7 +92,9 @@ def _reply(outcomes: Sequence[ItemOutcome], model: Model, dimensions: int, *, as
     embeddings: Sequence[bytes | list[float]] = vectors
     if as_floats or dimensions != model.dimensions:
         matrix = _matrix(vectors, model, dimensions)
-        embeddings = [row.tolist() for row in matrix] if as_floats else [row.tobytes() for row in matrix]
+        embeddings = (
+            [row.tolist() for row in matrix] if as_floats else [row.tobytes() for row in matrix]
+        )
     tokens = sum(result.tokens for result in found)
     items = [EmbeddingItem(index, embedding) for index, embedding in enumerate(embeddings)]
     return EmbeddingsReply(items, model.name, Usage(tokens, tokens))
@@ -96,5 +110,7 @@ def _matrix(vectors: Sequence[bytes], model: Model, dimensions: int) -> NDArray[
         return matrix
     cut = matrix[:, :dimensions]
     lengths = np.linalg.norm(cut, axis=1, keepdims=True)
-    scaled: NDArray[np.float32] = np.divide(cut, np.where(lengths > 0, lengths, 1), dtype=np.float32)
+    scaled: NDArray[np.float32] = np.divide(
+        cut, np.where(lengths > 0, lengths, 1), dtype=np.float32
+    )
     return scaled

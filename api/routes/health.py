@@ -14,7 +14,9 @@ from api.schemas.replicate_replies import HealthReply, ReadinessReply
 router = APIRouter()
 
 
-@router.get("/healthz", summary="Liveness", responses={200: success("The process is alive.", HealthReply)})
+@router.get(
+    "/healthz", summary="Liveness", responses={200: success("The process is alive.", HealthReply)}
+)
 async def is_alive(request: Request) -> Response:
     """200 while the process answers requests."""
     return Response(b'{"status":"ok"}', media_type="application/json")
@@ -29,7 +31,12 @@ async def is_alive(request: Request) -> Response:
     },
 )
 async def is_ready(request: Request) -> Response:
-    """200 when a message passes through Pub/Sub and back. Without Redis it is still 200, with status `degraded`."""
+    """200 when a message passes through Pub/Sub and back.
+
+    Without Redis it is still 200, with status `degraded`.
+    """
     found = await dependencies_of(request).readiness.check()
     body = {"status": found.status, "pubsub": found.pubsub, "redis": found.redis}
-    return Response(msgspec.json.encode(body), 200 if found.is_ready else 503, media_type="application/json")
+    return Response(
+        msgspec.json.encode(body), 200 if found.is_ready else 503, media_type="application/json"
+    )

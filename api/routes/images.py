@@ -33,7 +33,10 @@ RESULT_LIMIT_BYTES = 64 * 1024 * 1024
     responses=inference_responses(ImagesReply, "X-Penstock-Seed", "X-Penstock-Truncated-Tokens"),
 )
 async def create_images(request: Request) -> Response:
-    """Answers when all images are ready. With a seed the same request gives the same images, mostly from the cache."""
+    """Answers when all images are ready.
+
+    With a seed the same request gives the same images, mostly from the cache.
+    """
     call = open_request(request)
     body = await call.read_json(GenerationBody)
     model = _find_model(call, body)
@@ -44,26 +47,37 @@ async def create_images(request: Request) -> Response:
 @router.post(
     "/v1/images/edits",
     summary="Create images from an image and a prompt",
+    description=(
+        "Image-to-image: the source is resized to the output size "
+        "and changed as much as `strength` says."
+    ),
     openapi_extra=inference_body(EditBody, form=EditForm),
     responses=inference_responses(ImagesReply, "X-Penstock-Seed", "X-Penstock-Truncated-Tokens"),
 )
 async def edit_image(request: Request) -> Response:
-    """Image-to-image: the source is resized to the output size and changed as much as `strength` says."""
+    """Image-to-image: the source is resized, and changed as much as `strength` says."""
     call = open_request(request)
     body, data = await read_edit(call)
     model = _find_model(call, body)
     call.check_room(model, body.n)
-    image_codec, deadline_s = call.dependencies.image_codec, call.options.answer_by_s(model.deadline)
+    image_codec, deadline_s = (
+        call.dependencies.image_codec,
+        call.options.answer_by_s(model.deadline),
+    )
     preparing = image_codec.prepare_source(data, _size(body, model), model.image, deadline_s)
     source, size = await while_connected(request.receive, preparing)
     first = first_image(body, model, size)
     check_strength(first.steps, body.strength)
-    return await _answer(call, body, model, msgspec.structs.replace(first, image=source, strength=body.strength))
+    return await _answer(
+        call, body, model, msgspec.structs.replace(first, image=source, strength=body.strength)
+    )
 
 
 def _find_model(call: ApiRequest, body: GenerationBody | EditForm) -> Model:
     catalog = call.dependencies.catalog
-    model = catalog.find(body.model, "image") if body.model is not None else catalog.default("image")
+    model = (
+        catalog.find(body.model, "image") if body.model is not None else catalog.default("image")
+    )
     call.context.model = model.name
     return model
 
@@ -73,7 +87,9 @@ def _size(body: GenerationBody | EditForm, model: Model) -> tuple[int, int] | No
     return None if body.size == "auto" else size_of(body.size, model)
 
 
-async def _answer(call: ApiRequest, body: GenerationBody | EditForm, model: Model, first: ImageInput) -> Response:
+async def _answer(
+    call: ApiRequest, body: GenerationBody | EditForm, model: Model, first: ImageInput
+) -> Response:
     """Computes n images with consecutive seeds, and answers with them."""
     key_seed = call.context.key_seed
     start = first.seed if body.seed is not None or key_seed is None else key_seed

@@ -28,7 +28,9 @@ VARIES = {"vary": "user-agent"}
 _LISTED: Responses = {
     200: {
         **success("The models. Replicate's clients get a page in Replicate's shape.", ModelsReply),
-        "content": {"application/json": {"schema": {"anyOf": [ref_to(ModelsReply), ref_to(ModelsPage)]}}},
+        "content": {
+            "application/json": {"schema": {"anyOf": [ref_to(ModelsReply), ref_to(ModelsPage)]}}
+        },
     }
 }
 
@@ -39,8 +41,13 @@ _LISTED: Responses = {
     openapi_extra=AUTHENTICATED,
     responses=responses(ModelsReply, 401) | _LISTED,
 )
-async def list_models(request: Request, cursor: Annotated[str, Query(include_in_schema=False)] = "") -> Response:
-    """All models of the catalog, in OpenAI's shape. Replicate's clients get them in pages of Replicate's shape."""
+async def list_models(
+    request: Request, cursor: Annotated[str, Query(include_in_schema=False)] = ""
+) -> Response:
+    """All models of the catalog, in OpenAI's shape.
+
+    Replicate's clients get them in pages of Replicate's shape.
+    """
     if is_replicates_client(request.headers.get("user-agent", "")):
         return await _for_replicate(request, cursor)
     dependencies = authenticate(request).dependencies
@@ -67,7 +74,8 @@ async def get_model(request: Request, model: str) -> Response:
     """A model, by its name or an alias."""
     dependencies = authenticate(request).dependencies
     return Response(
-        msgspec.json.encode(_item(dependencies.catalog.find(model), dependencies)), media_type="application/json"
+        msgspec.json.encode(_item(dependencies.catalog.find(model), dependencies)),
+        media_type="application/json",
     )
 
 

@@ -25,15 +25,24 @@ LONGEST_S = 30.0
     summary="Download an image by its signed link",
     response_class=Response,
     responses={
-        200: binary("The bytes, of the type that the link names.", *sorted(set(MEDIA_TYPES.values())), ANY_BYTES),
+        200: binary(
+            "The bytes, of the type that the link names.",
+            *sorted(set(MEDIA_TYPES.values())),
+            ANY_BYTES,
+        ),
         **errors(400, 403, 404, 503),
     },
 )
-async def get_object(request: Request, key: str, type: str, expires: int, signature: str) -> Response:
+async def get_object(
+    request: Request, key: str, type: str, expires: int, signature: str
+) -> Response:
     """The bytes of a result, while the link is valid."""
     dependencies = dependencies_of(request)
     dependencies.url_signer.check(key, type, expires, signature)
     fetching = dependencies.result_fetcher.fetch(key, type, time.time() + LONGEST_S)
     data = await while_connected(request.receive, fetching)
-    headers = {"cache-control": f"private, max-age={VALID_S}, immutable", "x-content-type-options": "nosniff"}
+    headers = {
+        "cache-control": f"private, max-age={VALID_S}, immutable",
+        "x-content-type-options": "nosniff",
+    }
     return Response(data, headers=headers, media_type=type)

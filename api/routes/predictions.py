@@ -69,7 +69,10 @@ _ONE: openapi.Responses = {
     responses=openapi.creation_responses(),
 )
 async def create(request: Request) -> Response:
-    """Creates a prediction of the model that `version` names. Answers at once, or with `Prefer: wait` when it ends."""
+    """Creates a prediction of the model that `version` names.
+
+    Answers at once, or with `Prefer: wait` when it ends.
+    """
     call = open_request(request)
     body = await call.read_json(VersionedBody)
     model = find_version(call.dependencies.catalog, body.version)
@@ -84,11 +87,15 @@ async def create(request: Request) -> Response:
     responses=openapi.creation_responses(),
 )
 async def put(request: Request, prediction_id: CallerId) -> Response:
-    """The same request finds the same prediction again. Another request with the same id is refused (422)."""
+    """The same request finds the same prediction again.
+
+    Another request with the same id is refused (422).
+    """
     call = open_request(request)
     if not CALLER_ID.fullmatch(prediction_id):
         raise BadInput(
-            "id: must be 1 to 64 letters, digits, '.', '_' or '-', begin with a letter or digit, and not with 'pred_'",
+            "id: must be 1 to 64 letters, digits, '.', '_' or '-', "
+            "begin with a letter or digit, and not with 'pred_'",
             field="id",
         )
     body = await call.read_json(VersionedBody)
@@ -113,12 +120,16 @@ async def create_of_model(request: Request, owner: str, name: str) -> Response:
 @router.post(
     "/deployments/{owner}/{name}/predictions",
     summary="Create a prediction of a deployment",
+    description=(
+        "Creates a prediction of the model `name`: "
+        "each model of the catalog has one deployment, of the same name."
+    ),
     status_code=201,
     openapi_extra=openapi.prediction_body(PredictionBody),
     responses=openapi.creation_responses(),
 )
 async def create_of_deployment(request: Request, owner: str, name: str) -> Response:
-    """Creates a prediction of the model `name`: each model of the catalog has one deployment, of the same name."""
+    """Creates a prediction of the model that has the deployment's name."""
     call = open_request(request)
     model = call.dependencies.catalog.find(name)
     body = await call.read_json(PredictionBody)
@@ -129,14 +140,19 @@ async def create_of_deployment(request: Request, owner: str, name: str) -> Respo
     "/predictions",
     summary="List your predictions",
     openapi_extra=openapi.AUTHENTICATED,
-    responses={200: openapi.success("A page of predictions.", PredictionsPage), **openapi.problems(401, 422, 503)},
+    responses={
+        200: openapi.success("A page of predictions.", PredictionsPage),
+        **openapi.problems(401, 422, 503),
+    },
 )
 async def list_all(request: Request, cursor: Cursor = "") -> Response:
     """Predictions in pages, newest first. `next` is the URL of the next page."""
     call = authenticate(request)
     if not _CURSOR.fullmatch(cursor):
         raise BadInput("cursor: not a cursor of this API", field="cursor")
-    found, next_s = await call.dependencies.predictions.page(call.tenant, float(cursor) if cursor else None)
+    found, next_s = await call.dependencies.predictions.page(
+        call.tenant, float(cursor) if cursor else None
+    )
     following = None if next_s is None else f"{call.base_url}/v1/predictions?cursor={next_s!r}"
     bodies = [body_of(*snapshot, call.dependencies.url_signer) for snapshot in found]
     return _json({"previous": None, "next": following, "results": bodies})
@@ -151,7 +167,9 @@ async def list_all(request: Request, cursor: Cursor = "") -> Response:
 async def get(request: Request, prediction_id: str) -> Response:
     """The prediction in its current state."""
     call = authenticate(request)
-    return _answer(call.dependencies, await call.dependencies.predictions.read(call.tenant, prediction_id))
+    return _answer(
+        call.dependencies, await call.dependencies.predictions.read(call.tenant, prediction_id)
+    )
 
 
 @router.post(
@@ -161,9 +179,14 @@ async def get(request: Request, prediction_id: str) -> Response:
     responses=_ONE,
 )
 async def cancel(request: Request, prediction_id: str) -> Response:
-    """Ends the prediction now. Its worker stops at the next step. A prediction that has ended stays as it is."""
+    """Ends the prediction now.
+
+    Its worker stops at the next step. A prediction that has ended stays as it is.
+    """
     call = authenticate(request)
-    return _answer(call.dependencies, await call.dependencies.predictions.cancel(call.tenant, prediction_id))
+    return _answer(
+        call.dependencies, await call.dependencies.predictions.cancel(call.tenant, prediction_id)
+    )
 
 
 @router.get(
@@ -198,7 +221,12 @@ async def _create(
     own_id: str = "",
     deployment: str = "",
 ) -> Response:
-    dependencies, context, options, tenant = call.dependencies, call.context, call.options, call.tenant
+    dependencies, context, options, tenant = (
+        call.dependencies,
+        call.context,
+        call.options,
+        call.tenant,
+    )
     context.model = model.name
     base_url = call.base_url
     key, wait_s = options.idempotency_key, max(0.0, options.wait_s - EARLY_S)
@@ -207,7 +235,9 @@ async def _create(
     reading = read_inputs(body.input, model, caller, dependencies.source_pictures)
     read = await while_connected(call.http.receive, reading)
     prediction_id, record = _ids(tenant, own_id, key)
-    webhook, webhook_events = _webhook_of(body, allow_private=dependencies.settings.webhooks_private)
+    webhook, webhook_events = _webhook_of(
+        body, allow_private=dependencies.settings.webhooks_private
+    )
     new = NewPrediction(
         Prediction(
             id=prediction_id,
@@ -269,7 +299,9 @@ def _answer(dependencies: Dependencies, snapshot: PredictionSnapshot) -> Respons
     return _json(body_of(*snapshot, dependencies.url_signer))
 
 
-def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def _json(
+    body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
     return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
@@ -289,7 +321,8 @@ async def _digest(body: PredictionBody, model: Model) -> str:
     given = body.model_dump(exclude={"version"})
     image = given["input"].get("image")
     if isinstance(image, str) and len(image) > LONGEST_URL:
-        # Encoding 20 MB of image as JSON would block the event loop for 130 ms, so its digest replaces it.
+        # Encoding 20 MB of image as JSON would block the event loop for 130 ms, so its digest
+        # replaces it.
         given["input"]["image"] = await asyncio.to_thread(_digest_of, image)
     return _digest_of(json.dumps([model.name, given], sort_keys=True))
 
@@ -301,7 +334,8 @@ def _digest_of(text: str) -> str:
 def _items(model: Model, inputs: Sequence[Input], tenant: str, *, is_kept: bool) -> list[Item]:
     keeps = is_kept and model.cache.ttl_s > 0
     return [
-        Item(index, given, cache_key(model, given, tenant) if keeps else None) for index, given in enumerate(inputs)
+        Item(index, given, cache_key(model, given, tenant) if keeps else None)
+        for index, given in enumerate(inputs)
     ]
 
 

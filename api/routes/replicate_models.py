@@ -43,7 +43,11 @@ _FORM: Described = {
                     "type": "object",
                     "required": ["content"],
                     "properties": {
-                        "content": {"type": "string", "format": "binary", "description": "The file to upload."},
+                        "content": {
+                            "type": "string",
+                            "format": "binary",
+                            "description": "The file to upload.",
+                        },
                         "metadata": {"type": "object", "description": "Kept with the file."},
                     },
                 },
@@ -58,7 +62,10 @@ _CURSOR = re.compile(r"\d{1,9}")
 
 @router.get("/models", include_in_schema=False)
 async def list_models(request: Request, cursor: str = "") -> Response:
-    """All models of the catalog, in pages. Under /v1 only for Replicate's clients (api/routes/models.py)."""
+    """All models of the catalog, in pages.
+
+    Under /v1 only for Replicate's clients (api/routes/models.py).
+    """
     call = authenticate(request)
     if cursor and not _CURSOR.fullmatch(cursor):
         raise BadInput("cursor: not a cursor of this API", field="cursor")
@@ -67,7 +74,10 @@ async def list_models(request: Request, cursor: str = "") -> Response:
     pages = {"previous": max(0, first - PAGE) if first else None, "next": None}
     if following < len(dependencies.catalog.models):
         pages["next"] = following
-    links = {name: None if at is None else f"{base_url}/v1/models?cursor={at}" for name, at in pages.items()}
+    links = {
+        name: None if at is None else f"{base_url}/v1/models?cursor={at}"
+        for name, at in pages.items()
+    }
     results = [model_body(model, OWNER, base_url, dependencies.started_at_s) for model in shown]
     return _json({**links, "results": results})
 
@@ -148,10 +158,16 @@ async def get_deployment(request: Request, owner: str, name: str) -> Response:
     summary="Upload a file",
     status_code=201,
     openapi_extra=_FORM | AUTHENTICATED,
-    responses={201: success("The uploaded file.", FileReply), **problems(400, 401, 408, 413, 422, 503)},
+    responses={
+        201: success("The uploaded file.", FileReply),
+        **problems(400, 401, 408, 413, 422, 503),
+    },
 )
 async def create_file(request: Request) -> Response:
-    """Takes a form with the file as `content` and, if wanted, a JSON object as `metadata`. Files are kept for a day."""
+    """Takes a form with the file as `content` and, if wanted, a JSON object as `metadata`.
+
+    Files are kept for a day.
+    """
     call = authenticate(request)
     call.check_charset()
     async with request.form(max_files=2, max_fields=MOST_FIELDS) as form:
@@ -199,7 +215,11 @@ async def get_secret(request: Request) -> Response:
 
 def _shown(call: ApiRequest, file: File) -> dict[str, Any]:
     # An uploaded page or script must not be served as one from this origin.
-    media_type = file.content_type if file.content_type in MEDIA_TYPES.values() else "application/octet-stream"
+    media_type = (
+        file.content_type
+        if file.content_type in MEDIA_TYPES.values()
+        else "application/octet-stream"
+    )
     return {
         "id": file.id,
         "name": file.name,

@@ -1,4 +1,6 @@
-"""The public bodies: requests as pydantic models, which validate and document them, replies as structs.
+"""The public bodies: requests are pydantic models, replies are structs.
+
+The models validate the requests and document them.
 
 msgspec encodes bytes as JSON without intermediate Python objects. Fields are those of OpenAI's API
 (https://platform.openai.com/docs/api-reference). Extensions say so.
@@ -44,7 +46,9 @@ def _known(name: str) -> str:
     return name
 
 
-SchedulerName = Annotated[str, AfterValidator(_known), Field(json_schema_extra={"enum": list(SCHEDULER_NAMES)})]
+SchedulerName = Annotated[
+    str, AfterValidator(_known), Field(json_schema_extra={"enum": list(SCHEDULER_NAMES)})
+]
 
 
 class Body(BaseModel):
@@ -57,7 +61,13 @@ def _shape(value: Any) -> str:
     """The shape of `input` by its first element, so that errors mention only this shape."""
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(value, list):
-        return "token_lists:" if isinstance(first, list) else "tokens:" if isinstance(first, int) else "texts:"
+        return (
+            "token_lists:"
+            if isinstance(first, list)
+            else "tokens:"
+            if isinstance(first, int)
+            else "texts:"
+        )
     return "text:"
 
 
@@ -65,7 +75,9 @@ class EmbeddingsBody(Body):
     """Texts to embed, or token ids together with `tokenizer`."""
 
     model_config = ConfigDict(
-        json_schema_extra={"example": {"model": "all-MiniLM-L6-v2", "input": ["a cat", "a kitten"]}},
+        json_schema_extra={
+            "example": {"model": "all-MiniLM-L6-v2", "input": ["a cat", "a kitten"]}
+        },
     )
 
     model: str
@@ -78,14 +90,23 @@ class EmbeddingsBody(Body):
     ]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(
-        None, ge=1, description="How many dimensions to keep, from the first. The vector is normalized again."
+        None,
+        ge=1,
+        description="How many dimensions to keep, from the first. The vector is normalized again.",
     )
     truncate: Literal["end", "start"] | None = Field(
-        None, description="Extension: which side of a too long text is cut. Without it such texts are refused (400)."
+        None,
+        description=(
+            "Extension: which side of a too long text is cut. "
+            "Without it such texts are refused (400)."
+        ),
     )
     tokenizer: str | None = Field(
         None,
-        description="Extension: the model whose tokenizer made the token ids in `input`; without it they are refused.",
+        description=(
+            "Extension: the model whose tokenizer made the token ids in `input`; "
+            "without it they are refused."
+        ),
     )
     user: str | None = None
 
@@ -94,15 +115,23 @@ class _ImageBody(Body):
     prompt: str = Field(min_length=1, max_length=LONGEST_PROMPT)
     model: str | None = Field(None, description="Default: the first image model of the catalog.")
     n: int = Field(1, ge=1, le=10)
-    size: str = Field("auto", pattern=r"^(auto|[1-9]\d{0,4}x[1-9]\d{0,4})$", description="WIDTHxHEIGHT, or auto.")
+    size: str = Field(
+        "auto", pattern=r"^(auto|[1-9]\d{0,4}x[1-9]\d{0,4})$", description="WIDTHxHEIGHT, or auto."
+    )
     response_format: Literal["url", "b64_json"] = "b64_json"
     output_format: Literal["png", "jpeg", "webp"] = "png"
-    output_compression: int | None = Field(None, ge=0, le=100, description="Quality of jpeg and webp, from 0 to 100.")
-    seed: int | None = Field(None, ge=0, le=LARGEST_SEED, description="Extension: image i of n uses seed + i.")
+    output_compression: int | None = Field(
+        None, ge=0, le=100, description="Quality of jpeg and webp, from 0 to 100."
+    )
+    seed: int | None = Field(
+        None, ge=0, le=LARGEST_SEED, description="Extension: image i of n uses seed + i."
+    )
     num_inference_steps: int | None = Field(None, ge=1, description="Extension.")
     guidance_scale: float | None = Field(None, ge=0, le=100, description="Extension.")
     negative_prompt: str | None = Field(None, max_length=LONGEST_PROMPT, description="Extension.")
-    scheduler: SchedulerName | None = Field(None, description=f"Extension: one of {', '.join(SCHEDULER_NAMES)}.")
+    scheduler: SchedulerName | None = Field(
+        None, description=f"Extension: one of {', '.join(SCHEDULER_NAMES)}."
+    )
     quality: str | None = Field(None, description="Accepted, without effect.")
     style: str | None = Field(None, description="Accepted, without effect.")
     background: str | None = Field(None, description="Accepted, without effect.")
@@ -110,9 +139,13 @@ class _ImageBody(Body):
     user: str | None = None
     safety_identifier: str | None = None
     stream: bool | None = Field(
-        None, description="Only false. This API does not stream images.", json_schema_extra={"enum": [False, None]}
+        None,
+        description="Only false. This API does not stream images.",
+        json_schema_extra={"enum": [False, None]},
     )
-    partial_images: int | None = Field(None, description="Only 0.", json_schema_extra={"enum": [0, None]})
+    partial_images: int | None = Field(
+        None, description="Only 0.", json_schema_extra={"enum": [0, None]}
+    )
 
     @field_validator("stream", "partial_images")
     @classmethod
@@ -133,7 +166,11 @@ class GenerationBody(_ImageBody):
 
     model_config = ConfigDict(
         json_schema_extra={
-            "example": {"prompt": "a large red circle on a white background", "size": "64x64", "seed": 7}
+            "example": {
+                "prompt": "a large red circle on a white background",
+                "size": "64x64",
+                "seed": 7,
+            }
         },
     )
 
@@ -141,7 +178,9 @@ class GenerationBody(_ImageBody):
 class SourceImage(Body):
     """A source image inside a JSON body."""
 
-    image_url: str = Field(pattern=r"^data:", description="A base64 data: URI. Other URLs are not fetched.")
+    image_url: str = Field(
+        pattern=r"^data:", description="A base64 data: URI. Other URLs are not fetched."
+    )
 
 
 def _as_form(schema: dict[str, Any]) -> None:
@@ -153,7 +192,11 @@ def _as_form(schema: dict[str, Any]) -> None:
             field["enum"] = [value for value in field["enum"] if value is not None]
         if field.get("default", "") is None:
             del field["default"]
-    schema["properties"]["image"] = {"type": "string", "format": "binary", "description": "PNG, JPEG or WebP."}
+    schema["properties"]["image"] = {
+        "type": "string",
+        "format": "binary",
+        "description": "PNG, JPEG or WebP.",
+    }
     schema["required"].append("image")
 
 
@@ -179,7 +222,9 @@ class EditBody(EditForm):
         },
     )
 
-    images: list[SourceImage] = Field(min_length=1, max_length=1, description="Exactly one source image.")
+    images: list[SourceImage] = Field(
+        min_length=1, max_length=1, description="Exactly one source image."
+    )
 
 
 class Usage(msgspec.Struct):
@@ -192,7 +237,8 @@ class Usage(msgspec.Struct):
 class EmbeddingItem(msgspec.Struct):
     """One vector: a list of floats, or base64 of little-endian float32.
 
-    `truncated_tokens` says how many tokens of the text were cut. It is present where the request has `truncate`.
+    `truncated_tokens` says how many tokens of the text were cut. It is present where the request
+    has `truncate`.
     """
 
     index: int
@@ -211,7 +257,10 @@ class EmbeddingsReply(msgspec.Struct):
 
 
 class ImageItem(msgspec.Struct, omit_defaults=True):
-    """One image: base64, or a link that is valid for 60 minutes. The same `seed` draws the same image again."""
+    """One image: base64, or a link that is valid for 60 minutes.
+
+    The same `seed` draws the same image again.
+    """
 
     seed: int
     b64_json: bytes | None = None

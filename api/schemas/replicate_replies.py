@@ -1,4 +1,6 @@
-"""The replies of the Predictions API, for the OpenAPI document. The routes write these bodies themselves.
+"""The replies of the Predictions API, for the OpenAPI document.
+
+The routes write these bodies themselves.
 
 Field names are those of Replicate's API (https://replicate.com/docs/reference/http).
 """
@@ -26,10 +28,12 @@ class PredictionUrls(msgspec.Struct):
 
 
 class PredictionTimes(msgspec.Struct, omit_defaults=True):
-    """Seconds under Replicate's names, milliseconds under RunPod's. Each is present once it is known.
+    """Seconds under Replicate's names, milliseconds under RunPod's.
 
-    `truncated_tokens` says how many tokens were cut: of all texts, where the input has `truncate`; of the prompts of
-    images, where that is known.
+    Each is present once it is known.
+
+    `truncated_tokens` says how many tokens were cut: of all texts, where the input has `truncate`;
+    of the prompts of images, where that is known.
     """
 
     total_time: Seconds | msgspec.UnsetType = msgspec.UNSET
@@ -50,7 +54,9 @@ class PredictionReply(msgspec.Struct):
     status: Literal["starting", "processing", "succeeded", "failed", "canceled"]
     input: dict[str, Any]
     output: list[Vector | str | float] | str | None
-    """A vector or vectors, or the URLs of images, as the model's `openapi_schema` says; null until it succeeded."""
+    """A vector or vectors, or the URLs of images, as the model's `openapi_schema` says; null until
+    it succeeded.
+    """
     logs: str
     error: str | None
     metrics: PredictionTimes

@@ -16,7 +16,9 @@ API_TASKS: dict[str, ApiTask] = {name: import_module(f"{__name__}.{name}").TASK 
 MOST_FIELDS = 100
 
 
-async def read_inputs(given: dict[str, Any], model: Model, caller: Caller, pictures: SourcePictures) -> Inputs:
+async def read_inputs(
+    given: dict[str, Any], model: Model, caller: Caller, pictures: SourcePictures
+) -> Inputs:
     """The inputs of one prediction.
 
     Args:
@@ -32,7 +34,9 @@ async def read_inputs(given: dict[str, Any], model: Model, caller: Caller, pictu
         Unavailable: the object store is out of reach.
     """
     if len(given) > MOST_FIELDS:
-        raise BadInput(f"input: {len(given)} fields; at most {MOST_FIELDS} are allowed", field="input")
+        raise BadInput(
+            f"input: {len(given)} fields; at most {MOST_FIELDS} are allowed", field="input"
+        )
     with errors_in_input():
         return await API_TASKS[model.task].read(given, model, caller, pictures)
 
@@ -41,7 +45,10 @@ def openapi_schema_of(model: Model) -> dict[str, Any]:
     """The model's input and output in the form that cog publishes. Clients make forms from it."""
     task = API_TASKS[model.task]
     given = task.input_schema.model_json_schema(ref_template="#/components/schemas/{model}")
-    schemas = {"Input": given | {"title": "Input"}, "Output": {"title": "Output"} | task.output_schema}
+    schemas = {
+        "Input": given | {"title": "Input"},
+        "Output": {"title": "Output"} | task.output_schema,
+    }
     return {
         "openapi": "3.1.0",
         "info": {"title": model.name, "version": model.revision},

@@ -38,7 +38,9 @@ class ApiTask(ABC):
     """The output, as JSON Schema."""
 
     @abstractmethod
-    async def read(self, given: dict[str, Any], model: Model, caller: Caller, pictures: SourcePictures) -> Inputs:
+    async def read(
+        self, given: dict[str, Any], model: Model, caller: Caller, pictures: SourcePictures
+    ) -> Inputs:
         """The items of one prediction.
 
         Args:

@@ -53,7 +53,9 @@ class EmbeddingApi(ApiTask):
     input_schema = TextsInput
     output_schema: ClassVar = {"anyOf": [_VECTOR, {"type": "array", "items": _VECTOR}]}
 
-    async def read(self, given: dict[str, Any], model: Model, caller: Caller, pictures: SourcePictures) -> Inputs:
+    async def read(
+        self, given: dict[str, Any], model: Model, caller: Caller, pictures: SourcePictures
+    ) -> Inputs:
         """One item for each text."""
         parsed = TextsInput.model_validate(given, strict=True)
         inputs = text_inputs(parsed.given, model, truncate=parsed.truncate or "none")
@@ -69,7 +71,10 @@ def check_texts(texts: list[str]) -> None:
         InputTooLarge: they are too long.
     """
     if len(texts) > MOST_TEXTS:
-        raise BadInput(f"texts: {len(texts)} texts; at most {MOST_TEXTS} are allowed in a prediction", field="texts")
+        raise BadInput(
+            f"texts: {len(texts)} texts; at most {MOST_TEXTS} are allowed in a prediction",
+            field="texts",
+        )
     if sum(len(text.encode()) for text in texts) > MOST_TEXT_BYTES:
         raise InputTooLarge(f"texts: together longer than {MOST_TEXT_BYTES} bytes", field="texts")
 

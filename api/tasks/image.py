@@ -22,17 +22,25 @@ class PictureInput(Body):
 
     prompt: str = Field(min_length=1, max_length=LONGEST_PROMPT)
     negative_prompt: str | None = Field(None, max_length=LONGEST_PROMPT)
-    image: str | None = Field(None, description="A base64 data: URI, or the URL of a file or result of this API.")
+    image: str | None = Field(
+        None, description="A base64 data: URI, or the URL of a file or result of this API."
+    )
     strength: float | None = Field(None, gt=0, le=1, description="1 ignores the source image.")
-    prompt_strength: float | None = Field(None, gt=0, le=1, description="Replicate's name for `strength`.")
+    prompt_strength: float | None = Field(
+        None, gt=0, le=1, description="Replicate's name for `strength`."
+    )
     width: int | None = Field(None, ge=1)
     height: int | None = Field(None, ge=1)
-    size: str | None = Field(None, pattern=r"^[1-9]\d{0,4}x[1-9]\d{0,4}$", description="WIDTHxHEIGHT, in one.")
+    size: str | None = Field(
+        None, pattern=r"^[1-9]\d{0,4}x[1-9]\d{0,4}$", description="WIDTHxHEIGHT, in one."
+    )
     num_outputs: int = Field(1, ge=1, le=4, description="Image i uses seed + i.")
     num_inference_steps: int | None = Field(None, ge=1)
     guidance_scale: float | None = Field(None, ge=0, le=100)
     seed: int | None = Field(None, ge=0, le=LARGEST_SEED)
-    scheduler: SchedulerName | None = Field(None, description=f"One of {', '.join(SCHEDULER_NAMES)}.")
+    scheduler: SchedulerName | None = Field(
+        None, description=f"One of {', '.join(SCHEDULER_NAMES)}."
+    )
     output_format: Literal["png", "jpg", "jpeg", "webp"] = "png"
 
     @model_validator(mode="after")
@@ -50,7 +58,9 @@ class ImageApi(ApiTask):
     input_schema = PictureInput
     output_schema: ClassVar = {"type": "array", "items": {"type": "string", "format": "uri"}}
 
-    async def read(self, given: dict[str, Any], model: Model, caller: Caller, pictures: SourcePictures) -> Inputs:
+    async def read(
+        self, given: dict[str, Any], model: Model, caller: Caller, pictures: SourcePictures
+    ) -> Inputs:
         """One item for each picture. They differ in their seeds."""
         parsed = PictureInput.model_validate(given, strict=True)
         size, shown = _size(parsed, model), given
@@ -66,7 +76,10 @@ class ImageApi(ApiTask):
             first = msgspec.structs.replace(first, image=source, strength=strength)
             if parsed.image.startswith("data:"):
                 shown = given | {"image": await pictures.keep(parsed.image, data, caller)}
-        inputs = [msgspec.structs.replace(first, seed=first.seed + number) for number in range(parsed.num_outputs)]
+        inputs = [
+            msgspec.structs.replace(first, seed=first.seed + number)
+            for number in range(parsed.num_outputs)
+        ]
         return Inputs(inputs, shown, True, parsed.seed is not None, parsed.output_format)
 
 
@@ -76,7 +89,9 @@ def _size(parsed: PictureInput, model: Model) -> tuple[int, int] | None:
         return size_of(parsed.size, model)
     if not (parsed.width or parsed.height):
         return None
-    return checked_size(parsed.width or model.image.width, parsed.height or model.image.height, model)
+    return checked_size(
+        parsed.width or model.image.width, parsed.height or model.image.height, model
+    )
 
 
 TASK = ImageApi()

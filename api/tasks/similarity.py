@@ -33,7 +33,9 @@ class TextsToCompare(Body):
 
     @model_validator(mode="after")
     def _one_form(self) -> TextsToCompare:
-        if (self.query is None) != (self.texts is None) or (self.texts is None) == (self.pairs is None):
+        if (self.query is None) != (self.texts is None) or (self.texts is None) == (
+            self.pairs is None
+        ):
             raise ValueError("give either query and texts, or pairs")
         return self
 
@@ -53,13 +55,17 @@ class SimilarityApi(ApiTask):
         "items": {"type": "number", "minimum": -1, "maximum": 1},
     }
 
-    async def read(self, given: dict[str, Any], model: Model, caller: Caller, pictures: SourcePictures) -> Inputs:
+    async def read(
+        self, given: dict[str, Any], model: Model, caller: Caller, pictures: SourcePictures
+    ) -> Inputs:
         """One item for each pair."""
         parsed = TextsToCompare.model_validate(given, strict=True)
         pairs, limit = parsed.all_pairs(), model.text.max_input_bytes
         for index, pair in enumerate(pairs):
             if any(len(text.encode()) > limit for text in pair):
-                raise InputTooLarge(f"pair {index} has a text longer than {limit} bytes", field="texts")
+                raise InputTooLarge(
+                    f"pair {index} has a text longer than {limit} bytes", field="texts"
+                )
         check_texts([text + query for text, query in pairs])
         inputs = [SimilarityInput(text, query, parsed.truncate or "none") for text, query in pairs]
         return Inputs(inputs, given, is_list=True, is_repeatable=True)

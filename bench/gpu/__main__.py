@@ -34,14 +34,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
     options = parser.parse_args(argv)
     if not options.tiny and not torch.cuda.is_available():
-        print("no CUDA device on this machine: nothing measured (--tiny runs the same code on the CPU)")
+        print(
+            "no CUDA device on this machine: nothing measured (--tiny runs the same code on the "
+            "CPU)"
+        )
         return 1
     for library in (diffusers.utils.logging, transformers.utils.logging):
         library.set_verbosity_error()
         library.disable_progress_bar()
     scale = TINY if options.tiny else FULL
     where, began_s = machine(), time.time()
-    where |= {"card": card_name(scale.device), "cuda": torch.version.cuda or "", "diffusers": diffusers.__version__}
+    where |= {
+        "card": card_name(scale.device),
+        "cuda": torch.version.cuda or "",
+        "diffusers": diffusers.__version__,
+    }
     outcome = run(scale)
     print(f"{where['card']}, torch {where['torch']}, diffusers {where['diffusers']}\n")
     print(table({"gpu": outcome}))
@@ -63,9 +70,14 @@ def run(scale: Scale) -> Outcome:
         figures += _image_figures(row)
     for row in texts:
         names = [name for name in row if name.startswith(("plain", "ours"))]
-        figures += [Figure(f"{row['model']}, {row['length']} tokens, {name}", row[name], "tokens/s") for name in names]
+        figures += [
+            Figure(f"{row['model']}, {row['length']} tokens, {name}", row[name], "tokens/s")
+            for name in names
+        ]
     for name, rates in shared.items():
-        figures += [Figure(f"{name} {way}", rates[way], "batches/s") for way in ("alone", "together")]
+        figures += [
+            Figure(f"{name} {way}", rates[way], "batches/s") for way in ("alone", "together")
+        ]
         figures.append(Figure(f"{name} kept while sharing", rates["kept"], "of alone"))
     return Outcome(figures, {"images": images, "texts": texts, "shared": shared})
 

@@ -14,7 +14,9 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 def matrix_tflops(device: str, precision: str, size: int) -> float:
     """TFLOP/s of square matrix products of `size`, the upper bound of any model."""
-    left, right = (torch.randn(size, size, device=device, dtype=DTYPES[precision]) for _ in range(2))
+    left, right = (
+        torch.randn(size, size, device=device, dtype=DTYPES[precision]) for _ in range(2)
+    )
 
     def multiply() -> None:
         for _ in range(_PRODUCTS):

@@ -94,8 +94,12 @@ class _Plain:
     def __init__(self, folder: Path, scale: Scale) -> None:
         dtype = DTYPES[scale.precision]
         given = {"dtype": dtype, "safety_checker": None, "local_files_only": True}
-        self._text = diffusers.StableDiffusionPipeline.from_pretrained(folder, **given).to(scale.device)
-        self._image = diffusers.StableDiffusionImg2ImgPipeline(**self._text.components, requires_safety_checker=False)
+        self._text = diffusers.StableDiffusionPipeline.from_pretrained(folder, **given).to(
+            scale.device
+        )
+        self._image = diffusers.StableDiffusionImg2ImgPipeline(
+            **self._text.components, requires_safety_checker=False
+        )
         for pipeline in (self._text, self._image):
             pipeline.set_progress_bar_config(disable=True)
 
@@ -150,7 +154,9 @@ def image_entry(folder: Path, scale: Scale) -> Model:
         source=f"local:{folder}",
         backend="torch",
         batch=Batch(max_items=largest, max_pixel_steps=largest * scale.side**2 * scale.text_steps),
-        image=ImageDefaults(width=scale.side, height=scale.side, steps=scale.text_steps, guidance_scale=GUIDANCE),
+        image=ImageDefaults(
+            width=scale.side, height=scale.side, steps=scale.text_steps, guidance_scale=GUIDANCE
+        ),
     )
 
 
@@ -160,7 +166,9 @@ def write_pipeline(folder: Path, scale: Scale) -> None:
         shutil.copytree(PIPELINE, folder)
         return
     torch.manual_seed(SEED)
-    tokenizer = CLIPTokenizer.from_pretrained(PIPELINE / "tokenizer", model_max_length=PROMPT_TOKENS)
+    tokenizer = CLIPTokenizer.from_pretrained(
+        PIPELINE / "tokenizer", model_max_length=PROMPT_TOKENS
+    )
     pipeline = diffusers.StableDiffusionPipeline(
         tokenizer=tokenizer,
         **full_width_parts(tokenizer.bos_token_id, tokenizer.eos_token_id),
@@ -191,7 +199,9 @@ def full_width_parts(start_token: int, end_token: int) -> dict[str, torch.nn.Mod
     )
     return {
         "text_encoder": CLIPTextModel(text),
-        "unet": diffusers.UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8),
+        "unet": diffusers.UNet2DConditionModel(
+            sample_size=64, cross_attention_dim=768, attention_head_dim=8
+        ),
         "vae": diffusers.AutoencoderKL(
             sample_size=512,
             block_out_channels=(128, 256, 512, 512),

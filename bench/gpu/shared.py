@@ -48,7 +48,12 @@ async def _measure(scale: Scale, images: Path) -> dict[str, dict[str, float]]:
         rates = await asyncio.gather(*(_rate(load, scale) for load in loads.values()))
         together = dict(zip(loads, rates, strict=True))
     return {
-        name: {"alone": alone[name], "together": together[name], "kept": together[name] / alone[name]} for name in work
+        name: {
+            "alone": alone[name],
+            "together": together[name],
+            "kept": together[name] / alone[name],
+        }
+        for name in work
     }
 
 

@@ -34,13 +34,18 @@ def measure(scale: Scale, folder: Path) -> list[dict[str, Any]]:
     ):
         runners: dict[str, Any] = {f"plain {scale.precision}": _plain(place, scale)}
         for precision in ("fp32",) if scale.device == "cpu" else ("fp32", "fp16", "bf16"):
-            model = model_for(text_entry(name, place, dimensions, precision, scale), place, scale.device)
+            model = model_for(
+                text_entry(name, place, dimensions, precision, scale), place, scale.device
+            )
             model.setup()
             model.warmup()
             runners[f"ours {precision}"] = model
         for length in scale.lengths:
             batch = texts(length, max(1, scale.tokens // length))
-            rows.append({"model": name, "length": length, "batch": len(batch)} | _rates(scale, runners, batch))
+            rows.append(
+                {"model": name, "length": length, "batch": len(batch)}
+                | _rates(scale, runners, batch)
+            )
     return rows
 
 
@@ -65,14 +70,20 @@ def _embed(runner: Any, batch: list[PreparedText]) -> None:
 
 def _plain(place: Path, scale: Scale) -> Any:
     """Transformers as its documentation runs it, mean-pooled, vectors fetched."""
-    model = AutoModel.from_pretrained(read_sentence_folder(place).transformer, dtype=DTYPES[scale.precision])
+    model = AutoModel.from_pretrained(
+        read_sentence_folder(place).transformer, dtype=DTYPES[scale.precision]
+    )
     model = model.to(scale.device).eval()
 
     def embed(batch: list[PreparedText]) -> Any:
-        ids = torch.tensor(np.stack([np.frombuffer(text.ids, "<u4") for text in batch]).astype(np.int64))
+        ids = torch.tensor(
+            np.stack([np.frombuffer(text.ids, "<u4") for text in batch]).astype(np.int64)
+        )
         mask = torch.ones_like(ids)
         with torch.no_grad():
-            states = model(input_ids=ids.to(scale.device), attention_mask=mask.to(scale.device)).last_hidden_state
+            states = model(
+                input_ids=ids.to(scale.device), attention_mask=mask.to(scale.device)
+            ).last_hidden_state
             return torch.nn.functional.normalize(states.mean(1), dim=1).cpu()
 
     return embed
@@ -95,7 +106,9 @@ def text_entry(name: str, place: Path, dimensions: int, precision: str, scale: S
             "backend": "torch",
             "precision": precision,
             "dimensions": dimensions,
-            "batch": Batch(max_tokens=scale.tokens, max_items=max(1, scale.tokens // min(scale.lengths))),
+            "batch": Batch(
+                max_tokens=scale.tokens, max_items=max(1, scale.tokens // min(scale.lengths))
+            ),
         }
     )
 

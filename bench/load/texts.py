@@ -27,13 +27,17 @@ class Texts:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         vocabulary = self._tokenizer.get_vocab()
-        self._words = sorted(word for word in vocabulary if word.isascii() and word.isalpha() and len(word) > 2)
+        self._words = sorted(
+            word for word in vocabulary if word.isascii() and word.isalpha() and len(word) > 2
+        )
         self._random = random.Random(seed)
         self._drawn: set[str] = set()
 
     def mixed(self, count: int) -> list[str]:
         """`count` texts in the proportions of MIX, shuffled."""
-        texts = [self._draw(low, high) for share, low, high in MIX for _ in range(round(share * count))]
+        texts = [
+            self._draw(low, high) for share, low, high in MIX for _ in range(round(share * count))
+        ]
         texts += [self._draw(*MIX[0][1:]) for _ in range(count - len(texts))]
         self._random.shuffle(texts)
         return texts[:count]

@@ -57,24 +57,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     for rows in (ratio_rows(medians), rate_rows(medians), cost_rows(medians)):
         print(f"\n{text_table.table(rows[0], rows[1:])}")
     if not options.dry:
-        details = {"started": findings.started, "measured": findings.measured, "load_after": os.getloadavg()[0]}
+        details = {
+            "started": findings.started,
+            "measured": findings.measured,
+            "load_after": os.getloadavg()[0],
+        }
         _keep(medians, Outcome(figures(medians), details), where, began_s, options.rounds)
     return 0 if findings.measured else 1
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     keys = [one.key for one in CONTENDERS]
-    parser = argparse.ArgumentParser(prog="python -m bench.peers", description="Penstock beside its peers.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.peers", description="Penstock beside its peers."
+    )
     parser.add_argument("--only", type=_words, help=f"of these, with commas: {', '.join(keys)}")
     parser.add_argument("--rounds", type=int, help=f"default {ROUNDS}")
-    parser.add_argument("--in-flight", type=_numbers, help=f"default {','.join(map(str, IN_FLIGHT))}")
-    parser.add_argument("--repeats", type=_shares, default=REPEATS, help="shares of repeated texts, default 0,0.4")
     parser.add_argument(
-        "--open-loop", type=float, metavar="RATE", help=f"arrivals a second, 0: none; default {OPEN_LOOP_PER_S:g}"
+        "--in-flight", type=_numbers, help=f"default {','.join(map(str, IN_FLIGHT))}"
     )
-    parser.add_argument("--quick", action="store_true", help="one round of 1, 32 and 128 in flight, no open loop")
-    parser.add_argument("--dry", action="store_true", help="print only; results and docs stay as they are")
-    parser.add_argument("--install", action="store_true", help="make the peers' environments and stop")
+    parser.add_argument(
+        "--repeats", type=_shares, default=REPEATS, help="shares of repeated texts, default 0,0.4"
+    )
+    parser.add_argument(
+        "--open-loop",
+        type=float,
+        metavar="RATE",
+        help=f"arrivals a second, 0: none; default {OPEN_LOOP_PER_S:g}",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one round of 1, 32 and 128 in flight, no open loop"
+    )
+    parser.add_argument(
+        "--dry", action="store_true", help="print only; results and docs stay as they are"
+    )
+    parser.add_argument(
+        "--install", action="store_true", help="make the peers' environments and stop"
+    )
     options = parser.parse_args(argv)
     if unknown := set(options.only or ()) - set(keys):
         parser.error(f"no such contender: {', '.join(sorted(unknown))}")
@@ -121,12 +140,20 @@ def _model_folder() -> Path:
     return Path(package.origin).parent / "model"
 
 
-def _keep(medians: Medians, outcome: Outcome, where: dict[str, Any], began_s: float, rounds: int) -> None:
+def _keep(
+    medians: Medians, outcome: Outcome, where: dict[str, Any], began_s: float, rounds: int
+) -> None:
     kept = keep("peers", outcome, where, began_s)
-    told, tables = headline(where, rounds), (ratio_rows(medians), rate_rows(medians), cost_rows(medians))
+    told, tables = (
+        headline(where, rounds),
+        (ratio_rows(medians), rate_rows(medians), cost_rows(medians)),
+    )
     write_between_markers(PAGE, markdown(told, tables))
     write_between_markers(README, markdown(told, (rate_rows(medians),)))
-    print(f"\n{time.time() - began_s:.0f} s, kept in {kept.relative_to(kept.parents[2])}, {PAGE} and {README}")
+    print(
+        f"\n{time.time() - began_s:.0f} s, kept in {kept.relative_to(kept.parents[2])}, {PAGE} and "
+        f"{README}"
+    )
 
 
 def _say(line: str) -> None:

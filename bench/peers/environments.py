@@ -33,7 +33,14 @@ def _make(environment: Path, requirements: Path) -> None:
     shutil.rmtree(environment, ignore_errors=True)
     # The list is complete, so pip need not resolve it: some peers ask for more than an index may
     # have.
-    install = [str(environment / "bin" / "pip"), "install", "--quiet", "--no-deps", "-r", str(requirements)]
+    install = [
+        str(environment / "bin" / "pip"),
+        "install",
+        "--quiet",
+        "--no-deps",
+        "-r",
+        str(requirements),
+    ]
     for command in ([sys.executable, "-m", "venv", str(environment)], install):
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_LIMIT_S)

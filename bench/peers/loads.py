@@ -41,7 +41,9 @@ class Load:
         """As the tables call it."""
         if self.rate_per_s:
             return f"{self.rate_per_s:g}/s, open loop"
-        return f"{self.in_flight} in flight" + (f", {self.repeats:.0%} repeats".replace("%", " %") * bool(self.repeats))
+        return f"{self.in_flight} in flight" + (
+            f", {self.repeats:.0%} repeats".replace("%", " %") * bool(self.repeats)
+        )
 
     @property
     def send_s(self) -> float:
@@ -74,7 +76,9 @@ def plan(in_flight: Sequence[int], repeats: Sequence[float], rate_per_s: float) 
     return loads + [Load(OPEN_CONNECTIONS, rate_per_s=rate_per_s)] * bool(rate_per_s)
 
 
-def _with_repeats(fresh: Iterator[str], count: int, share: float, draw: random.Random) -> Iterator[str]:
+def _with_repeats(
+    fresh: Iterator[str], count: int, share: float, draw: random.Random
+) -> Iterator[str]:
     """`count` texts, of which `share` are repeats of earlier ones, all equally likely."""
     seen: list[str] = []
     for _ in range(count):

@@ -58,7 +58,16 @@ UVICORN = (
     *("{bin}/uvicorn", "--app-dir", "{home}", *HOST_AND_PORT),
     *("--log-level", "warning", "--no-access-log"),
 )
-MOSEC_OPTIONS = ("--address", "127.0.0.1", "--port", "{port}", "--timeout", "300000", "--log-level", "warning")
+MOSEC_OPTIONS = (
+    "--address",
+    "127.0.0.1",
+    "--port",
+    "{port}",
+    "--timeout",
+    "300000",
+    "--log-level",
+    "warning",
+)
 """Mosec's default timeout is 3 s. With that it answers 408 from 128 in flight on."""
 TUNED = ("{bin}/python", "{home}/tuned.py", *MOSEC_OPTIONS)
 TUNED_NOTE = "two workers of one thread, batches of 32 sorted by length and run by 4, torch"
@@ -112,8 +121,24 @@ PEERS = (
         folder="infinity",
         commands=(
             (
-                *("{bin}/infinity_emb", "v2", "--model-id", "{model}", "--served-model-name", "minilm"),
-                *("--engine", "torch", "--device", "cpu", "--dtype", "float32", "--batch-size", "32"),
+                *(
+                    "{bin}/infinity_emb",
+                    "v2",
+                    "--model-id",
+                    "{model}",
+                    "--served-model-name",
+                    "minilm",
+                ),
+                *(
+                    "--engine",
+                    "torch",
+                    "--device",
+                    "cpu",
+                    "--dtype",
+                    "float32",
+                    "--batch-size",
+                    "32",
+                ),
                 *(*HOST_AND_PORT, "--log-level", "warning", "--no-bettertransformer"),
             ),
         ),
@@ -127,7 +152,16 @@ PEERS = (
         body={"sentences": [PLACE]},
         answer=(0,),
         folder="bentoml",
-        commands=(("{bin}/bentoml", "serve", "--working-dir", "{home}", "service:BentoEmbedding", *HOST_AND_PORT),),
+        commands=(
+            (
+                "{bin}/bentoml",
+                "serve",
+                "--working-dir",
+                "{home}",
+                "service:BentoEmbedding",
+                *HOST_AND_PORT,
+            ),
+        ),
     ),
     Contender(
         "ray",
@@ -147,7 +181,16 @@ PEERS = (
         folder="celery",
         commands=(
             ("{bin}/redis-server", "--port", "{spare}", "--bind", "127.0.0.1", "--save", ""),
-            ("{bin}/celery", "--workdir", "{home}", "-A", "tasks", "worker", "--loglevel", "WARNING"),
+            (
+                "{bin}/celery",
+                "--workdir",
+                "{home}",
+                "-A",
+                "tasks",
+                "worker",
+                "--loglevel",
+                "WARNING",
+            ),
             (*UVICORN, "front:app"),
         ),
         environment={"PEER_REDIS_URL": "redis://127.0.0.1:{spare}/0"},
@@ -205,12 +248,22 @@ def penstock(key: str, name: str, note: str, **entry: Any) -> Contender:
     It answers JSON lists of floats, as the peers do.
     """
     body = {"model": MODEL, "input": PLACE, "encoding_format": "float"}
-    return Contender(key, name, "ours", note, "/v1/embeddings", body, ("data", 0, "embedding"), entry=entry)
+    return Contender(
+        key, name, "ours", note, "/v1/embeddings", body, ("data", 0, "embedding"), entry=entry
+    )
 
 
 OURS = (
-    penstock("penstock", "Penstock", "as `make up` serves it, image model and BigQuery rows included"),
-    penstock("penstock-fp32", "Penstock, torch fp32", "the same, torch fp32 only", backend="torch", precision="fp32"),
+    penstock(
+        "penstock", "Penstock", "as `make up` serves it, image model and BigQuery rows included"
+    ),
+    penstock(
+        "penstock-fp32",
+        "Penstock, torch fp32",
+        "the same, torch fp32 only",
+        backend="torch",
+        precision="fp32",
+    ),
     penstock(
         "penstock-int8",
         "Penstock, int8",

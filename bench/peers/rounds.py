@@ -68,7 +68,11 @@ class Findings:
 
 
 def measure(
-    contenders: Sequence[Contender], loads: Sequence[Load], rounds: int, model_folder: Path, say: Say
+    contenders: Sequence[Contender],
+    loads: Sequence[Load],
+    rounds: int,
+    model_folder: Path,
+    say: Say,
 ) -> Findings:
     """Starts every contender, measures in `rounds` rounds, stops them, compares sampled vectors.
 
@@ -95,7 +99,12 @@ def measure(
 
 
 def _start(
-    contenders: Iterable[Contender], texts: Texts, model_folder: Path, stack: ExitStack, findings: Findings, say: Say
+    contenders: Iterable[Contender],
+    texts: Texts,
+    model_folder: Path,
+    stack: ExitStack,
+    findings: Findings,
+    say: Say,
 ) -> list[Serving]:
     """Starts each while the others are frozen, warms it up and freezes it."""
     awake = []
@@ -152,11 +161,16 @@ def _one(
     )
     findings.measured.append(measured)
     took_s = time.monotonic() - began_s
-    say(f"{load.name}, round {number + 1}, {one.contender.name}: {report.rate:.0f}/s, {took_s:.1f} s {failures}")
+    say(
+        f"{load.name}, round {number + 1}, {one.contender.name}: {report.rate:.0f}/s, "
+        f"{took_s:.1f} s {failures}"
+    )
     return [(measured, [(texts[place], vector) for place, vector in vectors])]
 
 
-def _vectors(report: LoadReport, contender: Contender) -> tuple[list[tuple[int, list[float]]], dict[str, int]]:
+def _vectors(
+    report: LoadReport, contender: Contender
+) -> tuple[list[tuple[int, list[float]]], dict[str, int]]:
     """The sampled vectors by number of the text, and the failures.
 
     An answer without a vector is one.
@@ -171,10 +185,16 @@ def _vectors(report: LoadReport, contender: Contender) -> tuple[list[tuple[int, 
 
 
 def _per_request(spent_s: dict[str, float], answered: int) -> dict[str, float]:
-    return {name: round(1000 * spent / max(answered, 1), 3) for name, spent in spent_s.items() if spent > 0}
+    return {
+        name: round(1000 * spent / max(answered, 1), 3)
+        for name, spent in spent_s.items()
+        if spent > 0
+    }
 
 
-def _compare(sampled: list[tuple[Measured, list[tuple[str, list[float]]]]], model_folder: Path) -> None:
+def _compare(
+    sampled: list[tuple[Measured, list[tuple[str, list[float]]]]], model_folder: Path
+) -> None:
     """Adds the cosines to the reference, once nothing else needs the cores."""
     wanted = {text for _, samples in sampled for text, _ in samples}
     reference = vectors_of(wanted, model_folder)

@@ -43,7 +43,9 @@ class Serving:
     ready_s: float
     tree: Tree
 
-    def drive(self, texts: list[str], in_flight: int, send_s: float, rate_per_s: float = 0.0) -> LoadReport:
+    def drive(
+        self, texts: list[str], in_flight: int, send_s: float, rate_per_s: float = 0.0
+    ) -> LoadReport:
         """Sends `texts` as a generator.LoadOrder says."""
         order = LoadOrder(
             self.port,

@@ -22,7 +22,9 @@ Rows = list[list[str]]
 class Medians:
     """The median over rounds of every figure of every contender under every load."""
 
-    def __init__(self, contenders: Sequence[Contender], loads: Sequence[Load], findings: Findings) -> None:
+    def __init__(
+        self, contenders: Sequence[Contender], loads: Sequence[Load], findings: Findings
+    ) -> None:
         self.contenders = contenders
         self.loads = [load.name for load in loads]
         self.started = findings.started
@@ -85,11 +87,18 @@ class Medians:
 
 def figures(medians: Medians) -> list[Figure]:
     """Every median, our ratios to the best peer, and the bounds of these ratios."""
-    found = [Figure(f"{key}, {load}, {name}", value, unit) for key, load, name, value, unit in _values(medians)]
+    found = [
+        Figure(f"{key}, {load}, {name}", value, unit)
+        for key, load, name, value, unit in _values(medians)
+    ]
     for load in medians.loads:
         best = medians.best(load, medians.keys("peer"))
         for key in medians.keys("ours"):
-            for other, limit in ((best, _must(key, load)), ("mosec-fp32", 0.0), ("mosec-bf16", 0.0)):
+            for other, limit in (
+                (best, _must(key, load)),
+                ("mosec-fp32", 0.0),
+                ("mosec-bf16", 0.0),
+            ):
                 value = _ratio(medians, key, other, load)
                 if value is not None:
                     bound = (">=", limit) if limit else ()
@@ -114,7 +123,13 @@ def _values(medians: Medians) -> Iterable[tuple[str, str, str, float, str]]:
             for name in ("p50", "p95", "p99"):
                 yield one.key, load, name, medians.percentile(one.key, load, name) or 0.0, "ms"
             yield one.key, load, "CPU per request", medians.cpu_ms(one.key, load) or 0.0, "ms"
-            yield one.key, load, "CPU per request, model", medians.busiest_cpu_ms(one.key, load) or 0.0, "ms"
+            yield (
+                one.key,
+                load,
+                "CPU per request, model",
+                medians.busiest_cpu_ms(one.key, load) or 0.0,
+                "ms",
+            )
             yield one.key, load, "without a vector", medians.failed(one.key, load), ""
 
 
@@ -143,10 +158,16 @@ def _cell(medians: Medians, key: str, load: str) -> str:
 def ratio_rows(medians: Medians) -> Rows:
     """A row per load: the best documented peer, and our ratios to it and to the tuned ones."""
     ours = [one for one in medians.contenders if one.group == "ours"]
-    others = [("best peer", None), ("Mosec tuned, fp32", "mosec-fp32"), ("Mosec tuned, bf16", "mosec-bf16")]
+    others = [
+        ("best peer", None),
+        ("Mosec tuned, fp32", "mosec-fp32"),
+        ("Mosec tuned, bf16", "mosec-bf16"),
+    ]
     others = [(name, key) for name, key in others if key is None or key in medians.keys("tuned")]
     names = {one.key: one.name for one in medians.contenders}
-    rows = [["load", "best peer, /s", *(f"{one.name} / {name}" for one in ours for name, _ in others)]]
+    rows = [
+        ["load", "best peer, /s", *(f"{one.name} / {name}" for one in ours for name, _ in others)]
+    ]
     for load in medians.loads:
         best = medians.best(load, medians.keys("peer"))
         told = f"{names[best]}, {medians.rate(best, load):,.0f}" if best else "-"
@@ -211,7 +232,9 @@ def _one_line(reason: str) -> str:
 
 def headline(where: dict[str, Any], rounds: int) -> str:
     """The machine and the date, for above the tables."""
-    machine = f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, {where['date'][:10]}"
+    machine = (
+        f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, {where['date'][:10]}"
+    )
     return f"{machine}; medians of {rounds} round{'s' * (rounds != 1)}, interleaved."
 
 

@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 
 TABLE = "rows"
 _FOLDER = Path(__file__).parent
-_TABLE_FIELDS = ["schema", "description", "time_partitioning", "clustering_fields", "require_partition_filter"]
+_TABLE_FIELDS = [
+    "schema",
+    "description",
+    "time_partitioning",
+    "clustering_fields",
+    "require_partition_filter",
+]
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,12 @@ def create(client: bigquery.Client, dataset: str) -> None:
     table = {"schema": {"fields": schema()}, **table_options()}
     _put(client, f"{name}.{TABLE}", table, _TABLE_FIELDS)
     for view, query in views(client.project, dataset).items():
-        _put(client, f"{name}.{view}", {"view": {"query": query, "useLegacySql": False}}, ["view_query"])
+        _put(
+            client,
+            f"{name}.{view}",
+            {"view": {"query": query, "useLegacySql": False}},
+            ["view_query"],
+        )
 
 
 def _put(client: bigquery.Client, name: str, resource: dict[str, Any], fields: list[str]) -> None:

@@ -51,7 +51,9 @@ def plan(
         Path | None,
         typer.Option(metavar="FILE", help="rates of all models; infra/deploy/rates.example.yaml"),
     ] = None,
-    rate: Annotated[Words, typer.Option(metavar="MODEL=MEAN[:PEAK]", help="requests per second of one model")] = None,
+    rate: Annotated[
+        Words, typer.Option(metavar="MODEL=MEAN[:PEAK]", help="requests per second of one model")
+    ] = None,
     seconds: Annotated[
         Words,
         typer.Option(metavar="MODEL=SECONDS", help="of a worker for one item, with --rate"),
@@ -60,16 +62,20 @@ def plan(
         Path | None,
         typer.Option(metavar="FILE", help="variables of infra/terraform/platform, .tfvars.json"),
     ] = None,
-    region: Annotated[Words, typer.Option(metavar="REGION ...", help="instead of the variable `regions`")] = None,
+    region: Annotated[
+        Words, typer.Option(metavar="REGION ...", help="instead of the variable `regions`")
+    ] = None,
     more_regions: Annotated[Words, typer.Argument(hidden=True, metavar="REGION")] = None,
     prices: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="prices that replace those of infra/deploy/prices.yaml"),
     ] = None,
-    buffer: Annotated[int, typer.Option(help="places kept warm per GPU class")] = Deployment.model_fields[
-        "buffer"
-    ].default,
-    as_json: Annotated[bool, typer.Option("--json", help="print every name and figure as JSON, for a program")] = False,
+    buffer: Annotated[
+        int, typer.Option(help="places kept warm per GPU class")
+    ] = Deployment.model_fields["buffer"].default,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print every name and figure as JSON, for a program")
+    ] = False,
 ) -> None:
     """Plan GPUs, nodes, subscriptions, quotas and monthly cost for the expected rates."""
     if (rates is None) == (not rate):
@@ -101,7 +107,9 @@ def _plan(
     if rates_file is None:
         rates = rates_of_words(rate, seconds, catalog)
     elif seconds:
-        raise ConfigurationError("--seconds goes with --rate; a file of rates has seconds_per_item", field="seconds")
+        raise ConfigurationError(
+            "--seconds goes with --rate; a file of rates has seconds_per_item", field="seconds"
+        )
     else:
         rates = read_rates(rates_file, catalog)
     platform = read_platform(tfvars)

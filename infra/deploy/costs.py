@@ -47,7 +47,9 @@ class Cost:
     lacks: str = ""
 
 
-def cost_table(sites: Sequence[Site], volumes: Sequence[Volume], platform: Platform, prices: Prices) -> list[Cost]:
+def cost_table(
+    sites: Sequence[Site], volumes: Sequence[Volume], platform: Platform, prices: Prices
+) -> list[Cost]:
     """All rows: of each region, then of what the regions share."""
     bill = _Bill(prices)
     for site in sites:
@@ -97,7 +99,9 @@ class _Bill:
             costs.append(price.cost_usd(place, amount, before[column]))
             before[column] += amount
         source = price.source if price is not None and costs[0] is not None else ""
-        self.rows.append(Cost(item, place, unit, key, mean, most, costs[0], costs[1], source, lacks))
+        self.rows.append(
+            Cost(item, place, unit, key, mean, most, costs[0], costs[1], source, lacks)
+        )
 
 
 def _region(bill: _Bill, site: Site, platform: Platform) -> None:
@@ -105,7 +109,14 @@ def _region(bill: _Bill, site: Site, platform: Platform) -> None:
     for pool in site.pools:
         kind = "spot" if platform.nodes.spot else "on-demand"
         name = f"GPU nodes {pool.name}, {kind.replace('-', ' ')}"
-        bill.add(name, place, "hour", _machine(pool, kind), pool.nodes_mean * HOURS, pool.nodes_peak * HOURS)
+        bill.add(
+            name,
+            place,
+            "hour",
+            _machine(pool, kind),
+            pool.nodes_mean * HOURS,
+            pool.nodes_peak * HOURS,
+        )
     bill.add(
         "general nodes",
         place,
@@ -114,13 +125,22 @@ def _region(bill: _Bill, site: Site, platform: Platform) -> None:
         site.general_mean * HOURS,
         site.general_peak * HOURS,
     )
-    mean, peak = (GPU_DISK_GIB * gpus + GENERAL_DISK_GIB * general for gpus, general in _node_counts(site))
+    mean, peak = (
+        GPU_DISK_GIB * gpus + GENERAL_DISK_GIB * general for gpus, general in _node_counts(site)
+    )
     bill.add("boot disks of nodes", place, "GiB-month", "disk/pd-balanced", mean, peak)
     bill.add("GKE, cluster", place, "hour", "gke/cluster", HOURS)
     cpu, memory = platform.api.cpu + SIDECAR_CPU, platform.api.memory_gib + SIDECAR_GIB
     mean_s, peak_s = site.api_mean * SECONDS, site.api_peak * SECONDS
     bill.add("API on Cloud Run, CPU", place, "vCPU-second", "run/cpu", cpu * mean_s, cpu * peak_s)
-    bill.add("API on Cloud Run, memory", place, "GiB-second", "run/memory", memory * mean_s, memory * peak_s)
+    bill.add(
+        "API on Cloud Run, memory",
+        place,
+        "GiB-second",
+        "run/memory",
+        memory * mean_s,
+        memory * peak_s,
+    )
     for one in redis(platform):
         if one.region == place:
             key = f"memorystore/{one.node_type}"
@@ -154,7 +174,10 @@ def on_demand_usd(sites: Sequence[Site], prices: Prices) -> tuple[float, float] 
 def _messages(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None:
     """Publish and each delivery are billed, with at least 1,000 bytes each."""
     slots = platform.inboxes.slots
-    for what, size, times in (("jobs", "job_bytes", 1 + JOB_DELIVERIES), ("replies", "reply_bytes", 1 + slots)):
+    for what, size, times in (
+        ("jobs", "job_bytes", 1 + JOB_DELIVERIES),
+        ("replies", "reply_bytes", 1 + slots),
+    ):
         total, unknown = 0.0, []
         for one in volumes:
             billed = getattr(one, size)
@@ -163,7 +186,8 @@ def _messages(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> Non
             else:
                 total += one.jobs * times * max(LEAST_BYTES, billed)
         field = "input_bytes" if what == "jobs" else "output_bytes"
-        item = f"{REPLIES if what == 'replies' else 'Pub/Sub, jobs'}: 1 publish, {times - 1} deliveries"
+        traffic = REPLIES if what == "replies" else "Pub/Sub, jobs"
+        item = f"{traffic}: 1 publish, {times - 1} deliveries"
         amount = None if unknown else total / TIB
         bill.add(item, "", "TiB", "pubsub/throughput", amount, lacks=_give(field, unknown))
 
@@ -173,7 +197,9 @@ def _rows(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None:
     inserted = sum(one.items * max(LEAST_ROW_BYTES, one.row_bytes) for one in volumes)
     bill.add("BigQuery, rows inserted", place, "200 MB", "bigquery/insert", inserted / 200e6)
     kept = sum(one.items * one.row_bytes for one in volumes) * row_days() / DAYS
-    bill.add(f"BigQuery, rows of {row_days():g} days", place, "GiB-month", "bigquery/storage", kept / GIB)
+    bill.add(
+        f"BigQuery, rows of {row_days():g} days", place, "GiB-month", "bigquery/storage", kept / GIB
+    )
 
 
 def _objects(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None:
@@ -181,20 +207,42 @@ def _objects(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None
     unknown = [one.model for one in volumes if one.results_bytes is None]
     inputs = sum(one.inputs_bytes for one in volumes) * days.inputs / DAYS / GIB
     bill.add(f"large inputs of {days.inputs} days", place, "GiB-month", "objects/storage", inputs)
-    results = None if unknown else sum(one.results_bytes or 0.0 for one in volumes) * days.results / DAYS / GIB
+    results = (
+        None
+        if unknown
+        else sum(one.results_bytes or 0.0 for one in volumes) * days.results / DAYS / GIB
+    )
     lacks = _give("output_bytes", unknown)
-    bill.add(f"large results of {days.results} days", place, "GiB-month", "objects/storage", results, lacks=lacks)
+    bill.add(
+        f"large results of {days.results} days",
+        place,
+        "GiB-month",
+        "objects/storage",
+        results,
+        lacks=lacks,
+    )
 
 
-def _answers(bill: _Bill, sites: Sequence[Site], volumes: Sequence[Volume], platform: Platform) -> None:
+def _answers(
+    bill: _Bill, sites: Sequence[Site], volumes: Sequence[Volume], platform: Platform
+) -> None:
     unknown = [one.model for one in volumes if one.answered_bytes is None]
     lacks = _give("output_bytes", unknown)
     total = None if unknown else sum(one.answered_bytes or 0.0 for one in volumes) / GIB
     for site in sites:
         amount = None if total is None else total * site.share
-        bill.add("answers to the internet", site.region, "GiB", "egress/internet", amount, lacks=lacks)
+        bill.add(
+            "answers to the internet", site.region, "GiB", "egress/internet", amount, lacks=lacks
+        )
         if platform.domain is not None:
-            bill.add("load balancer, answers processed", site.region, "GiB", "balancer/data", amount, lacks=lacks)
+            bill.add(
+                "load balancer, answers processed",
+                site.region,
+                "GiB",
+                "balancer/data",
+                amount,
+                lacks=lacks,
+            )
 
 
 def _give(field: str, models: Sequence[str]) -> str:

@@ -72,11 +72,19 @@ def make_plan(
             field.
     """
     shares = _shares(rates, platform)
-    sites = tuple(_site(name, share, catalog, rates, platform, gpus, buffer) for name, share in shares.items())
+    sites = tuple(
+        _site(name, share, catalog, rates, platform, gpus, buffer) for name, share in shares.items()
+    )
     wanted, changes = _changed(platform, sites)
     changes += _too_few_replicas(sites)
-    volumes = [volume(model, rates.models.get(model.name, ModelRate(mean_per_s=0))) for model in catalog.models]
-    made_topics, made_subscriptions = topics(catalog.models, wanted), subscriptions(catalog.models, wanted)
+    volumes = [
+        volume(model, rates.models.get(model.name, ModelRate(mean_per_s=0)))
+        for model in catalog.models
+    ]
+    made_topics, made_subscriptions = (
+        topics(catalog.models, wanted),
+        subscriptions(catalog.models, wanted),
+    )
     costs = cost_table(sites, volumes, wanted, prices)
     used = dict.fromkeys(cost.source for cost in costs if cost.source)
     return Plan(
@@ -86,7 +94,9 @@ def make_plan(
         topics=tuple(made_topics),
         subscriptions=tuple(made_subscriptions),
         pools=tuple(gpu_pools(catalog.models, wanted)),
-        quotas=tuple(quotas(sites, wanted, volumes, gpus, len(made_topics), len(made_subscriptions))),
+        quotas=tuple(
+            quotas(sites, wanted, volumes, gpus, len(made_topics), len(made_subscriptions))
+        ),
         costs=tuple(costs),
         on_demand_usd=on_demand_usd(sites, prices),
         notes=(*_notes(catalog, rates, wanted, sites), *_of_slots(wanted, costs)),
@@ -100,7 +110,8 @@ def _shares(rates: Rates, platform: Platform) -> dict[str, float]:
     if set(rates.regions) != set(platform.regions):
         planned = ", ".join(sorted(platform.regions))
         raise ConfigurationError(
-            f"rates: regions: {', '.join(sorted(rates.regions))} are not the regions of the plan: {planned}",
+            f"rates: regions: {', '.join(sorted(rates.regions))} are not the regions of the plan: "
+            f"{planned}",
             field="regions",
         )
     return {name: rates.regions[name] for name in platform.regions}
@@ -116,7 +127,9 @@ def _site(
     buffer: int,
 ) -> Site:
     workers = [
-        size_workers(model, rates.models.get(model.name, ModelRate(mean_per_s=0)), share, region, rates)
+        size_workers(
+            model, rates.models.get(model.name, ModelRate(mean_per_s=0)), share, region, rates
+        )
         for model in catalog.models
     ]
     return size_site(region, share, workers, rates, platform, gpus, buffer)
@@ -131,7 +144,9 @@ def _changed(platform: Platform, sites: Sequence[Site]) -> tuple[Platform, list[
             changes.append(Change("tfvars", setting, now, needed))
         return max(now, needed)
 
-    instances = at_least("api.max_instances", platform.api.max_instances, max(site.api_peak for site in sites))
+    instances = at_least(
+        "api.max_instances", platform.api.max_instances, max(site.api_peak for site in sites)
+    )
     inboxes = at_least("inboxes.per_region", platform.inboxes.per_region, inboxes_for(instances))
     slots = platform.inboxes.slots
     if inboxes * slots * len(sites) > MOST_SLOTS:
@@ -139,11 +154,17 @@ def _changed(platform: Platform, sites: Sequence[Site]) -> tuple[Platform, list[
         changes.append(Change("tfvars", "inboxes.slots", platform.inboxes.slots, slots))
     nodes, regions = platform.nodes, dict(platform.regions)
     most = max(site.general_peak for site in sites)
-    general = nodes.general.model_copy(update={"max": at_least("nodes.general.max", nodes.general.max, most)})
+    general = nodes.general.model_copy(
+        update={"max": at_least("nodes.general.max", nodes.general.max, most)}
+    )
     max_gpus = nodes.max_gpus
     if not nodes.compute_classes:
-        needed = {site.region: max((pool.nodes_peak for pool in site.pools), default=0) for site in sites}
-        common = max((count for name, count in needed.items() if regions[name].max_gpus is None), default=0)
+        needed = {
+            site.region: max((pool.nodes_peak for pool in site.pools), default=0) for site in sites
+        }
+        common = max(
+            (count for name, count in needed.items() if regions[name].max_gpus is None), default=0
+        )
         max_gpus = at_least("nodes.max_gpus", nodes.max_gpus, common)
         for name, region in regions.items():
             if region.max_gpus is not None:
@@ -162,7 +183,10 @@ def _too_few_replicas(sites: Sequence[Site]) -> list[Change]:
     """A region's autoscaler makes replicas.max workers of a model at most."""
     most: dict[str, tuple[int, int]] = {}
     for one in (one for site in sites for one in site.workers):
-        most[one.model.name] = one.model.replicas.max, max(one.pods_peak, most.get(one.model.name, (0, 0))[1])
+        most[one.model.name] = (
+            one.model.replicas.max,
+            max(one.pods_peak, most.get(one.model.name, (0, 0))[1]),
+        )
     return [
         Change("models.yaml", f"{name}: replicas.max", now, needed)
         for name, (now, needed) in most.items()
@@ -177,16 +201,25 @@ def _notes(catalog: Catalog, rates: Rates, platform: Platform, sites: Sequence[S
         notes.append(f"no rate is given for {', '.join(without)}: planned without load")
     if len(sites) > 1:
         split = "evenly, as the rates name no regions" if not rates.regions else "as the rates say"
-        notes.append(f"requests spread over the regions {split}; a region that takes another's as well needs more")
+        notes.append(
+            f"requests spread over the regions {split}; a region that takes another's as well "
+            "needs more"
+        )
     if rates.api_requests_per_s is None:
-        notes.append("the API is sized by its concurrency alone; give api_requests_per_s, what one instance takes")
+        notes.append(
+            "the API is sized by its concurrency alone; give api_requests_per_s, what one instance "
+            "takes"
+        )
     gpus: dict[str, int] = {}
     for pool in (pool for site in sites for pool in site.pools):
         key = f"{pool.gpu.type} in {pool.region}"
         gpus[key] = gpus.get(key, 0) + pool.nodes_peak
     for place, count in gpus.items():
         if platform.nodes.compute_classes and count > AUTO_PROVISIONED_GPUS:
-            notes.append(f"{count} GPUs of {place}, but ComputeClasses may make {AUTO_PROVISIONED_GPUS} of a type")
+            notes.append(
+                f"{count} GPUs of {place}, but ComputeClasses may make {AUTO_PROVISIONED_GPUS} of "
+                "a type"
+            )
     return notes
 
 
@@ -197,6 +230,6 @@ def _of_slots(platform: Platform, costs: Sequence[Cost]) -> Iterator[str]:
     if slots > 1 and paid:
         fewer = 2 / (1 + slots)
         yield (
-            f"a reply is billed once for each of the {slots} slots of its inbox: {paid:,.2f} USD a month; with "
-            f"inboxes.slots = 1, which requests then share, about {paid * fewer:,.2f}"
+            f"a reply is billed once for each of the {slots} slots of its inbox: {paid:,.2f} USD a "
+            f"month; with inboxes.slots = 1, which requests then share, about {paid * fewer:,.2f}"
         )

@@ -82,7 +82,11 @@ class GeneralNodes(_Variable):
     @model_validator(mode="before")
     @classmethod
     def _null_is_the_default(cls, given: object) -> object:
-        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+        return (
+            {name: value for name, value in given.items() if value is not None}
+            if isinstance(given, dict)
+            else given
+        )
 
 
 class Nodes(_Variable):
@@ -143,11 +147,19 @@ class Platform(_Variable):
             ConfigurationError: there are more than 16, which is what the addresses are cut for.
         """
         if len(names) > MOST_REGIONS:
-            raise ConfigurationError(f"--region: {len(names)} regions; {MOST_REGIONS} at most", field="regions")
+            raise ConfigurationError(
+                f"--region: {len(names)} regions; {MOST_REGIONS} at most", field="regions"
+            )
         free = iter(
-            sorted(set(range(MOST_REGIONS)) - {self.regions[name].index for name in names if name in self.regions})
+            sorted(
+                set(range(MOST_REGIONS))
+                - {self.regions[name].index for name in names if name in self.regions}
+            )
         )
-        regions = {name: self.regions[name] if name in self.regions else Region(index=next(free)) for name in names}
+        regions = {
+            name: self.regions[name] if name in self.regions else Region(index=next(free))
+            for name in names
+        }
         return self.model_copy(update={"regions": regions})
 
 
@@ -168,4 +180,6 @@ def read_platform(path: Path | None) -> Platform:
         field = ".".join(str(part) for part in first["loc"]) or "file"
         raise ConfigurationError(f"{path}: {field}: {first['msg']}", field=field) from error
     except ValueError as error:
-        raise ConfigurationError(f"{path}: not JSON ({error}); variables come as .tfvars.json") from error
+        raise ConfigurationError(
+            f"{path}: not JSON ({error}); variables come as .tfvars.json"
+        ) from error

@@ -52,7 +52,12 @@ class ListPrice(_Entry):
             if isinstance(steps, tuple):
                 ends = [step.up_to for step in steps]
                 bounds = [end for end in ends[:-1] if end is not None]
-                if not ends or ends[-1] is not None or len(bounds) < len(ends) - 1 or bounds != sorted(set(bounds)):
+                if (
+                    not ends
+                    or ends[-1] is not None
+                    or len(bounds) < len(ends) - 1
+                    or bounds != sorted(set(bounds))
+                ):
                     raise ValueError("steps go up, and only the last has no up_to")
         return self
 
@@ -105,7 +110,8 @@ def read_prices(over: Path | None = None) -> Prices:
     own = _read(over)
     # A price is replaced as a whole: half of an old list and half of a new one has no date.
     renamed = {
-        name: price.model_copy(update={"source": f"{over}: {price.source}"}) for name, price in own.prices.items()
+        name: price.model_copy(update={"source": f"{over}: {price.source}"})
+        for name, price in own.prices.items()
     }
     sources = {f"{over}: {name}": source for name, source in own.sources.items()}
     return Prices(sources=prices.sources | sources, prices=prices.prices | renamed)

@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 
 
-def servers_needed(load: float, service_s: float, wait_s: float, *, utilization: float, late_share: float) -> int:
+def servers_needed(
+    load: float, service_s: float, wait_s: float, *, utilization: float, late_share: float
+) -> int:
     """The least number of servers that keeps to both bounds.
 
     Args:

@@ -49,13 +49,27 @@ def quotas(
     if total:
         found.append(Quota("GPUS_ALL_REGIONS", "project", total, UNKNOWN, "spot or not"))
     limit = str(SUBSCRIPTIONS_OF_A_PROJECT)
-    found.append(Quota("Pub/Sub topics", "project", topic_count, limit, "of older copies of the page"))
-    found.append(Quota("Pub/Sub subscriptions", "project", subscription_count, limit, "of older copies of the page"))
+    found.append(
+        Quota("Pub/Sub topics", "project", topic_count, limit, "of older copies of the page")
+    )
+    found.append(
+        Quota(
+            "Pub/Sub subscriptions",
+            "project",
+            subscription_count,
+            limit,
+            "of older copies of the page",
+        )
+    )
     per_topic = platform.inboxes.slots
-    found.append(Quota("Pub/Sub subscriptions of a topic", "inbox", per_topic, str(SUBSCRIPTIONS_OF_A_TOPIC)))
+    found.append(
+        Quota("Pub/Sub subscriptions of a topic", "inbox", per_topic, str(SUBSCRIPTIONS_OF_A_TOPIC))
+    )
     rows_mb = sum(_peak_of(one.model, sites) * one.row_bytes for one in volumes) / 1e6
     inserts = str(INSERT_MB_PER_S.get(platform.dataset_location, 300))
-    found.append(Quota("BigQuery inserts, MB/s", platform.dataset_location, round(rows_mb, 3), inserts))
+    found.append(
+        Quota("BigQuery inserts, MB/s", platform.dataset_location, round(rows_mb, 3), inserts)
+    )
     if platform.domain is not None:
         found.append(Quota("static addresses", "global", 1, UNKNOWN, "of the load balancer"))
     return found
@@ -65,7 +79,13 @@ def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterato
     for type_ in dict.fromkeys(pool.gpu.type for pool in site.pools):
         nodes = sum(pool.nodes_peak for pool in site.pools if pool.gpu.type == type_)
         metric = GPU_METRICS.get(gpus[type_].accelerator, gpus[type_].accelerator)
-        yield Quota(metric, site.region, nodes, UNKNOWN, "takes over when spot is out" if platform.nodes.spot else "")
+        yield Quota(
+            metric,
+            site.region,
+            nodes,
+            UNKNOWN,
+            "takes over when spot is out" if platform.nodes.spot else "",
+        )
         if platform.nodes.spot:
             yield Quota(f"PREEMPTIBLE_{metric}", site.region, nodes, UNKNOWN)
     overflow = platform.nodes.overflow
@@ -74,18 +94,30 @@ def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterato
         metric = GPU_METRICS.get(gpus[overflow].accelerator, gpus[overflow].accelerator)
         yield Quota(metric, site.region, nodes, UNKNOWN, "overflow, were all others out of stock")
     nodes = sum(pool.nodes_peak for pool in site.pools)
-    yield Quota("vCPUs of Compute Engine", site.region, _vcpus(site, platform), UNKNOWN, "CPUS; A2_CPUS for A100")
+    yield Quota(
+        "vCPUs of Compute Engine",
+        site.region,
+        _vcpus(site, platform),
+        UNKNOWN,
+        "CPUS; A2_CPUS for A100",
+    )
     yield Quota("instances", site.region, nodes + site.general_peak, UNKNOWN)
     disks = GPU_DISK_GIB * nodes + GENERAL_DISK_GIB * site.general_peak
     yield Quota("SSD_TOTAL_GB", site.region, disks, UNKNOWN, "boot disks are pd-balanced")
     yield Quota(
-        "IN_USE_ADDRESSES", site.region, 1, UNKNOWN, "of Cloud NAT, which adds more as it needs; nodes have none"
+        "IN_USE_ADDRESSES",
+        site.region,
+        1,
+        UNKNOWN,
+        "of Cloud NAT, which adds more as it needs; nodes have none",
     )
     # While a new revision starts the old one still runs.
     instances = 2 * platform.api.max_instances
     cpu = instances * (platform.api.cpu + SIDECAR_CPU)
     yield Quota("Cloud Run vCPUs", site.region, cpu, UNKNOWN, RUN_QUOTAS)
-    yield Quota("Cloud Run GiB", site.region, instances * (platform.api.memory_gib + SIDECAR_GIB), UNKNOWN)
+    yield Quota(
+        "Cloud Run GiB", site.region, instances * (platform.api.memory_gib + SIDECAR_GIB), UNKNOWN
+    )
     nodes = sum(one.nodes for one in redis(platform) if one.region == site.region)
     yield Quota("Memorystore nodes", site.region, nodes, UNKNOWN)
 

@@ -14,8 +14,9 @@ from shared.errors import ConfigurationError
 
 GIVEN_HERE = "given on the command line"
 HOW_TO_MEASURE = (
-    "what a worker takes for an item on the GPU of the catalog. Where the model runs on it already, `penstock report "
-    "batches` says it (inference_ms_per_item / 1000); else `python -m bench.gpu` on a machine with that GPU measures it"
+    "what a worker takes for an item on the GPU of the catalog. Where the model runs on it "
+    "already, `penstock report batches` says it (inference_ms_per_item / 1000); else `python -m "
+    "bench.gpu` on a machine with that GPU measures it"
 )
 
 
@@ -59,7 +60,10 @@ class ModelRate(_Entry):
         if self.peak > 0 and self.seconds_per_item is None:
             raise ValueError(f"seconds_per_item is missing: {HOW_TO_MEASURE}")
         if self.peak > 0 and not self.measured:
-            raise ValueError("measured is missing: where seconds_per_item comes from, as `penstock report batches, L4`")
+            raise ValueError(
+                "measured is missing: where seconds_per_item comes from, as `penstock report "
+                "batches, L4`"
+            )
         return self
 
     @property
@@ -83,7 +87,9 @@ class Rates(_Entry):
 
     @model_validator(mode="after")
     def _shares_add_up(self) -> Self:
-        if self.regions and (min(self.regions.values()) < 0 or abs(sum(self.regions.values()) - 1) > 1e-6):
+        if self.regions and (
+            min(self.regions.values()) < 0 or abs(sum(self.regions.values()) - 1) > 1e-6
+        ):
             raise ValueError("the shares of the regions are 0 or more and add up to 1")
         return self
 
@@ -144,7 +150,9 @@ def _checked(given: object, catalog: Catalog, where: str) -> Rates:
     for name in rates.models:
         if name not in known:
             served = ", ".join(sorted(known))
-            raise ConfigurationError(f"{where}: models.{name}: not in the catalog; it has: {served}", field=name)
+            raise ConfigurationError(
+                f"{where}: models.{name}: not in the catalog; it has: {served}", field=name
+            )
     return rates
 
 

@@ -24,14 +24,26 @@ def _sections(plan: Plan) -> Iterator[str]:
     yield _headed("Pub/Sub", _pubsub(plan))
     if plan.changes:
         rows = [(one.where, one.setting, one.now, one.needed) for one in plan.changes]
-        yield _headed("To set before the apply (counts, quotas and costs here have it)", _table(_CHANGE_HEADS, rows))
-    rows_of_quotas = [(one.name, one.place, _number(one.needed), one.default, one.note) for one in plan.quotas]
-    yield _headed("Quotas to ask for, for the peak", _table(("quota", "of", "needed", "default", ""), rows_of_quotas))
-    yield _headed("A month, in US dollars: at the mean, and with the machines of the peak all month", _costs(plan))
+        yield _headed(
+            "To set before the apply (counts, quotas and costs here have it)",
+            _table(_CHANGE_HEADS, rows),
+        )
+    rows_of_quotas = [
+        (one.name, one.place, _number(one.needed), one.default, one.note) for one in plan.quotas
+    ]
+    yield _headed(
+        "Quotas to ask for, for the peak",
+        _table(("quota", "of", "needed", "default", ""), rows_of_quotas),
+    )
+    yield _headed(
+        "A month, in US dollars: at the mean, and with the machines of the peak all month",
+        _costs(plan),
+    )
     if plan.notes:
         yield _headed("Notes", "\n".join(f"  - {note}" for note in plan.notes))
     rows_of_sources = [
-        (name, str(one.dated or "undated"), str(one.seen), one.url) for name, one in plan.sources.items()
+        (name, str(one.dated or "undated"), str(one.seen), one.url)
+        for name, one in plan.sources.items()
     ]
     yield _headed("Prices", _table(("source", "dated", "seen", "where"), rows_of_sources))
 
@@ -48,7 +60,18 @@ def _table(heads: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
 
 
 def _models(plan: Plan) -> str:
-    heads = ("model", "region", "peak/s", "hits", "s/item", "batch", "answer s", "processes", "pods", "GPU class")
+    heads = (
+        "model",
+        "region",
+        "peak/s",
+        "hits",
+        "s/item",
+        "batch",
+        "answer s",
+        "processes",
+        "pods",
+        "GPU class",
+    )
     rows = [
         (
             one.model.name,
@@ -60,17 +83,24 @@ def _models(plan: Plan) -> str:
             _number(one.answer_s) if one.processes_peak else "-",
             f"{one.processes_mean}-{one.processes_peak}",
             f"{one.pods_mean}-{one.pods_peak}",
-            "none" if one.model.gpu.type == "none" else f"{one.model.gpu.type}, 1/{one.model.gpu.share}",
+            "none"
+            if one.model.gpu.type == "none"
+            else f"{one.model.gpu.type}, 1/{one.model.gpu.share}",
         )
         for one in _workers(plan)
     ]
-    measured = dict.fromkeys(_measured(one) for one in _workers(plan) if one.rate.seconds_per_item is not None)
+    measured = dict.fromkeys(
+        _measured(one) for one in _workers(plan) if one.rate.seconds_per_item is not None
+    )
     return "\n".join([table(heads, rows), *measured])
 
 
 def _measured(one: Workers) -> str:
     rate = one.rate
-    return f"  {one.model.name}: {rate.seconds_per_item:g} s an item, {rate.measured_share} to a GPU: {rate.measured}"
+    return (
+        f"  {one.model.name}: {rate.seconds_per_item:g} s an item, {rate.measured_share} to a GPU: "
+        f"{rate.measured}"
+    )
 
 
 def _workers(plan: Plan) -> list[Workers]:
@@ -84,7 +114,13 @@ def _nodes(plan: Plan) -> str:
             rows += _pool_rows(plan, site, pool)
         general = plan.platform.nodes.general
         rows.append(
-            (site.region, "general", general.machine_type, f"{site.general_mean}-{site.general_peak}", general.max)
+            (
+                site.region,
+                "general",
+                general.machine_type,
+                f"{site.general_mean}-{site.general_peak}",
+                general.max,
+            )
         )
     return table(("region", "pool", "machine", "nodes", "max"), rows)
 
@@ -100,7 +136,13 @@ def _pool_rows(plan: Plan, site: Site, pool: Pool) -> Iterator[tuple[Any, ...]]:
         yield site.region, f"{pool.name}-spot", pool.machine_type, counts, bound
     yield site.region, pool.name, pool.machine_type, instead if nodes.spot else counts, bound
     if nodes.overflow not in (None, pool.gpu.type):
-        yield site.region, f"{pool.name}-on-{nodes.overflow}", f"with {nodes.overflow}", instead, bound
+        yield (
+            site.region,
+            f"{pool.name}-on-{nodes.overflow}",
+            f"with {nodes.overflow}",
+            instead,
+            bound,
+        )
 
 
 def _api(plan: Plan) -> str:
@@ -123,29 +165,57 @@ def _pubsub(plan: Plan) -> str:
 def _costs(plan: Plan) -> str:
     heads = ("item", "place", "amount", "unit", "mean", "peak", "source")
     rows = [
-        (one.item, one.place, _amount(one), one.unit, _usd(one.mean_usd), _usd(one.peak_usd), _told(one))
+        (
+            one.item,
+            one.place,
+            _amount(one),
+            one.unit,
+            _usd(one.mean_usd),
+            _usd(one.peak_usd),
+            _told(one),
+        )
         for one in plan.costs
     ]
     mean, peak = totals(plan.costs)
     missing = list(without_price(plan.costs))
-    rows.append(("total of what has a price", "", "", "", _usd(mean), _usd(peak), f"{len(missing)} rows have none"))
+    rows.append(
+        (
+            "total of what has a price",
+            "",
+            "",
+            "",
+            _usd(mean),
+            _usd(peak),
+            f"{len(missing)} rows have none",
+        )
+    )
     lines = [table(heads, rows)]
     if plan.platform.nodes.spot and plan.on_demand_usd is not None:
         lines.append(
-            f"  the GPU nodes on demand instead: {_usd(plan.on_demand_usd[0])} - {_usd(plan.on_demand_usd[1])}"
+            f"  the GPU nodes on demand instead: {_usd(plan.on_demand_usd[0])} - "
+            f"{_usd(plan.on_demand_usd[1])}"
         )
-    lines.append("  not in the table: functions, logs, metrics, secrets, image registry, traffic between regions, tax")
+    lines.append(
+        "  not in the table: functions, logs, metrics, secrets, image registry, traffic between "
+        "regions, tax"
+    )
     return "\n".join(lines)
 
 
 def _told(cost: Cost) -> str:
-    return cost.source or cost.lacks or (f"no price {cost.price_key}" if cost.mean_usd is None else "")
+    return (
+        cost.source or cost.lacks or (f"no price {cost.price_key}" if cost.mean_usd is None else "")
+    )
 
 
 def _amount(cost: Cost) -> str:
     if cost.mean is None or cost.peak is None:
         return "-"
-    return _number(cost.mean) if cost.mean == cost.peak else f"{_number(cost.mean)}-{_number(cost.peak)}"
+    return (
+        _number(cost.mean)
+        if cost.mean == cost.peak
+        else f"{_number(cost.mean)}-{_number(cost.peak)}"
+    )
 
 
 def _usd(value: float | None) -> str:
@@ -178,7 +248,11 @@ def as_json(plan: Plan) -> str:
 
 def _model_document(one: Workers) -> dict[str, Any]:
     figures = {name: value for name, value in vars(one).items() if name not in ("model", "rate")}
-    return {"model": one.model.name, "gpu": one.model.gpu.model_dump()} | figures | {"rate": one.rate.model_dump()}
+    return (
+        {"model": one.model.name, "gpu": one.model.gpu.model_dump()}
+        | figures
+        | {"rate": one.rate.model_dump()}
+    )
 
 
 def _site_document(site: Site) -> dict[str, Any]:
@@ -191,5 +265,7 @@ def _site_document(site: Site) -> dict[str, Any]:
         }
         for pool in site.pools
     ]
-    figures = {name: value for name, value in vars(site).items() if name not in ("workers", "pools")}
+    figures = {
+        name: value for name, value in vars(site).items() if name not in ("workers", "pools")
+    }
     return figures | {"pools": pools}

@@ -102,9 +102,10 @@ def size_workers(model: Model, rate: ModelRate, share: float, region: str, rates
     spare_s = model.deadline.default_s - TRIP_S - batch * service_s
     if spare_s <= 0:
         raise ConfigurationError(
-            f"models.{model.name}: seconds_per_item: a full batch of {batch} takes {batch * service_s:.3g} s on its "
-            f"share of the GPU, the deadline (deadline.default_s) is {model.deadline.default_s:g} s: no number of "
-            "workers is enough; lower batch.max_items or gpu.share",
+            f"models.{model.name}: seconds_per_item: a full batch of {batch} takes "
+            f"{batch * service_s:.3g} s on its share of the GPU, the deadline (deadline.default_s) "
+            f"is {model.deadline.default_s:g} s: no number of workers is enough; lower "
+            "batch.max_items or gpu.share",
             field=f"models.{model.name}.seconds_per_item",
         )
 
@@ -137,7 +138,11 @@ def size_workers(model: Model, rate: ModelRate, share: float, region: str, rates
 def batch_items(model: Model, rate: ModelRate) -> int:
     """Items of a full batch: as many usual items as the budget holds, at most max_items."""
     one = model.definition.usual_work(model, rate.tokens_per_item)
-    return max(1, min(model.batch.max_items, int(model.budget // one))) if one else model.batch.max_items
+    return (
+        max(1, min(model.batch.max_items, int(model.budget // one)))
+        if one
+        else model.batch.max_items
+    )
 
 
 def _pods(model: Model, processes: int) -> int:
@@ -167,7 +172,9 @@ def size_site(
         if gpu.type != "none":
             if gpu.type not in gpus:
                 known = ", ".join(gpus)
-                raise ConfigurationError(f"{one.model.name}: gpu.type: {gpu.type!r} is none of: {known}", field="gpu")
+                raise ConfigurationError(
+                    f"{one.model.name}: gpu.type: {gpu.type!r} is none of: {known}", field="gpu"
+                )
             classes.setdefault((gpu.type, gpu.share), []).append(one)
     pools = tuple(_pool(region, members, gpus, buffer) for members in classes.values())
     without = [one for one in workers if one.model.gpu.type == "none"]
@@ -198,13 +205,16 @@ def _cpu_workers_per_node(machine_type: str) -> int:
     tail = machine_type.rpartition("-")[2]
     if not tail.isdigit():
         raise ConfigurationError(
-            f"nodes.general.machine_type: {machine_type!r} does not end in its vCPUs, as e2-standard-4 does",
+            f"nodes.general.machine_type: {machine_type!r} does not end in its vCPUs, as "
+            "e2-standard-4 does",
             field="nodes.general.machine_type",
         )
     return max(1, (int(tail) - 1) // CPUS_OF_A_WORKER)
 
 
-def _api_instances(workers: Sequence[Workers], rates: Rates, platform: Platform, *, at_peak: bool) -> int:
+def _api_instances(
+    workers: Sequence[Workers], rates: Rates, platform: Platform, *, at_peak: bool
+) -> int:
     """By Little's law: requests in flight = rate x seconds until the answer.
 
     Hits take almost none.
@@ -214,7 +224,9 @@ def _api_instances(workers: Sequence[Workers], rates: Rates, platform: Platform,
         per_s = one.requests_peak_per_s if at_peak else one.requests_mean_per_s
         asked_per_s += per_s
         # A request waits as soon as one of its items is computed.
-        in_flight += per_s * min(1.0, one.rate.items_per_request * (1 - one.rate.hit_share)) * one.answer_s
+        in_flight += (
+            per_s * min(1.0, one.rate.items_per_request * (1 - one.rate.hit_share)) * one.answer_s
+        )
     by_concurrency = math.ceil(in_flight / platform.api.concurrency)
     by_rate = math.ceil(asked_per_s / rates.api_requests_per_s) if rates.api_requests_per_s else 0
     return max(platform.api.min_instances, by_concurrency, by_rate)

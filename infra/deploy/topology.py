@@ -27,7 +27,11 @@ from shared.pubsub.names import (
 
 def topics(models: Iterable[Model], platform: Platform) -> list[str]:
     """The ids of all topics of the project."""
-    of_models = [name for model in models for name in (jobs_topic_id(model.name), dead_letter_topic_id(model.name))]
+    of_models = [
+        name
+        for model in models
+        for name in (jobs_topic_id(model.name), dead_letter_topic_id(model.name))
+    ]
     return [*of_models, *(inbox_topic_id(inbox) for inbox in _inboxes(platform)), WEBHOOKS_TOPIC_ID]
 
 
@@ -44,7 +48,11 @@ def subscriptions(models: Iterable[Model], platform: Platform) -> list[str]:
 
 def _inboxes(platform: Platform) -> list[str]:
     count = platform.inboxes.per_region
-    return [str(region.index * count + offset) for region in platform.regions.values() for offset in range(count)]
+    return [
+        str(region.index * count + offset)
+        for region in platform.regions.values()
+        for offset in range(count)
+    ]
 
 
 def gpu_pools(models: Iterable[Model], platform: Platform) -> list[str]:
@@ -76,6 +84,10 @@ class Redis:
 def redis(platform: Platform) -> list[Redis]:
     """One in each region for cache and leases, and one for all records if they are separate."""
     cache, records = platform.cache, platform.records
-    found = [Redis(region, "cache", cache.node_type, 1 + cache.replicas) for region in platform.regions]
+    found = [
+        Redis(region, "cache", cache.node_type, 1 + cache.replicas) for region in platform.regions
+    ]
     apart = records.apart if records.apart is not None else len(platform.regions) > 1
-    return found + ([Redis(platform.home, "records", records.node_type, 1 + records.replicas)] if apart else [])
+    return found + (
+        [Redis(platform.home, "records", records.node_type, 1 + records.replicas)] if apart else []
+    )

@@ -85,14 +85,19 @@ def volume(model: Model, rate: ModelRate) -> Volume:
 
 def _apart(model: Model, size_bytes: int | None) -> int:
     """Bytes that lie in the object store instead of a message. Texts and vectors never do."""
-    is_apart = size_bytes is not None and size_bytes > INLINE_LIMIT_BYTES and model.definition.stores_blobs
+    is_apart = (
+        size_bytes is not None and size_bytes > INLINE_LIMIT_BYTES and model.definition.stores_blobs
+    )
     return size_bytes or 0 if is_apart else 0
 
 
 def job_bytes(model: Model, input_bytes: int, items: int) -> int:
     """What a job is billed for: body, attributes, and what every message has."""
     given = cast(Input, model.definition.sample_input(model, input_bytes))
-    job = Job(_envelope(model), JobBody([Item(index, given, cache_key="0" * 64) for index in range(items)]))
+    job = Job(
+        _envelope(model),
+        JobBody([Item(index, given, cache_key="0" * 64) for index in range(items)]),
+    )
     return _billed(*encode_job(job))
 
 
@@ -111,9 +116,20 @@ def row_bytes(model: Model) -> int:
     """Stored size of a row: 8 bytes per number or time, 2 + length per string (BigQuery's docs)."""
     receipt = Receipt("miss", NOW_S, NOW_S, NOW_S, 10.25, 100.25, 8, 100)
     outcome = ItemOutcome(0, "succeeded", receipt)
-    facts = {"worker": "worker-" + "0" * 24, "device": "NVIDIA L4", "region": "europe-west4", "device_share": 1.0}
-    row = msgspec.structs.asdict(row_of(_envelope(model), outcome, model, replied_at_s=NOW_S, **facts))
-    return sum(2 + len(value) if isinstance(value, str) else 8 for value in row.values() if value is not None)
+    facts = {
+        "worker": "worker-" + "0" * 24,
+        "device": "NVIDIA L4",
+        "region": "europe-west4",
+        "device_share": 1.0,
+    }
+    row = msgspec.structs.asdict(
+        row_of(_envelope(model), outcome, model, replied_at_s=NOW_S, **facts)
+    )
+    return sum(
+        2 + len(value) if isinstance(value, str) else 8
+        for value in row.values()
+        if value is not None
+    )
 
 
 def row_days() -> float:
@@ -139,4 +155,8 @@ def _envelope(model: Model) -> Envelope:
 
 
 def _billed(data: bytes, attributes: dict[str, str]) -> int:
-    return len(data) + sum(len(name) + len(value) for name, value in attributes.items()) + MESSAGE_BYTES
+    return (
+        len(data)
+        + sum(len(name) + len(value) for name, value in attributes.items())
+        + MESSAGE_BYTES
+    )

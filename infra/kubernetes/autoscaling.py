@@ -38,17 +38,26 @@ def waiting_seconds(model: Model, worker: str, region: str) -> str:
         region: as Managed Prometheus labels what a region's API exports.
     """
     chosen = f'worker="{worker}"'
-    in_flight = f'sum(penstock_api_items_in_flight{{model="{model.name}",location="{region}"}}) or vector(0)'
+    in_flight = (
+        f'sum(penstock_api_items_in_flight{{model="{model.name}",location="{region}"}})'
+        " or vector(0)"
+    )
     seconds = f"sum(rate(penstock_worker_inference_seconds_sum{{{chosen}}}[10m]))"
     items = f"sum(rate(penstock_worker_batch_items_sum{{{chosen}}}[10m]))"
-    return f"({in_flight}) * (({seconds} / ({items} > 0)) or vector({model.definition.first_guesses.item_s:g}))"
+    first_guess_s = model.definition.first_guesses.item_s
+    return f"({in_flight}) * (({seconds} / ({items} > 0)) or vector({first_guess_s:g}))"
 
 
 def waiting_messages(model: Model) -> str:
     """PromQL: jobs of both lanes that Pub/Sub has not had acked."""
     lanes = (workers_subscription_id(model.name), batch_subscription_id(model.name))
-    chosen = [f'monitored_resource="pubsub_subscription",subscription_id="{lane}"' for lane in lanes]
-    counts = [f"sum(pubsub_googleapis_com:subscription_num_undelivered_messages{{{one}}})" for one in chosen]
+    chosen = [
+        f'monitored_resource="pubsub_subscription",subscription_id="{lane}"' for lane in lanes
+    ]
+    counts = [
+        f"sum(pubsub_googleapis_com:subscription_num_undelivered_messages{{{one}}})"
+        for one in chosen
+    ]
     return " + ".join(f"({count} or vector(0))" for count in counts)
 
 
@@ -79,7 +88,11 @@ def keda_patch(model: Model, worker: str, deployment: Deployment) -> dict[str, A
             "maxReplicaCount": model.replicas.max,
             "fallback": {"failureThreshold": 6, "replicas": max(1, model.replicas.min)},
             "triggers": [
-                trigger("waiting-seconds", waiting_seconds(model, worker, deployment.region), wait_s(model)),
+                trigger(
+                    "waiting-seconds",
+                    waiting_seconds(model, worker, deployment.region),
+                    wait_s(model),
+                ),
                 trigger("waiting-messages", waiting_messages(model), MESSAGES_PER_WORKER),
             ],
         },
@@ -91,7 +104,12 @@ def hpa_patch(model: Model, deployment: Deployment) -> dict[str, Any]:
     target = max(1, round(wait_s(model) / model.definition.first_guesses.item_s))
     metric = {
         "name": "prometheus.googleapis.com|penstock_api_items_in_flight|gauge",
-        "selector": {"matchLabels": {"metric.labels.model": model.name, "resource.labels.location": deployment.region}},
+        "selector": {
+            "matchLabels": {
+                "metric.labels.model": model.name,
+                "resource.labels.location": deployment.region,
+            }
+        },
     }
     return {
         "apiVersion": "autoscaling/v2",

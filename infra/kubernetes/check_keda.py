@@ -22,7 +22,11 @@ def main() -> int:
     checked = 0
     for found in yaml.safe_load_all(Path(sys.argv[1]).read_text(encoding="utf-8")):
         if found["kind"] in KINDS:
-            _refuse_unknown(found, KINDS[found["kind"]].model_validate(found).model_dump(by_alias=True), found["kind"])
+            _refuse_unknown(
+                found,
+                KINDS[found["kind"]].model_validate(found).model_dump(by_alias=True),
+                found["kind"],
+            )
             checked += 1
     print(f"{checked} objects of KEDA are as its models have them")
     return 0

@@ -96,7 +96,9 @@ def read_deployment(path: Path, region: str, **given: object) -> Deployment:
 
 def read_gpu_types() -> dict[str, GpuType]:
     """The GPU types by the names that models.yaml uses."""
-    return TypeAdapter(dict[str, GpuType]).validate_python(yaml.safe_load(GPU_TYPES_FILE.read_text(encoding="utf-8")))
+    return TypeAdapter(dict[str, GpuType]).validate_python(
+        yaml.safe_load(GPU_TYPES_FILE.read_text(encoding="utf-8"))
+    )
 
 
 def gpu_class(gpu: Gpu) -> str:

@@ -58,10 +58,15 @@ def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: De
     for model in models:
         other = slugs.setdefault(slug(model.name), model.name)
         if other != model.name:
-            raise ConfigurationError(f"models {other!r} and {model.name!r} are both {slug(model.name)!r} to Kubernetes")
+            raise ConfigurationError(
+                f"models {other!r} and {model.name!r} are both {slug(model.name)!r} to Kubernetes"
+            )
     _clear(out)
     gpu_types = read_gpu_types()
-    entries = {entry["name"]: entry for entry in yaml.safe_load(models_file.read_text(encoding="utf-8"))["models"]}
+    entries = {
+        entry["name"]: entry
+        for entry in yaml.safe_load(models_file.read_text(encoding="utf-8"))["models"]
+    }
     folders = []
     for name, model in zip(slugs, models, strict=True):
         _write_worker(out / f"worker-{name}", model, entries[model.name], deployment, gpu_types)
@@ -78,7 +83,9 @@ def _chosen(catalog: Catalog, deployment: Deployment) -> list[Model]:
         return list(catalog.models)
     chosen = [model for model in catalog.models if model.name in deployment.models]
     if missing := set(deployment.models) - {model.name for model in chosen}:
-        raise ConfigurationError(f"models of {deployment.region} are not in the catalog: {', '.join(sorted(missing))}")
+        raise ConfigurationError(
+            f"models of {deployment.region} are not in the catalog: {', '.join(sorted(missing))}"
+        )
     return chosen
 
 
@@ -110,16 +117,25 @@ def _clear(out: Path) -> None:
 
 
 def _write_worker(
-    folder: Path, model: Model, entry: dict[str, Any], deployment: Deployment, gpu_types: dict[str, GpuType]
+    folder: Path,
+    model: Model,
+    entry: dict[str, Any],
+    deployment: Deployment,
+    gpu_types: dict[str, GpuType],
 ) -> None:
     placement, name = place(model, deployment, gpu_types), slug(model.name)
     components, patches = [*placement.components], [_worker_patch(model, placement, deployment)]
     folder.mkdir()
-    (folder / "models.yaml").write_text(yaml.safe_dump({"models": [entry]}, sort_keys=False), encoding="utf-8")
+    (folder / "models.yaml").write_text(
+        yaml.safe_dump({"models": [entry]}, sort_keys=False), encoding="utf-8"
+    )
     settings = worker_settings(model, deployment) | placement.settings
     configs: list[dict[str, Any]] = [
         {"name": "models", "files": ["models.yaml"]},
-        {"name": "settings", "literals": [f"{key}={value}" for key, value in sorted(settings.items())]},
+        {
+            "name": "settings",
+            "literals": [f"{key}={value}" for key, value in sorted(settings.items())],
+        },
     ]
     if deployment.is_outside:
         components.append("outside")
@@ -128,7 +144,9 @@ def _write_worker(
     else:
         components.append(deployment.autoscaler)
         by_keda = deployment.autoscaler == "keda"
-        patches.append(keda_patch(model, name, deployment) if by_keda else hpa_patch(model, deployment))
+        patches.append(
+            keda_patch(model, name, deployment) if by_keda else hpa_patch(model, deployment)
+        )
     image, _, digest = deployment.image.partition("@")
     image, _, tag = image.rpartition(":") if not digest else (image, "", "")
     _write(
@@ -137,8 +155,17 @@ def _write_worker(
         components=[_up_to(folder, f"components/{component}") for component in components],
         namespace=deployment.namespace,
         nameSuffix=f"-{name}",
-        labels=[{"pairs": {"penstock.dev/model": name}, "includeSelectors": True, "includeTemplates": True}],
-        images=[{"name": "penstock-worker", "newName": image} | ({"digest": digest} if digest else {"newTag": tag})],
+        labels=[
+            {
+                "pairs": {"penstock.dev/model": name},
+                "includeSelectors": True,
+                "includeTemplates": True,
+            }
+        ],
+        images=[
+            {"name": "penstock-worker", "newName": image}
+            | ({"digest": digest} if digest else {"newTag": tag})
+        ],
         configMapGenerator=configs,
         patches=patches,
     )
@@ -183,11 +210,19 @@ def _worker_patch(model: Model, placement: Placement, deployment: Deployment) ->
 
 
 def _required(accelerators: tuple[str, ...]) -> dict[str, Any]:
-    terms = [{"key": "cloud.google.com/gke-accelerator", "operator": "In", "values": list(accelerators)}]
-    return {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": terms}]}}
+    terms = [
+        {"key": "cloud.google.com/gke-accelerator", "operator": "In", "values": list(accelerators)}
+    ]
+    return {
+        "requiredDuringSchedulingIgnoredDuringExecution": {
+            "nodeSelectorTerms": [{"matchExpressions": terms}]
+        }
+    }
 
 
-def _write_gpu_class(out: Path, gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]) -> list[str]:
+def _write_gpu_class(
+    out: Path, gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]
+) -> list[str]:
     """What a class of GPU nodes has: its ComputeClass, and the places that are kept warm on it."""
     name, folders = gpu_class(gpu), []
     if deployment.compute_classes:
@@ -208,13 +243,21 @@ def _write_gpu_class(out: Path, gpu: Gpu, deployment: Deployment, gpu_types: dic
             [_up_to(folder, f"buffers/{kind}")],
             namespace=deployment.namespace,
             nameSuffix=f"-{name}",
-            labels=[{"pairs": {"penstock.dev/gpu": name}, "includeSelectors": True, "includeTemplates": True}],
+            labels=[
+                {
+                    "pairs": {"penstock.dev/gpu": name},
+                    "includeSelectors": True,
+                    "includeTemplates": True,
+                }
+            ],
             patches=patches,
         )
     return folders
 
 
-def _buffer_patches(gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]) -> list[dict[str, Any]]:
+def _buffer_patches(
+    gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]
+) -> list[dict[str, Any]]:
     """A placeholder has the size and nodes of a worker, except nodes for overflow."""
     share = share_of(gpu, gpu_types) | {"nvidia.com/gpu": "1"}
     pod: dict[str, Any] = {"tolerations": [{"operator": "Exists", "effect": "NoSchedule"}]}
@@ -225,11 +268,18 @@ def _buffer_patches(gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuTy
         pod["affinity"] = {"nodeAffinity": _required((gpu_types[gpu.type].accelerator,))}
     limits = {"nvidia.com/gpu": "1", "memory": share["memory"]}
     if not deployment.capacity_buffers:
-        pod["containers"] = [{"name": "balloon", "resources": {"requests": share, "limits": limits}}]
+        pod["containers"] = [
+            {"name": "balloon", "resources": {"requests": share, "limits": limits}}
+        ]
         return [_of_deployment("balloon", pod, replicas=deployment.buffer)]
     pod["containers"] = [{"name": "place", "resources": {"requests": share, "limits": limits}}]
     return [
-        {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "buffer"}, "template": {"spec": pod}},
+        {
+            "apiVersion": "v1",
+            "kind": "PodTemplate",
+            "metadata": {"name": "buffer"},
+            "template": {"spec": pod},
+        },
         {
             "apiVersion": "autoscaling.x-k8s.io/v1beta1",
             "kind": "CapacityBuffer",
@@ -248,12 +298,19 @@ def _of_deployment(name: str, pod: dict[str, Any], **spec: Any) -> dict[str, Any
     }
 
 
-def _write(folder: Path, resources: list[str], *, patches: list[dict[str, Any]], **fields: Any) -> None:
+def _write(
+    folder: Path, resources: list[str], *, patches: list[dict[str, Any]], **fields: Any
+) -> None:
     """One kustomization.yaml. A patch that does not say its target is a strategic merge."""
-    written = [patch if "target" in patch else {"patch": yaml.safe_dump(patch, sort_keys=False)} for patch in patches]
+    written = [
+        patch if "target" in patch else {"patch": yaml.safe_dump(patch, sort_keys=False)}
+        for patch in patches
+    ]
     head = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
     content = head | {"resources": resources} | fields | {"patches": written}
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    (folder / "kustomization.yaml").write_text(
+        yaml.safe_dump(content, sort_keys=False), encoding="utf-8"
+    )
 
 
 def _up_to(folder: Path, part: str) -> str:

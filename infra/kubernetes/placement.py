@@ -38,11 +38,18 @@ class Placement:
 def place(model: Model, deployment: Deployment, gpu_types: dict[str, GpuType]) -> Placement:
     """The placement of one model's workers."""
     drain_s = SPOT_DRAIN_S if deployment.spot and model.gpu.type != "none" else DRAIN_S
-    settings = {"PENSTOCK_DRAIN_S": str(drain_s), "PENSTOCK_MEMORY_FRACTION": f"{memory_fraction(model.gpu):g}"}
+    settings = {
+        "PENSTOCK_DRAIN_S": str(drain_s),
+        "PENSTOCK_MEMORY_FRACTION": f"{memory_fraction(model.gpu):g}",
+    }
     grace_s = PAUSE_S + drain_s + KILL_MARGIN_S
     if model.gpu.type == "none":
         # A container sees the cores of the whole node: what it may use is said.
-        settings |= {"PENSTOCK_DEVICE": "cpu", "PENSTOCK_PROCESSES": CPU_ONLY["cpu"], "PENSTOCK_THREADS": "1"}
+        settings |= {
+            "PENSTOCK_DEVICE": "cpu",
+            "PENSTOCK_PROCESSES": CPU_ONLY["cpu"],
+            "PENSTOCK_THREADS": "1",
+        }
         return Placement((), {}, (), _resources(CPU_ONLY), settings, grace_s)
     settings |= {"PENSTOCK_DEVICE": "cuda", "PENSTOCK_PROCESSES": "1"}
     resources = _resources(share_of(model.gpu, gpu_types), gpu=True)
@@ -72,7 +79,10 @@ def memory_fraction(gpu: Gpu) -> float:
 def share_of(gpu: Gpu, gpu_types: dict[str, GpuType]) -> dict[str, str]:
     """CPU and memory of one of those that share a node."""
     node = gpu_types[gpu.type]
-    return {"cpu": f"{node.cpu * 1000 // gpu.share}m", "memory": f"{node.memory_gib * 1024 // gpu.share}Mi"}
+    return {
+        "cpu": f"{node.cpu * 1000 // gpu.share}m",
+        "memory": f"{node.memory_gib * 1024 // gpu.share}Mi",
+    }
 
 
 def _resources(share: dict[str, str], *, gpu: bool = False) -> dict[str, dict[str, str]]:
@@ -82,9 +92,13 @@ def _resources(share: dict[str, str], *, gpu: bool = False) -> dict[str, dict[st
     return {"requests": share | one, "limits": {"memory": share["memory"]} | one}
 
 
-def compute_class(gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]) -> dict[str, Any]:
+def compute_class(
+    gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]
+) -> dict[str, Any]:
     """The ComputeClass of one GPU type and share: spot, on demand, then the larger GPU."""
-    sharing = {"gpuSharing": {"sharingStrategy": "time-sharing", "maxSharedClientsPerGPU": gpu.share}}
+    sharing = {
+        "gpuSharing": {"sharingStrategy": "time-sharing", "maxSharedClientsPerGPU": gpu.share}
+    }
 
     def rule(type_: str, spot: bool) -> dict[str, Any]:
         node = gpu_types[type_]

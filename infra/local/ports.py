@@ -25,4 +25,6 @@ class Ports:
     def free(cls, workers: int = 8) -> Ports:
         """Ports that were free a moment ago, with health ports for so many workers."""
         health = [free_port() for _ in range(workers)]
-        return cls(free_port(), free_port(), free_port(), free_port(), health, free_port(), free_port())
+        return cls(
+            free_port(), free_port(), free_port(), free_port(), health, free_port(), free_port()
+        )

@@ -58,7 +58,10 @@ class Process:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.stop()
 
@@ -99,7 +102,9 @@ class Process:
                     preexec_fn=_end_with_parent if sys.platform == "linux" else None,
                 )
             except OSError as error:
-                raise Unavailable(f"{self.name}: {self._command[0]} does not run here: {error.strerror}") from error
+                raise Unavailable(
+                    f"{self.name}: {self._command[0]} does not run here: {error.strerror}"
+                ) from error
 
     def wait_ready(self, is_ready: Callable[[], bool], limit_s: float) -> None:
         """Returns once `is_ready` says so.
@@ -111,9 +116,13 @@ class Process:
         deadline_s = time.monotonic() + limit_s
         while not is_ready():
             if not self.is_running:
-                raise Unavailable(f"{self.name} {self.ending} before it was ready{self.last_words()}")
+                raise Unavailable(
+                    f"{self.name} {self.ending} before it was ready{self.last_words()}"
+                )
             if time.monotonic() > deadline_s:
-                raise Unavailable(f"{self.name} was not ready within {limit_s:g} s{self.last_words()}")
+                raise Unavailable(
+                    f"{self.name} was not ready within {limit_s:g} s{self.last_words()}"
+                )
             time.sleep(POLL_S)
 
     def wait_done(self, limit_s: float) -> None:
@@ -126,7 +135,9 @@ class Process:
         deadline_s = time.monotonic() + limit_s
         while self.is_running:
             if time.monotonic() > deadline_s:
-                raise Unavailable(f"{self.name} did not end within {limit_s:g} s{self.last_words()}")
+                raise Unavailable(
+                    f"{self.name} did not end within {limit_s:g} s{self.last_words()}"
+                )
             time.sleep(POLL_S)
         if self._popen is None or self._popen.returncode:
             raise Unavailable(f"{self.name} {self.ending}{self.last_words()}")
@@ -137,7 +148,9 @@ class Process:
         code = None if self._popen is None else self._popen.poll()
         if code is None:
             return "is running" if self._popen else "was not started"
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return (
+            f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        )
 
     def ask_to_stop(self) -> None:
         """Sends SIGTERM and returns at once, so that several processes can stop concurrently."""
@@ -182,8 +195,14 @@ class Process:
 
     def last_words(self, lines: int = 20) -> str:
         """The end of its log, as the end of an error's message."""
-        said = self.log_path.read_text(errors="replace").strip().splitlines()[-lines:] if self.log_path.exists() else []
-        return "; " + ("\n  ".join([f"the end of {self.log_path}:", *said]) if said else "it said nothing")
+        said = (
+            self.log_path.read_text(errors="replace").strip().splitlines()[-lines:]
+            if self.log_path.exists()
+            else []
+        )
+        return "; " + (
+            "\n  ".join([f"the end of {self.log_path}:", *said]) if said else "it said nothing"
+        )
 
 
 def _end_with_parent() -> None:
@@ -240,4 +259,6 @@ def free_port() -> int:
             continue
         claim.detach()  # keeps it open until this process ends
         return port
-    raise Unavailable(f"no free port between {FREE_PORTS[0]} and {FREE_PORTS[1]} in {PORT_TRIES} tries")
+    raise Unavailable(
+        f"no free port between {FREE_PORTS[0]} and {FREE_PORTS[1]} in {PORT_TRIES} tries"
+    )

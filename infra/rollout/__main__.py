@@ -44,24 +44,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m infra.rollout", description="Rolls the API out on Cloud Run.")
+    parser = argparse.ArgumentParser(
+        prog="python -m infra.rollout", description="Rolls the API out on Cloud Run."
+    )
     parser.add_argument(
         "command",
         choices=["hold", "held", "try", "roll", "back"],
-        help="hold: name the revision that serves, so that the next one gets nothing unasked; held: fail unless so; "
-        "try: real requests to the newest one; roll: give it all traffic, step by step; back: all to --revision",
+        help="hold: name the revision that serves, so that the next one gets nothing unasked; "
+        "held: fail unless so; try: real requests to the newest one; "
+        "roll: give it all traffic, step by step; back: all to --revision",
     )
     parser.add_argument("--project", required=True)
-    parser.add_argument("--regions", required=True, help="comma-separated, in the order in which they get it")
+    parser.add_argument(
+        "--regions", required=True, help="comma-separated, in the order in which they get it"
+    )
     parser.add_argument("--service", default="penstock-api")
     parser.add_argument("--revision", default="", help="for back")
     parser.add_argument("--models-file", type=Path, default=Path("models.yaml"))
-    parser.add_argument("--keys-secret", default="penstock-api-keys", help="secret with the API keys")
-    parser.add_argument("--urls-file", type=Path, help="Terraform's output api_urls, as JSON; checked after each step")
+    parser.add_argument(
+        "--keys-secret", default="penstock-api-keys", help="secret with the API keys"
+    )
+    parser.add_argument(
+        "--urls-file",
+        type=Path,
+        help="Terraform's output api_urls, as JSON; checked after each step",
+    )
     parser.add_argument("--steps", default="5,25,50,100", help="percent (default: %(default)s)")
-    parser.add_argument("--watch-s", type=float, default=360.0, help="how long each step is looked at")
-    parser.add_argument("--error-ratio", type=float, default=0.02, help="part of answers that may be 5xx")
-    parser.add_argument("--least-requests", type=int, default=50, help="fewer say nothing of a revision")
+    parser.add_argument(
+        "--watch-s", type=float, default=360.0, help="how long each step is looked at"
+    )
+    parser.add_argument(
+        "--error-ratio", type=float, default=0.02, help="part of answers that may be 5xx"
+    )
+    parser.add_argument(
+        "--least-requests", type=int, default=50, help="fewer say nothing of a revision"
+    )
     return parser
 
 
@@ -89,7 +106,9 @@ def _rollout(options: argparse.Namespace) -> Rollout:
         key = google.secret(options.project, options.keys_secret).split("=")[0]
         return smoke(url, key, catalog)
 
-    urls: dict[str, str] = json.loads(options.urls_file.read_text(encoding="utf-8")) if options.urls_file else {}
+    urls: dict[str, str] = (
+        json.loads(options.urls_file.read_text(encoding="utf-8")) if options.urls_file else {}
+    )
     steps = [int(percent) for percent in options.steps.split(",")]
     return Rollout(services, judge, check, urls, steps_percent=steps, watch_s=options.watch_s)
 

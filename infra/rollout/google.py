@@ -48,7 +48,12 @@ class GoogleClient:
         self._endpoints = endpoints
 
     def get(
-        self, api: str, path: str, query: Mapping[str, str] | None = None, *, missing_ok: bool = False
+        self,
+        api: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        *,
+        missing_ok: bool = False,
     ) -> dict[str, Any] | None:
         """The resource at `path`. None if there is none and that is allowed.
 
@@ -82,10 +87,17 @@ class GoogleClient:
 
     def secret(self, project: str, name: str) -> str:
         """The latest version of a secret. Raises as `get` does."""
-        found = self.get("secretmanager", f"v1/projects/{project}/secrets/{name}/versions/latest:access") or {}
+        found = (
+            self.get(
+                "secretmanager", f"v1/projects/{project}/secrets/{name}/versions/latest:access"
+            )
+            or {}
+        )
         return base64.b64decode(found["payload"]["data"]).decode()
 
-    def _ask(self, verb: str, api: str, path: str, *, missing_ok: bool = False, **given: Any) -> dict[str, Any] | None:
+    def _ask(
+        self, verb: str, api: str, path: str, *, missing_ok: bool = False, **given: Any
+    ) -> dict[str, Any] | None:
         url = f"{self._endpoints[api]}/{path}"
         try:
             # A new connection for each call: they are minutes apart.

@@ -45,8 +45,14 @@ class Rollout:
         now_s: Callable[[], float] = time.time,
         say: Callable[[str], None] = print,
     ) -> None:
-        if not steps_percent or steps_percent[-1] != 100 or sorted(set(steps_percent)) != list(steps_percent):
-            raise ConfigurationError(f"steps rise to 100, as 5,25,50,100; not {list(steps_percent)}", field="steps")
+        if (
+            not steps_percent
+            or steps_percent[-1] != 100
+            or sorted(set(steps_percent)) != list(steps_percent)
+        ):
+            raise ConfigurationError(
+                f"steps rise to 100, as 5,25,50,100; not {list(steps_percent)}", field="steps"
+            )
         self._services = services
         self._judge = judge
         self._check = check
@@ -78,11 +84,12 @@ class Rollout:
             traffic = service.traffic()
             if traffic is not None and traffic.follows_latest:
                 raise ConfigurationError(
-                    f"{region}: the traffic follows the newest revision; run python -m infra.rollout hold first"
+                    f"{region}: the traffic follows the newest revision; run python -m "
+                    "infra.rollout hold first"
                 )
 
     def try_candidate(self) -> None:
-        """Gives each region's newest revision its own URL without traffic, and sends requests to it.
+        """Gives each region's newest revision a URL without traffic, and sends requests to it.
 
         Raises:
             Unavailable: one did not answer as it should.
@@ -95,7 +102,10 @@ class Rollout:
             service.give(traffic.shares, traffic.newest)
             url = _present(region, service).candidate_url
             if not url:
-                self._say(f"{region}: {traffic.newest} has no URL of its own behind the balancer; its share is watched")
+                self._say(
+                    f"{region}: {traffic.newest} has no URL of its own behind the balancer; its "
+                    "share is watched"
+                )
                 continue
             self._tell(region, self._check(url))
 
@@ -105,7 +115,9 @@ class Rollout:
         Raises:
             Unavailable: the rollout was undone. The message says why.
         """
-        before = {region: _present(region, service).shares for region, service in self._services.items()}
+        before = {
+            region: _present(region, service).shares for region, service in self._services.items()
+        }
         begun: list[str] = []
         try:
             for region, service in self._services.items():
@@ -138,7 +150,9 @@ class Rollout:
         stable = max(others, key=lambda name: others[name])
         for percent in self._steps:
             began_s = self._now_s()
-            service.give({candidate: percent, stable: 100 - percent}, candidate if percent < 100 else "")
+            service.give(
+                {candidate: percent, stable: 100 - percent}, candidate if percent < 100 else ""
+            )
             self._say(f"{region}: {candidate} has {percent} %")
             self._pause(self._watch_s)
             verdict = self._judge.verdict(region, candidate, began_s)

@@ -45,7 +45,9 @@ class CloudRunService:
         pause: waits so many seconds.
     """
 
-    def __init__(self, google: GoogleClient, name: str, pause: Callable[[float], None] = time.sleep) -> None:
+    def __init__(
+        self, google: GoogleClient, name: str, pause: Callable[[float], None] = time.sleep
+    ) -> None:
         self.name = name
         self._google = google
         self._pause = pause
@@ -67,8 +69,17 @@ class CloudRunService:
             revision = newest if target.get("type") == LATEST else target.get("revision", "")
             if target.get("percent"):
                 shares[revision] = shares.get(revision, 0) + int(target["percent"])
-        urls = [one.get("uri", "") for one in found.get("trafficStatuses", []) if one.get("tag") == CANDIDATE_TAG]
-        return Traffic(shares, any(target.get("type") == LATEST for target in targets), newest, "".join(urls[:1]))
+        urls = [
+            one.get("uri", "")
+            for one in found.get("trafficStatuses", [])
+            if one.get("tag") == CANDIDATE_TAG
+        ]
+        return Traffic(
+            shares,
+            any(target.get("type") == LATEST for target in targets),
+            newest,
+            "".join(urls[:1]),
+        )
 
     def give(self, shares: dict[str, int], candidate: str = "") -> None:
         """Divides the traffic by revision, and gives `candidate` its own URL. Returns when done.
@@ -79,9 +90,13 @@ class CloudRunService:
         if sum(shares.values()) != 100:
             raise ValueError(f"shares of {shares} are not 100 together: this is a bug")
         targets: list[dict[str, Any]] = [
-            {"type": NAMED, "revision": revision, "percent": percent} for revision, percent in shares.items() if percent
+            {"type": NAMED, "revision": revision, "percent": percent}
+            for revision, percent in shares.items()
+            if percent
         ]
         if candidate:
             targets.append({"type": NAMED, "revision": candidate, "tag": CANDIDATE_TAG})
-        operation = self._google.patch("run", f"v2/{self.name}?updateMask=traffic", {"traffic": targets})
+        operation = self._google.patch(
+            "run", f"v2/{self.name}?updateMask=traffic", {"traffic": targets}
+        )
         self._google.await_done("run", operation, CHANGE_LIMIT_S, self._pause)

@@ -33,7 +33,9 @@ def _ask(url: str, key: str, model: Model) -> str:
     try:
         return _ask_with(text, url, key, model)
     except (KeyError, IndexError, TypeError) as error:
-        raise Unavailable(f"{url}: {model.name} gave an answer of another shape: {error!r}") from error
+        raise Unavailable(
+            f"{url}: {model.name} gave an answer of another shape: {error!r}"
+        ) from error
 
 
 def _ask_with(text: str, url: str, key: str, model: Model) -> str:
@@ -46,7 +48,9 @@ def _ask_with(text: str, url: str, key: str, model: Model) -> str:
 
 
 def _call(url: str, key: str, example: ExampleRequest | None, limit_s: float) -> Any:
-    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    headers = {"content-type": "application/json"} | (
+        {"authorization": f"Bearer {key}"} if key else {}
+    )
     body = None
     if example is not None:
         headers |= example.headers
@@ -57,6 +61,8 @@ def _call(url: str, key: str, example: ExampleRequest | None, limit_s: float) ->
             return json.load(answer)
     except urllib.error.HTTPError as error:
         with error:
-            raise Unavailable(f"{url}: {error.code} {error.read(500).decode(errors='replace')}") from error
+            raise Unavailable(
+                f"{url}: {error.code} {error.read(500).decode(errors='replace')}"
+            ) from error
     except (OSError, ValueError) as error:
         raise Unavailable(f"{url}: {error}") from error

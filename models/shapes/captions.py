@@ -54,10 +54,16 @@ def tell(scene: Scene, rng: random.Random) -> str:
 def _figure(figure: DrawnShape, rng: random.Random) -> str:
     sizes = {"small": ("small", "small", "little"), "medium": ("",), "large": ("large", "big")}
     article = "an" if figure.size == "medium" and figure.color == "orange" else "a"
-    return " ".join(word for word in (article, rng.choice(sizes[figure.size]), figure.color, figure.shape) if word)
+    return " ".join(
+        word
+        for word in (article, rng.choice(sizes[figure.size]), figure.color, figure.shape)
+        if word
+    )
 
 
 def _background(name: str, rng: random.Random) -> str:
     if name == USUAL_BACKGROUND and rng.random() < 0.5:
         return ""
-    return rng.choice((f"on a {name} background", f"on a {name} background", f"on {name}", f"{name} background"))
+    return rng.choice(
+        (f"on a {name} background", f"on a {name} background", f"on {name}", f"{name} background")
+    )

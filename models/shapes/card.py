@@ -41,7 +41,9 @@ def weights_sha256(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def captioned_sheet(captions: Sequence[str], pictures: Sequence[npt.NDArray[np.uint8]]) -> Image.Image:
+def captioned_sheet(
+    captions: Sequence[str], pictures: Sequence[npt.NDArray[np.uint8]]
+) -> Image.Image:
     """Pictures of one size in rows, each with its caption below."""
     side = pictures[0].shape[0] * LARGER
     width, height = side + 12, side + 8 + _LINES * _LINE_PX
@@ -50,7 +52,9 @@ def captioned_sheet(captions: Sequence[str], pictures: Sequence[npt.NDArray[np.u
     pen, font = ImageDraw.Draw(whole), ImageFont.load_default(size=10)
     for index, (caption, picture) in enumerate(zip(captions, pictures, strict=True)):
         left, top = index % COLUMNS * width + 6, index // COLUMNS * height + 6
-        whole.paste(Image.fromarray(picture).resize((side, side), Image.Resampling.NEAREST), (left, top))
+        whole.paste(
+            Image.fromarray(picture).resize((side, side), Image.Resampling.NEAREST), (left, top)
+        )
         for number, line in enumerate(textwrap.wrap(caption, _LETTERS)[:_LINES]):
             pen.text((left, top + side + 2 + number * _LINE_PX), line, fill=(0, 0, 0), font=font)
     return whole

@@ -34,7 +34,9 @@ def draw(scene: Scene) -> Image.Image:
     return picture.reduce(FINER)
 
 
-def _draw_figure(pen: ImageDraw.ImageDraw, figure: DrawnShape, background: tuple[int, int, int]) -> None:
+def _draw_figure(
+    pen: ImageDraw.ImageDraw, figure: DrawnShape, background: tuple[int, int, int]
+) -> None:
     x, y, radius = figure.x * FINER, figure.y * FINER, figure.radius * FINER
     color = COLORS[figure.color]
     if figure.shape in ("circle", "ring"):
@@ -43,7 +45,10 @@ def _draw_figure(pen: ImageDraw.ImageDraw, figure: DrawnShape, background: tuple
             hole = radius * RING_HOLE
             pen.ellipse((x - hole, y - hole, x + hole, y + hole), fill=background)
         return
-    pen.polygon([(x + radius * right, y + radius * down) for right, down in _OUTLINES[figure.shape]], fill=color)
+    pen.polygon(
+        [(x + radius * right, y + radius * down) for right, down in _OUTLINES[figure.shape]],
+        fill=color,
+    )
 
 
 def _star() -> list[tuple[float, float]]:

@@ -59,7 +59,9 @@ def read(picture: Pixels) -> DetectedScene:
     far = np.linalg.norm(pixels - ground, axis=2)
     labels, number = ndimage.label(far > CONTRAST)
     figures = [_figure(pixels, ground, labels == label) for label in range(1, number + 1)]
-    return DetectedScene(_nearest(ground, BACKGROUNDS), tuple(sorted((f for f in figures if f), key=lambda f: f.x)))
+    return DetectedScene(
+        _nearest(ground, BACKGROUNDS), tuple(sorted((f for f in figures if f), key=lambda f: f.x))
+    )
 
 
 def _figure(pixels: Floats, ground: Floats, part: Mask) -> Seen | None:
@@ -76,7 +78,8 @@ def _figure(pixels: Floats, ground: Floats, part: Mask) -> Seen | None:
     rows, columns = np.nonzero(solid)
     top, left, bottom, right = rows.min(), columns.min(), rows.max() + 1, columns.max() + 1
     shape = _shape(
-        np.clip(along[top:bottom, left:right], 0.0, 1.0) * ndimage.binary_dilation(solid)[top:bottom, left:right]
+        np.clip(along[top:bottom, left:right], 0.0, 1.0)
+        * ndimage.binary_dilation(solid)[top:bottom, left:right]
     )
     return Seen(
         shape,
@@ -99,8 +102,14 @@ def _shape(cover: Floats) -> str:
     height, width = cover.shape
     if not 0.7 < width / height < 1.43:
         return UNNAMED
-    grid = ndimage.zoom(cover, (GRID / height, GRID / width), order=1, grid_mode=True, mode="nearest") > 0.5
-    name, best = max(((name, _overlap(grid, outline)) for name, outline in _OUTLINES.items()), key=lambda pair: pair[1])
+    grid = (
+        ndimage.zoom(cover, (GRID / height, GRID / width), order=1, grid_mode=True, mode="nearest")
+        > 0.5
+    )
+    name, best = max(
+        ((name, _overlap(grid, outline)) for name, outline in _OUTLINES.items()),
+        key=lambda pair: pair[1],
+    )
     return name if best >= COVER_MIN else UNNAMED
 
 
@@ -139,7 +148,10 @@ def _star(x: Floats, y: Floats) -> Mask:
     edge = (
         inner
         * math.sin(math.pi / 5)
-        / (np.sin(turn) * (1 - inner * math.cos(math.pi / 5)) + np.cos(turn) * inner * math.sin(math.pi / 5))
+        / (
+            np.sin(turn) * (1 - inner * math.cos(math.pi / 5))
+            + np.cos(turn) * inner * math.sin(math.pi / 5)
+        )
     )
     return np.hypot(right, lower) <= edge
 

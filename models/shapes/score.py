@@ -80,7 +80,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--captions", type=int, default=500)
     parser.add_argument("--edits", type=int, default=100, help="images to image")
     parser.add_argument("--guidance", type=float, default=GUIDANCE)
-    parser.add_argument("--keep", action="store_true", help=f"put {SCORES}, {SHEET} and the card's table into FOLDER")
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help=f"put {SCORES}, {SHEET} and the card's table into FOLDER",
+    )
     given = parser.parse_args(arguments)
     pipeline = load(given.folder)
     asked = held_out(given.captions)
@@ -89,9 +93,15 @@ def main(arguments: list[str] | None = None) -> int:
     print(as_text(table))
     if given.keep:
         scores = {name: {"right": tally.right, "of": tally.of} for name, tally in table.items()}
-        write_scores(given.folder, {"steps": STEPS, "guidance": given.guidance, "scores": scores}, as_text(table))
+        write_scores(
+            given.folder,
+            {"steps": STEPS, "guidance": given.guidance, "scores": scores},
+            as_text(table),
+        )
         some = asked[:SAMPLES]
-        samples = captioned_sheet([one.caption for one in some], draw_asked(pipeline, some, given.guidance))
+        samples = captioned_sheet(
+            [one.caption for one in some], draw_asked(pipeline, some, given.guidance)
+        )
         samples.quantize(256).save(given.folder / SHEET, optimize=True)
     return int(any(table[name].part < target for name, target in TARGETS.items()))
 
@@ -115,10 +125,18 @@ def held_out(number: int, seed: int = SEED) -> list[Asked]:
     return [Asked(scene, tell(scene, rng), seed=index) for index, scene in enumerate(scenes)]
 
 
-def score_text(pipeline: Any, asked: Sequence[Asked], guidance: float = GUIDANCE) -> dict[str, Tally]:
+def score_text(
+    pipeline: Any, asked: Sequence[Asked], guidance: float = GUIDANCE
+) -> dict[str, Tally]:
     """The table's part for text-to-image."""
-    table = {name: Tally() for name in ("color right", "shape right", "two objects both right", "relation right")}
-    table |= {name: Tally() for name in ("one object right", "place right", "background right", "number right")}
+    table = {
+        name: Tally()
+        for name in ("color right", "shape right", "two objects both right", "relation right")
+    }
+    table |= {
+        name: Tally()
+        for name in ("one object right", "place right", "background right", "number right")
+    }
     for at in range(0, len(asked), _AT_ONCE):
         some = asked[at : at + _AT_ONCE]
         for one, picture in zip(some, draw_asked(pipeline, some, guidance), strict=True):
@@ -157,11 +175,18 @@ def _count(table: dict[str, Tally], scene: Scene, detected: DetectedScene) -> No
         table["relation right"].add(_is_related(scene, pairs[0][1], pairs[1][1]))
 
 
-def matched(asked: Sequence[DrawnShape], seen: Sequence[Seen]) -> list[tuple[DrawnShape, Seen | None]]:
+def matched(
+    asked: Sequence[DrawnShape], seen: Sequence[Seen]
+) -> list[tuple[DrawnShape, Seen | None]]:
     """Each requested figure with the detected one, paired for the most right colors and shapes."""
     padded: list[Seen | None] = [*seen, *[None] * len(asked)]
     ways = itertools.permutations(padded[: len(seen) + len(asked)], len(asked))
-    best = max(ways, key=lambda way: sum(_likeness(figure, other) for figure, other in zip(asked, way, strict=True)))
+    best = max(
+        ways,
+        key=lambda way: sum(
+            _likeness(figure, other) for figure, other in zip(asked, way, strict=True)
+        ),
+    )
     return list(zip(asked, best, strict=True))
 
 
@@ -195,14 +220,18 @@ def score_edits(pipeline: Any, number: int, guidance: float = GUIDANCE) -> dict[
     """Image-to-image with a new color: the color changed, the figure's place kept."""
     from diffusers import StableDiffusionImg2ImgPipeline
 
-    image_to_image = StableDiffusionImg2ImgPipeline(**pipeline.components, requires_safety_checker=False)
+    image_to_image = StableDiffusionImg2ImgPipeline(
+        **pipeline.components, requires_safety_checker=False
+    )
     image_to_image.set_progress_bar_config(disable=True)
     rng = random.Random(SEED + 1)
     tally = Tally()
     for seed in range(number):
         scene = sample_scene(rng, held_out=True, figures=1)
         before = scene.figures[0]
-        color = rng.choice([name for name in COLORS if name not in (before.color, scene.background)])
+        color = rng.choice(
+            [name for name in COLORS if name not in (before.color, scene.background)]
+        )
         after = Scene(scene.background, (recolored(before, color),), place=scene.place)
         drawn = image_to_image(
             tell(after, rng),

@@ -33,8 +33,12 @@ LOOK_CAPTIONS = 48
 def main(arguments: list[str] | None = None) -> int:
     """Trains as the command line says."""
     parser = argparse.ArgumentParser(prog="models.shapes.train", description=__doc__)
-    parser.add_argument("folder", type=Path, help="where to put the pipeline; what is there is replaced")
-    parser.add_argument("--state", type=Path, required=True, help="checkpoints, sheets and scores on the way")
+    parser.add_argument(
+        "folder", type=Path, help="where to put the pipeline; what is there is replaced"
+    )
+    parser.add_argument(
+        "--state", type=Path, required=True, help="checkpoints, sheets and scores on the way"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=1)
@@ -96,13 +100,17 @@ def train(
     say(f"wrote {folder} after {time.monotonic() - began_s:.0f} s of this run on {device}")
 
 
-def _look(pipeline: Any, state_dir: Path, step: int, captions: int, say: Callable[[str], None]) -> None:
+def _look(
+    pipeline: Any, state_dir: Path, step: int, captions: int, say: Callable[[str], None]
+) -> None:
     """Draws the sheet and a short table of the weights as they are."""
     asked = held_out(captions)
     pictures = draw_asked(pipeline, asked)
     sheet(pictures, columns=8).save(state_dir / f"sheet-{step:06}.png")
     table = score_text(pipeline, asked) | score_edits(pipeline, captions // 2)
-    (state_dir / f"score-{step:06}.json").write_text(json.dumps({name: tally.part for name, tally in table.items()}))
+    (state_dir / f"score-{step:06}.json").write_text(
+        json.dumps({name: tally.part for name, tally in table.items()})
+    )
     say(as_text(table))
 
 
@@ -110,12 +118,19 @@ def write_pipeline(pipeline: Any, folder: Path) -> None:
     """Writes the pipeline in fp16 safetensors, completely or not at all."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    halved = {name: copy.deepcopy(getattr(pipeline, name)).half() for name in ("vae", "text_encoder", "unet")}
-    join(halved["vae"], halved["text_encoder"], pipeline.tokenizer, halved["unet"]).save_pretrained(partial)
+    halved = {
+        name: copy.deepcopy(getattr(pipeline, name)).half()
+        for name in ("vae", "text_encoder", "unet")
+    }
+    join(halved["vae"], halved["text_encoder"], pipeline.tokenizer, halved["unet"]).save_pretrained(
+        partial
+    )
     # transformers loads in the precision that this file names, diffusers in fp32: the parts must
     # agree.
     config = partial / "text_encoder" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "float32"}, indent=2) + "\n")
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"dtype": "float32"}, indent=2) + "\n"
+    )
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
 

@@ -21,7 +21,16 @@ from torch.nn import functional
 from models.shapes.captions import tell
 from models.shapes.checkpoint import load_state, save_state
 from models.shapes.parts import Widths, make_text_encoder
-from models.shapes.world import BACKGROUNDS, COLORS, PLACES, RELATIONS, SHAPES, SIZES, Scene, sample_scene
+from models.shapes.world import (
+    BACKGROUNDS,
+    COLORS,
+    PLACES,
+    RELATIONS,
+    SHAPES,
+    SIZES,
+    Scene,
+    sample_scene,
+)
 
 SAVE_EVERY_S = 60.0
 IGNORED = -100
@@ -61,7 +70,9 @@ def train_text(
     torch.manual_seed(seed)
     encoder = make_text_encoder(widths, tokenizer).to(device).train()
     heads = torch.nn.Linear(widths.text, _OUTPUTS).to(device)
-    optimizer = torch.optim.AdamW([*encoder.parameters(), *heads.parameters()], lr=plan.lr, betas=(0.9, 0.98))
+    optimizer = torch.optim.AdamW(
+        [*encoder.parameters(), *heads.parameters()], lr=plan.lr, betas=(0.9, 0.98)
+    )
     path = state_dir / "text.pt"
     first = 0
     if state := load_state(path):
@@ -75,7 +86,12 @@ def train_text(
         scenes = [sample_scene(rng) for _ in range(plan.batch)]
         tokens = tokens_of(tokenizer, [tell(scene, rng) for scene in scenes]).to(device)
         for group in optimizer.param_groups:
-            group["lr"] = plan.lr * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / plan.steps))
+            group["lr"] = (
+                plan.lr
+                * min(1.0, (step + 1) / 50)
+                * 0.5
+                * (1 + math.cos(math.pi * step / plan.steps))
+            )
         hidden = encoder(tokens).last_hidden_state
         said = (tokens == tokenizer.eos_token_id).nonzero(as_tuple=True)
         loss = _loss(heads(hidden[said]), scenes, said[0])
@@ -87,7 +103,11 @@ def train_text(
             say(f"text encoder {step}/{plan.steps} loss {float(loss.detach()):.4f}")
         if time.monotonic() - saved_s > SAVE_EVERY_S or step + 1 == plan.steps:
             saved_s = time.monotonic()
-            parts = {"encoder": encoder.state_dict(), "heads": heads.state_dict(), "optimizer": optimizer.state_dict()}
+            parts = {
+                "encoder": encoder.state_dict(),
+                "heads": heads.state_dict(),
+                "optimizer": optimizer.state_dict(),
+            }
             save_state(path, parts | {"step": step + 1})
     return encoder.eval()
 
@@ -115,7 +135,10 @@ def _loss(outputs: torch.Tensor, scenes: Sequence[Scene], owner: torch.Tensor) -
         for part, target in zip(parts[:-1], ordered.T, strict=True)
         if (target != IGNORED).any()
     ]
-    return torch.stack(losses).mean() + functional.binary_cross_entropy_with_logits(parts[-1], shown) * 5
+    return (
+        torch.stack(losses).mean()
+        + functional.binary_cross_entropy_with_logits(parts[-1], shown) * 5
+    )
 
 
 def _ordered(scene: Scene) -> list[int]:
@@ -127,7 +150,11 @@ def _ordered(scene: Scene) -> list[int]:
     ]
     figures = () if scene.relation == "beside" else scene.figures
     for figure in figures:
-        targets += [SHAPES.index(figure.shape), _COLORS.index(figure.color), SIZES.index(figure.size)]
+        targets += [
+            SHAPES.index(figure.shape),
+            _COLORS.index(figure.color),
+            SIZES.index(figure.size),
+        ]
     return targets + [IGNORED] * (len(_CHOICES) - len(targets))
 
 

@@ -65,7 +65,13 @@ class Latents:
 
 
 def encode_scenes(
-    state_dir: Path, vae: Any, number: int, seed: int, *, device: str = "cpu", say: Callable[[str], None] = print
+    state_dir: Path,
+    vae: Any,
+    number: int,
+    seed: int,
+    *,
+    device: str = "cpu",
+    say: Callable[[str], None] = print,
 ) -> Latents:
     """Draws and encodes `number` scenes, or reads those of an earlier run.
 
@@ -78,7 +84,9 @@ def encode_scenes(
     if state is None or len(state["mean"]) != number:
         means, stds = [], []
         for at in range(0, number, ENCODED_AT_ONCE):
-            pixels = torch.from_numpy(draw_many(scenes[at : at + ENCODED_AT_ONCE])).permute(0, 3, 1, 2)
+            pixels = torch.from_numpy(draw_many(scenes[at : at + ENCODED_AT_ONCE])).permute(
+                0, 3, 1, 2
+            )
             with torch.no_grad():
                 posterior = vae.encode(as_input(pixels).to(device)).latent_dist
             means.append(posterior.mean.half().cpu())
@@ -125,7 +133,9 @@ class UnetTraining:
         self._text_encoder = text_encoder
         self._tokenizer = tokenizer
         self._device = device
-        self._optimizer = torch.optim.AdamW(self.unet.parameters(), lr=plan.lr, betas=(0.9, 0.99), weight_decay=0.01)
+        self._optimizer = torch.optim.AdamW(
+            self.unet.parameters(), lr=plan.lr, betas=(0.9, 0.99), weight_decay=0.01
+        )
         self._alphas = make_scheduler().alphas_cumprod.to(device)
         if state := load_state(self._path):
             self.unet.load_state_dict(state["unet"])
@@ -155,7 +165,10 @@ class UnetTraining:
             self.spent_s = spent_s + now_s - began_s
             smooth = loss if smooth == 0.0 else 0.98 * smooth + 0.02 * loss
             if self.step % 20 == 0:
-                say(f"UNet {self.step}/{self._plan.steps} loss {smooth:.4f} after {self.spent_s:.0f} s")
+                say(
+                    f"UNet {self.step}/{self._plan.steps} loss {smooth:.4f} after "
+                    f"{self.spent_s:.0f} s"
+                )
             is_last = self.step == self._plan.steps
             if now_s - saved_s > SAVE_EVERY_S or is_last:
                 saved_s = now_s
@@ -174,13 +187,18 @@ class UnetTraining:
         rng = random.Random(f"unet {self._seed} {step}")
         torch.manual_seed(self._seed * 1_000_003 + step)
         chosen = [rng.randrange(len(latents.scenes)) for _ in range(plan.batch)]
-        captions = ["" if rng.random() < plan.untold else tell(latents.scenes[index], rng) for index in chosen]
+        captions = [
+            "" if rng.random() < plan.untold else tell(latents.scenes[index], rng)
+            for index in chosen
+        ]
         for group in self._optimizer.param_groups:
             group["lr"] = _rate(plan, step)
         # bf16 halves a step on processors and GPUs that have it; the weights stay fp32.
         with torch.autocast(self._device.split(":")[0], dtype=torch.bfloat16):
             with torch.no_grad():
-                told = self._text_encoder(tokens_of(self._tokenizer, captions).to(self._device)).last_hidden_state
+                told = self._text_encoder(
+                    tokens_of(self._tokenizer, captions).to(self._device)
+                ).last_hidden_state
             loss = self._loss(latents.sample(chosen).to(self._device), told)
         self._optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)

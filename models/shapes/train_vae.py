@@ -73,7 +73,9 @@ def train_vae(
     """
     torch.manual_seed(seed)
     vae = make_vae(widths).to(device, memory_format=torch.channels_last).train()
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=plan.lr, betas=(0.9, 0.98), weight_decay=1e-4)
+    optimizer = torch.optim.AdamW(
+        vae.parameters(), lr=plan.lr, betas=(0.9, 0.98), weight_decay=1e-4
+    )
     path = state_dir / "vae.pt"
     first = 0
     if state := load_state(path):
@@ -85,13 +87,25 @@ def train_vae(
         saved_s = began_s = time.monotonic()
         for step in range(first, plan.steps):
             torch.manual_seed(seed * 1_000_003 + step)
-            loss = _step(vae, optimizer, *_batch(pictures, weights, plan, step, seed, device), _rate(plan, step))
+            loss = _step(
+                vae,
+                optimizer,
+                *_batch(pictures, weights, plan, step, seed, device),
+                _rate(plan, step),
+            )
             if step % 50 == 0:
                 each_s = (time.monotonic() - began_s) / (step - first + 1)
                 say(f"autoencoder {step}/{plan.steps} difference {loss:.4f} {each_s:.2f} s a step")
             if time.monotonic() - saved_s > SAVE_EVERY_S or step + 1 == plan.steps:
                 saved_s = time.monotonic()
-                save_state(path, {"vae": vae.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1})
+                save_state(
+                    path,
+                    {
+                        "vae": vae.state_dict(),
+                        "optimizer": optimizer.state_dict(),
+                        "step": step + 1,
+                    },
+                )
     return vae.eval()
 
 
@@ -100,7 +114,9 @@ def make_pictures(number: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     rng = random.Random(seed)
     pixels = draw_many(sample_scene(rng) for _ in range(number))
     weights = np.stack([_weights(picture) for picture in pixels])[:, None]
-    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))), torch.from_numpy(weights)
+    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))), torch.from_numpy(
+        weights
+    )
 
 
 def _weights(picture: npt.NDArray[np.uint8]) -> npt.NDArray[np.float16]:
@@ -110,7 +126,9 @@ def _weights(picture: npt.NDArray[np.uint8]) -> npt.NDArray[np.float16]:
     for part in range(1, number + 1):
         figure = parts == part
         smallness = min(2.5, math.sqrt(FIGURE_PIXELS / figure.sum()))
-        weights[ndimage.binary_dilation(figure, iterations=EDGE_PIXELS)] = 1.0 + (FIGURE_WEIGHT - 1.0) * smallness
+        weights[ndimage.binary_dilation(figure, iterations=EDGE_PIXELS)] = (
+            1.0 + (FIGURE_WEIGHT - 1.0) * smallness
+        )
     return weights
 
 
@@ -137,7 +155,7 @@ def _batch(
 
 
 def _corner(figure: torch.Tensor, size: int, rng: random.Random) -> tuple[int, int]:
-    """The start of a crop with a figure's pixel near its middle, on the latents' grid of 8 pixels."""
+    """The start of a crop with a figure's pixel near its middle, on the latents' 8-pixel grid."""
     inside = figure.nonzero()
     row, column = inside[rng.randrange(len(inside))].tolist()
     top, left = (round((at - size / 2 + rng.uniform(-8, 8)) / 8) * 8 for at in (row, column))
@@ -149,12 +167,20 @@ def _rate(plan: VaePlan, step: int) -> float:
     return plan.lr * min(1.0, (step + 1) / 100, (1 - step / plan.steps) / 0.4 + 0.01)
 
 
-def _step(vae: Any, optimizer: torch.optim.Optimizer, pixels: torch.Tensor, weights: torch.Tensor, lr: float) -> float:
+def _step(
+    vae: Any,
+    optimizer: torch.optim.Optimizer,
+    pixels: torch.Tensor,
+    weights: torch.Tensor,
+    lr: float,
+) -> float:
     for group in optimizer.param_groups:
         group["lr"] = lr
     posterior = vae.encode(pixels).latent_dist
     spread = posterior.mean.detach().std(dim=(0, 2, 3), keepdim=True)
-    drawn = vae.decode(posterior.sample() + NOISE * spread * torch.randn_like(posterior.mean)).sample
+    drawn = vae.decode(
+        posterior.sample() + NOISE * spread * torch.randn_like(posterior.mean)
+    ).sample
     error = drawn - pixels
     off = error.abs()
     # Light alone is most of the error, so hues, the channels' differences, count once more.

@@ -105,7 +105,9 @@ class Scene:
         return hashlib.sha256(self.kind.encode()).digest()[0] % HELD_OUT_IN == 0
 
 
-def sample_scene(rng: random.Random, *, held_out: bool = False, figures: int | None = None) -> Scene:
+def sample_scene(
+    rng: random.Random, *, held_out: bool = False, figures: int | None = None
+) -> Scene:
     """One scene at random, of the kinds to train on or of the held-out ones.
 
     Args:
@@ -124,7 +126,9 @@ def _one(rng: random.Random) -> Scene:
     background = _background(rng)
     place = rng.choice(tuple(PLACES)) if rng.random() < 0.6 else "center"
     right, down = PLACES[place]
-    figure = _figure(rng, background, RADII_ALONE, (right * PLACE_STEP, down * PLACE_STEP), jitter=2.5)
+    figure = _figure(
+        rng, background, RADII_ALONE, (right * PLACE_STEP, down * PLACE_STEP), jitter=2.5
+    )
     return Scene(background, (figure,), place=place)
 
 
@@ -135,7 +139,9 @@ def _two(rng: random.Random) -> Scene:
     if relation == "beside" and rng.random() < 0.5:
         first = (RELATION_STEP, 0.0)
     second = (-first[0], -first[1])
-    figures = tuple(_figure(rng, background, RADII_OF_TWO, offset, jitter=1.0) for offset in (first, second))
+    figures = tuple(
+        _figure(rng, background, RADII_OF_TWO, offset, jitter=1.0) for offset in (first, second)
+    )
     return Scene(background, figures, relation=relation)
 
 
@@ -153,6 +159,8 @@ def _figure(
     size = rng.choice(("medium", *SIZES))
     radius = rng.uniform(*radii[size])
     least, most = EDGE + radius, SIDE - EDGE - radius
-    x, y = (min(max(SIDE / 2 + step + rng.uniform(-jitter, jitter), least), most) for step in offset)
+    x, y = (
+        min(max(SIDE / 2 + step + rng.uniform(-jitter, jitter), least), most) for step in offset
+    )
     color = rng.choice([name for name in COLORS if name != background])
     return DrawnShape(rng.choice(SHAPES), color, size, x, y, radius)

@@ -52,7 +52,10 @@ class PubSubAdmin:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self._channels.close()
 
@@ -61,7 +64,9 @@ class PubSubAdmin:
         request = _Topic(name=topic_path(self._project, topic_id))
         return await self._create("Publisher/CreateTopic", _Topic, request)
 
-    async def ensure_subscription(self, subscription_id: str, settings: SubscriptionSettings) -> bool:
+    async def ensure_subscription(
+        self, subscription_id: str, settings: SubscriptionSettings
+    ) -> bool:
         """Creates a subscription unless it exists. Returns whether it was created.
 
         The push settings of an existing subscription are updated.
@@ -73,7 +78,9 @@ class PubSubAdmin:
         request = self._subscription(subscription_id, settings)
         if await self._create("Subscriber/CreateSubscription", _Subscription, request):
             return True
-        found = await self._find("Subscriber/GetSubscription", _Subscription, subscription=request.name)
+        found = await self._find(
+            "Subscriber/GetSubscription", _Subscription, subscription=request.name
+        )
         if found is not None and (found.topic, found.filter) != (request.topic, request.filter):
             raise ConfigurationError(
                 f"{request.name} exists with topic {found.topic!r} and filter {found.filter!r}, "
@@ -85,7 +92,9 @@ class PubSubAdmin:
 
     async def delete_topic(self, topic_id: str) -> bool:
         """Deletes a topic. Returns whether it existed. Its subscriptions stay, without a topic."""
-        return await self._delete("Publisher/DeleteTopic", topic=topic_path(self._project, topic_id))
+        return await self._delete(
+            "Publisher/DeleteTopic", topic=topic_path(self._project, topic_id)
+        )
 
     async def delete_subscription(self, subscription_id: str) -> bool:
         """Deletes a subscription and its backlog. Returns whether it existed."""
@@ -95,11 +104,17 @@ class PubSubAdmin:
     async def subscription_exists(self, subscription_id: str) -> bool:
         """Returns whether the subscription exists."""
         path = subscription_path(self._project, subscription_id)
-        return await self._find("Subscriber/GetSubscription", _Subscription, subscription=path) is not None
+        return (
+            await self._find("Subscriber/GetSubscription", _Subscription, subscription=path)
+            is not None
+        )
 
     async def list_topics(self) -> list[str]:
         """The ids of all topics of the project."""
-        return [topic.name.rpartition("/")[2] for topic in await self._list("Publisher", "Topics", "topics")]
+        return [
+            topic.name.rpartition("/")[2]
+            for topic in await self._list("Publisher", "Topics", "topics")
+        ]
 
     async def list_subscriptions(self) -> list[str]:
         """The ids of all subscriptions of the project."""
@@ -116,9 +131,13 @@ class PubSubAdmin:
         return True
 
     async def _push_to(self, subscription: RawMessage) -> None:
-        changed = _ModifyPushConfig(subscription=subscription.name, push_config=subscription.push_config)
+        changed = _ModifyPushConfig(
+            subscription=subscription.name, push_config=subscription.push_config
+        )
         try:
-            await self._call(Method(self._channel, "Subscriber/ModifyPushConfig", None, "subscription"), changed)
+            await self._call(
+                Method(self._channel, "Subscriber/ModifyPushConfig", None, "subscription"), changed
+            )
         except aio.AioRpcError as error:
             raise translate(error, f"change {subscription.name}") from error
 
@@ -147,7 +166,9 @@ class PubSubAdmin:
         response = getattr(pubsub, f"List{kind}Response").pb()
         method = Method(self._channel, f"{service}/List{kind}", response, "project")
         found: list[RawMessage] = []
-        request = getattr(pubsub, f"List{kind}Request").pb()(project=f"projects/{self._project}", page_size=PAGE_SIZE)
+        request = getattr(pubsub, f"List{kind}Request").pb()(
+            project=f"projects/{self._project}", page_size=PAGE_SIZE
+        )
         while True:
             try:
                 page = await self._call(method, request)
@@ -177,9 +198,15 @@ class PubSubAdmin:
         if settings.expires_after_s:
             request.expiration_policy.ttl.FromSeconds(settings.expires_after_s)
         if settings.retry_min_s is not None:
-            request.retry_policy.minimum_backoff.FromMilliseconds(round(settings.retry_min_s * 1000))
-            request.retry_policy.maximum_backoff.FromMilliseconds(round(settings.retry_max_s * 1000))
+            request.retry_policy.minimum_backoff.FromMilliseconds(
+                round(settings.retry_min_s * 1000)
+            )
+            request.retry_policy.maximum_backoff.FromMilliseconds(
+                round(settings.retry_max_s * 1000)
+            )
         if settings.dead_letter_topic_id:
-            request.dead_letter_policy.dead_letter_topic = topic_path(self._project, settings.dead_letter_topic_id)
+            request.dead_letter_policy.dead_letter_topic = topic_path(
+                self._project, settings.dead_letter_topic_id
+            )
             request.dead_letter_policy.max_delivery_attempts = settings.max_delivery_attempts
         return request

@@ -50,8 +50,12 @@ TRANSIENT = frozenset(
         StatusCode.UNKNOWN,
     }
 )
-REFUSED_INPUT = frozenset({StatusCode.INVALID_ARGUMENT, StatusCode.NOT_FOUND, StatusCode.OUT_OF_RANGE})
-REFUSED_CALLER = frozenset({StatusCode.PERMISSION_DENIED, StatusCode.UNAUTHENTICATED, StatusCode.UNIMPLEMENTED})
+REFUSED_INPUT = frozenset(
+    {StatusCode.INVALID_ARGUMENT, StatusCode.NOT_FOUND, StatusCode.OUT_OF_RANGE}
+)
+REFUSED_CALLER = frozenset(
+    {StatusCode.PERMISSION_DENIED, StatusCode.UNAUTHENTICATED, StatusCode.UNIMPLEMENTED}
+)
 
 _SHORTEST_ATTEMPT_S = 0.05
 
@@ -78,9 +82,13 @@ def parse_endpoint(endpoint: str) -> Endpoint:
         return Endpoint(f"unix:{endpoint.removeprefix('unix://')}", False)
     scheme, _, rest = endpoint.rpartition("://")
     target = rest.rstrip("/") if endpoint else GOOGLE_ENDPOINT
-    host, _, port = target.rpartition(":") if target.rpartition(":")[2].isdigit() else (target, "", "")
+    host, _, port = (
+        target.rpartition(":") if target.rpartition(":")[2].isdigit() else (target, "", "")
+    )
     if not host or scheme not in ("", "http", "https"):
-        raise ConfigurationError(f"Pub/Sub endpoint {endpoint!r} is not HOST:PORT", field="pubsub_endpoint")
+        raise ConfigurationError(
+            f"Pub/Sub endpoint {endpoint!r} is not HOST:PORT", field="pubsub_endpoint"
+        )
     is_secure = scheme == "https" or (scheme == "" and host.endswith(".googleapis.com"))
     return Endpoint(target if port else f"{host}:443", is_secure)
 
@@ -110,7 +118,9 @@ class Channels:
             # Looks at files and may ask the metadata server, so it stays off the loop.
             found, _ = await asyncio.to_thread(google.auth.default, default_scopes=SCOPES)
         except DefaultCredentialsError as error:
-            raise ConfigurationError(f"no Google credentials for {host}: {error}", field="credentials") from error
+            raise ConfigurationError(
+                f"no Google credentials for {host}: {error}", field="credentials"
+            ) from error
         plugin = AuthMetadataPlugin(found, Request(), default_host=host)
         self._credentials = grpc.composite_channel_credentials(
             grpc.ssl_channel_credentials(), grpc.metadata_call_credentials(plugin)
@@ -172,7 +182,9 @@ class Method:
         metadata = routing(self._routed_by, getattr(request, self._routed_by))
         return await self._call(request, timeout=timeout_s, metadata=metadata)
 
-    async def until(self, request: RawMessage, end_s: float, *, longest_attempt_s: float = 5.0) -> Any:
+    async def until(
+        self, request: RawMessage, end_s: float, *, longest_attempt_s: float = 5.0
+    ) -> Any:
         """Retries until an attempt succeeds, with jittered pauses after transient failures.
 
         Args:

@@ -73,13 +73,18 @@ class PubSubTransport:
     async def __aenter__(self) -> Self:
         await self._channels.load_credentials()
         publishing, leasing = self._channels.open(), self._channels.open()
-        self._publishing = PublishQueue(Method(publishing, "Publisher/Publish", pubsub.PublishResponse.pb(), "topic"))
+        self._publishing = PublishQueue(
+            Method(publishing, "Publisher/Publish", pubsub.PublishResponse.pb(), "topic")
+        )
         self._acknowledge = Method(leasing, "Subscriber/Acknowledge", None, "subscription")
         self._modify = Method(leasing, "Subscriber/ModifyAckDeadline", None, "subscription")
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self._publishing.close()
         await self._channels.close()
@@ -98,7 +103,9 @@ class PubSubTransport:
         See shared.transport.Publisher and PublishQueue.
         """
         message = PubsubMessage(data=data, attributes=attributes, ordering_key=ordering_key)
-        return await self._publishing.publish(topic_path(self._project, topic_id), message, timeout_s)
+        return await self._publishing.publish(
+            topic_path(self._project, topic_id), message, timeout_s
+        )
 
     @asynccontextmanager
     async def subscribe(
@@ -120,11 +127,17 @@ class PubSubTransport:
             max_outstanding_bytes=max_bytes,
         )
         acks = AckQueue(
-            path, self._acknowledge, self._modify, linger_s=ack_linger_s, linger_messages=max(1, max_messages // 4)
+            path,
+            self._acknowledge,
+            self._modify,
+            linger_s=ack_linger_s,
+            linger_messages=max(1, max_messages // 4),
         )
         leases = Leases(path, self._modify, ack_deadline_s)
         with self._pull_channel() as open_stream:
-            subscription = StreamSubscription(open_stream, first_request, acks, leases, max_messages)
+            subscription = StreamSubscription(
+                open_stream, first_request, acks, leases, max_messages
+            )
             subscription.start()
             try:
                 await subscription.wait_open(OPEN_S)

@@ -35,7 +35,13 @@ class AckQueue:
     """
 
     def __init__(
-        self, path: str, acknowledge: Method, modify: Method, *, linger_s: float = 0.0, linger_messages: int = 100
+        self,
+        path: str,
+        acknowledge: Method,
+        modify: Method,
+        *,
+        linger_s: float = 0.0,
+        linger_messages: int = 100,
     ) -> None:
         self._path = path
         self._acknowledge = acknowledge
@@ -62,7 +68,9 @@ class AckQueue:
         if self._linger_s == 0 or len(self._acks) >= self._linger_messages:
             self._start()
         elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(jittered(self._linger_s), self._start)
+            self._timer = asyncio.get_running_loop().call_later(
+                jittered(self._linger_s), self._start
+            )
 
     def nack(self, ack_id: str) -> None:
         """Queues a nack, which does not linger."""
@@ -105,18 +113,27 @@ class AckQueue:
     async def _send_some(self) -> None:
         if self._nacks:
             ids = _take(self._nacks)
-            request = ModifyAckDeadlineRequest(subscription=self._path, ack_ids=ids, ack_deadline_seconds=0)
+            request = ModifyAckDeadlineRequest(
+                subscription=self._path, ack_ids=ids, ack_deadline_seconds=0
+            )
             await self._call(self._modify, request, len(ids))
         if self._acks:
             ids = _take(self._acks)
-            await self._call(self._acknowledge, AcknowledgeRequest(subscription=self._path, ack_ids=ids), len(ids))
+            await self._call(
+                self._acknowledge,
+                AcknowledgeRequest(subscription=self._path, ack_ids=ids),
+                len(ids),
+            )
 
     async def _call(self, method: Method, request: RawMessage, messages: int) -> None:
         try:
             await method.until(request, asyncio.get_running_loop().time() + RETRY_S)
         except aio.AioRpcError as error:
             self.failed += messages
-            log.warning("acks lost", extra={"subscription": self._path, "acks": messages, "code": error.code().name})
+            log.warning(
+                "acks lost",
+                extra={"subscription": self._path, "acks": messages, "code": error.code().name},
+            )
 
 
 class Leases:
@@ -174,7 +191,9 @@ class Leases:
         try:
             await self._modify.until(request, asked_s + limit_s)
         except aio.AioRpcError as error:
-            log.warning("leases not extended", extra={"subscription": self._path, "code": error.code().name})
+            log.warning(
+                "leases not extended", extra={"subscription": self._path, "code": error.code().name}
+            )
             return
         for lease in filter(None, map(self._held.get, ids)):
             lease.until_s = asked_s + self._ack_deadline_s
@@ -186,7 +205,10 @@ class Leases:
                 del self._held[ack_id]
                 lease.message.lost = True
                 self.lost += 1
-                log.warning("lease lost", extra={"subscription": self._path, "message_id": lease.message.message_id})
+                log.warning(
+                    "lease lost",
+                    extra={"subscription": self._path, "message_id": lease.message.message_id},
+                )
 
 
 class _Lease:

@@ -85,7 +85,9 @@ class PublishQueue:
 
     def _check_room(self, size_bytes: int) -> None:
         if size_bytes > MESSAGE_LIMIT_BYTES:
-            raise InputTooLarge(f"a message of {size_bytes} bytes is above the broker's {MESSAGE_LIMIT_BYTES}")
+            raise InputTooLarge(
+                f"a message of {size_bytes} bytes is above the broker's {MESSAGE_LIMIT_BYTES}"
+            )
         if self._messages >= QUEUE_LIMIT_MESSAGES or self._bytes + size_bytes > QUEUE_LIMIT_BYTES:
             raise Overloaded(f"{self._messages} messages are already waiting to be published")
 
@@ -94,7 +96,9 @@ class PublishQueue:
         queue = self._queues.get(name)
         if queue is None:
             # Queues end when they run empty: inboxes and ordering keys come and go without bound.
-            queue = self._queues[name] = _TopicQueue(self._method, topic_path, ordering_key, self._forget)
+            queue = self._queues[name] = _TopicQueue(
+                self._method, topic_path, ordering_key, self._forget
+            )
         return queue
 
     def _forget(self, queue: _TopicQueue) -> None:
@@ -111,7 +115,11 @@ class _TopicQueue:
     """
 
     def __init__(
-        self, method: Method, topic_path: str, ordering_key: str, on_empty: Callable[[_TopicQueue], None]
+        self,
+        method: Method,
+        topic_path: str,
+        ordering_key: str,
+        on_empty: Callable[[_TopicQueue], None],
     ) -> None:
         self.name = (topic_path, ordering_key)
         self._method = method
@@ -163,7 +171,9 @@ class _TopicQueue:
         return batch
 
     async def _send(self, batch: list[_Pending]) -> None:
-        request = PublishRequest(topic=self._topic_path, messages=[pending.message for pending in batch])
+        request = PublishRequest(
+            topic=self._topic_path, messages=[pending.message for pending in batch]
+        )
         try:
             response = await self._method.until(request, max(pending.end_s for pending in batch))
         except aio.AioRpcError as error:

@@ -27,7 +27,9 @@ async def make_inbox(admin: Admin, inbox: str, slots: int, *, expires_after_s: i
     await _all(
         admin.ensure_subscription(
             slot_subscription_id(inbox, slot),
-            SubscriptionSettings(topic_id, slot_filter(slot, slots), expires_after_s=expires_after_s),
+            SubscriptionSettings(
+                topic_id, slot_filter(slot, slots), expires_after_s=expires_after_s
+            ),
         )
         for slot in range(slots)
     )
@@ -40,7 +42,9 @@ async def remove_inbox(admin: Admin, inbox: str, slots: int) -> None:
         PenstockError: as the admin's calls do.
     """
     await admin.delete_topic(inbox_topic_id(inbox))
-    await _all(admin.delete_subscription(slot_subscription_id(inbox, slot)) for slot in range(slots))
+    await _all(
+        admin.delete_subscription(slot_subscription_id(inbox, slot)) for slot in range(slots)
+    )
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, bool]]) -> None:

@@ -29,7 +29,9 @@ FATAL = frozenset(
     }
 )
 FATAL_TRIES = 4
-"""A subscription just made, or a right just given, may not be known everywhere yet (platform-facts P14)."""
+"""A subscription just made, or a right just given, may not be known everywhere yet (platform-facts
+P14).
+"""
 HEARTBEAT_S = 30.0
 """An empty request this often keeps an idle stream open, as Google's own clients do."""
 HALF_CLOSE_S = 1.0
@@ -49,7 +51,12 @@ class StreamSubscription:
     """
 
     def __init__(
-        self, open_stream: Any, first_request: RawMessage, acks: AckQueue, leases: Leases, max_messages: int
+        self,
+        open_stream: Any,
+        first_request: RawMessage,
+        acks: AckQueue,
+        leases: Leases,
+        max_messages: int,
     ) -> None:
         self._open_stream = open_stream
         self._first_request = first_request
@@ -155,7 +162,10 @@ class StreamSubscription:
                 await call.done_writing()
                 await asyncio.wait((self._tasks[0],))
         except (TimeoutError, aio.AioRpcError, asyncio.InvalidStateError):
-            log.debug("stream did not end by itself", extra={"subscription": self._first_request.subscription})
+            log.debug(
+                "stream did not end by itself",
+                extra={"subscription": self._first_request.subscription},
+            )
 
     async def _receive(self) -> None:
         pauses, refusals = backoff(), 0
@@ -174,7 +184,10 @@ class StreamSubscription:
             self.reconnects += 1
             log.info(
                 "stream ended",
-                extra={"subscription": self._first_request.subscription, "code": error.code().name if error else "OK"},
+                extra={
+                    "subscription": self._first_request.subscription,
+                    "code": error.code().name if error else "OK",
+                },
             )
             await asyncio.sleep(next(pauses))
 
@@ -225,7 +238,9 @@ class StreamSubscription:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._end = PenstockError(f"{self._first_request.subscription}: {error!r}; this is a bug")
+            self._end = PenstockError(
+                f"{self._first_request.subscription}: {error!r}; this is a bug"
+            )
             self._end.__cause__ = error
             self._wake()
 

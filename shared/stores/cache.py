@@ -39,7 +39,9 @@ Level = Literal["memory", "redis"]
 
 HITS = Counter("penstock_cache_hits_total", "Items answered from the cache, by level.", ["level"])
 MISSES = Counter("penstock_cache_misses_total", "Items that neither level had.")
-UNREADABLE = Counter("penstock_cache_unreadable_total", "Entries in Redis that could not be decoded; each is a miss.")
+UNREADABLE = Counter(
+    "penstock_cache_unreadable_total", "Entries in Redis that could not be decoded; each is a miss."
+)
 
 
 def cache_key(model: Model, input: Input, tenant: str) -> str:
@@ -63,7 +65,14 @@ def cache_key(model: Model, input: Input, tenant: str) -> str:
         BadInput: a text has lone surrogates, which no encoding can represent.
     """
     whose = tenant if model.cache.scope == "tenant" else ""
-    which = (model.name, model.revision, model.source, model.precision, model.result_tolerance, model.dimensions)
+    which = (
+        model.name,
+        model.revision,
+        model.source,
+        model.precision,
+        model.result_tolerance,
+        model.dimensions,
+    )
     try:
         canonical = msgspec.msgpack.encode((KEY_SCHEME, whose, which, input.cache_form()))
     except UnicodeEncodeError as error:
@@ -103,7 +112,9 @@ class ResultCache(RedisStore):
         retry_s: float = 0.25,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        link = RedisLink("cache", redis_url, timeout_s=timeout_s, retry_s=retry_s, up=UP, errors=ERRORS)
+        link = RedisLink(
+            "cache", redis_url, timeout_s=timeout_s, retry_s=retry_s, up=UP, errors=ERRORS
+        )
         super().__init__(link)
         self._redis = RedisLevel(link)
         self._memory = _Memory(memory_bytes)
@@ -120,7 +131,9 @@ class ResultCache(RedisStore):
         now_s, keys = self._clock(), list(dict.fromkeys(keys))
         found = self.in_memory(keys)
         if missing := [key for key in keys if key not in found]:
-            from_redis = self._read(missing, await self._redis.get([self._prefix + key for key in missing]), now_s)
+            from_redis = self._read(
+                missing, await self._redis.get([self._prefix + key for key in missing]), now_s
+            )
             HITS.labels("redis").inc(len(from_redis))
             MISSES.inc(len(missing) - len(from_redis))
             found |= {key: (result, "redis") for key, result in from_redis.items()}
@@ -158,7 +171,9 @@ class ResultCache(RedisStore):
         Never raises, and waits as get_many does.
         """
         if values := self.keep_in_memory(results, ttl_s):
-            await self._redis.put({self._prefix + key: value for key, value in values.items()}, ttl_s)
+            await self._redis.put(
+                {self._prefix + key: value for key, value in values.items()}, ttl_s
+            )
 
     def keep_in_memory(self, results: Mapping[str, Result], ttl_s: int) -> dict[str, bytes]:
         """Does the same in this process's memory only.

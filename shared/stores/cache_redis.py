@@ -12,7 +12,9 @@ from shared.stores.redis_client import RedisLink
 WRITE_ENTRIES = 128
 """Entries of one call that are written in one round trip."""
 
-ERRORS = Counter("penstock_cache_errors_total", "Round trips to Redis that failed, by operation.", ["operation"])
+ERRORS = Counter(
+    "penstock_cache_errors_total", "Round trips to Redis that failed, by operation.", ["operation"]
+)
 UP = Gauge("penstock_cache_redis_up", "1 while Redis is being asked, 0 while the breaker is open.")
 
 

@@ -38,13 +38,20 @@ SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 THREADS = 8
 
 ERRORS = Counter(
-    "penstock_objects_errors_total", "Puts and gets that the store failed or was too slow with", ["operation"]
+    "penstock_objects_errors_total",
+    "Puts and gets that the store failed or was too slow with",
+    ["operation"],
 )
 T = TypeVar("T")
 
 _SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _KEY = re.compile(rf"{_SEGMENT}(/{_SEGMENT})*")
-_EXTENSIONS = {"image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp", "application/json": ".json"}
+_EXTENSIONS = {
+    "image/png": ".png",
+    "image/jpeg": ".jpg",
+    "image/webp": ".webp",
+    "application/json": ".json",
+}
 _CLOUD: dict[str, Any] = {
     "client_options": {"timeout": "10s", "connect_timeout": "3s", "allow_http": True},
     "retry_config": {"max_retries": 3, "retry_timeout": timedelta(seconds=TIMEOUT_S)},
@@ -166,9 +173,12 @@ def _open(url: str) -> Any:
         if scheme == "s3" and rest:
             return store.from_url(url, **_CLOUD)
     except (BaseError, OSError, ValueError) as error:
-        raise ConfigurationError(f"PENSTOCK_OBJECTS_URL: {url}: {_reason(error)}", field="objects_url") from error
+        raise ConfigurationError(
+            f"PENSTOCK_OBJECTS_URL: {url}: {_reason(error)}", field="objects_url"
+        ) from error
     raise ConfigurationError(
-        f"PENSTOCK_OBJECTS_URL: {url!r} is none of file://DIR, gs://BUCKET, s3://BUCKET, memory://", field="objects_url"
+        f"PENSTOCK_OBJECTS_URL: {url!r} is none of file://DIR, gs://BUCKET, s3://BUCKET, memory://",
+        field="objects_url",
     )
 
 

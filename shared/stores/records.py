@@ -41,9 +41,13 @@ OVER: frozenset[State] = frozenset({"succeeded", "failed", "canceled"})
 """The states that no record leaves."""
 
 JOB_KEEP_S = 120
-"""Seconds for which the record of a job that is no prediction is kept after its last change: for late attempts."""
+"""Seconds for which the record of a job that is no prediction is kept after its last change: for
+late attempts.
+"""
 LATE_LOOK_S = 0.5
-"""For so long after its deadline, a waiter with an open connection still checks if the record ended."""
+"""For so long after its deadline, a waiter with an open connection still checks if the record
+ended.
+"""
 FULL_RETRY_S = 5.0
 """Retry-After of a prediction that found no room."""
 LISTED = 1000
@@ -52,10 +56,17 @@ LISTEN_POLL_S = 1.0
 LISTEN_PAUSE_S = 0.5
 
 ERRORS = Counter(
-    "penstock_records_errors_total", "Round trips to Redis about records that failed, by operation.", ["operation"]
+    "penstock_records_errors_total",
+    "Round trips to Redis about records that failed, by operation.",
+    ["operation"],
 )
-DROPPED = Counter("penstock_predictions_dropped_total", "Predictions dropped before their time, for lack of room.")
-UP = Gauge("penstock_records_redis_up", "1 while Redis is being asked about records, 0 while the breaker is open.")
+DROPPED = Counter(
+    "penstock_predictions_dropped_total", "Predictions dropped before their time, for lack of room."
+)
+UP = Gauge(
+    "penstock_records_redis_up",
+    "1 while Redis is being asked about records, 0 while the breaker is open.",
+)
 
 _BUDGET = ("shared/stores/retention.lua", "shared/stores/record_budget.lua")
 _STATES = "shared/stores/record_states.lua"
@@ -141,7 +152,9 @@ class Records(RedisStore):
         predictions_max_bytes: int = BUDGET_BYTES,
     ) -> None:
         limits = {"timeout_s": timeout_s, "retry_s": retry_s}
-        super().__init__(RedisLink("records", redis_url, **limits, up=UP, errors=ERRORS, field="records_url"))
+        super().__init__(
+            RedisLink("records", redis_url, **limits, up=UP, errors=ERRORS, field="records_url")
+        )
         self._prefix = prefix
         self._store = f"{prefix}predictions"
         self._max_bytes = predictions_max_bytes
@@ -159,7 +172,14 @@ class Records(RedisStore):
     # For the API. It must not promise what is not stored, so these raise if Redis does not answer.
 
     async def create(
-        self, record: str, tenant: str, document: bytes, *, deadline_s: float, keep_s: int, reply_bytes: int = 0
+        self,
+        record: str,
+        tenant: str,
+        document: bytes,
+        *,
+        deadline_s: float,
+        keep_s: int,
+        reply_bytes: int = 0,
     ) -> bool:
         """Creates the record of a prediction, `starting`. Returns whether it is new.
 
@@ -179,7 +199,17 @@ class Records(RedisStore):
         """
         now_s = time.time()
         keys = (self._key(record), self._store, self._of_tenant(tenant))
-        args = (now_s, deadline_s, keep_s, tenant, record, document, LISTED, reply_bytes, self._max_bytes)
+        args = (
+            now_s,
+            deadline_s,
+            keep_s,
+            tenant,
+            record,
+            document,
+            LISTED,
+            reply_bytes,
+            self._max_bytes,
+        )
         created, dropped = await self._commands.run_script(CREATE, keys, *args)
         DROPPED.inc(dropped)
         if created < 0:
@@ -286,9 +316,16 @@ class Records(RedisStore):
 
     async def _send_finishes(self, ends: list[tuple[str, str, bytes]]) -> list[Finish]:
         keys = [self._store, *(self._key(record) for record, _, _ in ends)]
-        args = [time.time(), JOB_KEEP_S, *(part for _, state, reply in ends for part in (state, reply))]
+        args = [
+            time.time(),
+            JOB_KEEP_S,
+            *(part for _, state, reply in ends for part in (state, reply)),
+        ]
         answers = await self._link.run_script(FINISH, keys, args)
-        return [Finish(bool(ours), cast(State, state.decode()), reply or None) for ours, state, reply in answers]
+        return [
+            Finish(bool(ours), cast(State, state.decode()), reply or None)
+            for ours, state, reply in answers
+        ]
 
 
 def _check_canceled() -> None:

@@ -92,12 +92,16 @@ class RedisLink:
         self._up.set()
         self._gauge.set(1)
         self._tasks = [
-            asyncio.create_task(run) for run in (*(batcher.run() for batcher in self._batchers), self._recover())
+            asyncio.create_task(run)
+            for run in (*(batcher.run() for batcher in self._batchers), self._recover())
         ]
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for task in self._tasks:
             task.cancel()
@@ -105,7 +109,9 @@ class RedisLink:
         self._up.clear()
         await self.client.aclose()
 
-    async def run_script(self, script: Script, keys: Sequence[str], args: Sequence[Argument]) -> Any:
+    async def run_script(
+        self, script: Script, keys: Sequence[str], args: Sequence[Argument]
+    ) -> Any:
         """Runs a script in its own round trip, for the `send` of a batcher.
 
         Raises:
@@ -153,7 +159,9 @@ class RedisLink:
             # count.
             self._failures += 1
             if self._failures >= FAILURES and self.is_up:
-                log.warning("redis is out of reach", extra={"use": self._use, "reason": repr(error)})
+                log.warning(
+                    "redis is out of reach", extra={"use": self._use, "reason": repr(error)}
+                )
                 self._up.clear()
                 self._tripped.set()
                 self._gauge.set(0)
@@ -197,7 +205,10 @@ class RedisStore:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self._link.__aexit__(kind, error, trace)
 
@@ -249,9 +260,13 @@ class Commands:
 
     async def _send(self, calls: list[_Call]) -> list[Any]:
         answers = await self._pipelined([_words(call, by_digest=True) for call in calls])
-        unknown = [index for index, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
+        unknown = [
+            index for index, answer in enumerate(answers) if isinstance(answer, NoScriptError)
+        ]
         if unknown:  # Redis restarted, and learns the scripts from EVAL
-            again = await self._pipelined([_words(calls[index], by_digest=False) for index in unknown])
+            again = await self._pipelined(
+                [_words(calls[index], by_digest=False) for index in unknown]
+            )
             for index, answer in zip(unknown, again, strict=True):
                 answers[index] = answer
         return answers

@@ -43,7 +43,11 @@ class UrlSigner:
     def path(self, key: str, media_type: str) -> str:
         """Returns a signed path and query for the object `key`, valid for 60 minutes."""
         expires_s = int(self._clock()) + VALID_S
-        query = {"type": media_type, "expires": expires_s, "signature": self._signature(key, media_type, expires_s)}
+        query = {
+            "type": media_type,
+            "expires": expires_s,
+            "signature": self._signature(key, media_type, expires_s),
+        }
         return f"/v1/objects/{quote(key)}?{urlencode(query)}"
 
     def check(self, key: str, media_type: str, expires_s: int, signature: str) -> None:

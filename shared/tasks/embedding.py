@@ -12,8 +12,8 @@ from shared.tasks.base import ExampleRequest, FirstGuesses, LinkTo, Task, TaskIn
 Truncate = Literal["none", "end", "start"]
 """What to do with a text that is longer than its model takes: refuse it, or cut it at that side.
 
-The default on the wire is `end`, as it was before there was a choice. The API sends `none` where the
-caller says nothing.
+The default on the wire is `end`, as it was before there was a choice. The API sends `none` where
+the caller says nothing.
 """
 
 
@@ -71,7 +71,9 @@ class EmbeddingTask(Task):
 
     def budget(self, entry: CatalogEntry) -> int:
         """Tokens."""
-        assert entry.batch.max_tokens is not None, "checked when the catalog was read; this is a bug"
+        assert entry.batch.max_tokens is not None, (
+            "checked when the catalog was read; this is a bug"
+        )
         return entry.batch.max_tokens
 
     def tolerance(self, entry: CatalogEntry) -> float:

@@ -102,7 +102,9 @@ class ImageTask(Task):
 
     def budget(self, entry: CatalogEntry) -> int:
         """Pixel-steps."""
-        assert entry.batch.max_pixel_steps is not None, "checked when the catalog was read; this is a bug"
+        assert entry.batch.max_pixel_steps is not None, (
+            "checked when the catalog was read; this is a bug"
+        )
         return entry.batch.max_pixel_steps
 
     def tolerance(self, entry: CatalogEntry) -> float:

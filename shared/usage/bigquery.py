@@ -29,7 +29,9 @@ NO_FIELD = "no such field"
 """How BigQuery says that a table lacks a column of the row."""
 
 WRITTEN = Counter("penstock_rows_written_total", "Rows that BigQuery has")
-TRIMMED = Counter("penstock_rows_trimmed_total", "Rows written without the columns that an older table lacks")
+TRIMMED = Counter(
+    "penstock_rows_trimmed_total", "Rows written without the columns that an older table lacks"
+)
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +99,9 @@ class Sender:
 
             given: dict[str, Any] = {"project": self._project}
             if self._endpoint:
-                given |= {"credentials": AnonymousCredentials(), "client_options": {"api_endpoint": self._endpoint}}
+                given |= {
+                    "credentials": AnonymousCredentials(),
+                    "client_options": {"api_endpoint": self._endpoint},
+                }
             self._client = bigquery.Client(**given)
         return self._client

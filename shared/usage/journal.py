@@ -34,9 +34,15 @@ SLOW_DISK_S = 0.1
 """A write that takes longer holds the event loop up: the thread takes over."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
 
-DISK_UP = Gauge("penstock_rows_disk_up", "1 while the disk takes rows as they come, 0 while they wait in memory")
-DISK_ERRORS = Counter("penstock_rows_disk_errors_total", "Writes of rows that the disk refused or was slow with")
-LOST = Counter("penstock_rows_lost_total", "Rows given up because neither disk nor BigQuery took them in time")
+DISK_UP = Gauge(
+    "penstock_rows_disk_up", "1 while the disk takes rows as they come, 0 while they wait in memory"
+)
+DISK_ERRORS = Counter(
+    "penstock_rows_disk_errors_total", "Writes of rows that the disk refused or was slow with"
+)
+LOST = Counter(
+    "penstock_rows_lost_total", "Rows given up because neither disk nor BigQuery took them in time"
+)
 
 
 class UnsavedRow(NamedTuple):
@@ -135,7 +141,9 @@ class Journal:
     def _disk_failed(self, reason: str) -> None:
         DISK_ERRORS.inc()
         self._seal()
-        self._retry_disk_at_s = time.monotonic() + (next(self._disk_pauses) if not self._is_disk_up else 0.0)
+        self._retry_disk_at_s = time.monotonic() + (
+            next(self._disk_pauses) if not self._is_disk_up else 0.0
+        )
         if self._is_disk_up:
             self._is_disk_up = False
             DISK_UP.set(0)
@@ -152,7 +160,10 @@ class Journal:
         LOST.inc(rows)
         if rows and not self._is_losing:
             self._is_losing = True
-            log.error("rows are lost: disk and BigQuery both fail", extra={"in_memory": len(self._unsaved)})
+            log.error(
+                "rows are lost: disk and BigQuery both fail",
+                extra={"in_memory": len(self._unsaved)},
+            )
 
     def save(self, is_last: bool = False) -> None:
         """Writes rows that are only in memory to disk, if a try is due or this `is_last`."""
@@ -199,7 +210,9 @@ class Journal:
         with self.changed:
             if self._unsaved:
                 rows = [self._unsaved.popleft() for _ in range(min(BATCH_ROWS, len(self._unsaved)))]
-                self._in_flight = RowBatch(None, [row.fields for row in rows], rows[0].since_s, rows)
+                self._in_flight = RowBatch(
+                    None, [row.fields for row in rows], rows[0].since_s, rows
+                )
                 return self._in_flight
             if not self._sealed and takes_open:
                 self._seal()
@@ -274,7 +287,9 @@ class Journal:
     def size_bytes(self) -> int:
         """Their size on disk."""
         with self.changed:
-            return self._spool.unowned_bytes + sum(batch.segment.size_bytes for batch in self._held() if batch.segment)
+            return self._spool.unowned_bytes + sum(
+                batch.segment.size_bytes for batch in self._held() if batch.segment
+            )
 
     @property
     def oldest_s(self) -> float:
@@ -285,7 +300,10 @@ class Journal:
             return min(held, alone, self._spool.oldest_s)
 
     def _held(self) -> Sequence[RowBatch]:
-        return [*self._sealed, *(batch for batch in (self._open, self._in_flight) if batch is not None)]
+        return [
+            *self._sealed,
+            *(batch for batch in (self._open, self._in_flight) if batch is not None),
+        ]
 
 
 @contextmanager

@@ -12,7 +12,9 @@ from shared.catalog import Model
 from shared.messages import Envelope, ItemOutcome
 
 SHARED = frozenset({"memory", "redis", "joined"})
-"""Ways of the cache (`Receipt.cache`) on which a result was delivered that another item had computed."""
+"""Ways of the cache (`Receipt.cache`) on which a result was delivered that another item had
+computed.
+"""
 
 
 class Row(msgspec.Struct, omit_defaults=True):
@@ -80,7 +82,12 @@ def charged_share(model: Model, outcome: ItemOutcome) -> float:
 
 
 def row_of(
-    envelope: Envelope, outcome: ItemOutcome, model: Model | None, *, replied_at_s: float | None = None, **facts: Any
+    envelope: Envelope,
+    outcome: ItemOutcome,
+    model: Model | None,
+    *,
+    replied_at_s: float | None = None,
+    **facts: Any,
 ) -> Row:
     """Returns the row of an item, from its envelope, receipt, charge, and `facts` of the writer.
 
@@ -93,8 +100,14 @@ def row_of(
     """
     receipt, now_s = outcome.receipt, replied_at_s or time.time()
     share = 0.0 if model is None else charged_share(model, outcome)
-    price_usd = 0.0 if model is None else model.cost_usd(receipt.tokens or 0, receipt.pixel_steps or 0)
-    queued_s = (receipt.pulled_at_s or now_s) - envelope.published_at_s if envelope.published_at_s else None
+    price_usd = (
+        0.0 if model is None else model.cost_usd(receipt.tokens or 0, receipt.pixel_steps or 0)
+    )
+    queued_s = (
+        (receipt.pulled_at_s or now_s) - envelope.published_at_s
+        if envelope.published_at_s
+        else None
+    )
     known = {name: getattr(receipt, name) for name in receipt.__struct_fields__}
     return Row(
         row_id=f"{envelope.request_id}:{outcome.index}",

@@ -27,7 +27,9 @@ log = logging.getLogger(__name__)
 
 CREATE_TRIES = 3
 
-REJECTED = Counter("penstock_rows_rejected_total", "Rows that BigQuery refused for good; kept in rejected.jsonl")
+REJECTED = Counter(
+    "penstock_rows_rejected_total", "Rows that BigQuery refused for good; kept in rejected.jsonl"
+)
 
 Fields = dict[str, Any]
 """One row by column."""
@@ -116,7 +118,9 @@ class Spool:
             OSError: the disk or the bound of this folder does not allow it.
         """
         if self.unowned_bytes >= self._max_bytes:
-            raise OSError(errno.EDQUOT, f"rows on disk have reached their limit of {self._max_bytes} bytes")
+            raise OSError(
+                errno.EDQUOT, f"rows on disk have reached their limit of {self._max_bytes} bytes"
+            )
         for _ in range(CREATE_TRIES):
             path = self._folder / f"{time.time_ns()}-{os.getpid()}-{next(self._numbers)}.segment"
             fd = self._open_new(path)
@@ -177,7 +181,9 @@ class Spool:
                 row = msgspec.json.decode(line, type=Fields)
                 row["row_id"]
             except (msgspec.DecodeError, KeyError) as error:
-                unreadable.append(({"line": line.decode(errors="replace")}, f"unreadable on disk: {error}"))
+                unreadable.append(
+                    ({"line": line.decode(errors="replace")}, f"unreadable on disk: {error}")
+                )
             else:
                 rows.append(row)
         self.reject(unreadable)
@@ -207,9 +213,13 @@ class Spool:
         """Removes a segment whose rows are all sent or rejected."""
         try:
             segment.path.unlink(missing_ok=True)
-        except OSError as error:  # a disk that became read-only: left alone, or it would be sent for ever
+        except (
+            OSError
+        ) as error:  # a disk that became read-only: left alone, or it would be sent for ever
             self._stuck.add(segment.path)
-            log.warning("segment not removed", extra={"path": str(segment.path), "reason": str(error)})
+            log.warning(
+                "segment not removed", extra={"path": str(segment.path), "reason": str(error)}
+            )
         segment.release()
 
     def reject(self, refused: Sequence[tuple[Fields, str]]) -> None:
@@ -218,13 +228,18 @@ class Spool:
             return
         REJECTED.inc(len(refused))
         log.error("rows rejected", extra={"rows": len(refused), "reason": refused[0][1]})
-        lines = b"".join(_ENCODER.encode({"reason": reason, "row": row}) + b"\n" for row, reason in refused)
+        lines = b"".join(
+            _ENCODER.encode({"reason": reason, "row": row}) + b"\n" for row, reason in refused
+        )
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with (self._folder / "rejected.jsonl").open("ab", buffering=0) as file:
                 file.write(lines)
         except OSError as error:
-            log.error("rejected rows not kept", extra={"reason": str(error), "lines": lines.decode()[:65536]})
+            log.error(
+                "rejected rows not kept",
+                extra={"reason": str(error), "lines": lines.decode()[:65536]},
+            )
 
 
 def _since_s(path: Path) -> float:

@@ -41,9 +41,13 @@ HURRY_S = 0.05
 """The same where jobs wait for BigQuery, because the disk does not take their rows."""
 CLOSE_S = 2.0
 """Limit of the last sends at close. A container has ten seconds for its whole shutdown."""
-COLUMNS = [name.removesuffix("_s") if name.endswith("_at_s") else name for name in Row.__struct_fields__]
+COLUMNS = [
+    name.removesuffix("_s") if name.endswith("_at_s") else name for name in Row.__struct_fields__
+]
 
-FAILURES = Counter("penstock_rows_send_failures_total", "Requests to BigQuery that failed; their rows are kept")
+FAILURES = Counter(
+    "penstock_rows_send_failures_total", "Requests to BigQuery that failed; their rows are kept"
+)
 PENDING = Gauge("penstock_rows_pending", "Rows that BigQuery does not have yet")
 PENDING_BYTES = Gauge("penstock_rows_pending_bytes", "What they take on disk")
 OLDEST = Gauge("penstock_rows_oldest_seconds", "Age of the oldest of them; 0 if there is none")
@@ -52,7 +56,9 @@ OLDEST = Gauge("penstock_rows_oldest_seconds", "Age of the oldest of them; 0 if 
 def fields_of(row: Row) -> Fields:
     """Returns the row as BigQuery's columns: `*_at_s` loses its unit, and None is left out."""
     return {
-        column: value for column, value in zip(COLUMNS, msgspec.structs.astuple(row), strict=True) if value is not None
+        column: value
+        for column, value in zip(COLUMNS, msgspec.structs.astuple(row), strict=True)
+        if value is not None
     }
 
 
@@ -68,7 +74,13 @@ class RowWriter:
     """
 
     def __init__(
-        self, *, project: str, dataset: str, endpoint: str, spool_dir: Path, spool_max_bytes: int = SPOOL_MAX_BYTES
+        self,
+        *,
+        project: str,
+        dataset: str,
+        endpoint: str,
+        spool_dir: Path,
+        spool_max_bytes: int = SPOOL_MAX_BYTES,
     ) -> None:
         self._sender = Sender(project, f"{project}.{dataset}.{TABLE}", endpoint)
         self._spool = Spool(spool_dir, spool_max_bytes)
@@ -81,12 +93,17 @@ class RowWriter:
         await asyncio.to_thread(self._journal.open)
         PENDING.set_function(lambda: self._journal.rows)
         PENDING_BYTES.set_function(lambda: self._journal.size_bytes)
-        OLDEST.set_function(lambda: time.time() - self._journal.oldest_s if self._journal.rows else 0.0)
+        OLDEST.set_function(
+            lambda: time.time() - self._journal.oldest_s if self._journal.rows else 0.0
+        )
         self._thread.start()
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         with self._journal.changed:
             self._give_up_s = time.monotonic() + CLOSE_S
@@ -136,7 +153,9 @@ class RowWriter:
                 is_sent = self._send(takes_open or self._is_hurried)
             except Unavailable as error:
                 FAILURES.inc()
-                log.warning("rows not sent", extra={"reason": error.message, "pending": self.pending})
+                log.warning(
+                    "rows not sent", extra={"reason": error.message, "pending": self.pending}
+                )
             except Exception as error:  # a bug must cost a pause, not all rows that follow
                 log.error("sending rows failed; this is a bug", exc_info=error)
             else:

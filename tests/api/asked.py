@@ -1,4 +1,6 @@
-"""Requests as a caller with bad intentions sends them: mostly right, with something in them that is not."""
+"""Requests as a caller with bad intentions sends them: mostly right, with something in them that is
+not.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,20 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 latin = st.text(st.characters(max_codepoint=255, exclude_characters="\r\n\x00"), max_size=20)
 digits = st.sampled_from(
     [
-        *("0", "-1", "+5", "1.5", "1e3", "", " ", "86400001", "99999999999999", "9" * 400, "9" * 5000, "0" * 30 + "1"),
+        *(
+            "0",
+            "-1",
+            "+5",
+            "1.5",
+            "1e3",
+            "",
+            " ",
+            "86400001",
+            "99999999999999",
+            "9" * 400,
+            "9" * 5000,
+            "0" * 30 + "1",
+        ),
         *("0x10", "1_000", "1, 2", "NaN", "Infinity", "²", "½", "soon", "1\x00"),
     ]
 )
@@ -55,15 +70,28 @@ limits = chosen("1", "250", "3000", "86400000", bad=digits)
 HEADERS = {
     "x-penstock-deadline-ms": limits,
     "x-penstock-queue-limit-ms": limits,
-    "x-penstock-lane": chosen("batch", "BATCH", "interactive", bad=st.sampled_from(["", "fast", "\xe7", "b" * 5000])),
-    "cache-control": chosen("no-cache", "no-store", "max-age=0, no-cache", bad=latin | st.just("no-store" * 900)),
-    "cancel-after": chosen("30s", "5m", "1h30m", "24h", bad=digits | st.sampled_from(["999h", "h", "1h1h", "99999m"])),
-    "prefer": chosen("wait", "wait=1", 'wait="1"', "respond-async", bad=latin | digits.map(lambda n: f"wait={n}")),
+    "x-penstock-lane": chosen(
+        "batch", "BATCH", "interactive", bad=st.sampled_from(["", "fast", "\xe7", "b" * 5000])
+    ),
+    "cache-control": chosen(
+        "no-cache", "no-store", "max-age=0, no-cache", bad=latin | st.just("no-store" * 900)
+    ),
+    "cancel-after": chosen(
+        "30s", "5m", "1h30m", "24h", bad=digits | st.sampled_from(["999h", "h", "1h1h", "99999m"])
+    ),
+    "prefer": chosen(
+        "wait", "wait=1", 'wait="1"', "respond-async", bad=latin | digits.map(lambda n: f"wait={n}")
+    ),
     "traceparent": chosen(TRACE, bad=latin | st.sampled_from(["00-zz-1-01", "0" * 3000])),
-    "x-request-id": chosen("order-17", "q" * 128, bad=latin | st.sampled_from(["q" * 4000, "{}", "../..", ""])),
-    "idempotency-key": mostly(st.uuids().map(str), latin | st.sampled_from(["", "k" * 255, "k" * 256])),
+    "x-request-id": chosen(
+        "order-17", "q" * 128, bad=latin | st.sampled_from(["q" * 4000, "{}", "../..", ""])
+    ),
+    "idempotency-key": mostly(
+        st.uuids().map(str), latin | st.sampled_from(["", "k" * 255, "k" * 256])
+    ),
     "host": chosen(
-        "a.example", bad=latin | st.sampled_from(["[", "[::1", "a b", "", "x" * 3000, "a:99999999", "a/?#"])
+        "a.example",
+        bad=latin | st.sampled_from(["[", "[::1", "a b", "", "x" * 3000, "a:99999999", "a/?#"]),
     ),
     "content-length": chosen("1", bad=digits),
     "authorization": latin,
@@ -75,7 +103,9 @@ headers: st.SearchStrategy[Headers] = st.lists(
 
 integers = st.sampled_from([0, -1, 2**31, 2**53, 2**63, 2**64, 10**30, 10**4000, True])
 floats = st.sampled_from([100.5, -0.5, 1e308, float("nan"), float("inf"), float("-inf")])
-strange = st.sampled_from(["", "\x00" * 9000, "\ud800", "\udfff x", "x" * 70_000, "🐈" * 9000, "\x7f\x1b[2J", "٣"])
+strange = st.sampled_from(
+    ["", "\x00" * 9000, "\ud800", "\udfff x", "x" * 70_000, "🐈" * 9000, "\x7f\x1b[2J", "٣"]
+)
 anything: st.SearchStrategy[Any] = (
     integers | floats | strange | st.none() | st.lists(strange, max_size=2) | st.just({"a": {}})
 )
@@ -98,19 +128,30 @@ OF_PREDICTIONS = {"num_outputs": FIELDS["n"], "width": st.just(64), "height": st
 def drawn(fields: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[dict[str, Any]]:
     """A prompt and up to three fields beside it."""
     some = st.lists(
-        st.one_of(*(st.tuples(st.just(name), mostly(values, anything)) for name, values in fields.items())), max_size=3
+        st.one_of(
+            *(st.tuples(st.just(name), mostly(values, anything)) for name, values in fields.items())
+        ),
+        max_size=3,
     )
     return st.builds(lambda prompt, others: {"prompt": prompt, **dict(others)}, texts, some)
 
 
-def with_strength(given: st.SearchStrategy[dict[str, Any]], **more: Any) -> st.SearchStrategy[dict[str, Any]]:
+def with_strength(
+    given: st.SearchStrategy[dict[str, Any]], **more: Any
+) -> st.SearchStrategy[dict[str, Any]]:
     strengths = mostly(st.sampled_from([0.5, 1.0, 1]), floats | anything)
-    return st.builds(lambda body, strength: {**body, **more, "strength": strength}, given, strengths)
+    return st.builds(
+        lambda body, strength: {**body, **more, "strength": strength}, given, strengths
+    )
 
 
 token_ids = mostly(st.integers(0, 2**31 - 1), integers)
-tokens: st.SearchStrategy[Any] = st.lists(token_ids, max_size=3) | st.lists(st.lists(token_ids, max_size=3), max_size=2)
-models = st.sampled_from(["gpt-9", "", "m" * 5000, "a\x00b", "\ud800", "../x", IMAGE_MODEL.name, TEXT_MODEL.name])
+tokens: st.SearchStrategy[Any] = st.lists(token_ids, max_size=3) | st.lists(
+    st.lists(token_ids, max_size=3), max_size=2
+)
+models = st.sampled_from(
+    ["gpt-9", "", "m" * 5000, "a\x00b", "\ud800", "../x", IMAGE_MODEL.name, TEXT_MODEL.name]
+)
 sides = chosen("end", "start", bad=strange)
 embeddings = st.fixed_dictionaries(
     {
@@ -129,48 +170,79 @@ inputs = {
     | st.fixed_dictionaries({"texts": st.lists(texts)}),
     IMAGE_MODEL.name: drawn(OF_PREDICTIONS) | with_strength(drawn(OF_PREDICTIONS), image=URI),
 }
-URLS = ["https://[", "http:///x", "https://a\x00b", "https://" + "a" * 3000, "\ud800", "ftp://a", "https://a:99999999/"]
+URLS = [
+    "https://[",
+    "http:///x",
+    "https://a\x00b",
+    "https://" + "a" * 3000,
+    "\ud800",
+    "ftp://a",
+    "https://a:99999999/",
+]
 webhooks = chosen("https://a.example/h", bad=st.sampled_from(URLS))
 EVENTS = ["start", "completed"]
-told = st.fixed_dictionaries({}, optional={"webhook": webhooks, "webhook_events_filter": st.just(EVENTS)})
+told = st.fixed_dictionaries(
+    {}, optional={"webhook": webhooks, "webhook_events_filter": st.just(EVENTS)}
+)
 owners = chosen("", "owner/", bad=latin.map(lambda name: f"{name}/") | st.just("o" * 9000 + "/"))
 
 
 def predictions(model: str) -> st.SearchStrategy[Asked]:
     """Of one model, by every route that creates them."""
     versions = st.builds(lambda owner, name: owner + name, owners, chosen(model, bad=models))
-    given = st.builds(lambda about, more: {"input": about, **more}, mostly(inputs[model], drawn(FIELDS)), told)
+    given = st.builds(
+        lambda about, more: {"input": about, **more}, mostly(inputs[model], drawn(FIELDS)), told
+    )
     versioned = st.builds(lambda body, version: {"version": version, **body}, given, versions)
     own_ids = mostly(st.uuids().map(str), latin)
     of_model = st.tuples(
-        st.sampled_from(["models", "deployments"]), chosen("owner", bad=latin), chosen(model, bad=models)
+        st.sampled_from(["models", "deployments"]),
+        chosen("owner", bad=latin),
+        chosen(model, bad=models),
     )
     return st.one_of(
         st.builds(as_json, st.sampled_from(["/v1/predictions", "/predictions"]), versioned),
-        st.builds(as_json, own_ids.map(lambda own: f"/v1/predictions/{own}"), versioned, st.just("PUT")),
+        st.builds(
+            as_json, own_ids.map(lambda own: f"/v1/predictions/{own}"), versioned, st.just("PUT")
+        ),
         st.builds(as_json, of_model.map(lambda at: "/v1/{}/{}/{}/predictions".format(*at)), given),
     )
 
 
 def as_json(path: str, body: object, method: str = "POST") -> Asked:
-    """With what Python's encoder lets pass and JSON does not have: NaN, Infinity; lone surrogates are escaped."""
+    """With what Python's encoder lets pass and JSON does not have: NaN, Infinity; lone surrogates
+    are escaped.
+    """
     return Asked(method, path, json.dumps(body).encode(), [("content-type", "application/json")])
 
 
 charsets = chosen(
     *("utf-8", "UTF-8"),
     bad=st.sampled_from(
-        ["utf-7", "utf-16", "unicode_escape", "idna", "undefined", "punycode", "rot13", "\xff", "x" * 300]
+        [
+            "utf-7",
+            "utf-16",
+            "unicode_escape",
+            "idna",
+            "undefined",
+            "punycode",
+            "rot13",
+            "\xff",
+            "x" * 300,
+        ]
     ),
 )
 
 
 def as_form(fields: dict[str, Any], charset: str) -> Asked:
-    """A form with a picture, its texts in the charset that its header names where that makes sense."""
+    """A form with a picture, its texts in the charset its header names where that makes sense."""
     parts = []
     for name, value in fields.items():
         text = str(value).encode("utf-7" if charset == "utf-7" else "utf-8", "surrogatepass")
-        parts.append(b'--b\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n' % (name.encode(), text))
+        parts.append(
+            b'--b\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n'
+            % (name.encode(), text)
+        )
     head = b'--b\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n'
     kind = f"multipart/form-data; boundary=b; charset={charset}"
     body = b"".join(parts) + head + PNG + b"\r\n--b--\r\n"
@@ -180,15 +252,20 @@ def as_form(fields: dict[str, Any], charset: str) -> Asked:
 EDITS = with_strength(drawn(FIELDS))
 garbage = st.builds(
     lambda path, body: Asked("POST", path, body, [("content-type", "application/json")]),
-    st.sampled_from(["/v1/embeddings", "/v1/images/generations", "/v1/images/edits", "/v1/predictions"]),
-    st.binary(max_size=20) | st.sampled_from([b"[" * 5000, b'{"a":' * 5000, b"9" * 5000, b"null", b"NaN"]),
+    st.sampled_from(
+        ["/v1/embeddings", "/v1/images/generations", "/v1/images/edits", "/v1/predictions"]
+    ),
+    st.binary(max_size=20)
+    | st.sampled_from([b"[" * 5000, b'{"a":' * 5000, b"9" * 5000, b"null", b"NaN"]),
 )
 requests: st.SearchStrategy[Asked] = mostly(
     st.one_of(
         st.builds(as_json, st.just("/v1/embeddings"), embeddings),
         st.builds(as_json, st.just("/v1/images/generations"), drawn(FIELDS)),
         st.builds(
-            as_json, st.just("/v1/images/edits"), EDITS.map(lambda body: body | {"images": [{"image_url": URI}]})
+            as_json,
+            st.just("/v1/images/edits"),
+            EDITS.map(lambda body: body | {"images": [{"image_url": URI}]}),
         ),
         st.builds(as_form, EDITS, charsets),
         predictions(TEXT_MODEL.name),

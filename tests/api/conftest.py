@@ -1,4 +1,6 @@
-"""An API over a broker in memory, for tests that need no more than that; without Redis unless a test brings one."""
+"""An API over a broker in memory, for tests that need no more than that; without Redis unless a
+test brings one.
+"""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -52,13 +52,17 @@ class DispatcherHarness:
     admission: Admission
     rows: list[Row]
 
-    def ask(self, *texts: str, deadline_in_s: float = 30.0, **flags: Any) -> asyncio.Task[InferenceResponse]:
+    def ask(
+        self, *texts: str, deadline_in_s: float = 30.0, **flags: Any
+    ) -> asyncio.Task[InferenceResponse]:
         """A request under way; it has joined its items after one turn of the event loop."""
         now_s, inputs = time.time(), [TextInput(text) for text in texts]
         request_id = f"req_{random.getrandbits(64):x}"
         is_repeatable = flags.pop("is_repeatable", True)
         options = RequestOptions(received_at_s=now_s, **flags)
-        request = InferenceRequest(request_id, TEXT_MODEL, "t", inputs, now_s + deadline_in_s, options, is_repeatable)
+        request = InferenceRequest(
+            request_id, TEXT_MODEL, "t", inputs, now_s + deadline_in_s, options, is_repeatable
+        )
         return asyncio.create_task(self.dispatcher.dispatch(request), name=request_id)
 
     def is_idle(self) -> bool:
@@ -72,20 +76,32 @@ async def running_dispatcher(
     transport, rows, settings = InMemoryTransport(), RowList(), settings_for(tmp_path)
     async with HeldCache(redis_url) as cache, Records(redis_url, retry_s=0.01) as records:
         worker = FakeWorker(transport, (TEXT_MODEL,), cache)
-        async with worker.running(transport), ReplyInbox(settings, transport, transport, "test") as inbox:
+        async with (
+            worker.running(transport),
+            ReplyInbox(settings, transport, transport, "test") as inbox,
+        ):
             sender = JobSender(inbox, transport, ObjectStore("memory://"), records, "test")
             admission = Admission(max_in_flight)
             async with Dispatcher(
                 sender, cache, records, admission, rows, api_instance="test", region="r"
             ) as dispatcher:
-                yield DispatcherHarness(dispatcher, worker, transport, cache, records, admission, rows.rows)
+                yield DispatcherHarness(
+                    dispatcher, worker, transport, cache, records, admission, rows.rows
+                )
 
 
 def texts_right(answer: InferenceResponse, *texts: str) -> bool:
     results = [outcome.result for outcome in answer.outcomes]
-    vectors = [np.frombuffer(result.vector, "<f4") for result in results if isinstance(result, EmbeddingResult)]
+    vectors = [
+        np.frombuffer(result.vector, "<f4")
+        for result in results
+        if isinstance(result, EmbeddingResult)
+    ]
     in_order = [outcome.index for outcome in answer.outcomes] == list(range(len(texts)))
-    same = [np.array_equal(vector, vector_of(TextInput(text))) for vector, text in zip(vectors, texts, strict=True)]
+    same = [
+        np.array_equal(vector, vector_of(TextInput(text)))
+        for vector, text in zip(vectors, texts, strict=True)
+    ]
     return in_order and all(same)
 
 

@@ -1,4 +1,6 @@
-"""A worker without a model: takes jobs from a broker, in memory or real, and answers them deterministically."""
+"""A worker without a model: takes jobs from a broker, in memory or real, and answers them
+deterministically.
+"""
 
 import asyncio
 import io
@@ -45,7 +47,9 @@ from workers.models.base import PreparedText, Preparer
 def vector_of(given: Input, dimensions: int = 384) -> np.ndarray:
     """The vector of a text or token list: unit length, and another for every other input."""
     if not isinstance(given, ImageInput):
-        given = msgspec.structs.replace(given, truncate="end")  # changes nothing for texts as short as these
+        given = msgspec.structs.replace(
+            given, truncate="end"
+        )  # changes nothing for texts as short as these
     seed = zlib.crc32(repr(given).encode())
     vector = np.random.default_rng(seed).standard_normal(dimensions).astype("<f4")
     unit: np.ndarray = (vector / np.linalg.norm(vector)).astype("<f4")
@@ -53,7 +57,7 @@ def vector_of(given: Input, dimensions: int = 384) -> np.ndarray:
 
 
 def png_of(given: ImageInput) -> bytes:
-    """A picture of one color, made from the seed, or half way from the source's mean color to it."""
+    """A picture of one color, made from the seed, or half way to it from the source's mean."""
     color = (given.seed % 256, given.seed // 256 % 256, given.steps % 256)
     buffer = io.BytesIO()
     Image.new("RGB", (given.width, given.height), color).save(buffer, "png")
@@ -67,11 +71,12 @@ LONGEST_PROMPT_WORDS = 10
 class FakeWorker:
     """Serves all of `models`.
 
-    `go` cleared holds every answer back. `broken` texts and prompts fail. With a cache, results are kept as a real
-    worker keeps them. `jobs` are those taken, in order of arrival; `is_silent` takes jobs and never answers;
-    `stores_results_in` takes all images; jobs of the requests `unreadable` are answered as what can't be read;
-    With a `preparer` a text is checked and cut as in a real worker, and its vector is its token ids.
-    `jitter` makes answers come out of order. With records, predictions are claimed and ended as a real worker does.
+    `go` cleared holds every answer back. `broken` texts and prompts fail. With a cache, results are
+    kept as a real worker keeps them. `jobs` are those taken, in order of arrival; `is_silent` takes
+    jobs and never answers; `stores_results_in` takes all images; jobs of the requests `unreadable`
+    are answered as what can't be read; With a `preparer` a text is checked and cut as in a real
+    worker, and its vector is its token ids. `jitter` makes answers come out of order. With records,
+    predictions are claimed and ended as a real worker does.
     """
 
     def __init__(
@@ -138,7 +143,9 @@ class FakeWorker:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, model: Model, job: Job, message: object, subscription: Subscription) -> None:
+    async def _answer(
+        self, model: Model, job: Job, message: object, subscription: Subscription
+    ) -> None:
         pulled_at_s, envelope = time.time(), job.envelope
         is_prediction = bool(envelope.prediction) and self.records is not None
         if is_prediction and not await self._claimed(envelope.request_id):
@@ -153,11 +160,18 @@ class FakeWorker:
                 await _store(outcome, self.stores_results_in)
         is_unreadable = envelope.request_id in self.unreadable
         if self._cache is not None and job.body.cache_write and not is_unreadable:
-            kept = {item.cache_key: outcome.result for item, outcome in zip(job.body.items, outcomes, strict=True)}
-            await self._cache.put_many({key: result for key, result in kept.items() if key and result}, 60)
+            kept = {
+                item.cache_key: outcome.result
+                for item, outcome in zip(job.body.items, outcomes, strict=True)
+            }
+            await self._cache.put_many(
+                {key: result for key, result in kept.items() if key and result}, 60
+            )
         body = ReplyBody(outcomes, worker="fake", device="none", replied_at_s=time.time())
         if is_unreadable:
-            body = ReplyBody([], ItemError("undecodable_message", "attributes: it could not be read"), "fake")
+            body = ReplyBody(
+                [], ItemError("undecodable_message", "attributes: it could not be read"), "fake"
+            )
         if is_prediction and self.records is not None:
             is_good = all(outcome.result is not None for outcome in outcomes)
             state: Literal["succeeded", "failed"] = "succeeded" if is_good else "failed"
@@ -165,7 +179,9 @@ class FakeWorker:
         if not envelope.inbox:
             subscription.ack(message)  # type: ignore[arg-type]
             return
-        data, attributes = encode_reply(Reply(envelope.request_id, envelope.part, envelope.slot, body))
+        data, attributes = encode_reply(
+            Reply(envelope.request_id, envelope.part, envelope.slot, body)
+        )
         with suppress(BadInput):  # the inbox is gone with its instance
             await self._transport.publish(envelope.inbox, data, attributes)
         subscription.ack(message)  # type: ignore[arg-type]
@@ -179,8 +195,14 @@ class FakeWorker:
 
     def _outcome(self, item: Item, job: Job, pulled_at_s: float) -> ItemOutcome:
         now_s = time.time()
-        receipt = Receipt(cache="miss", pulled_at_s=pulled_at_s, started_at_s=now_s, finished_at_s=now_s)
-        receipt.batch_wait_ms, receipt.inference_ms, receipt.batch_size = 1.5, 2.5, len(job.body.items)
+        receipt = Receipt(
+            cache="miss", pulled_at_s=pulled_at_s, started_at_s=now_s, finished_at_s=now_s
+        )
+        receipt.batch_wait_ms, receipt.inference_ms, receipt.batch_size = (
+            1.5,
+            2.5,
+            len(job.body.items),
+        )
         if job.envelope.deadline_s < now_s:
             return failure(item.index, DeadlineExceeded(), receipt)
         if getattr(item.input, "text", getattr(item.input, "prompt", "")) in self.broken:
@@ -206,7 +228,9 @@ def _result(given: Input) -> Result:
     if isinstance(given, ImageInput):
         image = Blob("image/png", data=png_of(given))
         pixel_steps = given.width * given.height * given.steps
-        left_out = max(0, len(given.prompt.split()) + len(given.negative_prompt.split()) - LONGEST_PROMPT_WORDS)
+        left_out = max(
+            0, len(given.prompt.split()) + len(given.negative_prompt.split()) - LONGEST_PROMPT_WORDS
+        )
         return ImageResult(image, given.width, given.height, given.seed, pixel_steps, left_out)
     if isinstance(given, SimilarityInput):
         text, query = (vector_of(TextInput(one)) for one in (given.text, given.query))

@@ -1,4 +1,6 @@
-"""The API as callers meet it: a real uvicorn on a port of its own, over a broker in memory with a fake worker."""
+"""The API as callers meet it: a real uvicorn on a port of its own, over a broker in memory with a
+fake worker.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -30,7 +32,10 @@ PAIRS_MODEL = Model.model_validate(
     SERVED.default("embedding").model_dump() | {"name": "pairs-of-texts", "task": "similarity"}
 )
 CATALOG = Catalog(
-    tuple(model.model_copy(update={"aliases": (f"{model.name}-too",)}) for model in (*SERVED.models, PAIRS_MODEL))
+    tuple(
+        model.model_copy(update={"aliases": (f"{model.name}-too",)})
+        for model in (*SERVED.models, PAIRS_MODEL)
+    )
 )
 """What is shipped and a model for similarity, each under another name too."""
 TEXT_MODEL, IMAGE_MODEL = CATALOG.default("embedding"), CATALOG.default("image")
@@ -76,7 +81,9 @@ class ApiUnderTest:
         return dependencies
 
     def openai(self, **options: Any) -> Any:
-        """OpenAI's client, untyped so that tests can look at what comes; it does not try again unless told to."""
+        """OpenAI's client, untyped so that tests can look at what comes; it does not try again
+        unless told to.
+        """
         given: dict[str, Any] = {"api_key": "any", "max_retries": 0, **options}
         client = openai.AsyncOpenAI(base_url=f"{self.url}/v1", **given)
         self.clients.append(client)
@@ -90,7 +97,12 @@ class ApiUnderTest:
 
 
 def settings_for(tmp_path: Path, **settings: object) -> ApiSettings:
-    usual = {"objects_url": f"file://{tmp_path}/objects", "redis_url": NO_REDIS, "reply_slots": 4, "port": 0}
+    usual = {
+        "objects_url": f"file://{tmp_path}/objects",
+        "redis_url": NO_REDIS,
+        "reply_slots": 4,
+        "port": 0,
+    }
     return read_settings(ApiSettings, **{**usual, **settings})
 
 
@@ -110,10 +122,14 @@ async def running_api(
     async with AsyncExitStack() as opened:
         if worker is None:
             records = None if settings.redis_url == NO_REDIS else Records(settings.redis_url)
-            worker = FakeWorker(broker, catalog.models, cache, records and await opened.enter_async_context(records))
+            worker = FakeWorker(
+                broker, catalog.models, cache, records and await opened.enter_async_context(records)
+            )
             await opened.enter_async_context(worker.running(inbox_admin))
         url = await opened.enter_async_context(serving(app, settings))
-        http = await opened.enter_async_context(httpx.AsyncClient(base_url=url, timeout=WAIT_LIMIT_S))
+        http = await opened.enter_async_context(
+            httpx.AsyncClient(base_url=url, timeout=WAIT_LIMIT_S)
+        )
         under_test = ApiUnderTest(url, app, worker, in_memory, rows.rows, http)
         try:
             yield under_test

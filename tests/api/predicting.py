@@ -18,7 +18,9 @@ async def until_over(api: ApiUnderTest, prediction: dict[str, Any]) -> dict[str,
     """The prediction once it is over, as GET shows it."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
-            found: dict[str, Any] = (await api.http.get(f"/v1/predictions/{prediction['id']}")).json()
+            found: dict[str, Any] = (
+                await api.http.get(f"/v1/predictions/{prediction['id']}")
+            ).json()
             if found["status"] in OVER:
                 return found
             await asyncio.sleep(0.02)
@@ -26,7 +28,9 @@ async def until_over(api: ApiUnderTest, prediction: dict[str, Any]) -> dict[str,
 
 def admitted() -> float:
     """Items that count as in flight, as /metrics shows them."""
-    return REGISTRY.get_sample_value("penstock_api_items_in_flight", {"model": TEXT_MODEL.name}) or 0.0
+    return (
+        REGISTRY.get_sample_value("penstock_api_items_in_flight", {"model": TEXT_MODEL.name}) or 0.0
+    )
 
 
 def data_of(uri: str) -> bytes:

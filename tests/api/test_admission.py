@@ -1,4 +1,4 @@
-"""Admission alone, with a clock of the test's own and, where it pays, a worker that is a few lines."""
+"""Admission alone, with a clock of the test's own and, where it pays, a worker of a few lines."""
 
 import heapq
 from pathlib import Path
@@ -15,7 +15,8 @@ from shared.tasks.base import FirstGuesses
 
 # Names of their own: gauges of this process show what others' tests left in flight.
 TEXT, IMAGE = (
-    model.model_copy(update={"name": f"admitted {model.name}"}) for model in read_catalog(Path("models.yaml")).models
+    model.model_copy(update={"name": f"admitted {model.name}"})
+    for model in read_catalog(Path("models.yaml")).models
 )
 GUESS_S = FirstGuesses().gap_s
 
@@ -65,8 +66,10 @@ def test_batch_lane_leaves_room_for_interactive_requests() -> None:
     admission.admit(TEXT.name, 1, lane="batch")
 
 
-def measured(item_s: float, *, max_in_flight: int = 10_000, service_s: float = 0.05) -> tuple[Admission, Clock]:
-    """An admission that has seen items leave every `item_s` while others waited; 100 are in flight."""
+def measured(
+    item_s: float, *, max_in_flight: int = 10_000, service_s: float = 0.05
+) -> tuple[Admission, Clock]:
+    """An admission that saw items leave every `item_s` while others waited; 100 are in flight."""
     clock = Clock()
     admission = Admission(max_in_flight, [bounded(TEXT, max_in_flight)], clock)
     admission.admit(TEXT.name, 1100)
@@ -119,7 +122,9 @@ def test_bursts_of_replies_are_no_measure_of_a_single_one() -> None:
 
 
 def test_slow_arrivals_do_not_look_like_a_slow_worker() -> None:
-    """Ten workers, one request a second at first; then ten at once, which ten workers do side by side."""
+    """Ten workers, one request a second at first; then ten at once, which ten workers do side by
+    side.
+    """
     clock = Clock()
     admission = Admission(1000, [IMAGE], clock)
     for burst in (10, 10):
@@ -192,7 +197,9 @@ def test_retry_is_bounded() -> None:
     items=st.integers(1, 64),
     lane=st.sampled_from(["", "batch"]),
 )
-def test_after_its_wait_a_refused_request_is_let_in(item_s: float, remaining_s: float, items: int, lane: str) -> None:
+def test_after_its_wait_a_refused_request_is_let_in(
+    item_s: float, remaining_s: float, items: int, lane: str
+) -> None:
     admission, clock = measured(item_s, service_s=item_s)
     try:
         admission.admit(TEXT.name, items, remaining_s=remaining_s, lane=lane)
@@ -219,7 +226,9 @@ def test_after_its_wait_a_refused_request_is_let_in(item_s: float, remaining_s: 
 def test_overload_leaves_the_workers_busy_and_answers_in_time(
     servers: int, batch: int, batch_s: float, load: float, deadline_turns: float
 ) -> None:
-    """Workers take up to `batch` items each `batch_s`, and are offered `load` times what they can do."""
+    """Workers take up to `batch` items each `batch_s`, and are offered `load` times what they can
+    do.
+    """
     clock = Clock()
     admission = Admission(1_000_000, [bounded(TEXT, 1_000_000)], clock)
     deadline_s, capacity = deadline_turns * batch_s, servers * batch / batch_s

@@ -1,4 +1,6 @@
-"""What browsers, proxies and link checkers ask besides: HEAD, OPTIONS, preflights, and what else a path takes."""
+"""What browsers, proxies and link checkers ask besides: HEAD, OPTIONS, preflights, and what else a
+path takes.
+"""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,7 +21,15 @@ PREFLIGHT = {
 
 @pytest.mark.parametrize(
     "path",
-    ["/healthz", "/readyz", "/docs", "/docs/assets/start.js", "/openapi.json", "/v1/models", "/v1/models/nowhere"],
+    [
+        "/healthz",
+        "/readyz",
+        "/docs",
+        "/docs/assets/start.js",
+        "/openapi.json",
+        "/v1/models",
+        "/v1/models/nowhere",
+    ],
 )
 async def test_head_is_get_without_the_body(api: ApiUnderTest, path: str) -> None:
     head, got = await api.http.head(path), await api.http.get(path)
@@ -52,7 +62,9 @@ async def test_head_of_a_stream_ends(tmp_path: Path, redis_url: str) -> None:
         ("/healthz", "GET, HEAD, OPTIONS"),
     ],
 )
-async def test_allow_names_every_method_of_the_path(api: ApiUnderTest, path: str, allowed: str) -> None:
+async def test_allow_names_every_method_of_the_path(
+    api: ApiUnderTest, path: str, allowed: str
+) -> None:
     refused = await api.http.delete(path)
     assert (refused.status_code, refused.headers["allow"]) == (405, allowed)
     assert refused.json()["error"]["code"] == "method_not_allowed"
@@ -75,7 +87,9 @@ async def test_no_page_may_call_unless_it_is_let(api: ApiUnderTest) -> None:
 
 @pytest.fixture(params=["https://app.example.com, http://localhost:3000", "*"])
 async def open_api(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[ApiUnderTest]:
-    async with running_api(settings_for(tmp_path, cors_origins=request.param, api_keys="k=t")) as running:
+    async with running_api(
+        settings_for(tmp_path, cors_origins=request.param, api_keys="k=t")
+    ) as running:
         yield running
 
 
@@ -89,7 +103,9 @@ async def test_pages_of_named_origins_may_call(open_api: ApiUnderTest) -> None:
     assert "x-penstock-deadline-ms" in preflight.headers["access-control-allow-headers"]
     body = {"model": TEXT_MODEL.name, "input": "a"}
     for key, status in (("k", 200), ("wrong", 401)):
-        answer = await http.post("/v1/embeddings", json=body, headers=origin | {"authorization": f"Bearer {key}"})
+        answer = await http.post(
+            "/v1/embeddings", json=body, headers=origin | {"authorization": f"Bearer {key}"}
+        )
         assert answer.status_code == status
         # A script that can't read why it was refused can't tell its user.
         assert answer.headers["access-control-allow-origin"] in (origin["origin"], "*")
@@ -107,7 +123,9 @@ async def test_pages_of_other_origins_may_not(tmp_path: Path) -> None:
             assert "access-control-allow-origin" not in response.headers
 
 
-@pytest.mark.parametrize("origins", ["app.example.com", "https://app.example.com/", "https://a b", "https://a,*"])
+@pytest.mark.parametrize(
+    "origins", ["app.example.com", "https://app.example.com/", "https://a b", "https://a,*"]
+)
 def test_what_is_no_origin_is_refused(tmp_path: Path, origins: str) -> None:
     with pytest.raises(ConfigurationError, match="PENSTOCK_CORS_ORIGINS"):
         settings_for(tmp_path, cors_origins=origins)

@@ -8,7 +8,17 @@ from shared.errors import ConfigurationError
 
 
 @pytest.mark.parametrize(
-    "api_keys", ["key", "=tenant", "key=", "k=a,k=b", "k=a\x00b", "k=\udcff", "k=" + "t" * 257, "k=" + "ü" * 129]
+    "api_keys",
+    [
+        "key",
+        "=tenant",
+        "key=",
+        "k=a,k=b",
+        "k=a\x00b",
+        "k=\udcff",
+        "k=" + "t" * 257,
+        "k=" + "ü" * 129,
+    ],
 )
 def test_keys_that_are_no_pairs_are_refused(api_keys: str) -> None:
     with pytest.raises(ConfigurationError, match="PENSTOCK_API_KEYS"):

@@ -1,4 +1,4 @@
-"""Requests that are wrong get a 4xx that names field and reason, and nothing is published for them."""
+"""Wrong requests get a 4xx that names field and reason, and nothing is published for them."""
 
 import io
 import json
@@ -26,16 +26,28 @@ async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ApiUnde
     [
         ({**TEXT, "input": ""}, "input", "at least 1 character"),
         ({**TEXT, "input": []}, "input", "at least 1 item"),
-        ({**TEXT, "input": ["a", ""]}, "input", "input[1]: String should have at least 1 character"),
+        (
+            {**TEXT, "input": ["a", ""]},
+            "input",
+            "input[1]: String should have at least 1 character",
+        ),
         ({**TEXT, "input": [[]]}, "input", "at least 1 item"),
         ({**TEXT, "input": ["a"] * 3000}, "input", "3000 items; at most 2048 are allowed"),
         ({**TEXT, "input": "x" * 1_000_000}, "input", "longer than 65536 bytes"),
         ({**TEXT, "input": [["1"]]}, "input", "valid integer"),
         ({**TEXT, "input": [-1]}, "input", "greater than or equal to 0"),
-        ({**TEXT, "input": [1] * 20_000, "tokenizer": TEXT_MODEL.name}, "input", "longer than 16384 tokens"),
+        (
+            {**TEXT, "input": [1] * 20_000, "tokenizer": TEXT_MODEL.name},
+            "input",
+            "longer than 16384 tokens",
+        ),
         ({**TEXT, "input": [1]}, "input", "check_embedding_ctx_length=False"),
         ({**TEXT, "input": [[1], [2]]}, "input", f'"tokenizer": "{TEXT_MODEL.name}"'),
-        ({**TEXT, "input": [1], "tokenizer": "cl100k_base"}, "tokenizer", f'send "{TEXT_MODEL.name}"'),
+        (
+            {**TEXT, "input": [1], "tokenizer": "cl100k_base"},
+            "tokenizer",
+            f'send "{TEXT_MODEL.name}"',
+        ),
         ({**TEXT, "input": "a", "tokenizer": "cl100k_base"}, "tokenizer", "its own tokenizer only"),
         ({**TEXT, "input": "a", "truncate": "middle"}, "truncate", "'end' or 'start'"),
         ({**TEXT, "input": "a", "truncate": True}, "truncate", "'end' or 'start'"),
@@ -47,7 +59,11 @@ async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ApiUnde
         ({**TEXT, "input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
         ({**TEXT, "input": "a", "dimensions": 385}, "dimensions", "has 384, not 385"),
         ({**TEXT, "input": "a", "dimensions": "5"}, "dimensions", "valid integer"),
-        ({**TEXT, "input": "a", "encoding_format": "hex"}, "encoding_format", "'float' or 'base64'"),
+        (
+            {**TEXT, "input": "a", "encoding_format": "hex"},
+            "encoding_format",
+            "'float' or 'base64'",
+        ),
         ({**TEXT, "input": "a", "dimension": 5}, "dimension", "unknown parameter"),
         ([1, 2], None, "body"),
     ],
@@ -64,8 +80,16 @@ async def test_embeddings(api: ApiUnderTest, body: object, param: str | None, re
         ({"prompt": 5}, "prompt", "valid string"),
         ({"prompt": "a", "n": 11}, "n", "less than or equal to 10"),
         ({"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
-        ({"prompt": "a", "num_inference_steps": -1}, "num_inference_steps", "greater than or equal to 1"),
-        ({"prompt": "a", "num_inference_steps": 101}, "num_inference_steps", "at most 100 are allowed"),
+        (
+            {"prompt": "a", "num_inference_steps": -1},
+            "num_inference_steps",
+            "greater than or equal to 1",
+        ),
+        (
+            {"prompt": "a", "num_inference_steps": 101},
+            "num_inference_steps",
+            "at most 100 are allowed",
+        ),
         ({"prompt": "a", "scheduler": "magic"}, "scheduler", "'magic' is not a scheduler; known: "),
         ({"prompt": "a", "guidance_scale": -0.5}, "guidance_scale", "greater than or equal to 0"),
         ({"prompt": "a", "seed": -1}, "seed", "greater than or equal to 0"),
@@ -107,7 +131,9 @@ async def test_unknown_model_for_the_client(api: ApiUnderTest) -> None:
     assert TEXT_MODEL.name in caught.value.message
 
 
-@pytest.mark.parametrize("body", [b"{", b"", b"\xff\xfe", b'{"input": "\\ud800", "model": "m"}', b"null"])
+@pytest.mark.parametrize(
+    "body", [b"{", b"", b"\xff\xfe", b'{"input": "\\ud800", "model": "m"}', b"null"]
+)
 async def test_broken_json(api: ApiUnderTest, body: bytes) -> None:
     response = await api.http.post("/v1/embeddings", content=body)
     assert response.status_code == 400
@@ -148,11 +174,18 @@ BOMB = _png(Image.new("1", (10_000, 10_000)))
         ({"image": WHOLE}, {"strength": "0"}, "strength", "greater than 0"),
         ({"image": WHOLE}, {"strength": "0.01"}, "strength", "less than one step"),
         ({"image": WHOLE}, {"n": "many"}, "n", "valid integer"),
-        ({"image": WHOLE}, {"num_inference_steps": "-1"}, "num_inference_steps", "greater than or equal to 1"),
+        (
+            {"image": WHOLE},
+            {"num_inference_steps": "-1"},
+            "num_inference_steps",
+            "greater than or equal to 1",
+        ),
         ({"image": WHOLE, "prompt": b"a"}, {}, "prompt", "this field is not a file"),
     ],
 )
-async def test_edits(api: ApiUnderTest, files: dict[str, bytes], data: dict[str, str], param: str, reason: str) -> None:
+async def test_edits(
+    api: ApiUnderTest, files: dict[str, bytes], data: dict[str, str], param: str, reason: str
+) -> None:
     given = {"prompt": "a", **data} if "prompt" not in files else data
     response = await api.http.post("/v1/images/edits", files=files, data=given)
     _check_refusal(api, response.status_code, response.content, param, reason)
@@ -173,7 +206,9 @@ async def test_edits_as_json(api: ApiUnderTest, images: object, reason: str) -> 
 
 
 async def test_edit_that_is_no_form(api: ApiUnderTest) -> None:
-    response = await api.http.post("/v1/images/edits", content=b"a=b", headers={"content-type": "text/plain"})
+    response = await api.http.post(
+        "/v1/images/edits", content=b"a=b", headers={"content-type": "text/plain"}
+    )
     _check_refusal(api, response.status_code, response.content, "content-type", "neither multipart")
 
 
@@ -183,12 +218,16 @@ async def test_form_without_boundary(api: ApiUnderTest) -> None:
     _check_refusal(api, response.status_code, response.content, None, "boundary")
 
 
-async def _refused(api: ApiUnderTest, path: str, body: object, param: str | None, reason: str) -> None:
+async def _refused(
+    api: ApiUnderTest, path: str, body: object, param: str | None, reason: str
+) -> None:
     response = await api.http.post(path, json=body)
     _check_refusal(api, response.status_code, response.content, param, reason)
 
 
-def _check_refusal(api: ApiUnderTest, status: int, content: bytes, param: str | None, reason: str) -> None:
+def _check_refusal(
+    api: ApiUnderTest, status: int, content: bytes, param: str | None, reason: str
+) -> None:
     error = json.loads(content)["error"]
     assert status == 400, error
     assert error.keys() == {"message", "type", "param", "code"}

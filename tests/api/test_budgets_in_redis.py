@@ -1,4 +1,6 @@
-"""A tenant that fills the Redis of answers and predictions: over HTTP, with a real Redis whose memory is small."""
+"""A tenant that fills the Redis of answers and predictions: over HTTP, with a real Redis whose
+memory is small.
+"""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -21,12 +23,17 @@ UNCACHED = {"cache-control": "no-store"}
 CAT = {"model": TEXT_MODEL.name, "input": "a cat", "encoding_format": "base64"}
 ONE = {"version": TEXT_MODEL.name, "input": {"text": "a cat"}}
 ROUNDS = 130
-"""Each leaves some 50 kB of answers and as much of predictions, which is three times what Redis has room for."""
+"""Each leaves some 50 kB of answers and as much of predictions, which is three times what Redis has
+room for.
+"""
 
 
 @contextlib.asynccontextmanager
 async def _small(tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
-    with RedisServer(tmp_path / "redis", tmp_path) as server, redis.Redis.from_url(server.url) as client:
+    with (
+        RedisServer(tmp_path / "redis", tmp_path) as server,
+        redis.Redis.from_url(server.url) as client,
+    ):
         settings = settings_for(
             tmp_path,
             redis_url=server.url,
@@ -44,14 +51,20 @@ def _dropped(what: str) -> float:
     return REGISTRY.get_sample_value(f"penstock_{what}_dropped_total") or 0.0
 
 
-async def _keyed(api: ApiUnderTest, who: dict[str, str], key: str, texts: str | list[str]) -> httpx.Response:
+async def _keyed(
+    api: ApiUnderTest, who: dict[str, str], key: str, texts: str | list[str]
+) -> httpx.Response:
     headers = {**who, **UNCACHED, "idempotency-key": key}
     return await api.http.post("/v1/embeddings", json=CAT | {"input": texts}, headers=headers)
 
 
-async def _predicted(api: ApiUnderTest, who: dict[str, str], given: dict[str, Any]) -> httpx.Response:
+async def _predicted(
+    api: ApiUnderTest, who: dict[str, str], given: dict[str, Any]
+) -> httpx.Response:
     prediction = {"version": TEXT_MODEL.name, "input": given}
-    return await api.http.post("/v1/predictions", json=prediction, headers={**who, **UNCACHED, **WAIT})
+    return await api.http.post(
+        "/v1/predictions", json=prediction, headers={**who, **UNCACHED, **WAIT}
+    )
 
 
 async def test_tenant_that_fills_redis_takes_nothing_from_another(tmp_path: Path) -> None:
@@ -66,7 +79,8 @@ async def test_tenant_that_fills_redis_takes_nothing_from_another(tmp_path: Path
             assert (answered.status_code, answered.json().get("status")) == (201, "succeeded")
         assert all(_dropped(what) > before[what] for what in before)
 
-        # What was there is there; what comes new is taken; and the noisy one's own newest is there too.
+        # What was there is there; what comes new is taken; and the noisy one's own newest is there
+        # too.
         again = await _keyed(api, QUIET, "mine", "a cat")
         assert (again.content, again.headers.get("idempotent-replayed")) == (kept.content, "true")
         found = await api.http.get(f"/v1/predictions/{mine['id']}", headers=QUIET)
@@ -74,7 +88,9 @@ async def test_tenant_that_fills_redis_takes_nothing_from_another(tmp_path: Path
         fresh = [await _keyed(api, QUIET, "new", "a dog") for _ in range(2)]
         assert [answer.headers.get("idempotent-replayed") for answer in fresh] == [None, "true"]
         assert (await _predicted(api, QUIET, {"text": "a dog"})).json()["status"] == "succeeded"
-        newest = await _keyed(api, NOISY, f"k{ROUNDS - 1}", [f"{ROUNDS - 1} {other}" for other in range(18)])
+        newest = await _keyed(
+            api, NOISY, f"k{ROUNDS - 1}", [f"{ROUNDS - 1} {other}" for other in range(18)]
+        )
         assert newest.headers.get("idempotent-replayed") == "true"
 
 
@@ -89,7 +105,9 @@ async def test_predictions_under_way_leave_room_for_other_tenants(tmp_path: Path
         assert last.status_code == 429
         assert int(last.headers["retry-after"]) >= 1
         assert "leave no room" in last.json()["detail"]
-        created = [await api.http.post("/v1/predictions", json=ONE, headers=QUIET) for _ in range(10)]
+        created = [
+            await api.http.post("/v1/predictions", json=ONE, headers=QUIET) for _ in range(10)
+        ]
         assert [answer.status_code for answer in created] == [201] * 10
         api.worker.go.set()
         await api.worker.until_taken(10)

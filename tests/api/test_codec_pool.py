@@ -1,4 +1,5 @@
-"""The pool of picture processes, seen from outside: bounded, in order, and nothing worked on that nobody waits for.
+"""The pool of picture processes, seen from outside: bounded, in order, and nothing worked on that
+nobody waits for.
 
 Nothing here takes time on purpose: processes are stopped and continued by signals.
 """
@@ -84,7 +85,9 @@ async def _until(is_so: object) -> None:
 
 
 async def _stopped(api: ApiUnderTest) -> tuple[psutil.Process, "asyncio.Task[httpx.Response]"]:
-    """A picture process that stands still with a picture in hand, and the request that the picture belongs to."""
+    """A picture process that stands still with a picture in hand, and the request that the picture
+    belongs to.
+    """
     (process,) = _processes()
     process.suspend()
     sent = asyncio.create_task(_edit(api, "in hand"))
@@ -93,7 +96,9 @@ async def _stopped(api: ApiUnderTest) -> tuple[psutil.Process, "asyncio.Task[htt
     return process, sent
 
 
-async def _in_line(api: ApiUnderTest, prompt: str, **headers: str) -> "asyncio.Task[httpx.Response]":
+async def _in_line(
+    api: ApiUnderTest, prompt: str, **headers: str
+) -> "asyncio.Task[httpx.Response]":
     """A request whose picture waits for its turn."""
     before = _waiting()
     sent = asyncio.create_task(_edit(api, prompt, **headers))
@@ -119,7 +124,10 @@ async def test_deadline_that_passes_while_decoding_ends_it(api: ApiUnderTest) ->
     process.suspend()
     response = await _edit(api, "late", **{"x-penstock-deadline-ms": "1000"})
     assert response.status_code == 504
-    assert response.json()["error"]["message"] == "deadline exceeded: the image was still being decoded"
+    assert (
+        response.json()["error"]["message"]
+        == "deadline exceeded: the image was still being decoded"
+    )
     await _until(lambda: not process.is_running())
     assert (await _edit(api, "next")).status_code == 200
     assert _prompts(api) == ["first", "next"]
@@ -129,7 +137,10 @@ async def test_deadline_that_passes_while_waiting_is_told(api: ApiUnderTest) -> 
     process, first = await _stopped(api)
     response = await _edit(api, "late", **{"x-penstock-deadline-ms": "1000"})
     assert response.status_code == 504
-    assert response.json()["error"]["message"] == "deadline exceeded: the image was still waiting to be decoded"
+    assert (
+        response.json()["error"]["message"]
+        == "deadline exceeded: the image was still waiting to be decoded"
+    )
     process.resume()
     assert (await first).status_code == 200
     assert _prompts(api) == ["first", "in hand"]
@@ -167,7 +178,9 @@ async def test_line_is_bounded(api: ApiUnderTest, monkeypatch: pytest.MonkeyPatc
     assert {response.status_code for response in await asyncio.gather(first, *others)} == {200}
 
 
-async def test_bytes_in_line_are_bounded(api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bytes_in_line_are_bounded(
+    api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(codec_pool, "MAX_QUEUED_BYTES", len(PNG) * 2)
     process, first = await _stopped(api)
     others = [await _in_line(api, f"number {number}") for number in range(2)]
@@ -186,7 +199,9 @@ async def test_picture_that_would_be_late_is_refused_at_once(api: ApiUnderTest) 
     assert {response.status_code for response in await asyncio.gather(first, other)} == {200}
 
 
-async def test_picture_whose_process_died_is_told_and_the_next_gets_another(api: ApiUnderTest) -> None:
+async def test_picture_whose_process_died_is_told_and_the_next_gets_another(
+    api: ApiUnderTest,
+) -> None:
     process, first = await _stopped(api)
     process.kill()
     assert (await first).status_code == 503
@@ -207,7 +222,9 @@ async def test_prediction_waits_for_its_picture_until_its_deadline(api: ApiUnder
     (process,) = _processes()
     process.suspend()
     body = {"version": IMAGE_MODEL.name, "input": {"prompt": "late", "image": file["urls"]["get"]}}
-    response = await api.http.post("/v1/predictions", json=body, headers={"x-penstock-deadline-ms": "1000"})
+    response = await api.http.post(
+        "/v1/predictions", json=body, headers={"x-penstock-deadline-ms": "1000"}
+    )
     assert response.status_code == 504
     assert response.json()["detail"] == "deadline exceeded: the image was still being decoded"
 
@@ -253,18 +270,24 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_no_more_is_decoded_at_once_than_the_budget_has_room_for(cost_bytes: int) -> None:
     async with CodecPool(3, budget_bytes=100) as pool:
         order = PrepareSource((cost_bytes, 1), LIMITS)
-        await asyncio.gather(*[pool.run(order, b"", deadline_s=FAR_S, is_new=True) for _ in range(24)])
+        await asyncio.gather(
+            *[pool.run(order, b"", deadline_s=FAR_S, is_new=True) for _ in range(24)]
+        )
 
 
 @pytest.mark.usefixtures("fake")
 async def test_picture_that_takes_too_long_is_no_fault_of_ours() -> None:
     async with CodecPool(1, budget_bytes=100) as pool:
         with pytest.raises(BadInput, match="takes too long"):
-            await pool.run(PrepareSource((1, 1), LIMITS), b"too long", deadline_s=FAR_S, is_new=True)
+            await pool.run(
+                PrepareSource((1, 1), LIMITS), b"too long", deadline_s=FAR_S, is_new=True
+            )
         await pool.run(PrepareSource((1, 1), LIMITS), b"", deadline_s=FAR_S, is_new=True)
 
 
-async def test_process_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_process_that_cannot_be_started_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(codec_client, "COMMAND", (os.fspath(tmp_path / "nothing"),))
     async with CodecPool(1, budget_bytes=100) as pool:
         for _ in range(2):

@@ -19,9 +19,14 @@ async def test_many_floats_shrink_to_half_for_those_who_ask(api: ApiUnderTest) -
     assert len(plain.content) > MIN_BYTES
     async with api.http.stream("POST", "/v1/embeddings", json=MANY, headers=GZIP) as response:
         raw = b"".join([piece async for piece in response.aiter_raw()])
-        assert (response.headers["content-encoding"], response.headers["vary"]) == ("gzip", "accept-encoding")
+        assert (response.headers["content-encoding"], response.headers["vary"]) == (
+            "gzip",
+            "accept-encoding",
+        )
         assert int(response.headers["content-length"]) == len(raw) < len(plain.content) * 0.6
-    assert (await api.http.post("/v1/embeddings", json=MANY, headers=GZIP)).json()["data"] == plain.json()["data"]
+    assert (await api.http.post("/v1/embeddings", json=MANY, headers=GZIP)).json()[
+        "data"
+    ] == plain.json()["data"]
     assert plain.headers["vary"] == "accept-encoding"
 
 
@@ -35,7 +40,9 @@ async def test_many_floats_shrink_to_half_for_those_who_ask(api: ApiUnderTest) -
     ],
     ids=["small", "base64", "image", "refused"],
 )
-async def test_what_would_not_pay_is_left_alone(api: ApiUnderTest, path: str, body: dict[str, object]) -> None:
+async def test_what_would_not_pay_is_left_alone(
+    api: ApiUnderTest, path: str, body: dict[str, object]
+) -> None:
     response = await api.http.post(path, json=body, headers=GZIP)
     assert "content-encoding" not in response.headers
 
@@ -43,7 +50,9 @@ async def test_what_would_not_pay_is_left_alone(api: ApiUnderTest, path: str, bo
 async def test_repeated_answer_is_for_whoever_repeats_it(tmp_path: Path, redis_url: str) -> None:
     async with running_api(settings_for(tmp_path, redis_url=redis_url)) as api:
         answers = [
-            await api.http.post("/v1/embeddings", json=MANY, headers={**accepted, "idempotency-key": "k"})
+            await api.http.post(
+                "/v1/embeddings", json=MANY, headers={**accepted, "idempotency-key": "k"}
+            )
             for accepted in (GZIP, NONE, GZIP)
         ]
         assert "content-encoding" not in answers[1].headers

@@ -1,4 +1,6 @@
-"""The dispatcher without HTTP around it: what is computed once, who waits for whom, who writes which row."""
+"""The dispatcher without HTTP around it: what is computed once, who waits for whom, who writes
+which row.
+"""
 
 import asyncio
 import random
@@ -15,7 +17,13 @@ from api.dispatch.reply_inbox import REPLIES
 from shared.errors import Overloaded, Unavailable
 from shared.messages import ItemOutcome, Receipt, Reply, ReplyBody, encode_reply, encode_reply_body
 from shared.tasks.embedding import EmbeddingResult, TextInput
-from tests.api.dispatcher_harness import DispatcherHarness, ends, origins, running_dispatcher, texts_right
+from tests.api.dispatcher_harness import (
+    DispatcherHarness,
+    ends,
+    origins,
+    running_dispatcher,
+    texts_right,
+)
 from tests.api.fake_worker import vector_of
 from tests.api.harness import TEXT_MODEL
 from tests.limits import WAIT_LIMIT_S
@@ -45,7 +53,11 @@ async def test_identical_items_at_once_are_computed_once(harness: DispatcherHarn
     assert texts_right(first, "a")
     assert texts_right(second, "b", "a")
     assert texts_right(third, "a")
-    assert (origins(first), origins(second), origins(third)) == (["miss"], ["miss", "joined"], ["joined"])
+    assert (origins(first), origins(second), origins(third)) == (
+        ["miss"],
+        ["miss", "joined"],
+        ["joined"],
+    )
     assert [item.input for item in harness.worker.items] == [TextInput("a"), TextInput("b")]
     assert sorted((row.item, row.cache, row.status, row.cost_usd) for row in harness.rows) == [
         (0, "joined", "succeeded", 0.0),
@@ -53,14 +65,18 @@ async def test_identical_items_at_once_are_computed_once(harness: DispatcherHarn
     ]
 
 
-async def test_item_that_stands_twice_in_a_request_is_computed_once(harness: DispatcherHarness) -> None:
+async def test_item_that_stands_twice_in_a_request_is_computed_once(
+    harness: DispatcherHarness,
+) -> None:
     answer = await harness.ask("a", "b", "a")
     assert texts_right(answer, "a", "b", "a")
     assert origins(answer) == ["miss", "miss", "joined"]
     assert [(row.row_id.rpartition(":")[2], row.cache) for row in harness.rows] == [("2", "joined")]
 
 
-async def test_leader_who_hangs_up_leaves_the_job_to_those_who_joined(harness: DispatcherHarness) -> None:
+async def test_leader_who_hangs_up_leaves_the_job_to_those_who_joined(
+    harness: DispatcherHarness,
+) -> None:
     harness.worker.go.clear()
     leader, joined = harness.ask("a"), harness.ask("a")
     await harness.worker.until_taken(1)
@@ -71,7 +87,9 @@ async def test_leader_who_hangs_up_leaves_the_job_to_those_who_joined(harness: D
     assert len(harness.worker.jobs) == 1
 
 
-async def test_leader_who_hangs_up_before_its_job_exists_hands_over(harness: DispatcherHarness) -> None:
+async def test_leader_who_hangs_up_before_its_job_exists_hands_over(
+    harness: DispatcherHarness,
+) -> None:
     harness.cache.go.clear()
     leader, joined = harness.ask("a"), harness.ask("a")
     await asyncio.sleep(0)
@@ -85,7 +103,9 @@ async def test_leader_who_hangs_up_before_its_job_exists_hands_over(harness: Dis
     assert [(row.status, row.error_code) for row in harness.rows] == [("canceled", "canceled")]
 
 
-async def test_who_joined_a_job_that_no_worker_can_read_asks_anew(harness: DispatcherHarness) -> None:
+async def test_who_joined_a_job_that_no_worker_can_read_asks_anew(
+    harness: DispatcherHarness,
+) -> None:
     harness.worker.go.clear()
     asks = [harness.ask("a"), harness.ask("b", "a"), harness.ask("a")]
     harness.worker.unreadable = {asks[0].get_name()}
@@ -116,7 +136,9 @@ async def test_last_who_hangs_up_frees_everything_at_once(harness: DispatcherHar
     assert sorted((row.cache, row.error_code) for row in harness.rows) == [("none", "canceled")]
 
 
-async def test_deadline_of_the_leader_is_not_that_of_those_who_joined(harness: DispatcherHarness) -> None:
+async def test_deadline_of_the_leader_is_not_that_of_those_who_joined(
+    harness: DispatcherHarness,
+) -> None:
     harness.worker.go.clear()
     leader, joined = harness.ask("a", deadline_in_s=0.1), harness.ask("a")
     assert ends(await leader) == ["deadline_exceeded"]
@@ -128,7 +150,9 @@ async def test_deadline_of_the_leader_is_not_that_of_those_who_joined(harness: D
     assert harness.rows == []
 
 
-async def test_short_deadline_of_one_who_joined_does_not_end_the_job(harness: DispatcherHarness) -> None:
+async def test_short_deadline_of_one_who_joined_does_not_end_the_job(
+    harness: DispatcherHarness,
+) -> None:
     harness.worker.go.clear()
     leader, joined = harness.ask("a"), harness.ask("a", deadline_in_s=0.05)
     assert ends(await joined) == ["deadline_exceeded"]
@@ -145,10 +169,14 @@ async def test_failure_is_shared_and_items_fail_alone(harness: DispatcherHarness
     first, second = await asyncio.gather(*asks)
     assert ends(first) == ["succeeded", "model_failed"]
     assert ends(second) == ["model_failed"]
-    assert [(row.cache, row.status, row.error_code) for row in harness.rows] == [("joined", "failed", "model_failed")]
+    assert [(row.cache, row.status, row.error_code) for row in harness.rows] == [
+        ("joined", "failed", "model_failed")
+    ]
 
 
-async def test_answer_whose_reply_got_lost_is_found_in_the_record(start_harness: StartHarness, redis_url: str) -> None:
+async def test_answer_whose_reply_got_lost_is_found_in_the_record(
+    start_harness: StartHarness, redis_url: str
+) -> None:
     async with start_harness(redis_url=redis_url) as harness:
         harness.worker.is_silent = True
         ask = harness.ask("a", deadline_in_s=0.3)
@@ -160,7 +188,9 @@ async def test_answer_whose_reply_got_lost_is_found_in_the_record(start_harness:
         assert harness.rows == []  # the worker has it, so its row is the worker's
 
 
-async def test_job_that_every_caller_has_left_is_canceled(start_harness: StartHarness, redis_url: str) -> None:
+async def test_job_that_every_caller_has_left_is_canceled(
+    start_harness: StartHarness, redis_url: str
+) -> None:
     async with start_harness(redis_url=redis_url) as harness:
         harness.worker.go.clear()
         leader, joined = harness.ask("a"), harness.ask("a")
@@ -176,7 +206,9 @@ async def test_job_that_every_caller_has_left_is_canceled(start_harness: StartHa
         assert found.state == "canceled"
 
 
-async def test_published_item_that_expires_is_the_workers_to_record(harness: DispatcherHarness) -> None:
+async def test_published_item_that_expires_is_the_workers_to_record(
+    harness: DispatcherHarness,
+) -> None:
     harness.worker.is_silent = True
     assert ends(await harness.ask("a", deadline_in_s=0.05)) == ["deadline_exceeded"]
     assert harness.rows == []
@@ -199,9 +231,13 @@ async def test_broker_out_of_reach_is_recorded_by_the_api(harness: DispatcherHar
 async def test_publish_that_ends_with_the_deadline_has_expired(
     harness: DispatcherHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A timer may fire up to a millisecond early, and the caller is still told of its deadline, not of an outage."""
+    """A timer may fire up to a millisecond early, and the caller is still told of its deadline, not
+    of an outage.
+    """
 
-    async def publish(topic: str, data: bytes, attributes: dict[str, str], *, timeout_s: float) -> str:
+    async def publish(
+        topic: str, data: bytes, attributes: dict[str, str], *, timeout_s: float
+    ) -> str:
         while time.time() < float(attributes["deadline_s"]) - 0.001:
             pass
         raise Unavailable("no answer within the time left")
@@ -231,7 +267,10 @@ async def test_hits_cost_nothing_and_leave_rows(harness: DispatcherHarness) -> N
 async def test_no_cache_computes_anew_and_keeps(harness: DispatcherHarness) -> None:
     await harness.ask("a")
     await harness.ask("a", cache_read=False)
-    assert [(job.body.cache_read, job.body.cache_write) for job in harness.worker.jobs] == [(True, True), (False, True)]
+    assert [(job.body.cache_read, job.body.cache_write) for job in harness.worker.jobs] == [
+        (True, True),
+        (False, True),
+    ]
     assert all(item.cache_key for item in harness.worker.items)
 
 
@@ -244,7 +283,9 @@ async def test_no_store_keeps_nothing_and_shares_with_nobody(harness: Dispatcher
     assert [item.cache_key for item in harness.worker.items] == [None, None]
 
 
-async def test_full_instance_refuses_at_once_but_still_serves_hits_and_joins(start_harness: StartHarness) -> None:
+async def test_full_instance_refuses_at_once_but_still_serves_hits_and_joins(
+    start_harness: StartHarness,
+) -> None:
     async with start_harness(max_in_flight=2) as harness:
         await harness.ask("hit")
         harness.worker.go.clear()
@@ -264,7 +305,9 @@ async def test_full_instance_refuses_at_once_but_still_serves_hits_and_joins(sta
         assert {row.error_code for row in harness.rows} == {None}
 
 
-async def test_one_who_joined_a_refused_leader_is_told_the_same(start_harness: StartHarness) -> None:
+async def test_one_who_joined_a_refused_leader_is_told_the_same(
+    start_harness: StartHarness,
+) -> None:
     async with start_harness(max_in_flight=1) as harness:
         harness.worker.go.clear()
         busy = harness.ask("a")
@@ -280,7 +323,9 @@ async def test_one_who_joined_a_refused_leader_is_told_the_same(start_harness: S
         assert harness.is_idle()
 
 
-async def test_reply_of_the_wrong_length_is_an_error_not_a_mix_up(harness: DispatcherHarness) -> None:
+async def test_reply_of_the_wrong_length_is_an_error_not_a_mix_up(
+    harness: DispatcherHarness,
+) -> None:
     harness.worker.is_silent = True
     ask = harness.ask("a", "b")
     await harness.worker.until_taken(1)
@@ -317,7 +362,9 @@ async def test_any_mix_of_asking_and_hanging_up_answers_right_and_leaves_nothing
         asks = []
         for _ in range(200):
             texts = [f"text {chance.randrange(12)}" for _ in range(chance.randint(1, 20))]
-            flags = chance.choice([{}, {}, {"cache_read": False}, {"cache_read": False, "cache_write": False}])
+            flags = chance.choice(
+                [{}, {}, {"cache_read": False}, {"cache_read": False, "cache_write": False}]
+            )
             asks.append((texts, harness.ask(*texts, **flags)))
             if chance.random() < 0.4:
                 chance.choice(asks)[1].cancel()
@@ -330,12 +377,16 @@ async def test_any_mix_of_asking_and_hanging_up_answers_right_and_leaves_nothing
         await _until(harness.is_idle)
         by_api = [row.row_id for row in harness.rows]
         by_worker = [
-            f"{job.envelope.request_id}:{item.index}" for job in harness.worker.jobs for item in job.body.items
+            f"{job.envelope.request_id}:{item.index}"
+            for job in harness.worker.jobs
+            for item in job.body.items
         ]
         recorded = by_api + by_worker
         assert len(set(recorded)) == len(recorded)
         answered = [(texts, ask) for texts, ask in asks if not ask.cancelled()]
-        assert {f"{ask.get_name()}:{index}" for texts, ask in answered for index in range(len(texts))} <= set(recorded)
+        assert {
+            f"{ask.get_name()}:{index}" for texts, ask in answered for index in range(len(texts))
+        } <= set(recorded)
 
 
 async def _until(holds: Callable[[], bool]) -> None:

@@ -32,7 +32,9 @@ async def test_policy_lets_only_our_own_scripts_run(api: ApiUnderTest) -> None:
     assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
 
 
-@pytest.mark.parametrize("path", ["../app.py", "%2e%2e/app.py", "..%2fapp.py", "swagger-ui-dist/../../app.py", ""])
+@pytest.mark.parametrize(
+    "path", ["../app.py", "%2e%2e/app.py", "..%2fapp.py", "swagger-ui-dist/../../app.py", ""]
+)
 async def test_only_its_folder_is_served(api: ApiUnderTest, path: str) -> None:
     response = await api.http.get(f"/docs/assets/{path}")
     assert response.status_code in (404, 405)

@@ -25,8 +25,12 @@ MODEL = TEXT_MODEL.name
     ],
     ids=["text", "texts", "tokens", "token lists"],
 )
-async def test_every_shape_of_input(api: ApiUnderTest, given: object, inputs: list[TextInput | TokensInput]) -> None:
-    reply = await api.openai().embeddings.create(model=MODEL, input=given, extra_body={"tokenizer": MODEL})
+async def test_every_shape_of_input(
+    api: ApiUnderTest, given: object, inputs: list[TextInput | TokensInput]
+) -> None:
+    reply = await api.openai().embeddings.create(
+        model=MODEL, input=given, extra_body={"tokenizer": MODEL}
+    )
     assert [item.index for item in reply.data] == list(range(len(inputs)))
     for item, one in zip(reply.data, inputs, strict=True):
         assert np.array_equal(np.float32(item.embedding), vector_of(one))
@@ -36,7 +40,9 @@ async def test_every_shape_of_input(api: ApiUnderTest, given: object, inputs: li
 
 
 async def test_base64_is_the_vector_byte_for_byte(api: ApiUnderTest) -> None:
-    reply = await api.openai().embeddings.create(model=MODEL, input="a cat", encoding_format="base64")
+    reply = await api.openai().embeddings.create(
+        model=MODEL, input="a cat", encoding_format="base64"
+    )
     assert base64.b64decode(reply.data[0].embedding) == vector_of(TextInput("a cat")).tobytes()
 
 
@@ -47,11 +53,20 @@ async def test_floats_are_the_vector(api: ApiUnderTest) -> None:
 
 @pytest.mark.parametrize("encoding_format", ["float", "base64"])
 async def test_dimensions_cut_and_normalize_again(api: ApiUnderTest, encoding_format: str) -> None:
-    body = {"model": MODEL, "input": ["a", "b"], "dimensions": 5, "encoding_format": encoding_format}
+    body = {
+        "model": MODEL,
+        "input": ["a", "b"],
+        "dimensions": 5,
+        "encoding_format": encoding_format,
+    }
     data = (await api.http.post("/v1/embeddings", json=body)).json()["data"]
     for item, text in zip(data, "ab", strict=True):
         got = item["embedding"]
-        vector = np.frombuffer(base64.b64decode(got), "<f4") if encoding_format == "base64" else np.float32(got)
+        vector = (
+            np.frombuffer(base64.b64decode(got), "<f4")
+            if encoding_format == "base64"
+            else np.float32(got)
+        )
         cut = vector_of(TextInput(text))[:5]
         np.testing.assert_allclose(vector, cut / np.linalg.norm(cut), rtol=1e-6)
 
@@ -87,7 +102,9 @@ async def test_answer_says_how_it_went(api: ApiUnderTest) -> None:
 async def test_request_id_of_the_caller_comes_back_and_may_come_twice(api: ApiUnderTest) -> None:
     for text in ("a", "b"):
         response = await api.http.post(
-            "/v1/embeddings", json={"model": MODEL, "input": text}, headers={"x-request-id": "order-17"}
+            "/v1/embeddings",
+            json={"model": MODEL, "input": text},
+            headers={"x-request-id": "order-17"},
         )
         assert response.headers["x-request-id"] == "order-17"
     ids = [job.envelope.request_id for job in api.worker.jobs]
@@ -102,15 +119,24 @@ async def test_request_id_that_is_not_sane_is_replaced(api: ApiUnderTest) -> Non
 
 async def test_trace_travels_with_the_job(api: ApiUnderTest) -> None:
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    await api.http.post("/v1/embeddings", json={"model": MODEL, "input": "a"}, headers={"traceparent": trace})
-    await api.http.post("/v1/embeddings", json={"model": MODEL, "input": "b"}, headers={"traceparent": "nonsense"})
+    await api.http.post(
+        "/v1/embeddings", json={"model": MODEL, "input": "a"}, headers={"traceparent": trace}
+    )
+    await api.http.post(
+        "/v1/embeddings", json={"model": MODEL, "input": "b"}, headers={"traceparent": "nonsense"}
+    )
     assert [job.envelope.traceparent for job in api.worker.jobs] == [trace, ""]
 
 
 async def test_answer_is_remembered_unless_told_not_to(api: ApiUnderTest) -> None:
-    for text, headers, level in (("kept", {}, "hit"), ("not kept", {"cache-control": "no-store"}, "miss")):
+    for text, headers, level in (
+        ("kept", {}, "hit"),
+        ("not kept", {"cache-control": "no-store"}, "miss"),
+    ):
         answers = [
-            await api.http.post("/v1/embeddings", json={"model": MODEL, "input": text}, headers=headers)
+            await api.http.post(
+                "/v1/embeddings", json={"model": MODEL, "input": text}, headers=headers
+            )
             for _ in range(2)
         ]
         assert [answer.headers["x-penstock-cache"] for answer in answers] == ["miss", level]

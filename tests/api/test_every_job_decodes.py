@@ -1,4 +1,6 @@
-"""Whatever headers and bodies come in: every job that is published can be read, and nothing is answered with 500."""
+"""Whatever headers and bodies come in: every job that is published can be read, and nothing is
+answered with 500.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +36,22 @@ class Listening(InMemoryTransport):
         super().__init__()
         self.jobs: list[tuple[bytes, dict[str, str]]] = []
 
-    async def publish(self, topic_id: str, data: bytes, attributes: Mapping[str, str], **given: Any) -> str:
+    async def publish(
+        self, topic_id: str, data: bytes, attributes: Mapping[str, str], **given: Any
+    ) -> str:
         if topic_id in JOBS:
             self.jobs.append((data, dict(attributes)))
         return await super().publish(topic_id, data, attributes, **given)
 
 
 @pytest.fixture(scope="module")
-async def api(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -> AsyncIterator[ApiUnderTest]:
-    broker, known = Listening(), settings_for(tmp_path_factory.mktemp("api"), redis_url=redis_server.url, secret="s")
+async def api(
+    tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer
+) -> AsyncIterator[ApiUnderTest]:
+    broker, known = (
+        Listening(),
+        settings_for(tmp_path_factory.mktemp("api"), redis_url=redis_server.url, secret="s"),
+    )
     with redis.Redis.from_url(redis_server.url) as client:
         client.flushall()
     async with running_api(known, broker, broker) as running:
@@ -53,7 +62,9 @@ async def api(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServe
 
 async def answer_to(api: ApiUnderTest, asked: Asked, more: Headers) -> tuple[int, bytes]:
     """Asks the app itself: no server in between refuses what is not quite HTTP."""
-    raw = [(name.encode(), value.encode("latin-1", "replace")) for name, value in asked.headers + more]
+    raw = [
+        (name.encode(), value.encode("latin-1", "replace")) for name, value in asked.headers + more
+    ]
     path, address = asked.path.encode("utf-8", "replace").decode(), ("127.0.0.1", 80)
     scope: dict[str, Any] = {
         "type": "http",
@@ -82,7 +93,9 @@ async def answer_to(api: ApiUnderTest, asked: Asked, more: Headers) -> tuple[int
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(requests, headers)
-async def test_every_job_that_is_published_can_be_read(api: ApiUnderTest, asked: Asked, more: Headers) -> None:
+async def test_every_job_that_is_published_can_be_read(
+    api: ApiUnderTest, asked: Asked, more: Headers
+) -> None:
     broker = api.broker
     assert isinstance(broker, Listening)
     status, answer = await answer_to(api, asked, more)

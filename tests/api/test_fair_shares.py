@@ -15,16 +15,22 @@ CONNECTIONS, TEXTS = 20, 32
 
 
 def texts_of(tenant: str, connection: int, count: int) -> dict[str, object]:
-    return {"model": TEXT_MODEL.name, "input": [f"{tenant} {connection} {number}" for number in range(count)]}
+    return {
+        "model": TEXT_MODEL.name,
+        "input": [f"{tenant} {connection} {number}" for number in range(count)],
+    }
 
 
 @pytest.mark.xfail(
     strict=True,
     raises=AssertionError,
-    reason="admission knows models and lanes but no tenants: whoever comes first fills it; fair shares come later",
+    reason="admission knows models and lanes but no tenants: whoever comes first fills it;"
+    " fair shares come later",
 )
 async def test_tenant_that_fills_an_instance_leaves_room_for_another(tmp_path: Path) -> None:
-    """The worker answers nobody until it is told to, so whatever is refused is refused for what is in flight."""
+    """The worker answers nobody until it is told to, so whatever is refused is refused for what is
+    in flight.
+    """
     settings = settings_for(tmp_path, api_keys="b=busy,q=quiet")
     limits = httpx.Limits(max_connections=None)
     async with (
@@ -34,11 +40,16 @@ async def test_tenant_that_fills_an_instance_leaves_room_for_another(tmp_path: P
         api.worker.go.clear()
 
         def ask(tenant: str, connection: int, count: int) -> asyncio.Task[httpx.Response]:
-            body, headers = texts_of(tenant, connection, count), {"authorization": f"Bearer {tenant[0]}"}
+            body, headers = (
+                texts_of(tenant, connection, count),
+                {"authorization": f"Bearer {tenant[0]}"},
+            )
             return asyncio.create_task(http.post("/embeddings", json=body, headers=headers))
 
         busy = [ask("busy", connection, TEXTS) for connection in range(CONNECTIONS)]
-        done, _ = await asyncio.wait(busy, timeout=WAIT_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(
+            busy, timeout=WAIT_LIMIT_S, return_when=asyncio.FIRST_COMPLETED
+        )
         if {one.result().status_code for one in done} != {429}:
             pytest.fail("its own share is full, and nobody is answered: that much is right today")
         taken = len(api.worker.jobs)

@@ -58,11 +58,15 @@ async def test_metrics_count_requests_and_items(api: ApiUnderTest) -> None:
 async def _metrics(api: ApiUnderTest) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     with metrics.served("127.0.0.1", 0) as port:
         text = (await api.http.get(f"http://127.0.0.1:{port}/metrics")).text
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    samples = [
+        sample for family in text_string_to_metric_families(text) for sample in family.samples
+    ]
     return {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples}
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/%6detrics", "/v1/../metrics", "//metrics", "/metrics/"])
+@pytest.mark.parametrize(
+    "path", ["/metrics", "/%6detrics", "/v1/../metrics", "//metrics", "/metrics/"]
+)
 async def test_metrics_are_not_where_callers_are(api: ApiUnderTest, path: str) -> None:
     assert (await api.http.get(path)).status_code == 404
 

@@ -1,4 +1,6 @@
-"""Idempotency-Key: over a real Redis, real uvicorns and OpenAI's own client; what counts are the jobs published."""
+"""Idempotency-Key: over a real Redis, real uvicorns and OpenAI's own client; what counts are the
+jobs published.
+"""
 
 import asyncio
 import base64
@@ -21,7 +23,15 @@ from api.idempotency.store import IdempotencyStore, KeyClaim
 from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
 from shared.stores.objects import ObjectStore
-from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, RowList, running_api, serving, settings_for
+from tests.api.harness import (
+    IMAGE_MODEL,
+    TEXT_MODEL,
+    ApiUnderTest,
+    RowList,
+    running_api,
+    serving,
+    settings_for,
+)
 from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
 
@@ -47,7 +57,9 @@ async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
 async def two_apis(
     tmp_path: Path, redis_url: str, *, way: str = "", **settings: object
 ) -> AsyncIterator[tuple[ApiUnderTest, str]]:
-    """One with the worker of both, and the URL of another, over one Redis; `way`: the first one's to it."""
+    """One with the worker of both, and the URL of another, over one Redis; `way`: the first one's
+    to it.
+    """
     given = settings_for(tmp_path, redis_url=redis_url, **settings)
     async with running_api(given.model_copy(update={"redis_url": way or redis_url})) as first:
         broker = first.broker
@@ -98,12 +110,16 @@ class Line:
 
 
 async def test_repeat_is_answered_alike_and_costs_nothing(api: ApiUnderTest) -> None:
-    first, second = [await api.http.post("/v1/embeddings", json=TEXTS, headers=keyed()) for _ in range(2)]
+    first, second = [
+        await api.http.post("/v1/embeddings", json=TEXTS, headers=keyed()) for _ in range(2)
+    ]
     assert (first.status_code, second.status_code) == (200, 200)
     assert second.content == first.content
     assert (first.headers.get(REPLAYED), second.headers.get(REPLAYED)) == (None, "true")
     told = ("content-type", "x-penstock-cache", "x-penstock-inference-ms", "x-penstock-queue-ms")
-    assert [second.headers.get_list(name) for name in told] == [first.headers.get_list(name) for name in told]
+    assert [second.headers.get_list(name) for name in told] == [
+        first.headers.get_list(name) for name in told
+    ]
     assert len(first.headers.get_list("x-penstock-cache")) == 1
     assert first.headers["x-request-id"] != second.headers["x-request-id"]
     assert len(api.worker.jobs) == 1
@@ -112,7 +128,9 @@ async def test_repeat_is_answered_alike_and_costs_nothing(api: ApiUnderTest) -> 
 
 async def test_other_keys_and_no_key_are_computed(api: ApiUnderTest) -> None:
     for headers in (keyed("a"), keyed("b"), UNCACHED, UNCACHED):
-        assert (await api.http.post("/v1/embeddings", json=TEXTS, headers=headers)).status_code == 200
+        assert (
+            await api.http.post("/v1/embeddings", json=TEXTS, headers=headers)
+        ).status_code == 200
     assert len(api.worker.jobs) == 4
 
 
@@ -121,8 +139,12 @@ async def test_key_of_another_tenant_is_another_key(tmp_path: Path, redis_url: s
     async with running_api(settings) as api:
         for key in ("one", "two", "one"):
             headers = keyed(authorization=f"Bearer {key}")
-            assert (await api.http.post("/v1/embeddings", json=TEXTS, headers=headers)).status_code == 200
-        assert (await api.http.post("/v1/embeddings", json=TEXTS, headers=keyed())).status_code == 401
+            assert (
+                await api.http.post("/v1/embeddings", json=TEXTS, headers=headers)
+            ).status_code == 200
+        assert (
+            await api.http.post("/v1/embeddings", json=TEXTS, headers=keyed())
+        ).status_code == 401
         assert len(api.worker.jobs) == 2
 
 
@@ -130,7 +152,9 @@ async def test_key_of_another_tenant_is_another_key(tmp_path: Path, redis_url: s
     ("path", "change"),
     [("/v1/embeddings", {"input": "a dog"}), ("/v1/images/generations", PICTURE)],
 )
-async def test_key_stands_for_one_request(api: ApiUnderTest, path: str, change: dict[str, Any]) -> None:
+async def test_key_stands_for_one_request(
+    api: ApiUnderTest, path: str, change: dict[str, Any]
+) -> None:
     await api.http.post("/v1/embeddings", json=TEXTS, headers=keyed())
     other = PICTURE if path.endswith("generations") else TEXTS | change
     refused = await api.http.post(path, json=other, headers=keyed())
@@ -153,17 +177,25 @@ async def test_what_the_body_decides_is_kept_and_the_moment_is_not(api: ApiUnder
     for expected in (None, "true"):
         refused = await api.http.post("/v1/embeddings", json=wrong, headers=keyed("wrong"))
         assert (refused.status_code, refused.headers.get(REPLAYED)) == (400, expected)
-    unknown = await api.http.post("/v1/embeddings", json=TEXTS | {"model": "none"}, headers=keyed("unknown"))
-    broken = await api.http.post("/v1/embeddings", json=TEXTS | {"input": "broken"}, headers=keyed("broken"))
+    unknown = await api.http.post(
+        "/v1/embeddings", json=TEXTS | {"model": "none"}, headers=keyed("unknown")
+    )
+    broken = await api.http.post(
+        "/v1/embeddings", json=TEXTS | {"input": "broken"}, headers=keyed("broken")
+    )
     assert (unknown.status_code, broken.status_code) == (404, 500)
     api.worker.broken.clear()
-    mended = await api.http.post("/v1/embeddings", json=TEXTS | {"input": "broken"}, headers=keyed("broken"))
+    mended = await api.http.post(
+        "/v1/embeddings", json=TEXTS | {"input": "broken"}, headers=keyed("broken")
+    )
     assert (mended.status_code, mended.headers.get(REPLAYED)) == (200, None)
 
 
 async def test_deadline_frees_the_key(api: ApiUnderTest) -> None:
     api.worker.go.clear()
-    late = await api.http.post("/v1/embeddings", json=TEXTS, headers=keyed() | {"x-penstock-deadline-ms": "50"})
+    late = await api.http.post(
+        "/v1/embeddings", json=TEXTS, headers=keyed() | {"x-penstock-deadline-ms": "50"}
+    )
     assert late.status_code == 504
     api.worker.go.set()
     again = await api.http.post("/v1/embeddings", json=TEXTS, headers=keyed())
@@ -172,7 +204,9 @@ async def test_deadline_frees_the_key(api: ApiUnderTest) -> None:
 
 async def test_large_answer_lies_in_the_object_store(api: ApiUnderTest, redis_url: str) -> None:
     many = TEXTS | {"input": [f"text {number}" for number in range(64)]}
-    first, second = [await api.http.post("/v1/embeddings", json=many, headers=keyed()) for _ in range(2)]
+    first, second = [
+        await api.http.post("/v1/embeddings", json=many, headers=keyed()) for _ in range(2)
+    ]
     assert len(first.content) > 100_000
     assert second.content == first.content
     with redis.Redis.from_url(redis_url) as client:
@@ -181,12 +215,16 @@ async def test_large_answer_lies_in_the_object_store(api: ApiUnderTest, redis_ur
     assert len(kept[0] or b"") < 2000
 
 
-async def test_openai_client_that_gives_up_and_retries_costs_one_inference(api: ApiUnderTest) -> None:
+async def test_openai_client_that_gives_up_and_retries_costs_one_inference(
+    api: ApiUnderTest,
+) -> None:
     api.worker.go.clear()
     client = api.openai(max_retries=2, timeout=2.0)
     running = asyncio.create_task(
         client.embeddings.create(
-            model=TEXT_MODEL.name, input="a cat", extra_headers={"Idempotency-Key": "again", **UNCACHED}
+            model=TEXT_MODEL.name,
+            input="a cat",
+            extra_headers={"Idempotency-Key": "again", **UNCACHED},
         )
     )
     await api.worker.until_taken(1)
@@ -201,18 +239,27 @@ async def test_openai_client_that_lost_the_answer_gets_it_again(api: ApiUnderTes
     for _ in range(3):  # as its retries are: the same POST with the same key
         client = api.openai()
         images = await client.images.generate(
-            model=IMAGE_MODEL.name, prompt="a cat", extra_headers={"Idempotency-Key": "cat", **UNCACHED}
+            model=IMAGE_MODEL.name,
+            prompt="a cat",
+            extra_headers={"Idempotency-Key": "cat", **UNCACHED},
         )
         assert images.data[0].b64_json
     assert len(api.worker.jobs) == 1
 
 
 async def test_form_is_the_same_whatever_its_boundary(api: ApiUnderTest) -> None:
-    source = (await api.openai().images.generate(model=IMAGE_MODEL.name, prompt="a cat")).data[0].b64_json
+    source = (
+        (await api.openai().images.generate(model=IMAGE_MODEL.name, prompt="a cat"))
+        .data[0]
+        .b64_json
+    )
     picture = base64.b64decode(source)
     drawn = [
         await api.openai().images.edit(
-            model=IMAGE_MODEL.name, prompt="a dog", image=picture, extra_headers={"Idempotency-Key": "edit", **UNCACHED}
+            model=IMAGE_MODEL.name,
+            prompt="a dog",
+            image=picture,
+            extra_headers={"Idempotency-Key": "edit", **UNCACHED},
         )
         for _ in range(2)
     ]
@@ -220,7 +267,10 @@ async def test_form_is_the_same_whatever_its_boundary(api: ApiUnderTest) -> None
     assert len(api.worker.jobs) == 2
     with pytest.raises(openai.UnprocessableEntityError):
         await api.openai().images.edit(
-            model=IMAGE_MODEL.name, prompt="a cow", image=picture, extra_headers={"Idempotency-Key": "edit"}
+            model=IMAGE_MODEL.name,
+            prompt="a cow",
+            image=picture,
+            extra_headers={"Idempotency-Key": "edit"},
         )
 
 
@@ -240,7 +290,9 @@ async def test_a_crowd_with_one_key_costs_one_inference(tmp_path: Path, redis_ur
         answers = await asyncio.gather(*asked)
         assert {answer.status_code for answer in answers} == {200}
         assert len({answer.content for answer in answers}) == 1
-        assert sorted(answer.headers.get(REPLAYED, "") for answer in answers) == [""] + ["true"] * 15
+        assert (
+            sorted(answer.headers.get(REPLAYED, "") for answer in answers) == [""] + ["true"] * 15
+        )
         assert len(first.worker.jobs) == 1
 
 
@@ -250,10 +302,14 @@ async def test_second_waits_no_longer_than_its_own_deadline(tmp_path: Path, redi
         httpx.AsyncClient(base_url=url, timeout=WAIT_LIMIT_S) as other,
     ):
         first.worker.go.clear()
-        running = asyncio.create_task(first.http.post("/v1/embeddings", json=TEXTS, headers=keyed()))
+        running = asyncio.create_task(
+            first.http.post("/v1/embeddings", json=TEXTS, headers=keyed())
+        )
         await first.worker.until_taken(1)
         for http in (first.http, other):
-            busy = await http.post("/v1/embeddings", json=TEXTS, headers=keyed() | {"x-penstock-deadline-ms": "500"})
+            busy = await http.post(
+                "/v1/embeddings", json=TEXTS, headers=keyed() | {"x-penstock-deadline-ms": "500"}
+            )
             assert busy.status_code == 409
             assert busy.json()["error"]["code"] == "idempotency_key_in_use"
             assert int(busy.headers["retry-after"]) >= 1
@@ -261,9 +317,14 @@ async def test_second_waits_no_longer_than_its_own_deadline(tmp_path: Path, redi
         assert (await running).status_code == 200
 
 
-async def test_key_of_an_instance_that_is_cut_off_is_taken_over(tmp_path: Path, redis_url: str) -> None:
+async def test_key_of_an_instance_that_is_cut_off_is_taken_over(
+    tmp_path: Path, redis_url: str
+) -> None:
     path, line = "/v1/images/generations", Line(redis_url)
-    async with line, two_apis(tmp_path, redis_url, way=line.url, idempotency_lease_s=0.4) as (first, url):
+    async with (
+        line,
+        two_apis(tmp_path, redis_url, way=line.url, idempotency_lease_s=0.4) as (first, url),
+    ):
         first.worker.go.clear()
         running = asyncio.create_task(first.http.post(path, json=PICTURE, headers=keyed()))
         await first.worker.until_taken(1)
@@ -282,7 +343,9 @@ async def test_key_of_an_instance_that_is_cut_off_is_taken_over(tmp_path: Path, 
 async def test_lease_outlives_a_long_computation(tmp_path: Path, redis_url: str) -> None:
     async with two_apis(tmp_path, redis_url, idempotency_lease_s=1.0) as (first, url):
         first.worker.go.clear()
-        running = asyncio.create_task(first.http.post("/v1/embeddings", json=TEXTS, headers=keyed()))
+        running = asyncio.create_task(
+            first.http.post("/v1/embeddings", json=TEXTS, headers=keyed())
+        )
         await first.worker.until_taken(1)
         async with httpx.AsyncClient(base_url=url, timeout=WAIT_LIMIT_S) as other:
             waits = {"x-penstock-deadline-ms": "2500"}
@@ -295,7 +358,8 @@ async def test_lease_outlives_a_long_computation(tmp_path: Path, redis_url: str)
 async def test_first_answer_stays(redis_url: str) -> None:
     async with AsyncExitStack() as opened:
         one, two = [
-            await opened.enter_async_context(IdempotencyStore(redis_url, keep_s=60, lease_s=0.05)) for _ in range(2)
+            await opened.enter_async_context(IdempotencyStore(redis_url, keep_s=60, lease_s=0.05))
+            for _ in range(2)
         ]
         assert await one.claim("n", "f", "c1") == KeyClaim("acquired", b"")
         async with asyncio.timeout(WAIT_LIMIT_S):
@@ -330,7 +394,9 @@ def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
 async def test_without_redis_only_keys_are_refused(tmp_path: Path, own_redis: RedisServer) -> None:
     async with running_api(settings_for(tmp_path, redis_url=own_redis.url)) as api:
         api.worker.go.clear()
-        running = asyncio.create_task(api.http.post("/v1/embeddings", json=TEXTS, headers=keyed("before")))
+        running = asyncio.create_task(
+            api.http.post("/v1/embeddings", json=TEXTS, headers=keyed("before"))
+        )
         await api.worker.until_taken(1)
         own_redis.stop()
         refused = await api.http.post("/v1/embeddings", json=TEXTS, headers=keyed())
@@ -338,7 +404,9 @@ async def test_without_redis_only_keys_are_refused(tmp_path: Path, own_redis: Re
         assert int(refused.headers["retry-after"]) >= 1
         api.worker.go.set()
         assert (await running).status_code == 200  # computed, though it can't be kept
-        assert (await api.http.post("/v1/embeddings", json=TEXTS, headers=UNCACHED)).status_code == 200
+        assert (
+            await api.http.post("/v1/embeddings", json=TEXTS, headers=UNCACHED)
+        ).status_code == 200
         assert len(api.worker.jobs) == 2
 
 
@@ -353,7 +421,8 @@ async def test_crowd_of_waiters_is_bounded(redis_url: str, monkeypatch: pytest.M
     store = IdempotencyStore(redis_url, keep_s=60, lease_s=5)
     async with store, IdempotencyService(store, ObjectStore("memory://")) as idempotency:
         first, *waiting = [
-            asyncio.create_task(idempotency.run(IdempotentRequest("n", "acme", "f"), compute, 5)) for _ in range(5)
+            asyncio.create_task(idempotency.run(IdempotentRequest("n", "acme", "f"), compute, 5))
+            for _ in range(5)
         ]
         over = [task for task in (await asyncio.wait(waiting, return_when="FIRST_EXCEPTION"))[0]]
         assert all(isinstance(task.exception(), KeyInUse) for task in over)
@@ -372,7 +441,9 @@ async def test_closing_frees_what_is_under_way(redis_url: str) -> None:
 
     async with IdempotencyStore(redis_url, keep_s=60, lease_s=5) as store:
         async with IdempotencyService(store, ObjectStore("memory://")) as idempotency:
-            running = asyncio.create_task(idempotency.run(IdempotentRequest("n", "acme", "f"), compute, 5))
+            running = asyncio.create_task(
+                idempotency.run(IdempotentRequest("n", "acme", "f"), compute, 5)
+            )
             await computing.wait()
         with pytest.raises(Unavailable):
             await running

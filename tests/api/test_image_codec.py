@@ -15,7 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from api.inputs.codec_protocol import CodecError, EncodeImage, PrepareSource, SourceLimits, SourcePrepared
+from api.inputs.codec_protocol import (
+    CodecError,
+    EncodeImage,
+    PrepareSource,
+    SourceLimits,
+    SourcePrepared,
+)
 from api.inputs.codec_server import SOURCE_LIMIT_PIXELS, run_command, size_like
 from api.inputs.image_codec import BASE64_CHUNK, data_of_uri
 from shared.errors import BadInput
@@ -64,7 +70,9 @@ def _prepared(data: bytes, size: tuple[int, int] | None) -> tuple[object, Image.
 @pytest.mark.parametrize("data", WHOLE)
 async def test_every_kind_of_picture_is_taken(api: ApiUnderTest, data: bytes) -> None:
     prompt = str(hash(data))
-    response = await api.http.post("/v1/images/edits", files={"image": data}, data={"prompt": prompt, "size": "48x32"})
+    response = await api.http.post(
+        "/v1/images/edits", files={"image": data}, data={"prompt": prompt, "size": "48x32"}
+    )
     assert response.status_code == 200, response.text
     (given,) = [item.input for item in api.worker.items if item.input.prompt == prompt]  # type: ignore[union-attr]
     assert isinstance(given, ImageInput)
@@ -103,7 +111,13 @@ def _png_with(header: tuple[int, int], *chunks: bytes) -> bytes:
     """A PNG that claims a size, with chunks of ours between its header and its few pixels."""
     shape = struct.pack(">IIBBBBB", *header, 8, 0, 0, 0, 0)
     pixels = _chunk(b"IDAT", zlib.compress(bytes(9 * 8)))
-    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", shape) + b"".join(chunks) + pixels + _chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + _chunk(b"IHDR", shape)
+        + b"".join(chunks)
+        + pixels
+        + _chunk(b"IEND", b"")
+    )
 
 
 @pytest.mark.parametrize("size", [(5000, 5001), (1, SOURCE_LIMIT_PIXELS + 1), (30000, 30000)])
@@ -160,7 +174,9 @@ def test_what_is_odd_costs_no_more_than_what_is_usual(data: bytes, is_taken: boo
 def test_large_picture_is_drawn_as_if_resampled_whole(kind: str, mode: str, turn: int) -> None:
     if (kind, mode) == ("jpeg", "RGBA"):
         return
-    whole = Image.merge("RGBA", [Image.linear_gradient("L").rotate(90 * side) for side in range(4)]).resize((900, 700))
+    whole = Image.merge(
+        "RGBA", [Image.linear_gradient("L").rotate(90 * side) for side in range(4)]
+    ).resize((900, 700))
     whole = whole.convert(mode)
     exif, buffer = Image.Exif(), io.BytesIO()
     exif[0x0112] = turn
@@ -197,7 +213,9 @@ def test_auto_size_is_always_one_the_model_takes(width: int, height: int, step: 
 PIECE_BYTES = BASE64_CHUNK // 4 * 3
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 3, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 2])
+@pytest.mark.parametrize(
+    "size", [0, 1, 2, 3, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 2]
+)
 async def test_data_uri_of_any_length_is_read(size: int) -> None:
     data = np.random.default_rng(size).bytes(size)
     uri = f"data:image/png;base64,{base64.b64encode(data).decode()}"
@@ -205,7 +223,8 @@ async def test_data_uri_of_any_length_is_read(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a", "ab=", "a=b=", "====", "AAA=" * BASE64_CHUNK, "A" * BASE64_CHUNK + "%AAA", "é", "A\nAA"]
+    "text",
+    ["a", "ab=", "a=b=", "====", "AAA=" * BASE64_CHUNK, "A" * BASE64_CHUNK + "%AAA", "é", "A\nAA"],
 )
 async def test_data_uri_that_is_not_base64_is_refused(text: str) -> None:
     with pytest.raises(BadInput, match="not valid base64"):
@@ -223,13 +242,16 @@ def peak_bytes():
 
 data, costs = sys.stdin.buffer.read(), []
 before = peak_bytes()
-answer, _ = run_command(PrepareSource((512, 512), SourceLimits(512, 512, 8, 262144)), data, costs.append)
+prepare = PrepareSource((512, 512), SourceLimits(512, 512, 8, 262144))
+answer, _ = run_command(prepare, data, costs.append)
 assert isinstance(answer, SourcePrepared), answer
 print(costs[0], peak_bytes() - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells the peak of a process's memory in a file")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="Linux tells the peak of a process's memory in a file"
+)
 @pytest.mark.parametrize(
     ("kind", "mode", "options"),
     [
@@ -243,10 +265,14 @@ print(costs[0], peak_bytes() - before)
         ("webp", "RGB", {"lossless": True}),
     ],
 )
-def test_picture_takes_no_more_memory_than_is_reckoned(kind: str, mode: str, options: dict[str, object]) -> None:
+def test_picture_takes_no_more_memory_than_is_reckoned(
+    kind: str, mode: str, options: dict[str, object]
+) -> None:
     buffer = io.BytesIO()
     Image.radial_gradient("L").resize((3000, 3000)).convert(mode).save(buffer, kind, **options)
     command = [sys.executable, "-c", MEASURED]
-    found = subprocess.run(command, input=buffer.getvalue(), stdout=subprocess.PIPE, check=True, cwd=ROOT)
+    found = subprocess.run(
+        command, input=buffer.getvalue(), stdout=subprocess.PIPE, check=True, cwd=ROOT
+    )
     cost_bytes, taken_bytes = (int(number) for number in found.stdout.split())
     assert taken_bytes <= cost_bytes

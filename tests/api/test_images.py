@@ -73,7 +73,9 @@ async def test_every_parameter_reaches_the_model(api: ApiUnderTest) -> None:
 
 
 async def test_n_images_count_up_from_the_seed_one_job_each(api: ApiUnderTest) -> None:
-    raw = await api.openai().images.with_raw_response.generate(prompt="a", n=3, extra_body={"seed": 40})
+    raw = await api.openai().images.with_raw_response.generate(
+        prompt="a", n=3, extra_body={"seed": 40}
+    )
     assert [given.seed for given in drawn(api)] == [40, 41, 42]
     assert len(api.worker.jobs) == 3
     assert raw.headers["x-penstock-seed"] == "40,41,42"
@@ -89,9 +91,15 @@ async def test_without_a_seed_nothing_is_kept(api: ApiUnderTest) -> None:
     assert len({given.seed for given in drawn(api)}) == 2
 
 
-@pytest.mark.parametrize(("output_format", "kind"), [("jpeg", "JPEG"), ("webp", "WEBP"), ("png", "PNG")])
-async def test_result_comes_in_the_format_asked_for(api: ApiUnderTest, output_format: str, kind: str) -> None:
-    reply = await api.openai().images.generate(prompt="a", output_format=output_format, extra_body={"seed": 200})
+@pytest.mark.parametrize(
+    ("output_format", "kind"), [("jpeg", "JPEG"), ("webp", "WEBP"), ("png", "PNG")]
+)
+async def test_result_comes_in_the_format_asked_for(
+    api: ApiUnderTest, output_format: str, kind: str
+) -> None:
+    reply = await api.openai().images.generate(
+        prompt="a", output_format=output_format, extra_body={"seed": 200}
+    )
     picture = Image.open(io.BytesIO(base64.b64decode(reply.data[0].b64_json)))
     assert (picture.format, picture.size) == (kind, (64, 64))
     assert np.allclose(np.asarray(picture.convert("RGB"))[30, 30], (200, 0, 20), atol=4)
@@ -106,7 +114,9 @@ async def test_quality_is_a_matter_of_size(api: ApiUnderTest) -> None:
     assert sizes[0] < sizes[1]
 
 
-@pytest.mark.parametrize(("output_format", "media_type"), [("png", "image/png"), ("webp", "image/webp")])
+@pytest.mark.parametrize(
+    ("output_format", "media_type"), [("png", "image/png"), ("webp", "image/webp")]
+)
 async def test_link_gives_the_image(api: ApiUnderTest, output_format: str, media_type: str) -> None:
     reply = await api.openai().images.generate(
         prompt="a", response_format="url", output_format=output_format, extra_body={"seed": 9}
@@ -151,7 +161,9 @@ def test_link_expires_after_an_hour() -> None:
 
 async def test_edit_sends_the_source_at_the_size_to_draw(api: ApiUnderTest) -> None:
     source = encoded(Image.new("RGB", (300, 200), (10, 20, 30)), "jpeg", quality=100)
-    await api.openai().images.edit(image=source, prompt="b", size="96x64", extra_body={"strength": 0.5, "seed": 3})
+    await api.openai().images.edit(
+        image=source, prompt="b", size="96x64", extra_body={"strength": 0.5, "seed": 3}
+    )
     (given,) = drawn(api)
     assert (given.width, given.height, given.strength, given.seed) == (96, 64, 0.5, 3)
     picture = source_of(given)
@@ -172,7 +184,8 @@ async def test_edit_takes_one_image_in_a_list_and_one_in_json(api: ApiUnderTest)
 
 
 @pytest.mark.parametrize(
-    ("source", "drawn_size"), [((512, 512), (64, 64)), ((400, 100), (128, 32)), ((2, 2000), (8, 2024))]
+    ("source", "drawn_size"),
+    [((512, 512), (64, 64)), ((400, 100), (128, 32)), ((2, 2000), (8, 2024))],
 )
 async def test_edit_keeps_the_shape_of_the_source(
     api: ApiUnderTest, source: tuple[int, int], drawn_size: tuple[int, int]
@@ -206,11 +219,17 @@ async def test_large_source_travels_through_the_object_store(api: ApiUnderTest) 
 
 
 @pytest.mark.parametrize("response_format", ["url", "b64_json"])
-async def test_large_result_comes_from_the_object_store(api: ApiUnderTest, response_format: str) -> None:
+async def test_large_result_comes_from_the_object_store(
+    api: ApiUnderTest, response_format: str
+) -> None:
     api.worker.stores_results_in = api.dependencies.objects
     body = {"prompt": "a", "seed": 4, "response_format": response_format}
     item = (await api.http.post("/v1/images/generations", json=body)).json()["data"][0]
-    data = base64.b64decode(item["b64_json"]) if "b64_json" in item else (await api.http.get(item["url"])).content
+    data = (
+        base64.b64decode(item["b64_json"])
+        if "b64_json" in item
+        else (await api.http.get(item["url"])).content
+    )
     assert data == png_of(drawn(api)[0])
 
 
@@ -228,9 +247,13 @@ LEFT_OUT = "x-penstock-truncated-tokens"
 @pytest.mark.parametrize("wish", [{"n": 3}, {"n": 1}], ids=str)
 async def test_what_a_prompt_lost_is_told(api: ApiUnderTest, wish: dict[str, int]) -> None:
     images = api.openai().images.with_raw_response
-    answer = await images.generate(prompt=LONG_PROMPT, extra_body=wish | {"seed": 1, "negative_prompt": "a b"})
+    answer = await images.generate(
+        prompt=LONG_PROMPT, extra_body=wish | {"seed": 1, "negative_prompt": "a b"}
+    )
     assert answer.headers[LEFT_OUT] == "6"
-    again = await images.generate(prompt=LONG_PROMPT, extra_body=wish | {"seed": 1, "negative_prompt": "a b"})
+    again = await images.generate(
+        prompt=LONG_PROMPT, extra_body=wish | {"seed": 1, "negative_prompt": "a b"}
+    )
     assert (again.headers["x-penstock-cache"], again.headers[LEFT_OUT]) == ("hit", "6")
     assert (await images.generate(prompt="red")).headers[LEFT_OUT] == "0"
     edited = await images.edit(image=encoded(Image.new("RGB", (64, 64))), prompt=LONG_PROMPT)

@@ -1,4 +1,4 @@
-"""What the API does with a request's lane, queue limit and deadline before it publishes anything."""
+"""What the API does with a request's lane, queue limit and deadline before it publishes."""
 
 import asyncio
 
@@ -10,7 +10,9 @@ pytestmark = pytest.mark.anyio
 TEXTS = {"model": TEXT_MODEL.name, "input": "a cat"}
 
 
-@pytest.mark.parametrize(("given", "lane"), [(None, ""), ("interactive", ""), ("batch", "batch"), ("Batch", "batch")])
+@pytest.mark.parametrize(
+    ("given", "lane"), [(None, ""), ("interactive", ""), ("batch", "batch"), ("Batch", "batch")]
+)
 async def test_lane_is_on_the_job(api: ApiUnderTest, given: str | None, lane: str) -> None:
     headers = {} if given is None else {"x-penstock-lane": given}
     assert (await api.http.post("/v1/embeddings", json=TEXTS, headers=headers)).status_code == 200
@@ -19,7 +21,9 @@ async def test_lane_is_on_the_job(api: ApiUnderTest, given: str | None, lane: st
 
 async def test_queue_limit_is_on_the_job(api: ApiUnderTest) -> None:
     for headers in ({}, {"x-penstock-queue-limit-ms": "2500"}):
-        await api.http.post("/v1/embeddings", json=TEXTS, headers={"cache-control": "no-store"} | headers)
+        await api.http.post(
+            "/v1/embeddings", json=TEXTS, headers={"cache-control": "no-store"} | headers
+        )
     plain, limited = [job.envelope for job in api.worker.jobs]
     assert plain.start_by_s == 0
     assert limited.start_by_s - limited.received_at_s == pytest.approx(2.5)
@@ -36,7 +40,9 @@ async def test_late_answers_are_refused_before_they_are_published(api: ApiUnderT
     asked = asyncio.create_task(api.http.post("/v1/embeddings", json=TEXTS | {"input": many}))
     await api.worker.until_taken(25)
     one = TEXTS | {"input": "one more"}
-    refused = await api.http.post("/v1/embeddings", json=one, headers={"x-penstock-deadline-ms": "200"})
+    refused = await api.http.post(
+        "/v1/embeddings", json=one, headers={"x-penstock-deadline-ms": "200"}
+    )
     assert refused.status_code == 429
     assert int(refused.headers["retry-after-ms"]) > 250
     assert "deadline" in refused.json()["error"]["message"]
@@ -54,7 +60,9 @@ async def test_hits_are_answered_whatever_waits(api: ApiUnderTest) -> None:
     many = [f"text {number}" for number in range(400)]
     asked = asyncio.create_task(api.http.post("/v1/embeddings", json=TEXTS | {"input": many}))
     await api.worker.until_taken(26)
-    hit = await api.http.post("/v1/embeddings", json=TEXTS, headers={"x-penstock-deadline-ms": "100"})
+    hit = await api.http.post(
+        "/v1/embeddings", json=TEXTS, headers={"x-penstock-deadline-ms": "100"}
+    )
     assert (hit.status_code, hit.headers["x-penstock-cache"]) == (200, "hit")
     api.worker.go.set()
     assert (await asked).status_code == 200

@@ -1,4 +1,6 @@
-"""Texts beyond the model's length and token ids of other tokenizers, as OpenAI's and Replicate's clients send them."""
+"""Texts beyond the model's length and token ids of other tokenizers, as OpenAI's and Replicate's
+clients send them.
+"""
 
 import base64
 import importlib.util
@@ -18,7 +20,10 @@ pytestmark = pytest.mark.anyio
 MODEL = TEXT_MODEL.name
 CLS, SEP, CAT, DOG = 101, 102, 4937, 3899
 LONG = "dog " * 100 + "cat " * 200
-CUTS = {"end": [CLS, *[DOG] * 100, *[CAT] * 154, SEP], "start": [CLS, *[DOG] * 54, *[CAT] * 200, SEP]}
+CUTS = {
+    "end": [CLS, *[DOG] * 100, *[CAT] * 154, SEP],
+    "start": [CLS, *[DOG] * 54, *[CAT] * 200, SEP],
+}
 
 
 @pytest.fixture
@@ -46,8 +51,15 @@ async def test_long_text_is_refused_as_openai_does(api: ApiUnderTest) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await embed(api, ["a cat", LONG])
     error = caught.value
-    assert (error.code, error.param, error.type) == ("context_length_exceeded", "input", "invalid_request_error")
-    assert "input[1]: This model's maximum context length is 256 tokens, however you requested 302" in error.message
+    assert (error.code, error.param, error.type) == (
+        "context_length_exceeded",
+        "input",
+        "invalid_request_error",
+    )
+    assert (
+        "input[1]: This model's maximum context length is 256 tokens, however you requested 302"
+        in error.message
+    )
     # Nothing is remembered of it, and its neighbor is as good as ever.
     assert (await embed(api, "a cat")).parse().data[0].embedding
 
@@ -79,7 +91,9 @@ async def test_nothing_is_said_of_cuts_where_none_was_asked_for(api: ApiUnderTes
 
 
 async def test_token_ids_of_nobody_knows_whom_are_refused(api: ApiUnderTest) -> None:
-    """As LangChain's OpenAIEmbeddings sends them by default: cl100k's ids, in lists, through OpenAI's client."""
+    """As LangChain's OpenAIEmbeddings sends them by default: cl100k's ids, in lists, through
+    OpenAI's client.
+    """
     for given in ([[64, 8415], [32, 5679, 389, 264, 5634]], [64, 8415]):
         with pytest.raises(openai.BadRequestError, match="check_embedding_ctx_length=False"):
             await embed(api, given)
@@ -91,18 +105,24 @@ async def test_token_ids_of_nobody_knows_whom_are_refused(api: ApiUnderTest) -> 
 async def test_token_ids_of_the_model_are_taken_where_the_caller_says_so(api: ApiUnderTest) -> None:
     for name in (MODEL, TEXT_MODEL.aliases[0]):
         reply = (await embed(api, [[CAT], [DOG, CAT]], tokenizer=name)).parse()
-        assert [ids(item.embedding) for item in reply.data] == [[CLS, CAT, SEP], [CLS, DOG, CAT, SEP]]
+        assert [ids(item.embedding) for item in reply.data] == [
+            [CLS, CAT, SEP],
+            [CLS, DOG, CAT, SEP],
+        ]
     tokens = [*[DOG] * 100, *[CAT] * 200]
     reply = (await embed(api, tokens, tokenizer=MODEL, truncate="start")).parse()
     assert ids(reply.data[0].embedding) == CUTS["start"]
-    with pytest.raises(openai.BadRequestError, match=r"input\[0\]: This model's maximum context length"):
+    with pytest.raises(
+        openai.BadRequestError, match=r"input\[0\]: This model's maximum context length"
+    ):
         await embed(api, tokens, tokenizer=MODEL)
 
 
 async def test_token_id_that_the_tokenizer_lacks_is_named(api: ApiUnderTest) -> None:
     with pytest.raises(
         openai.BadRequestError,
-        match=r"input\[1\]: token id 100256, at position 1, is not in the vocabulary, which ends at 30521",
+        match=r"input\[1\]: token id 100256, at position 1, is not in the vocabulary,"
+        " which ends at 30521",
     ) as caught:
         await embed(api, [[CAT], [CAT, 100_256]], tokenizer=MODEL)
     assert (caught.value.code, caught.value.param) == ("invalid_input", "input")
@@ -123,7 +143,9 @@ async def test_prediction_cuts_where_asked(api: ApiUnderTest, side: str) -> None
     found = (await api.http.post(path, json={"input": given}, headers=WAIT)).json()
     assert np.float32(found["output"][1]).view("<u4").tolist() == CUTS[side]
     assert (found["metrics"]["truncated_tokens"], found["input"]) == (46, given)
-    schema = (await api.http.get(f"/v1/models/any/{MODEL}")).json()["latest_version"]["openapi_schema"]
+    schema = (await api.http.get(f"/v1/models/any/{MODEL}")).json()["latest_version"][
+        "openapi_schema"
+    ]
     assert "truncate" in schema["components"]["schemas"]["Input"]["properties"]
 
 

@@ -1,4 +1,6 @@
-"""Inputs, files, paths and headers of any kind are answered; 5xx only where something is out of reach or overdue."""
+"""Inputs, files, paths and headers of any kind are answered; 5xx only where something is out of
+reach or overdue.
+"""
 
 import asyncio
 import base64
@@ -14,13 +16,19 @@ from hypothesis import strategies as st
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 
 pytestmark = pytest.mark.anyio
-ANY_NUMBER_OF_EXAMPLES = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
+ANY_NUMBER_OF_EXAMPLES = settings(
+    max_examples=150, deadline=None, suppress_health_check=list(HealthCheck)
+)
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+)
 WAIT_LIMIT_S = 60
 
 
 @pytest.fixture(scope="module")
-async def api(tmp_path_factory: pytest.TempPathFactory, redis_server: Any) -> AsyncIterator[ApiUnderTest]:
+async def api(
+    tmp_path_factory: pytest.TempPathFactory, redis_server: Any
+) -> AsyncIterator[ApiUnderTest]:
     folder = tmp_path_factory.mktemp("api")
     async with running_api(settings_for(folder, redis_url=redis_server.url, secret="s")) as running:
         yield running
@@ -40,7 +48,9 @@ async def _answered(api: ApiUnderTest, request: bytes) -> tuple[int, bytes]:
     return int(head.split(b" ", 2)[1]), body
 
 
-def _request(method: str, path: str, body: bytes = b"", host: bytes = b"", headers: bytes = b"") -> bytes:
+def _request(
+    method: str, path: str, body: bytes = b"", host: bytes = b"", headers: bytes = b""
+) -> bytes:
     length = b"content-length: %d\r\n" % len(body)
     lines = b"host: " + (host or b"a") + b"\r\nconnection: close\r\n" + length + headers
     return f"{method} {path} HTTP/1.1\r\n".encode("latin-1") + lines + b"\r\n" + body
@@ -53,12 +63,31 @@ def _check(status: int, body: bytes) -> None:
 # As JSON has it, unpaired surrogates and numbers beyond all bounds included.
 odd_texts = st.one_of(
     st.text(max_size=40),
-    st.sampled_from(["\ud800", "a\udfffb", "\x00", "\u2028", "\U0001f600", "%", "%zz", "%00", "../..", "//", "[", "]"]),
+    st.sampled_from(
+        [
+            "\ud800",
+            "a\udfffb",
+            "\x00",
+            "\u2028",
+            "\U0001f600",
+            "%",
+            "%zz",
+            "%00",
+            "../..",
+            "//",
+            "[",
+            "]",
+        ]
+    ),
 )
-odd_numbers = st.one_of(st.integers(), st.floats(), st.sampled_from([10**400, -(10**30), 2**63, 2**64, 1e308]))
+odd_numbers = st.one_of(
+    st.integers(), st.floats(), st.sampled_from([10**400, -(10**30), 2**63, 2**64, 1e308])
+)
 values = st.recursive(
     st.one_of(st.none(), st.booleans(), odd_numbers, odd_texts),
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(odd_texts, inner, max_size=4)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(odd_texts, inner, max_size=4)
+    ),
     max_leaves=12,
 )
 PIECES = [
@@ -79,7 +108,9 @@ PIECES = [
 PIECES += ["&signature=", "é", "%", "file_" + "0" * 24, "results/00/a.png", "\\", " ", "\t", "\n"]
 places = st.lists(st.one_of(odd_texts, st.sampled_from(PIECES)), max_size=8).map("".join)
 data_uris = st.builds(
-    "data:{};base64,{}".format, odd_texts, st.one_of(odd_texts, st.just(base64.b64encode(PNG).decode()))
+    "data:{};base64,{}".format,
+    odd_texts,
+    st.one_of(odd_texts, st.just(base64.b64encode(PNG).decode())),
 )
 
 
@@ -89,24 +120,41 @@ def _dumped(value: object) -> bytes:
 
 @ANY_NUMBER_OF_EXAMPLES
 @given(
-    image=st.one_of(places.map("http://a/{}".format), places.map("http://a{}".format), places, data_uris, values),
+    image=st.one_of(
+        places.map("http://a/{}".format), places.map("http://a{}".format), places, data_uris, values
+    ),
     others=st.dictionaries(
         st.sampled_from(
-            ["prompt", "seed", "size", "strength", "guidance_scale", "width", "output_format", "scheduler"]
+            [
+                "prompt",
+                "seed",
+                "size",
+                "strength",
+                "guidance_scale",
+                "width",
+                "output_format",
+                "scheduler",
+            ]
         ),
         values,
         max_size=3,
     ),
 )
 @example(image="http://a//[x", others={})
-async def test_pictures_of_predictions(api: ApiUnderTest, image: object, others: dict[str, Any]) -> None:
+async def test_pictures_of_predictions(
+    api: ApiUnderTest, image: object, others: dict[str, Any]
+) -> None:
     body = _dumped({"input": {"prompt": "a", **others, "image": image}})
     path = f"/v1/models/o/{IMAGE_MODEL.name}/predictions"
     _check(*await _answered(api, _request("POST", path, body)))
 
 
 @ANY_NUMBER_OF_EXAMPLES
-@given(body=st.one_of(values, st.fixed_dictionaries({"version": st.just(TEXT_MODEL.name), "input": values})))
+@given(
+    body=st.one_of(
+        values, st.fixed_dictionaries({"version": st.just(TEXT_MODEL.name), "input": values})
+    )
+)
 async def test_bodies_of_predictions(api: ApiUnderTest, body: object) -> None:
     _check(*await _answered(api, _request("POST", "/v1/predictions", _dumped(body))))
 
@@ -114,16 +162,25 @@ async def test_bodies_of_predictions(api: ApiUnderTest, body: object) -> None:
 async def test_number_without_end(api: ApiUnderTest) -> None:
     for field in ("seed", "guidance_scale", "image", "other"):
         body = b'{"input": {"prompt": "a", "%s": %s}}' % (field.encode(), b"9" * 5000)
-        _check(*await _answered(api, _request("POST", f"/v1/models/o/{IMAGE_MODEL.name}/predictions", body)))
+        _check(
+            *await _answered(
+                api, _request("POST", f"/v1/models/o/{IMAGE_MODEL.name}/predictions", body)
+            )
+        )
 
 
 NESTED = ["[" * depth + "]" * depth for depth in (50, 190, 250, 900, 990, 1100, 100_000)]
 
 
 @pytest.mark.parametrize("nested", NESTED, ids=len)
-@pytest.mark.parametrize("path", ["/v1/predictions", "/v1/embeddings", "/v1/images/generations", "/v1/images/edits"])
+@pytest.mark.parametrize(
+    "path", ["/v1/predictions", "/v1/embeddings", "/v1/images/generations", "/v1/images/edits"]
+)
 async def test_nested_bodies(api: ApiUnderTest, path: str, nested: str) -> None:
-    body = f'{{"model": "{TEXT_MODEL.name}", "version": "{TEXT_MODEL.name}", "prompt": "a", "input": {nested}}}'
+    body = (
+        f'{{"model": "{TEXT_MODEL.name}", "version": "{TEXT_MODEL.name}",'
+        f' "prompt": "a", "input": {nested}}}'
+    )
     headers = b"content-type: application/json\r\n"
     status, answer = await _answered(api, _request("POST", path, body.encode(), headers=headers))
     assert status in (400, 422), answer
@@ -137,12 +194,18 @@ def _form(*parts: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
 
 CONTENT = (b'content-disposition: form-data; name="content"; filename="a.png"', PNG)
 METADATA = b'content-disposition: form-data; name="metadata"'
-raw = st.one_of(st.binary(max_size=40), odd_texts.map(lambda text: text.encode("utf-8", "surrogatepass")))
+raw = st.one_of(
+    st.binary(max_size=40), odd_texts.map(lambda text: text.encode("utf-8", "surrogatepass"))
+)
 one_line = raw.map(lambda data: data.replace(b"\r", b"").replace(b"\n", b"").replace(b"\0", b""))
 
 
 @ANY_NUMBER_OF_EXAMPLES
-@given(metadata=st.one_of(values.map(_dumped), st.dictionaries(odd_texts, values, max_size=4).map(_dumped), raw))
+@given(
+    metadata=st.one_of(
+        values.map(_dumped), st.dictionaries(odd_texts, values, max_size=4).map(_dumped), raw
+    )
+)
 async def test_metadata_of_files(api: ApiUnderTest, metadata: bytes) -> None:
     headers, body = _form(CONTENT, (METADATA, metadata))
     status, answer = await _answered(api, _request("POST", "/v1/files", body, headers=headers))
@@ -185,7 +248,12 @@ async def test_metadata_that_is_refused(api: ApiUnderTest, metadata: bytes, reas
         st.one_of(
             st.just(CONTENT),
             st.tuples(
-                st.builds(lambda name, more: METADATA.replace(b"metadata", name) + more, one_line, one_line), raw
+                st.builds(
+                    lambda name, more: METADATA.replace(b"metadata", name) + more,
+                    one_line,
+                    one_line,
+                ),
+                raw,
             ),
             st.tuples(one_line, raw),
         ),
@@ -194,7 +262,11 @@ async def test_metadata_that_is_refused(api: ApiUnderTest, metadata: bytes, reas
     header=st.one_of(
         st.none(),
         one_line.map(lambda text: b"content-type: multipart/form-data; " + text + b"\r\n"),
-        one_line.map(lambda text: b"content-type: multipart/form-data; boundary=b0; charset=" + text + b"\r\n"),
+        one_line.map(
+            lambda text: (
+                b"content-type: multipart/form-data; boundary=b0; charset=" + text + b"\r\n"
+            )
+        ),
     ),
     path=st.sampled_from(["/v1/files", "/v1/images/edits"]),
     end=st.integers(0, 40),
@@ -203,12 +275,30 @@ async def test_forms(
     api: ApiUnderTest, parts: list[tuple[bytes, bytes]], header: bytes | None, path: str, end: int
 ) -> None:
     usual, body = _form(*parts)
-    _check(*await _answered(api, _request("POST", path, body[: len(body) - end], headers=header or usual)))
+    _check(
+        *await _answered(
+            api, _request("POST", path, body[: len(body) - end], headers=header or usual)
+        )
+    )
 
 
 segments = st.one_of(
     st.binary(max_size=12).map(quote),
-    st.sampled_from(["%00", "%2f", "%2e%2e", "%ed%a0%80", "%", "%zz", "..", "[", "file_" + "0" * 24, "9" * 5000, "+"]),
+    st.sampled_from(
+        [
+            "%00",
+            "%2f",
+            "%2e%2e",
+            "%ed%a0%80",
+            "%",
+            "%zz",
+            "..",
+            "[",
+            "file_" + "0" * 24,
+            "9" * 5000,
+            "+",
+        ]
+    ),
 )
 PATHS = [
     "/{}",
@@ -225,7 +315,16 @@ PATHS = [
     "/healthz?{}",
     "/v1/embeddings?{}",
 ]
-HEADERS = ["last-event-id", "range", "if-none-match", "accept", "cookie", "authorization", "idempotency-key", "prefer"]
+HEADERS = [
+    "last-event-id",
+    "range",
+    "if-none-match",
+    "accept",
+    "cookie",
+    "authorization",
+    "idempotency-key",
+    "prefer",
+]
 
 
 @ANY_NUMBER_OF_EXAMPLES
@@ -234,7 +333,8 @@ HEADERS = ["last-event-id", "range", "if-none-match", "accept", "cookie", "autho
     path=st.sampled_from(PATHS),
     given_segments=st.tuples(segments, segments, segments),
     host=st.one_of(
-        st.just(b"a"), st.sampled_from([b"[", b"[x", b"]", b"a:b", b"a:99999", b"@", b"a b", b"\xe9", b"/?#"])
+        st.just(b"a"),
+        st.sampled_from([b"[", b"[x", b"]", b"a:b", b"a:99999", b"@", b"a b", b"\xe9", b"/?#"]),
     ),
     name=st.sampled_from(HEADERS),
     value=one_line,
@@ -263,7 +363,10 @@ JSON = b"content-type: application/json\r\n"
     [
         (b'{"input": [' + b"1," * 300_000 + b"1]}", "300000 values"),
         (b'{"input": ["a"' + b",1" * 300_000 + b"]}", "300000 values"),
-        (b"{" + b",".join(b'"k%d": 1' % number for number in range(20_001)) + b"}", "20000 strings and field names"),
+        (
+            b"{" + b",".join(b'"k%d": 1' % number for number in range(20_001)) + b"}",
+            "20000 strings and field names",
+        ),
         (
             b'{"input": {' + b",".join(b'"k%d": 1' % number for number in range(20_001)) + b"}}",
             "20000 strings and field names",
@@ -272,7 +375,9 @@ JSON = b"content-type: application/json\r\n"
     ],
     ids=["numbers", "wrong numbers", "fields", "fields of input", "texts"],
 )
-async def test_more_values_than_any_request_needs(api: ApiUnderTest, path: str, body: bytes, reason: str) -> None:
+async def test_more_values_than_any_request_needs(
+    api: ApiUnderTest, path: str, body: bytes, reason: str
+) -> None:
     status, answer = await _answered(api, _request("POST", path, body, headers=JSON))
     assert status in (400, 422)
     assert reason.encode() in answer

@@ -1,4 +1,6 @@
-"""The OpenAPI document is whole: every route, every status that it can give, examples that are taken as they stand."""
+"""The OpenAPI document is whole: every route, every status that it can give, examples that are
+taken as they stand.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -37,7 +39,9 @@ async def test_every_reference_leads_somewhere(page: dict[str, Any]) -> None:
     assert not {"HTTPValidationError", "ValidationError"} & page["components"]["schemas"].keys()
 
 
-async def test_keys_are_asked_for_where_they_are_needed(api: ApiUnderTest, page: dict[str, Any]) -> None:
+async def test_keys_are_asked_for_where_they_are_needed(
+    api: ApiUnderTest, page: dict[str, Any]
+) -> None:
     for path, _, operation in operations(page):
         assert operation.get("security") == (None if path in NOT_KEYED else [{"key": []}]), path
         assert ("401" in operation["responses"]) is (path not in NOT_KEYED), path
@@ -55,13 +59,24 @@ async def test_errors_have_the_shape_that_their_routes_speak(page: dict[str, Any
                 assert body["schema"], (path, method, status)
                 if int(status) >= 400 and path != "/readyz":
                     shapes.add((media_type, body["schema"]["$ref"].rpartition("/")[2]))
-        assert not shapes or shapes in [{shape} for shape in OUR_SHAPES.items()], (path, method, shapes)
+        assert not shapes or shapes in [{shape} for shape in OUR_SHAPES.items()], (
+            path,
+            method,
+            shapes,
+        )
 
 
 async def test_every_status_of_an_error_stands_at_some_route(page: dict[str, Any]) -> None:
-    documented = {int(status) for *_, operation in operations(page) for status in operation["responses"]}
-    missing = {answered.status for answered in ERROR_MAPPINGS.values()} - documented - NEVER_OF_A_ROUTE
-    assert not missing, f"{missing}: give them words in api/http/openapi.py, and name them at the routes that give them"
+    documented = {
+        int(status) for *_, operation in operations(page) for status in operation["responses"]
+    }
+    missing = (
+        {answered.status for answered in ERROR_MAPPINGS.values()} - documented - NEVER_OF_A_ROUTE
+    )
+    assert not missing, (
+        f"{missing}: give them words in api/http/openapi.py,"
+        " and name them at the routes that give them"
+    )
 
 
 async def test_examples_are_taken_as_they_stand(api: ApiUnderTest, page: dict[str, Any]) -> None:
@@ -80,7 +95,9 @@ async def test_forms_are_described(page: dict[str, Any]) -> None:
         assert "multipart/form-data" in page["paths"][path]["post"]["requestBody"]["content"]
     for path in ("/v1/predictions", "/v1/models/{owner}/{name}/predictions"):
         assert {"200", "201"} <= page["paths"][path]["post"]["responses"].keys()
-    assert {"200", "201"} <= page["paths"]["/v1/predictions/{prediction_id}"]["put"]["responses"].keys()
+    assert {"200", "201"} <= page["paths"]["/v1/predictions/{prediction_id}"]["put"][
+        "responses"
+    ].keys()
 
 
 def _references(node: object) -> set[str]:

@@ -1,6 +1,8 @@
-"""Whatever is asked, the OpenAPI document knows the answer: schemathesis asks, in the same way each time.
+"""Whatever is asked, the OpenAPI document knows the answer: schemathesis asks, in the same way each
+time.
 
-Its phases: the document's examples, each bound of each schema, random requests, and requests made of earlier answers.
+Its phases: the document's examples, each bound of each schema, random requests, and requests made
+of earlier answers.
 """
 
 import asyncio
@@ -20,18 +22,28 @@ CASES_OF_A_ROUTE = 10
 """Random ones, of each kind; those of the bounds are about 1,500 in all."""
 LIMIT_S = 500 * PATIENCE
 HOW_TO_MEND = """
-An answer is not as the OpenAPI document says. Is the answer right? Then say so at its route: a status in the
-`responses` of its decorator (words for a new one: _WORDS in api/http/openapi.py), a header in
-api/http/openapi_headers.py, a field of a body or reply in api/schemas.
+An answer is not as the OpenAPI document says. Is the answer right? Then say so at its route: a
+status in the `responses` of its decorator (words for a new one: _WORDS in api/http/openapi.py), a
+header in api/http/openapi_headers.py, a field of a body or reply in api/schemas.
 """
 
 
 async def test_answers_are_as_documented(tmp_path: Path, redis_url: str) -> None:
     secret = "whsec_" + "A" * 43 + "="
-    settings = settings_for(tmp_path, redis_url=redis_url, secret="s", api_keys="k=t", webhook_secrets=secret)
+    settings = settings_for(
+        tmp_path, redis_url=redis_url, secret="s", api_keys="k=t", webhook_secrets=secret
+    )
     async with running_api(settings) as api:
         # The document's own bounds, not this instance's load, are what is asked for here.
-        command = [sys.executable, "-m", "schemathesis.cli", "--no-color", "--config-file", CONFIG, "run"]
+        command = [
+            sys.executable,
+            "-m",
+            "schemathesis.cli",
+            "--no-color",
+            "--config-file",
+            CONFIG,
+            "run",
+        ]
         command += [f"{api.url}/openapi.json", "--header", "Authorization: Bearer k"]
         command += ["--generation-deterministic", "--max-examples", str(CASES_OF_A_ROUTE)]
         process = await asyncio.create_subprocess_exec(

@@ -1,4 +1,6 @@
-"""What predictions take and give: texts, pictures, files, links, models, and errors in Replicate's shape."""
+"""What predictions take and give: texts, pictures, files, links, models, and errors in Replicate's
+shape.
+"""
 
 import asyncio
 import base64
@@ -33,11 +35,15 @@ async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
         ({"input": ["a"]}, ["a"]),
     ],
 )
-async def test_texts_come_in_several_shapes(api: ApiUnderTest, given: dict[str, Any], expected: list[str]) -> None:
+async def test_texts_come_in_several_shapes(
+    api: ApiUnderTest, given: dict[str, Any], expected: list[str]
+) -> None:
     path = f"/v1/models/anyone/{TEXT_MODEL.aliases[0]}/predictions"
     found = (await api.http.post(path, json={"input": given}, headers=WAIT)).json()
     vectors = [pytest.approx(vector_of(TextInput(text)).tolist()) for text in expected]
-    assert found["output"] == (vectors if isinstance(next(iter(given.values())), list) else vectors[0])
+    assert found["output"] == (
+        vectors if isinstance(next(iter(given.values())), list) else vectors[0]
+    )
     assert found["model"] == f"anyone/{TEXT_MODEL.name}"
     assert len(api.worker.jobs) == 1
 
@@ -64,7 +70,9 @@ async def test_images_are_drawn_as_asked(api: ApiUnderTest) -> None:
 
 
 @pytest.mark.parametrize("is_large", [False, True])
-@pytest.mark.parametrize(("output_format", "magic"), [("webp", b"RIFF"), ("jpg", b"\xff\xd8"), ("png", b"\x89PNG")])
+@pytest.mark.parametrize(
+    ("output_format", "magic"), [("webp", b"RIFF"), ("jpg", b"\xff\xd8"), ("png", b"\x89PNG")]
+)
 async def test_links_lead_to_images_in_the_format_asked_for(
     api: ApiUnderTest, tmp_path: Path, output_format: str, magic: bytes, is_large: bool
 ) -> None:
@@ -86,7 +94,9 @@ async def test_url_of_a_file_is_bounded(api: ApiUnderTest) -> None:
     png = png_of(ImageInput("a", 64, 64, 1, 1.0, 1, "ddim"))
     sent = (await api.http.post("/v1/files", files={"content": ("a.png", png, "image/png")})).json()
     wish = {"prompt": "a", "image": f"{sent['urls']['get']}?{'x' * 3000}"}
-    answer = await api.http.post("/v1/predictions", json={"version": IMAGE_MODEL.name, "input": wish})
+    answer = await api.http.post(
+        "/v1/predictions", json={"version": IMAGE_MODEL.name, "input": wish}
+    )
     assert (answer.status_code, answer.json()["invalid_fields"][0]["field"]) == (422, "input.image")
     assert "longer than 2048 characters" in answer.text
 
@@ -95,13 +105,18 @@ async def test_source_images_come_as_data_file_or_earlier_result(api: ApiUnderTe
     png = png_of(ImageInput("", 64, 64, 1, 1.0, 99, "ddim"))
     uri = f"data:image/png;base64,{base64.b64encode(png).decode()}"
     sent = (await api.http.post("/v1/files", files={"content": ("a.png", png, "image/png")})).json()
-    body = {"version": IMAGE_MODEL.name, "input": {"prompt": "a", "output_format": "webp", "seed": 1}}
+    body = {
+        "version": IMAGE_MODEL.name,
+        "input": {"prompt": "a", "output_format": "webp", "seed": 1},
+    }
     result = (await api.http.post("/v1/predictions", json=body, headers=WAIT)).json()["output"][0]
     given = [uri, sent["urls"]["get"], sent["urls"]["download"], result]
     for image in given:
         wish = {"prompt": "a", "image": image, "prompt_strength": 0.5, "seed": 1}
         found = (
-            await api.http.post("/v1/predictions", json={"version": IMAGE_MODEL.name, "input": wish}, headers=WAIT)
+            await api.http.post(
+                "/v1/predictions", json={"version": IMAGE_MODEL.name, "input": wish}, headers=WAIT
+            )
         ).json()
         assert found["status"] == "succeeded"
     sources = [item.input.image for item in api.worker.items if isinstance(item.input, ImageInput)]
@@ -110,7 +125,9 @@ async def test_source_images_come_as_data_file_or_earlier_result(api: ApiUnderTe
     listed = (await api.http.get("/v1/predictions")).json()["results"]
     kept = listed[3]["input"]["image"]
     assert kept.startswith(f"{api.url}/v1/files/file_")
-    assert (await api.http.get((await api.http.get(kept)).json()["urls"]["download"])).content == png
+    assert (
+        await api.http.get((await api.http.get(kept)).json()["urls"]["download"])
+    ).content == png
 
 
 async def test_foreign_urls_are_not_fetched(api: ApiUnderTest) -> None:
@@ -123,7 +140,11 @@ async def test_foreign_urls_are_not_fetched(api: ApiUnderTest) -> None:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with server:
-        for url in (f"http://127.0.0.1:{port}/a.png", f"{api.url}@127.0.0.1:{port}/v1/files/x", "file:///etc/passwd"):
+        for url in (
+            f"http://127.0.0.1:{port}/a.png",
+            f"{api.url}@127.0.0.1:{port}/v1/files/x",
+            "file:///etc/passwd",
+        ):
             body = {"version": IMAGE_MODEL.name, "input": {"prompt": "a", "image": url}}
             response = await api.http.post("/v1/predictions", json=body)
             assert response.status_code == 422
@@ -137,12 +158,27 @@ async def test_foreign_urls_are_not_fetched(api: ApiUnderTest) -> None:
         ("/v1/predictions", {"input": {"text": "a"}}, 422, "version"),
         ("/v1/predictions", {"version": "gpt-9", "input": {}}, 422, "version"),
         ("/v1/predictions", {"version": IMAGE_MODEL.name, "input": {}}, 422, "input.prompt"),
-        ("/v1/predictions", {"version": IMAGE_MODEL.name, "input": {"prompt": "a", "steps": 3}}, 422, "input.steps"),
-        ("/v1/predictions", {"version": IMAGE_MODEL.name, "input": {"prompt": "a", "width": 3}}, 422, "input.size"),
+        (
+            "/v1/predictions",
+            {"version": IMAGE_MODEL.name, "input": {"prompt": "a", "steps": 3}},
+            422,
+            "input.steps",
+        ),
+        (
+            "/v1/predictions",
+            {"version": IMAGE_MODEL.name, "input": {"prompt": "a", "width": 3}},
+            422,
+            "input.size",
+        ),
         ("/v1/predictions", TEXT | {"input": {"text": "a", "texts": ["b"]}}, 422, "input"),
         ("/v1/predictions", TEXT | {"input": {"texts": ["a"] * 129}}, 422, "input.texts"),
         ("/v1/predictions", TEXT | {"webhook": "ftp://a"}, 422, "webhook"),
-        ("/v1/predictions", TEXT | {"webhook_events_filter": ["end"]}, 422, "webhook_events_filter[0]"),
+        (
+            "/v1/predictions",
+            TEXT | {"webhook_events_filter": ["end"]},
+            422,
+            "webhook_events_filter[0]",
+        ),
         ("/v1/models/a/gpt-9/predictions", {"input": {}}, 404, None),
     ],
 )
@@ -160,8 +196,12 @@ async def test_wrong_requests_are_told_in_replicates_shape(
 async def test_models_versions_and_paths_without_v1(api: ApiUnderTest) -> None:
     model = (await api.http.get(f"/models/anyone/{TEXT_MODEL.name}")).json()
     version = model["latest_version"]
-    assert (await api.http.get(f"/v1/models/x/{TEXT_MODEL.name}/versions/{version['id']}")).json() == version
-    assert (await api.http.get(f"/v1/models/x/{IMAGE_MODEL.name}/versions/{version['id']}")).status_code == 404
+    assert (
+        await api.http.get(f"/v1/models/x/{TEXT_MODEL.name}/versions/{version['id']}")
+    ).json() == version
+    assert (
+        await api.http.get(f"/v1/models/x/{IMAGE_MODEL.name}/versions/{version['id']}")
+    ).status_code == 404
     assert "texts" in version["openapi_schema"]["components"]["schemas"]["Input"]["properties"]
     body = TEXT | {"version": version["id"]}
     found = (await api.http.post("/predictions", json=body, headers=WAIT)).json()

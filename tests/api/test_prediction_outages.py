@@ -1,4 +1,6 @@
-"""Predictions when something is late, gone or full: what was promised is kept, and nothing else is promised."""
+"""Predictions when something is late, gone or full: what was promised is kept, and nothing else is
+promised.
+"""
 
 import asyncio
 import time
@@ -32,15 +34,21 @@ async def test_who_hangs_up_does_not_cancel(api: ApiUnderTest) -> None:
         while admitted():  # noqa: ASYNC110 - the product has no use for an event here
             await asyncio.sleep(0)
     api.worker.go.set()
-    assert (await until_over(api, {"id": api.worker.jobs[0].envelope.request_id}))["status"] == "succeeded"
+    assert (await until_over(api, {"id": api.worker.jobs[0].envelope.request_id}))[
+        "status"
+    ] == "succeeded"
 
 
-async def test_another_instance_answers_for_one_that_is_gone(tmp_path: Path, redis_url: str) -> None:
+async def test_another_instance_answers_for_one_that_is_gone(
+    tmp_path: Path, redis_url: str
+) -> None:
     broker, settings = InMemoryTransport(), settings_for(tmp_path, redis_url=redis_url, secret="s")
     async with running_api(settings, broker, broker) as second:
         second.worker.go.clear()
         async with running_api(settings, broker, broker, worker=second.worker) as first:
-            waiting = asyncio.create_task(first.http.post("/v1/predictions", json=TEXT, headers={"prefer": "wait=2"}))
+            waiting = asyncio.create_task(
+                first.http.post("/v1/predictions", json=TEXT, headers={"prefer": "wait=2"})
+            )
             await second.worker.until_taken(1)
             # Known, waited for and canceled through another instance than the one that made it.
             (listed,) = (await second.http.get("/v1/predictions")).json()["results"]
@@ -87,7 +95,9 @@ async def test_redis_out_of_reach_is_503_at_once(tmp_path: Path) -> None:
                 ("GET", "/v1/predictions"),
                 ("POST", f"/v1/predictions/{created['id']}/cancel"),
             ):
-                response = await api.http.request(method, path, json=TEXT if path.endswith("s") else None)
+                response = await api.http.request(
+                    method, path, json=TEXT if path.endswith("s") else None
+                )
                 assert response.status_code == 503, path
                 assert response.headers["retry-after"]
                 assert response.json()["status"] == 503
@@ -98,7 +108,9 @@ async def test_hanging_redis_does_not_hold_an_answer_back(tmp_path: Path) -> Non
     with RedisServer(tmp_path, tmp_path) as server:
         async with running_api(settings_for(tmp_path, redis_url=server.url)) as api:
             api.worker.go.clear()
-            waiting = asyncio.create_task(api.http.post("/v1/predictions", json=TEXT, headers={"prefer": "wait=2"}))
+            waiting = asyncio.create_task(
+                api.http.post("/v1/predictions", json=TEXT, headers={"prefer": "wait=2"})
+            )
             await api.worker.claimed.wait()
             server.pause()
             began_s = time.monotonic()
@@ -121,9 +133,14 @@ async def test_prediction_that_nobody_ends_is_ended_by_who_reads_it(
     api.worker.is_silent = True
     body = TEXT | {"webhook": "https://a.example/hook"}
     before = api.broker.published
-    created = (await api.http.post("/v1/predictions", json=body, headers={"x-penstock-deadline-ms": "600"})).json()
+    created = (
+        await api.http.post("/v1/predictions", json=body, headers={"x-penstock-deadline-ms": "600"})
+    ).json()
     found = await until_over(api, created)
-    assert (found["status"], found["error"]) == ("failed", "deadline exceeded: it was not done within 0.6 s")
+    assert (found["status"], found["error"]) == (
+        "failed",
+        "deadline exceeded: it was not done within 0.6 s",
+    )
     assert api.broker.published == before + 2  # the job, and the webhook's event
     assert api.worker.jobs[0].envelope.webhook == "start,output,logs,completed"
 

@@ -1,4 +1,6 @@
-"""The Predictions API over a real Redis, by plain HTTP: created, waited for, listed, canceled, followed."""
+"""The Predictions API over a real Redis, by plain HTTP: created, waited for, listed, canceled,
+followed.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -30,7 +32,11 @@ async def test_prediction_is_answered_at_once_and_found_when_it_is_over(api: Api
     assert response.status_code == 201
     assert (created["status"], created["output"], created["error"]) == ("starting", None, None)
     assert created["input"] == TEXT["input"]
-    assert created["urls"]["get"] == response.headers["location"] == f"{api.url}/v1/predictions/{created['id']}"
+    assert (
+        created["urls"]["get"]
+        == response.headers["location"]
+        == f"{api.url}/v1/predictions/{created['id']}"
+    )
     assert admitted() == 0
     api.worker.go.set()
     found = await until_over(api, created)
@@ -39,12 +45,20 @@ async def test_prediction_is_answered_at_once_and_found_when_it_is_over(api: Api
     assert found["metrics"]["predict_time"] == 0.0025
     assert found["created_at"] < found["started_at"] < found["completed_at"] < found["deadline"]
     (job,) = api.worker.jobs
-    assert (job.envelope.prediction, job.envelope.request_id, job.envelope.inbox) == ("1", created["id"], "")
-    assert job.envelope.deadline_s - job.envelope.received_at_s == pytest.approx(TEXT_MODEL.deadline.longest_s)
+    assert (job.envelope.prediction, job.envelope.request_id, job.envelope.inbox) == (
+        "1",
+        created["id"],
+        "",
+    )
+    assert job.envelope.deadline_s - job.envelope.received_at_s == pytest.approx(
+        TEXT_MODEL.deadline.longest_s
+    )
 
 
 async def test_queue_limit_is_on_the_job(api: ApiUnderTest) -> None:
-    await api.http.post("/v1/predictions", json=TEXT, headers=WAIT | {"x-penstock-queue-limit-ms": "2500"})
+    await api.http.post(
+        "/v1/predictions", json=TEXT, headers=WAIT | {"x-penstock-queue-limit-ms": "2500"}
+    )
     (envelope,) = [job.envelope for job in api.worker.jobs]
     assert envelope.start_by_s - envelope.received_at_s == pytest.approx(2.5)
 
@@ -55,8 +69,12 @@ async def test_waiting_answers_when_it_is_over(api: ApiUnderTest) -> None:
     assert admitted() == 0
 
 
-async def test_wait_that_ends_early_answers_starting_and_get_says_processing(api: ApiUnderTest) -> None:
-    """Replicate's clients take `processing` in the answer to a wait for the end of it, without output."""
+async def test_wait_that_ends_early_answers_starting_and_get_says_processing(
+    api: ApiUnderTest,
+) -> None:
+    """Replicate's clients take `processing` in the answer to a wait for the end of it, without
+    output.
+    """
     api.worker.go.clear()
     response = await api.http.post("/v1/predictions", json=TEXT, headers={"prefer": "wait=1"})
     created = response.json()
@@ -67,11 +85,19 @@ async def test_wait_that_ends_early_answers_starting_and_get_says_processing(api
 
 
 async def test_what_a_prompt_lost_is_told(api: ApiUnderTest) -> None:
-    path, prompt = f"/v1/models/any/{IMAGE_MODEL.name}/predictions", "red " * (LONGEST_PROMPT_WORDS + 4)
+    path, prompt = (
+        f"/v1/models/any/{IMAGE_MODEL.name}/predictions",
+        "red " * (LONGEST_PROMPT_WORDS + 4),
+    )
     for given, left_out in ((prompt, 4), ("red", 0)):
         body = {"input": {"prompt": given, "num_outputs": 2}}
-        assert (await api.http.post(path, json=body, headers=WAIT)).json()["metrics"]["truncated_tokens"] == left_out
-    assert "truncated_tokens" not in (await api.http.post("/v1/predictions", json=TEXT, headers=WAIT)).json()["metrics"]
+        assert (await api.http.post(path, json=body, headers=WAIT)).json()["metrics"][
+            "truncated_tokens"
+        ] == left_out
+    assert (
+        "truncated_tokens"
+        not in (await api.http.post("/v1/predictions", json=TEXT, headers=WAIT)).json()["metrics"]
+    )
 
 
 async def test_failure_says_why(api: ApiUnderTest) -> None:
@@ -89,7 +115,11 @@ async def test_canceled_stays_canceled(api: ApiUnderTest) -> None:
     assert (first.status_code, first.json()["status"]) == (200, "canceled"), first.text
     api.worker.go.set()
     again = await api.http.post(f"/v1/predictions/{created['id']}/cancel")
-    assert (again.status_code, again.json()["status"], again.json()["output"]) == (200, "canceled", None)
+    assert (again.status_code, again.json()["status"], again.json()["output"]) == (
+        200,
+        "canceled",
+        None,
+    )
     assert (await api.http.get(f"/v1/predictions/{created['id']}")).json()["completed_at"]
 
 
@@ -122,7 +152,9 @@ async def test_streams_are_bounded_and_end_with_their_readers(
         assert (await api.http.get(url)).status_code == 429
     async with asyncio.timeout(WAIT_LIMIT_S):
         while (
-            response := await api.http.get(url, headers={"last-event-id": "3.0"}, timeout=WAIT_LIMIT_S)
+            response := await api.http.get(
+                url, headers={"last-event-id": "3.0"}, timeout=WAIT_LIMIT_S
+            )
         ).status_code == 429:
             api.worker.go.set()
     assert (response.status_code, response.text) == (200, "")
@@ -133,7 +165,9 @@ async def test_streams_of_one_tenant_leave_room_for_another(
 ) -> None:
     monkeypatch.setattr("api.predictions.event_stream.MAX_STREAMS", 4)
     async with (
-        running_api(settings_for(tmp_path, redis_url=redis_url, api_keys="a=acme,u=umbrella")) as api,
+        running_api(
+            settings_for(tmp_path, redis_url=redis_url, api_keys="a=acme,u=umbrella")
+        ) as api,
         AsyncExitStack() as stack,
     ):
         acme, umbrella = ({"authorization": f"Bearer {key}"} for key in "au")
@@ -146,7 +180,9 @@ async def test_streams_of_one_tenant_leave_room_for_another(
         followed = []
         for _ in range(3):
             following = await stack.enter_async_context(api.http.stream("GET", url, headers=acme))
-            followed.append(following.aiter_lines())  # a reader that nobody holds would close its stream
+            followed.append(
+                following.aiter_lines()
+            )  # a reader that nobody holds would close its stream
             assert await anext(followed[-1]) == "event: logs"
         assert (await api.http.head(url, headers=acme)).status_code == 429
         theirs = (await api.http.post("/v1/predictions", json=TEXT, headers=umbrella)).json()
@@ -155,15 +191,21 @@ async def test_streams_of_one_tenant_leave_room_for_another(
 
 async def test_idempotency_key_makes_one_of_two(api: ApiUnderTest) -> None:
     headers = {"idempotency-key": "k-1"}
-    one, two = [await api.http.post("/v1/predictions", json=TEXT, headers=headers) for _ in range(2)]
+    one, two = [
+        await api.http.post("/v1/predictions", json=TEXT, headers=headers) for _ in range(2)
+    ]
     assert one.json()["id"] == two.json()["id"]
     assert [answer.headers.get("idempotent-replayed") for answer in (one, two)] == [None, "true"]
-    other = await api.http.post("/v1/predictions", json=TEXT | {"webhook": "https://a.example/"}, headers=headers)
+    other = await api.http.post(
+        "/v1/predictions", json=TEXT | {"webhook": "https://a.example/"}, headers=headers
+    )
     assert other.status_code == 422
     assert len(api.worker.jobs) == 1
 
 
-@pytest.mark.parametrize(("given", "seconds"), [("45s", 45), ("2m", 120), ("1h30m", 300), ("90", 90)])
+@pytest.mark.parametrize(
+    ("given", "seconds"), [("45s", 45), ("2m", 120), ("1h30m", 300), ("90", 90)]
+)
 async def test_cancel_after_is_the_deadline(api: ApiUnderTest, given: str, seconds: int) -> None:
     await api.http.post("/v1/predictions", json=TEXT, headers=WAIT | {"cancel-after": given})
     envelope = api.worker.jobs[0].envelope
@@ -185,16 +227,27 @@ async def test_tenants_see_their_own_only(tmp_path: Path, redis_url: str) -> Non
         theirs = (await api.http.put("/v1/predictions/mine", json=TEXT, headers=acme)).json()
         ours = (await api.http.post("/v1/predictions", json=TEXT, headers=acme)).json()
         file = (await api.http.post("/v1/files", files={"content": b"x"}, headers=acme)).json()
-        paths = [f"/v1/predictions/{theirs['id']}", f"/v1/predictions/{ours['id']}", f"/v1/files/{file['id']}"]
-        unknown = await api.http.get("/v1/predictions/pred_000000000000000000000000", headers=umbrella)
+        paths = [
+            f"/v1/predictions/{theirs['id']}",
+            f"/v1/predictions/{ours['id']}",
+            f"/v1/files/{file['id']}",
+        ]
+        unknown = await api.http.get(
+            "/v1/predictions/pred_000000000000000000000000", headers=umbrella
+        )
         for path in paths:
             assert (await api.http.get(path, headers=acme)).status_code == 200
             response = await api.http.get(path, headers=umbrella)
-            assert (response.status_code, response.json()["title"]) == (404, unknown.json()["title"])
+            assert (response.status_code, response.json()["title"]) == (
+                404,
+                unknown.json()["title"],
+            )
         cancel = await api.http.post(f"/v1/predictions/{ours['id']}/cancel", headers=umbrella)
         assert cancel.status_code == 404
         assert (await api.http.get("/v1/predictions", headers=umbrella)).json()["results"] == []
-        same_id = await api.http.put("/v1/predictions/mine", json=TEXT | {"input": {"text": "b"}}, headers=umbrella)
+        same_id = await api.http.put(
+            "/v1/predictions/mine", json=TEXT | {"input": {"text": "b"}}, headers=umbrella
+        )
         assert same_id.status_code == 201
         refused = await api.http.get(paths[0])
         assert (refused.status_code, refused.json()["title"]) == (401, "Unauthenticated")

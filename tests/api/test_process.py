@@ -1,4 +1,6 @@
-"""`python -m api` as a process of its own, over the embedded Pub/Sub, with a worker on the other side."""
+"""`python -m api` as a process of its own, over the embedded Pub/Sub, with a worker on the other
+side.
+"""
 
 import asyncio
 import os
@@ -56,7 +58,9 @@ async def _api(pubsub_endpoint: str, folder: Path) -> AsyncIterator[RunningApi]:
     async with AsyncExitStack() as opened:
         transport = await opened.enter_async_context(PubSubTransport(project, pubsub_endpoint))
         admin = await opened.enter_async_context(PubSubAdmin(project, pubsub_endpoint))
-        worker = await opened.enter_async_context(FakeWorker(transport, CATALOG.models).running(admin))
+        worker = await opened.enter_async_context(
+            FakeWorker(transport, CATALOG.models).running(admin)
+        )
         http = await opened.enter_async_context(
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=WAIT_LIMIT_S)
         )
@@ -96,7 +100,9 @@ def _resident_kb(pid: int) -> int:
     return int(Path(f"/proc/{pid}/status").read_text().partition("VmRSS:")[2].split()[0])
 
 
-async def test_serves_over_pubsub_in_little_memory_and_stops_cleanly(pubsub_endpoint: str, tmp_path: Path) -> None:
+async def test_serves_over_pubsub_in_little_memory_and_stops_cleanly(
+    pubsub_endpoint: str, tmp_path: Path
+) -> None:
     async with _api(pubsub_endpoint, tmp_path) as api:
         response = await api.http.post("/v1/embeddings", json=BODY)
         assert response.status_code == 200, _said(api.log)
@@ -109,7 +115,9 @@ async def test_serves_over_pubsub_in_little_memory_and_stops_cleanly(pubsub_endp
         assert await asyncio.wait_for(api.process.wait(), WAIT_LIMIT_S) == 0, _said(api.log)
 
 
-async def test_finishes_what_is_in_hand_when_told_to_stop(pubsub_endpoint: str, tmp_path: Path) -> None:
+async def test_finishes_what_is_in_hand_when_told_to_stop(
+    pubsub_endpoint: str, tmp_path: Path
+) -> None:
     async with _api(pubsub_endpoint, tmp_path) as api:
         api.worker.go.clear()
         request = asyncio.create_task(api.http.post("/v1/embeddings", json=BODY))
@@ -134,7 +142,10 @@ async def _until_refused(url: httpx.URL) -> None:
 
 
 async def test_wrong_setting_is_told_in_one_line(tmp_path: Path) -> None:
-    environment = os.environ | {"PENSTOCK_API_KEYS": "nonsense", "PENSTOCK_OBJECTS_URL": f"file://{tmp_path}"}
+    environment = os.environ | {
+        "PENSTOCK_API_KEYS": "nonsense",
+        "PENSTOCK_OBJECTS_URL": f"file://{tmp_path}",
+    }
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "api", cwd=ROOT, env=environment, stderr=asyncio.subprocess.PIPE
     )
@@ -149,6 +160,8 @@ async def test_neither_model_library_nor_decoder_is_imported() -> None:
         "print(sorted({name.partition('.')[0] for name in sys.modules}"
         " & {'torch', 'transformers', 'diffusers', 'tokenizers', 'sentence_transformers', 'PIL'}))"
     )
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, cwd=ROOT, stdout=asyncio.subprocess.PIPE
+    )
     output, _ = await asyncio.wait_for(process.communicate(), START_LIMIT_S)
     assert output.decode().strip() == "[]"

@@ -1,4 +1,6 @@
-"""What a refused request leaves: a count, and one row where it is known who sent it, without what it sent."""
+"""What a refused request leaves: a count, and one row where it is known who sent it, without what
+it sent.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -31,7 +33,11 @@ BODY_LIMIT = 20_000
 @pytest.fixture
 async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
     settings = settings_for(
-        tmp_path, redis_url=redis_url, secret="s", api_keys="a=acme,o=other", request_max_bytes=BODY_LIMIT
+        tmp_path,
+        redis_url=redis_url,
+        secret="s",
+        api_keys="a=acme,o=other",
+        request_max_bytes=BODY_LIMIT,
     )
     async with running_api(settings) as running:
         yield running
@@ -49,31 +55,98 @@ def named(name: str) -> str:
 REFUSED: list[tuple[str, str, dict[str, Any], int, str, str]] = [
     (EMBEDDINGS, EMBEDDINGS, {"content": b"{" + SECRET.encode()}, 400, "invalid_input", ""),
     (EMBEDDINGS, EMBEDDINGS, {"json": TEXT | {"dimension": 5}}, 400, "invalid_input", ""),
-    (EMBEDDINGS, EMBEDDINGS, {"json": TEXT | {"dimensions": 999}}, 400, "invalid_input", TEXT_MODEL.name),
-    (EMBEDDINGS, EMBEDDINGS, {"json": TEXT | {"input": [7]}}, 400, "invalid_input", TEXT_MODEL.name),
+    (
+        EMBEDDINGS,
+        EMBEDDINGS,
+        {"json": TEXT | {"dimensions": 999}},
+        400,
+        "invalid_input",
+        TEXT_MODEL.name,
+    ),
+    (
+        EMBEDDINGS,
+        EMBEDDINGS,
+        {"json": TEXT | {"input": [7]}},
+        400,
+        "invalid_input",
+        TEXT_MODEL.name,
+    ),
     (EMBEDDINGS, EMBEDDINGS, {"json": TEXT | {"model": SECRET}}, 404, "unknown_model", ""),
-    (EMBEDDINGS, EMBEDDINGS, {"json": TEXT | {"input": "x" * BODY_LIMIT}}, 413, "request_too_large", ""),
-    (EMBEDDINGS, EMBEDDINGS, {"json": TEXT, "headers": {"x-penstock-lane": SECRET}}, 400, "invalid_input", "*"),
+    (
+        EMBEDDINGS,
+        EMBEDDINGS,
+        {"json": TEXT | {"input": "x" * BODY_LIMIT}},
+        413,
+        "request_too_large",
+        "",
+    ),
+    (
+        EMBEDDINGS,
+        EMBEDDINGS,
+        {"json": TEXT, "headers": {"x-penstock-lane": SECRET}},
+        400,
+        "invalid_input",
+        "*",
+    ),
     (GENERATIONS, GENERATIONS, {"json": DRAWING | {"n": 99}}, 400, "invalid_input", ""),
-    (GENERATIONS, GENERATIONS, {"json": DRAWING | {"size": "7x7"}}, 400, "invalid_input", IMAGE_MODEL.name),
-    (EDITS, EDITS, {"data": DRAWING, "files": {"image": b"no picture"}}, 400, "invalid_input", IMAGE_MODEL.name),
-    (PREDICTIONS, "/predictions", {"json": {"version": SECRET, "input": {}}}, 422, "invalid_input", ""),
+    (
+        GENERATIONS,
+        GENERATIONS,
+        {"json": DRAWING | {"size": "7x7"}},
+        400,
+        "invalid_input",
+        IMAGE_MODEL.name,
+    ),
+    (
+        EDITS,
+        EDITS,
+        {"data": DRAWING, "files": {"image": b"no picture"}},
+        400,
+        "invalid_input",
+        IMAGE_MODEL.name,
+    ),
+    (
+        PREDICTIONS,
+        "/predictions",
+        {"json": {"version": SECRET, "input": {}}},
+        422,
+        "invalid_input",
+        "",
+    ),
     (named(SECRET), MODEL_PREDICTIONS, {"json": {"input": {}}}, 404, "unknown_model", ""),
-    (named(TEXT_MODEL.name), MODEL_PREDICTIONS, {"json": {"input": {"t": SECRET}}}, 422, "invalid_input", "*"),
+    (
+        named(TEXT_MODEL.name),
+        MODEL_PREDICTIONS,
+        {"json": {"input": {"t": SECRET}}},
+        422,
+        "invalid_input",
+        "*",
+    ),
     ("/v1/predictions/x/cancel", "/predictions/{prediction_id}/cancel", {}, 404, "not_found", ""),
 ]
 
 
 @pytest.mark.parametrize(("path", "route", "given", "status", "code", "model"), REFUSED)
 async def test_refused_request_leaves_one_row_and_a_count(
-    api: ApiUnderTest, path: str, route: str, given: dict[str, Any], status: int, code: str, model: str
+    api: ApiUnderTest,
+    path: str,
+    route: str,
+    given: dict[str, Any],
+    status: int,
+    code: str,
+    model: str,
 ) -> None:
     before = count(route, status, code)
     headers = ACME | {"x-request-id": "order-17"} | given.get("headers", {})
     answer = await api.http.post(path, **given | {"headers": headers})
     assert answer.status_code == status, answer.text
     (row,) = api.rows
-    assert (row.status, row.error_code, row.tenant, row.client_request_id) == ("refused", code, "acme", "order-17")
+    assert (row.status, row.error_code, row.tenant, row.client_request_id) == (
+        "refused",
+        code,
+        "acme",
+        "order-17",
+    )
     assert row.row_id == f"{row.request_id}:refused"
     assert row.model in ("", TEXT_MODEL.name, IMAGE_MODEL.name)
     assert model in (row.model, "*")
@@ -82,24 +155,32 @@ async def test_refused_request_leaves_one_row_and_a_count(
     assert count(route, status, code) == before + 1
 
 
-async def test_refusals_for_want_of_room_or_of_another_body_leave_rows(tmp_path: Path, redis_url: str) -> None:
+async def test_refusals_for_want_of_room_or_of_another_body_leave_rows(
+    tmp_path: Path, redis_url: str
+) -> None:
     settings = settings_for(tmp_path, redis_url=redis_url, api_keys="a=acme", max_in_flight=1)
     async with running_api(settings) as api:
         api.worker.go.clear()
         asked = asyncio.create_task(api.http.post(EMBEDDINGS, json=TEXT, headers=ACME))
         await api.worker.until_taken(1)
         shed = count(EMBEDDINGS, 429, "overloaded")
-        assert (await api.http.post(EMBEDDINGS, json=TEXT | {"input": "b"}, headers=ACME)).status_code == 429
+        assert (
+            await api.http.post(EMBEDDINGS, json=TEXT | {"input": "b"}, headers=ACME)
+        ).status_code == 429
         assert count(EMBEDDINGS, 429, "overloaded") == shed + 1
         api.worker.go.set()
         assert (await asked).status_code == 200
         keyed = ACME | {"idempotency-key": "k"}
         answers = [
-            await api.http.post(EMBEDDINGS, json=TEXT | {"input": given}, headers=keyed) for given in ("a", "b", [7])
+            await api.http.post(EMBEDDINGS, json=TEXT | {"input": given}, headers=keyed)
+            for given in ("a", "b", [7])
         ]
         assert [answer.status_code for answer in answers] == [200, 422, 422]
         other = ACME | {"idempotency-key": "l"}
-        answers = [await api.http.post(EMBEDDINGS, json=TEXT | {"input": [7]}, headers=other) for _ in range(2)]
+        answers = [
+            await api.http.post(EMBEDDINGS, json=TEXT | {"input": [7]}, headers=other)
+            for _ in range(2)
+        ]
         assert [answer.status_code for answer in answers] == [400, 400]
         assert [(row.status, row.error_code) for row in api.rows] == [
             ("refused", "overloaded"),
@@ -121,7 +202,11 @@ async def test_wrong_keys_are_counted_and_leave_no_row(api: ApiUnderTest) -> Non
 
 
 async def test_who_only_looks_leaves_no_row(api: ApiUnderTest) -> None:
-    for path, status in ((f"{PREDICTIONS}/none", 404), ("/v1/models/none", 404), ("/v1/objects/results/x", 400)):
+    for path, status in (
+        (f"{PREDICTIONS}/none", 404),
+        ("/v1/models/none", 404),
+        ("/v1/objects/results/x", 400),
+    ):
         answer: httpx.Response = await api.http.get(path, headers=ACME)
         assert answer.status_code in (status, 403, 422)
     assert not api.rows
@@ -130,7 +215,9 @@ async def test_who_only_looks_leaves_no_row(api: ApiUnderTest) -> None:
 async def test_what_a_worker_refuses_has_its_own_row(api: ApiUnderTest) -> None:
     """Items of a request that was taken on leave rows where they end: no second one here."""
     before = count(EMBEDDINGS, 500, "model_failed")
-    assert (await api.http.post(EMBEDDINGS, json=TEXT | {"input": "broken"}, headers=ACME)).status_code == 500
+    assert (
+        await api.http.post(EMBEDDINGS, json=TEXT | {"input": "broken"}, headers=ACME)
+    ).status_code == 500
     assert count(EMBEDDINGS, 500, "model_failed") == before + 1
     assert len(api.worker.jobs) == 1
     assert not api.rows

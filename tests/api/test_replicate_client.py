@@ -18,7 +18,14 @@ from shared.tasks.embedding import TextInput
 from shared.tasks.image import ImageInput
 from shared.webhooks import signature
 from tests.api.fake_worker import png_of, vector_of
-from tests.api.harness import CATALOG, IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.api.harness import (
+    CATALOG,
+    IMAGE_MODEL,
+    TEXT_MODEL,
+    ApiUnderTest,
+    running_api,
+    settings_for,
+)
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -29,7 +36,9 @@ KEY = "k-1"
 
 @pytest.fixture
 async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
-    settings = settings_for(tmp_path, redis_url=redis_url, secret="s", webhook_secrets=SECRET, api_keys=f"{KEY}=acme")
+    settings = settings_for(
+        tmp_path, redis_url=redis_url, secret="s", webhook_secrets=SECRET, api_keys=f"{KEY}=acme"
+    )
     async with running_api(settings) as running:
         yield running
 
@@ -52,14 +61,18 @@ async def test_run_of_a_version_gives_images(api: ApiUnderTest, client: Any) -> 
     """Looks at the version for the schema of its output, too."""
     model = await client.models.async_get(IMAGE_REF)
     version = model.latest_version
-    images = await client.async_run(f"{IMAGE_REF}:{version.id}", input={"prompt": "a", "seed": 3, "num_outputs": 2})
+    images = await client.async_run(
+        f"{IMAGE_REF}:{version.id}", input={"prompt": "a", "seed": 3, "num_outputs": 2}
+    )
     assert all(isinstance(image, FileOutput) for image in images)
     drawn = [item.input for item in api.worker.items if isinstance(item.input, ImageInput)]
     assert [await image.aread() for image in images] == [png_of(given) for given in drawn]
     assert [given.seed for given in drawn] == [3, 4]
 
 
-async def test_run_that_outlives_its_wait_is_polled_until_it_is_over(api: ApiUnderTest, client: Any) -> None:
+async def test_run_that_outlives_its_wait_is_polled_until_it_is_over(
+    api: ApiUnderTest, client: Any
+) -> None:
     api.worker.go.clear()
     running = asyncio.create_task(client.async_run(TEXT_REF, input={"text": "a"}, wait=1))
     await api.worker.claimed.wait()
@@ -98,7 +111,9 @@ async def test_file_is_sent_ahead_and_drawn_from(api: ApiUnderTest, client: Any)
     assert item.input.strength == 0.8
 
 
-async def test_create_reload_wait_cancel_and_list(api: ApiUnderTest, client: Any, redis_url: str) -> None:
+async def test_create_reload_wait_cancel_and_list(
+    api: ApiUnderTest, client: Any, redis_url: str
+) -> None:
     api.worker.go.clear()
     create = client.predictions.async_create
     first, second = [await create(version=TEXT_MODEL.name, input={"text": text}) for text in "ab"]
@@ -115,26 +130,36 @@ async def test_create_reload_wait_cancel_and_list(api: ApiUnderTest, client: Any
     await first.async_wait()
     assert first.status == "succeeded"
     page = await client.predictions.async_list()
-    assert [(one.id, one.status) for one in page] == [(second.id, "canceled"), (first.id, "succeeded")]
+    assert [(one.id, one.status) for one in page] == [
+        (second.id, "canceled"),
+        (first.id, "succeeded"),
+    ]
 
 
-async def test_models_are_listed_for_each_client_in_its_shape(api: ApiUnderTest, client: Any) -> None:
+async def test_models_are_listed_for_each_client_in_its_shape(
+    api: ApiUnderTest, client: Any
+) -> None:
     names = [model.name for model in CATALOG.models]
     page = await client.models.async_list()
     assert [(model.owner, model.name) for model in page] == [("penstock", name) for name in names]
     assert page[0].latest_version.id == (await client.models.async_get(TEXT_REF)).latest_version.id
     openai = api.openai(api_key=KEY)
     assert [model.id async for model in openai.models.list()] == names
-    # Whatever names itself otherwise gets OpenAI's shape under /v1; without it there is only Replicate's.
+    # Whatever names itself otherwise gets OpenAI's shape under /v1; without it there is only
+    # Replicate's.
     keyed = {"authorization": f"Bearer {KEY}"}
     assert (await api.http.get("/v1/models", headers=keyed)).json()["object"] == "list"
     assert len((await api.http.get("/models", headers=keyed)).json()["results"]) == len(names)
 
 
-async def test_many_models_come_in_pages(api: ApiUnderTest, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_models_come_in_pages(
+    api: ApiUnderTest, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("api.routes.replicate_models.PAGE", 1)
     pages = [page async for page in async_paginate(client.models.async_list)]
-    assert [[model.name for model in page] for page in pages] == [[model.name] for model in CATALOG.models]
+    assert [[model.name for model in page] for page in pages] == [
+        [model.name] for model in CATALOG.models
+    ]
     assert (pages[0].previous, pages[-1].next) == (None, None)
     assert pages[-1].previous is not None
     with pytest.raises(ReplicateError, match="not a cursor of this API"):
@@ -163,7 +188,10 @@ async def test_stream_tells_everything_once(api: ApiUnderTest, client: Any, redi
     headers = {"authorization": f"Bearer {KEY}", "last-event-id": events[2].id}
     rest = await api.http.get(created.urls["stream"], headers=headers)
     assert rest.headers["content-type"].startswith("text/event-stream")
-    assert [line for line in rest.text.splitlines() if line.startswith("event: ")] == ["event: output", "event: done"]
+    assert [line for line in rest.text.splitlines() if line.startswith("event: ")] == [
+        "event: output",
+        "event: done",
+    ]
 
 
 async def test_stream_of_a_failure_ends_with_its_error(client: Any) -> None:

@@ -35,7 +35,10 @@ class Broker:
 @asynccontextmanager
 async def embedded(endpoint: str) -> AsyncIterator[Broker]:
     project = f"inbox-{uuid4().hex[:8]}"
-    async with PubSubTransport(project, endpoint) as transport, PubSubAdmin(project, endpoint) as admin:
+    async with (
+        PubSubTransport(project, endpoint) as transport,
+        PubSubAdmin(project, endpoint) as admin,
+    ):
         yield Broker(transport, admin)
 
 
@@ -53,7 +56,9 @@ def settings(**given: Any) -> ApiSettings:
     return ApiSettings(**{"reply_slots": 3, "inbox_pool": 0, **given})
 
 
-async def reply_to(broker: Broker, waiter: PendingReply, request_id: str, part: int = 0, worker: str = "w") -> None:
+async def reply_to(
+    broker: Broker, waiter: PendingReply, request_id: str, part: int = 0, worker: str = "w"
+) -> None:
     body = ReplyBody([ItemOutcome(0, "succeeded", Receipt())], worker=worker)
     data, attributes = encode_reply(Reply(request_id, part, waiter.slot, body))
     await broker.transport.publish(waiter.inbox, data, attributes)
@@ -66,7 +71,11 @@ def counted(name: str, **labels: str) -> float:
 async def test_reply_reaches_its_waiter(broker: Broker) -> None:
     async with ReplyInbox(settings(), broker.transport, broker.admin, "api-1") as inbox:
         assert inbox.ready
-        with inbox.waiter("r1", 0) as first, inbox.waiter("r1", 1) as second, inbox.waiter("r2", 0) as other:
+        with (
+            inbox.waiter("r1", 0) as first,
+            inbox.waiter("r1", 1) as second,
+            inbox.waiter("r2", 0) as other,
+        ):
             await reply_to(broker, other, "r2", 0, "for r2")
             await reply_to(broker, second, "r1", 1, "for r1/1")
             await reply_to(broker, first, "r1", 0, "for r1/0")
@@ -77,7 +86,10 @@ async def test_reply_reaches_its_waiter(broker: Broker) -> None:
 async def test_slots_are_exclusive_while_there_are_free_ones() -> None:
     memory = InMemoryTransport()
     async with ReplyInbox(settings(reply_slots=3), memory, memory, "api-1") as inbox:
-        exclusive, shared = counted("slots_given", kind="exclusive"), counted("slots_given", kind="shared")
+        exclusive, shared = (
+            counted("slots_given", kind="exclusive"),
+            counted("slots_given", kind="shared"),
+        )
         with inbox.waiter("r1", 0) as a, inbox.waiter("r2", 0) as b, inbox.waiter("r2", 1) as b2:
             assert a.slot != b.slot
             assert b2.slot == b.slot, "the parts of one request stand on one slot"
@@ -91,7 +103,9 @@ async def test_slots_are_exclusive_while_there_are_free_ones() -> None:
 
 
 async def test_one_slot_serves_all(broker: Broker) -> None:
-    async with ReplyInbox(settings(reply_slots=1), broker.transport, broker.admin, "api-1") as inbox:
+    async with ReplyInbox(
+        settings(reply_slots=1), broker.transport, broker.admin, "api-1"
+    ) as inbox:
         with inbox.waiter("r1", 0) as first, inbox.waiter("r2", 0) as second:
             await reply_to(broker, second, "r2")
             await reply_to(broker, first, "r1")
@@ -102,7 +116,9 @@ async def test_one_slot_serves_all(broker: Broker) -> None:
 async def test_late_unknown_double_and_broken_replies_are_dropped(broker: Broker) -> None:
     outcomes = ("unknown", "duplicate", "undecodable", "delivered")
     before = {outcome: counted("replies", outcome=outcome) for outcome in outcomes}
-    async with ReplyInbox(settings(reply_slots=1), broker.transport, broker.admin, "api-1") as inbox:
+    async with ReplyInbox(
+        settings(reply_slots=1), broker.transport, broker.admin, "api-1"
+    ) as inbox:
         with inbox.waiter("late", 0) as waiter:
             pass
         await reply_to(broker, waiter, "late")
@@ -142,7 +158,9 @@ async def test_pool_gives_each_instance_another_inbox(broker: Broker, redis_url:
         await make_inbox(broker.admin, str(number), 3)
     async with AsyncExitStack() as stack:
         inboxes = [
-            await stack.enter_async_context(ReplyInbox(pool, broker.transport, broker.admin, f"api-{number}"))
+            await stack.enter_async_context(
+                ReplyInbox(pool, broker.transport, broker.admin, f"api-{number}")
+            )
             for number in range(3)
         ]
         topics = []
@@ -157,7 +175,9 @@ async def test_pool_gives_each_instance_another_inbox(broker: Broker, redis_url:
         assert client.keys("penstock:inbox:*") == [], "released at close"
 
 
-async def test_pool_of_another_region_starts_where_it_is_told(broker: Broker, redis_url: str) -> None:
+async def test_pool_of_another_region_starts_where_it_is_told(
+    broker: Broker, redis_url: str
+) -> None:
     pool = settings(inbox_pool=1, inbox_first=7, redis_url=redis_url)
     await make_inbox(broker.admin, "7", 3)
     async with ReplyInbox(pool, broker.transport, broker.admin, "api-1") as inbox:
@@ -185,7 +205,10 @@ async def test_lease_is_kept_while_redis_forgets(redis_url: str) -> None:
     memory = InMemoryTransport()
     await make_inbox(memory, "0", 1)
     pool = settings(inbox_pool=1, redis_url=redis_url, inbox_lease_s=1.5, reply_slots=1)
-    async with ReplyInbox(pool, memory, memory, "api-1") as inbox, redis.asyncio.Redis.from_url(redis_url) as client:
+    async with (
+        ReplyInbox(pool, memory, memory, "api-1") as inbox,
+        redis.asyncio.Redis.from_url(redis_url) as client,
+    ):
         await client.flushall()
         async with asyncio.timeout(WAIT_LIMIT_S):
             await _held_by(client, b"api-1")
@@ -244,10 +267,14 @@ async def test_start_goes_on_without_a_broker() -> None:
 async def test_eighty_slots_open_fast(pubsub_endpoint: str) -> None:
     async with embedded(pubsub_endpoint) as broker:
         started_s = asyncio.get_running_loop().time()
-        async with ReplyInbox(settings(reply_slots=80), broker.transport, broker.admin, "api-1") as inbox:
+        async with ReplyInbox(
+            settings(reply_slots=80), broker.transport, broker.admin, "api-1"
+        ) as inbox:
             took_s = asyncio.get_running_loop().time() - started_s
             assert inbox.ready
-        assert took_s < 40, "far above what it takes, below one slot after another with a second each"
+        assert took_s < 40, (
+            "far above what it takes, below one slot after another with a second each"
+        )
 
 
 async def _next_inbox(inbox: ReplyInbox) -> str:

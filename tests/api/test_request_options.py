@@ -1,4 +1,6 @@
-"""Options in headers: what passes is on the job within its bounds, what does not is refused by name and range."""
+"""Options in headers: what passes is on the job within its bounds, what does not is refused by name
+and range.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ import redis
 
 from infra.local.redis_server import RedisServer
 from tests.api.asked import PNG, URI
-from tests.api.harness import CATALOG, IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.api.harness import (
+    CATALOG,
+    IMAGE_MODEL,
+    TEXT_MODEL,
+    ApiUnderTest,
+    running_api,
+    settings_for,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -40,7 +49,9 @@ ABSURD = [
 
 
 @pytest.fixture(scope="module")
-async def api(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -> AsyncIterator[ApiUnderTest]:
+async def api(
+    tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer
+) -> AsyncIterator[ApiUnderTest]:
     with redis.Redis.from_url(redis_server.url) as client:
         client.flushall()
     given = settings_for(tmp_path_factory.mktemp("api"), redis_url=redis_server.url, secret="s")
@@ -48,7 +59,9 @@ async def api(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServe
         yield running
 
 
-async def refused(api: ApiUnderTest, path: str, headers: list[tuple[bytes, bytes]]) -> tuple[str, str]:
+async def refused(
+    api: ApiUnderTest, path: str, headers: list[tuple[bytes, bytes]]
+) -> tuple[str, str]:
     """The field and the reason."""
     taken = len(api.worker.jobs)
     answer = await api.http.post(path, json=ROUTES[path], headers=headers)
@@ -65,7 +78,9 @@ async def refused(api: ApiUnderTest, path: str, headers: list[tuple[bytes, bytes
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("header", LIMIT_HEADERS)
 @pytest.mark.parametrize("value", ABSURD, ids=lambda value: value[:20])
-async def test_absurd_limit_is_refused_with_its_range(api: ApiUnderTest, path: str, header: str, value: str) -> None:
+async def test_absurd_limit_is_refused_with_its_range(
+    api: ApiUnderTest, path: str, header: str, value: str
+) -> None:
     field, reason = await refused(api, path, [(header.encode(), value.encode())])
     assert field == header
     assert reason.endswith(RANGE)
@@ -87,7 +102,9 @@ async def test_absurd_limit_is_refused_with_its_range(api: ApiUnderTest, path: s
     ],
     ids=lambda value: value[:20],
 )
-async def test_others_too(api: ApiUnderTest, path: str, header: str, value: str, wanted: str) -> None:
+async def test_others_too(
+    api: ApiUnderTest, path: str, header: str, value: str, wanted: str
+) -> None:
     field, reason = await refused(api, path, [(header.encode(), value.encode())])
     assert field == header
     assert reason.endswith(wanted)
@@ -95,16 +112,24 @@ async def test_others_too(api: ApiUnderTest, path: str, header: str, value: str,
 
 
 @pytest.mark.parametrize("path", ROUTES)
-@pytest.mark.parametrize("header", [*LIMIT_HEADERS, "cancel-after", "x-penstock-lane", "idempotency-key"])
-async def test_header_that_says_two_things_is_refused(api: ApiUnderTest, path: str, header: str) -> None:
-    field, reason = await refused(api, path, [(header.encode(), b"5000"), (header.encode(), b"6000")])
+@pytest.mark.parametrize(
+    "header", [*LIMIT_HEADERS, "cancel-after", "x-penstock-lane", "idempotency-key"]
+)
+async def test_header_that_says_two_things_is_refused(
+    api: ApiUnderTest, path: str, header: str
+) -> None:
+    field, reason = await refused(
+        api, path, [(header.encode(), b"5000"), (header.encode(), b"6000")]
+    )
     assert (field, reason.removeprefix(f"{header}: ")) == (header, "sent more than once")
 
 
 @pytest.mark.parametrize("path", ROUTES)
 async def test_longest_limits_are_the_models(api: ApiUnderTest, path: str) -> None:
     day_ms = "86400000"
-    headers = {"cache-control": "no-store", "cancel-after": "24h"} | dict.fromkeys(LIMIT_HEADERS, day_ms)
+    headers = {"cache-control": "no-store", "cancel-after": "24h"} | dict.fromkeys(
+        LIMIT_HEADERS, day_ms
+    )
     taken = len(api.worker.jobs)
     assert (await api.http.post(path, json=ROUTES[path], headers=headers)).status_code in (200, 201)
     await api.worker.until_taken(taken + 1)
@@ -115,13 +140,20 @@ async def test_longest_limits_are_the_models(api: ApiUnderTest, path: str) -> No
 
 
 async def test_lists_go_on_in_a_second_header(api: ApiUnderTest) -> None:
-    headers = [("cache-control", "max-age=0"), ("cache-control", "No-Store"), ("prefer", "respond-async")]
+    headers = [
+        ("cache-control", "max-age=0"),
+        ("cache-control", "No-Store"),
+        ("prefer", "respond-async"),
+    ]
     taken = len(api.worker.jobs)
     waited = await api.http.post(
         "/v1/predictions", json=ROUTES["/v1/predictions"], headers=[*headers, ("prefer", "wait")]
     )
     assert waited.json()["status"] == "succeeded"
-    assert (api.worker.jobs[taken].body.cache_read, api.worker.jobs[taken].body.cache_write) == (False, False)
+    assert (api.worker.jobs[taken].body.cache_read, api.worker.jobs[taken].body.cache_write) == (
+        False,
+        False,
+    )
 
 
 @pytest.mark.parametrize("preference", ["wait=" + "9" * 400, 'wait="30"', "WAIT = 30; a=b", "wait"])
@@ -131,8 +163,12 @@ async def test_wait_of_any_length_is_at_most_a_minute(api: ApiUnderTest, prefere
     assert (answer.status_code, answer.json()["status"]) == (201, "succeeded")
 
 
-@pytest.mark.parametrize("preference", ["wait=-1", "wait=soon", "wait=\u0661", "wait=", "waiting", "", ",,"])
-async def test_preference_that_makes_no_sense_is_ignored(api: ApiUnderTest, preference: str) -> None:
+@pytest.mark.parametrize(
+    "preference", ["wait=-1", "wait=soon", "wait=\u0661", "wait=", "waiting", "", ",,"]
+)
+async def test_preference_that_makes_no_sense_is_ignored(
+    api: ApiUnderTest, preference: str
+) -> None:
     """As RFC 7240 demands."""
     api.worker.go.clear()
     headers = {b"prefer": preference.encode(), b"cache-control": b"no-store"}
@@ -143,9 +179,15 @@ async def test_preference_that_makes_no_sense_is_ignored(api: ApiUnderTest, pref
 
 @pytest.mark.parametrize("charset", ["utf-7", "undefined", "idna", "unicode_escape", "x" * 300])
 async def test_form_in_another_charset_is_refused(api: ApiUnderTest, charset: str) -> None:
-    """Some of Python's codecs fail in ways of their own, and some make lone surrogates, which no message can carry."""
+    """Some of Python's codecs fail in ways of their own, and some make lone surrogates, which no
+    message can carry.
+    """
     body = b'--b\r\nContent-Disposition: form-data; name="prompt"\r\n\r\n+2AA-\r\n'
-    body += b'--b\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n' + PNG + b"\r\n--b--\r\n"
+    body += (
+        b'--b\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n'
+        + PNG
+        + b"\r\n--b--\r\n"
+    )
     headers = {"content-type": f"multipart/form-data; boundary=b; charset={charset}"}
     for path in ("/v1/images/edits", "/v1/files"):
         answer = await api.http.post(path, content=body, headers=headers)

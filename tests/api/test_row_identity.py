@@ -1,4 +1,6 @@
-"""Rows are known by ids of ours: no caller chooses one, BigQuery takes all of them, and the caller's own is beside."""
+"""Rows are known by ids of ours: no caller chooses one, BigQuery takes all of them, and the
+caller's own is beside.
+"""
 
 import re
 from collections.abc import AsyncIterator
@@ -34,7 +36,9 @@ def rows_by_worker(job: Job) -> list[Row]:
     return [row_of(job.envelope, outcome, TEXT_MODEL) for outcome in outcomes]
 
 
-async def test_bigquery_takes_the_rows_of_the_longest_ids(api: ApiUnderTest, tmp_path: Path) -> None:
+async def test_bigquery_takes_the_rows_of_the_longest_ids(
+    api: ApiUnderTest, tmp_path: Path
+) -> None:
     texts = {"model": TEXT_MODEL.name, "input": [str(number) for number in range(MOST_ITEMS)]}
     for given in (LONGEST, LONGEST * 40):
         headers = {"x-request-id": given}
@@ -81,7 +85,11 @@ async def test_id_of_the_caller_stands_in_its_rows_and_names_none(
     assert len(rows) == len({row.row_id for row in rows}) == 3
     for row in rows:
         assert re.fullmatch(r"(req|pred)_[0-9a-f]{24}:0", row.row_id)
-        assert row.client_request_id is None if kept is None else kept.fullmatch(row.client_request_id or "")
+        assert (
+            row.client_request_id is None
+            if kept is None
+            else kept.fullmatch(row.client_request_id or "")
+        )
     shown = {answer.headers["x-request-id"] for answer in answers}
     if kept is not None and kept is not HASHED:
         assert shown == {given}
@@ -90,7 +98,9 @@ async def test_id_of_the_caller_stands_in_its_rows_and_names_none(
 
 
 async def test_repeated_prediction_keeps_the_times_and_ids_of_its_record(api: ApiUnderTest) -> None:
-    """Its job is published by whoever repeats the request, where the first could not: the row is the first's."""
+    """Its job is published by whoever repeats the request, where the first could not: the row is
+    the first's.
+    """
     api.broker.outage = Unavailable("the broker is away")
     first = await api.http.put("/v1/predictions/mine", json=TEXT, headers={"x-request-id": "first"})
     assert first.status_code == 503

@@ -1,4 +1,6 @@
-"""How the API behaves around its endpoints: limits, deadlines, callers who hang up, keys, errors of its own."""
+"""How the API behaves around its endpoints: limits, deadlines, callers who hang up, keys, errors of
+its own.
+"""
 
 import asyncio
 import json
@@ -27,12 +29,18 @@ async def test_hits_and_misses_are_told_apart(tmp_path: Path, redis_url: str) ->
         first = await post("/v1/embeddings", json={"model": MODEL, "input": texts[:60]})
         second = await post("/v1/embeddings", json={"model": MODEL, "input": texts})
         third = await post("/v1/embeddings", json={"model": MODEL, "input": texts})
-        assert [answer.headers["x-penstock-cache"] for answer in (first, second, third)] == ["miss", "partial", "hit"]
+        assert [answer.headers["x-penstock-cache"] for answer in (first, second, third)] == [
+            "miss",
+            "partial",
+            "hit",
+        ]
         assert len(api.worker.items) == 100
         assert third.json()["data"] == second.json()["data"]
         assert third.json()["usage"] == second.json()["usage"]
         assert len([row for row in api.rows if row.cache in ("memory", "redis")]) == 160
-        fourth = await post("/v1/embeddings", json=BODY | {"input": texts[0]}, headers={"cache-control": "no-cache"})
+        fourth = await post(
+            "/v1/embeddings", json=BODY | {"input": texts[0]}, headers={"cache-control": "no-cache"}
+        )
         assert fourth.headers["x-penstock-cache"] == "miss"
         assert len(api.worker.items) == 101
 
@@ -40,7 +48,11 @@ async def test_hits_and_misses_are_told_apart(tmp_path: Path, redis_url: str) ->
 async def test_no_store_keeps_nothing(api: ApiUnderTest) -> None:
     await api.http.post("/v1/embeddings", json=BODY, headers={"cache-control": "no-store"})
     (job,) = api.worker.jobs
-    assert (job.body.cache_read, job.body.cache_write, job.body.items[0].cache_key) == (False, False, None)
+    assert (job.body.cache_read, job.body.cache_write, job.body.items[0].cache_key) == (
+        False,
+        False,
+        None,
+    )
 
 
 async def test_late_answer_is_504_that_clients_do_not_repeat(api: ApiUnderTest) -> None:
@@ -51,7 +63,9 @@ async def test_late_answer_is_504_that_clients_do_not_repeat(api: ApiUnderTest) 
         await client.embeddings.create(model=MODEL, input="a", extra_headers=headers)
     assert caught.value.status_code == 504
     assert caught.value.code == "deadline_exceeded"
-    said = re.search(r"no answer came within the deadline of 0\.8 s; waited ([\d.]+) s", caught.value.message)
+    said = re.search(
+        r"no answer came within the deadline of 0\.8 s; waited ([\d.]+) s", caught.value.message
+    )
     assert said is not None
     assert float(said[1]) >= 0.79
     assert len(api.worker.jobs) == 1
@@ -60,7 +74,9 @@ async def test_late_answer_is_504_that_clients_do_not_repeat(api: ApiUnderTest) 
 
 
 @pytest.mark.parametrize(("given_ms", "seconds"), [(None, 30.0), ("5000", 5.0), ("900000", 300.0)])
-async def test_deadline_is_bounded_by_the_model(api: ApiUnderTest, given_ms: str | None, seconds: float) -> None:
+async def test_deadline_is_bounded_by_the_model(
+    api: ApiUnderTest, given_ms: str | None, seconds: float
+) -> None:
     headers = {"x-penstock-deadline-ms": given_ms} if given_ms else {}
     await api.http.post("/v1/embeddings", json=BODY, headers=headers)
     envelope = api.worker.jobs[0].envelope
@@ -78,7 +94,9 @@ async def test_full_instance_says_when_to_come_back(tmp_path: Path) -> None:
         assert caught.value.code == "overloaded"
         assert int(caught.value.response.headers["retry-after"]) >= 1
         # The client itself comes back in time, as it is told to.
-        patient = asyncio.create_task(api.openai(max_retries=2).embeddings.create(model=MODEL, input="a"))
+        patient = asyncio.create_task(
+            api.openai(max_retries=2).embeddings.create(model=MODEL, input="a")
+        )
         api.worker.go.set()
         assert (await busy).data
         assert (await patient).data
@@ -100,11 +118,15 @@ async def test_caller_who_hangs_up_frees_its_place_at_once(tmp_path: Path) -> No
         asked.cancel()
         await api.until_idle()
         api.worker.go.set()
-        assert (await api.http.post("/v1/embeddings", json=BODY | {"input": "b"})).status_code == 200
+        assert (
+            await api.http.post("/v1/embeddings", json=BODY | {"input": "b"})
+        ).status_code == 200
 
 
 @pytest.mark.parametrize("is_declared", [True, False], ids=["declared", "counted"])
-async def test_body_above_the_limit_is_refused_while_it_comes(tmp_path: Path, is_declared: bool) -> None:
+async def test_body_above_the_limit_is_refused_while_it_comes(
+    tmp_path: Path, is_declared: bool
+) -> None:
     async with running_api(settings_for(tmp_path, request_max_bytes=1000)) as api:
         body = json.dumps(BODY | {"input": "x" * 200_000}).encode()
 
@@ -118,7 +140,9 @@ async def test_body_above_the_limit_is_refused_while_it_comes(tmp_path: Path, is
         assert (await api.http.post("/v1/embeddings", json=BODY)).status_code == 200
 
 
-async def test_body_that_stops_coming_is_given_up(api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_body_that_stops_coming_is_given_up(
+    api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("api.http.middleware.BODY_IDLE_S", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", int(api.url.rpartition(":")[2]))
     writer.write(b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
@@ -128,7 +152,9 @@ async def test_body_that_stops_coming_is_given_up(api: ApiUnderTest, monkeypatch
     await writer.wait_closed()
 
 
-async def test_caller_who_hangs_up_in_the_middle_of_its_body_does_no_harm(api: ApiUnderTest) -> None:
+async def test_caller_who_hangs_up_in_the_middle_of_its_body_does_no_harm(
+    api: ApiUnderTest,
+) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", int(api.url.rpartition(":")[2]))
     writer.write(b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
     await writer.drain()
@@ -139,7 +165,9 @@ async def test_caller_who_hangs_up_in_the_middle_of_its_body_does_no_harm(api: A
 
 async def test_models_are_listed_and_found(api: ApiUnderTest) -> None:
     client = api.openai()
-    assert [model.id async for model in client.models.list()] == [model.name for model in CATALOG.models]
+    assert [model.id async for model in client.models.list()] == [
+        model.name for model in CATALOG.models
+    ]
     found = await client.models.retrieve(TEXT_MODEL.aliases[0])
     assert (found.id, found.object, found.owned_by) == (MODEL, "model", "penstock")
     with pytest.raises(openai.NotFoundError):

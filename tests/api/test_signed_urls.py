@@ -9,7 +9,11 @@ from tests.api.harness import IMAGE_MODEL, running_api, settings_for
 
 pytestmark = pytest.mark.anyio
 BODY = {"model": IMAGE_MODEL.name, "prompt": "a", "response_format": "url"}
-BY_A_PROXY = {"x-forwarded-proto": "https", "x-forwarded-for": "203.0.113.7", "host": "api.example.com"}
+BY_A_PROXY = {
+    "x-forwarded-proto": "https",
+    "x-forwarded-for": "203.0.113.7",
+    "host": "api.example.com",
+}
 
 
 @pytest.mark.parametrize(
@@ -22,20 +26,29 @@ BY_A_PROXY = {"x-forwarded-proto": "https", "x-forwarded-for": "203.0.113.7", "h
         ("*", "https"),
     ],
 )
-async def test_links_are_https_where_a_trusted_proxy_says_so(tmp_path: Path, trusted: str, scheme: str) -> None:
+async def test_links_are_https_where_a_trusted_proxy_says_so(
+    tmp_path: Path, trusted: str, scheme: str
+) -> None:
     async with running_api(settings_for(tmp_path, trusted_proxies=trusted)) as api:
         response = await api.http.post("/v1/images/generations", json=BODY, headers=BY_A_PROXY)
-        assert response.json()["data"][0]["url"].startswith(f"{scheme}://api.example.com/v1/objects/")
+        assert response.json()["data"][0]["url"].startswith(
+            f"{scheme}://api.example.com/v1/objects/"
+        )
 
 
 async def test_host_is_not_taken_from_a_header_that_callers_can_write(tmp_path: Path) -> None:
     async with running_api(settings_for(tmp_path, trusted_proxies="*")) as api:
-        headers = BY_A_PROXY | {"x-forwarded-host": "evil.example.com", "x-forwarded-proto": "javascript"}
+        headers = BY_A_PROXY | {
+            "x-forwarded-host": "evil.example.com",
+            "x-forwarded-proto": "javascript",
+        }
         response = await api.http.post("/v1/images/generations", json=BODY, headers=headers)
         assert response.json()["data"][0]["url"].startswith("http://api.example.com/v1/objects/")
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings/", "/v1/predictions/", "/predictions/", "/docs/", "/v1/models/"])
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings/", "/v1/predictions/", "/predictions/", "/docs/", "/v1/models/"]
+)
 async def test_nobody_is_sent_elsewhere(tmp_path: Path, path: str) -> None:
     async with running_api(settings_for(tmp_path)) as api:
         response = await api.http.post(path, json={}, headers=BY_A_PROXY)

@@ -1,4 +1,6 @@
-"""Callers that send too much before they ask, or too slowly, over real sockets: they are cut, and cost nobody else."""
+"""Callers that send too much before they ask, or too slowly, over real sockets: they are cut, and
+cost nobody else.
+"""
 
 import asyncio
 import json
@@ -32,7 +34,7 @@ class Peer:
         await self.writer.drain()
 
     async def send_until_cut(self, piece: bytes, most_bytes: int = MUCH) -> int:
-        """Sends `piece` again and again until the other side hangs up; the bytes that it took in."""
+        """Sends `piece` again and again until the other side hangs up; the bytes it took in."""
         sent = 0
         try:
             while sent < most_bytes:
@@ -86,7 +88,10 @@ async def _api(tmp_path: Path, **settings: object) -> AsyncIterator[ApiUnderTest
         (POST, b"x-one: of many\r\n" * 1000),
         (b"GET /", b"a" * 16384),
         (b"", b"\r\n" * 8192),
-        (POST + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n", b"x-trailer: of many\r\n" * 800),
+        (
+            POST + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n",
+            b"x-trailer: of many\r\n" * 800,
+        ),
         (POST + b"transfer-encoding: chunked\r\n\r\n1;", b"x=y;" * 4096),
     ],
 )
@@ -96,7 +101,9 @@ async def test_endless_head_is_cut(tmp_path: Path, begin: bytes, piece: bytes) -
         assert await peer.send_until_cut(piece) < MUCH
 
 
-@pytest.mark.parametrize("head", [POST + b"x-large: " + b"a" * HEAD_LIMIT_BYTES, b"GET /" + b"a" * HEAD_LIMIT_BYTES])
+@pytest.mark.parametrize(
+    "head", [POST + b"x-large: " + b"a" * HEAD_LIMIT_BYTES, b"GET /" + b"a" * HEAD_LIMIT_BYTES]
+)
 async def test_head_that_is_too_large_is_told(tmp_path: Path, head: bytes) -> None:
     async with _api(tmp_path) as api, _peer(api) as peer:
         await peer.send(head)
@@ -107,7 +114,9 @@ async def test_head_that_is_too_large_is_told(tmp_path: Path, head: bytes) -> No
 
 async def test_large_head_that_comes_at_once_is_told(tmp_path: Path) -> None:
     async with _api(tmp_path) as api, _peer(api) as peer:
-        await peer.send(POST + b"x-large: " + b"a" * HEAD_LIMIT_BYTES + b"\r\ncontent-length: 0\r\n\r\n")
+        await peer.send(
+            POST + b"x-large: " + b"a" * HEAD_LIMIT_BYTES + b"\r\ncontent-length: 0\r\n\r\n"
+        )
         status, body = await peer.answer()
         assert status == 431
         assert json.loads(body)["error"]["code"] == "request_headers_too_large"
@@ -150,7 +159,9 @@ async def test_connection_that_never_asks_is_closed(tmp_path: Path, begin: bytes
         assert said.startswith(b"HTTP/1.1 408") == (begin == b"GET")
 
 
-async def test_second_head_has_its_limit_too_and_the_pause_before_it_has_none(tmp_path: Path) -> None:
+async def test_second_head_has_its_limit_too_and_the_pause_before_it_has_none(
+    tmp_path: Path,
+) -> None:
     async with _api(tmp_path, head_timeout_s=0.3) as api, _peer(api) as peer, _peer(api) as other:
         request = POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
         await peer.send(request)
@@ -176,7 +187,9 @@ async def test_body_that_dribbles_is_cut(tmp_path: Path, monkeypatch: pytest.Mon
 
 async def test_body_that_nobody_reads_is_not_read_for_ever(tmp_path: Path) -> None:
     async with _api(tmp_path, head_timeout_s=0.3) as api, _peer(api) as peer:
-        await peer.send(POST.replace(b"/v1/embeddings", b"/nowhere") + b"content-length: 1000000000\r\n\r\n")
+        await peer.send(
+            POST.replace(b"/v1/embeddings", b"/nowhere") + b"content-length: 1000000000\r\n\r\n"
+        )
         assert (await peer.answer())[0] == 404
         assert not await peer.said()
 
@@ -184,7 +197,9 @@ async def test_body_that_nobody_reads_is_not_read_for_ever(tmp_path: Path) -> No
 async def test_pipelined_requests_are_answered_in_order(tmp_path: Path) -> None:
     async with _api(tmp_path) as api, _peer(api) as peer:
         paths = [f"/nowhere/{number}" for number in range(MOST_PIPELINED)]
-        await peer.send(b"".join(f"GET {path} HTTP/1.1\r\nhost: a\r\n\r\n".encode() for path in paths))
+        await peer.send(
+            b"".join(f"GET {path} HTTP/1.1\r\nhost: a\r\n\r\n".encode() for path in paths)
+        )
         for path in paths:
             status, body = await peer.answer()
             assert (status, path.encode() in body) == (404, True)
@@ -240,7 +255,9 @@ LARGE_BYTES = 24 * 1024 * 1024
 
 async def _large(api: ApiUnderTest) -> bytes:
     """A request for a file that is larger than the kernel's buffers; nobody needs a key for it."""
-    sent = await api.http.post("/v1/files", files={"content": ("a", bytes(LARGE_BYTES))}, timeout=WAIT_LIMIT_S)
+    sent = await api.http.post(
+        "/v1/files", files={"content": ("a", bytes(LARGE_BYTES))}, timeout=WAIT_LIMIT_S
+    )
     path = sent.json()["urls"]["download"].removeprefix(api.url)
     return f"GET {path} HTTP/1.1\r\nhost: a\r\n\r\n".encode()
 
@@ -267,7 +284,9 @@ async def test_full_house_closes_who_reads_no_answer(tmp_path: Path) -> None:
                 assert [(await second.answer())[0] for _ in range(2)] == [200, 200]
 
 
-async def test_answers_that_nobody_reads_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answers_that_nobody_reads_are_bounded_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("api.http.bounded_protocol.UNREAD_MAX_BYTES", LARGE_BYTES)
     async with _api(tmp_path) as api:
         request = await _large(api)
@@ -307,15 +326,27 @@ async def test_what_is_no_request_is_refused(tmp_path: Path, request_: bytes) ->
         assert json.loads(body)["error"]["code"] == "invalid_input"
 
 
-OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAABAAMAAABk\r\n"
+OFFER = (
+    b"connection: Upgrade, HTTP2-Settings\r\n"
+    b"upgrade: h2c\r\n"
+    b"http2-settings: AAEAAEAAAAIAAAABAAMAAABk\r\n"
+)
 """As Java's client sends it with each request over http."""
 
 
-@pytest.mark.parametrize("offer", [OFFER, b"connection: upgrade\r\nupgrade: websocket\r\n"], ids=["h2c", "websocket"])
+@pytest.mark.parametrize(
+    "offer", [OFFER, b"connection: upgrade\r\nupgrade: websocket\r\n"], ids=["h2c", "websocket"]
+)
 @pytest.mark.parametrize("piece_bytes", [1, 7, 100_000])
-async def test_offer_of_another_protocol_is_passed_over(tmp_path: Path, offer: bytes, piece_bytes: int) -> None:
+async def test_offer_of_another_protocol_is_passed_over(
+    tmp_path: Path, offer: bytes, piece_bytes: int
+) -> None:
     sized = POST + offer + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
-    chunked = POST + offer + b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+    chunked = (
+        POST
+        + offer
+        + b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+    )
     empty = b"GET /v1/models HTTP/1.1\r\nhost: a\r\n" + offer + b"\r\n"
     sent = sized + empty + chunked + sized
     async with _api(tmp_path) as api, _peer(api) as peer:
@@ -332,7 +363,9 @@ async def test_offer_of_another_protocol_is_passed_over(tmp_path: Path, offer: b
         b"GET /healthz HTTP/1.1\r\nhost: a\r\nconnection: close, upgrade",
     ],
 )
-async def test_offer_in_the_last_request_of_a_connection_is_passed_over(tmp_path: Path, last: bytes) -> None:
+async def test_offer_in_the_last_request_of_a_connection_is_passed_over(
+    tmp_path: Path, last: bytes
+) -> None:
     async with _api(tmp_path) as api, _peer(api) as peer:
         await peer.send(last + b"\r\nupgrade: h2c\r\n\r\n")
         assert (await peer.said()).startswith(b"HTTP/1.1 200")
@@ -349,8 +382,13 @@ async def test_tunnels_are_refused(tmp_path: Path, target: bytes, offer: bytes) 
 
 
 async def test_trailers_are_no_headers(tmp_path: Path) -> None:
-    """A proxy looks at headers only: what it strips or checks there must not come in behind the body."""
-    chunked = POST + b"transfer-encoding: chunked\r\nconnection: close\r\n\r\n%x\r\n%b\r\n0\r\n" % (len(BODY), BODY)
+    """A proxy looks at headers only: what it strips or checks there must not come in behind the
+    body.
+    """
+    chunked = POST + b"transfer-encoding: chunked\r\nconnection: close\r\n\r\n%x\r\n%b\r\n0\r\n" % (
+        len(BODY),
+        BODY,
+    )
     async with _api(tmp_path) as api, _peer(api) as peer:
         await peer.send(chunked + b"x-request-id: trailing\r\n\r\n")
         said = await peer.said()
@@ -372,14 +410,20 @@ async def test_body_beside_an_offer_is_no_request(tmp_path: Path) -> None:
 
 async def test_many_offers_at_once_are_bounded_as_requests_are(tmp_path: Path) -> None:
     async with _api(tmp_path) as api, _peer(api) as peer:
-        await peer.send((b"GET /healthz HTTP/1.1\r\nhost: a\r\n" + OFFER + b"\r\n") * (MOST_PIPELINED + 2))
+        await peer.send(
+            (b"GET /healthz HTTP/1.1\r\nhost: a\r\n" + OFFER + b"\r\n") * (MOST_PIPELINED + 2)
+        )
         assert b"more than %d pipelined requests" % MOST_PIPELINED in await peer.said()
 
 
 async def test_bodies_are_bounded_together(tmp_path: Path) -> None:
     length = 2 * SMALL_BODY_BYTES
     head = POST + b"content-length: %d\r\n\r\n" % length
-    async with _api(tmp_path, bodies_max_bytes=3 * SMALL_BODY_BYTES) as api, _peer(api) as first, _peer(api) as second:
+    async with (
+        _api(tmp_path, bodies_max_bytes=3 * SMALL_BODY_BYTES) as api,
+        _peer(api) as first,
+        _peer(api) as second,
+    ):
         await first.send(head + b" " * (length - 1))
         # How much of it was taken in shows in what is refused.
         statuses = []
@@ -387,7 +431,9 @@ async def test_bodies_are_bounded_together(tmp_path: Path) -> None:
             await second.send(head + b" " * length)
             statuses.append((await second.answer())[0])
         assert set(statuses) <= {400, 429}
-        small = await api.http.post("/v1/embeddings", content=BODY, headers={"content-type": "application/json"})
+        small = await api.http.post(
+            "/v1/embeddings", content=BODY, headers={"content-type": "application/json"}
+        )
         assert small.status_code == 200
         await first.send(b" ")
         assert (await first.answer())[0] == 400
@@ -397,10 +443,11 @@ async def test_bodies_are_bounded_together(tmp_path: Path) -> None:
 
 
 async def test_bodies_of_one_tenant_leave_room_for_another(tmp_path: Path) -> None:
-    """Bodies that come slowly are held for as long as they take, which is an hour for the largest."""
+    """Bodies that come slowly are held for as long as they take: an hour for the largest."""
     length = 2 * SMALL_BODY_BYTES
     busy, quiet = (
-        POST + b"authorization: Bearer %b\r\ncontent-length: %d\r\n\r\n" % (key, length) for key in (b"b", b"q")
+        POST + b"authorization: Bearer %b\r\ncontent-length: %d\r\n\r\n" % (key, length)
+        for key in (b"b", b"q")
     )
     async with AsyncExitStack() as stack:
         settings = {"bodies_max_bytes": 8 * length, "api_keys": "b=busy,q=quiet"}

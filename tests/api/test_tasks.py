@@ -92,7 +92,9 @@ async def test_a_list_even_of_one_score(api: ApiUnderTest) -> None:
     ],
     ids=lambda value: value[:24] if isinstance(value, str) else "",
 )
-async def test_wrong_pairs_are_refused(api: ApiUnderTest, given: dict[str, Any], reason: str) -> None:
+async def test_wrong_pairs_are_refused(
+    api: ApiUnderTest, given: dict[str, Any], reason: str
+) -> None:
     body = {"version": PAIRS_MODEL.name, "input": given}
     response = await api.http.post("/v1/predictions", json=body, headers=WAIT)
     assert 400 <= response.status_code < 500

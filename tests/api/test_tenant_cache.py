@@ -1,4 +1,6 @@
-"""What one tenant sent says nothing to another: over HTTP, through API, broker, Redis and a real worker's inside."""
+"""What one tenant sent says nothing to another: over HTTP, through API, broker, Redis and a real
+worker's inside.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -33,23 +35,33 @@ class Deployment:
     async def embed(self, key: str, api: ApiUnderTest | None = None, *more: str) -> str:
         """Asks for SECRET and says what the answer's header says of the cache."""
         body = {"model": MODEL.name, "input": [SECRET, *more], "encoding_format": "base64"}
-        answer = await (api or self.here).http.post("/v1/embeddings", json=body, headers={"authorization": key})
+        answer = await (api or self.here).http.post(
+            "/v1/embeddings", json=body, headers={"authorization": key}
+        )
         assert answer.status_code == 200, answer.text
         return answer.headers["x-penstock-cache"]
 
     async def begin(self, key: str, api: ApiUnderTest, marker: str) -> asyncio.Task[str]:
-        """The same, under way: its SECRET waits for somebody once the job with its marker is published."""
+        """The same, under way: its SECRET waits for somebody once the job with its marker is
+        published.
+        """
         published = self.harness.broker.published
         asked = asyncio.create_task(self.embed(key, api, marker))
         await self.harness.until(lambda: self.harness.broker.published > published)
-        await self.harness.until(lambda: self.harness.broker.backlog(workers_subscription_id(MODEL.name)) == 0)
+        await self.harness.until(
+            lambda: self.harness.broker.backlog(workers_subscription_id(MODEL.name)) == 0
+        )
         return asked
 
     async def rows(self, count: int) -> list[Row]:
         """The rows of SECRET, the API's and the worker's, once there are so many."""
 
         def found() -> list[Row]:
-            return [row for row in (*self.here.rows, *self.there.rows, *self.harness.rows) if row.item == 0]
+            return [
+                row
+                for row in (*self.here.rows, *self.there.rows, *self.harness.rows)
+                if row.item == 0
+            ]
 
         await self.harness.until(lambda: len(found()) == count)
         return found()
@@ -61,7 +73,9 @@ class Deployment:
 
 
 @asynccontextmanager
-async def deployed(redis_url: str, tmp_path: Path, model: Model = MODEL) -> AsyncIterator[Deployment]:
+async def deployed(
+    redis_url: str, tmp_path: Path, model: Model = MODEL
+) -> AsyncIterator[Deployment]:
     settings = settings_for(tmp_path, redis_url=redis_url, api_keys="a=acme,o=other")
     async with AsyncExitStack() as opened:
         harness = await opened.enter_async_context(running_worker(redis_url, tmp_path))
@@ -82,15 +96,21 @@ async def test_text_of_another_tenant_is_a_miss(redis_url: str, tmp_path: Path) 
         assert await one.embed(OTHER) == "miss"
         assert one.computed == 2
         await one.rows(2)
-        assert [await one.embed(key, api) for api in (one.here, one.there) for key in (ACME, OTHER)] == ["hit"] * 4
+        assert [
+            await one.embed(key, api) for api in (one.here, one.there) for key in (ACME, OTHER)
+        ] == ["hit"] * 4
         assert one.computed == 2
         charged = sorted((row.tenant, row.cache, row.charged_share) for row in await one.rows(6))
         assert charged == [
-            (tenant, *way) for tenant in ("acme", "other") for way in (("memory", 0.0), ("miss", 1.0), ("redis", 0.0))
+            (tenant, *way)
+            for tenant in ("acme", "other")
+            for way in (("memory", 0.0), ("miss", 1.0), ("redis", 0.0))
         ]
 
 
-async def test_text_of_another_tenant_in_flight_is_not_joined(redis_url: str, tmp_path: Path) -> None:
+async def test_text_of_another_tenant_in_flight_is_not_joined(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with deployed(redis_url, tmp_path) as one:
         one.harness.process.gate.clear()
         asked = [
@@ -102,7 +122,12 @@ async def test_text_of_another_tenant_in_flight_is_not_joined(redis_url: str, tm
         await asyncio.gather(*asked)
         assert one.computed == 2
         charged = sorted((row.tenant, row.cache) for row in await one.rows(4))
-        assert charged == [("acme", "joined"), ("acme", "miss"), ("other", "joined"), ("other", "miss")]
+        assert charged == [
+            ("acme", "joined"),
+            ("acme", "miss"),
+            ("other", "joined"),
+            ("other", "miss"),
+        ]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25])

@@ -1,4 +1,6 @@
-"""A webhook to which nothing can ever be delivered is refused before anything is promised or computed."""
+"""A webhook to which nothing can ever be delivered is refused before anything is promised or
+computed.
+"""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -46,7 +48,9 @@ async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
 
 
 @pytest.mark.parametrize("name", ["webhook", "webhook_completed"])
-async def test_undeliverable_webhooks_are_refused_by_field_and_reason(api: ApiUnderTest, name: str) -> None:
+async def test_undeliverable_webhooks_are_refused_by_field_and_reason(
+    api: ApiUnderTest, name: str
+) -> None:
     for url in UNDELIVERABLE:
         response = await api.http.post("/v1/predictions", json=TEXT | {name: url})
         assert response.status_code == 422, url
@@ -57,7 +61,12 @@ async def test_undeliverable_webhooks_are_refused_by_field_and_reason(api: ApiUn
 
 
 @pytest.mark.parametrize(
-    "url", ["https://receiver.example/hook?a=b", "https://93.184.216.34:8443/", "https://[2606:2800:220:1::1]/"]
+    "url",
+    [
+        "https://receiver.example/hook?a=b",
+        "https://93.184.216.34:8443/",
+        "https://[2606:2800:220:1::1]/",
+    ],
 )
 async def test_others_are_taken(api: ApiUnderTest, url: str) -> None:
     assert (await api.http.post("/v1/predictions", json=TEXT | {"webhook": url})).status_code == 201
@@ -66,8 +75,13 @@ async def test_others_are_taken(api: ApiUnderTest, url: str) -> None:
 async def test_one_machine_takes_its_own(tmp_path: Path, redis_url: str) -> None:
     settings = settings_for(tmp_path, redis_url=redis_url, webhooks_private=True)
     async with running_api(settings) as api:
-        for url, status in (("http://127.0.0.1:9000/hook", 201), ("http://a:b@127.0.0.1:9000/", 422)):
-            assert (await api.http.post("/v1/predictions", json=TEXT | {"webhook": url})).status_code == status
+        for url, status in (
+            ("http://127.0.0.1:9000/hook", 201),
+            ("http://a:b@127.0.0.1:9000/", 422),
+        ):
+            assert (
+                await api.http.post("/v1/predictions", json=TEXT | {"webhook": url})
+            ).status_code == status
 
 
 HOSTS = st.text(alphabet="0123456789abcdefx.:[]%@\uff11\u3002-", max_size=30)

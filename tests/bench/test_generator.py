@@ -62,7 +62,9 @@ async def length_of(request: web.Request, text: str) -> web.StreamResponse:
 
 def order(server: Server, texts: list[str], in_flight: int = 4, **changed: object) -> LoadOrder:
     given: dict[str, Any] = {"send_s": 5.0, "limit_s": 5.0, "sample_every": 2} | changed
-    return LoadOrder(server.port, bodies_of({"text": PLACE}, texts), in_flight, path="/embed", **given)
+    return LoadOrder(
+        server.port, bodies_of({"text": PLACE}, texts), in_flight, path="/embed", **given
+    )
 
 
 @pytest.mark.anyio
@@ -107,7 +109,9 @@ async def test_refusals_and_lost_connections_are_counted_apart() -> None:
         return await length_of(request, text)
 
     async with serving(misbehave) as server:
-        report = await send(order(server, ["good", "busy", "drop", "good", "busy", "good"], in_flight=1))
+        report = await send(
+            order(server, ["good", "busy", "drop", "good", "busy", "good"], in_flight=1)
+        )
     assert report.failures == {"503": 2, "connection lost": 1}
     assert (report.sent, len(report.round_trip_ms)) == (6, 3)
 
@@ -120,7 +124,9 @@ async def test_what_is_never_answered_is_given_up() -> None:
         return await length_of(request, text)
 
     async with serving(hang) as server:
-        report = await send(order(server, ["good", "hang", "good"], in_flight=2, send_s=0.2, limit_s=0.2))
+        report = await send(
+            order(server, ["good", "hang", "good"], in_flight=2, send_s=0.2, limit_s=0.2)
+        )
     assert report.failures == {"unanswered": 1}
     assert len(report.round_trip_ms) == 2
 
@@ -144,7 +150,9 @@ async def test_bodies_are_sent_again_and_again_for_as_long_as_asked() -> None:
 @pytest.mark.anyio
 async def test_headers_of_the_api_are_read() -> None:
     async def answer_with_headers(request: web.Request, text: str) -> web.StreamResponse:
-        timings = {f"x-penstock-{name}-ms": "1.5" for name in ("queue", "batch", "inference", "total")}
+        timings = {
+            f"x-penstock-{name}-ms": "1.5" for name in ("queue", "batch", "inference", "total")
+        }
         headers = {"x-request-id": request.headers["x-me"], "x-penstock-cache": "miss", **timings}
         return web.json_response({}, headers=headers)
 
@@ -184,7 +192,10 @@ async def test_open_loop_counts_the_wait_for_a_connection() -> None:
 
 def test_vector_is_read_from_lists_and_base64() -> None:
     packed = base64.b64encode(np.array([1.5, -2.0], "<f4").tobytes()).decode()
-    assert vector_of(json.dumps({"data": [{"e": packed}]}).encode(), ["data", 0, "e"]) == [1.5, -2.0]
+    assert vector_of(json.dumps({"data": [{"e": packed}]}).encode(), ["data", 0, "e"]) == [
+        1.5,
+        -2.0,
+    ]
     assert vector_of(b"[1, 2.5]", []) == [1.0, 2.5]
     with pytest.raises(LookupError):
         vector_of(b'{"data": []}', ["data", 0])

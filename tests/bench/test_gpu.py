@@ -5,7 +5,8 @@ from bench.gpu import __main__ as gpu
 from bench.gpu.images import full_width_parts
 from bench.gpu.scale import TINY
 
-# Schedulers of diffusers go between torch and numpy 2 in an old way, and the FLOP counter loads deprecated parts.
+# Schedulers of diffusers go between torch and numpy 2 in an old way, and the FLOP counter loads
+# deprecated parts.
 pytestmark = pytest.mark.filterwarnings("default")
 
 
@@ -16,7 +17,12 @@ def test_the_whole_benchmark_runs_small(capsys: pytest.CaptureFixture[str]) -> N
         for task in ("text-to-image", "image-to-image"):
             for who in ("plain", "ours", "ours against plain"):
                 assert f"{task}, batch {count}, {who} " in told
-    for what in ("matrix product", "BERT-large, 16 tokens, ours fp32", "MiniLM, 16", "images kept while sharing"):
+    for what in (
+        "matrix product",
+        "BERT-large, 16 tokens, ours fp32",
+        "MiniLM, 16",
+        "images kept while sharing",
+    ):
         assert what in told
 
 
@@ -29,8 +35,14 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_full_width_is_that_of_stable_diffusion() -> None:
-    """Parameters in millions, as counted in the published checkpoints (runwayml/stable-diffusion-v1-5)."""
+    """Parameters in millions, as counted in the published checkpoints
+    (runwayml/stable-diffusion-v1-5).
+    """
     with torch.device("meta"):
         parts = full_width_parts(0, 1)
-    millions = {name: sum(one.numel() for one in part.parameters()) / 1e6 for name, part in parts.items()}
-    assert millions == pytest.approx({"unet": 859.52, "vae": 83.65, "text_encoder": 123.06}, rel=1e-4)
+    millions = {
+        name: sum(one.numel() for one in part.parameters()) / 1e6 for name, part in parts.items()
+    }
+    assert millions == pytest.approx(
+        {"unet": 859.52, "vae": 83.65, "text_encoder": 123.06}, rel=1e-4
+    )

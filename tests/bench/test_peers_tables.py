@@ -8,7 +8,17 @@ from bench.load.texts import MIX
 from bench.peers.loads import BLOCK, Load, plan
 from bench.peers.roster import CONTENDERS, Contender
 from bench.peers.rounds import Findings, Measured, Started
-from bench.peers.tables import BEGIN, END, Medians, cost_rows, figures, headline, markdown, rate_rows, ratio_rows
+from bench.peers.tables import (
+    BEGIN,
+    END,
+    Medians,
+    cost_rows,
+    figures,
+    headline,
+    markdown,
+    rate_rows,
+    ratio_rows,
+)
 from bench.peers.tables import write_between_markers as write
 from bench.peers.tree import label
 
@@ -33,11 +43,21 @@ class Words:
         return texts
 
 
-def measured(key: str, rate: float, number: int = 0, failures: int = 0, sent: int = 100) -> Measured:
+def measured(
+    key: str, rate: float, number: int = 0, failures: int = 0, sent: int = 100
+) -> Measured:
     round_trip_ms = {"p50": 1000 / rate, "p95": 2000 / rate, "p99": 3000 / rate}
     cpu_ms = {"front": 1.0, "model": 9.0}
     return Measured(
-        key, LOAD.name, number, sent, rate, round_trip_ms, {"503": failures} if failures else {}, cpu_ms, 0.1
+        key,
+        LOAD.name,
+        number,
+        sent,
+        rate,
+        round_trip_ms,
+        {"503": failures} if failures else {},
+        cpu_ms,
+        0.1,
     )
 
 
@@ -50,7 +70,8 @@ def medians(*found: Measured, missing: str = "") -> Medians:
 
 
 def test_ratio_is_that_of_the_same_round() -> None:
-    # A machine twice as slow in the second round changes no quotient, though it changes every median.
+    # A machine twice as slow in the second round changes no quotient, though it changes every
+    # median.
     found = [measured("fastapi", rate, number) for number, rate in enumerate((60, 30, 60))]
     found += [measured("penstock", rate, number) for number, rate in enumerate((240, 120, 240))]
     head, row = ratio_rows(medians(*found))
@@ -59,21 +80,30 @@ def test_ratio_is_that_of_the_same_round() -> None:
 
 
 def test_best_peer_answers_nearly_all() -> None:
-    found = [measured("fastapi", 60.0), measured("litserve", 500.0, failures=50), measured("penstock", 240.0)]
+    found = [
+        measured("fastapi", 60.0),
+        measured("litserve", 500.0, failures=50),
+        measured("penstock", 240.0),
+    ]
     result = medians(*found)
     assert result.best(LOAD.name, ["fastapi", "litserve"]) == "fastapi"
     assert "500 (2, 6) 50% failed" in rate_rows(result)[2]
 
 
 def test_missing_peer_stands_with_its_reason() -> None:
-    result = medians(measured("fastapi", 60.0), missing="litserve: no environment: no wheel\nmore words")
+    result = medians(
+        measured("fastapi", 60.0), missing="litserve: no environment: no wheel\nmore words"
+    )
     row = next(row for row in cost_rows(result) if row[0] == LITSERVE.name)
     assert row[-1] == "left out: litserve: no environment: no wheel"
     assert [LITSERVE.name, "-"] in rate_rows(result)
 
 
 def test_bound_is_on_the_shipped_pipeline_only() -> None:
-    found = {one.name: one for one in figures(medians(measured("fastapi", 60.0), measured("penstock", 170.0)))}
+    found = {
+        one.name: one
+        for one in figures(medians(measured("fastapi", 60.0), measured("penstock", 170.0)))
+    }
     figure = found["penstock over fastapi, 32 in flight"]
     assert (figure.bound, figure.limit, figure.is_met) == (">=", 3.0, False)
     assert found["penstock, 32 in flight, CPU per request"].value == 10.0
@@ -83,7 +113,9 @@ def test_bound_is_on_the_shipped_pipeline_only() -> None:
 def test_every_table_is_whole_markdown() -> None:
     where = {"cpu": "a cpu", "cores": 2, "torch": "2", "date": "2026-01-01T00:00:00"}
     found = medians(measured("fastapi", 60.0))
-    lines = markdown(headline(where, 1), (ratio_rows(found), rate_rows(found), cost_rows(found))).splitlines()
+    lines = markdown(
+        headline(where, 1), (ratio_rows(found), rate_rows(found), cost_rows(found))
+    ).splitlines()
     assert lines[0] == "a cpu, 2 cores, torch 2, 2026-01-01; medians of 1 round, interleaved."
     for number, line in enumerate(lines):
         if line.startswith("|---"):
@@ -121,7 +153,13 @@ def test_repeats_are_of_texts_sent_before() -> None:
 
 def test_plan_repeats_only_near_32_in_flight() -> None:
     names = [load.name for load in plan([1, 8, 128], [0.0, 0.4], 50.0)]
-    assert names == ["1 in flight", "8 in flight", "128 in flight", "8 in flight, 40 % repeats", "50/s, open loop"]
+    assert names == [
+        "1 in flight",
+        "8 in flight",
+        "128 in flight",
+        "8 in flight, 40 % repeats",
+        "50/s, open loop",
+    ]
     assert [load.is_in(1) for load in plan([1, 8, 512], [0.0], 50.0)] == [True, False, False, False]
 
 

@@ -35,7 +35,9 @@ def test_phases_add_up_to_the_round_trip() -> None:
 
 def test_phases_are_those_of_the_middle_requests() -> None:
     rows = {str(number): row(0.0, *[number / 1000] * 5) for number in range(10)}
-    exchanges = [Exchange(200, number * 6.0, str(number), total_ms=number * 6.0) for number in range(10)]
+    exchanges = [
+        Exchange(200, number * 6.0, str(number), total_ms=number * 6.0) for number in range(10)
+    ]
     assert phases_ms(exchanges, rows)["model"] == pytest.approx(4.5)
 
 

@@ -1,4 +1,6 @@
-"""The whole pipeline as real processes, started once for all end-to-end tests, and what they talk to it with."""
+"""The whole pipeline as real processes, started once for all end-to-end tests, and what they talk
+to it with.
+"""
 
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -28,13 +30,17 @@ Embed = Callable[[str], NDArray[np.float32]]
 
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(tmp_path_factory.mktemp("stack"), ports=Ports.free(WORKERS), settings=SETTINGS) as running:
+    with Stack(
+        tmp_path_factory.mktemp("stack"), ports=Ports.free(WORKERS), settings=SETTINGS
+    ) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def client(stack: Stack) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{stack.api_url}/v1", api_key="none", max_retries=0, timeout=WAIT_LIMIT_S) as made:
+    with openai.OpenAI(
+        base_url=f"{stack.api_url}/v1", api_key="none", max_retries=0, timeout=WAIT_LIMIT_S
+    ) as made:
         yield made
 
 

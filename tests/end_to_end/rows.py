@@ -44,15 +44,18 @@ class Rows:
             for name, value in values.items()
         ]
         config = bigquery.QueryJobConfig(query_parameters=parameters)
-        result = self._client.query(sql.replace("{dataset}", self._dataset), job_config=config).result(
-            timeout=WAIT_LIMIT_S
-        )
+        result = self._client.query(
+            sql.replace("{dataset}", self._dataset), job_config=config
+        ).result(timeout=WAIT_LIMIT_S)
         return [dict(row) for row in result]
 
     def of(self, request_ids: Sequence[str], count: int | None = None) -> list[dict[str, Any]]:
-        """All rows of these requests as they lie in the table, oldest first, once there are `count` (one each)."""
+        """All rows of these requests as they lie in the table, oldest first, once there are `count`
+        (one each).
+        """
         sql = (
-            "SELECT * FROM `{dataset}.rows` WHERE received_at > TIMESTAMP_SUB(CURRENT_TIMESTAMP(), INTERVAL 1 DAY) "
+            "SELECT * FROM `{dataset}.rows` "
+            "WHERE received_at > TIMESTAMP_SUB(CURRENT_TIMESTAMP(), INTERVAL 1 DAY) "
             "AND request_id IN UNNEST(@request_ids) ORDER BY received_at, item"
         )
         wanted = len(request_ids) if count is None else count

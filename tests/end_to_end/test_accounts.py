@@ -1,4 +1,6 @@
-"""Rows and reports of the whole pipeline: every request has its row, exactly once, and the report adds them up."""
+"""Rows and reports of the whole pipeline: every request has its row, exactly once, and the report
+adds them up.
+"""
 
 import asyncio
 
@@ -18,11 +20,15 @@ IN_FLIGHT = 64
 @pytest.mark.anyio
 async def test_each_of_many_requests_has_one_row(stack: Stack, rows: Rows, text: str) -> None:
     in_flight = asyncio.Semaphore(IN_FLIGHT)
-    async with openai.AsyncOpenAI(base_url=f"{stack.api_url}/v1", api_key="none", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"{stack.api_url}/v1", api_key="none", max_retries=0
+    ) as client:
 
         async def ask(number: int) -> str:
             async with in_flight:
-                answer = await client.embeddings.with_raw_response.create(model=EMBEDDER, input=f"{text} {number}")
+                answer = await client.embeddings.with_raw_response.create(
+                    model=EMBEDDER, input=f"{text} {number}"
+                )
             return answer.headers["x-request-id"]
 
         request_ids = await asyncio.gather(*(ask(number) for number in range(REQUESTS)))
@@ -30,7 +36,10 @@ async def test_each_of_many_requests_has_one_row(stack: Stack, rows: Rows, text:
     assert sorted(row["request_id"] for row in found) == sorted(request_ids)
     for row in found:
         assert (row["status"], row["cache"], row["attempt"]) == ("succeeded", "miss", 1)
-        times = [row[f"{step}_at"] for step in ("received", "published", "pulled", "started", "finished", "replied")]
+        times = [
+            row[f"{step}_at"]
+            for step in ("received", "published", "pulled", "started", "finished", "replied")
+        ]
         assert times == sorted(times)
 
 
@@ -38,9 +47,14 @@ def test_usage_report_adds_up(stack: Stack, client: openai.OpenAI, rows: Rows, t
     """A tenant that asks for three texts, twice, and for two images."""
     asking = client.with_options(api_key=REPORTING_KEY)
     texts = [f"{text} {number}" for number in range(3)]
-    embedded = [asking.embeddings.with_raw_response.create(model=EMBEDDER, input=texts) for _ in range(2)]
+    embedded = [
+        asking.embeddings.with_raw_response.create(model=EMBEDDER, input=texts) for _ in range(2)
+    ]
     drawn = asking.images.with_raw_response.generate(prompt=text, n=2, size="64x64")
-    request_ids = [*(answer.headers["x-request-id"] for answer in embedded), drawn.headers["x-request-id"]]
+    request_ids = [
+        *(answer.headers["x-request-id"] for answer in embedded),
+        drawn.headers["x-request-id"],
+    ]
     rows.of(request_ids, count=8)
 
     heads, lines = run_report(stack.settings, "usage", days=1)
@@ -52,8 +66,14 @@ def test_usage_report_adds_up(stack: Stack, client: openai.OpenAI, rows: Rows, t
     texts_line, images_line = usage[EMBEDDER], usage[catalog.default("image").name]
     assert (texts_line["items"], texts_line["requests"], texts_line["succeeded"]) == (6, 2, 6)
     assert texts_line["hit_percent"] == 50.0
-    assert texts_line["cost_usd"] == pytest.approx(catalog.find(EMBEDDER).cost_usd(tokens=tokens), abs=1e-6)
-    assert (images_line["items"], images_line["requests"], images_line["hit_percent"]) == (2, 1, 0.0)
+    assert texts_line["cost_usd"] == pytest.approx(
+        catalog.find(EMBEDDER).cost_usd(tokens=tokens), abs=1e-6
+    )
+    assert (images_line["items"], images_line["requests"], images_line["hit_percent"]) == (
+        2,
+        1,
+        0.0,
+    )
     assert images_line["pixel_steps"] == pixel_steps
     assert images_line["cost_usd"] == pytest.approx(
         catalog.default("image").cost_usd(pixel_steps=pixel_steps), abs=1e-6

@@ -1,4 +1,6 @@
-"""Embeddings through the whole pipeline, as the openai client sees them: right, cached, computed once, billed once."""
+"""Embeddings through the whole pipeline, as the openai client sees them: right, cached, computed
+once, billed once.
+"""
 
 import asyncio
 import base64
@@ -36,7 +38,8 @@ def vectors(answer: openai.types.CreateEmbeddingResponse) -> NDArray[np.float32]
 
 
 def assert_near(ours: NDArray[np.float32], expected: Sequence[NDArray[np.float32]]) -> None:
-    """Unit vectors within the tolerance that the catalog promises, whatever backend the worker chose.
+    """Unit vectors within the tolerance that the catalog promises, whatever backend the worker
+    chose.
 
     How near each backend is by itself, 1e-5 in fp32, is tested in tests/workers/models.
     """
@@ -51,7 +54,9 @@ def test_one_text_equals_the_reference(client: openai.OpenAI, reference: Embed) 
 
 
 @pytest.mark.parametrize("encoding_format", ["float", "base64"])
-def test_list_equals_the_reference(client: openai.OpenAI, reference: Embed, encoding_format: str) -> None:
+def test_list_equals_the_reference(
+    client: openai.OpenAI, reference: Embed, encoding_format: str
+) -> None:
     inputs = [f"{encoding_format}: {text}" for text in TEXTS]
     answer = client.embeddings.create(
         model=EMBEDDER,
@@ -66,11 +71,15 @@ def test_list_equals_the_reference(client: openai.OpenAI, reference: Embed, enco
     assert_near(vectors(answer), [reference(text) for text in inputs])
 
 
-def test_text_cut_at_its_start_equals_what_is_left(client: openai.OpenAI, reference: Embed, text: str) -> None:
+def test_text_cut_at_its_start_equals_what_is_left(
+    client: openai.OpenAI, reference: Embed, text: str
+) -> None:
     left, long = "the mill wheel " * 80 + "turns round in the river " * 2, f"{text} " * 50
     words = len(_tokenizer().encode(left, add_special_tokens=False).ids)
     left = "and " * (254 - words) + left
-    answer = client.embeddings.create(model=EMBEDDER, input=long + left, extra_body={"truncate": "start"})
+    answer = client.embeddings.create(
+        model=EMBEDDER, input=long + left, extra_body={"truncate": "start"}
+    )
     assert_near(vectors(answer), [reference(left)])
     with pytest.raises(openai.BadRequestError, match="maximum context length is 256 tokens"):
         client.embeddings.create(model=EMBEDDER, input=long + left)
@@ -81,7 +90,9 @@ def test_tokens_equal_their_text(client: openai.OpenAI, reference: Embed, severa
     tokenizer = _tokenizer()
     tokens = [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS]
     says_whose = CUT | {"tokenizer": EMBEDDER}
-    answer = client.embeddings.create(model=EMBEDDER, input=tokens if several else tokens[0], extra_body=says_whose)
+    answer = client.embeddings.create(
+        model=EMBEDDER, input=tokens if several else tokens[0], extra_body=says_whose
+    )
     expected = [reference(text) for text in (TEXTS if several else TEXTS[:1])]
     assert_near(vectors(answer), expected)
 
@@ -119,22 +130,32 @@ def test_repeat_is_a_hit_and_costs_nothing(client: openai.OpenAI, rows: Rows, te
 
 def test_list_computes_only_what_is_missing(client: openai.OpenAI, rows: Rows, text: str) -> None:
     client.embeddings.create(model=EMBEDDER, input=[f"{text} {n}" for n in range(10)])
-    answer = client.embeddings.with_raw_response.create(model=EMBEDDER, input=[f"{text} {n}" for n in range(20)])
+    answer = client.embeddings.with_raw_response.create(
+        model=EMBEDDER, input=[f"{text} {n}" for n in range(20)]
+    )
     assert answer.headers["x-penstock-cache"] == "partial"
     found = rows.of([answer.headers["x-request-id"]], count=20)
     assert [row["cache"] == "miss" for row in found] == [False] * 10 + [True] * 10
-    assert [row["row_id"] for row in found] == [f"{answer.headers['x-request-id']}:{n}" for n in range(20)]
+    assert [row["row_id"] for row in found] == [
+        f"{answer.headers['x-request-id']}:{n}" for n in range(20)
+    ]
 
 
 @pytest.mark.anyio
 async def test_identical_requests_at_once_run_once(stack: Stack, rows: Rows, text: str) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{stack.api_url}/v1", api_key="none", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"{stack.api_url}/v1", api_key="none", max_retries=0
+    ) as client:
         asking = client.embeddings.with_raw_response
-        answers = await asyncio.gather(*(asking.create(model=EMBEDDER, input=text) for _ in range(24)))
+        answers = await asyncio.gather(
+            *(asking.create(model=EMBEDDER, input=text) for _ in range(24))
+        )
     assert len({answer.parse().data[0].embedding[0] for answer in answers}) == 1
     found = await asyncio.to_thread(rows.of, [answer.headers["x-request-id"] for answer in answers])
     assert len(found) == len(answers)
     caches = [row["cache"] for row in found]
     assert caches.count("miss") == 1
     assert set(caches) - {"miss"} <= {"joined", "memory", "redis"}
-    assert sum(row["cost_usd"] or 0 for row in found) == next(r["cost_usd"] for r in found if r["cache"] == "miss")
+    assert sum(row["cost_usd"] or 0 for row in found) == next(
+        r["cost_usd"] for r in found if r["cache"] == "miss"
+    )

@@ -1,4 +1,6 @@
-"""The whole pipeline when something is late, wrong or gone: answers are clear, the rest lives on, and it heals."""
+"""The whole pipeline when something is late, wrong or gone: answers are clear, the rest lives on,
+and it heals.
+"""
 
 import asyncio
 import os
@@ -35,9 +37,13 @@ def readiness(stack: Stack) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-def test_deadline_too_short_is_504_and_an_expired_row(client: openai.OpenAI, rows: Rows, text: str) -> None:
+def test_deadline_too_short_is_504_and_an_expired_row(
+    client: openai.OpenAI, rows: Rows, text: str
+) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
-        client.embeddings.create(model=EMBEDDER, input=text, extra_headers={"X-Penstock-Deadline-Ms": "1"})
+        client.embeddings.create(
+            model=EMBEDDER, input=text, extra_headers={"X-Penstock-Deadline-Ms": "1"}
+        )
     assert caught.value.status_code == 504
     assert caught.value.code == "deadline_exceeded"
     (row,) = rows.of([caught.value.response.headers["x-request-id"]])
@@ -45,11 +51,15 @@ def test_deadline_too_short_is_504_and_an_expired_row(client: openai.OpenAI, row
 
 
 @pytest.mark.anyio
-async def test_message_that_is_no_job_is_dead_lettered(stack: Stack, client: openai.OpenAI, text: str) -> None:
+async def test_message_that_is_no_job_is_dead_lettered(
+    stack: Stack, client: openai.OpenAI, text: str
+) -> None:
     data = f"no job at all: {text}".encode()
     async with PubSubTransport(stack.settings.project, stack.settings.pubsub_endpoint) as transport:
         await transport.publish(jobs_topic_id(EMBEDDER), data, {"from": "a person"})
-        kept = await _first(transport, dead_letter_subscription_id(EMBEDDER), lambda message: message.data == data)
+        kept = await _first(
+            transport, dead_letter_subscription_id(EMBEDDER), lambda message: message.data == data
+        )
     assert kept.attributes["from"] == "a person"
     assert "schema" in kept.attributes["penstock_reason"]
     answer = await asyncio.to_thread(client.embeddings.create, model=EMBEDDER, input=text)
@@ -87,7 +97,9 @@ async def test_job_that_cannot_be_read_is_answered(stack: Stack) -> None:
 
 
 @pytest.mark.anyio
-async def test_reply_that_nobody_waits_for_harms_nothing(stack: Stack, client: openai.OpenAI, text: str) -> None:
+async def test_reply_that_nobody_waits_for_harms_nothing(
+    stack: Stack, client: openai.OpenAI, text: str
+) -> None:
     settings = stack.settings
     async with (
         PubSubAdmin(settings.project, settings.pubsub_endpoint) as admin,
@@ -103,12 +115,16 @@ async def test_reply_that_nobody_waits_for_harms_nothing(stack: Stack, client: o
     assert len(answer.data) == 1
 
 
-def test_requests_go_on_without_redis_and_hit_again_with_it(stack: Stack, client: openai.OpenAI, text: str) -> None:
+def test_requests_go_on_without_redis_and_hit_again_with_it(
+    stack: Stack, client: openai.OpenAI, text: str
+) -> None:
     server = stack.processes["redis"]
     server.stop()
     try:
         for number in range(5):
-            answer = client.embeddings.with_raw_response.create(model=EMBEDDER, input=f"{text} {number}")
+            answer = client.embeddings.with_raw_response.create(
+                model=EMBEDDER, input=f"{text} {number}"
+            )
             assert answer.headers["x-penstock-cache"] == "miss"
         assert eventually(lambda: readiness(stack)[1].count("degraded"))
         assert readiness(stack)[0] == 200
@@ -123,7 +139,10 @@ def test_requests_go_on_without_redis_and_hit_again_with_it(stack: Stack, client
 
         assert eventually(is_filled_again)
     assert eventually(lambda: "degraded" not in readiness(stack)[1])
-    asked = [client.embeddings.with_raw_response.create(model=EMBEDDER, input=f"{text} back") for _ in range(2)]
+    asked = [
+        client.embeddings.with_raw_response.create(model=EMBEDDER, input=f"{text} back")
+        for _ in range(2)
+    ]
     assert [one.headers["x-penstock-cache"] for one in asked] == ["miss", "hit"]
 
 
@@ -131,13 +150,18 @@ def test_requests_go_on_without_redis_and_hit_again_with_it(stack: Stack, client
 async def test_killed_model_process_costs_no_answer(stack: Stack, rows: Rows, text: str) -> None:
     worker = _pid_on(stack.ports.health[0])
     before = model_processes(worker)
-    async with openai.AsyncOpenAI(base_url=f"{stack.api_url}/v1", api_key="none", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"{stack.api_url}/v1", api_key="none", max_retries=0
+    ) as client:
         asking = client.embeddings.with_raw_response
         pending = [
-            asyncio.ensure_future(asking.create(model=EMBEDDER, input=f"{text} {number}")) for number in range(120)
+            asyncio.ensure_future(asking.create(model=EMBEDDER, input=f"{text} {number}"))
+            for number in range(120)
         ]
         # Some are done, so the model is at work on others.
-        done, _ = await asyncio.wait(pending, timeout=WAIT_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(
+            pending, timeout=WAIT_LIMIT_S, return_when=asyncio.FIRST_COMPLETED
+        )
         assert done
         os.kill(before[0], signal.SIGKILL)
         answers = await asyncio.wait_for(asyncio.gather(*pending), WAIT_LIMIT_S)
@@ -147,7 +171,9 @@ async def test_killed_model_process_costs_no_answer(stack: Stack, rows: Rows, te
     await asyncio.to_thread(eventually, lambda: len(model_processes(worker)) == len(before) or None)
 
 
-def test_readiness_fails_without_pubsub_and_heals(stack: Stack, client: openai.OpenAI, text: str) -> None:
+def test_readiness_fails_without_pubsub_and_heals(
+    stack: Stack, client: openai.OpenAI, text: str
+) -> None:
     assert eventually(lambda: readiness(stack)[0] == 200)
     stack.processes["pubsub"].pause()
     try:

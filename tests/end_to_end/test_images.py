@@ -39,10 +39,16 @@ def seen_in(png: bytes) -> list[Seen]:
 
 
 def test_pictures_show_what_was_asked_for(client: openai.OpenAI) -> None:
-    """Six seeds each: a red circle, and one of these pictures with the circle in blue, at its place."""
+    """Six seeds each: a red circle, and one of these pictures with the circle in blue, at its
+    place.
+    """
     asked: dict[str, Any] = {"model": MODEL, "n": 6, "size": "64x64", "extra_body": {"seed": 11}}
     drawn = pngs(client.images.generate(prompt="a large red circle on a white background", **asked))
-    circles = [png for png in drawn if [(one.color, one.shape) for one in seen_in(png)] == [("red", "circle")]]
+    circles = [
+        png
+        for png in drawn
+        if [(one.color, one.shape) for one in seen_in(png)] == [("red", "circle")]
+    ]
     assert len(circles) >= 5
     (before,) = seen_in(circles[0])
     recolored = client.images.edit(
@@ -53,7 +59,10 @@ def test_pictures_show_what_was_asked_for(client: openai.OpenAI) -> None:
         extra_body={"strength": 0.6, "seed": 11},
     )
     kept = [
-        [(one.color, one.shape, abs(one.x - before.x) <= 6, abs(one.y - before.y) <= 6) for one in seen_in(png)]
+        [
+            (one.color, one.shape, abs(one.x - before.x) <= 6, abs(one.y - before.y) <= 6)
+            for one in seen_in(png)
+        ]
         for png in pngs(recolored)
     ]
     assert kept.count([("blue", "circle", True, True)]) >= 5, kept
@@ -63,7 +72,9 @@ def test_seed_gives_the_same_bytes_again(client: openai.OpenAI, rows: Rows, text
     asking = client.images.with_raw_response
     headers: list[dict[str, str]] = [{}, {}, {"Cache-Control": "no-cache"}]
     answers = [
-        asking.generate(model=MODEL, prompt=text, size="64x64", extra_body={"seed": 7}, extra_headers=one)
+        asking.generate(
+            model=MODEL, prompt=text, size="64x64", extra_body={"seed": 7}, extra_headers=one
+        )
         for one in headers
     ]
     drawn = [pngs(answer.parse()) for answer in answers]
@@ -75,7 +86,9 @@ def test_seed_gives_the_same_bytes_again(client: openai.OpenAI, rows: Rows, text
     assert [bool(row["cost_usd"]) for row in found] == [True, False, True]
 
 
-def test_image_stops_at_its_deadline_and_costs_nothing(client: openai.OpenAI, rows: Rows, text: str) -> None:
+def test_image_stops_at_its_deadline_and_costs_nothing(
+    client: openai.OpenAI, rows: Rows, text: str
+) -> None:
     """Of a minute's work on two cores; the next image does not wait for it."""
     limit_ms = int(3000 * PATIENCE)
     with pytest.raises(openai.APIStatusError) as caught:
@@ -93,7 +106,11 @@ def test_image_stops_at_its_deadline_and_costs_nothing(client: openai.OpenAI, ro
     )
     late, after = rows.of([one.headers["x-request-id"] for one in (caught.value.response, small)])
     assert after["status"] == "succeeded"
-    assert (late["status"], late["error_code"], late["charged_share"]) == ("expired", "deadline_exceeded", 0.0)
+    assert (late["status"], late["error_code"], late["charged_share"]) == (
+        "expired",
+        "deadline_exceeded",
+        0.0,
+    )
     assert 0 < late["steps_saved"] < 100
     assert not late["cost_usd"]
 

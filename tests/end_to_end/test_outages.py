@@ -1,4 +1,6 @@
-"""Parts that die, hang or fail while requests come in: each request has one clear answer and one row, and it heals."""
+"""Parts that die, hang or fail while requests come in: each request has one clear answer and one
+row, and it heals.
+"""
 
 import asyncio
 import base64
@@ -34,7 +36,9 @@ def ask(client: openai.OpenAI, text: str, deadline_ms: int | None = None) -> tup
     """Status, request id and Retry-After of the one answer that a request for an embedding gets."""
     headers = {} if deadline_ms is None else {"X-Penstock-Deadline-Ms": str(deadline_ms)}
     try:
-        given = client.embeddings.with_raw_response.create(model=EMBEDDER, input=text, extra_headers=headers)
+        given = client.embeddings.with_raw_response.create(
+            model=EMBEDDER, input=text, extra_headers=headers
+        )
     except openai.APIStatusError as error:
         given = error.response  # type: ignore[assignment]
     return given.status_code, given.headers["x-request-id"], given.headers.get("retry-after", "")
@@ -50,7 +54,9 @@ def ask_all(client: openai.OpenAI, texts: Sequence[str]) -> list[str]:
 
 def assert_one_row_each(rows: Rows, request_ids: Sequence[str]) -> None:
     found = rows.of(request_ids)
-    assert sorted({row["row_id"] for row in found}) == sorted(f"{request_id}:0" for request_id in request_ids)
+    assert sorted({row["row_id"] for row in found}) == sorted(
+        f"{request_id}:0" for request_id in request_ids
+    )
 
 
 def metric(port: int, name: str) -> float:
@@ -108,7 +114,8 @@ def test_bigquery_is_down_and_all_that_hold_rows_are_killed(
     texts = [f"{text} {number}" for number in range(25)]
     request_ids = ask_all(client, texts) + ask_all(client, texts)
     api.kill()
-    # The last replies went out just before their rows; a job whose rows are not written yet comes again.
+    # The last replies went out just before their rows; a job whose rows are not written yet comes
+    # again.
     worker.kill()
     bigquery.start()
     worker.start()
@@ -141,7 +148,9 @@ def test_pubsub_hangs(stack: Stack, client: openai.OpenAI, rows: Rows, text: str
 
 @pytest.mark.anyio
 async def test_pubsub_is_killed_and_back(tmp_path: Path) -> None:
-    """With a data directory: what it accepted is delivered, and a publish that waits goes through when it is back."""
+    """With a data directory: what it accepted is delivered, and a publish that waits goes through
+    when it is back.
+    """
     port, wanted = free_port(), {f"job {number}".encode() for number in range(20)}
     command = [
         sys.executable,
@@ -155,7 +164,10 @@ async def test_pubsub_is_killed_and_back(tmp_path: Path) -> None:
     with Process("pubsub", command, tmp_path) as server:
         await asyncio.to_thread(server.wait_ready, lambda: listens(port), WAIT_LIMIT_S)
         endpoint = f"127.0.0.1:{port}"
-        async with PubSubAdmin("outages", endpoint) as admin, PubSubTransport("outages", endpoint) as transport:
+        async with (
+            PubSubAdmin("outages", endpoint) as admin,
+            PubSubTransport("outages", endpoint) as transport,
+        ):
             await admin.ensure_topic("jobs")
             await admin.ensure_subscription("jobs", SubscriptionSettings("jobs"))
             accepted = sorted(wanted)[:10]
@@ -170,7 +182,10 @@ async def test_pubsub_is_killed_and_back(tmp_path: Path) -> None:
             server.start()
             await asyncio.gather(*waiting)
             got: set[bytes] = set()
-            async with asyncio.timeout(WAIT_LIMIT_S), transport.subscribe("jobs", max_messages=10) as subscription:
+            async with (
+                asyncio.timeout(WAIT_LIMIT_S),
+                transport.subscribe("jobs", max_messages=10) as subscription,
+            ):
                 async for message in subscription:
                     subscription.ack(message)
                     got.add(message.data)
@@ -178,7 +193,9 @@ async def test_pubsub_is_killed_and_back(tmp_path: Path) -> None:
                         break
 
 
-def test_objects_cannot_be_stored_by_the_api(stack: Stack, client: openai.OpenAI, rows: Rows, text: str) -> None:
+def test_objects_cannot_be_stored_by_the_api(
+    stack: Stack, client: openai.OpenAI, rows: Rows, text: str
+) -> None:
     """A source image above the inline limit needs the store; texts do not."""
     noise = np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)
     png = io.BytesIO()
@@ -204,13 +221,20 @@ def test_objects_cannot_be_stored_by_the_api(stack: Stack, client: openai.OpenAI
     assert [row["status"] for row in found] == ["failed", "succeeded"]
 
 
-def test_objects_cannot_be_stored_by_a_worker(stack: Stack, client: openai.OpenAI, rows: Rows, text: str) -> None:
-    """A result above the inline limit is kept in hand until the store takes it; its caller only waits longer."""
+def test_objects_cannot_be_stored_by_a_worker(
+    stack: Stack, client: openai.OpenAI, rows: Rows, text: str
+) -> None:
+    """A result above the inline limit is kept in hand until the store takes it; its caller only
+    waits longer.
+    """
     port = stack.ports.health[1]
     refusals = 'penstock_objects_errors_total{operation="put"}'
     before = metric(port, refusals)
     draw = partial(
-        client.images.with_raw_response.generate, prompt=text, size="384x384", extra_body={"num_inference_steps": 2}
+        client.images.with_raw_response.generate,
+        prompt=text,
+        size="384x384",
+        extra_body={"num_inference_steps": 2},
     )
     with ThreadPoolExecutor(1) as threads:
         with replaced_by_a_file(stack.state_dir / "objects" / "results"):
@@ -228,11 +252,18 @@ def test_disk_takes_no_rows(stack: Stack, client: openai.OpenAI, rows: Rows, tex
     with replaced_by_a_file(spool_dir):
         number = iter(range(1000))
         eventually(
-            lambda: ask_all(client, [f"{text} {next(number)}"]) and metric(port, "penstock_rows_disk_up") == 0,
+            lambda: (
+                ask_all(client, [f"{text} {next(number)}"])
+                and metric(port, "penstock_rows_disk_up") == 0
+            ),
             WAIT_LIMIT_S,
         )
         request_ids = ask_all(client, [f"{text} full {n}" for n in range(50)])
         assert_one_row_each(rows, request_ids)
     eventually(
-        lambda: ask_all(client, [f"{text} healed {next(number)}"]) and metric(port, "penstock_rows_disk_up") == 1, 20
+        lambda: (
+            ask_all(client, [f"{text} healed {next(number)}"])
+            and metric(port, "penstock_rows_disk_up") == 1
+        ),
+        20,
     )

@@ -1,4 +1,6 @@
-"""Predictions through the whole pipeline, with Replicate's client: run, followed, canceled, repeated."""
+"""Predictions through the whole pipeline, with Replicate's client: run, followed, canceled,
+repeated.
+"""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,19 +31,28 @@ def replicating(stack: Stack) -> Iterator[Any]:
     made._client.close()
 
 
-def test_text_becomes_its_vector(stack: Stack, replicating: Any, reference: Embed, text: str) -> None:
+def test_text_becomes_its_vector(
+    stack: Stack, replicating: Any, reference: Embed, text: str
+) -> None:
     vector = replicating.run(f"any/{EMBEDDER}", input={"text": text})
-    assert np.dot(vector, reference(text)) >= read_catalog(stack.settings.models_file).find(EMBEDDER).tolerance.cosine
+    assert (
+        np.dot(vector, reference(text))
+        >= read_catalog(stack.settings.models_file).find(EMBEDDER).tolerance.cosine
+    )
 
 
 def test_images_are_drawn_and_each_has_its_row(replicating: Any, rows: Rows, text: str) -> None:
-    created = replicating.predictions.create(version=PAINTER, input={"prompt": text, "num_outputs": 2}, wait=30)
+    created = replicating.predictions.create(
+        version=PAINTER, input={"prompt": text, "num_outputs": 2}, wait=30
+    )
     assert created.status == "succeeded"
     assert created.progress is None or created.progress.percentage == 1
     assert created.metrics["predict_time"] > 0
     assert [image.partition(",")[0] for image in created.output] == ["data:image/png;base64"] * 2
     found = rows.of([created.id], count=2)
-    assert [(row["row_id"], row["status"]) for row in found] == [(f"{created.id}:{n}", "succeeded") for n in range(2)]
+    assert [(row["row_id"], row["status"]) for row in found] == [
+        (f"{created.id}:{n}", "succeeded") for n in range(2)
+    ]
 
 
 def test_canceled_image_stops_at_its_next_step(replicating: Any, rows: Rows, text: str) -> None:

@@ -1,4 +1,6 @@
-"""Webhooks through the whole pipeline, verified by Replicate's client: what a caller is told who does not ask."""
+"""Webhooks through the whole pipeline, verified by Replicate's client: what a caller is told who
+does not ask.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Told:
         class Take(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"])).decode()
-                told.deliveries.append(({name.lower(): value for name, value in self.headers.items()}, body))
+                told.deliveries.append(
+                    ({name.lower(): value for name, value in self.headers.items()}, body)
+                )
                 self.send_response(204)
                 self.end_headers()
 
@@ -76,7 +80,8 @@ def test_webhook_tells_what_get_tells(replicating: Any, told: Told, text: str) -
     ended = json.loads(told.deliveries[-1][1])
     created.reload()
     assert {name: ended[name] for name in ("id", "status", "input", "metrics", "completed_at")} == {
-        name: getattr(created, name) for name in ("id", "status", "input", "metrics", "completed_at")
+        name: getattr(created, name)
+        for name in ("id", "status", "input", "metrics", "completed_at")
     }
     (image,) = ended["output"]
     assert image.startswith("data:image/png") or httpx.get(image).content.startswith(b"\x89PNG")

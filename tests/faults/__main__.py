@@ -1,4 +1,6 @@
-"""`python -m tests.faults`: the fault suite in full; prints every fault and the table, and fails on any flaw."""
+"""`python -m tests.faults`: the fault suite in full; prints every fault and the table, and fails on
+any flaw.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=66)
     parser.add_argument("--in-flight", type=int, default=48)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--folder", type=Path, help="keeps state and logs here; default: a folder that goes")
+    parser.add_argument(
+        "--folder", type=Path, help="keeps state and logs here; default: a folder that goes"
+    )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="penstock-faults-") as temporary:
         folder = given.folder or Path(temporary)
@@ -40,7 +44,10 @@ def main() -> int:
         print(f"  {name:16} {count:6}")
     print(f"\n  answers: {dict(found.tally.answered)}")
     print(f"  tries that failed: {dict(found.tally.tries)}")
-    print(f"  longest wait for an answer: {found.tally.longest_s:.1f} s; the suite took {found.took_s:.0f} s")
+    print(
+        f"  longest wait for an answer: {found.tally.longest_s:.1f} s;"
+        f" the suite took {found.took_s:.0f} s"
+    )
     for flaw in found.flaws()[:FLAWS_SHOWN]:
         print(f"  {flaw}")
     return 1 if found.flaws() else 0

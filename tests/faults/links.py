@@ -1,4 +1,6 @@
-"""Connections that can be cut and frozen: a TCP proxy for each link between two parts, all on a thread of their own."""
+"""Connections that can be cut and frozen: a TCP proxy for each link between two parts, all on a
+thread of their own.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ class Link:
                 return
             back, onward = await asyncio.open_connection("127.0.0.1", self.target_port)
             self.writers.add(onward)
-            ways = [asyncio.create_task(self._carry(reader, onward)), asyncio.create_task(self._carry(back, writer))]
+            ways = [
+                asyncio.create_task(self._carry(reader, onward)),
+                asyncio.create_task(self._carry(back, writer)),
+            ]
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
             for way in ways:
                 way.cancel()
@@ -70,7 +75,9 @@ class Links:
 
     def __init__(self, targets: dict[str, int]) -> None:
         self._targets = targets
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="links", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._run()), name="links", daemon=True
+        )
         self._links: dict[str, Link] = {}
         self._opened = threading.Event()
 
@@ -85,7 +92,9 @@ class Links:
         async with contextlib.AsyncExitStack() as stack:
             for name, port in self._targets.items():
                 link = self._links[name] = Link(port)
-                server = await stack.enter_async_context(await asyncio.start_server(link.serve, "127.0.0.1", 0))
+                server = await stack.enter_async_context(
+                    await asyncio.start_server(link.serve, "127.0.0.1", 0)
+                )
                 link.port = server.sockets[0].getsockname()[1]
             self._opened.set()
             await self._over.wait()
@@ -94,7 +103,10 @@ class Links:
                 link.cut()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join(LIMIT_S)

@@ -1,4 +1,6 @@
-"""What goes wrong, when: faults drawn from a seed, each of every kind in turn, injected while traffic runs."""
+"""What goes wrong, when: faults drawn from a seed, each of every kind in turn, injected while
+traffic runs.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The fault suite: traffic runs while parts die, hang and are cut off; then everything is counted.
 
-`python -m tests.faults` runs it in full (`make faults`); tests/faults/test_faults.py in a short form.
+`python -m tests.faults` runs it in full (`make faults`); tests/faults/test_faults.py in a short
+form.
 """
 
 from __future__ import annotations
@@ -62,7 +63,13 @@ class Findings:
 
 
 def run(
-    folder: Path, *, requests: int, faults_count: int, in_flight: int, seed: int, say: Callable[[str], None]
+    folder: Path,
+    *,
+    requests: int,
+    faults_count: int,
+    in_flight: int,
+    seed: int,
+    say: Callable[[str], None],
 ) -> Findings:
     """Runs traffic and faults side by side and counts what came of it.
 
@@ -77,13 +84,17 @@ def run(
     began_s = time.monotonic()
     with World(folder) as world:
         say(f"all parts ready after {time.monotonic() - began_s:.1f} s")
-        traffic = Traffic([world.url(api) for api in APIS], in_flight=in_flight, requests=requests, seed=seed)
+        traffic = Traffic(
+            [world.url(api) for api in APIS], in_flight=in_flight, requests=requests, seed=seed
+        )
         done = asyncio.run(_run(world, traffic, faults(seed, faults_count), say))
         missing, double, wrong = _check_rows(world, traffic.tally)
     return Findings(done, traffic.tally, missing, double, wrong, time.monotonic() - began_s)
 
 
-async def _run(world: World, traffic: Traffic, plan: Iterator[Fault], say: Callable[[str], None]) -> Counter[str]:
+async def _run(
+    world: World, traffic: Traffic, plan: Iterator[Fault], say: Callable[[str], None]
+) -> Counter[str]:
     async with traffic:
         injecting = asyncio.create_task(inject(world, plan, say))
         await traffic.run(lambda: not injecting.done())
@@ -93,7 +104,9 @@ async def _run(world: World, traffic: Traffic, plan: Iterator[Fault], say: Calla
 
 
 def _check_rows(world: World, tally: Tally) -> tuple[list[str], list[str], list[str]]:
-    """Ids of requests without a row, with two, and with one that says something else than their answer."""
+    """Ids of requests without a row, with two, and with one that says something else than their
+    answer.
+    """
     settings = world.settings
     client = bigquery.Client(
         project=settings.project,

@@ -1,4 +1,6 @@
-"""The fault suite in its short form: every kind of fault once, while traffic runs; `make faults` runs it in full."""
+"""The fault suite in its short form: every kind of fault once, while traffic runs; `make faults`
+runs it in full.
+"""
 
 from pathlib import Path
 
@@ -8,11 +10,15 @@ from tests.faults.suite import run
 FAULTS = 6
 REQUESTS = 500
 SEED = 16247
-"""Its first faults are one of each kind; among them are a killed worker, a Pub/Sub that hangs, a restarted API."""
+"""Its first faults are one of each kind; among them are a killed worker, a Pub/Sub that hangs, a
+restarted API.
+"""
 
 
 def test_nothing_is_lost_doubled_or_wrong_while_parts_fail(tmp_path: Path) -> None:
-    found = run(tmp_path, requests=REQUESTS, faults_count=FAULTS, in_flight=24, seed=SEED, say=print)
+    found = run(
+        tmp_path, requests=REQUESTS, faults_count=FAULTS, in_flight=24, seed=SEED, say=print
+    )
     assert found.flaws() == []
     assert found.faults.total() == FAULTS
     assert found.tally.ended == found.tally.sent >= REQUESTS

@@ -1,4 +1,6 @@
-"""Callers who want an answer: each request is repeated under its Idempotency-Key until it has one, and then checked."""
+"""Callers who want an answer: each request is repeated under its Idempotency-Key until it has one,
+and then checked.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ DEADLINE_MS = "30000"
 COSINE = 0.9999
 TEXTS = 64
 ALONE = 4
-"""Requests at the end, one after the other: what only a next message would wake is seen with nothing behind it."""
+"""Requests at the end, one after the other: what only a next message would wake is seen with
+nothing behind it.
+"""
 PREDICTION_SHARE, CANCEL_SHARE, REPEAT_SHARE = 0.1, 0.1, 0.02
 TRANSIENT = frozenset({409, 429, 500, 502, 503, 504})
 
@@ -91,26 +95,37 @@ class Traffic:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self._session.close()
 
     async def run(self, goes_on: Callable[[], bool]) -> None:
-        """Sends until all requests are sent and `goes_on` says no; every request that was begun is ended first."""
+        """Sends until all requests are sent and `goes_on` says no; every request that was begun is
+        ended first.
+        """
         async with asyncio.TaskGroup() as callers:
             for _ in range(self._in_flight):
                 callers.create_task(self._call(goes_on))
 
     async def alone(self) -> None:
-        """Sends requests one after the other, with nothing wrong any more; none of them may wait for its deadline."""
+        """Sends requests one after the other, with nothing wrong any more; none of them may wait
+        for its deadline.
+        """
         for number in range(ALONE):
             late = self.tally.tries["504"]
-            found = await self._insist("POST", "/v1/embeddings", _body(number), None, {"Cache-Control": "no-store"})
+            found = await self._insist(
+                "POST", "/v1/embeddings", _body(number), None, {"Cache-Control": "no-store"}
+            )
             if found is None or self.tally.tries["504"] > late:
                 self.tally.not_healed.append(f"text {number}, alone")
 
     async def _reference(self, number: int) -> Vector:
-        async with self._session.post(f"{self._urls[0]}/v1/embeddings", json=_body(number)) as response:
+        async with self._session.post(
+            f"{self._urls[0]}/v1/embeddings", json=_body(number)
+        ) as response:
             answer = await response.json()
             self.tally.expected_rows[response.headers["x-request-id"]] = "succeeded"
             return np.asarray(answer["data"][0]["embedding"], np.float32)
@@ -160,7 +175,9 @@ class Traffic:
             await asyncio.sleep(0.1)
         self.tally.lost.append(f"prediction {prediction} is still {states[-1:]}")
 
-    def _take_prediction(self, number: int, prediction: str, read: dict[str, Any], *, is_canceled: bool) -> None:
+    def _take_prediction(
+        self, number: int, prediction: str, read: dict[str, Any], *, is_canceled: bool
+    ) -> None:
         status = read["status"]
         self.tally.answered[f"prediction {status}"] += 1
         self.tally.expected_rows[prediction] = "any" if is_canceled else status
@@ -175,21 +192,38 @@ class Traffic:
             self.tally.wrong.append(request_id)
 
     async def _insist(
-        self, method: str, path: str, body: dict[str, Any] | None, key: str | None, headers: dict[str, str]
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        key: str | None,
+        headers: dict[str, str],
     ) -> tuple[Any, str, bool] | None:
-        """The answer, its request id and whether it was replayed; None, and counted as lost, where none came in time.
+        """The answer, its request id and whether it was replayed; None, and counted as lost, where
+        none came in time.
 
-        A caller that is refused for good is not answered either: nothing here is wrong with what it asks.
+        A caller that is refused for good is not answered either: nothing here is wrong with what it
+        asks.
         """
         until_s, pause_s, seen = time.monotonic() + ANSWER_LIMIT_S, 0.05, "nothing"
-        given = headers | {"X-Penstock-Deadline-Ms": DEADLINE_MS} | ({"Idempotency-Key": key} if key else {})
+        given = (
+            headers
+            | {"X-Penstock-Deadline-Ms": DEADLINE_MS}
+            | ({"Idempotency-Key": key} if key else {})
+        )
         url = self._urls[next(self._next_url) % len(self._urls)]
         while time.monotonic() < until_s:
             try:
-                async with self._session.request(method, url + path, json=body, headers=given) as response:
+                async with self._session.request(
+                    method, url + path, json=body, headers=given
+                ) as response:
                     answer = await response.json(content_type=None)
                     if response.status < 300:
-                        return answer, response.headers["x-request-id"], "idempotent-replayed" in response.headers
+                        return (
+                            answer,
+                            response.headers["x-request-id"],
+                            "idempotent-replayed" in response.headers,
+                        )
                     seen = f"{response.status}"
                     if response.status not in TRANSIENT:
                         self.tally.wrong.append(f"{method} {path}: {response.status} {answer}")

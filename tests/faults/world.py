@@ -1,4 +1,6 @@
-"""A pipeline to break: two API instances and two workers, each behind links of its own, over durable servers."""
+"""A pipeline to break: two API instances and two workers, each behind links of its own, over
+durable servers.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ INSTANCE_LINKS = ("pubsub", "redis")
 
 
 class World:
-    """All parts as real processes; entering starts them and returns when they serve, leaving stops them.
+    """All parts as real processes; entering starts them and returns when they serve, leaving stops
+    them.
 
     Args:
         folder: gets logs, state and spools.
@@ -56,7 +59,14 @@ class World:
         backend: of the model, `onnx` or `torch`; both in fp32.
     """
 
-    def __init__(self, folder: Path, *, workers: int = len(WORKERS), processes: int = 1, backend: str = "onnx") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        workers: int = len(WORKERS),
+        processes: int = 1,
+        backend: str = "onnx",
+    ) -> None:
         self._catalog = CATALOG.format(backend=backend)
         self._workers = WORKERS[:workers]
         self._processes = processes
@@ -64,7 +74,11 @@ class World:
         self._models_file = folder / "models.yaml"
         self._log_dir = folder / "log"
         self._ports = {name: free_port() for name in (*SERVERS, *APIS, *WORKERS)}
-        targets = {f"{one}.{server}": self._ports[server] for one in (*APIS, *WORKERS) for server in INSTANCE_LINKS}
+        targets = {
+            f"{one}.{server}": self._ports[server]
+            for one in (*APIS, *WORKERS)
+            for server in INSTANCE_LINKS
+        }
         self.links = Links(targets)
         self.processes: dict[str, Process] = {}
         # What it starts ends with its thread, so it lives as long as the world.
@@ -92,14 +106,19 @@ class World:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._undo.close()
 
     def _make_graph(self) -> None:
         """The ONNX graph that the workers load, once on this machine."""
         command = [sys.executable, "-m", "workers.optimize", MODEL, "--variants", "fp32"]
-        with Process("optimize", command, self._log_dir, environment=environment_with(self._variables())) as maker:
+        with Process(
+            "optimize", command, self._log_dir, environment=environment_with(self._variables())
+        ) as maker:
             maker.wait_done(180)
 
     def _variables(self) -> dict[str, str]:
@@ -118,15 +137,28 @@ class World:
     @property
     def settings(self) -> ApiSettings:
         """How to reach the servers, past all links."""
-        fields = {name.removeprefix("PENSTOCK_").lower(): value for name, value in self._variables().items()}
+        fields = {
+            name.removeprefix("PENSTOCK_").lower(): value
+            for name, value in self._variables().items()
+        }
         return read_settings(ApiSettings, **fields)
 
     def _server(self, name: str) -> Process:
         if name == "redis":
-            return RedisServer(self._folder / "redis", self._log_dir, self._ports["redis"], persist=True)
+            return RedisServer(
+                self._folder / "redis", self._log_dir, self._ports["redis"], persist=True
+            )
         data_dir = str(self._folder / name)
         module = f"infra.emulators.{name}"
-        command = [sys.executable, "-m", module, "--port", str(self._ports[name]), "--data-dir", data_dir]
+        command = [
+            sys.executable,
+            "-m",
+            module,
+            "--port",
+            str(self._ports[name]),
+            "--data-dir",
+            data_dir,
+        ]
         return Process(name, command, self._log_dir)
 
     def _instance(self, name: str) -> Process:
@@ -136,14 +168,21 @@ class World:
         }
         if name in APIS:
             own |= {"PENSTOCK_PORT": str(self._ports[name]), "PENSTOCK_METRICS_PORT": "0"}
-            return Process(name, [sys.executable, "-m", "api"], self._log_dir, environment=environment_with(own))
+            return Process(
+                name,
+                [sys.executable, "-m", "api"],
+                self._log_dir,
+                environment=environment_with(own),
+            )
         own |= {
             "PENSTOCK_MODEL": MODEL,
             "PENSTOCK_HEALTH_PORT": str(self._ports[name]),
             "PENSTOCK_PROCESSES": str(self._processes),
         }
         command = [sys.executable, "-m", "workers"]
-        return Process(name, command, self._log_dir, environment=environment_with(own), stop_limit_s=30.0)
+        return Process(
+            name, command, self._log_dir, environment=environment_with(own), stop_limit_s=30.0
+        )
 
     def _start(self, undo: ExitStack, process: Process) -> None:
         self.processes[process.name] = undo.enter_context(process)
@@ -164,7 +203,9 @@ class World:
     def wait_ready(self, name: str) -> None:
         """Returns when a part serves (again)."""
         port = self._ports[name]
-        is_ready: Callable[[], bool] = partial(listens, port) if name in SERVERS else partial(answers, port, "/readyz")
+        is_ready: Callable[[], bool] = (
+            partial(listens, port) if name in SERVERS else partial(answers, port, "/readyz")
+        )
         self.processes[name].wait_ready(is_ready, START_LIMIT_S)
 
     def kill_model_process(self, worker: str) -> bool:
@@ -183,4 +224,6 @@ def model_processes(worker: int) -> list[int]:
 
 async def _provision(settings: ApiSettings) -> None:
     async with PubSubAdmin(settings.project, settings.pubsub_endpoint) as admin:
-        await provision(admin, read_catalog(settings.models_file), settings.inbox_pool, settings.reply_slots)
+        await provision(
+            admin, read_catalog(settings.models_file), settings.inbox_pool, settings.reply_slots
+        )

@@ -18,13 +18,25 @@ ROOT = Path(__file__).parents[2]
 def penstock(*words: str, cwd: Path = ROOT, **settings: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | settings
     command = [sys.executable, "-m", "infra.cli", *words]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=WAIT_LIMIT_S)
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=WAIT_LIMIT_S
+    )
 
 
 def test_help_names_every_command() -> None:
     told = penstock("--help")
     assert told.returncode == 0
-    for command in ("up", "demo", "doctor", "pubsub", "bigquery", "api", "worker", "optimize", "report"):
+    for command in (
+        "up",
+        "demo",
+        "doctor",
+        "pubsub",
+        "bigquery",
+        "api",
+        "worker",
+        "optimize",
+        "report",
+    ):
         assert f"\n  {command} " in told.stdout
 
 
@@ -37,8 +49,18 @@ def test_wrong_words_are_refused(words: tuple[str, ...]) -> None:
 
 def test_command_starts_without_heavy_imports() -> None:
     code = "import sys, infra.cli; print(*sorted(sys.modules))"
-    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert not {"google.cloud.bigquery", "grpc", "numpy", "openai", "pydantic", "redis", "torch"} & set(loaded.split())
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert not {
+        "google.cloud.bigquery",
+        "grpc",
+        "numpy",
+        "openai",
+        "pydantic",
+        "redis",
+        "torch",
+    } & set(loaded.split())
 
 
 @pytest.mark.parametrize("server", ["pubsub", "bigquery"])
@@ -51,7 +73,9 @@ def test_servers_run_alone_until_terminated(server: str) -> None:
         assert process.wait(WAIT_LIMIT_S) == 0
 
 
-@pytest.mark.parametrize("words", [("bigquery",), ("pubsub",), ("deploy", "plan"), ("optimize",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [("bigquery",), ("pubsub",), ("deploy", "plan"), ("optimize",)], ids=" ".join
+)
 def test_help_of_a_forwarded_command_has_its_full_name(words: tuple[str, ...]) -> None:
     told = penstock(*words, "--help")
     assert told.returncode == 0
@@ -94,7 +118,10 @@ def test_api_with_a_wrong_setting_says_so() -> None:
 
 def test_up_with_a_wrong_catalog_says_so(tmp_path: Path) -> None:
     told = penstock("up", cwd=tmp_path)
-    assert (told.returncode, told.stderr) == (1, "penstock: models.yaml: No such file or directory\n")
+    assert (told.returncode, told.stderr) == (
+        1,
+        "penstock: models.yaml: No such file or directory\n",
+    )
 
 
 def test_reports_are_listed() -> None:
@@ -123,9 +150,17 @@ def test_report_out_of_reach_says_so() -> None:
 @pytest.mark.parametrize("name", ["batches", "errors", "slowest", "usage"])
 def test_reports_run_on_an_empty_table(bigquery_endpoint: str, name: str) -> None:
     create_tables(read_settings(Settings, bigquery_endpoint=bigquery_endpoint, dataset="cli"))
-    told = penstock("report", name, PENSTOCK_BIGQUERY_ENDPOINT=bigquery_endpoint, PENSTOCK_DATASET="cli")
+    told = penstock(
+        "report", name, PENSTOCK_BIGQUERY_ENDPOINT=bigquery_endpoint, PENSTOCK_DATASET="cli"
+    )
     assert (told.returncode, told.stdout) == (0, "no rows in the last 7 days\n"), told.stderr
-    told = penstock("report", name, "--json", PENSTOCK_BIGQUERY_ENDPOINT=bigquery_endpoint, PENSTOCK_DATASET="cli")
+    told = penstock(
+        "report",
+        name,
+        "--json",
+        PENSTOCK_BIGQUERY_ENDPOINT=bigquery_endpoint,
+        PENSTOCK_DATASET="cli",
+    )
     assert (told.returncode, json.loads(told.stdout)) == (0, [])
 
 

@@ -1,4 +1,4 @@
-"""constraints.txt: whole, with hashes, in agreement with pyproject.toml and with what is installed."""
+"""constraints.txt: whole, with hashes, agrees with pyproject.toml and with what is installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ PROJECT = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
 
 
 def installed(requirement: Requirement, seen: set[tuple[str, str]]) -> Iterator[str]:
-    """The packages that a requirement brings here, by name; torch's own libraries are its build's affair."""
+    """The packages that a requirement brings here, by name; torch's own libraries are its build's
+    affair.
+    """
     for extra in ("", *requirement.extras):
         key = (normalized(requirement.name), extra)
         if key in seen:
@@ -58,7 +60,9 @@ def test_lock_has_all_that_is_installed_for_the_project() -> None:
 
 def test_lock_names_no_index_and_no_place() -> None:
     for line in Path("constraints.txt").read_text(encoding="utf-8").splitlines():
-        assert re.fullmatch(r"#.*|[a-z0-9.-]+==\S+( ; .*)? \\|    --hash=sha256:[0-9a-f]{64}( \\)?", line), line
+        assert re.fullmatch(
+            r"#.*|[a-z0-9.-]+==\S+( ; .*)? \\|    --hash=sha256:[0-9a-f]{64}( \\)?", line
+        ), line
 
 
 def test_torch_asks_for_what_the_lock_was_made_from() -> None:
@@ -72,7 +76,8 @@ def test_torch_asks_for_what_the_lock_was_made_from() -> None:
 def test_what_the_lock_lacks_is_named(asked: str, tmp_path: Path) -> None:
     project = tmp_path / "pyproject.toml"
     project.write_text(
-        f'[build-system]\nrequires = []\n[project]\ndependencies = ["{asked}"]\n[project.optional-dependencies]\n'
+        f'[build-system]\nrequires = []\n[project]\ndependencies = ["{asked}"]\n'
+        "[project.optional-dependencies]\n"
     )
     assert lacking(project) == [asked]
 
@@ -80,7 +85,9 @@ def test_what_the_lock_lacks_is_named(asked: str, tmp_path: Path) -> None:
 def test_commands_print_for_pip() -> None:
     def said(*words: str) -> str:
         command = [sys.executable, "infra/lock.py", *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_LIMIT_S).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=WAIT_LIMIT_S
+        ).stdout
 
     locked = read_lock()
     assert said("pins").splitlines() == [f"{name}=={one.version}" for name, one in locked.items()]

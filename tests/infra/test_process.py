@@ -22,7 +22,9 @@ while True:
 """
 
 
-def python(name: str, code: str, folder: Path, *arguments: object, stop_limit_s: float = 5.0) -> Process:
+def python(
+    name: str, code: str, folder: Path, *arguments: object, stop_limit_s: float = 5.0
+) -> Process:
     command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
     return Process(name, command, folder, stop_limit_s=stop_limit_s)
 
@@ -49,7 +51,8 @@ def test_early_end_is_told_with_the_end_of_the_log(tmp_path: Path) -> None:
     with (
         python("broken", code, tmp_path) as broken,
         pytest.raises(
-            Unavailable, match=r"broken ended with code 3 before it was ready; the end of .*broken\.log:\n  80"
+            Unavailable,
+            match=r"broken ended with code 3 before it was ready; the end of .*broken\.log:\n  80",
         ),
     ):
         broken.wait_ready(lambda: False, WAIT_LIMIT_S)
@@ -58,7 +61,9 @@ def test_early_end_is_told_with_the_end_of_the_log(tmp_path: Path) -> None:
 def test_killed_process_is_told_by_its_signal(tmp_path: Path) -> None:
     with (
         python("killed", "import os; os.kill(os.getpid(), 9)", tmp_path) as killed,
-        pytest.raises(Unavailable, match="killed was ended by SIGKILL before it was ready; it said nothing"),
+        pytest.raises(
+            Unavailable, match="killed was ended by SIGKILL before it was ready; it said nothing"
+        ),
     ):
         killed.wait_ready(lambda: False, WAIT_LIMIT_S)
 
@@ -74,7 +79,10 @@ def test_readiness_has_a_limit(tmp_path: Path) -> None:
 def test_wait_done_wants_success(tmp_path: Path) -> None:
     with python("maker", "print('made')", tmp_path) as maker:
         maker.wait_done(WAIT_LIMIT_S)
-    with python("maker", "raise SystemExit('no disk')", tmp_path) as maker, pytest.raises(Unavailable, match="no disk"):
+    with (
+        python("maker", "raise SystemExit('no disk')", tmp_path) as maker,
+        pytest.raises(Unavailable, match="no disk"),
+    ):
         maker.wait_done(WAIT_LIMIT_S)
     with (
         python("maker", SERVER, tmp_path, free_port()) as maker,
@@ -98,7 +106,9 @@ def test_deaf_process_and_its_children_are_killed(tmp_path: Path) -> None:
 
 def test_child_left_behind_is_killed(tmp_path: Path) -> None:
     port = free_port()
-    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SERVER!r}, sys.argv[1]])"
+    code = (
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SERVER!r}, sys.argv[1]])"
+    )
     parent = python("parent", code, tmp_path, port)
     with parent:
         parent.wait_done(WAIT_LIMIT_S)
@@ -125,7 +135,8 @@ def test_nothing_outlives_a_killed_parent(tmp_path: Path) -> None:
     import sys, time
     from pathlib import Path
     from infra.local.process import Process, listens
-    with Process("server", [sys.executable, "-c", {SERVER!r}, sys.argv[1]], Path(sys.argv[2])) as server:
+    command = [sys.executable, "-c", {SERVER!r}, sys.argv[1]]
+    with Process("server", command, Path(sys.argv[2])) as server:
         server.wait_ready(lambda: listens(int(sys.argv[1])), {WAIT_LIMIT_S})
         print("ready", flush=True)
         time.sleep(600)
@@ -139,7 +150,9 @@ def test_nothing_outlives_a_killed_parent(tmp_path: Path) -> None:
 
 
 def test_missing_program_is_told(tmp_path: Path) -> None:
-    with pytest.raises(Unavailable, match="nothing: /no/such/program does not run here: No such file"):
+    with pytest.raises(
+        Unavailable, match="nothing: /no/such/program does not run here: No such file"
+    ):
         Process("nothing", ["/no/such/program"], tmp_path).start()
 
 
@@ -158,8 +171,15 @@ def test_free_ports_are_claimed_among_processes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(process, "PORT_TRIES", 3)
     with pytest.raises(Unavailable, match="no free port between"):
         free_port()
-    code = f"from infra.local import process; process.FREE_PORTS = ({first}, {first + 1}); process.free_port()"
+    code = (
+        "from infra.local import process;"
+        f" process.FREE_PORTS = ({first}, {first + 1}); process.free_port()"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_LIMIT_S,
+        check=False,
     )
     assert "no free port between" in done.stderr

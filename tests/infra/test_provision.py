@@ -1,4 +1,6 @@
-"""What the local stack creates on the broker: everything that API and workers use, and again without harm."""
+"""What the local stack creates on the broker: everything that API and workers use, and again
+without harm.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,18 @@ async def test_everything_in_use_is_created(pubsub_endpoint: str) -> None:
         for model in CATALOG.models:
             wanted += [workers_subscription_id(model.name), batch_subscription_id(model.name)]
             wanted += [dead_letter_subscription_id(model.name)]
-        assert [await admin.subscription_exists(subscription_id) for subscription_id in wanted] == [True] * len(wanted)
+        assert [await admin.subscription_exists(subscription_id) for subscription_id in wanted] == [
+            True
+        ] * len(wanted)
         assert not await admin.subscription_exists(slot_subscription_id("2", 0))
 
 
 @pytest.mark.anyio
 async def test_reply_reaches_its_slot_only(pubsub_endpoint: str) -> None:
-    async with PubSubAdmin("slots", pubsub_endpoint) as admin, PubSubTransport("slots", pubsub_endpoint) as broker:
+    async with (
+        PubSubAdmin("slots", pubsub_endpoint) as admin,
+        PubSubTransport("slots", pubsub_endpoint) as broker,
+    ):
         await provision(admin, CATALOG, inbox_pool=1, slots=2)
         async with (
             broker.subscribe(slot_subscription_id("0", 0), max_messages=5) as first,
@@ -57,15 +64,22 @@ async def test_reply_reaches_its_slot_only(pubsub_endpoint: str) -> None:
 @pytest.mark.anyio
 async def test_job_has_one_lane(pubsub_endpoint: str) -> None:
     name = CATALOG.models[0].name
-    async with PubSubAdmin("lanes", pubsub_endpoint) as admin, PubSubTransport("lanes", pubsub_endpoint) as broker:
+    async with (
+        PubSubAdmin("lanes", pubsub_endpoint) as admin,
+        PubSubTransport("lanes", pubsub_endpoint) as broker,
+    ):
         await provision(admin, CATALOG, inbox_pool=0, slots=1)
         async with (
             broker.subscribe(workers_subscription_id(name), max_messages=5) as interactive,
             broker.subscribe(batch_subscription_id(name), max_messages=5) as batch,
         ):
             for lane in ("batch", "", "batch", "interactive"):
-                await broker.publish(jobs_topic_id(name), lane.encode() or b"none", {"lane": lane} if lane else {})
-            got = [[(await anext(aiter(each))).data for _ in range(2)] for each in (interactive, batch)]
+                await broker.publish(
+                    jobs_topic_id(name), lane.encode() or b"none", {"lane": lane} if lane else {}
+                )
+            got = [
+                [(await anext(aiter(each))).data for _ in range(2)] for each in (interactive, batch)
+            ]
         assert got == [[b"none", b"interactive"], [b"batch", b"batch"]]
 
 
@@ -83,7 +97,10 @@ async def test_pushes_follow_the_functions(pubsub_endpoint: str) -> None:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     nowhere, here = "http://127.0.0.1:9", f"http://127.0.0.1:{runner.addresses[0][1]}"
-    async with PubSubAdmin("pushes", pubsub_endpoint) as admin, PubSubTransport("pushes", pubsub_endpoint) as broker:
+    async with (
+        PubSubAdmin("pushes", pubsub_endpoint) as admin,
+        PubSubTransport("pushes", pubsub_endpoint) as broker,
+    ):
         for functions_url in (nowhere, here):
             await provision(admin, CATALOG, 0, 1, functions_url)
         await broker.publish(dead_letter_topic_id(CATALOG.models[0].name), b"", {"of": "course"})
@@ -97,7 +114,10 @@ async def test_pushes_follow_the_functions(pubsub_endpoint: str) -> None:
 @pytest.mark.anyio
 async def test_job_that_nobody_can_do_becomes_a_dead_letter(pubsub_endpoint: str) -> None:
     name = CATALOG.models[0].name
-    async with PubSubAdmin("dead", pubsub_endpoint) as admin, PubSubTransport("dead", pubsub_endpoint) as broker:
+    async with (
+        PubSubAdmin("dead", pubsub_endpoint) as admin,
+        PubSubTransport("dead", pubsub_endpoint) as broker,
+    ):
         await provision(admin, CATALOG, inbox_pool=0, slots=1)
         await broker.publish(jobs_topic_id(name), b"poison", {"of": "course"})
         async with (

@@ -52,7 +52,15 @@ def servers(redis_url: str, pubsub_endpoint: str, bigquery_endpoint: str) -> dic
 
 
 def all_ports(ports: Ports) -> list[int]:
-    return [ports.api, ports.pubsub, ports.bigquery, ports.redis, *ports.health, ports.functions, ports.metrics]
+    return [
+        ports.api,
+        ports.pubsub,
+        ports.bigquery,
+        ports.redis,
+        *ports.health,
+        ports.functions,
+        ports.metrics,
+    ]
 
 
 def test_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -60,7 +68,9 @@ def test_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
     ports = Ports.free()
     with socket.create_server(("127.0.0.1", ports.bigquery)):
         stack = Stack(tmp_path, ports=ports, say=said.append)
-        with pytest.raises(ConfigurationError, match=rf"port {ports.bigquery} \(bigquery\) is taken: stop what"):
+        with pytest.raises(
+            ConfigurationError, match=rf"port {ports.bigquery} \(bigquery\) is taken: stop what"
+        ):
             stack.__enter__()
     assert stack.processes == {}
     assert not [line for line in said if "ready" in line]
@@ -73,7 +83,9 @@ def test_every_model_needs_a_health_port(tmp_path: Path) -> None:
 
 
 def test_wrong_setting_is_refused(tmp_path: Path) -> None:
-    stack = Stack(tmp_path, ports=Ports.free(), settings={"PENSTOCK_REPLY_SLOTS": "0"}, say=lambda line: None)
+    stack = Stack(
+        tmp_path, ports=Ports.free(), settings={"PENSTOCK_REPLY_SLOTS": "0"}, say=lambda line: None
+    )
     with pytest.raises(ConfigurationError, match="PENSTOCK_REPLY_SLOTS"):
         stack.__enter__()
 
@@ -82,23 +94,36 @@ def test_part_that_fails_is_told_and_nothing_stays(tmp_path: Path, servers: dict
     models_file = str(catalog(tmp_path, "package:no_such_package/model"))
     ports = Ports.free(workers=1)
     stack = Stack(
-        tmp_path, ports=ports, settings=servers | {"PENSTOCK_MODELS_FILE": models_file}, say=lambda line: None
+        tmp_path,
+        ports=ports,
+        settings=servers | {"PENSTOCK_MODELS_FILE": models_file},
+        say=lambda line: None,
     )
-    with pytest.raises(Unavailable, match=r"(?s)worker-mini ended with code .*no_such_package") as caught:
+    with pytest.raises(
+        Unavailable, match=r"(?s)worker-mini ended with code .*no_such_package"
+    ) as caught:
         stack.__enter__()
     assert str(stack.log_dir / "worker-mini.log") in caught.value.message
     assert list(stack.processes) == ["worker-mini", "api", "functions"]
     assert not [port for port in all_ports(ports) if listens(port)]
 
 
-def test_graphs_that_a_model_lacks_are_made_at_the_first_start(tmp_path: Path, servers: dict[str, str]) -> None:
-    folder, artifacts_dir, models_file = tmp_path / "model", tmp_path / "artifacts", tmp_path / "models.yaml"
+def test_graphs_that_a_model_lacks_are_made_at_the_first_start(
+    tmp_path: Path, servers: dict[str, str]
+) -> None:
+    folder, artifacts_dir, models_file = (
+        tmp_path / "model",
+        tmp_path / "artifacts",
+        tmp_path / "models.yaml",
+    )
     folder.mkdir()
     make_tiny_bert(folder)
     models_file.write_text(ENTRY.format(folder=folder, tolerance=0.9999))
     own = {"PENSTOCK_MODELS_FILE": str(models_file), "PENSTOCK_ARTIFACTS_DIR": str(artifacts_dir)}
     said: list[str] = []
-    with Stack(tmp_path / "state", ports=Ports.free(workers=1), settings=servers | own, say=said.append):
+    with Stack(
+        tmp_path / "state", ports=Ports.free(workers=1), settings=servers | own, say=said.append
+    ):
         assert list(artifacts_dir.glob("tiny/*/fp32.onnx"))
     assert [line for line in said if "tiny: looked for, and made at the first start" in line]
 
@@ -106,16 +131,26 @@ def test_graphs_that_a_model_lacks_are_made_at_the_first_start(tmp_path: Path, s
 def test_every_worker_may_have_all_cores(tmp_path: Path, servers: dict[str, str]) -> None:
     models_file = catalog(tmp_path, MINI)
     _, _, entry = (
-        models_file.read_text().replace("    dimensions", "    precision: fp32\n    dimensions").partition("models:\n")
+        models_file.read_text()
+        .replace("    dimensions", "    precision: fp32\n    dimensions")
+        .partition("models:\n")
     )
     models_file.write_text(f"models:\n{entry}{entry.replace('name: mini', 'name: other')}")
     # One thread each: what is left open is how many processes there are.
-    own = {"PENSTOCK_MODELS_FILE": str(models_file), "PENSTOCK_ARTIFACTS_DIR": str(tmp_path), "PENSTOCK_THREADS": "1"}
+    own = {
+        "PENSTOCK_MODELS_FILE": str(models_file),
+        "PENSTOCK_ARTIFACTS_DIR": str(tmp_path),
+        "PENSTOCK_THREADS": "1",
+    }
     ports = Ports.free(workers=2)
     with Stack(tmp_path / "state", ports=ports, settings=servers | own, say=lambda line: None):
         for port in ports.health:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_LIMIT_S) as answer:
-                (told,) = [line for line in answer.read().decode().splitlines() if "backend_info{" in line]
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{port}/metrics", timeout=WAIT_LIMIT_S
+            ) as answer:
+                (told,) = [
+                    line for line in answer.read().decode().splitlines() if "backend_info{" in line
+                ]
             assert f'processes="{min(4, usable_cores())}"' in told
 
 
@@ -149,11 +184,15 @@ def running_up(folder: Path, settings: dict[str, str]) -> Iterator[Up]:
     environment = os.environ | settings | {"PYTHONPATH": str(ROOT)}
     with (
         log_path.open("wb") as output,
-        subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output) as process,
+        subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=output, stderr=output
+        ) as process,
     ):
         up = Up(process, ports, log_path)
         try:
-            wait_until(lambda: "Ctrl-C stops it." in up.said or process.poll() is not None, START_LIMIT_S)
+            wait_until(
+                lambda: "Ctrl-C stops it." in up.said or process.poll() is not None, START_LIMIT_S
+            )
             yield up
         finally:
             process.terminate()

@@ -4,8 +4,13 @@ from infra.text_table import table, transposed
 
 
 def test_numbers_stand_to_the_right() -> None:
-    assert table(("model", "items", "cost"), [("mini", 12, 0.5), ("painter", 4, None), ("x", -1, 0.000125)]) == (
-        "  model    items      cost\n  mini        12      0.50\n  painter      4         -\n  x           -1  0.000125"
+    assert table(
+        ("model", "items", "cost"), [("mini", 12, 0.5), ("painter", 4, None), ("x", -1, 0.000125)]
+    ) == (
+        "  model    items      cost\n"
+        "  mini        12      0.50\n"
+        "  painter      4         -\n"
+        "  x           -1  0.000125"
     )
 
 
@@ -27,7 +32,10 @@ def test_money_is_shown_to_the_last_fraction_of_a_cent(value: float, shown: str)
 
 
 def test_whole_numbers_have_no_decimals() -> None:
-    heads, rows = ("model", "charged_tokens", "cost_usd"), [("mini", 64.0, 0.0), ("painter", 131072.0, 0.1425408)]
+    heads, rows = (
+        ("model", "charged_tokens", "cost_usd"),
+        [("mini", 64.0, 0.0), ("painter", 131072.0, 0.1425408)],
+    )
 
     assert table(heads, rows) == (
         "  model    charged_tokens   cost_usd\n"
@@ -35,7 +43,9 @@ def test_whole_numbers_have_no_decimals() -> None:
         "  painter          131072  0.1425408"
     )
     assert transposed(heads, rows) == (
-        "  model           mini    painter\n  charged_tokens    64     131072\n  cost_usd        0.00  0.1425408"
+        "  model           mini    painter\n"
+        "  charged_tokens    64     131072\n"
+        "  cost_usd        0.00  0.1425408"
     )
 
 

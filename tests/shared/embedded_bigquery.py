@@ -31,23 +31,32 @@ class Server:
     @contextmanager
     def running(self) -> Iterator[None]:
         command = [sys.executable, "-m", "infra.emulators.bigquery", "--port", str(self.port)]
-        with Process("bigquery", [*command, "--data-dir", str(self.folder / "data")], self.folder) as process:
+        with Process(
+            "bigquery", [*command, "--data-dir", str(self.folder / "data")], self.folder
+        ) as process:
             process.wait_ready(lambda: listens(self.port), START_LIMIT_S)
             create(self.client(), DATASET)
             yield
 
     def client(self) -> bigquery.Client:
         options = {"api_endpoint": self.endpoint}
-        return bigquery.Client(project=PROJECT, credentials=AnonymousCredentials(), client_options=options)
+        return bigquery.Client(
+            project=PROJECT, credentials=AnonymousCredentials(), client_options=options
+        )
 
     def row_ids(self, table: str = "rows") -> list[str]:
-        query = f"SELECT row_id FROM {DATASET}.{table} WHERE received_at > TIMESTAMP '2020-01-01' ORDER BY row_id"
+        query = (
+            f"SELECT row_id FROM {DATASET}.{table}"
+            " WHERE received_at > TIMESTAMP '2020-01-01' ORDER BY row_id"
+        )
         with self.client() as client:
             return [str(row["row_id"]) for row in client.query(query).result()]
 
 
 def writer(server: Server, spool_dir: Path) -> RowWriter:
-    return RowWriter(project=PROJECT, dataset=DATASET, endpoint=server.endpoint, spool_dir=spool_dir)
+    return RowWriter(
+        project=PROJECT, dataset=DATASET, endpoint=server.endpoint, spool_dir=spool_dir
+    )
 
 
 def row(number: int, **fields: object) -> Row:

@@ -1,4 +1,6 @@
-"""A gRPC server that answers the client's calls as a test says and writes down what came: for failures on demand."""
+"""A gRPC server that answers the client's calls as a test says and writes down what came: for
+failures on demand.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ UNARY = {"Publish": "Publisher", "Acknowledge": "Subscriber", "ModifyAckDeadline
 class ScriptedPubSub:
     """What the server does next and what it has seen.
 
-    `failures[method]` are statuses for the next calls of that method; `gate`, while cleared, holds every unary call.
-    `refuses`, given, says which messages make a publish invalid. Streams send what is put in `deliveries`: a list of
-    message bodies, or a status that ends the stream.
+    `failures[method]` are statuses for the next calls of that method; `gate`, while cleared, holds
+    every unary call. `refuses`, given, says which messages make a publish invalid. Streams send
+    what is put in `deliveries`: a list of message bodies, or a status that ends the stream.
     """
 
     endpoint: str = ""
@@ -33,7 +35,9 @@ class ScriptedPubSub:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     refuses: Callable[[bytes], bool] = field(default=lambda data: False)
     deliveries: asyncio.Queue[list[bytes] | grpc.StatusCode] = field(default_factory=asyncio.Queue)
-    requests: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in (*UNARY, "StreamingPull")})
+    requests: dict[str, list[Any]] = field(
+        default_factory=lambda: {name: [] for name in (*UNARY, "StreamingPull")}
+    )
     ignores_half_close: bool = False
     metadata: list[dict[str, str]] = field(default_factory=list)
     peers: set[str] = field(default_factory=set)
@@ -56,7 +60,9 @@ class ScriptedPubSub:
             return Empty()
         if any(self.refuses(message.data) for message in request.messages):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "as scripted")
-        return pubsub.PublishResponse.pb()(message_ids=[str(next(self._ids)) for _ in request.messages])
+        return pubsub.PublishResponse.pb()(
+            message_ids=[str(next(self._ids)) for _ in request.messages]
+        )
 
     async def stream(self, requests: AsyncIterator[Any], context: Any) -> None:
         self.peers.add(context.peer())
@@ -77,7 +83,9 @@ class ScriptedPubSub:
             else:
                 response = pubsub.StreamingPullResponse.pb()()
                 for data in what:
-                    response.received_messages.add(ack_id=f"ack-{next(self._ids)}", message={"data": data})
+                    response.received_messages.add(
+                        ack_id=f"ack-{next(self._ids)}", message={"data": data}
+                    )
                 await context.write(response)
 
     async def _note(self, method: str, request: Any) -> None:
@@ -87,7 +95,9 @@ class ScriptedPubSub:
 
 
 @asynccontextmanager
-async def scripted_pubsub(credentials: grpc.ServerCredentials | None = None) -> AsyncIterator[ScriptedPubSub]:
+async def scripted_pubsub(
+    credentials: grpc.ServerCredentials | None = None,
+) -> AsyncIterator[ScriptedPubSub]:
     """Serves on a free port; in the clear unless `credentials` are given."""
     script = ScriptedPubSub()
     script.gate.set()

@@ -1,4 +1,6 @@
-"""Both levels of the cache over a real Redis that answers; test_cache_outage.py has one that does not."""
+"""Both levels of the cache over a real Redis that answers; test_cache_outage.py has one that does
+not.
+"""
 
 import time
 
@@ -36,7 +38,10 @@ def metric(name: str, **labels: str) -> float:
 
 
 async def test_get_many_names_the_level(redis_url: str) -> None:
-    async with ResultCache(redis_url, BIG_MEMORY) as writer, ResultCache(redis_url, BIG_MEMORY) as reader:
+    async with (
+        ResultCache(redis_url, BIG_MEMORY) as writer,
+        ResultCache(redis_url, BIG_MEMORY) as reader,
+    ):
         await writer.put_many({"a": vector(b"a"), "b": vector(b"b")}, ttl_s=60)
         assert await writer.get_many(["a"]) == {"a": (vector(b"a"), "memory")}
         assert await reader.get_many(["a", "b", "c", "a"]) == {
@@ -48,10 +53,15 @@ async def test_get_many_names_the_level(redis_url: str) -> None:
 
 async def test_image_results_survive_redis(redis_url: str) -> None:
     inline = ImageResult(PNG, 64, 64, seed=3, pixel_steps=9)
-    stored = ImageResult(Blob("image/png", object_key="results/ab/1.png"), 64, 64, seed=4, pixel_steps=9)
+    stored = ImageResult(
+        Blob("image/png", object_key="results/ab/1.png"), 64, 64, seed=4, pixel_steps=9
+    )
     async with ResultCache(redis_url, 0) as cache:
         await cache.put_many({"inline": inline, "stored": stored}, ttl_s=60)
-        assert await cache.get_many(["inline", "stored"]) == {"inline": (inline, "redis"), "stored": (stored, "redis")}
+        assert await cache.get_many(["inline", "stored"]) == {
+            "inline": (inline, "redis"),
+            "stored": (stored, "redis"),
+        }
 
 
 async def test_more_results_than_one_round_trip(redis_url: str) -> None:
@@ -81,7 +91,10 @@ async def test_callers_at_once_get_their_own(redis_url: str) -> None:
 
 async def test_entries_expire_in_both_levels(redis_url: str) -> None:
     clock = Clock()
-    async with ResultCache(redis_url, BIG_MEMORY, clock=clock) as cache, ResultCache(redis_url, BIG_MEMORY) as other:
+    async with (
+        ResultCache(redis_url, BIG_MEMORY, clock=clock) as cache,
+        ResultCache(redis_url, BIG_MEMORY) as other,
+    ):
         await cache.put_many({"a": vector()}, ttl_s=60)
         await other.get_many(["a"])
         async with redis.asyncio.Redis.from_url(redis_url) as client:
@@ -93,7 +106,10 @@ async def test_entries_expire_in_both_levels(redis_url: str) -> None:
 
 async def test_what_came_from_redis_expires_with_it(redis_url: str) -> None:
     clock = Clock()
-    async with ResultCache(redis_url, BIG_MEMORY) as writer, ResultCache(redis_url, BIG_MEMORY, clock=clock) as reader:
+    async with (
+        ResultCache(redis_url, BIG_MEMORY) as writer,
+        ResultCache(redis_url, BIG_MEMORY, clock=clock) as reader,
+    ):
         await writer.put_many({"a": vector()}, ttl_s=60)
         clock.now_s += 50
         assert (await reader.get_many(["a"]))["a"][1] == "redis"
@@ -109,7 +125,10 @@ async def test_ttl_of_zero_keeps_nothing(redis_url: str) -> None:
 
 
 async def test_prefixes_keep_deployments_apart(redis_url: str) -> None:
-    async with ResultCache(redis_url, 0, prefix="one:") as one, ResultCache(redis_url, 0, prefix="two:") as two:
+    async with (
+        ResultCache(redis_url, 0, prefix="one:") as one,
+        ResultCache(redis_url, 0, prefix="two:") as two,
+    ):
         await one.put_many({"a": vector()}, ttl_s=60)
         assert await two.get_many(["a"]) == {}
         assert "a" in await one.get_many(["a"])
@@ -132,7 +151,10 @@ async def test_oversized_result_is_not_kept(redis_url: str) -> None:
 
 
 async def test_unreadable_entry_is_a_miss(redis_url: str) -> None:
-    async with ResultCache(redis_url, 0) as cache, redis.asyncio.Redis.from_url(redis_url) as client:
+    async with (
+        ResultCache(redis_url, 0) as cache,
+        redis.asyncio.Redis.from_url(redis_url) as client,
+    ):
         await cache.put_many({"a": vector(), "b": vector(), "c": vector()}, ttl_s=60)
         names = sorted(await client.keys("*"))
         await client.set(names[0], b"\xff\x00 not ours")
@@ -147,7 +169,10 @@ async def test_counters_tell_levels_apart(redis_url: str) -> None:
         hits = [metric("penstock_cache_hits_total", level=level) for level in ("memory", "redis")]
         return (*hits, metric("penstock_cache_misses_total"))
 
-    async with ResultCache(redis_url, BIG_MEMORY) as writer, ResultCache(redis_url, BIG_MEMORY) as reader:
+    async with (
+        ResultCache(redis_url, BIG_MEMORY) as writer,
+        ResultCache(redis_url, BIG_MEMORY) as reader,
+    ):
         await writer.put_many({"a": vector(), "b": vector()}, ttl_s=60)
         before = counts()
         await reader.get_many(["a", "x", "y"])

@@ -14,13 +14,25 @@ from shared.tasks.embedding import TextInput, TokensInput
 from shared.tasks.image import ImageInput
 
 MODEL = Model.model_validate(
-    {"name": "mini", "task": "embedding", "source": "local:mini", "dimensions": 4, "batch": {"max_tokens": 64}}
+    {
+        "name": "mini",
+        "task": "embedding",
+        "source": "local:mini",
+        "dimensions": 4,
+        "batch": {"max_tokens": 64},
+    }
 )
 PNG = Blob("image/png", data=b"pixels")
 
 
 def drawing(**params: Any) -> ImageInput:
-    usual: dict[str, Any] = {"prompt": "a boat", "width": 64, "height": 64, "steps": 4, "guidance_scale": 7.5}
+    usual: dict[str, Any] = {
+        "prompt": "a boat",
+        "width": 64,
+        "height": 64,
+        "steps": 4,
+        "guidance_scale": 7.5,
+    }
     return ImageInput(**usual | {"seed": 3, "scheduler": "ddim", "strength": 0.5} | params)
 
 
@@ -75,7 +87,11 @@ def test_key_changes_with_image_params(change: dict[str, object]) -> None:
 def test_key_covers_source_image_and_strength() -> None:
     drawn_from = [
         drawing(image=image, strength=strength)
-        for image in (PNG, Blob("image/png", data=b"others"), Blob("image/png", object_key="inputs/1.png"))
+        for image in (
+            PNG,
+            Blob("image/png", data=b"others"),
+            Blob("image/png", object_key="inputs/1.png"),
+        )
         for strength in (0.5, 0.6)
     ]
     assert len({cache_key(MODEL, input, "t") for input in drawn_from}) == len(drawn_from)
@@ -89,14 +105,22 @@ def test_key_ignores_what_changes_no_pixel() -> None:
 
 
 def test_key_tells_text_from_tokens() -> None:
-    inputs: list[Input] = [TextInput("1"), TokensInput([1]), TokensInput([1, 2]), TokensInput([12]), TextInput("")]
+    inputs: list[Input] = [
+        TextInput("1"),
+        TokensInput([1]),
+        TokensInput([1, 2]),
+        TokensInput([12]),
+        TextInput(""),
+    ]
     assert len({cache_key(MODEL, input, "t") for input in inputs}) == len(inputs)
 
 
 def test_key_scope_decides_about_tenant() -> None:
     common = MODEL.model_copy(update={"cache": MODEL.cache.model_copy(update={"scope": "global"})})
     text = TextInput("a cat")
-    assert cache_key(MODEL, text, "a") != cache_key(MODEL, text, "b"), "the scope is the tenant's unless said otherwise"
+    assert cache_key(MODEL, text, "a") != cache_key(MODEL, text, "b"), (
+        "the scope is the tenant's unless said otherwise"
+    )
     assert cache_key(common, text, "a") == cache_key(common, text, "b")
 
 

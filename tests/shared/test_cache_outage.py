@@ -1,4 +1,6 @@
-"""The cache while its Redis is missing, stops, hangs or refuses: nothing fails, nothing waits long, all heals."""
+"""The cache while its Redis is missing, stops, hangs or refuses: nothing fails, nothing waits long,
+all heals.
+"""
 
 import asyncio
 import time
@@ -118,15 +120,23 @@ async def test_a_crowd_of_callers_is_let_go(own_redis: RedisServer) -> None:
         await wait_for(is_open)
 
 
-async def test_refused_write_is_an_error_but_no_reason_to_stop_asking(own_redis: RedisServer) -> None:
-    async with quick_cache(own_redis.url) as cache, redis.asyncio.Redis.from_url(own_redis.url) as client:
+async def test_refused_write_is_an_error_but_no_reason_to_stop_asking(
+    own_redis: RedisServer,
+) -> None:
+    async with (
+        quick_cache(own_redis.url) as cache,
+        redis.asyncio.Redis.from_url(own_redis.url) as client,
+    ):
         await cache.put_many({"a": vector()}, ttl_s=60)
         await client.config_set("maxmemory-policy", "noeviction")
         await client.config_set("maxmemory", 1)
         errors = metric("penstock_cache_errors_total", operation="put")
         for _ in range(redis_client.FAILURES + 1):
             await cache.put_many({"b": vector()}, ttl_s=60)
-        assert metric("penstock_cache_errors_total", operation="put") - errors == redis_client.FAILURES + 1
+        assert (
+            metric("penstock_cache_errors_total", operation="put") - errors
+            == redis_client.FAILURES + 1
+        )
         assert cache.is_up
         assert "a" in await cache.get_many(["a"])
 
@@ -147,7 +157,9 @@ async def test_cancelled_caller_leaves_the_others_alone(own_redis: RedisServer) 
         await wait_for(answers)
 
 
-async def test_answer_that_came_while_the_process_was_held_up_counts(own_redis: RedisServer) -> None:
+async def test_answer_that_came_while_the_process_was_held_up_counts(
+    own_redis: RedisServer,
+) -> None:
     timeout_s = 0.5
     async with ResultCache(own_redis.url, 0, timeout_s=timeout_s) as cache:
         await cache.put_many({"a": vector()}, ttl_s=60)
@@ -158,7 +170,8 @@ async def test_answer_that_came_while_the_process_was_held_up_counts(own_redis: 
             for _ in range(20):
                 await anyio.lowlevel.checkpoint()
             own_redis.resume()
-            # From here no task runs: answer and timer both become due while this process stands still.
+            # From here no task runs: answer and timer both become due while this process stands
+            # still.
             while "cmdstat_mget" not in client.info("commandstats"):
                 pass
             time.sleep(1.2 * timeout_s)  # noqa: ASYNC251

@@ -8,7 +8,13 @@ from shared.cores import usable_cores
 
 @pytest.mark.parametrize(
     ("quota", "cores"),
-    [("max 100000", None), ("50000 100000", 1), ("100000 100000", 1), ("99900000 100000", None), ("nonsense", None)],
+    [
+        ("max 100000", None),
+        ("50000 100000", 1),
+        ("100000 100000", 1),
+        ("99900000 100000", None),
+        ("nonsense", None),
+    ],
 )
 def test_quota_of_the_control_group_counts(tmp_path: Path, quota: str, cores: int | None) -> None:
     (tmp_path / "cpu.max").write_text(quota)

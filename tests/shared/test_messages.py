@@ -31,20 +31,24 @@ from shared.tasks.embedding import EmbeddingResult, TextInput, TokensInput
 from shared.tasks.image import ImageInput, ImageResult
 from shared.usage.row import row_of
 
-MINI = Model(name="mini", task="embedding", source="local:x", dimensions=1, batch=Batch(max_tokens=1))
+MINI = Model(
+    name="mini", task="embedding", source="local:x", dimensions=1, batch=Batch(max_tokens=1)
+)
 texts = st.text(max_size=40)
 cuts = st.sampled_from(["none", "end", "start"])
 names = st.text(min_size=1, max_size=20)
 counts = st.integers(0, 2**31)
 seconds = st.floats(0, 4e9)
-blobs = st.builds(Blob, names, data=st.binary(max_size=64)) | st.builds(Blob, names, object_key=names)
+blobs = st.builds(Blob, names, data=st.binary(max_size=64)) | st.builds(
+    Blob, names, object_key=names
+)
 inputs = st.one_of(
     st.builds(TextInput, texts, cuts),
     st.builds(TokensInput, st.lists(counts, max_size=5), cuts),
     st.builds(
-        ImageInput, prompt=texts, width=counts, height=counts, steps=counts, guidance_scale=st.floats(0, 50),
-        seed=st.integers(0, 2**63 - 1), scheduler=names, negative_prompt=texts, image=st.none() | blobs,
-        strength=st.none() | st.floats(0, 1),
+        ImageInput, prompt=texts, width=counts, height=counts, steps=counts,
+        guidance_scale=st.floats(0, 50), seed=st.integers(0, 2**63 - 1), scheduler=names,
+        negative_prompt=texts, image=st.none() | blobs, strength=st.none() | st.floats(0, 1),
     ),
 )  # fmt: skip
 items = st.lists(
@@ -54,24 +58,34 @@ items = st.lists(
     unique_by=lambda item: item.index,
 )
 envelopes = st.builds(
-    Envelope, request_id=names, part=counts, model=names, tenant=names, inbox=texts, slot=texts, deadline_s=seconds,
-    received_at_s=seconds, published_at_s=seconds, api_instance=texts, attempt=counts, traceparent=texts,
-    cache_key=texts, client_request_id=texts,
+    Envelope, request_id=names, part=counts, model=names, tenant=names, inbox=texts, slot=texts,
+    deadline_s=seconds, received_at_s=seconds, published_at_s=seconds, api_instance=texts,
+    attempt=counts, traceparent=texts, cache_key=texts, client_request_id=texts,
 )  # fmt: skip
-jobs = st.builds(Job, envelopes, st.builds(JobBody, items, cache_read=st.booleans(), cache_write=st.booleans()))
+jobs = st.builds(
+    Job, envelopes, st.builds(JobBody, items, cache_read=st.booleans(), cache_write=st.booleans())
+)
 maybe_ms = st.none() | st.floats(0, 1e6)
 receipts = st.builds(
-    Receipt, cache=names, pulled_at_s=st.none() | seconds, batch_wait_ms=maybe_ms, inference_ms=maybe_ms,
-    batch_size=st.none() | counts, tokens=st.none() | counts,
+    Receipt, cache=names, pulled_at_s=st.none() | seconds, batch_wait_ms=maybe_ms,
+    inference_ms=maybe_ms, batch_size=st.none() | counts, tokens=st.none() | counts,
 )  # fmt: skip
 results = st.builds(EmbeddingResult, st.binary(max_size=64), counts) | st.builds(
     ImageResult, blobs, counts, counts, seed=counts, pixel_steps=counts
 )
 outcomes = st.builds(ItemOutcome, counts, names, receipts, result=st.none() | results) | st.builds(
-    ItemOutcome, counts, names, receipts, error=st.builds(ItemError, names, texts, field=st.none() | names)
+    ItemOutcome,
+    counts,
+    names,
+    receipts,
+    error=st.builds(ItemError, names, texts, field=st.none() | names),
 )
 replies = st.builds(
-    Reply, names, counts, slot=texts, body=st.builds(ReplyBody, st.lists(outcomes, max_size=4), worker=texts)
+    Reply,
+    names,
+    counts,
+    slot=texts,
+    body=st.builds(ReplyBody, st.lists(outcomes, max_size=4), worker=texts),
 )
 
 
@@ -94,7 +108,10 @@ def test_reply_round_trip(sent: Reply) -> None:
     assert decode_reply(data, attributes) == sent
 
 
-@given(st.binary(max_size=60), st.dictionaries(st.sampled_from([*Envelope.__struct_fields__, "schema"]), texts))
+@given(
+    st.binary(max_size=60),
+    st.dictionaries(st.sampled_from([*Envelope.__struct_fields__, "schema"]), texts),
+)
 def test_noise_is_undecodable_and_nothing_else(data: bytes, attributes: dict[str, str]) -> None:
     for decode in (decode_job, decode_reply):
         with pytest.raises(UndecodableMessage):
@@ -163,7 +180,9 @@ def test_body_that_is_no_job(data: bytes) -> None:
     assert caught.value.field == "data"
 
 
-@pytest.mark.parametrize("change", [{"schema": "2"}, {"request_id": None}, {"part": None}, {"part": "x"}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"schema": "2"}, {"request_id": None}, {"part": None}, {"part": "x"}], ids=str
+)
 def test_reply_without_its_attributes(change: dict[str, str | None]) -> None:
     data, attributes = encode_reply(Reply("req_1", 0, "17", ReplyBody([])))
     changed = {name: value for name, value in (attributes | change).items() if value is not None}
@@ -173,7 +192,11 @@ def test_reply_without_its_attributes(change: dict[str, str | None]) -> None:
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [(DeadlineExceeded(), "expired"), (BadInput("no", field="input"), "failed"), (PenstockError(), "failed")],
+    [
+        (DeadlineExceeded(), "expired"),
+        (BadInput("no", field="input"), "failed"),
+        (PenstockError(), "failed"),
+    ],
 )
 def test_failure_carries_the_error(error: PenstockError, status: str) -> None:
     outcome = failure(3, error)
@@ -184,12 +207,16 @@ def test_failure_carries_the_error(error: PenstockError, status: str) -> None:
 def test_row_tells_times_apart() -> None:
     receipt = Receipt("miss", pulled_at_s=100.75, batch_wait_ms=2.0, inference_ms=7.0, tokens=4)
     outcome = ItemOutcome(2, "succeeded", receipt, result=EmbeddingResult(b"", 4))
-    row = row_of(job(attempt=2).envelope, outcome, MINI, replied_at_s=101.0, worker="w", region="local")
+    row = row_of(
+        job(attempt=2).envelope, outcome, MINI, replied_at_s=101.0, worker="w", region="local"
+    )
     assert row.row_id == "req_1:2"
     assert (row.queue_ms, row.total_ms) == (250.0, 1000.0)
     assert (row.batch_wait_ms, row.inference_ms, row.tokens) == (2.0, 7.0, 4)
     assert (row.worker, row.region, row.attempt, row.error_code) == ("w", "local", 2, None)
-    assert not any(isinstance(v, float) and math.isnan(v) for v in msgspec.structs.asdict(row).values())
+    assert not any(
+        isinstance(v, float) and math.isnan(v) for v in msgspec.structs.asdict(row).values()
+    )
 
 
 def test_row_of_a_failure_has_its_code() -> None:
@@ -201,7 +228,9 @@ def test_row_of_a_failure_has_its_code() -> None:
 @pytest.mark.parametrize("status", ["succeeded", "failed", "expired", "canceled"])
 @pytest.mark.parametrize("cache", ["miss", "none", "memory", "redis", "joined"])
 def test_charge_is_for_what_was_delivered(cache: str, status: str, cached_share: float) -> None:
-    model = MINI.model_copy(update={"price": Price(per_million_tokens_usd=2.0, cached_share=cached_share)})
+    model = MINI.model_copy(
+        update={"price": Price(per_million_tokens_usd=2.0, cached_share=cached_share)}
+    )
     outcome = ItemOutcome(0, status, Receipt(cache, tokens=500_000))
     row = row_of(job().envelope, outcome, model)
     share = 0.0 if status != "succeeded" else 1.0 if cache in ("miss", "none") else cached_share

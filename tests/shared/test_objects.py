@@ -41,7 +41,19 @@ async def test_get_of_nothing_names_the_key(objects: ObjectStore) -> None:
 @pytest.mark.parametrize(
     "key",
     [
-        *("", "/", "/etc/passwd", "../secret", "a/../../secret", "a/./b", "a//b", "a/", ".hidden", "a%2f..", "a\\b"),
+        *(
+            "",
+            "/",
+            "/etc/passwd",
+            "../secret",
+            "a/../../secret",
+            "a/./b",
+            "a//b",
+            "a/",
+            ".hidden",
+            "a%2f..",
+            "a\\b",
+        ),
         *("a\0b", "a\n", "a b", "ü.png", "x" * 513),
     ],
 )
@@ -61,7 +73,9 @@ def test_object_key_names_content() -> None:
     assert object_key("inputs", b"pixels", "text/odd").count(".") == 0
 
 
-async def test_relative_folder_is_below_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_relative_folder_is_below_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     await ObjectStore("file://var/objects").put("a/b.png", b"x", "image/png")
     assert (tmp_path / "var/objects/a/b.png").read_bytes() == b"x"
@@ -125,7 +139,9 @@ async def test_missing_bucket_is_no_fault_of_the_caller(monkeypatch: pytest.Monk
             thread.join()
 
 
-async def test_store_that_hangs_holds_up_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_store_that_hangs_holds_up_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shared.stores.objects.TIMEOUT_S", 1.5)
     errors = REGISTRY.get_sample_value("penstock_objects_errors_total", {"operation": "get"}) or 0
     os.mkfifo(tmp_path / "hangs")  # its open waits for somebody who writes
@@ -136,7 +152,10 @@ async def test_store_that_hangs_holds_up_nobody_else(tmp_path: Path, monkeypatch
     assert not any(one.done() for one in asked), "nothing else waited for these"
     found = await asyncio.gather(*asked, return_exceptions=True)
     assert {type(one) for one in found} == {Unavailable}
-    assert REGISTRY.get_sample_value("penstock_objects_errors_total", {"operation": "get"}) == errors + 50
+    assert (
+        REGISTRY.get_sample_value("penstock_objects_errors_total", {"operation": "get"})
+        == errors + 50
+    )
     with (tmp_path / "hangs").open("w"):
         pass  # lets the threads go
 

@@ -1,4 +1,6 @@
-"""A bucket, with the credentials of workload identity federation: a token of the cluster's, exchanged for Google's."""
+"""A bucket, with the credentials of workload identity federation: a token of the cluster's,
+exchanged for Google's.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from infra.kubernetes.identity import credentials
 from shared.errors import Unavailable
 from shared.stores.objects import ObjectStore
 
-AUDIENCE = "//iam.googleapis.com/projects/1/locations/global/workloadIdentityPools/penstock-elsewhere/providers/cluster"
+AUDIENCE = (
+    "//iam.googleapis.com/projects/1/locations/global"
+    "/workloadIdentityPools/penstock-elsewhere/providers/cluster"
+)
 
 
 class Google(ThreadingHTTPServer):
@@ -41,7 +46,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.exchanged.append(asked)
         known = asked["subject_token"] == [self.server.token]
         given = {"access_token": "of-google", "expires_in": 3600, "token_type": "Bearer"}
-        self._answer(200 if known else 400, json.dumps(given if known else {"error": "invalid_grant"}).encode())
+        self._answer(
+            200 if known else 400,
+            json.dumps(given if known else {"error": "invalid_grant"}).encode(),
+        )
 
     def do_PUT(self) -> None:
         body = self._body()

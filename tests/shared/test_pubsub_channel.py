@@ -1,4 +1,6 @@
-"""Where the client connects to, and with what: endpoints, and TLS with credentials as on the real service."""
+"""Where the client connects to, and with what: endpoints, and TLS with credentials as on the real
+service.
+"""
 
 import asyncio
 import datetime
@@ -34,8 +36,14 @@ asyncio.run(main())
     ("endpoint", "parsed"),
     [
         ("", Endpoint(GOOGLE_ENDPOINT, True)),
-        ("us-east1-pubsub.googleapis.com:443", Endpoint("us-east1-pubsub.googleapis.com:443", True)),
-        ("pubsub.us-east1.rep.googleapis.com", Endpoint("pubsub.us-east1.rep.googleapis.com:443", True)),
+        (
+            "us-east1-pubsub.googleapis.com:443",
+            Endpoint("us-east1-pubsub.googleapis.com:443", True),
+        ),
+        (
+            "pubsub.us-east1.rep.googleapis.com",
+            Endpoint("pubsub.us-east1.rep.googleapis.com:443", True),
+        ),
         ("localhost:8085", Endpoint("localhost:8085", False)),
         ("http://localhost:8085/", Endpoint("localhost:8085", False)),
         ("https://pubsub.internal", Endpoint("pubsub.internal:443", True)),
@@ -80,15 +88,24 @@ async def test_tls_carries_the_credentials_of_the_machine(tmp_path: Path) -> Non
 
 
 @pytest.mark.anyio
-async def test_google_without_credentials_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_google_without_credentials_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "nothing.json"))
-    with pytest.raises(ConfigurationError, match=r"no Google credentials for pubsub\.googleapis\.com"):
+    with pytest.raises(
+        ConfigurationError, match=r"no Google credentials for pubsub\.googleapis\.com"
+    ):
         await PubSubTransport("p").__aenter__()
 
 
 def _certificate(key: rsa.RSAPrivateKey) -> bytes:
-    name, now = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")]), datetime.datetime.now(datetime.UTC)
-    names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    name, now = (
+        x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")]),
+        datetime.datetime.now(datetime.UTC),
+    )
+    names = x509.SubjectAlternativeName(
+        [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    )
     built = (
         x509.CertificateBuilder()
         .subject_name(name)

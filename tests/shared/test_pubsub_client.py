@@ -1,4 +1,6 @@
-"""The contract of the transport: the same tests over the broker in memory, the embedded one and Google's emulator."""
+"""The contract of the transport: the same tests over the broker in memory, the embedded one and
+Google's emulator.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -34,7 +36,8 @@ class Broker:
 
     async def subscription(self, topic_id: str, **settings: object) -> str:
         subscription_id = f"subscription.{next(self.ids)}"
-        await self.admin.ensure_subscription(subscription_id, SubscriptionSettings(topic_id, **settings))  # type: ignore[arg-type]
+        wanted = SubscriptionSettings(topic_id, **settings)  # type: ignore[arg-type]
+        await self.admin.ensure_subscription(subscription_id, wanted)
         return subscription_id
 
 
@@ -47,7 +50,9 @@ def google_emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield endpoint
 
 
-@pytest.fixture(params=["memory", "embedded", pytest.param("google", marks=pytest.mark.google_emulator)])
+@pytest.fixture(
+    params=["memory", "embedded", pytest.param("google", marks=pytest.mark.google_emulator)]
+)
 async def broker(request: pytest.FixtureRequest) -> AsyncIterator[Broker]:
     if request.param == "memory":
         memory = InMemoryTransport()
@@ -55,7 +60,10 @@ async def broker(request: pytest.FixtureRequest) -> AsyncIterator[Broker]:
         return
     fixture = "pubsub_endpoint" if request.param == "embedded" else "google_emulator"
     endpoint, project = request.getfixturevalue(fixture), f"contract-{uuid4().hex[:8]}"
-    async with PubSubTransport(project, endpoint) as transport, PubSubAdmin(project, endpoint) as admin:
+    async with (
+        PubSubTransport(project, endpoint) as transport,
+        PubSubAdmin(project, endpoint) as admin,
+    ):
         yield Broker(request.param, transport, admin)
 
 
@@ -70,7 +78,9 @@ async def test_message_arrives_as_it_was_sent(broker: Broker) -> None:
     jobs = await broker.subscription(topic)
     async with broker.transport.subscribe(jobs, max_messages=10) as subscription:
         assert subscription.is_connected
-        message_id = await broker.transport.publish(topic, b"\x00data\xff", {"model": "m", "é": "ü"})
+        message_id = await broker.transport.publish(
+            topic, b"\x00data\xff", {"model": "m", "é": "ü"}
+        )
         [message] = await take(subscription, 1)
         subscription.ack(message)
     assert (message.data, message.attributes) == (b"\x00data\xff", {"model": "m", "é": "ü"})
@@ -90,7 +100,9 @@ async def test_acked_messages_do_not_come_again(broker: Broker) -> None:
     topic = await broker.topic()
     jobs = await broker.subscription(topic)
     async with broker.transport.subscribe(jobs, max_messages=100, ack_linger_s=0.5) as subscription:
-        await asyncio.gather(*(broker.transport.publish(topic, b"%d" % number, {}) for number in range(50)))
+        await asyncio.gather(
+            *(broker.transport.publish(topic, b"%d" % number, {}) for number in range(50))
+        )
         for message in await take(subscription, 50):
             subscription.ack(message)
             subscription.ack(message)
@@ -150,7 +162,10 @@ async def test_flow_control_leaves_the_rest_to_others(broker: Broker) -> None:
     topic = await broker.topic()
     jobs = await broker.subscription(topic)
     async with AsyncExitStack() as stack:
-        opened = [await stack.enter_async_context(broker.transport.subscribe(jobs, max_messages=2)) for _ in range(2)]
+        opened = [
+            await stack.enter_async_context(broker.transport.subscribe(jobs, max_messages=2))
+            for _ in range(2)
+        ]
         for number in range(4):
             await broker.transport.publish(topic, b"%d" % number, {})
         held = [await take(subscription, 2) for subscription in opened]
@@ -165,7 +180,10 @@ async def test_order_of_a_key_is_kept(broker: Broker) -> None:
     jobs = await broker.subscription(topic, is_ordered=True)
     async with broker.transport.subscribe(jobs, max_messages=100) as subscription:
         await asyncio.gather(
-            *(broker.transport.publish(topic, b"%d" % number, {}, ordering_key="key") for number in range(30))
+            *(
+                broker.transport.publish(topic, b"%d" % number, {}, ordering_key="key")
+                for number in range(30)
+            )
         )
         seen = []
         for _ in range(30):
@@ -219,14 +237,26 @@ async def test_empty_message_alone_is_refused(broker: Broker) -> None:
         pytest.skip("this emulator takes empty messages")
     topic = await broker.topic()
     jobs = await broker.subscription(topic)
-    sent = [broker.transport.publish(topic, data, {}) for data in (b"1", b"2", b"3", b"4", b"5", b"", b"6")]
+    sent = [
+        broker.transport.publish(topic, data, {})
+        for data in (b"1", b"2", b"3", b"4", b"5", b"", b"6")
+    ]
     outcomes = await asyncio.gather(*sent, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [str] * 5 + [BadInput, str]
     async with broker.transport.subscribe(jobs, max_messages=10) as subscription:
-        assert {message.data for message in await take(subscription, 6)} == {b"1", b"2", b"3", b"4", b"5", b"6"}
+        assert {message.data for message in await take(subscription, 6)} == {
+            b"1",
+            b"2",
+            b"3",
+            b"4",
+            b"5",
+            b"6",
+        }
 
 
-@pytest.mark.parametrize("attributes", [{"a": "\u2588" * 342}, {"a" * 257: "x"}], ids=["value", "name"])
+@pytest.mark.parametrize(
+    "attributes", [{"a": "\u2588" * 342}, {"a" * 257: "x"}], ids=["value", "name"]
+)
 async def test_attribute_too_long_is_refused(broker: Broker, attributes: dict[str, str]) -> None:
     if broker.kind == "google":
         pytest.skip("this emulator takes attributes of any length")
@@ -247,7 +277,9 @@ async def test_large_messages_share_no_request(broker: Broker) -> None:
     topic = await broker.topic()
     jobs = await broker.subscription(topic)
     async with broker.transport.subscribe(jobs, max_messages=20) as subscription:
-        await asyncio.gather(*(broker.transport.publish(topic, bytes(2_000_000), {"n": str(n)}) for n in range(12)))
+        await asyncio.gather(
+            *(broker.transport.publish(topic, bytes(2_000_000), {"n": str(n)}) for n in range(12))
+        )
         messages = await take(subscription, 12)
         for message in messages:
             subscription.ack(message)

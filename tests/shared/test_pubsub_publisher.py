@@ -1,4 +1,4 @@
-"""How messages leave: at once, together, in order, again after failures, and never without a bound."""
+"""How messages leave: at once, together, in order, again after failures, never without a bound."""
 
 import asyncio
 from collections import deque
@@ -46,14 +46,20 @@ async def test_idle_topic_sends_at_once_and_a_busy_one_together(opened: Opened) 
     requests = script.requests["Publish"]
     assert [len(request.messages) for request in requests] == [1] * limit + [50]
     assert requests[-1].topic == "projects/p/topics/t"
-    assert {"x-goog-request-params": "topic=projects%2Fp%2Ftopics%2Ft"}.items() <= script.metadata[0].items()
+    assert {"x-goog-request-params": "topic=projects%2Fp%2Ftopics%2Ft"}.items() <= script.metadata[
+        0
+    ].items()
 
 
 async def test_request_holds_a_thousand_messages_at_most(opened: Opened) -> None:
     script, transport = opened
     await asyncio.gather(*(publishing(transport, b"%d" % number) for number in range(2500)))
     # Several requests are in flight at once, so they may arrive in any order.
-    assert sorted(len(request.messages) for request in script.requests["Publish"]) == [500, 1000, 1000]
+    assert sorted(len(request.messages) for request in script.requests["Publish"]) == [
+        500,
+        1000,
+        1000,
+    ]
 
 
 async def test_ordering_key_has_one_request_in_flight(opened: Opened) -> None:
@@ -67,11 +73,17 @@ async def test_ordering_key_has_one_request_in_flight(opened: Opened) -> None:
     assert bodies((await script.seen("Publish", 2))[1]) == [b"other"]
     script.gate.set()
     await asyncio.gather(*sent, other)
-    of_key = [bodies(request) for request in script.requests["Publish"] if request.messages[0].ordering_key == "key"]
+    of_key = [
+        bodies(request)
+        for request in script.requests["Publish"]
+        if request.messages[0].ordering_key == "key"
+    ]
     assert of_key == [[b"0"], [b"0"], [b"1", b"2"]]
 
 
-@pytest.mark.parametrize("code", ["UNAVAILABLE", "INTERNAL", "ABORTED", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"])
+@pytest.mark.parametrize(
+    "code", ["UNAVAILABLE", "INTERNAL", "ABORTED", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"]
+)
 async def test_transient_failure_is_tried_again(opened: Opened, code: str) -> None:
     script, transport = opened
     script.failures["Publish"] = deque([grpc.StatusCode[code]] * 2)
@@ -83,7 +95,9 @@ async def test_transient_failure_is_tried_again(opened: Opened, code: str) -> No
     ("code", "error"),
     [("RESOURCE_EXHAUSTED", Overloaded), ("UNAVAILABLE", Unavailable)],
 )
-async def test_failure_that_lasts_is_told_in_time(opened: Opened, code: str, error: type[Exception]) -> None:
+async def test_failure_that_lasts_is_told_in_time(
+    opened: Opened, code: str, error: type[Exception]
+) -> None:
     script, transport = opened
     script.failures["Publish"] = deque([grpc.StatusCode[code]] * 1000)
     with pytest.raises(error):
@@ -92,7 +106,11 @@ async def test_failure_that_lasts_is_told_in_time(opened: Opened, code: str, err
 
 @pytest.mark.parametrize(
     ("code", "error"),
-    [("NOT_FOUND", BadInput), ("PERMISSION_DENIED", ConfigurationError), ("FAILED_PRECONDITION", Unavailable)],
+    [
+        ("NOT_FOUND", BadInput),
+        ("PERMISSION_DENIED", ConfigurationError),
+        ("FAILED_PRECONDITION", Unavailable),
+    ],
 )
 async def test_refusal_is_told_at_once(opened: Opened, code: str, error: type[Exception]) -> None:
     script, transport = opened

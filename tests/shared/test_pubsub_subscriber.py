@@ -1,4 +1,4 @@
-"""How messages come: over streams that end, with leases that are kept or lost, and acks in batches."""
+"""How messages come: over streams that end, with leases kept or lost, and acks in batches."""
 
 import asyncio
 import itertools
@@ -23,7 +23,8 @@ pytestmark = pytest.mark.anyio
 
 Opened = tuple[ScriptedPubSub, PubSubTransport]
 SHORT_LEASE_S, LEASE_S = 1, 3
-"""Shorter than the service allows, so that a test sees leases run out, or kept for longer than one."""
+"""Shorter than the service allows, so that a test sees leases run out, or kept for longer than one.
+"""
 
 
 @pytest.fixture
@@ -55,7 +56,9 @@ async def test_stream_is_opened_again_after_each_end(opened: Opened) -> None:
             script.deliveries.put_nowait([code.encode()])
             [message] = await take(subscription, 1)
             assert message.data == code.encode()
-            script.deliveries.put_nowait(grpc.StatusCode[code] if code != "OK" else grpc.StatusCode.UNAVAILABLE)
+            script.deliveries.put_nowait(
+                grpc.StatusCode[code] if code != "OK" else grpc.StatusCode.UNAVAILABLE
+            )
     requests = script.requests["StreamingPull"]
     assert len({request.client_id for request in requests}) == 1, "the broker knows us again"
 
@@ -78,7 +81,9 @@ async def test_subscription_not_known_yet_is_tried_again(opened: Opened) -> None
         ("INVALID_ARGUMENT", ConfigurationError),
     ],
 )
-async def test_refusal_that_lasts_ends_the_iteration(opened: Opened, code: str, error: type[Exception]) -> None:
+async def test_refusal_that_lasts_ends_the_iteration(
+    opened: Opened, code: str, error: type[Exception]
+) -> None:
     script, transport = opened
     for _ in range(pubsub_subscribe.FATAL_TRIES):
         script.deliveries.put_nowait(grpc.StatusCode[code])
@@ -104,7 +109,9 @@ async def test_lease_is_kept_until_the_ack(opened: Opened) -> None:
 
 async def test_lease_that_cannot_be_kept_is_told(opened: Opened) -> None:
     script, transport = opened
-    async with transport.subscribe("s", max_messages=10, ack_deadline_s=SHORT_LEASE_S) as subscription:
+    async with transport.subscribe(
+        "s", max_messages=10, ack_deadline_s=SHORT_LEASE_S
+    ) as subscription:
         script.failures["ModifyAckDeadline"] = deque([grpc.StatusCode.UNAVAILABLE] * 1000)
         script.deliveries.put_nowait([b"in hand", b"not taken yet"])
         [message] = await take(subscription, 1)
@@ -113,7 +120,9 @@ async def test_lease_that_cannot_be_kept_is_told(opened: Opened) -> None:
         assert message.lost
         script.failures.clear()
         script.deliveries.put_nowait([b"after"])
-        assert [message.data for message in await take(subscription, 1)] == [b"after"], "the lost one is passed over"
+        assert [message.data for message in await take(subscription, 1)] == [b"after"], (
+            "the lost one is passed over"
+        )
 
 
 async def _lost(subscription: Subscription, count: int) -> None:
@@ -153,7 +162,9 @@ async def test_acks_linger_for_company_where_asked(opened: Opened) -> None:
 
 async def test_ack_is_tried_again_and_given_up_in_the_end(opened: Opened) -> None:
     script, transport = opened
-    script.failures["Acknowledge"] = deque([grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INVALID_ARGUMENT])
+    script.failures["Acknowledge"] = deque(
+        [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INVALID_ARGUMENT]
+    )
     async with transport.subscribe("s", max_messages=10) as subscription:
         script.deliveries.put_nowait([b"1"])
         subscription.ack((await take(subscription, 1))[0])
@@ -164,7 +175,9 @@ async def test_ack_is_tried_again_and_given_up_in_the_end(opened: Opened) -> Non
     assert len({tuple(request.ack_ids) for request in requests}) == 2
 
 
-async def test_close_hands_back_within_its_limit(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_close_hands_back_within_its_limit(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script, transport = opened
     monkeypatch.setattr(pubsub, "CLOSE_S", 0.1)
     monkeypatch.setattr(pubsub_subscribe, "HALF_CLOSE_S", 0.1)
@@ -192,7 +205,9 @@ async def test_more_streams_than_fit_on_a_connection_take_another(opened: Opened
     async with AsyncExitStack() as stack:
         async with asyncio.TaskGroup() as group:
             for number in range(pubsub.STREAMS_PER_CHANNEL + 1):
-                group.create_task(stack.enter_async_context(transport.subscribe(f"s{number}", max_messages=1)))
+                group.create_task(
+                    stack.enter_async_context(transport.subscribe(f"s{number}", max_messages=1))
+                )
         await script.seen("StreamingPull", pubsub.STREAMS_PER_CHANNEL + 1)
         assert len(script.peers) == 2
 
@@ -204,7 +219,9 @@ async def test_broker_that_restarts_is_found_again() -> None:
             port = server.port
             transport = await stack.enter_async_context(PubSubTransport("p", server.endpoint))
             await _make(server.endpoint)
-            subscription = await stack.enter_async_context(transport.subscribe("jobs.s", max_messages=10))
+            subscription = await stack.enter_async_context(
+                transport.subscribe("jobs.s", max_messages=10)
+            )
             await transport.publish("jobs", b"before", {})
             received += [message.data for message in await take(subscription, 1)]
         publishing = asyncio.create_task(transport.publish("jobs", b"meanwhile", {}, timeout_s=0.2))
@@ -231,8 +248,13 @@ async def test_hundreds_of_messages_through_small_windows(pubsub_endpoint: str) 
         admin = await stack.enter_async_context(PubSubAdmin("windows", pubsub_endpoint))
         await admin.ensure_topic("jobs")
         await admin.ensure_subscription("jobs.s", SubscriptionSettings("jobs"))
-        subscription = await stack.enter_async_context(transport.subscribe("jobs.s", max_messages=3))
-        sending = [asyncio.create_task(transport.publish("jobs", b"%d" % number, {})) for number in range(500)]
+        subscription = await stack.enter_async_context(
+            transport.subscribe("jobs.s", max_messages=3)
+        )
+        sending = [
+            asyncio.create_task(transport.publish("jobs", b"%d" % number, {}))
+            for number in range(500)
+        ]
         seen = []
         for _ in itertools.repeat(None, 500):
             [message] = await take(subscription, 1)

@@ -1,4 +1,6 @@
-"""Records over a real Redis: every sequence of calls does what a model of a few lines says; and Redis may be away."""
+"""Records over a real Redis: every sequence of calls does what a model of a few lines says; and
+Redis may be away.
+"""
 
 import asyncio
 import itertools
@@ -13,7 +15,13 @@ import pytest
 import redis
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
@@ -64,7 +72,9 @@ class Transitions(RuleBasedStateMachine):
     @rule(name=NAMES)
     def create(self, name: str) -> None:
         deadline_s = time.time() + 60
-        made = self.runner.run(self.records.create(name, "t", b"{}", deadline_s=deadline_s, keep_s=60))
+        made = self.runner.run(
+            self.records.create(name, "t", b"{}", deadline_s=deadline_s, keep_s=60)
+        )
         one = self.expected[name]
         assert made == (one.state is None)
         one.state = one.state or "starting"
@@ -124,7 +134,12 @@ class Transitions(RuleBasedStateMachine):
 
 def test_any_sequence_of_calls_does_what_the_model_says(redis_url: str) -> None:
     Transitions.url = redis_url
-    quick = settings(max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+    quick = settings(
+        max_examples=40,
+        stateful_step_count=25,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
     run_state_machine_as_test(Transitions, settings=quick)
 
 
@@ -160,7 +175,9 @@ async def test_record_tells_what_happened_to_a_prediction(records: Records) -> N
     assert began_s <= found.created_at_s <= found.started_at_s <= found.ended_at_s <= time.time()
 
 
-async def test_prediction_is_kept_without_a_ttl_and_goes_after_its_time(records: Records, redis_url: str) -> None:
+async def test_prediction_is_kept_without_a_ttl_and_goes_after_its_time(
+    records: Records, redis_url: str
+) -> None:
     await records.create("old", "acme", b"{}", deadline_s=time.time() - 20, keep_s=10)
     await records.create("young", "acme", b"{}", deadline_s=time.time() + 20, keep_s=10)
     await records.finish("young", "succeeded", encoded("w"))
@@ -171,7 +188,11 @@ async def test_prediction_is_kept_without_a_ttl_and_goes_after_its_time(records:
 
 
 async def test_job_that_is_no_prediction_goes_by_itself(records: Records, redis_url: str) -> None:
-    for step in (records.claim(["a"]), records.finish("b", "succeeded", encoded("w")), records.cancel("c")):
+    for step in (
+        records.claim(["a"]),
+        records.finish("b", "succeeded", encoded("w")),
+        records.cancel("c"),
+    ):
         await step
     with redis.Redis.from_url(redis_url) as client:
         assert all(0 < client.ttl(f"penstock:record:{name}") <= 120 for name in "abc")

@@ -27,7 +27,9 @@ def commands(server: RedisServer) -> dict[str, int]:
     """How often the server ran EVAL and EVALSHA."""
     with redis.Redis.from_url(server.url) as client:
         stats: Any = client.info("commandstats")
-    return {name: stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("eval", "evalsha")}
+    return {
+        name: stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("eval", "evalsha")
+    }
 
 
 async def create(records: Records, name: str) -> bool:
@@ -56,7 +58,9 @@ async def test_restarted_redis_learns_the_scripts_again(own_redis: RedisServer) 
         assert all(await asyncio.gather(*(create(records, name) for name in names)))
         claims = await asyncio.gather(*(records.claim([name]) for name in names))
         assert [claim.attempt for (claim,) in claims if claim is not None] == [1] * 20
-        assert not any(await asyncio.gather(*(create(records, name) for name in ["before", *names])))
+        assert not any(
+            await asyncio.gather(*(create(records, name) for name in ["before", *names]))
+        )
         finish = await records.finish("before", "succeeded", b"{}")
         assert finish is not None
         assert finish.is_ours
@@ -66,6 +70,8 @@ def test_wheel_carries_every_script(tmp_path: Path) -> None:
     (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     carried = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".lua")}
     packages = (path for path in ROOT.iterdir() if (path / "__init__.py").is_file())
-    scripts = {str(path.relative_to(ROOT)) for package in packages for path in package.rglob("*.lua")}
+    scripts = {
+        str(path.relative_to(ROOT)) for package in packages for path in package.rglob("*.lua")
+    }
     assert carried == scripts
     assert len(scripts) > 10

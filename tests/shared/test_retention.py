@@ -1,4 +1,6 @@
-"""Budgets of what Redis must not evict, over a real Redis: any sequence of calls keeps counts and promises."""
+"""Budgets of what Redis must not evict, over a real Redis: any sequence of calls keeps counts and
+promises.
+"""
 
 import asyncio
 import itertools
@@ -115,7 +117,12 @@ class Predictions(RuleBasedStateMachine):
         self.expected[name] = Entry(tenant, wanted, document_bytes)
         return True
 
-    @rule(tenant=st.sampled_from(LARGE), document_bytes=SIZES, reply_bytes=SIZES, count=st.integers(1, 5))
+    @rule(
+        tenant=st.sampled_from(LARGE),
+        document_bytes=SIZES,
+        reply_bytes=SIZES,
+        count=st.integers(1, 5),
+    )
     def create(self, tenant: str, document_bytes: int, reply_bytes: int, count: int) -> None:
         for _ in range(count):
             self._create(tenant, document_bytes, reply_bytes)
@@ -128,7 +135,9 @@ class Predictions(RuleBasedStateMachine):
     @precondition(lambda self: any(not one.is_over for one in self.expected.values()))
     @rule(data=st.data(), reply_bytes=SIZES)
     def finish(self, data: st.DataObject, reply_bytes: int) -> None:
-        name = data.draw(st.sampled_from([name for name, one in self.expected.items() if not one.is_over]))
+        name = data.draw(
+            st.sampled_from([name for name, one in self.expected.items() if not one.is_over])
+        )
         one = self.expected[name]
         reply = REPLY % (b"w" * (0 if one.tenant == QUIET else reply_bytes))
         assert self.runner.run(self.records.finish(name, "succeeded", reply))
@@ -137,7 +146,9 @@ class Predictions(RuleBasedStateMachine):
     @precondition(lambda self: any(not one.is_over for one in self.expected.values()))
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from([name for name, one in self.expected.items() if not one.is_over]))
+        name = data.draw(
+            st.sampled_from([name for name, one in self.expected.items() if not one.is_over])
+        )
         one = self.expected[name]
         assert self.runner.run(self.records.cancel(name)) == "canceled"
         one.is_over, one.bytes = True, one.document_bytes + ENTRY_BYTES
@@ -156,16 +167,25 @@ class Predictions(RuleBasedStateMachine):
                 assert one.is_over, "dropped before its end"
                 assert one.tenant != QUIET, "dropped for others"
                 del self.expected[name]
-        assert sum(size for _, size in self.counts.entries.values()) <= 2 * BUDGET_BYTES + 12 * 1024 * len(there)
+        assert sum(
+            size for _, size in self.counts.entries.values()
+        ) <= 2 * BUDGET_BYTES + 12 * 1024 * len(there)
 
 
 def test_any_sequence_keeps_within_the_budget_and_drops_nothing_promised(redis_url: str) -> None:
     Predictions.url = redis_url
-    quick = settings(max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+    quick = settings(
+        max_examples=40,
+        stateful_step_count=30,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
     run_machine(Predictions, settings=quick)
 
 
-async def test_oldest_of_the_largest_go_and_a_tenant_that_finds_no_room_replaces_its_own(redis_url: str) -> None:
+async def test_oldest_of_the_largest_go_and_a_tenant_that_finds_no_room_replaces_its_own(
+    redis_url: str,
+) -> None:
     async with Records(redis_url, predictions_max_bytes=BUDGET_BYTES) as records:
 
         async def create(name: str, tenant: str, reply_bytes: int) -> None:
@@ -182,7 +202,12 @@ async def test_oldest_of_the_largest_go_and_a_tenant_that_finds_no_room_replaces
             await create("l13", "large", 4000)
         assert refused.value.retry_after_s
         await create("m3", "middle", 3000)
-        assert [await records.read(f"m{number}") is not None for number in range(4)] == [False, True, True, True]
+        assert [await records.read(f"m{number}") is not None for number in range(4)] == [
+            False,
+            True,
+            True,
+            True,
+        ]
         for name in ("l5", "l3"):  # the order in which they end counts
             await records.finish(name, "succeeded", REPLY % (b"w" * 2976))
         await create("m4", "middle", 1000)
@@ -196,13 +221,18 @@ async def test_prediction_that_can_never_fit_drops_nothing(redis_url: str) -> No
         await records.create("old", "acme", b"{}", deadline_s=time.time() + 60, keep_s=60)
         await records.finish("old", "succeeded", REPLY % b"w")
         with pytest.raises(Overloaded):
-            await records.create("huge", "acme", b"d" * BUDGET_BYTES, deadline_s=time.time() + 60, keep_s=60)
+            await records.create(
+                "huge", "acme", b"d" * BUDGET_BYTES, deadline_s=time.time() + 60, keep_s=60
+            )
         assert await records.read("old") is not None
 
 
 async def test_what_expires_is_not_counted_any_more(redis_url: str) -> None:
     with redis.Redis.from_url(redis_url) as client:
-        async with Records(redis_url) as records, IdempotencyStore(redis_url, keep_s=0.001, lease_s=5) as answers:
+        async with (
+            Records(redis_url) as records,
+            IdempotencyStore(redis_url, keep_s=0.001, lease_s=5) as answers,
+        ):
             await records.create("old", "acme", b"{}", deadline_s=time.time() - 20, keep_s=10)
             await records.create("young", "acme", b"{}", deadline_s=time.time() + 20, keep_s=10)
             await answers.complete("old", "acme", "f", "c1", b"answer")
@@ -210,7 +240,10 @@ async def test_what_expires_is_not_counted_any_more(redis_url: str) -> None:
                 "penstock:answers:of:old"
             ):
                 await asyncio.sleep(0.001)
-        for store, left in (("penstock:predictions", ["penstock:record:young"]), ("penstock:answers", [])):
+        for store, left in (
+            ("penstock:predictions", ["penstock:record:young"]),
+            ("penstock:answers", []),
+        ):
             counts = Counts(client, store).read()
             assert list(counts.entries) == left
             counts.check()
@@ -218,13 +251,21 @@ async def test_what_expires_is_not_counted_any_more(redis_url: str) -> None:
 
 async def test_prediction_that_nobody_ended_may_go_after_its_deadline(redis_url: str) -> None:
     async with Records(redis_url, predictions_max_bytes=BUDGET_BYTES) as records:
-        await records.create("lost", "acme", b"{}", deadline_s=time.time() - 200, keep_s=600, reply_bytes=50_000)
-        assert await records.create("next", "acme", b"{}", deadline_s=time.time() + 60, keep_s=60, reply_bytes=50_000)
+        await records.create(
+            "lost", "acme", b"{}", deadline_s=time.time() - 200, keep_s=600, reply_bytes=50_000
+        )
+        assert await records.create(
+            "next", "acme", b"{}", deadline_s=time.time() + 60, keep_s=60, reply_bytes=50_000
+        )
         assert await records.read("lost") is None
 
 
 ANSWER_BYTES = 4096
-NAMES = [f"{tenant}{number}" for tenant in (*LARGE, QUIET) for number in range(2 if tenant == QUIET else 20)]
+NAMES = [
+    f"{tenant}{number}"
+    for tenant in (*LARGE, QUIET)
+    for number in range(2 if tenant == QUIET else 20)
+]
 
 
 class Answers(RuleBasedStateMachine):
@@ -237,7 +278,9 @@ class Answers(RuleBasedStateMachine):
     def open(self) -> None:
         self.runner = asyncio.Runner()
         prefix = f"answers{next(self.number)}:"
-        self.answers = IdempotencyStore(self.url, keep_s=600, lease_s=60, max_bytes=BUDGET_BYTES, prefix=prefix)
+        self.answers = IdempotencyStore(
+            self.url, keep_s=600, lease_s=60, max_bytes=BUDGET_BYTES, prefix=prefix
+        )
         self.runner.run(self.answers.__aenter__())
         self.redis = redis.Redis.from_url(self.url)
         self.counts = Counts(self.redis, f"{prefix}answers")
@@ -269,7 +312,12 @@ class Answers(RuleBasedStateMachine):
     def settle(self, data: st.DataObject, size: int) -> None:
         name = data.draw(st.sampled_from(sorted(self.claimed)))
         answer = name.encode() * (1 + (size if not name.startswith(QUIET) else 10) // len(name))
-        assert self.runner.run(self.answers.complete(name, name.rstrip("0123456789"), "f", name, answer)) == answer
+        assert (
+            self.runner.run(
+                self.answers.complete(name, name.rstrip("0123456789"), "f", name, answer)
+            )
+            == answer
+        )
         self.claimed.remove(name)
         self.settled[name] = answer
 
@@ -289,7 +337,10 @@ class Answers(RuleBasedStateMachine):
                 self.claim(name)
             if name in self.claimed:
                 answer = name.encode() * 500
-                assert self.runner.run(self.answers.complete(name, tenant, "f", name, answer)) == answer
+                assert (
+                    self.runner.run(self.answers.complete(name, tenant, "f", name, answer))
+                    == answer
+                )
                 self.claimed.remove(name)
                 self.settled[name] = answer
 
@@ -302,7 +353,12 @@ class Answers(RuleBasedStateMachine):
 
 def test_any_sequence_of_answers_keeps_within_the_budget(redis_url: str) -> None:
     Answers.url = redis_url
-    quick = settings(max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+    quick = settings(
+        max_examples=25,
+        stateful_step_count=25,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
     run_machine(Answers, settings=quick)
 
 
@@ -310,14 +366,27 @@ async def test_entries_of_a_release_without_budgets_live_on_and_expire(redis_url
     with redis.Redis.from_url(redis_url) as client:
         now_s = time.time()
         for name, ends_s in (("old", now_s + 60), ("gone", now_s - 1)):
-            client.hset(f"penstock:record:{name}", mapping={"state": "starting", "keep_s": 60, "document": b"{}"})
+            client.hset(
+                f"penstock:record:{name}",
+                mapping={"state": "starting", "keep_s": 60, "document": b"{}"},
+            )
             client.zadd("penstock:predictions:ends", {f"penstock:record:{name}": ends_s})
-            client.hset(f"penstock:answers:of:{name}", mapping={"fingerprint": "f", "claim": "c", "answer": b"kept"})
+            client.hset(
+                f"penstock:answers:of:{name}",
+                mapping={"fingerprint": "f", "claim": "c", "answer": b"kept"},
+            )
             client.zadd("penstock:answers:ends", {f"penstock:answers:of:{name}": ends_s})
-        async with Records(redis_url) as records, IdempotencyStore(redis_url, keep_s=60, lease_s=5) as answers:
+        async with (
+            Records(redis_url) as records,
+            IdempotencyStore(redis_url, keep_s=60, lease_s=5) as answers,
+        ):
             await records.create("new", "acme", b"{}", deadline_s=now_s + 60, keep_s=60)
             assert (await records.claim(["old"]))[0] is not None
-            assert (await records.finish("old", "succeeded", REPLY % b"w")) == (True, "succeeded", None)
+            assert (await records.finish("old", "succeeded", REPLY % b"w")) == (
+                True,
+                "succeeded",
+                None,
+            )
             found = await records.read("old")
             assert found is not None
             assert found.reply is not None
@@ -333,7 +402,9 @@ async def test_entries_of_a_release_without_budgets_live_on_and_expire(redis_url
 
 async def test_entry_removed_by_another_hand_leaves_no_count(redis_url: str) -> None:
     with redis.Redis.from_url(redis_url) as client:
-        async with IdempotencyStore(redis_url, keep_s=60, lease_s=5, max_bytes=BUDGET_BYTES) as answers:
+        async with IdempotencyStore(
+            redis_url, keep_s=60, lease_s=5, max_bytes=BUDGET_BYTES
+        ) as answers:
             for number in range(12):
                 await answers.complete(str(number), "acme", "f", "c", b"a" * ANSWER_BYTES)
             client.delete("penstock:answers:of:0", "penstock:answers:of:1")

@@ -1,4 +1,6 @@
-"""No row is lost when its process is killed or its disk fails: real processes, real files, a real embedded BigQuery."""
+"""No row is lost when its process is killed or its disk fails: real processes, real files, a real
+embedded BigQuery.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from shared.usage.writer import RowWriter
 from tests.shared.embedded_bigquery import DATASET, PROJECT, row
 
 async def main(endpoint: str, spool_dir: str) -> None:
-    async with RowWriter(project=PROJECT, dataset=DATASET, endpoint=endpoint, spool_dir=Path(spool_dir)) as rows:
+    async with RowWriter(
+        project=PROJECT, dataset=DATASET, endpoint=endpoint, spool_dir=Path(spool_dir)
+    ) as rows:
         number = 0
         while True:
             for number in range(number, number + 16):
@@ -77,7 +81,13 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 
 async def test_rows_said_to_be_safe_survive_sigkill(server: Server, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WRITES_UNTIL_KILLED, f"http://127.0.0.1:{free_port()}", str(tmp_path / "spool")]
+    command = [
+        sys.executable,
+        "-c",
+        WRITES_UNTIL_KILLED,
+        f"http://127.0.0.1:{free_port()}",
+        str(tmp_path / "spool"),
+    ]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     async with asyncio.timeout(WAIT_LIMIT_S):
@@ -96,7 +106,9 @@ async def test_rows_said_to_be_safe_survive_sigkill(server: Server, tmp_path: Pa
 async def test_rows_of_a_living_process_are_left_to_it(server: Server, tmp_path: Path) -> None:
     number, nowhere = unused(), f"http://127.0.0.1:{free_port()}"
     spool_dir = tmp_path / "spool"
-    async with RowWriter(project=PROJECT, dataset=DATASET, endpoint=nowhere, spool_dir=spool_dir) as owner:
+    async with RowWriter(
+        project=PROJECT, dataset=DATASET, endpoint=nowhere, spool_dir=spool_dir
+    ) as owner:
         owner.write(row(number))
         async with writer(server, spool_dir) as other:
             assert other.pending == 0
@@ -137,7 +149,9 @@ async def test_disk_that_fails_makes_rows_safe_only_in_bigquery_until_it_works(
     assert said == ["disk does not take rows; they wait in memory", "disk takes rows again"]
 
 
-async def test_slow_disk_is_left_to_the_thread(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_disk_is_left_to_the_thread(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shared.usage.journal.SLOW_DISK_S", 0.0)
     told: list[int] = []
     written = [unused() for _ in range(100)]
@@ -162,7 +176,9 @@ async def test_rows_wait_in_memory_while_neither_works_and_go_to_whichever_is_fi
     spool_dir.write_text("no folder")
     nowhere = f"http://127.0.0.1:{free_port()}"
     number = unused()
-    async with RowWriter(project=PROJECT, dataset=DATASET, endpoint=nowhere, spool_dir=spool_dir) as rows:
+    async with RowWriter(
+        project=PROJECT, dataset=DATASET, endpoint=nowhere, spool_dir=spool_dir
+    ) as rows:
         safe = asyncio.Event()
         rows.write(row(number), safe.set)
         assert not await rows.flush(0.3)
@@ -185,7 +201,9 @@ async def test_rows_beyond_the_bound_of_memory_are_given_up_and_counted_unless_a
     before = metric("penstock_rows_lost_total")
     with socket.create_server(("127.0.0.1", 0)) as hung:  # takes connections and never answers
         nowhere = f"http://127.0.0.1:{hung.getsockname()[1]}"
-        async with RowWriter(project=PROJECT, dataset=DATASET, endpoint=nowhere, spool_dir=spool_dir) as rows:
+        async with RowWriter(
+            project=PROJECT, dataset=DATASET, endpoint=nowhere, spool_dir=spool_dir
+        ) as rows:
             for _ in range(60):
                 rows.write(row(unused()))
             for _ in range(5):
@@ -201,11 +219,17 @@ async def test_rows_beyond_the_bound_of_memory_are_given_up_and_counted_unless_a
 
 
 async def test_full_disk_costs_no_row(server: Server, tmp_path: Path) -> None:
-    """A process that may write 2,000 bytes to a file: the write that crosses the bound is torn, the next fail."""
+    """A process that may write 2,000 bytes to a file: the write that crosses the bound is torn, the
+    next fail.
+    """
     wanted = [unused() for _ in range(40)]
     program = WRITES_UNTIL_KILLED.replace(
-        "async def main", "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\nasync def main"
-    ).replace("number = 0\n        while True:", "number = int(sys.stdin.readline())\n        for _ in range(1):")
+        "async def main",
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\nasync def main",
+    ).replace(
+        "number = 0\n        while True:",
+        "number = int(sys.stdin.readline())\n        for _ in range(1):",
+    )
     program = program.replace("number + 16", f"number + {len(wanted)}").replace(
         "await asyncio.sleep(0)", f"assert await rows.flush({WAIT_LIMIT_S})"
     )
@@ -238,14 +262,18 @@ async def test_torn_and_unreadable_lines_harm_no_other(server: Server, tmp_path:
         )
         for n in (whole, torn)
     ]
-    (spool_dir / "1-1-1.segment").write_bytes(f"{lines[0]}\n".encode() + b"\0\0\0\n" + lines[1][:40].encode())
+    (spool_dir / "1-1-1.segment").write_bytes(
+        f"{lines[0]}\n".encode() + b"\0\0\0\n" + lines[1][:40].encode()
+    )
     async with writer(server, spool_dir) as rows:
         assert await rows.flush(WAIT_LIMIT_S)
     found = server.row_ids()
     assert row_id(whole) in found
     assert row_id(torn) not in found
     assert segments(spool_dir) == 0
-    (rejected,) = [json.loads(line) for line in (spool_dir / "rejected.jsonl").read_text().splitlines()]
+    (rejected,) = [
+        json.loads(line) for line in (spool_dir / "rejected.jsonl").read_text().splitlines()
+    ]
     assert "unreadable" in rejected["reason"]
 
 
@@ -253,12 +281,16 @@ async def test_pending_rows_are_measured(tmp_path: Path) -> None:
     nowhere = f"http://127.0.0.1:{free_port()}"
     spool_dir = tmp_path / "spool"
     for more in range(2):
-        async with RowWriter(project=PROJECT, dataset=DATASET, endpoint=nowhere, spool_dir=spool_dir) as rows:
+        async with RowWriter(
+            project=PROJECT, dataset=DATASET, endpoint=nowhere, spool_dir=spool_dir
+        ) as rows:
             rows.write(row(more))
             on_disk = sum(path.stat().st_size for path in spool_dir.glob("*.segment"))
             assert metric("penstock_rows_pending") == rows.pending == more + 1
             assert metric("penstock_rows_pending_bytes") == on_disk > 0
-            oldest_s = min(int(path.name.split("-")[0]) for path in spool_dir.glob("*.segment")) / 1e9
+            oldest_s = (
+                min(int(path.name.split("-")[0]) for path in spool_dir.glob("*.segment")) / 1e9
+            )
             at_least_s = time.time() - oldest_s
             assert at_least_s <= metric("penstock_rows_oldest_seconds") <= time.time() - oldest_s
 

@@ -1,4 +1,6 @@
-"""The journal of rows as a state machine: written, sent, kept, killed, with a disk that fails, in whatever order."""
+"""The journal of rows as a state machine: written, sent, kept, killed, with a disk that fails, in
+whatever order.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from shared.settings import SPOOL_MAX_BYTES
 from shared.usage.journal import Journal, RowBatch
@@ -44,7 +52,9 @@ class Mortal(Spool):
 
 
 class Rows(RuleBasedStateMachine):
-    """Rows by number, beside a model: what the living process wrote, whose writers were told, what was sent."""
+    """Rows by number, beside a model: what the living process wrote, whose writers were told, what
+    was sent.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,4 +181,6 @@ class Rows(RuleBasedStateMachine):
 def test_no_row_is_lost_in_any_order_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SMALL.items():
         monkeypatch.setattr(f"shared.usage.journal.{name}", value)
-    run_state_machine_as_test(Rows, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(
+        Rows, settings=settings(max_examples=60, stateful_step_count=30, deadline=None)
+    )

@@ -9,17 +9,25 @@ from shared.settings import ApiSettings, Settings, WorkerSettings, read_settings
 
 def test_defaults_need_no_environment() -> None:
     settings = read_settings(ApiSettings)
-    assert (settings.port, settings.pubsub_endpoint, settings.models_file) == (8080, "", Path("models.yaml"))
+    assert (settings.port, settings.pubsub_endpoint, settings.models_file) == (
+        8080,
+        "",
+        Path("models.yaml"),
+    )
 
 
-def test_environment_is_above_defaults_and_overrides_above_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_is_above_defaults_and_overrides_above_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PENSTOCK_REGION", "europe-west4")
     monkeypatch.setenv("PENSTOCK_PORT", "9000")
     settings = read_settings(ApiSettings, port=9001)
     assert (settings.region, settings.port) == ("europe-west4", 9001)
 
 
-def test_pubsub_endpoint_is_also_read_as_googles_clients_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pubsub_endpoint_is_also_read_as_googles_clients_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PUBSUB_EMULATOR_HOST", "127.0.0.1:1")
     assert read_settings(Settings).pubsub_endpoint == "127.0.0.1:1"
     monkeypatch.setenv("PENSTOCK_PUBSUB_ENDPOINT", "127.0.0.1:2")
@@ -43,7 +51,9 @@ def test_missing_variable_is_named() -> None:
         ("PENSTOCK_MEMORY_CACHE_BYTES", "-1"),
     ],
 )
-def test_wrong_value_is_refused_with_its_variable(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+def test_wrong_value_is_refused_with_its_variable(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigurationError, match=f"^{variable}: Input should be"):
         read_settings(ApiSettings)
@@ -66,6 +76,8 @@ def test_settings_are_frozen() -> None:
 
 
 def test_records_lie_beside_the_cache_unless_they_have_a_redis_of_their_own() -> None:
-    assert read_settings(Settings, redis_url="redis://cache/0").records_redis_url == "redis://cache/0"
+    assert (
+        read_settings(Settings, redis_url="redis://cache/0").records_redis_url == "redis://cache/0"
+    )
     given = {"redis_url": "redis://cache/0", "records_url": "redis://records/0"}
     assert read_settings(Settings, **given).records_redis_url == "redis://records/0"

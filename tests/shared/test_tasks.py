@@ -30,7 +30,11 @@ def test_a_task_has_a_file_of_its_name_in_each_layer() -> None:
 
 
 def test_only_the_registries_ask_for_the_task() -> None:
-    found = {str(path.relative_to(ROOT)): lines for path in SOURCES if (lines := list(branches(path.read_text())))}
+    found = {
+        str(path.relative_to(ROOT)): lines
+        for path in SOURCES
+        if (lines := list(branches(path.read_text())))
+    }
     assert found == {}
 
 
@@ -78,7 +82,9 @@ def branches(source: str) -> Iterator[int]:
                     yield node.lineno
             case ast.Call(func=ast.Attribute(attr="get"), args=[key, *_]) if is_task(key):
                 yield node.lineno
-            case ast.Call(func=ast.Attribute(value=ast.Attribute(attr="task"), attr="startswith" | "endswith")):
+            case ast.Call(
+                func=ast.Attribute(value=ast.Attribute(attr="task"), attr="startswith" | "endswith")
+            ):
                 yield node.lineno
             case ast.Match(subject=subject) if is_task(subject):
                 yield node.lineno

@@ -1,4 +1,6 @@
-"""Rows reach BigQuery whatever happens to it meanwhile; on a real embedded server, as a process that can be stopped."""
+"""Rows reach BigQuery whatever happens to it meanwhile; on a real embedded server, as a process
+that can be stopped.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,15 @@ async def test_rows_arrive_with_their_values(server: Server, tmp_path: Path) -> 
             assert await rows.flush(WAIT_LIMIT_S)
             assert rows.pending == 0
         assert server.row_ids() == [f"req:{number:05}" for number in range(BATCH_ROWS + 7)]
-        query = f"SELECT * FROM {DATASET}.rows WHERE received_at > TIMESTAMP '2020-01-01' AND item = 7"
+        query = (
+            f"SELECT * FROM {DATASET}.rows WHERE received_at > TIMESTAMP '2020-01-01' AND item = 7"
+        )
         found = next(iter(server.client().query(query).result()))
-        assert (found["tokens"], found["queue_ms"], found["started_at"].timestamp()) == (7, 1.25, 1_750_000_000.5)
+        assert (found["tokens"], found["queue_ms"], found["started_at"].timestamp()) == (
+            7,
+            1.25,
+            1_750_000_000.5,
+        )
         assert found["cost_usd"] is None
 
 
@@ -51,7 +59,9 @@ async def test_outage_loses_no_row(server: Server, tmp_path: Path) -> None:
     assert segments(tmp_path / "spool") == 0
 
 
-async def test_close_during_an_outage_leaves_rows_to_the_next(server: Server, tmp_path: Path) -> None:
+async def test_close_during_an_outage_leaves_rows_to_the_next(
+    server: Server, tmp_path: Path
+) -> None:
     spool_dir = tmp_path / "spool"
     async with writer(server, spool_dir) as rows:
         for number in range(3):
@@ -62,7 +72,9 @@ async def test_close_during_an_outage_leaves_rows_to_the_next(server: Server, tm
             assert rows.pending == 3
             rows.write(row(3))
             assert await rows.flush(WAIT_LIMIT_S)
-            assert server.row_ids("rows_deduplicated") == [f"req:{number:05}" for number in range(4)]
+            assert server.row_ids("rows_deduplicated") == [
+                f"req:{number:05}" for number in range(4)
+            ]
     assert segments(spool_dir) == 0
 
 
@@ -73,12 +85,16 @@ async def test_close_while_bigquery_hangs_keeps_the_rows(server: Server, tmp_pat
             assert not await rows.flush(0.3)
             rows.write(row(2))
     kept = [
-        json.loads(line) for path in (tmp_path / "spool").glob("*.segment") for line in path.read_text().splitlines()
+        json.loads(line)
+        for path in (tmp_path / "spool").glob("*.segment")
+        for line in path.read_text().splitlines()
     ]
     assert sorted(entry["row_id"] for entry in kept) == ["req:00001", "req:00002"]
 
 
-async def test_refused_row_is_kept_with_its_reason_and_harms_no_other(server: Server, tmp_path: Path) -> None:
+async def test_refused_row_is_kept_with_its_reason_and_harms_no_other(
+    server: Server, tmp_path: Path
+) -> None:
     with server.running():
         async with writer(server, tmp_path / "spool") as rows:
             rows.write(row(1))
@@ -86,12 +102,17 @@ async def test_refused_row_is_kept_with_its_reason_and_harms_no_other(server: Se
             rows.write(row(3))
             assert await rows.flush(WAIT_LIMIT_S)
         assert server.row_ids() == ["req:00001", "req:00003"]
-    rejected = [json.loads(line) for line in (tmp_path / "spool" / "rejected.jsonl").read_text().splitlines()]
+    rejected = [
+        json.loads(line)
+        for line in (tmp_path / "spool" / "rejected.jsonl").read_text().splitlines()
+    ]
     assert [entry["row"]["row_id"] for entry in rejected] == ["req:00002"]
     assert "tokens" in rejected[0]["reason"]
 
 
-async def test_row_that_spoils_its_request_is_alone_in_its_fate(server: Server, tmp_path: Path) -> None:
+async def test_row_that_spoils_its_request_is_alone_in_its_fate(
+    server: Server, tmp_path: Path
+) -> None:
     with server.running():
         async with writer(server, tmp_path / "spool") as rows:
             for number in range(9):
@@ -119,12 +140,18 @@ async def test_what_exceeds_memory_waits_on_disk(
         assert server.row_ids("rows_deduplicated") == [f"req:{number:05}" for number in range(200)]
 
 
-async def test_table_of_an_older_release_takes_rows_without_its_missing_columns(server: Server, tmp_path: Path) -> None:
-    """And the other way round: rows of an older writer, and a row that is wrong beside all of them."""
+async def test_table_of_an_older_release_takes_rows_without_its_missing_columns(
+    server: Server, tmp_path: Path
+) -> None:
+    """And the other way round: rows of an older writer, and a wrong row beside all of them."""
     with server.running():
         with server.client() as client:
             client.delete_table(f"{DATASET}.rows")
-            old = [SchemaField.from_api_repr(field) for field in schema() if field["name"] != "charged_share"]
+            old = [
+                SchemaField.from_api_repr(field)
+                for field in schema()
+                if field["name"] != "charged_share"
+            ]
             client.create_table(Table(f"{PROJECT}.{DATASET}.rows", old))
         async with writer(server, tmp_path / "spool") as rows:
             rows.write(row(1, cost_usd=0.5, charged_share=1.0))
@@ -138,12 +165,16 @@ async def test_table_of_an_older_release_takes_rows_without_its_missing_columns(
             rows.write(row(4, cost_usd=0.5, charged_share=1.0))
             assert await rows.flush(WAIT_LIMIT_S)
         query = (
-            f"SELECT row_id, cost_usd, charged_share FROM {DATASET}.rows WHERE received_at > '2020-01-01' ORDER BY 1"
+            f"SELECT row_id, cost_usd, charged_share FROM {DATASET}.rows"
+            " WHERE received_at > '2020-01-01' ORDER BY 1"
         )
         with server.client() as client:
             found = [tuple(one.values()) for one in client.query(query).result()]
     assert found == [("req:00001", 0.5, None), ("req:00002", 0.5, None), ("req:00004", 0.5, 1.0)]
-    rejected = [json.loads(line) for line in (tmp_path / "spool" / "rejected.jsonl").read_text().splitlines()]
+    rejected = [
+        json.loads(line)
+        for line in (tmp_path / "spool" / "rejected.jsonl").read_text().splitlines()
+    ]
     assert [entry["row"]["row_id"] for entry in rejected] == ["req:00003"]
 
 

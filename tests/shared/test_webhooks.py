@@ -1,4 +1,6 @@
-"""Events and signatures of webhooks; what clients make of them is tested with the function that delivers them."""
+"""Events and signatures of webhooks; what clients make of them is tested with the function that
+delivers them.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,18 @@ from shared.errors import BadInput, ConfigurationError, UndecodableMessage
 from shared.pubsub.names import WEBHOOKS_SUBSCRIPTION_ID, WEBHOOKS_TOPIC_ID
 from shared.transport import SubscriptionSettings
 from shared.webhook_publisher import WebhookPublisher
-from shared.webhooks import WebhookEvent, decode_webhook_event, encode_webhook_event, signature, tenant_secrets
+from shared.webhooks import (
+    WebhookEvent,
+    decode_webhook_event,
+    encode_webhook_event,
+    signature,
+    tenant_secrets,
+)
 from tests.fakes import InMemoryTransport
 
 WEBHOOKS = SubscriptionSettings(WEBHOOKS_TOPIC_ID)
-# The example of https://github.com/standard-webhooks/standard-webhooks/blob/main/spec/standard-webhooks.md
+# The example of
+# https://github.com/standard-webhooks/standard-webhooks/blob/main/spec/standard-webhooks.md
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 SIGNED = ("msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, b'{"test": 2432232314}')
 SIGNATURE = "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
@@ -29,7 +38,10 @@ def test_two_secrets_sign_twice() -> None:
 
 def test_tenants_have_secrets_of_their_own() -> None:
     old, new = SECRET, "whsec_" + "eHh4" * 8
-    ours, theirs = tenant_secrets(f"{new}, {old}", "ours"), tenant_secrets(f"{new}, {old}", "theirs")
+    ours, theirs = (
+        tenant_secrets(f"{new}, {old}", "ours"),
+        tenant_secrets(f"{new}, {old}", "theirs"),
+    )
     assert len({*ours, *theirs}) == 4
     assert ours == [*tenant_secrets(new, "ours"), *tenant_secrets(old, "ours")]
     assert all(secret.count("_") == 1 and "-" not in secret for secret in ours)
@@ -49,7 +61,9 @@ def test_event_comes_back() -> None:
     assert attributes == {"schema": "1", "record": "req_1", "event": "output"}
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b'{"id": "r", "event": "end"}', b'{"id": 1, "event": "start"}'])
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b'{"id": "r", "event": "end"}', b'{"id": 1, "event": "start"}']
+)
 def test_other_messages_are_no_events(data: bytes) -> None:
     with pytest.raises(UndecodableMessage):
         decode_webhook_event(data)
@@ -69,7 +83,9 @@ async def test_only_subscribed_events_are_published() -> None:
 
 
 @pytest.mark.anyio
-async def test_an_event_without_a_topic_is_an_error_or_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_event_without_a_topic_is_an_error_or_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with InMemoryTransport() as broker:
         publisher = WebhookPublisher(broker)
         with pytest.raises(BadInput):

@@ -1,4 +1,7 @@
-"""Deadlines end work wherever it is: waiting, prepared, between two steps, in delivery. What is late costs nothing."""
+"""Deadlines end work wherever it is: waiting, prepared, between two steps, in delivery.
+
+What is late costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,10 @@ async def held(harness: WorkerHarness, text: str = "held", **given: Any) -> None
 async def both(harness: WorkerHarness, *texts: str, short: str) -> None:
     """Jobs that arrive together, so that one batch has them; `short` has little time."""
     harness.process.gate.clear()
-    sent = [harness.send(text, request_id=text, left_s=SHORT_S if text == short else WAIT_LIMIT_S) for text in texts]
+    sent = [
+        harness.send(text, request_id=text, left_s=SHORT_S if text == short else WAIT_LIMIT_S)
+        for text in texts
+    ]
     await asyncio.gather(*sent)
     await harness.process.started.wait()
     assert harness.process.batches == [list(texts)]
@@ -56,15 +62,24 @@ def message_of(outcome: ItemOutcome) -> str:
     return outcome.error.message
 
 
-async def test_batch_stops_at_the_deadline_of_the_last_who_wants_it(redis_url: str, tmp_path: Path) -> None:
+async def test_batch_stops_at_the_deadline_of_the_last_who_wants_it(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_worker(redis_url, tmp_path) as harness:
         await held(harness, left_s=SHORT_S)
         request_id, outcome = await ended(harness)
         assert (request_id, outcome.status, outcome.receipt.steps_saved) == ("held", "expired", 47)
-        assert message_of(outcome) == f"the deadline of {SHORT_S:g} s passed before the model was done"
+        assert (
+            message_of(outcome) == f"the deadline of {SHORT_S:g} s passed before the model was done"
+        )
         await harness.until(lambda: len(harness.rows) == 1)
         (row,) = harness.rows
-        assert (row.status, row.steps_saved, row.cost_usd, row.charged_share) == ("expired", 47, 0.0, 0.0)
+        assert (row.status, row.steps_saved, row.cost_usd, row.charged_share) == (
+            "expired",
+            47,
+            0.0,
+            0.0,
+        )
         assert await harness.ask("next", request_id="next") == [("succeeded", b"next")]
 
 
@@ -79,7 +94,10 @@ async def test_neighbors_in_the_batch_go_on(redis_url: str, tmp_path: Path) -> N
         request_id, outcome = await ended(harness)
         assert (request_id, outcome.status) == ("early", "succeeded")
         await harness.until(lambda: len(harness.rows) == 2)
-        assert [(row.status, row.charged_share) for row in harness.rows] == [("expired", 0.0), ("succeeded", 1.0)]
+        assert [(row.status, row.charged_share) for row in harness.rows] == [
+            ("expired", 0.0),
+            ("succeeded", 1.0),
+        ]
 
 
 async def test_who_joined_and_has_time_left_gets_and_pays(redis_url: str, tmp_path: Path) -> None:
@@ -90,40 +108,63 @@ async def test_who_joined_and_has_time_left_gets_and_pays(redis_url: str, tmp_pa
         assert (request_id, outcome.status) == ("cat", "expired")
         harness.process.gate.set()
         request_id, outcome = await ended(harness)
-        assert (request_id, outcome.status, outcome.receipt.cache) == ("joined", "succeeded", "miss")
+        assert (request_id, outcome.status, outcome.receipt.cache) == (
+            "joined",
+            "succeeded",
+            "miss",
+        )
         await harness.until(lambda: len(harness.rows) == 2)
-        assert [(row.status, row.charged_share) for row in harness.rows] == [("expired", 0.0), ("succeeded", 1.0)]
+        assert [(row.status, row.charged_share) for row in harness.rows] == [
+            ("expired", 0.0),
+            ("succeeded", 1.0),
+        ]
         assert len(harness.process.batches) == 1
 
 
-async def test_who_waits_is_told_at_the_deadline_and_not_computed(redis_url: str, tmp_path: Path) -> None:
+async def test_who_waits_is_told_at_the_deadline_and_not_computed(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_worker(redis_url, tmp_path) as harness:
         await held(harness)
         await harness.send("waits", request_id="waits", left_s=SHORT_S)
         request_id, outcome = await ended(harness)
         assert (request_id, outcome.status) == ("waits", "expired")
-        assert message_of(outcome) == f"the deadline of {SHORT_S:g} s passed before the model could start"
+        assert (
+            message_of(outcome)
+            == f"the deadline of {SHORT_S:g} s passed before the model could start"
+        )
         assert harness.consumer is not None
-        assert harness.consumer.queue.waiting == 0, "acked, it makes room for others: its inputs must not stay"
+        assert harness.consumer.queue.waiting == 0, (
+            "acked, it makes room for others: its inputs must not stay"
+        )
         harness.process.gate.set()
         assert (await ended(harness))[1].status == "succeeded"
         assert harness.process.batches == [["held"]]
 
 
-async def test_queue_limit_ends_what_waits_and_leaves_what_runs(redis_url: str, tmp_path: Path) -> None:
+async def test_queue_limit_ends_what_waits_and_leaves_what_runs(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_worker(redis_url, tmp_path) as harness:
         await held(harness, queue_limit_s=SHORT_S)
         await harness.send("waits", request_id="waits", queue_limit_s=SHORT_S)
         request_id, outcome = await ended(harness)
         assert (request_id, outcome.status) == ("waits", "expired")
-        assert message_of(outcome) == f"the queue limit of {SHORT_S:g} s passed before the model could start"
+        assert (
+            message_of(outcome)
+            == f"the queue limit of {SHORT_S:g} s passed before the model could start"
+        )
         harness.process.gate.set()
         request_id, outcome = await ended(harness)
         assert (request_id, outcome.status) == ("held", "succeeded")
 
 
-async def test_result_after_the_deadline_is_dropped_and_not_kept(redis_url: str, tmp_path: Path) -> None:
-    """Of a model without steps: else a caller with a short deadline would compute for nothing, and hit for free."""
+async def test_result_after_the_deadline_is_dropped_and_not_kept(
+    redis_url: str, tmp_path: Path
+) -> None:
+    """Of a model without steps: else a caller with a short deadline would compute for nothing, and
+    hit for free.
+    """
     async with running_worker(redis_url, tmp_path) as harness:
         harness.process.is_deaf = True
         await held(harness, "cat", left_s=SHORT_S)
@@ -147,17 +188,25 @@ async def test_prediction_ends_as_failed_with_the_reason(redis_url: str, tmp_pat
         assert found.reply is not None
         assert message_of(found.reply.outcomes[0]).endswith("passed before the model was done")
         await harness.until(lambda: len(harness.rows) == 1)
-        assert (harness.rows[0].status, harness.rows[0].steps_saved, harness.rows[0].cost_usd) == ("expired", 47, 0.0)
+        assert (harness.rows[0].status, harness.rows[0].steps_saved, harness.rows[0].cost_usd) == (
+            "expired",
+            47,
+            0.0,
+        )
         async with harness.broker.subscribe(WEBHOOKS_SUBSCRIPTION_ID, max_messages=1) as told:
             message = await asyncio.wait_for(anext(aiter(told)), WAIT_LIMIT_S)
         assert decode_webhook_event(message.data).event == "completed"
 
 
-async def test_what_is_late_is_not_tried_again_after_a_death(redis_url: str, tmp_path: Path) -> None:
+async def test_what_is_late_is_not_tried_again_after_a_death(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_worker(redis_url, tmp_path) as harness:
         harness.process.deaths = 1
         await held(harness, left_s=SHORT_S)
-        request_id, outcome = await ended(harness)  # the Cancel opens the gate, and then the process dies
+        request_id, outcome = await ended(
+            harness
+        )  # the Cancel opens the gate, and then the process dies
         assert (request_id, outcome.status) == ("held", "expired")
         assert await harness.ask("next", request_id="next") == [("succeeded", b"next")]
         assert harness.process.batches == [["held"], ["next"]]
@@ -171,14 +220,18 @@ class SlowBroker(InMemoryTransport):
         self.gate = asyncio.Event()
         self.asked = asyncio.Event()
 
-    async def publish(self, topic_id: str, data: bytes, attributes: Mapping[str, str], **given: Any) -> str:
+    async def publish(
+        self, topic_id: str, data: bytes, attributes: Mapping[str, str], **given: Any
+    ) -> str:
         if topic_id.startswith("inbox"):
             self.asked.set()
             await asyncio.wait_for(self.gate.wait(), WAIT_LIMIT_S)
         return await super().publish(topic_id, data, attributes, **given)
 
 
-async def test_reply_that_nobody_waited_for_any_more_is_not_charged(redis_url: str, tmp_path: Path) -> None:
+async def test_reply_that_nobody_waited_for_any_more_is_not_charged(
+    redis_url: str, tmp_path: Path
+) -> None:
     broker = SlowBroker()
     async with running_worker(redis_url, tmp_path, broker=broker) as harness:
         await harness.send("cat", left_s=SHORT_S)
@@ -191,29 +244,44 @@ async def test_reply_that_nobody_waited_for_any_more_is_not_charged(redis_url: s
         assert (row.status, row.charged_share, row.cost_usd) == ("expired", 0.0, 0.0)
 
 
-async def test_answer_to_an_instance_that_is_gone_is_neither_charged_nor_kept(redis_url: str, tmp_path: Path) -> None:
+async def test_answer_to_an_instance_that_is_gone_is_neither_charged_nor_kept(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_worker(redis_url, tmp_path) as harness:
         await held(harness, "cat")
         await harness.broker.delete_topic(inbox_topic_id("1"))
         harness.process.gate.set()
         await harness.until(lambda: len(harness.rows) == 1)
         (row,) = harness.rows
-        assert (row.status, row.error_code, row.charged_share, row.cost_usd) == ("failed", "unavailable", 0.0, 0.0)
+        assert (row.status, row.error_code, row.charged_share, row.cost_usd) == (
+            "failed",
+            "unavailable",
+            0.0,
+            0.0,
+        )
     async with ResultCache(redis_url, 1_000_000) as cache:
         assert await cache.wait_up(WAIT_LIMIT_S)
         assert await cache.get_many(["key-cat"]) == {}
 
 
-async def test_late_attempt_repeats_what_was_answered_in_time(redis_url: str, tmp_path: Path) -> None:
-    """Its worker died between its reply and its rows: the answer was delivered, so it is charged."""
+async def test_late_attempt_repeats_what_was_answered_in_time(
+    redis_url: str, tmp_path: Path
+) -> None:
+    """Its worker died between reply and rows: the answer was delivered, so it is charged."""
     async with running_worker(redis_url, tmp_path) as harness:
         result = EmbeddingResult(b"cat", 3)
-        first = ReplyBody([ItemOutcome(0, "succeeded", Receipt("miss", tokens=3), result)], worker="first")
+        first = ReplyBody(
+            [ItemOutcome(0, "succeeded", Receipt("miss", tokens=3), result)], worker="first"
+        )
         await harness.records.finish("req", "succeeded", encode_reply_body(first))
         await harness.send("cat", left_s=-10.0)
         assert (await ended(harness))[1].status == "expired"
         await harness.until(lambda: len(harness.rows) == 1)
-        assert (harness.rows[0].status, harness.rows[0].charged_share, harness.rows[0].tokens) == ("succeeded", 1.0, 3)
+        assert (harness.rows[0].status, harness.rows[0].charged_share, harness.rows[0].tokens) == (
+            "succeeded",
+            1.0,
+            3,
+        )
 
 
 LAST_STEP = """
@@ -240,7 +308,9 @@ async def test_after_the_last_step_it_stops_too(redis_url: str, tmp_path: Path) 
     """Decoding and encoding an image take as long as several steps."""
     command = (sys.executable, "-c", LAST_STEP)
     async with (
-        ModelPool([HostedModel(MODEL, tmp_path)], device="cpu", processes=1, command=command) as pool,
+        ModelPool(
+            [HostedModel(MODEL, tmp_path)], device="cpu", processes=1, command=command
+        ) as pool,
         running_worker(redis_url, tmp_path, pool=pool) as harness,
     ):
         await harness.send("cat", left_s=SHORT_S)

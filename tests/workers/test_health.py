@@ -27,7 +27,9 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 def status(port: int, path: str) -> int:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=WAIT_LIMIT_S) as response:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{port}{path}", timeout=WAIT_LIMIT_S
+        ) as response:
             return int(response.status)
     except urllib.error.HTTPError as error:
         error.close()
@@ -48,7 +50,9 @@ def test_alive_while_the_loop_turns(loop: asyncio.AbstractEventLoop) -> None:
         assert status(port, "/elsewhere") == 404
 
 
-def test_not_alive_when_the_loop_is_stuck(loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_alive_when_the_loop_is_stuck(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("workers.health.LOOP_LIMIT_S", 0.2)
     release = threading.Event()
     with health_server("127.0.0.1", 0, loop, lambda: True) as port:
@@ -62,6 +66,8 @@ def test_not_alive_when_the_loop_is_stuck(loop: asyncio.AbstractEventLoop, monke
 def test_metrics_are_scraped(loop: asyncio.AbstractEventLoop) -> None:
     with (
         health_server("127.0.0.1", 0, loop, lambda: True) as port,
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_LIMIT_S) as response,
+        urllib.request.urlopen(
+            f"http://127.0.0.1:{port}/metrics", timeout=WAIT_LIMIT_S
+        ) as response,
     ):
         assert b"python_info" in response.read()

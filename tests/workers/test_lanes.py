@@ -1,4 +1,6 @@
-"""Whoever waits beside an item that kills its model process is answered, whatever happens; the item is given up."""
+"""Whoever waits beside an item that kills its model process is answered, whatever happens; the item
+is given up.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def number_of(entry: QueuedItem) -> int:
 
 
 def deaths_at_most(size: int) -> int:
-    """What one poison among `size` items may cost: a death for each halving, and one or two more of it alone."""
+    """What one poison among `size` items may cost: a death for each halving, and one or two more of
+    it alone.
+    """
     return max(1, ceil(log2(size))) + 2
 
 
@@ -76,7 +80,9 @@ def test_every_poison_is_given_up_and_nobody_else(data: st.DataObject, size: int
 
 
 @given(data=st.data(), size=st.integers(1, 40), killed_run=st.integers(1, 12))
-def test_a_kill_by_another_hand_costs_no_innocent_its_answer(data: st.DataObject, size: int, killed_run: int) -> None:
+def test_a_kill_by_another_hand_costs_no_innocent_its_answer(
+    data: st.DataObject, size: int, killed_run: int
+) -> None:
     poisons = data.draw(st.sets(st.integers(0, size - 1), max_size=min(2, size)))
     trial = Trial(size, poisons, {killed_run})
     trial.run_all()

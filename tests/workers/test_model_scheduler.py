@@ -1,4 +1,6 @@
-"""Whose turn it is among several models: each rule, and the bound on waiting as a property over any traffic."""
+"""Whose turn it is among several models: each rule, and the bound on waiting as a property over any
+traffic.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.scheduling.model_scheduler import SHORTEST_WAIT_S, SWITCH_SHARE, URGENT_SHARE, Idle, ModelScheduler
+from workers.scheduling.model_scheduler import (
+    SHORTEST_WAIT_S,
+    SWITCH_SHARE,
+    URGENT_SHARE,
+    Idle,
+    ModelScheduler,
+)
 
 NEVER_S = float("inf")
 
@@ -101,7 +109,9 @@ def test_a_deadline_that_can_be_met_is_due_earlier() -> None:
     lines = [line(0.0), line(0.0, deadlines=(10.0,))]
     assert made.choose({0}, 0.0, lines, 7.9) == 0
     assert made.choose({0}, 0.0, lines, 8.0) == 1
-    assert made.choose({0}, 0.0, lines, 9.5) == 0, "loading takes longer than is left: nobody gains by a switch"
+    assert made.choose({0}, 0.0, lines, 9.5) == 0, (
+        "loading takes longer than is left: nobody gains by a switch"
+    )
 
 
 def test_deadlines_may_not_take_more_than_their_share() -> None:
@@ -115,7 +125,9 @@ def test_deadlines_may_not_take_more_than_their_share() -> None:
 
 
 traffic = st.lists(
-    st.tuples(st.integers(0, 3), st.floats(0, 3), st.none() | st.floats(0.1, 40)), min_size=1, max_size=150
+    st.tuples(st.integers(0, 3), st.floats(0, 3), st.none() | st.floats(0.1, 40)),
+    min_size=1,
+    max_size=150,
 )
 
 
@@ -128,7 +140,9 @@ traffic = st.lists(
 def test_once_due_a_model_waits_for_one_batch_of_each_other_at_most(
     arrivals: list[tuple[int, float, float | None]], load_s: list[float], room: int, batch_s: float
 ) -> None:
-    """One process holding `room` of four models, the least recently used dropped, under any traffic with deadlines."""
+    """One process holding `room` of four models, the least recently used dropped, under any traffic
+    with deadlines.
+    """
     made, lines, resident = scheduler(*load_s), [Line() for _ in load_s], list(range(room))
     due_since: dict[int, int] = {}
     now_s = free_since_s = last_s = 0.0
@@ -148,7 +162,11 @@ def test_once_due_a_model_waits_for_one_batch_of_each_other_at_most(
                 due_since.setdefault(model, batches)
         choice = made.choose(resident, free_since_s, lines, now_s)
         if isinstance(choice, Idle):
-            ends = [end_s for end_s in (choice.until_s, coming[0][1] if coming else None) if end_s is not None]
+            ends = [
+                end_s
+                for end_s in (choice.until_s, coming[0][1] if coming else None)
+                if end_s is not None
+            ]
             assert ends, "jobs wait and nobody will ever look again"
             assert min(ends) > now_s or min(ends) == pytest.approx(now_s)
             now_s = max(now_s + 1e-9, min(ends))
@@ -183,8 +201,12 @@ def test_full_queues_leave_no_more_than_the_share_to_switching(load_s: float, mo
 
 
 @pytest.mark.parametrize("load_s", [0.05, 0.5, 3.0])
-def test_nine_to_one_leaves_nine_tenths_to_computing_and_the_rare_within_the_bound(load_s: float) -> None:
-    """Room for one of two models; the common one's queue is never empty, the rare one gets a tenth of the traffic."""
+def test_nine_to_one_leaves_nine_tenths_to_computing_and_the_rare_within_the_bound(
+    load_s: float,
+) -> None:
+    """Room for one of two models; the common one's queue is never empty, the rare one gets a tenth
+    of the traffic.
+    """
     batch_s, item_s = 0.1, 0.1 / 16
     made, lines = scheduler(load_s, load_s), [line(*[0.0] * 10**6), Line(size=16)]
     resident, now_s, loading_s, next_s, waits = {0}, 0.0, 0.0, 0.0, list[float]()
@@ -204,4 +226,6 @@ def test_nine_to_one_leaves_nine_tenths_to_computing_and_the_rare_within_the_bou
         made.batch_finished(batch_s)
     assert loading_s <= 1.1 * SWITCH_SHARE * now_s
     first_s = made.switch_wait_s + batch_s + (load_s + batch_s) + load_s
-    assert max(waits) <= 1.2 * first_s, "what queued up behind the first job is a tenth of the traffic in that time"
+    assert max(waits) <= 1.2 * first_s, (
+        "what queued up behind the first job is a tenth of the traffic in that time"
+    )

@@ -1,4 +1,6 @@
-"""Weights that leave and come back: on a CPU, where pinned memory is only memory, the same code moves them."""
+"""Weights that leave and come back: on a CPU, where pinned memory is only memory, the same code
+moves them.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def test_a_model_without_networks_is_not_parked() -> None:
     assert offload(model, ROOM) is None
 
 
-@pytest.mark.parametrize("kind", ["compiled in place", "compiled as a whole", "a forward of its own"])
+@pytest.mark.parametrize(
+    "kind", ["compiled in place", "compiled as a whole", "a forward of its own"]
+)
 def test_what_is_compiled_is_not_parked(kind: str) -> None:
     model = holder()
     if kind == "compiled in place":

@@ -1,4 +1,6 @@
-"""A job that kills its process each time, on real model processes: it is given up, and its neighbors never know."""
+"""A job that kills its process each time, on real model processes: it is given up, and its
+neighbors never know.
+"""
 
 from __future__ import annotations
 
@@ -41,17 +43,26 @@ async def test_neighbors_of_a_poison_job_finish_and_its_caller_gets_the_reason(
 ) -> None:
     command = (sys.executable, "-c", LETTERS)
     async with (
-        ModelPool([HostedModel(MODEL, tmp_path)], device="cpu", processes=processes, command=command) as pool,
+        ModelPool(
+            [HostedModel(MODEL, tmp_path)], device="cpu", processes=processes, command=command
+        ) as pool,
         running_worker(redis_url, tmp_path, pool=pool) as harness,
     ):
         pids = {process.pid for process in pool.processes}
         names = ["poison", *(f"n{letter}" for letter in "abcdefgh")]
         for name in names:
             await harness.send("poison" if name == "poison" else name * 3, request_id=name)
-        outcomes = {(reply := await harness.reply()).request_id: reply.body.outcomes[0] for _ in names}
-        assert {name for name, one in outcomes.items() if one.status == "succeeded"} == set(names) - {"poison"}
+        outcomes = {
+            (reply := await harness.reply()).request_id: reply.body.outcomes[0] for _ in names
+        }
+        assert {name for name, one in outcomes.items() if one.status == "succeeded"} == set(
+            names
+        ) - {"poison"}
         assert outcomes["poison"].error is not None
-        assert re.match(r"\d model processes died over this item, [23] of them", outcomes["poison"].error.message)
+        assert re.match(
+            r"\d model processes died over this item, [23] of them",
+            outcomes["poison"].error.message,
+        )
         assert await harness.ask("after", request_id="after") == [("succeeded", b"after")]
         assert {process.pid for process in pool.processes} != pids
         await harness.until(lambda: len(harness.rows) == len(names) + 1)

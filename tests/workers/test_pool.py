@@ -18,14 +18,22 @@ from shared.tasks.embedding import EmbeddingResult, TextInput
 from tests.limits import WAIT_LIMIT_S
 from workers.models.base import Prepared, PreparedText
 from workers.models.source import resolve
-from workers.runtime.pool import HostedModel, ModelPool, ModelProcessDied, PooledProcess, child_environment
+from workers.runtime.pool import (
+    HostedModel,
+    ModelPool,
+    ModelProcessDied,
+    PooledProcess,
+    child_environment,
+)
 from workers.runtime.protocol import HEADER, Ready, decode_server_message, encode_run
 from workers.tasks import preparer_for
 
 pytestmark = pytest.mark.anyio
 
 UNHEARD_OF = 10**6
-"""A token id that no model has; it gets past no preparer, so it stands for any item that breaks a model."""
+"""A token id that no model has; it gets past no preparer, so it stands for any item that breaks a
+model.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +61,16 @@ async def process(pool: ModelPool) -> PooledProcess:
 
 @pytest.fixture(scope="module")
 def texts(entry: Model, folder: Path) -> list[PreparedText]:
-    inputs: Sequence[Input] = [TextInput("a cat"), TextInput("the mill wheel turns " * 9), TextInput("a dog")]
-    return [item for item in preparer_for(entry, folder).prepare(inputs) if isinstance(item, PreparedText)]
+    inputs: Sequence[Input] = [
+        TextInput("a cat"),
+        TextInput("the mill wheel turns " * 9),
+        TextInput("a dog"),
+    ]
+    return [
+        item
+        for item in preparer_for(entry, folder).prepare(inputs)
+        if isinstance(item, PreparedText)
+    ]
 
 
 def text_of(*ids: int) -> PreparedText:
@@ -66,16 +82,22 @@ def long_batch() -> list[Prepared]:
     return [text_of(*[4937] * 256) for _ in range(128)]
 
 
-async def test_a_batch_comes_back_in_order_with_its_figures(process: PooledProcess, texts: list[PreparedText]) -> None:
+async def test_a_batch_comes_back_in_order_with_its_figures(
+    process: PooledProcess, texts: list[PreparedText]
+) -> None:
     together = await process.run(texts, timeout_s=WAIT_LIMIT_S)
     alone = [(await process.run([text], timeout_s=WAIT_LIMIT_S)).results[0] for text in texts]
     for one, other, text in zip(together.results, alone, texts, strict=True):
         assert isinstance(one, EmbeddingResult)
         assert isinstance(other, EmbeddingResult)
         assert one.tokens == text.length
-        assert np.allclose(np.frombuffer(one.vector, "<f4"), np.frombuffer(other.vector, "<f4"), atol=1e-5)
+        assert np.allclose(
+            np.frombuffer(one.vector, "<f4"), np.frombuffer(other.vector, "<f4"), atol=1e-5
+        )
     assert together.real_work == sum(text.length for text in texts)
-    assert together.real_work <= together.padded_work < len(texts) * max(text.length for text in texts)
+    assert (
+        together.real_work <= together.padded_work < len(texts) * max(text.length for text in texts)
+    )
     assert 0 < together.inference_ms < 1000 * WAIT_LIMIT_S
     assert together.started_at_s < together.finished_at_s
     assert not together.out_of_memory
@@ -86,20 +108,26 @@ async def test_the_pool_tells_what_it_runs_on(pool: ModelPool, process: PooledPr
     assert 50e6 < pool.memory_bytes < 1500e6
 
 
-async def test_callers_at_once_take_turns(process: PooledProcess, texts: list[PreparedText]) -> None:
+async def test_callers_at_once_take_turns(
+    process: PooledProcess, texts: list[PreparedText]
+) -> None:
     done = await asyncio.gather(*(process.run(texts, timeout_s=WAIT_LIMIT_S) for _ in range(4)))
     spans = sorted((batch.started_at_s, batch.finished_at_s) for batch in done)
     assert all(earlier[1] <= later[0] for earlier, later in pairwise(spans))
 
 
 async def test_a_bad_item_fails_alone(process: PooledProcess, texts: list[PreparedText]) -> None:
-    first, error, last = (await process.run([texts[0], text_of(UNHEARD_OF), texts[2]], timeout_s=WAIT_LIMIT_S)).outcomes
+    first, error, last = (
+        await process.run([texts[0], text_of(UNHEARD_OF), texts[2]], timeout_s=WAIT_LIMIT_S)
+    ).outcomes
     assert isinstance(error, ModelFailed)
     assert isinstance(first, EmbeddingResult)
     assert isinstance(last, EmbeddingResult)
 
 
-async def test_signals_to_the_group_end_no_batch(process: PooledProcess, texts: list[PreparedText]) -> None:
+async def test_signals_to_the_group_end_no_batch(
+    process: PooledProcess, texts: list[PreparedText]
+) -> None:
     assert process.pid is not None
     os.kill(process.pid, signal.SIGINT)
     os.kill(process.pid, signal.SIGTERM)
@@ -123,14 +151,18 @@ async def test_a_killed_process_fails_its_batch_and_comes_back(
     assert len((await process.run(texts, timeout_s=WAIT_LIMIT_S)).results) == len(texts)
 
 
-async def test_a_hanging_process_is_ended_at_the_limit(process: PooledProcess, texts: list[PreparedText]) -> None:
+async def test_a_hanging_process_is_ended_at_the_limit(
+    process: PooledProcess, texts: list[PreparedText]
+) -> None:
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
     with pytest.raises(ModelProcessDied, match=r"not done in 0\.2 s"):
         await process.run(texts, timeout_s=0.2)
 
 
-async def test_a_limit_holds_though_the_caller_is_gone(process: PooledProcess, texts: list[PreparedText]) -> None:
+async def test_a_limit_holds_though_the_caller_is_gone(
+    process: PooledProcess, texts: list[PreparedText]
+) -> None:
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
     running = asyncio.create_task(process.run(texts, timeout_s=0.2))
@@ -150,13 +182,22 @@ async def test_a_wrong_folder_is_a_configuration_error(entry: Model, tmp_path: P
     ("code", "reason"),
     [
         ("print('no room left'); raise SystemExit(3)", r"status 3\)(.|\n)*no room left"),
-        ("import time; print('loading', flush=True); time.sleep(60)", r"not ready in 2 s(.|\n)*loading"),
+        (
+            "import time; print('loading', flush=True); time.sleep(60)",
+            r"not ready in 2 s(.|\n)*loading",
+        ),
     ],
     ids=["dies", "hangs"],
 )
-async def test_a_failed_start_tells_what_was_printed(entry: Model, folder: Path, code: str, reason: str) -> None:
+async def test_a_failed_start_tells_what_was_printed(
+    entry: Model, folder: Path, code: str, reason: str
+) -> None:
     pool = ModelPool(
-        [HostedModel(entry, folder)], device="cpu", processes=1, start_timeout_s=2, command=(sys.executable, "-c", code)
+        [HostedModel(entry, folder)],
+        device="cpu",
+        processes=1,
+        start_timeout_s=2,
+        command=(sys.executable, "-c", code),
     )
     with pytest.raises(ModelFailed, match=reason):
         async with pool:
@@ -165,22 +206,27 @@ async def test_a_failed_start_tells_what_was_printed(entry: Model, folder: Path,
 
 async def test_a_command_that_is_not_there(entry: Model, folder: Path) -> None:
     with pytest.raises(ModelFailed, match="could not be started"):
-        async with ModelPool([HostedModel(entry, folder)], device="cpu", processes=1, command=("/no/such/program",)):
+        async with ModelPool(
+            [HostedModel(entry, folder)], device="cpu", processes=1, command=("/no/such/program",)
+        ):
             pass
 
 
 ANSWERS_ODDLY = """
 import socket, sys
 from workers.runtime import server as model_process
-from workers.runtime.protocol import BatchResult, Progress, Ready, encode_server_message, read_client_message
+from workers.runtime.protocol import BatchResult, Progress, Ready
+from workers.runtime.protocol import encode_server_message, read_client_message
 
 def serve(given, loaded):
     connection = socket.socket(fileno=given.fd)
     connection.sendall(encode_server_message(Ready("odd", 0.0, 0.0, 1)))
     number = read_client_message(connection).number
-    done = BatchResult(number=number, results=[], started_at_s=0.0, finished_at_s=0.0, inference_ms=0.0, real_work=0,
-                padded_work=0, out_of_memory=False, memory_bytes=1)
-    connection.sendall({"few": encode_server_message(done), "turn": encode_server_message(Progress(number + 1, 1, 2)),
+    done = BatchResult(number=number, results=[], started_at_s=0.0, finished_at_s=0.0,
+                       inference_ms=0.0, real_work=0, padded_work=0, out_of_memory=False,
+                       memory_bytes=1)
+    connection.sendall({"few": encode_server_message(done),
+                        "turn": encode_server_message(Progress(number + 1, 1, 2)),
                         "noise": bytes([4, 0, 0, 0]) + b"nono"}[kind])
     connection.recv(1)
 
@@ -199,14 +245,21 @@ async def test_an_answer_that_does_not_fit_ends_the_process(
     entry: Model, folder: Path, texts: list[PreparedText], kind: str, reason: str
 ) -> None:
     command = (sys.executable, "-c", ANSWERS_ODDLY, kind)
-    async with ModelPool([HostedModel(entry, folder)], device="cpu", processes=1, command=command) as pool:
+    async with ModelPool(
+        [HostedModel(entry, folder)], device="cpu", processes=1, command=command
+    ) as pool:
         with pytest.raises(ModelProcessDied, match=reason):
             await pool.processes[0].run(texts, timeout_s=WAIT_LIMIT_S)
 
 
-async def test_after_the_pool_nothing_runs(entry: Model, folder: Path, texts: list[PreparedText]) -> None:
+async def test_after_the_pool_nothing_runs(
+    entry: Model, folder: Path, texts: list[PreparedText]
+) -> None:
     async with ModelPool(
-        [HostedModel(entry, folder)], device="cpu", processes=2, command=(sys.executable, "-c", ANSWERS_ODDLY, "few")
+        [HostedModel(entry, folder)],
+        device="cpu",
+        processes=2,
+        command=(sys.executable, "-c", ANSWERS_ODDLY, "few"),
     ) as pool:
         pids = [process.pid for process in pool.processes]
     for process, pid in zip(pool.processes, pids, strict=True):
@@ -219,9 +272,17 @@ async def test_after_the_pool_nothing_runs(entry: Model, folder: Path, texts: li
             await process.run(texts, timeout_s=1)
 
 
-def test_a_model_process_leaves_with_its_parent_in_the_middle_of_a_batch(entry: Model, folder: Path) -> None:
+def test_a_model_process_leaves_with_its_parent_in_the_middle_of_a_batch(
+    entry: Model, folder: Path
+) -> None:
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "workers.runtime.server", f"--fd={theirs.fileno()}", "--device=cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "workers.runtime.server",
+        f"--fd={theirs.fileno()}",
+        "--device=cpu",
+    ]
     command += [f"--model={entry.model_dump_json()}", f"--folder={folder}"]
     with theirs:
         child = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=child_environment(1))

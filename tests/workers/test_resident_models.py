@@ -1,4 +1,6 @@
-"""Models under a memory budget: which stay, which go, and what is told of it; with models that only count."""
+"""Models under a memory budget: which stay, which go, and what is told of it; with models that only
+count.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from workers.runtime.memory import weights_bytes
 from workers.runtime.resident_models import ResidentModels
 
 BYTES = 100_000_000
-"""Of the file of each model: far more than this process grows by while a model that only counts is loaded."""
+"""Of the file of each model: far more than this process grows by while a model that only counts is
+loaded.
+"""
 
 
 class CountingModel:
@@ -38,7 +42,9 @@ class CountingModel:
     def computed_work(self, lengths: Sequence[int]) -> int:
         return sum(lengths)
 
-    def predict(self, batch: Sequence[PreparedItem], on_step: OnStep) -> list[Result | PenstockError]:
+    def predict(
+        self, batch: Sequence[PreparedItem], on_step: OnStep
+    ) -> list[Result | PenstockError]:
         return [EmbeddingResult(b"", 1) for _ in batch]
 
     def __del__(self) -> None:
@@ -56,7 +62,9 @@ class Bench:
         for file in files:
             with file.open("wb") as sparse:
                 sparse.truncate(BYTES)
-        self.resident_models = ResidentModels([self._maker(number) for number in range(3)], files, int(room * BYTES))
+        self.resident_models = ResidentModels(
+            [self._maker(number) for number in range(3)], files, int(room * BYTES)
+        )
 
     def _maker(self, number: int) -> Callable[[], CountingModel]:
         return lambda: CountingModel(number, self.log, self.failures)
@@ -93,7 +101,9 @@ def test_the_least_recently_used_goes_and_is_really_gone(tmp_path: Path) -> None
     bench.resident_models.use(1)
     bench.resident_models.use(0)
     bench.resident_models.use(2)
-    assert bench.log == ["load 0", "load 1", "free 1", "load 2"], "room is made before the load, not after it"
+    assert bench.log == ["load 0", "load 1", "free 1", "load 2"], (
+        "room is made before the load, not after it"
+    )
     assert bench.resident() == [0, 2]
 
 
@@ -154,7 +164,12 @@ def test_evict_others_keeps_one(tmp_path: Path) -> None:
 
 
 def test_weights_are_counted_in_one_format(tmp_path: Path) -> None:
-    for name, size in (("model.safetensors", 7), ("unet/part.safetensors", 5), ("model.bin", 9), ("README.md", 3)):
+    for name, size in (
+        ("model.safetensors", 7),
+        ("unet/part.safetensors", 5),
+        ("model.bin", 9),
+        ("README.md", 3),
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(bytes(size))
     assert weights_bytes(tmp_path) == 12

@@ -1,4 +1,6 @@
-"""One worker with two models and room for one: real model processes, a broker in memory, a real Redis."""
+"""One worker with two models and room for one: real model processes, a broker in memory, a real
+Redis.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,12 @@ def make_tiny(folder: Path, minilm: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(minilm / name, folder / name)
     config = json.loads((minilm / "config.json").read_text())
-    config |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config |= {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     random, narrow = np.random.default_rng(1), {384: 32, 1536: 64}
     tensors = {}
@@ -69,7 +76,9 @@ def make_tiny(folder: Path, minilm: Path) -> None:
         if ".layer." not in name or ".layer.0." in name:
             shape: list[int] = [narrow.get(size, int(size)) for size in given.shape]
             is_scale = name.endswith("LayerNorm.weight")
-            tensors[name] = np.ones(shape, "f4") if is_scale else random.normal(0, 0.1, shape).astype("f4")
+            tensors[name] = (
+                np.ones(shape, "f4") if is_scale else random.normal(0, 0.1, shape).astype("f4")
+            )
             tensors[name] = given if given.dtype.kind == "i" else tensors[name]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
@@ -88,7 +97,9 @@ def hosted(tmp_path_factory: pytest.TempPathFactory) -> list[HostedModel]:
 @pytest.fixture(scope="module")
 async def pool(anyio_backend: str, hosted: list[HostedModel]) -> AsyncIterator[ModelPool]:
     budget_bytes = weights_bytes(hosted[LARGE].folder)
-    async with ModelPool(hosted, device="cpu", processes=1, memory_budget_bytes=budget_bytes) as pool:
+    async with ModelPool(
+        hosted, device="cpu", processes=1, memory_budget_bytes=budget_bytes
+    ) as pool:
         yield pool
 
 
@@ -103,7 +114,9 @@ def prepared(hosted: HostedModel, *texts: str) -> list[Prepared]:
     return [item for item in found if isinstance(item, Prepared)]
 
 
-async def embed(process: PooledProcess, hosted: list[HostedModel], number: int, *texts: str) -> np.ndarray:
+async def embed(
+    process: PooledProcess, hosted: list[HostedModel], number: int, *texts: str
+) -> np.ndarray:
     done = await process.run(prepared(hosted[number], *texts), timeout_s=WAIT_LIMIT_S, model=number)
     vectors = [result.vector for result in done.results if isinstance(result, EmbeddingResult)]
     return np.array([np.frombuffer(vector, "<f4") for vector in vectors])
@@ -124,13 +137,21 @@ async def test_both_answer_rightly_in_turn_and_the_memory_of_one_is_freed(
     assert process.residency.resident == [SMALL]
     assert process.memory_bytes < with_large - FREED_BYTES
     assert (large.shape, small.shape) == ((2, 384), (2, 32))
-    assert np.allclose(await embed(process, hosted, LARGE, "a cat", "a mill wheel"), large, atol=1e-6)
-    assert np.allclose(await embed(process, hosted, SMALL, "a cat", "a mill wheel"), small, atol=1e-6)
+    assert np.allclose(
+        await embed(process, hosted, LARGE, "a cat", "a mill wheel"), large, atol=1e-6
+    )
+    assert np.allclose(
+        await embed(process, hosted, SMALL, "a cat", "a mill wheel"), small, atol=1e-6
+    )
 
 
-async def test_a_batch_tells_what_was_switched_for_it(process: PooledProcess, hosted: list[HostedModel]) -> None:
+async def test_a_batch_tells_what_was_switched_for_it(
+    process: PooledProcess, hosted: list[HostedModel]
+) -> None:
     await embed(process, hosted, LARGE, "a cat")
-    stayed = await process.run(prepared(hosted[LARGE], "a dog"), timeout_s=WAIT_LIMIT_S, model=LARGE)
+    stayed = await process.run(
+        prepared(hosted[LARGE], "a dog"), timeout_s=WAIT_LIMIT_S, model=LARGE
+    )
     assert stayed.switched is None
     went = await process.run(prepared(hosted[SMALL], "a dog"), timeout_s=WAIT_LIMIT_S, model=SMALL)
     assert went.switched is not None
@@ -139,7 +160,9 @@ async def test_a_batch_tells_what_was_switched_for_it(process: PooledProcess, ho
     assert went.finished_at_s - went.started_at_s < WAIT_LIMIT_S
 
 
-async def test_both_models_recover_from_a_killed_process(process: PooledProcess, hosted: list[HostedModel]) -> None:
+async def test_both_models_recover_from_a_killed_process(
+    process: PooledProcess, hosted: list[HostedModel]
+) -> None:
     before = [await embed(process, hosted, number, "a cat") for number in (LARGE, SMALL)]
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
@@ -156,21 +179,33 @@ async def serving(
     redis_url: str, folder: Path, hosted: list[HostedModel], pool: ModelPool
 ) -> AsyncIterator[WorkerHarness]:
     broker = InMemoryTransport()
-    topics = {jobs_topic_id(one.entry.name): workers_subscription_id(one.entry.name) for one in hosted}
-    for topic_id, subscription_id in (topics | {inbox_topic_id("1"): slot_subscription_id("1", 0)}).items():
+    topics = {
+        jobs_topic_id(one.entry.name): workers_subscription_id(one.entry.name) for one in hosted
+    }
+    for topic_id, subscription_id in (
+        topics | {inbox_topic_id("1"): slot_subscription_id("1", 0)}
+    ).items():
         await broker.ensure_topic(topic_id)
         await broker.ensure_subscription(subscription_id, SubscriptionSettings(topic_id))
     for one in hosted:
         for_batch = SubscriptionSettings(jobs_topic_id(one.entry.name), filter=BATCH_FILTER)
         await broker.ensure_subscription(batch_subscription_id(one.entry.name), for_batch)
-    objects, facts, stop = ObjectStore(f"file://{folder}"), WorkerInfo("w", "here", "cpu"), asyncio.Event()
+    objects, facts, stop = (
+        ObjectStore(f"file://{folder}"),
+        WorkerInfo("w", "here", "cpu"),
+        asyncio.Event(),
+    )
     async with AsyncExitStack() as stack:
         cache = await stack.enter_async_context(ResultCache(redis_url, 1_000_000))
         records = await stack.enter_async_context(Records(redis_url))
         consumers = []
         for model, model_folder, _ in hosted:
             completion = Completion(model, broker, cache, records, objects, RowList(), facts)
-            consumers.append(JobConsumer(model, preparer_for(model, model_folder), cache, records, objects, completion))
+            consumers.append(
+                JobConsumer(
+                    model, preparer_for(model, model_folder), cache, records, objects, completion
+                )
+            )
         worker = Worker(consumers, broker, records, pool)
         running = asyncio.create_task(worker.run(stop))
         harness = WorkerHarness(broker, worker)
@@ -207,7 +242,9 @@ class WorkerHarness:
             received_at_s=now_s,
             published_at_s=now_s,
         )
-        data, attributes = encode_job(Job(envelope, JobBody([Item(0, TextInput(text), cache_key=request_id)])))
+        data, attributes = encode_job(
+            Job(envelope, JobBody([Item(0, TextInput(text), cache_key=request_id)]))
+        )
         await self.broker.publish(jobs_topic_id(model.name), data, attributes)
 
     async def receive(self) -> None:
@@ -229,7 +266,11 @@ class WorkerHarness:
 
 
 async def test_interleaved_jobs_of_both_are_answered_by_their_own_model(
-    redis_url: str, tmp_path: Path, hosted: list[HostedModel], pool: ModelPool, process: PooledProcess
+    redis_url: str,
+    tmp_path: Path,
+    hosted: list[HostedModel],
+    pool: ModelPool,
+    process: PooledProcess,
 ) -> None:
     texts = [f"text number {number}" for number in range(20)]
     expected = [await embed(process, hosted, number, *texts) for number in (LARGE, SMALL)]
@@ -245,7 +286,11 @@ async def test_interleaved_jobs_of_both_are_answered_by_their_own_model(
 
 
 async def test_no_switch_for_those_who_do_not_wait_any_more(
-    redis_url: str, tmp_path: Path, hosted: list[HostedModel], pool: ModelPool, process: PooledProcess
+    redis_url: str,
+    tmp_path: Path,
+    hosted: list[HostedModel],
+    pool: ModelPool,
+    process: PooledProcess,
 ) -> None:
     await embed(process, hosted, LARGE, "a cat")
     async with serving(redis_url, tmp_path, hosted, pool) as harness:

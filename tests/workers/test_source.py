@@ -27,7 +27,12 @@ def test_a_package_is_found_without_importing_it(tmp_path: Path) -> None:
     path = f"{tmp_path}:{Path.cwd()}"
     command = [sys.executable, "-c", code]
     done = subprocess.run(
-        command, check=True, timeout=WAIT_LIMIT_S, capture_output=True, text=True, env={"PYTHONPATH": path}
+        command,
+        check=True,
+        timeout=WAIT_LIMIT_S,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": path},
     )
     assert done.stdout.strip() == str(package / "model")
 
@@ -39,7 +44,13 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["package:no_such_package/model", "package:shared/nothing", "package:.", "local:/no/such/folder", "s3://bucket/x"],
+    [
+        "package:no_such_package/model",
+        "package:shared/nothing",
+        "package:.",
+        "local:/no/such/folder",
+        "s3://bucket/x",
+    ],
 )
 def test_what_is_not_there_is_refused_by_name(source: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=source):
@@ -79,25 +90,42 @@ def test_a_malformed_hub_name_is_refused(hub_cache: Path) -> None:
 @pytest.fixture
 def bucket() -> MemoryStore:
     store = MemoryStore()
-    for name in ("models/tiny/config.json", "models/tiny/unet/weights", "models/tiny-2/config.json", "other"):
+    for name in (
+        "models/tiny/config.json",
+        "models/tiny/unet/weights",
+        "models/tiny-2/config.json",
+        "other",
+    ):
         obstore.put(store, name, name.encode())
     return store
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_a_bucket_is_copied_once(bucket: MemoryStore, tmp_path: Path) -> None:
     folder = resolve("gs://weights/models/tiny", "3", tmp_path, open_bucket=lambda name: bucket)
-    expected = {"config.json": b"models/tiny/config.json", "unet/weights": b"models/tiny/unet/weights"}
+    expected = {
+        "config.json": b"models/tiny/config.json",
+        "unet/weights": b"models/tiny/unet/weights",
+    }
     assert files(folder) == expected
     assert resolve("gs://weights/models/tiny", "3", tmp_path, open_bucket=no_bucket) == folder
-    assert resolve("gs://weights/models/tiny/", "4", tmp_path, open_bucket=lambda name: bucket) != folder
+    assert (
+        resolve("gs://weights/models/tiny/", "4", tmp_path, open_bucket=lambda name: bucket)
+        != folder
+    )
 
 
 def test_a_copy_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
-    """A bucket may hold an object below another; a disk can't, so the copy ends after its first file."""
+    """A bucket may hold an object below another; a disk can't, so the copy ends after its first
+    file.
+    """
     store = MemoryStore()
     for name in ("tiny/a", "tiny/a/b"):
         obstore.put(store, name, b"whole")

@@ -1,4 +1,6 @@
-"""A worker when parts die, callers leave, jobs come twice, memory is short: nothing is lost, and nobody else pays."""
+"""A worker when parts die, callers leave, jobs come twice, memory is short: nothing is lost, and
+nobody else pays.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,21 @@ import pytest
 from infra.local.redis_server import RedisServer
 from shared.errors import ModelFailed
 from shared.messages import ReplyBody, encode_reply_body, failure
-from shared.pubsub.names import WEBHOOKS_SUBSCRIPTION_ID, dead_letter_subscription_id, workers_subscription_id
+from shared.pubsub.names import (
+    WEBHOOKS_SUBSCRIPTION_ID,
+    dead_letter_subscription_id,
+    workers_subscription_id,
+)
 from shared.tasks.image import ImageResult
 from shared.transport import Message
 from tests.limits import WAIT_LIMIT_S
-from tests.workers.worker_harness import LARGE_IMAGE, MODEL, FailingStore, WorkerHarness, running_worker
+from tests.workers.worker_harness import (
+    LARGE_IMAGE,
+    MODEL,
+    FailingStore,
+    WorkerHarness,
+    running_worker,
+)
 from workers.worker import FAILED_BATCHES_MAX
 
 pytestmark = pytest.mark.anyio
@@ -49,14 +61,18 @@ async def queued(harness: WorkerHarness) -> None:
         await asyncio.sleep(0)
 
 
-async def test_poison_is_given_up_with_its_reason_and_its_neighbors_finish(redis_url: str, tmp_path: Path) -> None:
+async def test_poison_is_given_up_with_its_reason_and_its_neighbors_finish(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_worker(redis_url, tmp_path) as harness:
         await hold_first(harness)
         for text in ("aa", "b†", "cc"):
             await harness.send(text, request_id=text)
         await queued(harness)
         harness.process.gate.set()
-        outcomes = {(reply := await harness.reply()).request_id: reply.body.outcomes[0] for _ in range(4)}
+        outcomes = {
+            (reply := await harness.reply()).request_id: reply.body.outcomes[0] for _ in range(4)
+        }
         assert {name: one.status for name, one in outcomes.items()} == {
             "first": "succeeded",
             "aa": "succeeded",
@@ -64,8 +80,18 @@ async def test_poison_is_given_up_with_its_reason_and_its_neighbors_finish(redis
             "cc": "succeeded",
         }
         assert outcomes["b†"].error is not None
-        assert "4 model processes died over this item, 2 of them with it alone" in outcomes["b†"].error.message
-        assert harness.process.batches[1:] == [["aa", "b†", "cc"], ["aa"], ["b†", "cc"], ["b†"], ["cc"], ["b†"]]
+        assert (
+            "4 model processes died over this item, 2 of them with it alone"
+            in outcomes["b†"].error.message
+        )
+        assert harness.process.batches[1:] == [
+            ["aa", "b†", "cc"],
+            ["aa"],
+            ["b†", "cc"],
+            ["b†"],
+            ["cc"],
+            ["b†"],
+        ]
         dead = await first_message(harness, dead_letter_subscription_id(MODEL.name))
         assert dead.attributes["request_id"] == "b†"
         assert "died over this item" in dead.attributes["penstock_reason"]
@@ -82,7 +108,9 @@ async def test_last_words_too_long_for_an_attribute_are_cut(redis_url: str, tmp_
         await harness.until(lambda: len(harness.rows) == 1)
 
 
-async def test_job_that_is_answered_is_answered_again_and_not_computed(redis_url: str, tmp_path: Path) -> None:
+async def test_job_that_is_answered_is_answered_again_and_not_computed(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_worker(redis_url, tmp_path) as harness:
         await harness.send("cat", request_id="one")
         first = await harness.reply()
@@ -95,7 +123,9 @@ async def test_job_that_is_answered_is_answered_again_and_not_computed(redis_url
         harness.process.gate.set()
 
 
-async def test_late_attempt_repeats_the_first_answer_in_its_rows(redis_url: str, tmp_path: Path) -> None:
+async def test_late_attempt_repeats_the_first_answer_in_its_rows(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_worker(redis_url, tmp_path) as harness:
         await hold_first(harness)
         other = ReplyBody([failure(0, ModelFailed("by another"))], worker="other", replied_at_s=1.0)
@@ -133,7 +163,9 @@ async def test_job_that_a_worker_died_with_runs_alone(redis_url: str, tmp_path: 
         harness.process.gate.set()
         for _ in range(4):
             await harness.reply()
-        assert sorted(harness.process.batches[1:]) == [["aaaaaaa", "bbbbbbb"], ["suspect"]], "all would fit one batch"
+        assert sorted(harness.process.batches[1:]) == [["aaaaaaa", "bbbbbbb"], ["suspect"]], (
+            "all would fit one batch"
+        )
 
 
 async def test_canceled_job_never_reaches_the_model(redis_url: str, tmp_path: Path) -> None:
@@ -160,7 +192,9 @@ async def test_job_canceled_before_it_came_is_not_begun(redis_url: str, tmp_path
         assert harness.process.batches == [["first"]]
 
 
-async def test_running_job_stops_and_its_row_says_what_was_saved(redis_url: str, tmp_path: Path) -> None:
+async def test_running_job_stops_and_its_row_says_what_was_saved(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_worker(redis_url, tmp_path) as harness:
         await hold_first(harness)
         await claimed(harness, "first")
@@ -186,7 +220,9 @@ async def test_running_batch_goes_on_for_those_who_want_it(redis_url: str, tmp_p
             replies[reply.request_id] = reply.body.outcomes[0].status
             harness.process.gate.set()
         assert replies["wanted"] == "succeeded"
-        assert replies["unwanted"] in ("canceled", "succeeded"), "it may have been done when it was canceled"
+        assert replies["unwanted"] in ("canceled", "succeeded"), (
+            "it may have been done when it was canceled"
+        )
 
 
 async def test_who_joins_a_canceled_job_gets_a_result(redis_url: str, tmp_path: Path) -> None:
@@ -196,7 +232,10 @@ async def test_who_joins_a_canceled_job_gets_a_result(redis_url: str, tmp_path: 
         await harness.send("first", request_id="joiner")
         await queued(harness)
         harness.process.gate.set()
-        statuses = {(reply := await harness.reply()).request_id: reply.body.outcomes[0].status for _ in range(2)}
+        statuses = {
+            (reply := await harness.reply()).request_id: reply.body.outcomes[0].status
+            for _ in range(2)
+        }
         assert statuses == {"first": "succeeded", "joiner": "succeeded"}
 
 
@@ -206,7 +245,9 @@ def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
         yield server
 
 
-async def test_prediction_is_kept_in_hand_until_its_record_is_ended(own_redis: RedisServer, tmp_path: Path) -> None:
+async def test_prediction_is_kept_in_hand_until_its_record_is_ended(
+    own_redis: RedisServer, tmp_path: Path
+) -> None:
     async with running_worker(own_redis.url, tmp_path) as harness:
         harness.process.gate.clear()
         await harness.send("cat", prediction="1")
@@ -230,7 +271,9 @@ async def test_job_is_acked_when_its_rows_are_safe(redis_url: str, tmp_path: Pat
         await harness.until(lambda: len(harness.rows) == 2)
         harness.rows.held[0]()
         harness.stop.set()
-        await harness.until(lambda: harness.broker.backlog(workers_subscription_id(MODEL.name)) == 1)
+        await harness.until(
+            lambda: harness.broker.backlog(workers_subscription_id(MODEL.name)) == 1
+        )
 
 
 async def test_what_is_handed_back_is_not_suspected(redis_url: str, tmp_path: Path) -> None:
@@ -269,7 +312,9 @@ async def test_lane_batch_gets_its_turn_and_no_more(redis_url: str, tmp_path: Pa
         assert sorted(lanes) == ["a"] * 6 + ["b"] * 6
 
 
-async def test_short_memory_makes_batches_smaller_until_it_heals(redis_url: str, tmp_path: Path) -> None:
+async def test_short_memory_makes_batches_smaller_until_it_heals(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_worker(redis_url, tmp_path) as harness:
         await hold_first(harness)
         for number in range(2):
@@ -302,11 +347,18 @@ async def test_webhook_is_told_of_what_it_wants_to_know(redis_url: str, tmp_path
     async with running_worker(redis_url, tmp_path) as harness:
         await harness.send("cat", request_id="p", prediction="1", webhook="start,completed")
         assert (await harness.reply()).request_id == "p"
-        told = [(await first_message(harness, WEBHOOKS_SUBSCRIPTION_ID)).attributes for _ in range(2)]
-        assert sorted((one["record"], one["event"]) for one in told) == [("p", "completed"), ("p", "start")]
+        told = [
+            (await first_message(harness, WEBHOOKS_SUBSCRIPTION_ID)).attributes for _ in range(2)
+        ]
+        assert sorted((one["record"], one["event"]) for one in told) == [
+            ("p", "completed"),
+            ("p", "start"),
+        ]
 
 
-async def test_progress_of_a_prediction_stands_in_its_record(redis_url: str, tmp_path: Path) -> None:
+async def test_progress_of_a_prediction_stands_in_its_record(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_worker(redis_url, tmp_path) as harness:
         harness.process.step_told = (3, 50)
         harness.process.gate.clear()
@@ -319,7 +371,9 @@ async def test_progress_of_a_prediction_stands_in_its_record(redis_url: str, tmp
         await harness.reply()
 
 
-async def test_large_image_is_kept_in_hand_until_the_store_takes_it(redis_url: str, tmp_path: Path) -> None:
+async def test_large_image_is_kept_in_hand_until_the_store_takes_it(
+    redis_url: str, tmp_path: Path
+) -> None:
     store = FailingStore(f"file://{tmp_path}", failures=2)
     async with running_worker(redis_url, tmp_path, objects=store) as harness:
         await harness.send("LARGE")

@@ -1,4 +1,6 @@
-"""The template that model processes are forked from: they share it, outlive it, and end with their worker."""
+"""The template that model processes are forked from: they share it, outlive it, and end with their
+worker.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ async def kill(process: PooledProcess) -> None:
     await process.ready()
 
 
-async def test_the_next_process_is_forked_from_the_same_template(process: PooledProcess, template: Template) -> None:
+async def test_the_next_process_is_forked_from_the_same_template(
+    process: PooledProcess, template: Template
+) -> None:
     before, first = await vector(process), process.pid
     origin = template.pid
     await kill(process)
@@ -85,7 +89,9 @@ async def test_processes_are_told_apart_by_name(process: PooledProcess, template
     assert template.memory_bytes > 50e6
 
 
-async def test_what_a_process_computes_outlives_its_template(process: PooledProcess, template: Template) -> None:
+async def test_what_a_process_computes_outlives_its_template(
+    process: PooledProcess, template: Template
+) -> None:
     before, first, origin = await vector(process), process.pid, template.pid
     assert origin is not None
     os.kill(origin, signal.SIGKILL)
@@ -97,14 +103,18 @@ async def test_what_a_process_computes_outlives_its_template(process: PooledProc
 
 
 @pytest.mark.parametrize(("task", "processes"), [("embedding", 2), ("image", 1)])
-async def test_a_template_starts_no_thread_and_loads_the_libraries(task: str, processes: int) -> None:
+async def test_a_template_starts_no_thread_and_loads_the_libraries(
+    task: str, processes: int
+) -> None:
     async with ModelPool([hosted(task)], device="cpu", processes=processes, threads=2) as pool:
         assert pool.template is not None
         template = psutil.Process(pool.template.pid)
         assert template.num_threads() == 1
         assert any("libtorch" in one.path for one in template.memory_maps())
         assert {psutil.Process(process.pid).ppid() for process in pool.processes} == {template.pid}
-        own_bytes = [psutil.Process(process.pid).memory_full_info().uss for process in pool.processes]
+        own_bytes = [
+            psutil.Process(process.pid).memory_full_info().uss for process in pool.processes
+        ]
         assert max(own_bytes) < pool.template.memory_bytes / 2, "libraries and weights are shared"
 
 
@@ -139,7 +149,9 @@ asyncio.run(main())
 
 
 def test_a_killed_worker_leaves_no_process_behind() -> None:
-    with subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True) as worker:
+    with subprocess.Popen(
+        [sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True
+    ) as worker:
         assert worker.stdout is not None
         left = [psutil.Process(int(pid)) for pid in worker.stdout.readline().split()]
         worker.kill()
@@ -159,7 +171,8 @@ from tests.workers.test_template import hosted
 from workers.runtime.pool import ModelPool
 
 async def main():
-    async with ModelPool([hosted("embedding")], device="cpu", processes=1, command=(sys.executable, "-c", sys.argv[1])):
+    command = (sys.executable, "-c", sys.argv[1])
+    async with ModelPool([hosted("embedding")], device="cpu", processes=1, command=command):
         pass
 
 asyncio.run(main())

@@ -1,4 +1,6 @@
-"""The life of a job in a worker, over the broker in memory, a real Redis, and a model that can be held."""
+"""The life of a job in a worker, over the broker in memory, a real Redis, and a model that can be
+held.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from shared.errors import Unavailable
-from shared.pubsub.names import dead_letter_subscription_id, inbox_topic_id, jobs_topic_id, workers_subscription_id
+from shared.pubsub.names import (
+    dead_letter_subscription_id,
+    inbox_topic_id,
+    jobs_topic_id,
+    workers_subscription_id,
+)
 from shared.transport import Message
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.worker_harness import MODEL, HeldCache, running_worker
@@ -17,15 +24,24 @@ from tests.workers.worker_harness import MODEL, HeldCache, running_worker
 pytestmark = pytest.mark.anyio
 
 
-async def test_job_is_answered_in_order_with_one_row_an_item(redis_url: str, tmp_path: Path) -> None:
+async def test_job_is_answered_in_order_with_one_row_an_item(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_worker(redis_url, tmp_path) as harness:
         await harness.send("bb", "a", "ccc")
         reply = await harness.reply()
         assert (reply.request_id, reply.part, reply.slot) == ("req", 0, "0")
-        assert [(o.index, o.result.vector) for o in reply.body.outcomes] == [(0, b"bb"), (1, b"a"), (2, b"ccc")]  # type: ignore[union-attr]
+        vectors = [(o.index, o.result.vector) for o in reply.body.outcomes]  # type: ignore[union-attr]
+        assert vectors == [(0, b"bb"), (1, b"a"), (2, b"ccc")]
         await harness.until(lambda: len(harness.rows) == 3)
         row = harness.rows[2]
-        assert (row.row_id, row.tokens, row.cache, row.status, row.worker) == ("req:2", 3, "miss", "succeeded", "w")
+        assert (row.row_id, row.tokens, row.cache, row.status, row.worker) == (
+            "req:2",
+            3,
+            "miss",
+            "succeeded",
+            "w",
+        )
         assert row.cost_usd == pytest.approx(3 * 2.0 / 1e6)
 
 
@@ -37,7 +53,12 @@ async def test_repeat_is_answered_from_the_cache(redis_url: str, tmp_path: Path)
         assert harness.process.batches == [["cat"]]
         await harness.until(lambda: len(harness.rows) == 2)
         again = next(row for row in harness.rows if row.request_id == "again")
-        assert (again.cache, again.tokens, again.cost_usd, again.charged_share) == ("memory", 3, 0.0, 0.0)
+        assert (again.cache, again.tokens, again.cost_usd, again.charged_share) == (
+            "memory",
+            3,
+            0.0,
+            0.0,
+        )
 
 
 async def test_reply_does_not_wait_for_the_cache(redis_url: str, tmp_path: Path) -> None:
@@ -69,7 +90,9 @@ async def test_identical_items_in_flight_run_once(redis_url: str, tmp_path: Path
         await harness.send("dog", "dog", request_id="one")
         await harness.process.started.wait()
         await harness.send("dog", request_id="two")
-        await harness.until(lambda: harness.broker.backlog(workers_subscription_id(MODEL.name)) == 0)
+        await harness.until(
+            lambda: harness.broker.backlog(workers_subscription_id(MODEL.name)) == 0
+        )
         harness.process.gate.set()
         await harness.reply(), await harness.reply()
         assert harness.process.batches == [["dog"]]
@@ -78,14 +101,18 @@ async def test_identical_items_in_flight_run_once(redis_url: str, tmp_path: Path
         assert [row.cost_usd for row in harness.rows if row.cache == "joined"] == [0.0, 0.0]
 
 
-async def test_what_waits_together_runs_together_whatever_its_length(redis_url: str, tmp_path: Path) -> None:
+async def test_what_waits_together_runs_together_whatever_its_length(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_worker(redis_url, tmp_path) as harness:
         harness.process.gate.clear()
         await harness.send("first")
         await harness.process.started.wait()
         for number, text in enumerate(["aaaaa", "bbbbb", "c" * 50, "ddddd"]):
             await harness.send(text, request_id=f"r{number}")
-        await harness.until(lambda: harness.broker.backlog(workers_subscription_id(MODEL.name)) == 0)
+        await harness.until(
+            lambda: harness.broker.backlog(workers_subscription_id(MODEL.name)) == 0
+        )
         await asyncio.sleep(0)
         harness.process.gate.set()
         for _ in range(5):
@@ -98,7 +125,10 @@ async def test_bad_item_fails_alone(redis_url: str, tmp_path: Path, text: str) -
     async with running_worker(redis_url, tmp_path) as harness:
         assert await harness.ask("good", text) == [("succeeded", b"good"), ("failed", None)]
         await harness.until(lambda: len(harness.rows) == 2)
-        assert [row.error_code for row in harness.rows] == [None, "invalid_input" if text == "4" else "model_failed"]
+        assert [row.error_code for row in harness.rows] == [
+            None,
+            "invalid_input" if text == "4" else "model_failed",
+        ]
 
 
 async def test_expired_job_never_reaches_the_model(redis_url: str, tmp_path: Path) -> None:
@@ -106,7 +136,10 @@ async def test_expired_job_never_reaches_the_model(redis_url: str, tmp_path: Pat
         assert await harness.ask("late", left_s=-1) == [("expired", None)]
         assert harness.process.batches == []
         await harness.until(lambda: len(harness.rows) == 1)
-        assert (harness.rows[0].status, harness.rows[0].error_code) == ("expired", "deadline_exceeded")
+        assert (harness.rows[0].status, harness.rows[0].error_code) == (
+            "expired",
+            "deadline_exceeded",
+        )
 
 
 async def test_item_that_expires_while_it_waits_is_dropped(redis_url: str, tmp_path: Path) -> None:
@@ -119,7 +152,8 @@ async def test_item_that_expires_while_it_waits_is_dropped(redis_url: str, tmp_p
         await harness.until(lambda: time.time() > deadline_s)
         harness.process.gate.set()
         statuses = {
-            reply.request_id: reply.body.outcomes[0].status for reply in [await harness.reply(), await harness.reply()]
+            reply.request_id: reply.body.outcomes[0].status
+            for reply in [await harness.reply(), await harness.reply()]
         }
         assert statuses == {"req": "succeeded", "late": "expired"}
         assert harness.process.batches == [["first"]]
@@ -135,7 +169,9 @@ async def test_job_is_not_begun_after_its_queue_limit(redis_url: str, tmp_path: 
         limit_s = time.time() + 0.05
         await harness.until(lambda: time.time() > limit_s)
         harness.process.gate.set()
-        outcomes = {(reply := await harness.reply()).request_id: reply.body.outcomes[0] for _ in range(3)}
+        outcomes = {
+            (reply := await harness.reply()).request_id: reply.body.outcomes[0] for _ in range(3)
+        }
         assert {name: one.status for name, one in outcomes.items()} == {
             "req": "succeeded",
             "impatient": "expired",
@@ -145,7 +181,9 @@ async def test_job_is_not_begun_after_its_queue_limit(redis_url: str, tmp_path: 
         assert "queue limit" in outcomes["impatient"].error.message
 
 
-async def test_job_of_a_model_process_that_died_is_tried_again(redis_url: str, tmp_path: Path) -> None:
+async def test_job_of_a_model_process_that_died_is_tried_again(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_worker(redis_url, tmp_path) as harness:
         harness.process.deaths = 2
         assert await harness.ask("cat") == [("succeeded", b"cat")]
@@ -160,7 +198,9 @@ async def test_reply_that_cannot_be_sent_keeps_the_job(redis_url: str, tmp_path:
         await harness.process.started.wait()
         harness.broker.outage = Unavailable("gone")
         harness.process.gate.set()
-        await harness.until(lambda: harness.broker.outage is not None and len(harness.process.batches) == 1)
+        await harness.until(
+            lambda: harness.broker.outage is not None and len(harness.process.batches) == 1
+        )
         assert harness.rows == []
         harness.broker.outage = None
         assert (await harness.reply()).body.outcomes[0].status == "succeeded"
@@ -174,19 +214,36 @@ async def test_reply_that_cannot_be_sent_keeps_the_job(redis_url: str, tmp_path:
         ({"deadline_s": "99999999999999"}, b"{}"),
         ({"published_at_s": "nan", "attempt": "many", "tenant": None}, b"{}"),
         ({"schema": "2"}, b"{}"),
-        ({"model": "another"}, b'{"items": [{"index": 0, "input": {"type": "text", "text": "a"}}]}'),
+        (
+            {"model": "another"},
+            b'{"items": [{"index": 0, "input": {"type": "text", "text": "a"}}]}',
+        ),
     ],
     ids=str,
 )
 async def test_unreadable_job_is_answered_at_once(
     redis_url: str, tmp_path: Path, change: dict[str, str | None], data: bytes
 ) -> None:
-    """Whoever waits is told, in whatever part it can't be read, and the message goes where people look at it."""
+    """Whoever waits is told, in whatever part it can't be read, and the message goes where people
+    look at it.
+    """
     async with running_worker(redis_url, tmp_path) as harness:
         now = repr(time.time() + 30)
         attributes = {
-            **{"schema": "1", "request_id": "odd", "part": "3", "model": MODEL.name, "tenant": "t", "slot": "0"},
-            **{"inbox": inbox_topic_id("1"), "deadline_s": now, "received_at_s": now, "published_at_s": now},
+            **{
+                "schema": "1",
+                "request_id": "odd",
+                "part": "3",
+                "model": MODEL.name,
+                "tenant": "t",
+                "slot": "0",
+            },
+            **{
+                "inbox": inbox_topic_id("1"),
+                "deadline_s": now,
+                "received_at_s": now,
+                "published_at_s": now,
+            },
         }
         sent = {name: value for name, value in (attributes | change).items() if value is not None}
         await harness.broker.publish(jobs_topic_id(MODEL.name), data, sent)
@@ -194,15 +251,22 @@ async def test_unreadable_job_is_answered_at_once(
         assert (reply.request_id, reply.part, reply.body.outcomes) == ("odd", 3, [])
         assert reply.body.error is not None
         assert reply.body.error.code == "undecodable_message"
-        async with harness.broker.subscribe(dead_letter_subscription_id(MODEL.name), max_messages=1) as dead:
+        async with harness.broker.subscribe(
+            dead_letter_subscription_id(MODEL.name), max_messages=1
+        ) as dead:
             message: Message = await asyncio.wait_for(anext(aiter(dead)), WAIT_LIMIT_S)
-        assert (message.data, message.attributes["penstock_reason"]) == (data, reply.body.error.message)
+        assert (message.data, message.attributes["penstock_reason"]) == (
+            data,
+            reply.body.error.message,
+        )
 
 
 async def test_message_that_is_no_job_becomes_a_dead_letter(redis_url: str, tmp_path: Path) -> None:
     async with running_worker(redis_url, tmp_path) as harness:
         await harness.broker.publish(jobs_topic_id(MODEL.name), b"hello", {"from": "a stranger"})
-        async with harness.broker.subscribe(dead_letter_subscription_id(MODEL.name), max_messages=1) as dead:
+        async with harness.broker.subscribe(
+            dead_letter_subscription_id(MODEL.name), max_messages=1
+        ) as dead:
             message: Message = await asyncio.wait_for(anext(aiter(dead)), WAIT_LIMIT_S)
             assert message.data == b"hello"
             assert message.attributes["from"] == "a stranger"
@@ -226,5 +290,7 @@ async def test_stop_hands_back_what_the_limit_leaves(redis_url: str, tmp_path: P
         await harness.send("cat")
         await harness.process.started.wait()
         harness.stop.set()
-        await harness.until(lambda: harness.broker.backlog(workers_subscription_id(MODEL.name)) == 1)
+        await harness.until(
+            lambda: harness.broker.backlog(workers_subscription_id(MODEL.name)) == 1
+        )
         assert harness.rows == []

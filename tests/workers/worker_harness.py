@@ -1,4 +1,6 @@
-"""A worker with an in-memory broker, a real Redis and a fake model process, and the side of its callers."""
+"""A worker with an in-memory broker, a real Redis and a fake model process, and the side of its
+callers.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +75,8 @@ class LetterPreparer:
 class LetterProcess:
     """Answers with the text itself; `gate` holds it, `deaths` counts how often it dies first.
 
-    "!" fails alone, "†" kills it each time, and "short" runs out of memory with company. `is_deaf`: has no steps, so
-    it hears of no cancel.
+    "!" fails alone, "†" kills it each time, and "short" runs out of memory with company. `is_deaf`:
+    has no steps, so it hears of no cancel.
     """
 
     def __init__(self) -> None:
@@ -93,7 +95,12 @@ class LetterProcess:
         return None
 
     async def run(
-        self, batch: Sequence[PreparedText], *, timeout_s: float, model: int, on_step: OnStep | None = None
+        self,
+        batch: Sequence[PreparedText],
+        *,
+        timeout_s: float,
+        model: int,
+        on_step: OnStep | None = None,
     ) -> BatchResult:
         texts = [prepared.ids.decode() for prepared in batch]
         self.batches.append(texts)
@@ -112,7 +119,10 @@ class LetterProcess:
         short = "short" in texts and len(texts) > 1
         saved = 47 if was_canceled else None
         return BatchResult(
-            results=[Failure.from_error(one) if isinstance(one, PenstockError) else one for one in results],
+            results=[
+                Failure.from_error(one) if isinstance(one, PenstockError) else one
+                for one in results
+            ],
             started_at_s=now_s,
             finished_at_s=now_s,
             inference_ms=1.5,
@@ -150,7 +160,13 @@ class WorkerHarness:
         records: Records,
         stop: asyncio.Event,
     ) -> None:
-        self.broker, self.process, self.rows, self.records, self.stop = broker, process, rows, records, stop
+        self.broker, self.process, self.rows, self.records, self.stop = (
+            broker,
+            process,
+            rows,
+            records,
+            stop,
+        )
         self.replies: asyncio.Queue[Reply] = asyncio.Queue()
         self.running: asyncio.Task[None] | None = None
         self.consumer: JobConsumer | None = None
@@ -183,7 +199,10 @@ class WorkerHarness:
             webhook=webhook,
             start_by_s=now_s + queue_limit_s if queue_limit_s else 0.0,
         )
-        items = [Item(index, TextInput(text), cache_key=f"key-{text}") for index, text in enumerate(texts)]
+        items = [
+            Item(index, TextInput(text), cache_key=f"key-{text}")
+            for index, text in enumerate(texts)
+        ]
         data, attributes = encode_job(Job(envelope, JobBody(items, **body)))
         await self.broker.publish(jobs_topic_id(MODEL.name), data, attributes)
 
@@ -198,7 +217,10 @@ class WorkerHarness:
     async def ask(self, *texts: str, **given: object) -> list[tuple[str, bytes | None]]:
         await self.send(*texts, **given)  # type: ignore[arg-type]
         outcomes = (await self.reply()).body.outcomes
-        return [(o.status, o.result.vector if isinstance(o.result, EmbeddingResult) else None) for o in outcomes]
+        return [
+            (o.status, o.result.vector if isinstance(o.result, EmbeddingResult) else None)
+            for o in outcomes
+        ]
 
 
 class RowList(list[Row]):
@@ -260,19 +282,30 @@ async def running_worker(
     await broker.ensure_topic(WEBHOOKS_TOPIC_ID)
     jobs = jobs_topic_id(MODEL.name)
     for subscription_id, settings in (
-        (workers_subscription_id(MODEL.name), SubscriptionSettings(jobs, filter=INTERACTIVE_FILTER)),
+        (
+            workers_subscription_id(MODEL.name),
+            SubscriptionSettings(jobs, filter=INTERACTIVE_FILTER),
+        ),
         (batch_subscription_id(MODEL.name), SubscriptionSettings(jobs, filter=BATCH_FILTER)),
-        (dead_letter_subscription_id(MODEL.name), SubscriptionSettings(dead_letter_topic_id(MODEL.name))),
+        (
+            dead_letter_subscription_id(MODEL.name),
+            SubscriptionSettings(dead_letter_topic_id(MODEL.name)),
+        ),
         (slot_subscription_id("1", 0), SubscriptionSettings(inbox_topic_id("1"))),
         (WEBHOOKS_SUBSCRIPTION_ID, SubscriptionSettings(WEBHOOKS_TOPIC_ID)),
     ):
         await broker.ensure_subscription(subscription_id, settings)
     rows, stop = RowList(), asyncio.Event()
-    async with cache_kind(redis_url, 1_000_000) as cache, Records(redis_url, retry_s=0.01) as records:
+    async with (
+        cache_kind(redis_url, 1_000_000) as cache,
+        Records(redis_url, retry_s=0.01) as records,
+    ):
         assert await cache.wait_up(WAIT_LIMIT_S)
         harness = WorkerHarness(broker, letters.processes[0], rows, records, stop)
         objects = objects or ObjectStore(f"file://{folder}")
-        completion = Completion(MODEL, broker, cache, records, objects, rows, WorkerInfo("w", "here", "letters"))
+        completion = Completion(
+            MODEL, broker, cache, records, objects, rows, WorkerInfo("w", "here", "letters")
+        )
         consumer = JobConsumer(MODEL, LetterPreparer(), cache, records, objects, completion)
         harness.consumer = consumer
         worker = Worker([consumer], broker, records, pool or letters, drain_s=drain_s)  # type: ignore[arg-type]

@@ -36,8 +36,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="workers.autotune", description=__doc__)
     parser.add_argument("--model", required=True, help="the catalog entry as JSON")
     parser.add_argument("--folder", type=Path, required=True, help="the model's files")
-    parser.add_argument("--digest", required=True, help="of the model's files, as workers.models.artifact computes it")
-    parser.add_argument("--settings", required=True, help="a workers.autotune.choice.TuningSettings as JSON")
+    parser.add_argument(
+        "--digest",
+        required=True,
+        help="of the model's files, as workers.models.artifact computes it",
+    )
+    parser.add_argument(
+        "--settings", required=True, help="a workers.autotune.choice.TuningSettings as JSON"
+    )
     parser.add_argument("--again", action="store_true", help="also replace a provisional choice")
     parser.add_argument("--behind", action="store_true", help="run at low priority beside a worker")
     given = parser.parse_args()
@@ -47,14 +53,18 @@ def main() -> int:
     entry = Model.model_validate_json(given.model)
     tuning = msgspec.json.decode(given.settings, type=TuningSettings)
     try:
-        answer: Choice | Refusal = _choose(entry, given.folder, given.digest, tuning, again=given.again)
+        answer: Choice | Refusal = _choose(
+            entry, given.folder, given.digest, tuning, again=given.again
+        )
     except ConfigurationError as error:
         answer = Refusal(message=error.message)
     print(msgspec.json.encode(answer).decode(), flush=True)
     return 2 if isinstance(answer, Refusal) else 0
 
 
-def _choose(entry: Model, folder: Path, digest: str, tuning: TuningSettings, *, again: bool) -> Choice:
+def _choose(
+    entry: Model, folder: Path, digest: str, tuning: TuningSettings, *, again: bool
+) -> Choice:
     artifacts_dir = Path(tuning.artifacts_dir)
     with _alone(artifacts_dir / "choosing.lock"):
         artifact = find_artifact(artifacts_dir, entry.name, digest)

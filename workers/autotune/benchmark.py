@@ -52,7 +52,9 @@ class _LoadedTarget(NamedTuple):
 _opened: dict[BenchmarkTarget, _LoadedTarget] = {}
 
 
-def open_model(entry: Model, folder: Path, target: BenchmarkTarget, device: str, keeps_others: bool) -> None:
+def open_model(
+    entry: Model, folder: Path, target: BenchmarkTarget, device: str, keeps_others: bool
+) -> None:
     """Loads a candidate, in addition to earlier ones or instead of them.
 
     Raises:
@@ -62,17 +64,23 @@ def open_model(entry: Model, folder: Path, target: BenchmarkTarget, device: str,
         return
     if not keeps_others:
         _opened.clear()
-    model = encoder_model(entry, folder, Resources(device=device, backend=target.backend, threads=target.threads))
+    model = encoder_model(
+        entry, folder, Resources(device=device, backend=target.backend, threads=target.threads)
+    )
     model.setup()
     model.warmup()
     # On a CPU its own CPU seconds count, so other programs do not distort the figures.
-    _opened[target] = _LoadedTarget(model, time.process_time if model.device_name == "cpu" else time.perf_counter)
+    _opened[target] = _LoadedTarget(
+        model, time.process_time if model.device_name == "cpu" else time.perf_counter
+    )
 
 
 def _loaded(target: BenchmarkTarget) -> _LoadedTarget:
     """The loaded candidate, ready to run."""
     if target.backend.backend == "torch" and (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(target.threads)  # it is global, so the model that was loaded last has set it
+        torch.set_num_threads(
+            target.threads
+        )  # it is global, so the model that was loaded last has set it
     return _opened[target]
 
 
@@ -83,14 +91,20 @@ def vectors(target: BenchmarkTarget, texts: Sequence[PreparedText], together: in
     rows: dict[int, np.ndarray] = {}
     for at in range(0, len(order), together):
         places = order[at : at + together]
-        for place, row in zip(places, _predict(model, [texts[place] for place in places]), strict=True):
+        for place, row in zip(
+            places, _predict(model, [texts[place] for place in places]), strict=True
+        ):
             rows[place] = row
     return np.stack([rows[place] for place in range(len(texts))])
 
 
 def _predict(model: InferenceModel, texts: Sequence[PreparedText]) -> list[np.ndarray]:
     results = model.predict(texts, lambda step, steps: None)
-    return [np.frombuffer(result.vector, "<f4") for result in results if isinstance(result, EmbeddingResult)]
+    return [
+        np.frombuffer(result.vector, "<f4")
+        for result in results
+        if isinstance(result, EmbeddingResult)
+    ]
 
 
 def call_tokens(target: BenchmarkTarget, text: PreparedText, longest: int) -> int:
@@ -122,7 +136,9 @@ def _time_s(opened: _LoadedTarget, batch: Sequence[PreparedText]) -> float:
     return opened.seconds() - began_s
 
 
-def throughput(target: BenchmarkTarget, texts: Sequence[PreparedText], call_cost: int, seconds: float) -> Throughput:
+def throughput(
+    target: BenchmarkTarget, texts: Sequence[PreparedText], call_cost: int, seconds: float
+) -> Throughput:
     """The throughput for `texts`, grouped as in a model process, over at least `seconds`."""
     model = _loaded(target).model
     cut = [list(range(len(texts)))]

@@ -52,7 +52,12 @@ class BenchmarkPool:
     """
 
     def __init__(
-        self, entry: Model, folder: Path, device: str, machine: Machine, libraries: Sequence[str] = ()
+        self,
+        entry: Model,
+        folder: Path,
+        device: str,
+        machine: Machine,
+        libraries: Sequence[str] = (),
     ) -> None:
         self._entry = entry
         self._folder = folder
@@ -70,7 +75,10 @@ class BenchmarkPool:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._end()
 
@@ -90,15 +98,24 @@ class BenchmarkPool:
         )
         while len(self._executors) < layout.processes:
             self._executors.append(ProcessPoolExecutor(max_workers=1, mp_context=self._context))
-        missing = [number for number in range(layout.processes) if (number, target) not in self._opened]
+        missing = [
+            number for number in range(layout.processes) if (number, target) not in self._opened
+        ]
         begun = [
             self._executors[number].submit(
-                benchmark.open_model, self._entry, self._folder, target, self._place(number), self.keeps_several
+                benchmark.open_model,
+                self._entry,
+                self._folder,
+                target,
+                self._place(number),
+                self.keeps_several,
             )
             for number in missing
         ]
         if not self.keeps_several:
-            self._opened = {(number, other) for number, other in self._opened if number not in missing}
+            self._opened = {
+                (number, other) for number, other in self._opened if number not in missing
+            }
         self._gather(begun, OPEN_LIMIT_S)
         self._opened |= {(number, target) for number in missing}
 
@@ -116,7 +133,9 @@ class BenchmarkPool:
         """Calls benchmark.call_tokens in the first process."""
         return self._ask_first(benchmark.call_tokens, self._target, text, longest)
 
-    def reading(self, texts: Sequence[PreparedText], call_cost: int, layout: Layout, seconds: float) -> Reading:
+    def reading(
+        self, texts: Sequence[PreparedText], call_cost: int, layout: Layout, seconds: float
+    ) -> Reading:
         """The rate of all processes of `layout` together."""
         begun = [
             executor.submit(benchmark.throughput, self._target, texts, call_cost, seconds)
@@ -141,10 +160,14 @@ class BenchmarkPool:
             wanted_cores = layout.processes  # its other threads sleep if they have no work
         wanted_s = max(throughput.wall_s for throughput in throughputs) * min(cores, wanted_cores)
         return Reading(
-            rate, cpu_s / sum(throughput.tokens for throughput in throughputs), max(0.0, 1 - cpu_s / wanted_s)
+            rate,
+            cpu_s / sum(throughput.tokens for throughput in throughputs),
+            max(0.0, 1 - cpu_s / wanted_s),
         )
 
-    def _ask_first(self, ask: Callable[Given, Told], *given: Given.args, **named: Given.kwargs) -> Told:
+    def _ask_first(
+        self, ask: Callable[Given, Told], *given: Given.args, **named: Given.kwargs
+    ) -> Told:
         return self._gather([self._executors[0].submit(ask, *given, **named)], CALL_LIMIT_S)[0]
 
     def _gather(self, begun: Sequence[Future[Told]], limit_s: float) -> list[Told]:

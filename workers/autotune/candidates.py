@@ -22,7 +22,9 @@ def candidates(
     """The backends that entry, artifact and machine allow, and findings on the others."""
     listed, left_out = [], []
     if artifact is not None and entry.backend != "torch":
-        for variant in sorted(artifact.manifest.variants, key=lambda variant: -variant.relative_speed):
+        for variant in sorted(
+            artifact.manifest.variants, key=lambda variant: -variant.relative_speed
+        ):
             if variant.backend != "onnx" or entry.precision not in ("auto", variant.precision):
                 continue
             if variant.cosine_min < entry.tolerance.cosine:
@@ -31,7 +33,11 @@ def candidates(
             if variant.precision == "fp16" and not is_gpu:
                 continue
             graph = str(artifact.graph(variant).resolve())
-            listed.append(Backend(backend="onnx", precision=variant.precision, variant=variant.name, graph=graph))
+            listed.append(
+                Backend(
+                    backend="onnx", precision=variant.precision, variant=variant.name, graph=graph
+                )
+            )
     if entry.backend != "onnx":
         listed += _torch(entry, machine, is_gpu=is_gpu)
     return listed, left_out
@@ -42,7 +48,9 @@ def _beyond(variant: Variant, tolerance: float) -> Finding:
         name=variant.name,
         cosine_min=variant.cosine_min,
         cosine_mean=variant.cosine_mean,
-        reason=f"its maker found cosine {variant.cosine_min:.5f} at least, tolerated is {tolerance:g}",
+        reason=(
+            f"its maker found cosine {variant.cosine_min:.5f} at least, tolerated is {tolerance:g}"
+        ),
     )
 
 
@@ -50,11 +58,23 @@ def _torch(entry: Model, machine: Machine, *, is_gpu: bool) -> list[Backend]:
     """Torch in the precision of the entry, or else in every precision that the device supports."""
     precisions: list[str] = [entry.precision]
     if entry.precision == "auto":
-        precisions = ["bf16", "fp16", "fp32"] if is_gpu else ["bf16", "fp32"] if machine.has_bf16 else ["fp32"]
-    return [Backend(precision=precision) for precision in ("bf16", "fp16", "fp32") if precision in precisions]
+        precisions = (
+            ["bf16", "fp16", "fp32"]
+            if is_gpu
+            else ["bf16", "fp32"]
+            if machine.has_bf16
+            else ["fp32"]
+        )
+    return [
+        Backend(precision=precision)
+        for precision in ("bf16", "fp16", "fp32")
+        if precision in precisions
+    ]
 
 
-def layouts(processes: int, threads: int, machine: Machine, *, is_gpu: bool, backend: str = "torch") -> list[Layout]:
+def layouts(
+    processes: int, threads: int, machine: Machine, *, is_gpu: bool, backend: str = "torch"
+) -> list[Layout]:
     """The layouts to measure, with the preferred one first. Given values (not 0) are kept.
 
     On a GPU threads do not matter and several processes would share its time, so there is one per
@@ -83,7 +103,9 @@ def shared_layout(layout: Layout, machine: Machine) -> Layout:
 
     Torch may run one of the others, so the processes divide the cores.
     """
-    return Layout(layout.processes, min(layout.threads, _part(machine.cores, max(1, layout.processes))))
+    return Layout(
+        layout.processes, min(layout.threads, _part(machine.cores, max(1, layout.processes)))
+    )
 
 
 def _part(cores: int, processes: int) -> int:

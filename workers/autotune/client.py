@@ -67,13 +67,17 @@ async def choose_backend(entry: Model, folder: Path, settings: WorkerSettings) -
     was_kept = choice is not None
     if choice is None:
         choice = await _choose(entry, folder, tuning, digest)
-    elif choice.is_provisional and not _has_room(folder, tuning):  # it can't be measured later, while the model runs
+    elif choice.is_provisional and not _has_room(
+        folder, tuning
+    ):  # it can't be measured later, while the model runs
         choice = await _choose(entry, folder, tuning, digest, "--again")
     _log_choice(entry, choice, was_kept, time.monotonic() - began_s)
     return choice
 
 
-def tuned_model(entry: Model, folder: Path, settings: WorkerSettings, choice: Choice) -> TunedModel | None:
+def tuned_model(
+    entry: Model, folder: Path, settings: WorkerSettings, choice: Choice
+) -> TunedModel | None:
     """What Renewal needs to measure again.
 
     None if there is no memory for that beside the model processes.
@@ -126,7 +130,9 @@ def _has_room(folder: Path, tuning: TuningSettings) -> bool:
     return free_host_bytes() >= processes * (LIBRARIES_BYTES + CANDIDATES_MAX * weights)
 
 
-def choice_path(entry: Model, tuning: TuningSettings, digest: str, artifact: Artifact | None) -> Path:
+def choice_path(
+    entry: Model, tuning: TuningSettings, digest: str, artifact: Artifact | None
+) -> Path:
     """The file of a choice. Its name is a fingerprint of all that the choice depends on."""
     facts = {
         "scheme": SCHEME,
@@ -155,7 +161,9 @@ def _check_artifact_needed(entry: Model, settings: WorkerSettings) -> None:
         log.info("no artifact, so torch only", extra={"model": entry.name, "make_it_with": command})
 
 
-async def _choose(entry: Model, folder: Path, tuning: TuningSettings, digest: str, *more: str) -> Choice:
+async def _choose(
+    entry: Model, folder: Path, tuning: TuningSettings, digest: str, *more: str
+) -> Choice:
     """Chooses in another process. Falls back to torch if that fails."""
     words = [f"--model={entry.model_dump_json()}", f"--folder={folder}", f"--digest={digest}"]
     words += [f"--settings={msgspec.json.encode(tuning).decode()}"]
@@ -184,7 +192,9 @@ async def _choose(entry: Model, folder: Path, tuning: TuningSettings, digest: st
     try:
         answer = msgspec.json.decode(output.splitlines()[-1], type=Choice | Refusal)
     except (IndexError, msgspec.MsgspecError):
-        return _fallback(entry, tuning, f"the choosing process ended with status {process.returncode}")
+        return _fallback(
+            entry, tuning, f"the choosing process ended with status {process.returncode}"
+        )
     if isinstance(answer, Refusal):
         raise ConfigurationError(answer.message, field="backend")
     return answer
@@ -193,8 +203,12 @@ async def _choose(entry: Model, folder: Path, tuning: TuningSettings, digest: st
 def _fallback(entry: Model, tuning: TuningSettings, reason: str) -> Choice:
     log.warning("no backend could be chosen", extra={"model": entry.name, "reason": reason})
     machine = this_machine()
-    layout = layouts(tuning.processes, tuning.threads, machine, is_gpu=machine.computes_on_gpu(tuning.device))[0]
-    return Choice(backend=unmeasured_backend(entry), layout=layout, reason=reason, is_provisional=True)
+    layout = layouts(
+        tuning.processes, tuning.threads, machine, is_gpu=machine.computes_on_gpu(tuning.device)
+    )[0]
+    return Choice(
+        backend=unmeasured_backend(entry), layout=layout, reason=reason, is_provisional=True
+    )
 
 
 def _log_choice(entry: Model, choice: Choice, was_kept: bool, took_s: float) -> None:
@@ -215,4 +229,6 @@ def _log_choice(entry: Model, choice: Choice, was_kept: bool, took_s: float) -> 
             "took_s": round(took_s, 2),
         },
     )
-    BACKEND_INFO.labels(entry.name, backend.backend, backend.precision, layout.threads, layout.processes).set(1)
+    BACKEND_INFO.labels(
+        entry.name, backend.backend, backend.precision, layout.threads, layout.processes
+    ).set(1)

@@ -65,7 +65,9 @@ class Contest:
         rounds: how many rounds must agree.
     """
 
-    def __init__(self, meter: Measure, clock: Callable[[], float], limit_s: float, rounds: int) -> None:
+    def __init__(
+        self, meter: Measure, clock: Callable[[], float], limit_s: float, rounds: int
+    ) -> None:
         self._meter = meter
         self._clock = clock
         self._limit_s = limit_s

@@ -44,13 +44,18 @@ class Machine:
 def this_machine() -> Machine:
     """This machine."""
     cpu, flags = this_cpu()
-    return Machine(cpu, flags, usable_cores(), _gpus(), tuple((name, _version(name)) for name in LIBRARIES))
+    return Machine(
+        cpu, flags, usable_cores(), _gpus(), tuple((name, _version(name)) for name in LIBRARIES)
+    )
 
 
 def _gpus() -> tuple[str, ...]:
     """The name of each NVIDIA GPU, from the files of the driver."""
     devices = sorted(Path("/dev").glob("nvidia[0-9]*"))
-    models = [read_facts(path).get("Model", "") for path in Path("/proc/driver/nvidia/gpus").glob("*/information")]
+    models = [
+        read_facts(path).get("Model", "")
+        for path in Path("/proc/driver/nvidia/gpus").glob("*/information")
+    ]
     return tuple(models) if len(models) == len(devices) else ("NVIDIA GPU",) * len(devices)
 
 

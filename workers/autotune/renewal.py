@@ -93,7 +93,11 @@ class Renewal:
     """
 
     def __init__(
-        self, tuned: Sequence[TunedModel | None], *, idle_s: float = IDLE_S, clock: Callable[[], float] = time.monotonic
+        self,
+        tuned: Sequence[TunedModel | None],
+        *,
+        idle_s: float = IDLE_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tuned = tuned
         self._monitors = [CostMonitor(one.choice.cpu_s_per_token if one else 0.0) for one in tuned]
@@ -101,7 +105,9 @@ class Renewal:
         self._clock = clock
         self._last_s = clock()
         self._worked = asyncio.Event()
-        self._doubtful: list[TunedModel] = [one for one in tuned if one and one.choice.is_provisional]
+        self._doubtful: list[TunedModel] = [
+            one for one in tuned if one and one.choice.is_provisional
+        ]
         self._has_doubt = asyncio.Event()
         if self._doubtful:
             self._has_doubt.set()
@@ -112,7 +118,10 @@ class Renewal:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._task is not None:
             self._task.cancel()
@@ -138,11 +147,18 @@ class Renewal:
             try:
                 if not tuned.choice.is_provisional:
                     tuned.choice.is_provisional = True
-                    await tuned.mark_provisional()  # saved in case this worker ends before it is idle
+                    await (
+                        tuned.mark_provisional()
+                    )  # saved in case this worker ends before it is idle
                 await self._idle()
                 choice = await self._measured(tuned)
-            except (PenstockError, OSError) as error:  # the backend is gone, the process failed, or the disk is full
-                log.warning("backend not measured again", extra={"model": tuned.model, "reason": str(error)})
+            except (
+                PenstockError,
+                OSError,
+            ) as error:  # the backend is gone, the process failed, or the disk is full
+                log.warning(
+                    "backend not measured again", extra={"model": tuned.model, "reason": str(error)}
+                )
             else:
                 if choice is None:
                     continue  # a batch ran, and has priority
@@ -182,4 +198,7 @@ def _log_choice(tuned: TunedModel, choice: Choice) -> None:
         "layout": choice.layout.name,
         "reason": choice.reason,
     }
-    log.info("backend chosen for the next start", extra={**facts, "is_provisional": choice.is_provisional})
+    log.info(
+        "backend chosen for the next start",
+        extra={**facts, "is_provisional": choice.is_provisional},
+    )

@@ -41,7 +41,10 @@ _LENGTHS = (9, 11, 60, 13, 12, 210, 10, 70, 14, 44, 12, 8, 52, 16, 11, 240, 13, 
 Measure = Callable[[BenchmarkPool, Backend, Layout, Sequence[PreparedText]], Reading]
 """Times a loaded backend in a layout with these texts."""
 
-LIBRARY_OF = {"torch": "workers.models.embedding.encoder_torch", "onnx": "workers.models.embedding.encoder_onnx"}
+LIBRARY_OF = {
+    "torch": "workers.models.embedding.encoder_torch",
+    "onnx": "workers.models.embedding.encoder_onnx",
+}
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +72,14 @@ class SearchSpec:
 
     def forms(self, backend: Backend) -> list[Layout]:
         """The layouts to measure `backend` in, with the preferred one first."""
-        return layouts(self.processes, self.threads, self.machine, is_gpu=self.is_gpu, backend=backend.backend)
+        return layouts(
+            self.processes, self.threads, self.machine, is_gpu=self.is_gpu, backend=backend.backend
+        )
 
 
-def measure(pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
+def measure(
+    pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
+) -> Reading:
     """The default Measure."""
     return pool.reading(texts, backend.call_tokens, layout, RATE_S)
 
@@ -102,7 +109,9 @@ def choose(
     """
     listed, findings = candidates(spec.entry, spec.artifact, spec.machine, is_gpu=spec.is_gpu)
     listed.sort(key=lambda backend: prior_rank(backend, spec.machine, is_gpu=spec.is_gpu))
-    needed = [one for number, one in enumerate(listed) if not _outdone_by(one, listed[:number], spec)]
+    needed = [
+        one for number, one in enumerate(listed) if not _outdone_by(one, listed[:number], spec)
+    ]
     libraries = [LIBRARY_OF[name] for name in dict.fromkeys(backend.backend for backend in needed)]
     with BenchmarkPool(spec.entry, spec.folder, spec.device, spec.machine, libraries) as pool:
         accuracy = _AccuracyCheck(spec, pool)
@@ -159,7 +168,9 @@ def _outdone_by(backend: Backend, fit: Sequence[Backend], spec: SearchSpec) -> s
     return ""
 
 
-def _decide(spec: SearchSpec, contest: Contest, options: Sequence[Option], findings: list[Finding]) -> Choice:
+def _decide(
+    spec: SearchSpec, contest: Contest, options: Sequence[Option], findings: list[Finding]
+) -> Choice:
     """The winner among backends, then among its layouts.
 
     The first one listed if no two rounds agree.
@@ -194,7 +205,8 @@ def _decide(spec: SearchSpec, contest: Contest, options: Sequence[Option], findi
 
 
 def _by_prior(option: Option, contest: Contest, findings: list[Finding]) -> Choice:
-    counts = f"{contest.disturbed} of {contest.disturbed + contest.counted} rounds were disturbed, no two others agree"
+    rounds = contest.disturbed + contest.counted
+    counts = f"{contest.disturbed} of {rounds} rounds were disturbed, no two others agree"
     return Choice(
         backend=option.backend,
         layout=option.layout,
@@ -228,7 +240,9 @@ class _AccuracyCheck:
         cosines = _cosines(given, self._calibration.vectors)
         finding.cosine_min, finding.cosine_mean = float(cosines.min()), float(cosines.mean())
         if not finding.cosine_min >= self._tolerance:
-            finding.reason = f"cosine {finding.cosine_min:.5f} at least, tolerated is {self._tolerance:g}"
+            finding.reason = (
+                f"cosine {finding.cosine_min:.5f} at least, tolerated is {self._tolerance:g}"
+            )
         return not finding.reason
 
 
@@ -265,8 +279,11 @@ def _without_figures(entry: Model, layout: Layout, findings: list[Finding]) -> C
     reasons = "; ".join(f"{finding.name}: {finding.reason}" for finding in findings)
     if entry.precision in ("auto", "fp32") and entry.backend != "onnx":
         reason = f"nothing could be measured, so torch fp32 ({reasons})"
-        return Choice(backend=unmeasured_backend(entry), layout=layout, reason=reason, findings=findings)
+        return Choice(
+            backend=unmeasured_backend(entry), layout=layout, reason=reason, findings=findings
+        )
     raise ConfigurationError(
-        f"{entry.name}: no {entry.backend} backend in {entry.precision} keeps to its tolerance ({reasons})",
+        f"{entry.name}: no {entry.backend} backend in {entry.precision} "
+        f"keeps to its tolerance ({reasons})",
         field="backend",
     )

@@ -1,1 +1,4 @@
-"""The functions behind Pub/Sub push: one answers the callers of dead letters, one delivers webhooks."""
+"""The functions behind Pub/Sub push.
+
+One answers the callers of dead letters, one delivers webhooks.
+"""

@@ -103,9 +103,13 @@ class DeadLetters:
         """
         envelope = salvage_envelope(message.attributes)
         if envelope is None:
-            raise UndecodableMessage("its attributes do not say whose job it is", field="attributes")
+            raise UndecodableMessage(
+                "its attributes do not say whose job it is", field="attributes"
+            )
         items, error = _reading(message)
-        body = ReplyBody([failure(item, error) for item in items], worker=ANSWERED_BY, replied_at_s=time.time())
+        body = ReplyBody(
+            [failure(item, error) for item in items], worker=ANSWERED_BY, replied_at_s=time.time()
+        )
         if isinstance(error, UndecodableMessage):  # its items are not known
             body.error = ItemError(error.code, error.message, error.field)
         found = await self._end(envelope, body)
@@ -180,9 +184,13 @@ def _reading(message: Message) -> tuple[list[int], PenstockError]:
     """The items of a dead letter (the first if the body can't be read), and their error."""
     attributes = {name.lower(): value for name, value in message.attributes.items()}
     attempts = attributes.get(_ATTEMPTS, "its")
-    reason = attributes.get("penstock_reason") or f"no worker could finish it in {attempts} attempts"
+    reason = (
+        attributes.get("penstock_reason") or f"no worker could finish it in {attempts} attempts"
+    )
     try:
-        return [item.index for item in decode_job(message.data, message.attributes).body.items], ModelFailed(reason)
+        return [
+            item.index for item in decode_job(message.data, message.attributes).body.items
+        ], ModelFailed(reason)
     except UndecodableMessage as error:
         return [0], error
 

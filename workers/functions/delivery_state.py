@@ -1,4 +1,6 @@
-"""The state of webhook deliveries in Redis: when output was last sent, and which predictions are done.
+"""The state of webhook deliveries in Redis.
+
+It says when output was last sent, and which predictions are done.
 
 Redis gives order and rate only. Without it events are delivered, maybe one too many.
 """
@@ -21,7 +23,9 @@ KEEP_S = 2 * 24 * 3600
 THROTTLED = frozenset({"output", "logs"})
 
 ERRORS = Counter(
-    "penstock_functions_notes_errors_total", "Round trips to Redis about webhooks that failed.", ["operation"]
+    "penstock_functions_notes_errors_total",
+    "Round trips to Redis about webhooks that failed.",
+    ["operation"],
 )
 UP = Gauge("penstock_functions_notes_redis_up", "1 while Redis is being asked about webhooks.")
 
@@ -39,7 +43,9 @@ class DeliveryState(RedisStore):
     """
 
     def __init__(self, redis_url: str, *, prefix: str = "penstock:") -> None:
-        super().__init__(RedisLink("webhooks", redis_url, timeout_s=0.25, retry_s=0.25, up=UP, errors=ERRORS))
+        super().__init__(
+            RedisLink("webhooks", redis_url, timeout_s=0.25, retry_s=0.25, up=UP, errors=ERRORS)
+        )
         self._commands = self._link.commands("the delivery state of webhooks")
         self._prefix = prefix
 
@@ -48,8 +54,13 @@ class DeliveryState(RedisStore):
         sent_key, spare_ms = self._key(record, event), THROTTLE_MS if event in THROTTLED else 0
         answer = None
         with contextlib.suppress(Unavailable):  # better sent twice than not at all
-            answer = await self._commands.run_script(_ADMIT, [self._key(record, "done"), sent_key], spare_ms)
-        decisions: dict[bytes | None, DeliveryDecision] = {b"throttled": "throttled", b"late": "late"}
+            answer = await self._commands.run_script(
+                _ADMIT, [self._key(record, "done"), sent_key], spare_ms
+            )
+        decisions: dict[bytes | None, DeliveryDecision] = {
+            b"throttled": "throttled",
+            b"late": "late",
+        }
         return decisions.get(answer, "due")
 
     async def close(self, record: str) -> None:

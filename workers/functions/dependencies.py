@@ -60,9 +60,13 @@ class FunctionDependencies:
     async def _open_dead_letters(self) -> Handler:
         settings = self._settings
         catalog = read_catalog(settings.models_file)
-        publisher = await self._stack.enter_async_context(PubSubTransport(settings.project, settings.pubsub_endpoint))
+        publisher = await self._stack.enter_async_context(
+            PubSubTransport(settings.project, settings.pubsub_endpoint)
+        )
         table = RowTable(settings)
-        return DeadLetters(await self._open_records(), publisher, table, catalog, settings.region).answer
+        return DeadLetters(
+            await self._open_records(), publisher, table, catalog, settings.region
+        ).answer
 
     async def _open_webhooks(self) -> Handler:
         settings = self._settings
@@ -78,7 +82,9 @@ class FunctionDependencies:
 
     async def _open_records(self) -> Records:
         if self._records is None:
-            self._records = await self._stack.enter_async_context(Records(self._settings.records_redis_url))
+            self._records = await self._stack.enter_async_context(
+                Records(self._settings.records_redis_url)
+            )
         return self._records
 
 
@@ -90,7 +96,9 @@ class RowTable:
 
     def __init__(self, settings: FunctionSettings) -> None:
         self._sender = Sender(
-            settings.project, f"{settings.project}.{settings.dataset}.{TABLE}", settings.bigquery_endpoint
+            settings.project,
+            f"{settings.project}.{settings.dataset}.{TABLE}",
+            settings.bigquery_endpoint,
         )
         self._sending = asyncio.Lock()
 

@@ -1,7 +1,10 @@
-"""Handles a push: authenticates the caller, decodes the message, runs the function, and answers with a status.
+"""Handles a push.
 
-2xx ends a message. Any other status makes Pub/Sub send it again, after a growing pause. So a message that can never be
-handled gets 2xx too, with a counter and its ids in the log. The content of a message is in no log.
+Authenticates the caller, decodes the message, runs the function, and answers with a status.
+
+2xx ends a message. Any other status makes Pub/Sub send it again, after a growing pause. So a
+message that can never be handled gets 2xx too, with a counter and its ids in the log. The content
+of a message is in no log.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from workers.functions.push_auth import PushAuthenticator, PushRefused
 from workers.functions.push_message import read_push
 
 HANDLE_LIMIT_S = 50.0
-"""Pub/Sub waits 60 s for an answer and then sends the message again, while we would still be at it."""
+"""Pub/Sub waits 60 s for an answer and then sends the message again, while we would still be at it.
+"""
 LONGEST_BODY_BYTES = 16 * 1024 * 1024
 """The largest message has 10 MB, which is a third more in base64."""
 LOGGED_CHARACTERS = 128
@@ -29,8 +33,12 @@ UNREADABLE = Counter(
     "Pushes that carry no message a function can handle",
     ["function"],
 )
-FAILED = Counter("penstock_functions_failed_total", "Pushes that Pub/Sub was asked to bring again", ["function"])
-REFUSED = Counter("penstock_functions_refused_total", "Pushes of somebody who may not call", ["function"])
+FAILED = Counter(
+    "penstock_functions_failed_total", "Pushes that Pub/Sub was asked to bring again", ["function"]
+)
+REFUSED = Counter(
+    "penstock_functions_refused_total", "Pushes of somebody who may not call", ["function"]
+)
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +90,9 @@ async def handle_push(
         log.error("push unreadable", extra={"function": function, "reason": error.message})
     except (PenstockError, TimeoutError) as error:
         FAILED.labels(function).inc()
-        log.warning("push not handled", extra={"function": function, "reason": str(error) or "out of time"})
+        log.warning(
+            "push not handled", extra={"function": function, "reason": str(error) or "out of time"}
+        )
         return str(error) or "out of time", 503
     return "", 204
 

@@ -59,7 +59,9 @@ class PushAuthenticator:
         checked_by: Literal["us", "cloud-run"] = "us",
     ) -> None:
         if audience and not account:
-            raise ConfigurationError("PENSTOCK_PUSH_ACCOUNT: an audience needs an account", field="push_account")
+            raise ConfigurationError(
+                "PENSTOCK_PUSH_ACCOUNT: an audience needs an account", field="push_account"
+            )
         self._audience = audience
         self._account = account
         self._certs_url = certs_url

@@ -40,7 +40,9 @@ def read_push(headers: Mapping[str, str], body: bytes) -> Message:
     Raises:
         UndecodableMessage: it carries none.
     """
-    if "ce-specversion" in headers or headers.get("content-type", "").startswith("application/cloudevents"):
+    if "ce-specversion" in headers or headers.get("content-type", "").startswith(
+        "application/cloudevents"
+    ):
         return _wrapped(_event_data(headers, body))
     if f"{_METADATA}message-id" in headers:
         return _unwrapped(headers, body)
@@ -67,21 +69,27 @@ def _wrapped(envelope: Any) -> Message:
     if not isinstance(message, dict):
         raise UndecodableMessage("the envelope has no message", field="data")
     attributes = message.get("attributes") or {}
-    if not isinstance(attributes, dict) or not all(isinstance(value, str) for value in attributes.values()):
+    if not isinstance(attributes, dict) or not all(
+        isinstance(value, str) for value in attributes.values()
+    ):
         raise UndecodableMessage("the message's attributes are no strings", field="attributes")
     if any(_SURROGATE.search(text) for pair in attributes.items() for text in pair):
         raise UndecodableMessage("the message's attributes are no Unicode text", field="attributes")
     try:
         data = base64.b64decode(message.get("data") or "", validate=True)
     except (binascii.Error, TypeError, ValueError) as error:
-        raise UndecodableMessage(f"the message's data is no base64: {error}", field="data") from error
+        raise UndecodableMessage(
+            f"the message's data is no base64: {error}", field="data"
+        ) from error
     return Message(
         data,
         attributes,
         str(message.get("messageId") or message.get("message_id") or ""),
         "",
         publish_time_s=_unix_s(message.get("publishTime") or message.get("publish_time")),
-        delivery_attempt=attempt if isinstance(attempt := envelope.get("deliveryAttempt"), int) else 0,
+        delivery_attempt=attempt
+        if isinstance(attempt := envelope.get("deliveryAttempt"), int)
+        else 0,
         ordering_key=str(message.get("orderingKey") or ""),
     )
 
@@ -91,7 +99,11 @@ def _unwrapped(headers: Mapping[str, str], body: bytes) -> Message:
 
     Readers of an attribute know its name.
     """
-    metadata = {name.removeprefix(_METADATA): value for name, value in headers.items() if name.startswith(_METADATA)}
+    metadata = {
+        name.removeprefix(_METADATA): value
+        for name, value in headers.items()
+        if name.startswith(_METADATA)
+    }
     others = {name: value for name, value in headers.items() if not name.startswith(_METADATA)}
     attributes = {name: value for name, value in others.items() if name not in _CREDENTIALS}
     return Message(

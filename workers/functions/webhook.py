@@ -103,7 +103,9 @@ class Webhooks:
             await self._delivery_state.close(event.id)
         return end
 
-    async def _post(self, prediction: Prediction, record: Record, webhook_id: str) -> WebhookResponse:
+    async def _post(
+        self, prediction: Prediction, record: Record, webhook_id: str
+    ) -> WebhookResponse:
         body = msgspec.json.encode(body_of(prediction, record, self._url_signer))
         now_s = int(time.time())
         secrets = tenant_secrets(self._secrets, prediction.tenant)
@@ -114,14 +116,18 @@ class Webhooks:
             "webhook-timestamp": str(now_s),
             "webhook-signature": signature(secrets, webhook_id, now_s, body),
         }
-        return await WebhookClient(prediction.webhook, allow_private=self._allow_private).post(headers, body)
+        return await WebhookClient(prediction.webhook, allow_private=self._allow_private).post(
+            headers, body
+        )
 
 
 def _prediction_of(record: Record) -> Prediction:
     try:
         return decode_document(record.document)
     except msgspec.MsgspecError as error:
-        raise UndecodableMessage(f"the record has no prediction: {error}", field="document") from error
+        raise UndecodableMessage(
+            f"the record has no prediction: {error}", field="document"
+        ) from error
 
 
 def _webhook_id(event: WebhookEvent, message: Message) -> str:
@@ -129,7 +135,9 @@ def _webhook_id(event: WebhookEvent, message: Message) -> str:
 
     Others have a number or a message.
     """
-    which = "" if event.event in ("start", "completed") else str(event.sequence or message.message_id)
+    which = (
+        "" if event.event in ("start", "completed") else str(event.sequence or message.message_id)
+    )
     return "msg_" + hashlib.sha256(f"{event.id}\n{event.event}\n{which}".encode()).hexdigest()[:32]
 
 

@@ -60,7 +60,9 @@ class WebhookClient:
         resolve: gives all addresses of a host and port.
     """
 
-    def __init__(self, url: str, *, allow_private: bool = False, resolve: Resolve = resolve) -> None:
+    def __init__(
+        self, url: str, *, allow_private: bool = False, resolve: Resolve = resolve
+    ) -> None:
         self._url = url
         self._allow_private = allow_private
         self._resolve = resolve
@@ -69,7 +71,8 @@ class WebhookClient:
         """Posts once and follows no redirect.
 
         Raises:
-            WebhookUrlForbidden: the URL is not one for webhooks, or one of its addresses is not public.
+            WebhookUrlForbidden: the URL is not one for webhooks, or one of its addresses is not
+                public.
             Unavailable: no answer in time.
         """
         url = parse_webhook_url(self._url, allow_private=self._allow_private)
@@ -106,7 +109,9 @@ class WebhookClient:
             raise Unavailable(f"{host} could not be resolved: {error}") from error
         private = [address for address in addresses if not is_public(ip_address(address))]
         if private and not self._allow_private:
-            raise WebhookUrlForbidden(f"{host} is {private[0]}, which is not public", field="webhook")
+            raise WebhookUrlForbidden(
+                f"{host} is {private[0]}, which is not public", field="webhook"
+            )
         return list(addresses)
 
 

@@ -21,7 +21,9 @@ PROGRESS_EVERY_S = 0.5
 class BatchResults:
     """Distributes the results of one model's batches."""
 
-    def __init__(self, model: Model, queue: ModelQueue, completion: Completion, records: Records) -> None:
+    def __init__(
+        self, model: Model, queue: ModelQueue, completion: Completion, records: Records
+    ) -> None:
         self._queue = queue
         self._completion = completion
         self._records = records
@@ -66,7 +68,10 @@ class BatchResults:
         Items that caused too many deaths fail.
         """
         for queued in self._queue.batch_died(batch):
-            deaths = f"{queued.deaths} model processes died over this item, {queued.deaths_alone} of them with it alone"
+            deaths = (
+                f"{queued.deaths} model processes died over this item, "
+                f"{queued.deaths_alone} of them with it alone"
+            )
             error = ModelFailed(f"{deaths}; the last: {reason}")
             for pulled, item in queued.open_waiters():
                 pulled.dead_letter_reason = error.message

@@ -1,9 +1,9 @@
 """Ends jobs: stores large results, ends the record, replies, fills the cache, writes rows, acks.
 
-`_finish` decides the outcome. It hands a job back only if Redis (for a prediction), the object store
-or the broker fails. A job is acked last, so a crash at any earlier step makes the broker deliver it
-again. The first attempt to end the record decides the answer. Later attempts repeat that answer and
-write equal rows.
+`_finish` decides the outcome. It hands a job back only if Redis (for a prediction), the object
+store or the broker fails. A job is acked last, so a crash at any earlier step makes the broker
+deliver it again. The first attempt to end the record decides the answer. Later attempts repeat that
+answer and write equal rows.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ class Completion:
         """Publishes a webhook event in the background, if the job's webhook subscribed to it."""
         subscribed = pulled.envelope.webhook_events
         if event in subscribed:
-            self.registry.spawn(self._webhooks.try_publish(pulled.record, subscribed, event, sequence))
+            self.registry.spawn(
+                self._webhooks.try_publish(pulled.record, subscribed, event, sequence)
+            )
 
     async def _repeat(self, pulled: PulledJob, reply: bytes) -> None:
         try:
@@ -130,7 +132,11 @@ class Completion:
         if finish is None or finish.is_ours:  # otherwise the caller took another attempt's reply
             # If the broker took too long, the caller gave up. A result that nobody received is not
             # charged.
-            answered = in_time(pulled, answered, sent_s - LATE_LOOK_S) if is_sent else undelivered(answered)
+            answered = (
+                in_time(pulled, answered, sent_s - LATE_LOOK_S)
+                if is_sent
+                else undelivered(answered)
+            )
         # After the reply, which a caller waits for. Until then an identical item joins the queued
         # one.
         await self._fill_cache(pulled, answered)
@@ -155,7 +161,9 @@ class Completion:
             if left_s <= 0 or not await self._records.wait_up(left_s):
                 raise Unavailable("the record could not be ended")
         answered = answered_by(ours, finish)
-        await self.replies.publish(pulled.envelope, body if answered is ours else encode_reply_body(answered))
+        await self.replies.publish(
+            pulled.envelope, body if answered is ours else encode_reply_body(answered)
+        )
         await self._fill_cache(pulled, answered)
         subscribed = pulled.envelope.webhook_events
         await self._webhooks.publish(pulled.record, subscribed, "output")

@@ -53,13 +53,17 @@ class JobConsumer:
         self.queue = ModelQueue(model, completion)
         self.batches = BatchResults(model, self.queue, completion, records)
         self.cancellation = Cancellation(self.queue, completion, records)
-        self._preprocessor = Preprocessor(preparer, objects, on_thread=WORKER_TASKS[model.task].prepares_on_thread)
+        self._preprocessor = Preprocessor(
+            preparer, objects, on_thread=WORKER_TASKS[model.task].prepares_on_thread
+        )
         self._cache = cache
         self._claims = Claims(records, completion)
         self._deadlines = Deadlines(self.cancellation.expire_start, self.cancellation.expire)
         self._completion = completion
         self._registry = completion.registry
-        self._arrived: asyncio.Queue[tuple[Message, Subscription]] = asyncio.Queue(ADMIT_MESSAGES_MAX)
+        self._arrived: asyncio.Queue[tuple[Message, Subscription]] = asyncio.Queue(
+            ADMIT_MESSAGES_MAX
+        )
         self._subscriptions: Sequence[Subscription] = ()
         self._pulling: list[asyncio.Task[None]] = []
 
@@ -69,7 +73,10 @@ class JobConsumer:
         return bool(self._subscriptions) and all(one.is_connected for one in self._subscriptions)
 
     def start(
-        self, subscriptions: Sequence[Subscription], on_queued: Callable[[], None], on_unwanted: Callable[[], None]
+        self,
+        subscriptions: Sequence[Subscription],
+        on_queued: Callable[[], None],
+        on_unwanted: Callable[[], None],
     ) -> list[asyncio.Task[None]]:
         """Starts to pull and to admit.
 
@@ -135,7 +142,9 @@ class JobConsumer:
         try:
             job = decode_job(message.data, message.attributes)
             if job.envelope.model != self.model.name:
-                raise UndecodableMessage(f"the job is for model {job.envelope.model!r}", field="model")
+                raise UndecodableMessage(
+                    f"the job is for model {job.envelope.model!r}", field="model"
+                )
         except UndecodableMessage as error:
             self._registry.spawn(self._completion.replies.refuse(message, error, subscription))
             return None
@@ -168,6 +177,8 @@ class JobConsumer:
         for (pulled, item), ready in zip(missing, prepared, strict=True):
             if isinstance(ready, PenstockError):
                 self._completion.settle(pulled, failure(item.index, ready, pulled.receipt()))
-            elif not self.queue.join(pulled, item):  # an identical item of this admission may be queued by now
+            elif not self.queue.join(
+                pulled, item
+            ):  # an identical item of this admission may be queued by now
                 self.queue.add(ready, pulled, item)
         self.queue.on_queued()

@@ -39,7 +39,12 @@ class LargeResults:
         """
         result = outcome.result
         blob = None if result is None else result.blob
-        if result is None or blob is None or blob.data is None or len(blob.data) <= INLINE_LIMIT_BYTES:
+        if (
+            result is None
+            or blob is None
+            or blob.data is None
+            or len(blob.data) <= INLINE_LIMIT_BYTES
+        ):
             return outcome
         key = f"results/{envelope.request_id}/{outcome.index}"
         await self._put(key, blob.data, blob.media_type, envelope.deadline_s)

@@ -51,13 +51,21 @@ class ModelQueue:
     def earliest_deadline_s(self, after_s: float) -> float:
         """The earliest deadline from `after_s` on, in unix seconds. Infinite if there is none."""
         if self._earliest_s < after_s:
-            deadlines_s = (pulled.start_by_s for queued in self._lanes for pulled, _ in queued.open_waiters())
-            self._earliest_s = min((one_s for one_s in deadlines_s if one_s >= after_s), default=float("inf"))
+            deadlines_s = (
+                pulled.start_by_s for queued in self._lanes for pulled, _ in queued.open_waiters()
+            )
+            self._earliest_s = min(
+                (one_s for one_s in deadlines_s if one_s >= after_s), default=float("inf")
+            )
         return self._earliest_s
 
     def join(self, pulled: PulledJob, item: Item) -> bool:
         """Lets `item` share the result of an identical item, if one waits, runs, or just ran."""
-        queued = self._by_cache_key.get(item.cache_key) if item.cache_key and pulled.reads_cache else None
+        queued = (
+            self._by_cache_key.get(item.cache_key)
+            if item.cache_key and pulled.reads_cache
+            else None
+        )
         if queued is None:
             return False
         if queued.computed is None:

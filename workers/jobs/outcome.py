@@ -42,7 +42,9 @@ def in_time(pulled: PulledJob, body: ReplyBody, now_s: float) -> ReplyBody:
     if now_s < pulled.envelope.deadline_s or not any(outcome.result for outcome in body.outcomes):
         return body
     late = [
-        outcome if outcome.result is None else pulled.expired(outcome.index, outcome.receipt, NOT_SENT)
+        outcome
+        if outcome.result is None
+        else pulled.expired(outcome.index, outcome.receipt, NOT_SENT)
         for outcome in body.outcomes
     ]
     return msgspec.structs.replace(body, outcomes=late)
@@ -51,7 +53,10 @@ def in_time(pulled: PulledJob, body: ReplyBody, now_s: float) -> ReplyBody:
 def undelivered(body: ReplyBody) -> ReplyBody:
     """The answer without results, because the API instance and the caller's connection are gone."""
     gone = Unavailable("the API instance that asked is gone")
-    outcomes = [one if one.result is None else failure(one.index, gone, one.receipt) for one in body.outcomes]
+    outcomes = [
+        one if one.result is None else failure(one.index, gone, one.receipt)
+        for one in body.outcomes
+    ]
     return msgspec.structs.replace(body, outcomes=outcomes)
 
 
@@ -59,5 +64,10 @@ def one_for_each(items: Sequence[Item], answered: ReplyBody) -> list[ItemOutcome
     """The outcome of each item. If the job failed as a whole, each item has its error."""
     if answered.outcomes:
         return answered.outcomes
-    error = answered.error or ItemError(PenstockError.code, "it ended without a reason; this is a bug")
-    return [failure(item.index, error_for_code(error.code, error.message, error.field)) for item in items]
+    error = answered.error or ItemError(
+        PenstockError.code, "it ended without a reason; this is a bug"
+    )
+    return [
+        failure(item.index, error_for_code(error.code, error.message, error.field))
+        for item in items
+    ]

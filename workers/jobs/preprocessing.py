@@ -36,7 +36,11 @@ class Preprocessor:
         found: Sequence[Item | PenstockError] = items
         if any(item.input.source is not None for item in items):
             found = await asyncio.gather(*(self._with_source(item) for item in items))
-        return await asyncio.to_thread(self._prepare, found) if self._on_thread else self._prepare(found)
+        return (
+            await asyncio.to_thread(self._prepare, found)
+            if self._on_thread
+            else self._prepare(found)
+        )
 
     async def _with_source(self, item: Item) -> Item | PenstockError:
         """`item` with its source image inline."""
@@ -51,5 +55,7 @@ class Preprocessor:
         return msgspec.structs.replace(item, input=item.input.with_source(inline))
 
     def _prepare(self, items: Sequence[Item | PenstockError]) -> list[Prepared | PenstockError]:
-        prepared = iter(self._preparer.prepare([item.input for item in items if isinstance(item, Item)]))
+        prepared = iter(
+            self._preparer.prepare([item.input for item in items if isinstance(item, Item)])
+        )
         return [next(prepared) if isinstance(item, Item) else item for item in items]

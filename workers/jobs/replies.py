@@ -62,7 +62,9 @@ class ReplyPublisher:
         attributes = {**message.attributes, "penstock_reason": _shortened(reason)}
         await self._publisher.publish(dead_letter_topic_id(self._model), message.data, attributes)
 
-    async def refuse(self, message: Message, error: UndecodableMessage, subscription: Subscription) -> None:
+    async def refuse(
+        self, message: Message, error: UndecodableMessage, subscription: Subscription
+    ) -> None:
         """Ends a message that is not a job of this model. Replies if the attributes name an inbox.
 
         The dead-letter function ends its record and writes its row.

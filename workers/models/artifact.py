@@ -129,10 +129,13 @@ def read_artifact(folder: Path) -> Artifact:
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigurationError(f"{path}: {error}", field="artifact") from error
     if manifest.format_version != FORMAT_VERSION:
-        raise ConfigurationError(f"{path}: format {manifest.format_version}, not {FORMAT_VERSION}", field="artifact")
+        raise ConfigurationError(
+            f"{path}: format {manifest.format_version}, not {FORMAT_VERSION}", field="artifact"
+        )
     if (manifest.model, manifest.source_digest) != (folder.parent.name, folder.name):
         raise ConfigurationError(
-            f"{path}: is of {manifest.model}/{manifest.source_digest}, not of its folder", field="artifact"
+            f"{path}: is of {manifest.model}/{manifest.source_digest}, not of its folder",
+            field="artifact",
         )
     for variant in manifest.variants:
         _check_graph(folder, variant)
@@ -144,9 +147,13 @@ def _check_graph(folder: Path, variant: Variant) -> None:
         return
     graph = folder / variant.file
     if not variant.file or folder.resolve() not in graph.resolve().parents:
-        raise ConfigurationError(f"{folder}: variant {variant.name} has no file in the folder", field="artifact")
+        raise ConfigurationError(
+            f"{folder}: variant {variant.name} has no file in the folder", field="artifact"
+        )
     if not graph.is_file() or graph.stat().st_size != variant.size_bytes:
-        raise ConfigurationError(f"{graph}: is not the {variant.size_bytes} bytes of the manifest", field="artifact")
+        raise ConfigurationError(
+            f"{graph}: is not the {variant.size_bytes} bytes of the manifest", field="artifact"
+        )
 
 
 def read_calibration(artifact: Artifact) -> Calibration:
@@ -236,10 +243,14 @@ def source_digest(folder: Path, revision: str) -> str:
     Documents and hidden files are ignored. 90 MB take a tenth of a second.
     """
     total = hashlib.sha256(f"{FORMAT_VERSION}\n{revision}\n".encode())
-    for path in sorted(path for path in folder.rglob("*") if _counts(path.relative_to(folder)) and path.is_file()):
+    for path in sorted(
+        path for path in folder.rglob("*") if _counts(path.relative_to(folder)) and path.is_file()
+    ):
         with path.open("rb") as file:
             content = hashlib.file_digest(file, "sha256").hexdigest()
-        total.update(f"{path.relative_to(folder).as_posix()}\n{path.stat().st_size}\n{content}\n".encode())
+        total.update(
+            f"{path.relative_to(folder).as_posix()}\n{path.stat().st_size}\n{content}\n".encode()
+        )
     return total.hexdigest()[:16]
 
 

@@ -101,7 +101,9 @@ class InferenceModel(Protocol):
     def computed_work(self, lengths: Sequence[int]) -> int:
         """The work of one call with items of these lengths, including padding."""
 
-    def predict(self, batch: Sequence[PreparedItem], on_step: OnStep) -> Sequence[Result | PenstockError]:
+    def predict(
+        self, batch: Sequence[PreparedItem], on_step: OnStep
+    ) -> Sequence[Result | PenstockError]:
         """One outcome per item, in order.
 
         Raises:

@@ -21,7 +21,9 @@ def this_cpu() -> tuple[str, tuple[str, ...]]:
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     if limit in ("SSE41", "AVX", "AVX2"):
         flags = [flag for flag in flags if not flag.startswith(_BEYOND_AVX2)]
-    name = facts.get("model name") or " ".join(facts.get(key, "") for key in ("CPU implementer", "CPU part"))
+    name = facts.get("model name") or " ".join(
+        facts.get(key, "") for key in ("CPU implementer", "CPU part")
+    )
     return name, tuple(sorted(SPEED_FLAGS & set(flags)))
 
 

@@ -28,7 +28,13 @@ class Device:
         Raises:
             ConfigurationError: this machine does not have the device.
         """
-        kind = self.requested if self.requested != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        kind = (
+            self.requested
+            if self.requested != "auto"
+            else "cuda"
+            if torch.cuda.is_available()
+            else "cpu"
+        )
         try:
             device = torch.device(kind)
         except RuntimeError as error:
@@ -37,7 +43,9 @@ class Device:
             torch.set_num_threads(self.threads)
             return device, "cpu"
         if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
-            raise ConfigurationError(f"device {kind!r}: this machine has no such GPU", field="device")
+            raise ConfigurationError(
+                f"device {kind!r}: this machine has no such GPU", field="device"
+            )
         torch.cuda.set_per_process_memory_fraction(self.memory_fraction, device)
         return device, torch.cuda.get_device_name(device)
 

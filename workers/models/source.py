@@ -41,7 +41,9 @@ def open_gcs_bucket(name: str) -> ObjectStore:
     )
 
 
-def resolve(source: str, revision: str, cache_dir: Path, *, open_bucket: OpenBucket = open_gcs_bucket) -> Path:
+def resolve(
+    source: str, revision: str, cache_dir: Path, *, open_bucket: OpenBucket = open_gcs_bucket
+) -> Path:
     """The folder with the model's files, downloaded first if necessary, which may take minutes.
 
     Args:
@@ -66,7 +68,9 @@ def resolve(source: str, revision: str, cache_dir: Path, *, open_bucket: OpenBuc
         return _from_hub(rest, revision)
     if source.startswith("gs://"):
         return _from_bucket(source, revision, cache_dir, open_bucket)
-    raise ConfigurationError(f"source {source!r} is none of package:, local:, hf:, gs://", field="source")
+    raise ConfigurationError(
+        f"source {source!r} is none of package:, local:, hf:, gs://", field="source"
+    )
 
 
 def _in_package(source: str, rest: str) -> Path:

@@ -85,23 +85,33 @@ def optimize(
     models_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="the catalog (default: as the settings say)")
     ] = None,
-    artifacts_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="(default: as the settings say)")] = None,
+    artifacts_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="(default: as the settings say)")
+    ] = None,
     variants: Annotated[
         str,
         typer.Option(
             metavar="NAME,...",
-            help="; ".join(f"{name}: {', '.join(task.variants)}" for name, task in WORKER_TASKS.items()),
+            help="; ".join(
+                f"{name}: {', '.join(task.variants)}" for name, task in WORKER_TASKS.items()
+            ),
         ),
     ] = "",
     tolerance: Annotated[
         float | None,
-        typer.Option(metavar="X", help="minimum cosine (images: PSNR in dB), instead of the catalog's"),
+        typer.Option(
+            metavar="X", help="minimum cosine (images: PSNR in dB), instead of the catalog's"
+        ),
     ] = None,
     prune: Annotated[
         float, typer.Option(parser=_part, metavar="PART", help="cut this part of the inner neurons")
     ] = 0.0,
-    prune_heads: Annotated[float, typer.Option(parser=_part, metavar="PART", help="cut this part of the heads")] = 0.0,
-    calibration: Annotated[Calibration, typer.Option(help="how int8-static finds its ranges")] = "minmax",
+    prune_heads: Annotated[
+        float, typer.Option(parser=_part, metavar="PART", help="cut this part of the heads")
+    ] = 0.0,
+    calibration: Annotated[
+        Calibration, typer.Option(help="how int8-static finds its ranges")
+    ] = "minmax",
     threads: Annotated[int, typer.Option(metavar="N", help="of each model")] = 1,
     force: Annotated[bool, typer.Option("--force", help="make it again if it exists")] = False,
     as_json: Annotated[
@@ -119,7 +129,9 @@ def optimize(
     )
     places = {"models_file": models_file, "artifacts_dir": artifacts_dir}
     try:
-        settings = read_settings(WorkerSettings, model=model, **{k: v for k, v in places.items() if v is not None})
+        settings = read_settings(
+            WorkerSettings, model=model, **{k: v for k, v in places.items() if v is not None}
+        )
         _optimize(settings, options, Output(as_json=as_json), force=force)
     except PenstockError as error:
         typer.echo(f"penstock optimize: {error.message}", err=True)
@@ -143,8 +155,13 @@ class Output:
     def show_found(self, artifact: Artifact) -> None:
         """Prints an artifact that exists already."""
         if self._as_json:
-            found = [{"variant": one.name, "relative_speed": one.relative_speed} for one in artifact.manifest.variants]
-            typer.echo(json.dumps({"folder": str(artifact.folder), "made": [], "found": found}, indent=2))
+            found = [
+                {"variant": one.name, "relative_speed": one.relative_speed}
+                for one in artifact.manifest.variants
+            ]
+            typer.echo(
+                json.dumps({"folder": str(artifact.folder), "made": [], "found": found}, indent=2)
+            )
         else:
             typer.echo(_described(artifact))
 
@@ -156,7 +173,9 @@ class Output:
             typer.echo(verdict_table(made))
 
 
-def _optimize(settings: WorkerSettings, options: OptimizeOptions, output: Output, *, force: bool) -> None:
+def _optimize(
+    settings: WorkerSettings, options: OptimizeOptions, output: Output, *, force: bool
+) -> None:
     entry = read_catalog(settings.models_file).find(settings.model)
     wanted = wanted_variants(entry, options)
     folder = resolve(entry.source, entry.revision, settings.models_dir)
@@ -173,12 +192,19 @@ def _optimize(settings: WorkerSettings, options: OptimizeOptions, output: Output
 
 def _described(artifact: Artifact) -> str:
     """The result in one line."""
-    names = ", ".join(f"{variant.name} ({variant.relative_speed:.2f}x)" for variant in artifact.manifest.variants)
+    names = ", ".join(
+        f"{variant.name} ({variant.relative_speed:.2f}x)" for variant in artifact.manifest.variants
+    )
     return f"{artifact.folder} is there: {names}; --force makes it anew"
 
 
 def _make(
-    entry: Model, source: Path, target: Path, options: OptimizeOptions, there: Artifact | None, output: Output
+    entry: Model,
+    source: Path,
+    target: Path,
+    options: OptimizeOptions,
+    there: Artifact | None,
+    output: Output,
 ) -> None:
     """Makes the artifact, or adds to the one that is there, and shows the table.
 
@@ -194,14 +220,25 @@ def _make(
         accepted = [verdict.variant for verdict in made.verdicts if verdict.is_accepted]
         refused = [verdict for verdict in made.verdicts if not verdict.is_accepted]
         if not kept and not accepted:
-            refusals = "; ".join(f"{verdict.variant.name}: {verdict.refusal}" for verdict in refused)
-            raise ModelFailed(f"{entry.name}: no variant was accepted, nothing was written ({refusals})")
+            refusals = "; ".join(
+                f"{verdict.variant.name}: {verdict.refusal}" for verdict in refused
+            )
+            raise ModelFailed(
+                f"{entry.name}: no variant was accepted, nothing was written ({refusals})"
+            )
         missed = {} if there is None else dict(there.manifest.refused)
         # What could not be made at all has no figures, and may be possible next time.
-        missed |= {verdict.variant.name: tolerance_of(entry, options) for verdict in refused if verdict.figures}
+        missed |= {
+            verdict.variant.name: tolerance_of(entry, options)
+            for verdict in refused
+            if verdict.figures
+        }
         for variant in accepted:
             missed.pop(variant.name, None)
-        write_manifest(draft, msgspec.structs.replace(_manifest(entry, digest, kept + accepted), refused=missed))
+        write_manifest(
+            draft,
+            msgspec.structs.replace(_manifest(entry, digest, kept + accepted), refused=missed),
+        )
     output.say(f"wrote {target}")
 
 

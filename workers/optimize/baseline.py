@@ -26,7 +26,9 @@ _ROUNDS = 3
 class Baseline:
     """Torch fp32 of a model, the texts to judge by, and the vectors that it gives them."""
 
-    def __init__(self, entry: Model, settings: SentenceFolder, texts: Sequence[PreparedText], threads: int) -> None:
+    def __init__(
+        self, entry: Model, settings: SentenceFolder, texts: Sequence[PreparedText], threads: int
+    ) -> None:
         self.texts = texts
         self._entry = entry
         self._original = self._open(TorchEncoder(settings, Device("cpu", threads, 1.0), "fp32"))
@@ -57,7 +59,11 @@ class Baseline:
         times_s = [(self._time_s(self._original), self._time_s(model)) for _ in range(_ROUNDS)]
         original_s, variant_s = (min(column) for column in zip(*times_s, strict=True))
         count = len(self.texts[::_TIMED_EVERY])
-        return min(alone, batched, key=lambda quality: quality.cosine_min), count / variant_s, count / original_s
+        return (
+            min(alone, batched, key=lambda quality: quality.cosine_min),
+            count / variant_s,
+            count / original_s,
+        )
 
     def _together(self, model: EmbeddingModel) -> np.ndarray:
         order = np.argsort([text.length for text in self.texts], kind="stable")
@@ -78,4 +84,10 @@ class Baseline:
 
 def _vectors(model: EmbeddingModel, texts: Sequence[PreparedText]) -> np.ndarray:
     results = model.predict(texts, lambda step, steps: None)
-    return np.array([np.frombuffer(result.vector, "<f4") for result in results if isinstance(result, EmbeddingResult)])
+    return np.array(
+        [
+            np.frombuffer(result.vector, "<f4")
+            for result in results
+            if isinstance(result, EmbeddingResult)
+        ]
+    )

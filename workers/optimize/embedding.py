@@ -61,7 +61,9 @@ def make_variants(
     say("computing the reference vectors with torch fp32")
     baseline = Baseline(entry, settings, prepare_texts(preparer, held_out_texts()), options.threads)
     lists = prepare_texts(preparer, word_lists(vocabulary(settings.transformer)))
-    builder = _VariantBuilder(settings, prepare_texts(preparer, calibration_texts()), lists, target, options)
+    builder = _VariantBuilder(
+        settings, prepare_texts(preparer, calibration_texts()), lists, target, options
+    )
     verdicts, original_rate = [], 0.0
     for name in names:
         say(f"making and judging {name}")
@@ -114,7 +116,9 @@ class _VariantBuilder:
 
     def encoder(self, variant: Variant) -> OnnxEncoder:
         """What a worker would run the variant with."""
-        return OnnxEncoder(self._settings, self._target / variant.file, device="cpu", threads=self._options.threads)
+        return OnnxEncoder(
+            self._settings, self._target / variant.file, device="cpu", threads=self._options.threads
+        )
 
     def make(self, name: str) -> Variant:
         """Writes the graph of the variant called `name`, not yet measured."""
@@ -147,13 +151,22 @@ class _VariantBuilder:
 
     def _int8(self, path: Path) -> tuple[str, dict[str, Any]]:
         quantize_per_call(self._smoothed, path)
-        return "activations scaled per call: a vector depends a little on its batch", {"smoothed": True}
+        return "activations scaled per call: a vector depends a little on its batch", {
+            "smoothed": True
+        }
 
     def _int8_static(self, path: Path) -> tuple[str, dict[str, Any]]:
         method = self._options.calibration
-        feeds = self._feeds if method == "minmax" else equal_feeds(self._texts, self._inputs, _EQUAL_TOKENS)
+        feeds = (
+            self._feeds
+            if method == "minmax"
+            else equal_feeds(self._texts, self._inputs, _EQUAL_TOKENS)
+        )
         quantize_calibrated(self._smoothed, path, feeds, method)
-        return "activations scaled once: a vector does not depend on its batch", {"smoothed": True, "ranges": method}
+        return "activations scaled once: a vector does not depend on its batch", {
+            "smoothed": True,
+            "ranges": method,
+        }
 
     def _pruned(self, path: Path) -> tuple[str, dict[str, Any]]:
         model = load_transformer(self._settings.transformer)
@@ -162,7 +175,10 @@ class _VariantBuilder:
         exported = self._target / ".pruned.onnx"
         export_graph(model, exported, has_types=self._has_types)
         note = fuse_graph(exported, path, model.config, has_all_heads=not parts["heads"])
-        words = f"cut {cut.neurons} of {cut.of_neurons} inner neurons and {cut.heads} of {cut.of_heads} heads"
+        words = (
+            f"cut {cut.neurons} of {cut.of_neurons} inner neurons "
+            f"and {cut.heads} of {cut.of_heads} heads"
+        )
         return f"{words}; {note}", {"pruned": parts}
 
     @cached_property

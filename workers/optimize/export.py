@@ -23,7 +23,9 @@ from shared.errors import ConfigurationError
 
 OPSET = 17
 STATES = "last_hidden_state"
-_BERT_LIKE = frozenset({"bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "xlm-roberta"})
+_BERT_LIKE = frozenset(
+    {"bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "xlm-roberta"}
+)
 """Families (config.model_type) that ONNX Runtime's fusions for BERT know.
 
 Others stay as exported.
@@ -78,7 +80,9 @@ def export_graph(model: Any, path: Path, *, has_types: bool) -> None:
                 dynamo=False,
             )
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ConfigurationError(f"{model.config.model_type} can't be exported to ONNX: {error}") from error
+        raise ConfigurationError(
+            f"{model.config.model_type} can't be exported to ONNX: {error}"
+        ) from error
 
 
 class _States(torch.nn.Module):
@@ -90,7 +94,9 @@ class _States(torch.nn.Module):
         self._names = names
 
     def forward(self, *given: torch.Tensor) -> torch.Tensor:
-        states: torch.Tensor = self.model(**dict(zip(self._names, given, strict=True))).last_hidden_state
+        states: torch.Tensor = self.model(
+            **dict(zip(self._names, given, strict=True))
+        ).last_hidden_state
         return states
 
 
@@ -99,7 +105,9 @@ def takes_types(model: Any) -> bool:
     return "token_type_ids" in inspect.signature(model.forward).parameters
 
 
-def fuse_graph(source: Path, target: Path, config: Any, *, has_all_heads: bool = True, to_fp16: bool = False) -> str:
+def fuse_graph(
+    source: Path, target: Path, config: Any, *, has_all_heads: bool = True, to_fp16: bool = False
+) -> str:
     """Writes `source` with attention, layer norms and activations fused into single operators.
 
     Args:
@@ -139,7 +147,9 @@ def fuse_graph(source: Path, target: Path, config: Any, *, has_all_heads: bool =
         fused.save_model_to_file(str(target))
     if not is_known:
         return f"not fused: the passes don't know the family {config.model_type}"
-    counts = [f"{count} {name}" for name, count in fused.get_fused_operator_statistics().items() if count]
+    counts = [
+        f"{count} {name}" for name, count in fused.get_fused_operator_statistics().items() if count
+    ]
     return "fused: " + (", ".join(counts) or "nothing")
 
 

@@ -90,7 +90,9 @@ def _products(source: onnx.ModelProto, graph: OnnxModel) -> list[_Product]:
 
 def _shifts(source: Path, products: Sequence[_Product], feeds: Sequence[Feed]) -> list[np.ndarray]:
     """What each product loses by rounding, [outputs], on average over all tokens of all feeds."""
-    roundings = {product.activation: (product.scale, np.float32(product.zero)) for product in products}
+    roundings = {
+        product.activation: (product.scale, np.float32(product.zero)) for product in products
+    }
     means: dict[str, list[tuple[int, np.ndarray, np.ndarray]]] = {name: [] for name in roundings}
     for values in activations(source, list(roundings), feeds):
         for name, value in values.items():
@@ -101,12 +103,16 @@ def _shifts(source: Path, products: Sequence[_Product], feeds: Sequence[Feed]) -
     shifts = []
     for product in products:
         tokens, exact, rounded = zip(*means[product.activation], strict=True)
-        exact_mean, rounded_mean = (np.average(of_feeds, axis=0, weights=tokens) for of_feeds in (exact, rounded))
+        exact_mean, rounded_mean = (
+            np.average(of_feeds, axis=0, weights=tokens) for of_feeds in (exact, rounded)
+        )
         shifts.append(exact_mean @ product.weights - rounded_mean @ product.rounded_weights)
     return shifts
 
 
-def _fold(graph: OnnxModel, product: _Product, shift: np.ndarray, users: Sequence[onnx.NodeProto]) -> None:
+def _fold(
+    graph: OnnxModel, product: _Product, shift: np.ndarray, users: Sequence[onnx.NodeProto]
+) -> None:
     """Turns the product into the operator, with the addition of a constant if only that follows."""
     node = product.node
     bias = shift
@@ -119,7 +125,9 @@ def _fold(graph: OnnxModel, product: _Product, shift: np.ndarray, users: Sequenc
             graph.remove_node(users[0])
     name = f"{node.name}_bias"
     graph.add_initializer(numpy_helper.from_array(bias.astype(np.float32), name))
-    inputs = [name for pair in zip(product.left.input, product.right.input, strict=True) for name in pair]
+    inputs = [
+        name for pair in zip(product.left.input, product.right.input, strict=True) for name in pair
+    ]
     node.op_type, node.domain = _OPERATOR, _DOMAIN
     del node.input[:]
     node.input.extend([*inputs, name])

@@ -107,7 +107,11 @@ class _Studio:
     @property
     def weights_bytes(self) -> int:
         """The memory of the parameters. INT8 parameters report their own size."""
-        parts = (part for part in self.text_to_image.components.values() if isinstance(part, torch.nn.Module))
+        parts = (
+            part
+            for part in self.text_to_image.components.values()
+            if isinstance(part, torch.nn.Module)
+        )
         return sum(_stored_bytes(weight) for part in parts for weight in part.parameters())
 
     def time_s(self) -> float:
@@ -152,7 +156,14 @@ def _source(width: int, height: int) -> Image.Image:
     """A picture of smooth colors with hard edges."""
     down, across = np.mgrid[0:height, 0:width]
     stripes = ((down // max(1, height // 8) + across // max(1, width // 8)) % 2) * 64
-    pixels = np.stack([down * 191 // height + stripes, across * 191 // width + stripes, 191 - down * 191 // height], -1)
+    pixels = np.stack(
+        [
+            down * 191 // height + stripes,
+            across * 191 // width + stripes,
+            191 - down * 191 // height,
+        ],
+        -1,
+    )
     return Image.fromarray(pixels.astype(np.uint8))
 
 
@@ -166,7 +177,9 @@ class _VaeFeatures:
         """The features of one picture."""
         seen: list[np.ndarray] = []
         hooks = [
-            block.register_forward_hook(lambda module, given, output: seen.append(output[0].float().cpu().numpy()))
+            block.register_forward_hook(
+                lambda module, given, output: seen.append(output[0].float().cpu().numpy())
+            )
             for block in self._vae.encoder.down_blocks
         ]
         try:
@@ -195,7 +208,11 @@ def _judge(
         backend="torch",
         precision=_PRECISIONS.get(name, "fp32"),
         note=_NOTES[name],
-        recipe={"is_tuned": plan.is_tuned, "is_int8": plan.is_int8, "is_compiled": plan.is_compiled},
+        recipe={
+            "is_tuned": plan.is_tuned,
+            "is_int8": plan.is_int8,
+            "is_compiled": plan.is_compiled,
+        },
     )
     missing = _missing(plan, device)
     if missing:
@@ -233,7 +250,11 @@ def _judge(
         "SSIM": f"{quality.ssim:.4f}",
         "features": f"{quality.features:.4f}",
     }
-    refusal = "" if quality.psnr_db >= tolerance else f"least PSNR {quality.psnr_db:.1f} dB is below {tolerance:g} dB"
+    refusal = (
+        ""
+        if quality.psnr_db >= tolerance
+        else f"least PSNR {quality.psnr_db:.1f} dB is below {tolerance:g} dB"
+    )
     return Verdict(measured, figures, refusal)
 
 
@@ -241,17 +262,27 @@ def _missing(plan: ImagePlan, device: torch.device) -> str:
     """What this machine lacks for the plan, in words. Empty if it lacks nothing."""
     if plan.is_int8 and importlib.util.find_spec("torchao") is None:
         return "torchao is not installed"
-    if plan.is_compiled and device.type == "cpu" and not (shutil.which("c++") or shutil.which("g++")):
+    if (
+        plan.is_compiled
+        and device.type == "cpu"
+        and not (shutil.which("c++") or shutil.which("g++"))
+    ):
         return "there is no C++ compiler"
     if plan.is_compiled and device.type == "cuda" and importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     return ""
 
 
-def _compare(pictures: Sequence[np.ndarray], reference: Sequence[np.ndarray], features: _VaeFeatures) -> _Quality:
+def _compare(
+    pictures: Sequence[np.ndarray], reference: Sequence[np.ndarray], features: _VaeFeatures
+) -> _Quality:
     pairs = list(zip(pictures, reference, strict=True))
     return _Quality(
         psnr_db=min(psnr_db(ours, theirs) for ours, theirs in pairs),
         ssim=float(np.mean([ssim(ours, theirs) for ours, theirs in pairs])),
-        features=float(np.mean([feature_distance(features.of(ours), features.of(theirs)) for ours, theirs in pairs])),
+        features=float(
+            np.mean(
+                [feature_distance(features.of(ours), features.of(theirs)) for ours, theirs in pairs]
+            )
+        ),
     )

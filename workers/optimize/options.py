@@ -44,7 +44,9 @@ def wanted_variants(entry: Model, options: OptimizeOptions) -> tuple[str, ...]:
     unknown = [name for name in options.variants if name not in known]
     if unknown:
         raise ConfigurationError(
-            f"no variant {', '.join(unknown)} of {entry.task} models; there are: {', '.join(known)}", field="variants"
+            f"no variant {', '.join(unknown)} of {entry.task} models; "
+            f"there are: {', '.join(known)}",
+            field="variants",
         )
     cuts = options.prune_neurons > 0 or options.prune_heads > 0
     if "pruned" in options.variants and not cuts:
@@ -53,13 +55,17 @@ def wanted_variants(entry: Model, options: OptimizeOptions) -> tuple[str, ...]:
     return tuple(name for name in known if name in wanted)
 
 
-def missing_variants(manifest: Manifest, wanted: tuple[str, ...], tolerance: float) -> tuple[str, ...]:
-    """Wanted variants that an artifact lacks, except those that missed this or a looser tolerance."""
+def missing_variants(
+    manifest: Manifest, wanted: tuple[str, ...], tolerance: float
+) -> tuple[str, ...]:
+    """Wanted variants an artifact lacks, except those that missed this or a looser tolerance."""
     kept = {variant.name for variant in manifest.variants}
     prefix = WORKER_TASKS[manifest.task].variant_prefix
 
     def is_missing(name: str) -> bool:
-        return f"{prefix}-{name}" not in kept and tolerance < manifest.refused.get(f"{prefix}-{name}", math.inf)
+        return f"{prefix}-{name}" not in kept and tolerance < manifest.refused.get(
+            f"{prefix}-{name}", math.inf
+        )
 
     return tuple(name for name in wanted if is_missing(name))
 

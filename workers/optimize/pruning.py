@@ -61,8 +61,14 @@ def prune(model: Any, texts: Sequence[PreparedText], *, neurons: float, heads: f
 
 def _layers(model: Any) -> Any:
     layers = getattr(getattr(model, "encoder", None), "layer", None)
-    if not layers or not hasattr(layers[0], "intermediate") or not hasattr(layers[0].attention, "self"):
-        raise ConfigurationError(f"pruning knows no layers of the family {model.config.model_type}", field="prune")
+    if (
+        not layers
+        or not hasattr(layers[0], "intermediate")
+        or not hasattr(layers[0].attention, "self")
+    ):
+        raise ConfigurationError(
+            f"pruning knows no layers of the family {model.config.model_type}", field="prune"
+        )
     return layers
 
 
@@ -95,18 +101,30 @@ def _cut_all(model: Any, cuts: Sequence[_Cut], texts: Sequence[PreparedText], pa
     return before - _groups(cuts)
 
 
-def _inputs_of(model: Any, cuts: Sequence[_Cut], texts: Sequence[PreparedText]) -> list[torch.Tensor]:
+def _inputs_of(
+    model: Any, cuts: Sequence[_Cut], texts: Sequence[PreparedText]
+) -> list[torch.Tensor]:
     """What comes into each consumer over all texts, [tokens, features]."""
     seen: list[list[torch.Tensor]] = [[] for _ in cuts]
 
-    def record(inputs: list[torch.Tensor]) -> Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], None]:
+    def record(
+        inputs: list[torch.Tensor],
+    ) -> Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], None]:
         return lambda module, given: inputs.append(given[0].flatten(0, -2))
 
-    hooks = [cut.consumer.register_forward_pre_hook(record(inputs)) for cut, inputs in zip(cuts, seen, strict=True)]
+    hooks = [
+        cut.consumer.register_forward_pre_hook(record(inputs))
+        for cut, inputs in zip(cuts, seen, strict=True)
+    ]
     try:
         with torch.inference_mode():
             for text in texts:
-                model(**{name: torch.from_numpy(array) for name, array in feed_of(text, INPUTS).items()})
+                model(
+                    **{
+                        name: torch.from_numpy(array)
+                        for name, array in feed_of(text, INPUTS).items()
+                    }
+                )
     finally:
         for hook in hooks:
             hook.remove()

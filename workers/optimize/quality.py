@@ -50,7 +50,8 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
 def _kept_neighbors(ours: np.ndarray, theirs: np.ndarray) -> float:
     count = min(NEIGHBORS, len(ours) - 1)
     kept = [
-        len(set(one) & set(other)) for one, other in zip(_nearest(ours, count), _nearest(theirs, count), strict=True)
+        len(set(one) & set(other))
+        for one, other in zip(_nearest(ours, count), _nearest(theirs, count), strict=True)
     ]
     return float(np.mean(kept)) / count
 
@@ -89,7 +90,9 @@ def ssim(image: np.ndarray, reference: np.ndarray) -> float:
     covariance = uniform_filter(ours * theirs, size) - mean_ours * mean_theirs
     light, contrast = 0.01**2, 0.03**2
     similarity = (2 * mean_ours * mean_theirs + light) * (2 * covariance + contrast)
-    similarity /= (mean_ours**2 + mean_theirs**2 + light) * (variance_ours + variance_theirs + contrast)
+    similarity /= (mean_ours**2 + mean_theirs**2 + light) * (
+        variance_ours + variance_theirs + contrast
+    )
     edge = _SSIM_WINDOW // 2
     return float(similarity[edge:-edge, edge:-edge].mean())
 
@@ -103,7 +106,10 @@ def feature_distance(features: list[np.ndarray], reference: list[np.ndarray]) ->
     learned weights, so figures compare only with each other.
     """
     return float(
-        sum(np.mean(np.sum((_direction(a) - _direction(b)) ** 2, 0)) for a, b in zip(features, reference, strict=True))
+        sum(
+            np.mean(np.sum((_direction(a) - _direction(b)) ** 2, 0))
+            for a, b in zip(features, reference, strict=True)
+        )
     )
 
 

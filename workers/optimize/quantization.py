@@ -41,7 +41,13 @@ def quantize_per_call(source: Path, target: Path) -> None:
     So a text's vector depends a little on the texts beside it in its batch.
     """
     with _silent():
-        quantize_dynamic(source, target, per_channel=True, weight_type=QuantType.QInt8, extra_options=dict(_TYPES))
+        quantize_dynamic(
+            source,
+            target,
+            per_channel=True,
+            weight_type=QuantType.QInt8,
+            extra_options=dict(_TYPES),
+        )
 
 
 def quantize_calibrated(source: Path, target: Path, feeds: Sequence[Feed], method: str) -> None:
@@ -55,7 +61,9 @@ def quantize_calibrated(source: Path, target: Path, feeds: Sequence[Feed], metho
             which keep histograms.
         method: how a range is taken from the values seen: `minmax`, `entropy` or `percentile`.
     """
-    products = [node.name for nodes in weighted_products(onnx.load(source)).values() for node in nodes]
+    products = [
+        node.name for nodes in weighted_products(onnx.load(source)).values() for node in nodes
+    ]
     options = {
         # What comes out stays fp32: rounding it too cost far more than all the rest (MiniLM: cosine
         # 0.94, not 0.998).

@@ -49,15 +49,23 @@ def verdict_table(made: Made) -> str:
     verdicts, columns = made.verdicts, list(made.original)
     rows = [list(made.original.values())]
     for verdict in verdicts:
-        rows.append([verdict.variant.name] + [verdict.figures.get(column, "") for column in columns[1:]])
-    ends = [""] + ["accepted" if verdict.is_accepted else f"refused: {verdict.refusal}" for verdict in verdicts]
+        rows.append(
+            [verdict.variant.name] + [verdict.figures.get(column, "") for column in columns[1:]]
+        )
+    ends = [""] + [
+        "accepted" if verdict.is_accepted else f"refused: {verdict.refusal}" for verdict in verdicts
+    ]
     made_table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for at, column in enumerate([*columns, ""]):
         is_left = at in (0, len(columns))
         made_table.add_column(Text(column), justify="left" if is_left else "right", no_wrap=True)
     for row, end in zip(rows, ends, strict=True):
         made_table.add_row(*map(Text, [*row, end]))
-    notes = [f"  {verdict.variant.name}: {verdict.variant.note}" for verdict in verdicts if verdict.variant.note]
+    notes = [
+        f"  {verdict.variant.name}: {verdict.variant.note}"
+        for verdict in verdicts
+        if verdict.variant.note
+    ]
     return "\n".join([_rendered(made_table), *notes])
 
 

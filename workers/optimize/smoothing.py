@@ -46,7 +46,9 @@ def smooth_graph(source: Path, target: Path, feeds: Sequence[Feed]) -> int:
         matrices = [numpy_helper.to_array(weights[node.input[1]]) for node in nodes]
         scales = _scales(peaks[activation], matrices)
         for node, matrix in zip(nodes, matrices, strict=True):
-            scaled = numpy_helper.from_array((matrix * scales[:, None]).astype(np.float32), node.input[1])
+            scaled = numpy_helper.from_array(
+                (matrix * scales[:, None]).astype(np.float32), node.input[1]
+            )
             weights[node.input[1]].CopyFrom(scaled)
         _multiply(model.graph, activation, nodes, 1 / scales)
     onnx.save(model, target)
@@ -77,13 +79,19 @@ def _peaks(source: Path, names: Sequence[str], feeds: Sequence[Feed]) -> dict[st
     return peaks
 
 
-def activations(source: Path, names: Sequence[str], feeds: Sequence[Feed]) -> Iterator[dict[str, np.ndarray]]:
+def activations(
+    source: Path, names: Sequence[str], feeds: Sequence[Feed]
+) -> Iterator[dict[str, np.ndarray]]:
     """For each feed the inner values of these names, as a graph in fp32 computes them."""
     model = onnx.load(source)
-    model.graph.output.extend(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in names)
+    model.graph.output.extend(
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in names
+    )
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
     for feed in feeds:
         yield dict(zip(names, session.run(list(names), feed), strict=True))
 
@@ -98,11 +106,15 @@ def _scales(peak: np.ndarray, matrices: list[np.ndarray]) -> np.ndarray:
     return np.asarray(scales / np.exp(np.log(scales).mean()))
 
 
-def _multiply(graph: onnx.GraphProto, activation: str, nodes: list[onnx.NodeProto], factors: np.ndarray) -> None:
+def _multiply(
+    graph: onnx.GraphProto, activation: str, nodes: list[onnx.NodeProto], factors: np.ndarray
+) -> None:
     """Has `nodes` take the activation times `factors`, by one new node before the first of them."""
     constant, product = f"{activation}_smooth_factors", f"{activation}_smooth"
     graph.initializer.append(numpy_helper.from_array(factors.astype(np.float32), constant))
     place = min(list(graph.node).index(node) for node in nodes)
     for node in nodes:
         node.input[0] = product
-    graph.node.insert(place, helper.make_node("Mul", [activation, constant], [product], name=product))
+    graph.node.insert(
+        place, helper.make_node("Mul", [activation, constant], [product], name=product)
+    )

@@ -150,7 +150,9 @@ class BatchExecution:
                 return
         else:
             for place, result in zip(places, results, strict=True):
-                self.results[place] = Failure.from_error(result) if isinstance(result, PenstockError) else result
+                self.results[place] = (
+                    Failure.from_error(result) if isinstance(result, PenstockError) else result
+                )
             return
         middle = len(places) // 2
         self._compute_group(items, places[:middle])
@@ -158,5 +160,9 @@ class BatchExecution:
 
 
 def _as_failure(error: Exception) -> Failure:
-    known = error if isinstance(error, PenstockError) else ModelFailed(f"{type(error).__name__}: {error}")
+    known = (
+        error
+        if isinstance(error, PenstockError)
+        else ModelFailed(f"{type(error).__name__}: {error}")
+    )
     return Failure.from_error(known)

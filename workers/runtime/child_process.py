@@ -38,7 +38,10 @@ class ChildProcess(Protocol):
 
 
 async def spawn(
-    command: Sequence[str], environment: Mapping[str, str], theirs: socket.socket, option: str = "--fd"
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    theirs: socket.socket,
+    option: str = "--fd",
 ) -> asyncio.subprocess.Process:
     """Starts a program with a pipe for its output. It gets the descriptor of `theirs` as `option`.
 
@@ -99,6 +102,8 @@ class ForkedProcess:
         with contextlib.suppress(ChildProcessError):
             found = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
             if found is not None:
-                self.set_status(found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
+                self.set_status(
+                    found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+                )
         os.close(self._pidfd)
         self._has_ended.set()

@@ -67,7 +67,9 @@ class ModelClient:
     busy 99 % of the time (batches of 1,000 tokens), and a batch that is formed later is fuller.
     """
 
-    def __init__(self, process: ChildProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, process: ChildProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self._process = process
         self._reader = reader
         self._writer = writer
@@ -102,7 +104,8 @@ class ModelClient:
                 await child._wait_ready()
         except TimeoutError as error:
             await child._abandon()
-            message = f"the model process was not ready in {launch.start_timeout_s:g} s{child._output.tail()}"
+            tail = child._output.tail()
+            message = f"the model process was not ready in {launch.start_timeout_s:g} s{tail}"
             raise ModelFailed(message) from error
         except BaseException:
             await child._abandon()
@@ -121,12 +124,17 @@ class ModelClient:
                 self.residency = ready.residency or self.residency
                 self.memory_bytes = ready.memory_bytes
             case Refused() as refused:
-                kind = ConfigurationError if refused.code == ConfigurationError.code else ModelFailed
+                kind = (
+                    ConfigurationError if refused.code == ConfigurationError.code else ModelFailed
+                )
                 raise kind(refused.message, field=refused.field)
             case _:
                 status = await self._process.wait()
                 await self._output.finish()
-                raise ModelFailed(f"the model process ended before it was ready (status {status}){self._output.tail()}")
+                raise ModelFailed(
+                    f"the model process ended before it was ready (status {status})"
+                    f"{self._output.tail()}"
+                )
 
     @property
     def pid(self) -> int:
@@ -183,7 +191,10 @@ class ModelClient:
         finally:
             await self.close()
             fault = f": {self._fault}" if self._fault else ""
-            self._reason = f"the model process ended (status {self._process.returncode}){fault}{self._output.tail()}"
+            self._reason = (
+                f"the model process ended (status {self._process.returncode})"
+                f"{fault}{self._output.tail()}"
+            )
             on_end()
             if (pending := self._end_turn()) is not None:
                 pending.set_exception(ModelProcessDied(self._reason))
@@ -204,7 +215,11 @@ class ModelClient:
 
     def _handle(self, message: ServerMessage) -> None:
         pending = self._pending
-        if not isinstance(message, Progress | BatchResult) or pending is None or message.number != pending.number:
+        if (
+            not isinstance(message, Progress | BatchResult)
+            or pending is None
+            or message.number != pending.number
+        ):
             self.kill(f"it sent {type(message).__name__} out of turn")
         elif isinstance(message, Progress):
             if pending.on_step is not None:
@@ -238,7 +253,9 @@ class ModelClient:
         await self._output.finish()
 
 
-async def _connect(ours: socket.socket, process: ChildProcess) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _connect(
+    ours: socket.socket, process: ChildProcess
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     try:
         return await asyncio.open_unix_connection(sock=ours)
     except BaseException:

@@ -26,13 +26,19 @@ def resident_bytes() -> int:
 def gpu_bytes() -> int:
     """GPU memory that torch allocated for tensors in this process."""
     torch = _torch_with_gpu()
-    return sum(torch.cuda.memory_allocated(gpu) for gpu in range(torch.cuda.device_count())) if torch else 0
+    return (
+        sum(torch.cuda.memory_allocated(gpu) for gpu in range(torch.cuda.device_count()))
+        if torch
+        else 0
+    )
 
 
 def weights_bytes(place: Path) -> int:
     """The size of weight files: `place`, or the files below it in one format."""
     files = [path for path in (place, *place.rglob("*")) if path.is_file()]
-    sums = (sum(path.stat().st_size for path in files if path.suffix == suffix) for suffix in _SUFFIXES)
+    sums = (
+        sum(path.stat().st_size for path in files if path.suffix == suffix) for suffix in _SUFFIXES
+    )
     return next(filter(None, sums), 0)
 
 
@@ -41,7 +47,9 @@ def free_host_bytes() -> int:
     free = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free.append(int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024)
+        free.append(
+            int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
+        )
     group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):  # `max` means no limit
         limit = int((group / "memory.max").read_text(encoding="ascii"))
@@ -56,7 +64,8 @@ def give_back(*, is_empty: bool) -> None:
     """
     gc.collect()
     if is_empty:
-        gc.freeze()  # libraries have 300,000 objects; a collection of them takes a quarter of a second
+        # libraries have 300,000 objects; a collection of them takes a quarter of a second
+        gc.freeze()
     torch = _torch_with_gpu()
     if torch is not None:
         torch.cuda.empty_cache()

@@ -89,7 +89,11 @@ def _below(value: Any) -> dict[str, Any]:
         return dict(enumerate(value))  # type: ignore[arg-type]
     if hasattr(value, "components") and hasattr(value, "__dict__"):
         return dict(value.components)
-    return vars(value) if type(value).__module__.startswith("workers.") and hasattr(value, "__dict__") else {}
+    return (
+        vars(value)
+        if type(value).__module__.startswith("workers.") and hasattr(value, "__dict__")
+        else {}
+    )
 
 
 def _weights(network: Any) -> Iterable[Any]:
@@ -102,9 +106,15 @@ def _is_movable(network: Any) -> bool:
     plain = (torch.nn.Parameter, torch.Tensor)
     for part in network.modules():
         # A compiled part has its own `forward`.
-        if "forward" in vars(part) or part._compiled_call_impl is not None or hasattr(part, "_orig_mod"):
+        if (
+            "forward" in vars(part)
+            or part._compiled_call_impl is not None
+            or hasattr(part, "_orig_mod")
+        ):
             return False
-    return all(type(tensor) in plain and type(tensor.data) is torch.Tensor for tensor in _weights(network))
+    return all(
+        type(tensor) in plain and type(tensor.data) is torch.Tensor for tensor in _weights(network)
+    )
 
 
 def _host_copy(tensor: Any) -> Any:

@@ -109,7 +109,10 @@ class ModelPool:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Ends all processes. Running batches fail."""
         await self._close()
@@ -152,7 +155,12 @@ class PooledProcess:
             raise self._failure
 
     async def run(
-        self, batch: Sequence[Prepared], *, timeout_s: float, model: int = 0, on_step: OnStep | None = None
+        self,
+        batch: Sequence[Prepared],
+        *,
+        timeout_s: float,
+        model: int = 0,
+        on_step: OnStep | None = None,
     ) -> BatchResult:
         """Runs a batch of items with equal keys. Only one batch runs at a time.
 
@@ -185,7 +193,9 @@ class PooledProcess:
         try:
             await self._keep_alive()
         finally:
-            self._failure = self._failure or ModelFailed("the model process is not kept alive any more")
+            self._failure = self._failure or ModelFailed(
+                "the model process is not kept alive any more"
+            )
             self._settled.set()
 
     async def _keep_alive(self) -> None:
@@ -195,10 +205,17 @@ class PooledProcess:
                 self._child = await ModelClient.start(self._launch)
             except PenstockError as error:
                 failures += 1
-                if self._child is None or isinstance(error, ConfigurationError) or failures == START_TRIES:
+                if (
+                    self._child is None
+                    or isinstance(error, ConfigurationError)
+                    or failures == START_TRIES
+                ):
                     self._failure = error
                     return
-                log.error("model process could not start", extra={"reason": error.message, "try": failures})
+                log.error(
+                    "model process could not start",
+                    extra={"reason": error.message, "try": failures},
+                )
                 await asyncio.sleep(next(pauses))
                 continue
             failures, pauses = 0, backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)

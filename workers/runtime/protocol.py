@@ -122,25 +122,36 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     @property
     def outcomes(self) -> list[Result | PenstockError]:
         """The results, with failures as errors."""
-        return [result.to_error() if isinstance(result, Failure) else result for result in self.results]
+        return [
+            result.to_error() if isinstance(result, Failure) else result for result in self.results
+        ]
 
     @property
     def has_failed(self) -> bool:
         """Whether the model failed on every item."""
-        return all(isinstance(result, Failure) and result.code == ModelFailed.code for result in self.results)
+        return all(
+            isinstance(result, Failure) and result.code == ModelFailed.code
+            for result in self.results
+        )
 
 
 ServerMessage = Ready | Refused | Progress | BatchResult
 ClientMessage = RunBatch | Cancel
 
 _encoder = msgspec.msgpack.Encoder()
-_client_message_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
-_server_message_decoder: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpack.Decoder(ServerMessage)
+_client_message_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(
+    ClientMessage
+)
+_server_message_decoder: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpack.Decoder(
+    ServerMessage
+)
 
 
 def encode_run(number: int, items: list[Prepared], model: int = 0) -> bytes:
     """The frame that runs a batch on model number `model`."""
-    return _frame(_encoder.encode({"type": "run", "number": number, "items": items, "model": model}))
+    return _frame(
+        _encoder.encode({"type": "run", "number": number, "items": items, "model": model})
+    )
 
 
 def encode_cancel(number: int) -> bytes:

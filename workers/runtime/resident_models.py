@@ -42,9 +42,13 @@ class ResidentModels:
     ) -> None:
         self._makers = makers
         self._budget_bytes = budget_bytes
-        self._size_bytes = {number: memory.weights_bytes(path) for number, path in enumerate(weights)}
+        self._size_bytes = {
+            number: memory.weights_bytes(path) for number, path in enumerate(weights)
+        }
         self._estimate_bytes = dict(self._size_bytes)
-        self._resident: OrderedDict[int, InferenceModel] = OrderedDict()  # least recently used first
+        self._resident: OrderedDict[int, InferenceModel] = (
+            OrderedDict()
+        )  # least recently used first
         self._offloaded: dict[int, Offloaded] = {}
         self._loaded = dict(loaded or {})
         self._load_s: dict[int, float] = {}
@@ -92,7 +96,10 @@ class ResidentModels:
             # The boundary to the model libraries, which report a full device in many ways.
             if not self._resident:
                 raise
-            log.warning("model could not be loaded beside others", extra={"model": number, "reason": str(error)})
+            log.warning(
+                "model could not be loaded beside others",
+                extra={"model": number, "reason": str(error)},
+            )
             self.evict_others(keep=number)
             model = self._load(number)
         self._make_room(self._size_bytes[number])
@@ -110,7 +117,9 @@ class ResidentModels:
             self._size_bytes[number] = max(grown_bytes, self._estimate_bytes[number])
         else:  # torch does not see the memory of other libraries, which keep the estimate
             grown_bytes = memory.gpu_bytes() - before_bytes[1]
-            self._size_bytes[number] = grown_bytes if grown_bytes > 0 else self._estimate_bytes[number]
+            self._size_bytes[number] = (
+                grown_bytes if grown_bytes > 0 else self._estimate_bytes[number]
+            )
         return model
 
     def _from_disk(self, number: int) -> InferenceModel:
@@ -130,7 +139,11 @@ class ResidentModels:
         return model
 
     def _make_room(self, size_bytes: int) -> None:
-        while self._budget_bytes and self._resident and size_bytes + self._taken_bytes() > self._budget_bytes:
+        while (
+            self._budget_bytes
+            and self._resident
+            and size_bytes + self._taken_bytes() > self._budget_bytes
+        ):
             self._evict_oldest()
 
     def _taken_bytes(self) -> int:

@@ -69,11 +69,25 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="workers.runtime.server", description=__doc__)
     parser.add_argument("--fd", type=int, help="the inherited end of the socket pair")
-    parser.add_argument("--template-fd", type=int, help="instead: where a template is asked for forks")
-    parser.add_argument("--model", action="append", required=True, help="a catalog entry as JSON; may be repeated")
-    parser.add_argument("--folder", action="append", type=Path, required=True, help="its files; one for each --model")
-    parser.add_argument("--memory-budget-bytes", type=int, default=0, help="of all models together; 0: no bound")
-    parser.add_argument("--backend", action="append", help="what computes it, as JSON; null or left out: torch")
+    parser.add_argument(
+        "--template-fd", type=int, help="instead: where a template is asked for forks"
+    )
+    parser.add_argument(
+        "--model", action="append", required=True, help="a catalog entry as JSON; may be repeated"
+    )
+    parser.add_argument(
+        "--folder",
+        action="append",
+        type=Path,
+        required=True,
+        help="its files; one for each --model",
+    )
+    parser.add_argument(
+        "--memory-budget-bytes", type=int, default=0, help="of all models together; 0: no bound"
+    )
+    parser.add_argument(
+        "--backend", action="append", help="what computes it, as JSON; null or left out: torch"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--memory-fraction", type=float, default=1.0)
@@ -93,7 +107,11 @@ def _load_ahead(given: argparse.Namespace) -> dict[int, InferenceModel]:
         try:
             model = make()
             backend = _backends(given)[number]
-            if given.device == "cpu" and not given.memory_budget_bytes and (backend is None or not backend.graph):
+            if (
+                given.device == "cpu"
+                and not given.memory_budget_bytes
+                and (backend is None or not backend.graph)
+            ):
                 model.setup()
                 loaded[number] = model
         except Exception:
@@ -103,13 +121,18 @@ def _load_ahead(given: argparse.Namespace) -> dict[int, InferenceModel]:
     return loaded
 
 
-def _fork_for(given: argparse.Namespace, loaded: Mapping[int, InferenceModel]) -> template_process.ForkedChild | None:
+def _fork_for(
+    given: argparse.Namespace, loaded: Mapping[int, InferenceModel]
+) -> template_process.ForkedChild | None:
     """Forks on request.
 
     Returns in each forked process, and returns None in the template at its end.
     """
     facts = TemplateReady(
-        time.monotonic() - _BEGAN_S, len(loaded), memory.resident_bytes(), template_process.is_alone()
+        time.monotonic() - _BEGAN_S,
+        len(loaded),
+        memory.resident_bytes(),
+        template_process.is_alone(),
     )
     child = template_process.ForkServer(socket.socket(fileno=given.template_fd)).run(facts)
     if child is not None and not child.is_sound:
@@ -150,7 +173,9 @@ class ModelServer:
     def _ready(self) -> Ready:
         models = self._resident_models
         memory_bytes = memory.resident_bytes()
-        return Ready(models.device_name, models.setup_s, models.warmup_s, memory_bytes, models.changes())
+        return Ready(
+            models.device_name, models.setup_s, models.warmup_s, memory_bytes, models.changes()
+        )
 
     def _send(self, message: ServerMessage) -> None:
         self._connection.sendall(encode_server_message(message))
@@ -172,12 +197,16 @@ def _backends(given: argparse.Namespace) -> list[Backend | None]:
 def _makers(given: argparse.Namespace, threads: int) -> list[Callable[[], InferenceModel]]:
     makers: list[Callable[[], InferenceModel]] = []
     for entry, folder, backend in zip(given.model, given.folder, _backends(given), strict=True):
-        make = partial(model_for, Model.model_validate_json(entry), folder, given.device, backend=backend)
+        make = partial(
+            model_for, Model.model_validate_json(entry), folder, given.device, backend=backend
+        )
         makers.append(partial(make, threads=threads, memory_fraction=given.memory_fraction))
     return makers
 
 
-def _resident_models(given: argparse.Namespace, loaded: Mapping[int, InferenceModel]) -> ResidentModels:
+def _resident_models(
+    given: argparse.Namespace, loaded: Mapping[int, InferenceModel]
+) -> ResidentModels:
     weights = [
         Path(backend.graph) if backend is not None and backend.graph else folder
         for folder, backend in zip(given.folder, _backends(given), strict=True)

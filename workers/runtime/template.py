@@ -45,7 +45,9 @@ def can_fork() -> bool:
 class Template:
     """Forks model processes from the program `command`, which is started on demand."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], start_timeout_s: float) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], start_timeout_s: float
+    ) -> None:
         self._command = command
         self._environment = environment
         self._start_timeout_s = start_timeout_s
@@ -56,7 +58,9 @@ class Template:
     @property
     def pid(self) -> int | None:
         """The process id of the template while it runs."""
-        return None if self._running is None or self._running.is_over.is_set() else self._running.pid
+        return (
+            None if self._running is None or self._running.is_over.is_set() else self._running.pid
+        )
 
     @property
     def memory_bytes(self) -> int:
@@ -76,7 +80,9 @@ class Template:
                 return await running.fork(device, theirs)
         except TimeoutError as error:
             running.kill()
-            raise ModelFailed(f"no model process could be forked in {self._start_timeout_s:g} s") from error
+            raise ModelFailed(
+                f"no model process could be forked in {self._start_timeout_s:g} s"
+            ) from error
 
     async def _up(self) -> _TemplateProcess:
         async with self._starting:
@@ -103,17 +109,23 @@ class Template:
             await running.close(at_once=True)
             if not isinstance(error, TimeoutError):
                 raise
-            reason = f"the model process was not ready in {self._start_timeout_s:g} s{running.output.tail()}"
+            tail = running.output.tail()
+            reason = f"the model process was not ready in {self._start_timeout_s:g} s{tail}"
             raise ModelFailed(reason) from error
         if loaded is None:
             await running.close()
             reason = f"(status {running.status}){running.output.tail()}"
             raise ModelFailed(f"the model process ended before it was ready {reason}")
-        facts = {"pid": process.pid, "load_s": round(loaded.load_s, 3), "memory_bytes": loaded.memory_bytes}
+        facts = {
+            "pid": process.pid,
+            "load_s": round(loaded.load_s, 3),
+            "memory_bytes": loaded.memory_bytes,
+        }
         log.info("template of model processes ready", extra=facts | {"models": loaded.models})
         if not loaded.is_alone:
             log.warning(
-                "the template has threads, so each model process runs the program again", extra={"pid": process.pid}
+                "the template has threads, so each model process runs the program again",
+                extra={"pid": process.pid},
             )
         return running
 
@@ -121,9 +133,14 @@ class Template:
         """Cleans up after a template that died. Starts the next one if this one ever forked."""
         await running.is_over.wait()
         await running.close(at_once=True)
-        log.error("template of model processes ended", extra={"status": running.status, "pid": running.pid})
+        log.error(
+            "template of model processes ended",
+            extra={"status": running.status, "pid": running.pid},
+        )
         if running.forks:
-            with contextlib.suppress(PenstockError):  # the next request tries again and gets the error
+            with contextlib.suppress(
+                PenstockError
+            ):  # the next request tries again and gets the error
                 await self._up()
 
     async def close(self) -> None:
@@ -165,12 +182,16 @@ class _TemplateProcess:
         """As Template.fork."""
         output, their_output = os.pipe()
         try:
-            pipe, protocol = await asyncio.get_running_loop().connect_read_pipe(_Output, os.fdopen(output, "rb", 0))
+            pipe, protocol = await asyncio.get_running_loop().connect_read_pipe(
+                _Output, os.fdopen(output, "rb", 0)
+            )
             self.forks += 1
             asked: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
             self._forking[self.forks] = asked
             try:
-                send(self._control, ForkRequest(self.forks, device), [theirs.fileno(), their_output])
+                send(
+                    self._control, ForkRequest(self.forks, device), [theirs.fileno(), their_output]
+                )
                 child = await asked
             except BaseException:
                 pipe.close()
@@ -202,7 +223,9 @@ class _TemplateProcess:
 
     def _on_fork(self, forked: ForkResult, pidfd: int) -> None:
         asked = self._forking.pop(forked.number, None)
-        if asked is None or asked.done():  # the caller is gone; the process exits because its socket is closed
+        if (
+            asked is None or asked.done()
+        ):  # the caller is gone; the process exits because its socket is closed
             os.close(pidfd)
             return
         self._children[forked.pid] = ForkedProcess(forked.pid, pidfd)

@@ -120,7 +120,10 @@ def _has_broken_cuda() -> bool:
 def start_anew(child: ForkedChild) -> None:
     """Executes the program again with the same socket and device. Never returns."""
     os.set_inheritable(child.fd, True)
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], f"--fd={child.fd}", f"--device={child.device}"])
+    os.execv(
+        sys.executable,
+        [sys.executable, *sys.orig_argv[1:], f"--fd={child.fd}", f"--device={child.device}"],
+    )
 
 
 def name_process(name: str) -> None:

@@ -53,10 +53,16 @@ TemplateMessage = TemplateReady | ForkResult | ProcessEnded
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(ForkRequest)
-_message_decoder: msgspec.msgpack.Decoder[TemplateMessage] = msgspec.msgpack.Decoder(TemplateMessage)
+_message_decoder: msgspec.msgpack.Decoder[TemplateMessage] = msgspec.msgpack.Decoder(
+    TemplateMessage
+)
 
 
-def send(control: socket.socket, message: ForkRequest | TemplateMessage, descriptors: list[int] | None = None) -> None:
+def send(
+    control: socket.socket,
+    message: ForkRequest | TemplateMessage,
+    descriptors: list[int] | None = None,
+) -> None:
     """Sends a message with its descriptors."""
     socket.send_fds(control, [_encoder.encode(message)], descriptors or [])
 

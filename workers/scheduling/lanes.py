@@ -65,7 +65,8 @@ class LaneQueue:
         """When the oldest item that can be taken was queued, in unix seconds."""
         suspects = self._suspects[0] if self._suspects and not self._a_suspect_runs else ()
         return min(
-            queued.queued_at_s for queued in chain(*(lane.oldest_of_each_key() for lane in self._lanes), suspects)
+            queued.queued_at_s
+            for queued in chain(*(lane.oldest_of_each_key() for lane in self._lanes), suspects)
         )
 
     def add(self, queued: QueuedItem) -> None:

@@ -86,7 +86,11 @@ class ModelScheduler:
         return max(SHORTEST_WAIT_S, self._wait_s(SWITCH_SHARE))
 
     def choose(
-        self, resident: Collection[int], free_since_s: float, queues: Sequence[QueueState], now_s: float
+        self,
+        resident: Collection[int],
+        free_since_s: float,
+        queues: Sequence[QueueState],
+        now_s: float,
     ) -> int | Idle:
         """The model that a free process runs now, or how long the process stays idle.
 

@@ -11,7 +11,9 @@ from workers.models.backend import Backend
 from workers.models.base import InferenceModel, Preparer
 from workers.tasks.base import Resources, WorkerTask
 
-WORKER_TASKS: dict[str, WorkerTask] = {name: import_module(f"{__name__}.{name}").TASK for name in TASKS}
+WORKER_TASKS: dict[str, WorkerTask] = {
+    name: import_module(f"{__name__}.{name}").TASK for name in TASKS
+}
 
 
 def preparer_for(entry: Model, folder: Path) -> Preparer:
@@ -38,5 +40,7 @@ def model_for(
         ConfigurationError: the folder is not a model of this task, or the entry needs a backend
             that is not given.
     """
-    resources = Resources(device=device, backend=backend, threads=threads, memory_fraction=memory_fraction)
+    resources = Resources(
+        device=device, backend=backend, threads=threads, memory_fraction=memory_fraction
+    )
     return WORKER_TASKS[entry.task].model(entry, folder, resources)

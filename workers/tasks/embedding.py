@@ -22,7 +22,11 @@ class EmbeddingWorker(WorkerTask):
 
     def usual_variants(self, *, has_gpu: bool, cuts: bool) -> tuple[str, ...]:
         """FP16 is for GPUs."""
-        return ("fp32", "int8", "int8-static") + (("fp16",) if has_gpu else ()) + (("pruned",) if cuts else ())
+        return (
+            ("fp32", "int8", "int8-static")
+            + (("fp16",) if has_gpu else ())
+            + (("pruned",) if cuts else ())
+        )
 
     def preparer(self, entry: Model, folder: Path) -> Preparer:
         """A tokenizer."""

@@ -32,7 +32,9 @@ class ImageWorker(WorkerTask):
         from workers.models.device import Device
         from workers.models.image.model import ImageModel
 
-        return ImageModel(entry, folder, Device(resources.device, resources.threads, resources.memory_fraction))
+        return ImageModel(
+            entry, folder, Device(resources.device, resources.threads, resources.memory_fraction)
+        )
 
 
 TASK = ImageWorker()

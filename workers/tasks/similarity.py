@@ -82,7 +82,9 @@ class SimilarityModel:
         """In tokens, without padding."""
         return sum(lengths)
 
-    def predict(self, batch: Sequence[PreparedItem], on_step: OnStep) -> list[Result | PenstockError]:
+    def predict(
+        self, batch: Sequence[PreparedItem], on_step: OnStep
+    ) -> list[Result | PenstockError]:
         """One SimilarityResult per pair, in order."""
         pairs = [item for item in batch if isinstance(item, PreparedPair)]
         texts = {text.ids: text for pair in pairs for text in (pair.text, pair.query)}

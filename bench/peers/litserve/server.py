@@ -38,4 +38,6 @@ class LitEmbedding(litserve.LitAPI):
 if __name__ == "__main__":
     api = LitEmbedding(max_batch_size=BATCH, batch_timeout=BATCH_WAIT_S)
     server = litserve.LitServer(api, accelerator="cpu", timeout=TIMEOUT_S)
-    server.run(host="127.0.0.1", port=int(sys.argv[1]), generate_client_file=False, log_level="warning")
+    server.run(
+        host="127.0.0.1", port=int(sys.argv[1]), generate_client_file=False, log_level="warning"
+    )

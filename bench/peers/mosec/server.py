@@ -19,7 +19,9 @@ class MosecEmbedding(Worker):
 
     def forward(self, data: list[dict[str, str]]) -> list[list[float]]:
         """Vectors of a batch, 384 numbers each."""
-        vectors = self.model.encode([one["text"] for one in data], batch_size=BATCH, show_progress_bar=False)
+        vectors = self.model.encode(
+            [one["text"] for one in data], batch_size=BATCH, show_progress_bar=False
+        )
         return [vector.tolist() for vector in vectors]
 
 

@@ -33,12 +33,16 @@ class TunedMosecEmbedding(Worker):
 
     def forward(self, data: list[dict[str, str]]) -> list[list[float]]:
         """Vectors of a batch, 384 numbers each, in the batch's order."""
-        ids = self.tokenizer([one["text"] for one in data], truncation=True, max_length=LONGEST)["input_ids"]
+        ids = self.tokenizer([one["text"] for one in data], truncation=True, max_length=LONGEST)[
+            "input_ids"
+        ]
         ordered = sorted(range(len(ids)), key=lambda place: len(ids[place]))
         vectors: list[list[float]] = [[] for _ in ids]
         for start in range(0, len(ordered), AT_A_TIME):
             places = ordered[start : start + AT_A_TIME]
-            for place, vector in zip(places, self._embed([ids[place] for place in places]), strict=True):
+            for place, vector in zip(
+                places, self._embed([ids[place] for place in places]), strict=True
+            ):
                 vectors[place] = vector
         return vectors
 
@@ -54,5 +58,7 @@ class TunedMosecEmbedding(Worker):
 
 if __name__ == "__main__":
     server = Server()
-    server.append_worker(TunedMosecEmbedding, num=WORKERS, max_batch_size=BATCH, max_wait_time=BATCH_WAIT_MS)
+    server.append_worker(
+        TunedMosecEmbedding, num=WORKERS, max_batch_size=BATCH, max_wait_time=BATCH_WAIT_MS
+    )
     server.run()

@@ -22,10 +22,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 1 where the port or the data directory can't be had.
     """
-    parser = argparse.ArgumentParser(prog="penstock bigquery", description="Serve the embedded BigQuery, over DuckDB.")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="0 takes a free one (default: %(default)s)")
-    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where the data is kept (default: in memory)")
+    parser = argparse.ArgumentParser(
+        prog="penstock bigquery", description="Serve the embedded BigQuery, over DuckDB."
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, help="0 takes a free one (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--data-dir", type=Path, metavar="DIR", help="where the data is kept (default: in memory)"
+    )
     options = parser.parse_args(argv)
     try:
         anyio.run(_run, options.host, options.port, options.data_dir)

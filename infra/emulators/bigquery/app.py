@@ -31,7 +31,10 @@ def create_app(service: BigQueryService) -> Starlette:
         service: its parts, open for as long as the application runs.
     """
     routes = [
-        Mount("/bigquery/v2", routes=[Route(path, endpoint, methods=[verb]) for verb, path, endpoint in _api()]),
+        Mount(
+            "/bigquery/v2",
+            routes=[Route(path, endpoint, methods=[verb]) for verb, path, endpoint in _api()],
+        ),
         *(
             Route(f"{mount}/bigquery/v2{_JOBS}", endpoint, methods=[verb])
             for mount in ("/upload", "/resumable/upload")

@@ -10,7 +10,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from infra.emulators.bigquery.errors import ConditionError, DuplicateError, InUseError, InvalidError, NotFoundError
+from infra.emulators.bigquery.errors import (
+    ConditionError,
+    DuplicateError,
+    InUseError,
+    InvalidError,
+    NotFoundError,
+)
 from infra.emulators.bigquery.resources import DatasetKey, DatasetResource, TableKey, TableResource
 from infra.emulators.bigquery.schema import Field, Json, Schema, parse_schema, quoted, widened
 from infra.emulators.bigquery.settings import dataset_settings, merged, table_settings
@@ -37,7 +43,9 @@ class TableCatalog:
         now_ms: the clock, in unix milliseconds.
     """
 
-    def __init__(self, store: Store, now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000) -> None:
+    def __init__(
+        self, store: Store, now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000
+    ) -> None:
         self._store = store
         self._now_ms = now_ms
         self.datasets: dict[DatasetKey, DatasetResource] = {}
@@ -51,13 +59,17 @@ class TableCatalog:
                 "SELECT * FROM data.main.datasets"
             ).fetchall():
                 dataset_key = DatasetKey(project, name)
-                self.datasets[dataset_key] = DatasetResource(dataset_key, json.loads(settings), created_ms, modified_ms)
+                self.datasets[dataset_key] = DatasetResource(
+                    dataset_key, json.loads(settings), created_ms, modified_ms
+                )
             for number, *name, fields, settings, created_ms, modified_ms in cursor.execute(
                 "SELECT * FROM data.main.tables"
             ).fetchall():
                 key = TableKey(*name)
                 schema = parse_schema(json.loads(fields))
-                self.tables[key] = TableResource(key, number, schema, json.loads(settings), created_ms, modified_ms)
+                self.tables[key] = TableResource(
+                    key, number, schema, json.loads(settings), created_ms, modified_ms
+                )
 
     def dataset(self, key: DatasetKey) -> DatasetResource:
         """Returns a data set.
@@ -106,7 +118,9 @@ class TableCatalog:
         now_ms = self._now_ms()
         return self._keep_dataset(DatasetResource(key, dataset_settings(body), now_ms, now_ms))
 
-    def update_dataset(self, key: DatasetKey, body: Json, etag: str | None, is_patch: bool) -> DatasetResource:
+    def update_dataset(
+        self, key: DatasetKey, body: Json, etag: str | None, is_patch: bool
+    ) -> DatasetResource:
         """Changes a data set's settings.
 
         Args:
@@ -121,7 +135,9 @@ class TableCatalog:
         old = self.dataset(key)
         _expect(old.etag, etag)
         settings = dataset_settings(merged(old.settings, body) if is_patch else body)
-        return self._keep_dataset(replace(old, settings=settings, modified_ms=self._later(old.modified_ms)))
+        return self._keep_dataset(
+            replace(old, settings=settings, modified_ms=self._later(old.modified_ms))
+        )
 
     def delete_dataset(self, key: DatasetKey, with_contents: bool) -> None:
         """Removes a data set.
@@ -136,11 +152,14 @@ class TableCatalog:
             self.delete_table(table.key)
         with self._store.cursor() as cursor:
             cursor.execute(
-                "DELETE FROM data.main.datasets WHERE project = ? AND dataset_id = ?", [key.project, key.dataset_id]
+                "DELETE FROM data.main.datasets WHERE project = ? AND dataset_id = ?",
+                [key.project, key.dataset_id],
             )
         del self.datasets[key]
 
-    def create_table(self, key: TableKey, schema: Schema, body: Json, filled_by: str | None = None) -> TableResource:
+    def create_table(
+        self, key: TableKey, schema: Schema, body: Json, filled_by: str | None = None
+    ) -> TableResource:
         """Makes a table or a view.
 
         Args:
@@ -172,7 +191,12 @@ class TableCatalog:
         return table
 
     def update_table(
-        self, key: TableKey, body: Json, etag: str | None, is_patch: bool, view_schema: Schema | None = None
+        self,
+        key: TableKey,
+        body: Json,
+        etag: str | None,
+        is_patch: bool,
+        view_schema: Schema | None = None,
     ) -> TableResource:
         """Changes a table's settings or widens its schema.
 
@@ -189,11 +213,15 @@ class TableCatalog:
         """
         old = self.table(key)
         _expect(old.etag, etag)
-        wanted = view_schema or (parse_schema(body["schema"]["fields"]) if body.get("schema") else old.schema)
+        wanted = view_schema or (
+            parse_schema(body["schema"]["fields"]) if body.get("schema") else old.schema
+        )
         changed = widened(old.schema, wanted) if old.view_query is None else []
         settings = merged(old.settings, body) if is_patch else body
         settings = table_settings(wanted, settings, self.dataset(key.dataset), old.created_ms)
-        table = replace(old, schema=wanted, settings=settings, modified_ms=self._later(old.modified_ms))
+        table = replace(
+            old, schema=wanted, settings=settings, modified_ms=self._later(old.modified_ms)
+        )
         with self._store.transaction() as cursor:
             known = {field.name.lower() for field in old.schema}
             for field in changed:
@@ -233,7 +261,14 @@ class TableCatalog:
         cursor.execute(
             "INSERT OR REPLACE INTO data.main.tables VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             [
-                *(table.number, key.project, key.dataset_id, key.table_id, fields, json.dumps(table.settings)),
+                *(
+                    table.number,
+                    key.project,
+                    key.dataset_id,
+                    key.table_id,
+                    fields,
+                    json.dumps(table.settings),
+                ),
                 *(table.created_ms, table.modified_ms),
             ],
         )

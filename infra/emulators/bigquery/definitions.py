@@ -83,7 +83,9 @@ class Definitions:
         self._catalog.create_dataset(key, {})
         return Defined("CREATE")
 
-    def _create_table(self, tree: exp.Create, result: Result | None, view_schema: Schema | None) -> Defined:
+    def _create_table(
+        self, tree: exp.Create, result: Result | None, view_schema: Schema | None
+    ) -> Defined:
         node = tree.this.this if isinstance(tree.this, exp.Schema) else tree.this
         settings = _settings(tree)
         key = table_key(node, self._names)
@@ -99,7 +101,9 @@ class Definitions:
             schema = view_schema
         elif result is not None:
             schema = schema or result.schema
-            filled_by = f"SELECT {', '.join(quoted(f.name) for f in result.schema)} FROM {result.physical}"
+            filled_by = (
+                f"SELECT {', '.join(quoted(f.name) for f in result.schema)} FROM {result.physical}"
+            )
         if schema is None:
             raise InvalidQueryError("CREATE TABLE needs columns or a query")
         if exists:
@@ -172,7 +176,11 @@ def _column(node: exp.ColumnDef) -> Json:
         if isinstance(constraint.kind, exp.NotNullColumnConstraint):
             found["mode"] = "REQUIRED"
         elif isinstance(constraint.kind, exp.Properties):
-            found |= {key: value for key, value in _options(constraint.kind).items() if key == "description"}
+            found |= {
+                key: value
+                for key, value in _options(constraint.kind).items()
+                if key == "description"
+            }
         else:
             raise unsupported(f"{constraint.sql('bigquery')} in a column")
     return found
@@ -182,7 +190,11 @@ def _typed(name: str, kind: exp.DataType) -> Json:
     if kind.this == exp.DType.ARRAY:
         return {**_typed(name, kind.expressions[0]), "mode": "REPEATED"}
     if kind.this == exp.DType.STRUCT:
-        return {"name": name, "type": "RECORD", "fields": [_column(part) for part in kind.expressions]}
+        return {
+            "name": name,
+            "type": "RECORD",
+            "fields": [_column(part) for part in kind.expressions],
+        }
     return {"name": name, "type": kind.sql("bigquery")}
 
 
@@ -191,7 +203,10 @@ def _settings(tree: exp.Create) -> Json:
     properties = tree.args.get("properties")
     for item in properties.expressions if properties is not None else ():
         if isinstance(item, exp.PartitionedByProperty):
-            found["timePartitioning"] = {**found.get("timePartitioning", {}), **_partitioning(item.this)}
+            found["timePartitioning"] = {
+                **found.get("timePartitioning", {}),
+                **_partitioning(item.this),
+            }
         elif isinstance(item, exp.ClusterProperty | exp.Cluster):
             found["clustering"] = {"fields": [column.name for column in item.expressions]}
         elif type(item) is exp.Property:
@@ -217,7 +232,10 @@ def _partitioning(node: exp.Expr) -> Json:
 def _put_option(found: Json, name: str, value: exp.Expr) -> None:
     if name == "partition_expiration_days":
         expiration_ms = str(int(float(value.name) * _DAY_MS))
-        found["timePartitioning"] = {**found.get("timePartitioning", {}), "expirationMs": expiration_ms}
+        found["timePartitioning"] = {
+            **found.get("timePartitioning", {}),
+            "expirationMs": expiration_ms,
+        }
     elif name in _TABLE_OPTIONS:
         found[_TABLE_OPTIONS[name]] = _option_value(name, value)
     else:
@@ -225,7 +243,10 @@ def _put_option(found: Json, name: str, value: exp.Expr) -> None:
 
 
 def _options(properties: exp.Properties) -> Json:
-    return {item.name.lower(): _option_value(item.name, item.args["value"]) for item in properties.expressions}
+    return {
+        item.name.lower(): _option_value(item.name, item.args["value"])
+        for item in properties.expressions
+    }
 
 
 def _option_value(name: str, value: exp.Expr) -> Any:

@@ -74,7 +74,9 @@ def put_rows(
         filled_by = f"SELECT {_names(schema)} FROM {source}"
         return catalog.create_table(destination.key, schema, destination.settings, filled_by)
     if table.view_query is not None:
-        raise InvalidError(f"{table.key} is not allowed for this operation because it is currently a VIEW.")
+        raise InvalidError(
+            f"{table.key} is not allowed for this operation because it is currently a VIEW."
+        )
     if destination.write == "WRITE_TRUNCATE":
         return _replaced(catalog, table, destination, schema, source)
     with store.cursor() as cursor:
@@ -83,12 +85,18 @@ def put_rows(
         raise DuplicateError(f"Already Exists: Table {table.key}")
     table = _fitted(catalog, table, destination, schema)
     with store.transaction() as cursor:
-        cursor.execute(f"INSERT INTO {table.physical} ({_names(schema)}) SELECT {_names(schema)} FROM {source}")
+        cursor.execute(
+            f"INSERT INTO {table.physical} ({_names(schema)}) SELECT {_names(schema)} FROM {source}"
+        )
     return table
 
 
 def _replaced(
-    catalog: TableCatalog, table: TableResource, destination: TableDestination, schema: Schema, source: str
+    catalog: TableCatalog,
+    table: TableResource,
+    destination: TableDestination,
+    schema: Schema,
+    source: str,
 ) -> TableResource:
     settings = {**table.settings, **destination.settings}
     modes = {field.name.lower(): field for field in table.schema}
@@ -112,22 +120,31 @@ def _fitted(
     added = [field for field in schema if field.name.lower() not in known]
     for field in schema:
         old = known.get(field.name.lower())
-        if old is not None and (old.type, old.mode == "REPEATED") != (field.type, field.mode == "REPEATED"):
+        if old is not None and (old.type, old.mode == "REPEATED") != (
+            field.type,
+            field.mode == "REPEATED",
+        ):
             raise InvalidError(
-                f"Provided Schema does not match Table {table.key}. Field {field.name} has changed type from"
-                f" {old.type} to {field.type}"
+                f"Provided Schema does not match Table {table.key}. Field {field.name} has changed"
+                f" type from {old.type} to {field.type}"
             )
     given = {field.name.lower() for field in schema}
-    missing = [field.name for field in table.schema if field.mode == "REQUIRED" and field.name.lower() not in given]
+    missing = [
+        field.name
+        for field in table.schema
+        if field.mode == "REQUIRED" and field.name.lower() not in given
+    ]
     if missing:
         raise InvalidError(
-            f"Provided Schema does not match Table {table.key}. Cannot insert without {', '.join(missing)}"
+            f"Provided Schema does not match Table {table.key}. Cannot insert without"
+            f" {', '.join(missing)}"
         )
     if not added:
         return table
     if not destination.adds_fields:
         raise InvalidError(
-            f"Provided Schema does not match Table {table.key}. Cannot add fields (field: {added[0].name})"
+            f"Provided Schema does not match Table {table.key}. Cannot add fields (field:"
+            f" {added[0].name})"
         )
     wider = [field.resource() for field in (*table.schema, *added)]
     return catalog.update_table(table.key, {"schema": {"fields": wider}}, None, is_patch=True)

@@ -38,7 +38,11 @@ class ServiceError(Exception):
 
     def body(self) -> dict[str, Any]:
         """Returns the JSON body of the HTTP response."""
-        detail: dict[str, Any] = {"message": self.message, "domain": "global", "reason": self.reason}
+        detail: dict[str, Any] = {
+            "message": self.message,
+            "domain": "global",
+            "reason": self.reason,
+        }
         if self.location is not None:
             detail |= {"location": self.location, "locationType": "other"}
         return {

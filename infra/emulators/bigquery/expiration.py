@@ -16,7 +16,9 @@ _EVERY_S = 60.0
 async def expire_forever(service: BigQueryService) -> None:
     """Runs until canceled, as a task of the server."""
     while True:
-        await service.threads.write(expire, service.store, service.catalog, time.time_ns() // 1_000_000)
+        await service.threads.write(
+            expire, service.store, service.catalog, time.time_ns() // 1_000_000
+        )
         await anyio.sleep(_EVERY_S)
 
 
@@ -37,9 +39,11 @@ def _expire_partitions(store: Store, table: TableResource, now_ms: int) -> None:
     partitioning = table.partitioning
     assert partitioning is not None
     # A partition lives for the expiration after its own start, whatever its rows' times.
-    start = f"date_trunc('{partitioning.unit.lower()}', CAST({quoted(partitioning.column)} AS TIMESTAMP))"
+    column = quoted(partitioning.column)
+    start = f"date_trunc('{partitioning.unit.lower()}', CAST({column} AS TIMESTAMP))"
     with store.cursor() as cursor:
         cursor.execute(
-            f"DELETE FROM {table.physical} WHERE {start} <= make_timestamp(CAST(? AS BIGINT) * 1000)",
+            f"DELETE FROM {table.physical} WHERE {start} <="
+            " make_timestamp(CAST(? AS BIGINT) * 1000)",
             [now_ms - (partitioning.expiration_ms or 0)],
         )

@@ -104,7 +104,11 @@ class BigQueryJob:
 
     def resource(self) -> Json:
         """Returns the Job of the API."""
-        times = {"creationTime": self.created_ms, "startTime": self.started_ms, "endTime": self.ended_ms}
+        times = {
+            "creationTime": self.created_ms,
+            "startTime": self.started_ms,
+            "endTime": self.ended_ms,
+        }
         statistics = {name: str(value) for name, value in times.items() if value}
         return {
             "kind": "bigquery#job",
@@ -154,7 +158,11 @@ class Jobs:
         if not key.table_id.startswith("anon"):
             return None
         job = self._jobs.get((key.project, key.table_id.removeprefix("anon")))
-        return job if job is not None and job.anonymous_table == key and job.result is not None else None
+        return (
+            job
+            if job is not None and job.anonymous_table == key and job.result is not None
+            else None
+        )
 
     async def start(self, job: BigQueryJob, work: Work) -> BigQueryJob:
         """Starts a job's work in a new task.
@@ -203,7 +211,9 @@ class Jobs:
                 job.error = StoppedError("Job execution was cancelled: Job timed out")
         except ServiceError as error:
             is_late = scope.cancel_called
-            job.error = StoppedError("Job execution was cancelled: Job timed out") if is_late else error
+            job.error = (
+                StoppedError("Job execution was cancelled: Job timed out") if is_late else error
+            )
         except Exception as error:
             # The boundary of a job: whatever it runs into, the server and the other jobs go on.
             log.exception("job failed", extra={"job_id": job.job_id})

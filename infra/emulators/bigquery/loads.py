@@ -57,7 +57,9 @@ async def run_load(service: BigQueryService, file: IO[bytes], job: BigQueryJob) 
         raise UnsupportedError("Loading from Cloud Storage: not supported by the embedded BigQuery")
     destination = parse_destination(config, _DEFAULT_WRITE)
     table = service.catalog.tables.get(destination.key)
-    schema = await service.threads.read(_schema, config, file, None if table is None else table.schema)
+    schema = await service.threads.read(
+        _schema, config, file, None if table is None else table.schema
+    )
     physical = await service.threads.read(service.queries.stage, schema)
     try:
         stage = partial(_stage, service, config, file, schema, physical, job)
@@ -75,18 +77,26 @@ async def run_load(service: BigQueryService, file: IO[bytes], job: BigQueryJob) 
     }
 
 
-def _put(service: BigQueryService, destination: TableDestination, schema: Schema, physical: str) -> None:
+def _put(
+    service: BigQueryService, destination: TableDestination, schema: Schema, physical: str
+) -> None:
     put_rows(service.store, service.catalog, destination, schema, physical)
 
 
 def _schema(config: Json, file: IO[bytes], known: Schema | None) -> Schema:
     if config.get("schema", {}).get("fields"):
         return parse_schema(config["schema"]["fields"])
-    if config.get("autodetect") and (known is None or config.get("writeDisposition") == "WRITE_TRUNCATE"):
+    if config.get("autodetect") and (
+        known is None or config.get("writeDisposition") == "WRITE_TRUNCATE"
+    ):
         if _is_csv(config) and not config.get("skipLeadingRows"):
             # Detection takes the first line for the names of the columns.
             config["skipLeadingRows"] = "1"
-        rows = [row for _, row in islice(_read(config, file, None), _DETECTION_ROWS) if isinstance(row, dict)]
+        rows = [
+            row
+            for _, row in islice(_read(config, file, None), _DETECTION_ROWS)
+            if isinstance(row, dict)
+        ]
         return detect_schema(rows)
     if known is None:
         raise InvalidError("No schema specified on job or table.")
@@ -94,7 +104,12 @@ def _schema(config: Json, file: IO[bytes], known: Schema | None) -> Schema:
 
 
 def _stage(
-    service: BigQueryService, config: Json, file: IO[bytes], schema: Schema, physical: str, job: BigQueryJob
+    service: BigQueryService,
+    config: Json,
+    file: IO[bytes],
+    schema: Schema,
+    physical: str,
+    job: BigQueryJob,
 ) -> _Loaded:
     loaded = _Loaded()
     most_bad = int(config.get("maxBadRecords") or 0)
@@ -114,9 +129,9 @@ def _stage(
             if loaded.bad > most_bad:
                 kind = "CSV" if _is_csv(config) else "JSON"
                 raise InvalidError(
-                    f"Error while reading data, error message: {kind} table encountered too many errors, giving up."
-                    f" Rows: {loaded.rows + len(chunk)}; errors: {loaded.bad}. Please look into the errors[]"
-                    " collection for more details."
+                    f"Error while reading data, error message: {kind} table encountered too many"
+                    f" errors, giving up. Rows: {loaded.rows + len(chunk)}; errors: {loaded.bad}."
+                    " Please look into the errors[] collection for more details."
                 )
             insert_rows(cursor, physical, schema, rows)
             loaded.rows += len(rows)
@@ -155,7 +170,9 @@ def _read(config: Json, file: IO[bytes], schema: Schema | None) -> Iterator[_Lin
     is_gzip = file.read(2) == _GZIP_MAGIC
     file.seek(0)
     raw = gzip.GzipFile(fileobj=file, mode="rb") if is_gzip else file
-    encoding = {"ISO-8859-1": "latin-1"}.get(str(config.get("encoding") or "UTF-8").upper(), "utf-8")
+    encoding = {"ISO-8859-1": "latin-1"}.get(
+        str(config.get("encoding") or "UTF-8").upper(), "utf-8"
+    )
     text = io.TextIOWrapper(raw, encoding, errors="replace", newline="" if is_csv else None)
     try:
         yield from _csv_rows(config, text, schema) if is_csv else _json_rows(text)
@@ -190,14 +207,25 @@ def _csv_rows(config: Json, text: io.TextIOWrapper, schema: Schema | None) -> It
     )
     skipped = int(config.get("skipLeadingRows") or 0)
     header = list(islice(reader, max(skipped, 1 if schema is None else 0)))
-    names = [field.name for field in schema] if schema is not None else [name.strip() for name in header[-1]]
-    text_names = {field.name for field in schema if field.type in ("STRING", "BYTES")} if schema is not None else set()
+    names = (
+        [field.name for field in schema]
+        if schema is not None
+        else [name.strip() for name in header[-1]]
+    )
+    text_names = (
+        {field.name for field in schema if field.type in ("STRING", "BYTES")}
+        if schema is not None
+        else set()
+    )
     null = config.get("nullMarker") or ""
     for cells in reader:
         if not cells:
             continue
         if len(cells) < len(names) and not config.get("allowJaggedRows"):
-            yield reader.line_num, f"CSV table references column position {len(cells)}, but the line has less."
+            yield (
+                reader.line_num,
+                f"CSV table references column position {len(cells)}, but the line has less.",
+            )
             continue
         if len(cells) > len(names) and not config.get("ignoreUnknownValues"):
             yield reader.line_num, "Too many values in row."

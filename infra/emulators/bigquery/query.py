@@ -11,7 +11,12 @@ from dataclasses import dataclass
 
 import duckdb
 
-from infra.emulators.bigquery.errors import BytesBilledError, InvalidQueryError, StoppedError, UnsupportedError
+from infra.emulators.bigquery.errors import (
+    BytesBilledError,
+    InvalidQueryError,
+    StoppedError,
+    UnsupportedError,
+)
 from infra.emulators.bigquery.googlesql.translate import Statement
 from infra.emulators.bigquery.resources import TableResource
 from infra.emulators.bigquery.rows import size_sql
@@ -57,10 +62,14 @@ class Queries:
             columns = cursor.execute(f"DESCRIBE {statement.sql}", statement.values).fetchall()
             schema = result_schema([(name, duckdb.sqltype(kind)) for name, kind, *_ in columns])
         for field in schema:
-            if field.name in statement.expanded and field.type == "RECORD" and field.mode != "REPEATED":
+            if (
+                field.name in statement.expanded
+                and field.type == "RECORD"
+                and field.mode != "REPEATED"
+            ):
                 raise UnsupportedError(
-                    f"SELECT * over the records of UNNEST({field.name}): not supported by the embedded BigQuery;"
-                    " name the columns",
+                    f"SELECT * over the records of UNNEST({field.name}): not supported by the"
+                    " embedded BigQuery; name the columns",
                     "query",
                 )
         return schema
@@ -83,7 +92,9 @@ class Queries:
             columns = ", ".join(f"{quoted(field.name)} {field.duckdb_type}" for field in schema)
             cursor.execute(f"CREATE TABLE {physical} ({columns})")
             try:
-                (rows,) = cursor.execute(f"INSERT INTO {physical} {statement.sql}", statement.values).fetchone()
+                (rows,) = cursor.execute(
+                    f"INSERT INTO {physical} {statement.sql}", statement.values
+                ).fetchone()
             except BaseException:
                 cursor.execute(f"DROP TABLE {physical}")
                 raise
@@ -138,7 +149,9 @@ def check_billed(read_bytes: int, limit_bytes: int | None) -> int:
     """
     billed = max(-(-read_bytes // _MIB) * _MIB, _LEAST_BILLED_BYTES) if read_bytes else 0
     if limit_bytes is not None and billed > limit_bytes:
-        raise BytesBilledError(f"Query exceeded limit for bytes billed: {limit_bytes}. {billed} or higher required.")
+        raise BytesBilledError(
+            f"Query exceeded limit for bytes billed: {limit_bytes}. {billed} or higher required."
+        )
     return billed
 
 
@@ -152,7 +165,9 @@ def table_size(cursor: Cursor, table: TableResource) -> tuple[int, int]:
 
 
 def _table_bytes(cursor: Cursor, table: TableResource, columns: frozenset[str] | None) -> int:
-    read = tuple(field for field in table.schema if columns is None or field.name.lower() in columns)
+    read = tuple(
+        field for field in table.schema if columns is None or field.name.lower() in columns
+    )
     query = f"SELECT coalesce(sum({size_sql(read)}), 0) FROM {table.physical}"
     return int(cursor.execute(query).fetchone()[0])
 
@@ -165,7 +180,9 @@ def _translated(statement: Statement) -> Iterator[None]:
     except duckdb.InterruptException as error:
         raise StoppedError("Job execution was cancelled: User requested cancellation") from error
     except duckdb.NotImplementedException as error:
-        raise UnsupportedError(f"Not supported by the embedded BigQuery: {_cleaned(error, statement)}") from error
+        raise UnsupportedError(
+            f"Not supported by the embedded BigQuery: {_cleaned(error, statement)}"
+        ) from error
     except duckdb.Error as error:
         raise InvalidQueryError(_cleaned(error, statement)) from error
 

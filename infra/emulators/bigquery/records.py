@@ -19,7 +19,9 @@ class RowReader:
         path: the RECORD that the fields belong to, with a dot at its end.
     """
 
-    def __init__(self, schema: Schema, ignores_unknown: bool, takes_json: bool = False, path: str = "") -> None:
+    def __init__(
+        self, schema: Schema, ignores_unknown: bool, takes_json: bool = False, path: str = ""
+    ) -> None:
         self._path = path
         self._ignores_unknown = ignores_unknown
         self._takes_json = takes_json
@@ -62,9 +64,13 @@ class RowReader:
             return self._single(field, value)
         path = self._path + field.name
         if not isinstance(value, list):
-            raise BadValueError(path, f"Repeated field must be imported as a JSON array. Field: {path}.")
+            raise BadValueError(
+                path, f"Repeated field must be imported as a JSON array. Field: {path}."
+            )
         if any(item is None for item in value):
-            raise BadValueError(path, f"Only optional fields can be set to NULL. Field: {path}; Value: NULL")
+            raise BadValueError(
+                path, f"Only optional fields can be set to NULL. Field: {path}; Value: NULL"
+            )
         return [self._single(field, item) for item in value]
 
     def _single(self, field: Field, value: Any) -> Any:

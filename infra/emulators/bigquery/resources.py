@@ -126,7 +126,10 @@ class TableResource:
         if time is not None:
             expiration = time.get("expirationMs")
             return Partitioning(
-                time.get("field"), time["type"], None if expiration is None else int(expiration), required
+                time.get("field"),
+                time["type"],
+                None if expiration is None else int(expiration),
+                required,
             )
         ranges = self.settings.get("rangePartitioning")
         return None if ranges is None else Partitioning(ranges["field"], "RANGE", None, required)
@@ -139,7 +142,9 @@ class TableResource:
     @property
     def etag(self) -> str:
         """Changes with every change of the table's settings or schema."""
-        return _etag(str(self.key), [self.settings, [f.resource() for f in self.schema]], self.modified_ms)
+        return _etag(
+            str(self.key), [self.settings, [f.resource() for f in self.schema]], self.modified_ms
+        )
 
     def columns_sql(self) -> str:
         """Returns the column definitions of the DuckDB table."""
@@ -155,7 +160,14 @@ class TableResource:
 
     def short_resource(self) -> Json:
         """Returns the entry of tables.list."""
-        kept = ("friendlyName", "labels", "timePartitioning", "rangePartitioning", "clustering", "expirationTime")
+        kept = (
+            "friendlyName",
+            "labels",
+            "timePartitioning",
+            "rangePartitioning",
+            "clustering",
+            "expirationTime",
+        )
         found: Json = {
             "kind": "bigquery#table",
             "id": str(self.key),

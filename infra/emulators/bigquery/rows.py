@@ -32,7 +32,8 @@ def insert_rows(cursor: Cursor, physical: str, schema: Schema, rows: Sequence[Js
     values = ", ".join(f"CAST(r.{quoted(field.name)} AS {field.duckdb_type})" for field in schema)
     cursor.execute(
         f"INSERT INTO {physical} ({names}) SELECT {values} FROM"
-        f" (SELECT unnest(from_json(CAST(? AS VARCHAR), '{structure.replace(chr(39), chr(39) * 2)}')) AS r)",
+        " (SELECT unnest(from_json(CAST(? AS VARCHAR),"
+        f" '{structure.replace(chr(39), chr(39) * 2)}')) AS r)",
         [json.dumps(rows)],
     )
 
@@ -46,7 +47,9 @@ def _structure(field: Field) -> Any:
     return [inner] if field.mode == "REPEATED" else inner
 
 
-def read_rows(cursor: Cursor, physical: str, schema: Schema, start: int, count: int, is_micros: bool) -> list[Json]:
+def read_rows(
+    cursor: Cursor, physical: str, schema: Schema, start: int, count: int, is_micros: bool
+) -> list[Json]:
     """Returns a page of rows in the wire form, in the order in which they were written.
 
     Args:
@@ -62,7 +65,12 @@ def read_rows(cursor: Cursor, physical: str, schema: Schema, start: int, count: 
         f"SELECT {columns} FROM {physical} ORDER BY rowid LIMIT {int(count)} OFFSET {int(start)}"
     ).fetchall()
     return [
-        {"f": [{"v": wire_value(field, value, is_micros)} for field, value in zip(schema, row, strict=True)]}
+        {
+            "f": [
+                {"v": wire_value(field, value, is_micros)}
+                for field, value in zip(schema, row, strict=True)
+            ]
+        }
         for row in found
     ]
 
@@ -92,7 +100,10 @@ def _single(field: Field, value: Any, is_micros: bool) -> Any:
     if field.type == "RECORD":
         parts = value.values() if isinstance(value, dict) else value
         return {
-            "f": [{"v": wire_value(inner, part, is_micros)} for inner, part in zip(field.fields, parts, strict=True)]
+            "f": [
+                {"v": wire_value(inner, part, is_micros)}
+                for inner, part in zip(field.fields, parts, strict=True)
+            ]
         }
     match field.type:
         case "BOOLEAN":
@@ -150,7 +161,9 @@ def _size(name: str, field: Field) -> str:
         return f"coalesce(strlen(CAST(to_json({name}) AS VARCHAR)), 0)"
     if field.type in _WIDTHS:
         return f"CASE WHEN {name} IS NULL THEN 0 ELSE {_WIDTHS[field.type]} END"
-    length = f"octet_length({name})" if field.type == "BYTES" else f"strlen(CAST({name} AS VARCHAR))"
+    length = (
+        f"octet_length({name})" if field.type == "BYTES" else f"strlen(CAST({name} AS VARCHAR))"
+    )
     return f"coalesce(2 + {length}, 0)"
 
 

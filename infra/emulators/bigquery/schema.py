@@ -63,7 +63,14 @@ _RESULT_TYPES = {
 _MODES = ("NULLABLE", "REQUIRED", "REPEATED")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,299}")
 _RESERVED = ("_PARTITIONTIME", "_PARTITIONDATE", "_TABLE_SUFFIX", "_FILE_NAME")
-_UNSUPPORTED_KEYS = ("maxLength", "precision", "scale", "collation", "defaultValueExpression", "rangeElementType")
+_UNSUPPORTED_KEYS = (
+    "maxLength",
+    "precision",
+    "scale",
+    "collation",
+    "defaultValueExpression",
+    "rangeElementType",
+)
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,9 @@ def _parse_field(field: Json) -> Field:
         if field.get(key):
             raise UnsupportedError(f"Field {name}: {key} is not supported by the embedded BigQuery")
     if kind in ("BIGNUMERIC", "BIGDECIMAL", "GEOGRAPHY", "INTERVAL", "RANGE", "FOREIGN"):
-        raise UnsupportedError(f"Field {name}: type {kind} is not supported by the embedded BigQuery")
+        raise UnsupportedError(
+            f"Field {name}: type {kind} is not supported by the embedded BigQuery"
+        )
     if kind not in _TYPE_NAMES:
         raise InvalidError(f"Invalid value for type: {kind} is not a valid value")
     mode = str(field.get("mode") or "NULLABLE").upper()
@@ -164,7 +173,9 @@ def result_schema(columns: Sequence[tuple[str, Any]]) -> Schema:
     for name, _ in columns:
         if name.lower() in seen:
             raise InvalidError(
-                f"Duplicate column names in the result are not supported. Found duplicate(s): {name}", "query"
+                "Duplicate column names in the result are not supported. Found duplicate(s):"
+                f" {name}",
+                "query",
             )
         seen.add(name.lower())
     return tuple(_result_field(name, kind) for name, kind in columns)
@@ -174,7 +185,10 @@ def _result_field(name: str, kind: Any) -> Field:
     if kind.id == "list":
         inner = _result_field(name, kind.child)
         if inner.mode == "REPEATED":
-            raise InvalidError("Cannot construct array with element type ARRAY because nested arrays are not supported")
+            raise InvalidError(
+                "Cannot construct array with element type ARRAY because nested arrays are not"
+                " supported"
+            )
         return replace(inner, mode="REPEATED")
     if kind.id == "struct":
         nested = tuple(_result_field(child, child_kind) for child, child_kind in kind.children)
@@ -183,7 +197,9 @@ def _result_field(name: str, kind: Any) -> Field:
         return Field(name, "NUMERIC")
     found = _RESULT_TYPES.get(str(kind))
     if found is None:
-        raise UnsupportedError(f"Column {name}: a result of type {kind} is not supported by the embedded BigQuery")
+        raise UnsupportedError(
+            f"Column {name}: a result of type {kind} is not supported by the embedded BigQuery"
+        )
     return Field(name, found)
 
 
@@ -206,22 +222,26 @@ def widened(old: Schema, new: Schema, path: str = "") -> list[Field]:
     for field in old:
         match = wanted.pop(field.name.lower(), None)
         if match is None:
-            raise InvalidError(f"Provided Schema does not match. Field {path}{field.name} is missing in new schema")
+            raise InvalidError(
+                f"Provided Schema does not match. Field {path}{field.name} is missing in new schema"
+            )
         if match.type != field.type:
             raise InvalidError(
-                f"Provided Schema does not match. Field {path}{field.name} has changed type from {field.type}"
-                f" to {match.type}"
+                f"Provided Schema does not match. Field {path}{field.name} has changed type from"
+                f" {field.type} to {match.type}"
             )
         if match.mode != field.mode and (field.mode, match.mode) != ("REQUIRED", "NULLABLE"):
             raise InvalidError(
-                f"Provided Schema does not match. Field {path}{field.name} has changed mode from {field.mode}"
-                f" to {match.mode}"
+                f"Provided Schema does not match. Field {path}{field.name} has changed mode from"
+                f" {field.mode} to {match.mode}"
             )
         widened(field.fields, match.fields, f"{path}{field.name}.")
         if match.duckdb_type != field.duckdb_type or match.mode != field.mode:
             changed.append(match)
     for field in wanted.values():
         if field.mode == "REQUIRED":
-            raise InvalidError(f"Provided Schema does not match. Cannot add required field {path}{field.name}")
+            raise InvalidError(
+                f"Provided Schema does not match. Cannot add required field {path}{field.name}"
+            )
         changed.append(field)
     return changed

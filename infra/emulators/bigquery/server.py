@@ -102,7 +102,9 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def _listening(service: BigQueryService, listener: socket.socket, tasks: TaskGroup) -> AsyncIterator[None]:
+async def _listening(
+    service: BigQueryService, listener: socket.socket, tasks: TaskGroup
+) -> AsyncIterator[None]:
     config = uvicorn.Config(
         create_app(service),
         lifespan="off",

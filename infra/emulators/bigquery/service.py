@@ -94,7 +94,9 @@ class BigQueryService:
                 " (bq: --use_legacy_sql=false)"
             )
         default = config.get("defaultDataset")
-        dataset = DatasetKey(default.get("projectId", project), default["datasetId"]) if default else None
+        dataset = (
+            DatasetKey(default.get("projectId", project), default["datasetId"]) if default else None
+        )
         parameters: Sequence[Any] = config.get("queryParameters") or ()
         return await self.threads.read(self.translator.translate, sql, project, dataset, parameters)
 
@@ -106,7 +108,9 @@ class BigQueryService:
             config["destinationTable"] = job.anonymous_table.resource()
             return
         destination = parse_destination(config, "WRITE_EMPTY")
-        put = partial(put_rows, self.store, self.catalog, destination, result.schema, result.physical)
+        put = partial(
+            put_rows, self.store, self.catalog, destination, result.schema, result.physical
+        )
         await self.threads.write(put)
 
     async def _define(self, job: BigQueryJob, config: Json, statement: Statement) -> None:
@@ -122,8 +126,14 @@ class BigQueryService:
                 await self._charge(job, inner)
                 result = await self.threads.read(self.queries.select, inner, job.watch)
         default = config.get("defaultDataset")
-        dataset = DatasetKey(default.get("projectId", job.project), default["datasetId"]) if default else None
-        definitions = Definitions(self.store, self.catalog, self.translator.names(job.project, dataset))
+        dataset = (
+            DatasetKey(default.get("projectId", job.project), default["datasetId"])
+            if default
+            else None
+        )
+        definitions = Definitions(
+            self.store, self.catalog, self.translator.names(job.project, dataset)
+        )
         try:
             defined = await self.threads.write(definitions.run, tree, result, view_schema)
         finally:

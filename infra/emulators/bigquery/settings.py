@@ -8,13 +8,30 @@ from infra.emulators.bigquery.schema import Json, Schema
 
 _DATASET_FIELDS = (
     *("friendlyName", "description", "labels", "location", "access", "defaultTableExpirationMs"),
-    *("defaultPartitionExpirationMs", "maxTimeTravelHours", "storageBillingModel", "isCaseInsensitive"),
+    *(
+        "defaultPartitionExpirationMs",
+        "maxTimeTravelHours",
+        "storageBillingModel",
+        "isCaseInsensitive",
+    ),
 )
 _TABLE_FIELDS = (
-    *("friendlyName", "description", "labels", "expirationTime", "timePartitioning", "rangePartitioning"),
+    *(
+        "friendlyName",
+        "description",
+        "labels",
+        "expirationTime",
+        "timePartitioning",
+        "rangePartitioning",
+    ),
     *("clustering", "requirePartitionFilter", "view"),
 )
-_OTHER_TABLES = ("externalDataConfiguration", "materializedView", "snapshotDefinition", "cloneDefinition")
+_OTHER_TABLES = (
+    "externalDataConfiguration",
+    "materializedView",
+    "snapshotDefinition",
+    "cloneDefinition",
+)
 _PARTITION_UNITS = ("HOUR", "DAY", "MONTH", "YEAR")
 _PARTITION_TYPES = ("DATE", "TIMESTAMP", "DATETIME")
 
@@ -72,7 +89,9 @@ def table_settings(schema: Schema, body: Json, dataset: DatasetResource, created
         if found["timePartitioning"].pop("requirePartitionFilter", False):
             found["requirePartitionFilter"] = True
     if "rangePartitioning" in found:
-        _check_field(schema, found["rangePartitioning"].get("field"), ("INTEGER",), "range partitioning")
+        _check_field(
+            schema, found["rangePartitioning"].get("field"), ("INTEGER",), "range partitioning"
+        )
     if "clustering" in found:
         _check_clustering(schema, found["clustering"])
     return found
@@ -85,7 +104,9 @@ def _kept(body: Json, names: tuple[str, ...]) -> Json:
 def _view_settings(found: Json) -> Json:
     view = found["view"]
     if view.get("useLegacySql", True):
-        raise UnsupportedError("Legacy SQL: not supported by the embedded BigQuery; set useLegacySql to false")
+        raise UnsupportedError(
+            "Legacy SQL: not supported by the embedded BigQuery; set useLegacySql to false"
+        )
     found["view"] = {"query": str(view.get("query", "")), "useLegacySql": False}
     return found
 
@@ -120,7 +141,13 @@ def _check_clustering(schema: Schema, clustering: Json) -> None:
     names = [str(name).lower() for name in clustering.get("fields", ())]
     if not 1 <= len(names) <= 4:
         raise InvalidError("Clustering needs between one and four fields.")
-    plain = {field.name.lower() for field in schema if field.mode != "REPEATED" and field.type != "RECORD"}
+    plain = {
+        field.name.lower()
+        for field in schema
+        if field.mode != "REPEATED" and field.type != "RECORD"
+    }
     for name in names:
         if name not in plain:
-            raise InvalidError(f"The field specified for clustering cannot be found in the schema: {name}.")
+            raise InvalidError(
+                f"The field specified for clustering cannot be found in the schema: {name}."
+            )

@@ -143,8 +143,8 @@ def _timestamp(value: Any, path: str) -> str:
         moment = _moment(value)
     except (ValueError, OverflowError, InvalidOperation, ZoneInfoNotFoundError):
         message = (
-            f"Could not parse '{shown(value)}' as a timestamp. Required format is YYYY-MM-DD HH:MM[:SS[.SSSSSS]]"
-            " or YYYY/MM/DD HH:MM[:SS[.SSSSSS]]"
+            f"Could not parse '{shown(value)}' as a timestamp. Required format is YYYY-MM-DD"
+            " HH:MM[:SS[.SSSSSS]] or YYYY/MM/DD HH:MM[:SS[.SSSSSS]]"
         )
         raise BadValueError(path, message) from None
     return moment.isoformat(" ")

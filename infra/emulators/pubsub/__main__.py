@@ -21,17 +21,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name. None means those of the process.
     """
     parser = argparse.ArgumentParser(prog="penstock pubsub", description="Serve google.pubsub.v1.")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8085, help="0 takes a free one (default: %(default)s)")
-    parser.add_argument("--socket", type=Path, metavar="PATH", help="a Unix socket to listen on as well")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8085, help="0 takes a free one (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--socket", type=Path, metavar="PATH", help="a Unix socket to listen on as well"
+    )
     parser.add_argument(
         "--storage-mib",
         type=int,
         default=DEFAULT_STORAGE_BYTES // 1024**2,
         help="message bytes held before publishes are refused, in MiB (default: %(default)s)",
     )
-    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where everything is kept (default: in memory)")
-    parser.add_argument("--fsync", action="store_true", help="with --data-dir: outlive a power cut too, at a price")
+    parser.add_argument(
+        "--data-dir", type=Path, metavar="DIR", help="where everything is kept (default: in memory)"
+    )
+    parser.add_argument(
+        "--fsync", action="store_true", help="with --data-dir: outlive a power cut too, at a price"
+    )
     options = parser.parse_args(argv)
     try:
         uvloop.run(_serve_until_signal(options))

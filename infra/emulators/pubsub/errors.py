@@ -88,4 +88,6 @@ def resource_not_found(path: str) -> ResourceNotFound:
 
 def resource_exists(path: str) -> ResourceExists:
     """Return the refusal for a name that is taken. `path` is `projects/…/<kind>/<id>`."""
-    return ResourceExists(f"Resource already exists in the project (resource={path.rpartition('/')[2]}).")
+    return ResourceExists(
+        f"Resource already exists in the project (resource={path.rpartition('/')[2]})."
+    )

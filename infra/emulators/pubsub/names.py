@@ -29,7 +29,8 @@ def check_name(path: str, kind: str) -> None:
     ):
         raise InvalidArgument(
             f"Invalid resource name given (name={path}). Refer to "
-            "https://cloud.google.com/pubsub/docs/pubsub-basics#resource_names for more information."
+            "https://cloud.google.com/pubsub/docs/pubsub-basics#resource_names for more "
+            "information."
         )
 
 

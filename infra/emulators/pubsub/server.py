@@ -79,14 +79,18 @@ async def serve(
         yield server
 
 
-def _opened_broker(data_dir: Path | None, storage_bytes: int, *, fsync: bool) -> AbstractAsyncContextManager[Broker]:
+def _opened_broker(
+    data_dir: Path | None, storage_bytes: int, *, fsync: bool
+) -> AbstractAsyncContextManager[Broker]:
     if data_dir is None:
         return nullcontext(Broker(_steady_clock(), storage_bytes))
     return durable_broker(data_dir, _steady_clock(), storage_bytes, fsync=fsync)
 
 
 @asynccontextmanager
-async def _listening(broker: Broker, host: str, port: int, socket_path: Path | None) -> AsyncIterator[PubsubServer]:
+async def _listening(
+    broker: Broker, host: str, port: int, socket_path: Path | None
+) -> AsyncIterator[PubsubServer]:
     server = grpc.aio.server(options=_CHANNEL_OPTIONS)
     server.add_generic_rpc_handlers(tuple(service_handlers(broker)))
     bound_port = _listen(server, f"{host}:{port}")
@@ -129,7 +133,9 @@ class _Alarm:
         self.close()
         due_s = self._timers.next_due_s
         if due_s is not None:
-            self._pending = self._loop.call_later(max(0.0, due_s - self._timers.now_s()), self._ring)
+            self._pending = self._loop.call_later(
+                max(0.0, due_s - self._timers.now_s()), self._ring
+            )
 
     def _ring(self) -> None:
         try:

@@ -90,7 +90,9 @@ def service_handlers(broker: Broker) -> "list[grpc.GenericRpcHandler[Any, Any]]"
         await streaming_pull(broker, requests, context)
 
     publisher = {name: _unary(_call(broker, name), kind) for name, kind in _PUBLISHER_CALLS.items()}
-    subscriber = {name: _unary(_call(broker, name), kind) for name, kind in _SUBSCRIBER_CALLS.items()}
+    subscriber = {
+        name: _unary(_call(broker, name), kind) for name, kind in _SUBSCRIBER_CALLS.items()
+    }
     publisher["Publish"] = _unary(handle_publish, "PublishRequest")
     subscriber["Acknowledge"] = _unary(handle_acknowledge, "AcknowledgeRequest")
     subscriber["Pull"] = _unary(handle_pull, "PullRequest")
@@ -150,6 +152,8 @@ def _details(error: PubsubError, code: grpc.StatusCode) -> tuple[tuple[str, byte
     number: int = code.value[0]
     status = status_pb2.Status(code=number, message=str(error))
     status.details.add().Pack(
-        error_details_pb2.ErrorInfo(reason=_ACK_ID_REASON, domain=_ERROR_DOMAIN, metadata=error.reasons)
+        error_details_pb2.ErrorInfo(
+            reason=_ACK_ID_REASON, domain=_ERROR_DOMAIN, metadata=error.reasons
+        )
     )
     return (("grpc-status-details-bin", status.SerializeToString()),)

@@ -39,7 +39,9 @@ async def pull(broker: Broker, request: Any, time_left_s: float | None) -> PullR
     subscription = broker.pullable(request.subscription)
     check_range("max_messages", request.max_messages, 1, float("inf"))
     woken = asyncio.Event()
-    consumer = Consumer(woken.set, subscription.settings.ack_deadline_s, max_messages=request.max_messages)
+    consumer = Consumer(
+        woken.set, subscription.settings.ack_deadline_s, max_messages=request.max_messages
+    )
     wait_s = PULL_WAIT_S if time_left_s is None else min(PULL_WAIT_S, time_left_s - PULL_MARGIN_S)
     deliveries = subscription.backlog.take(consumer)
     if not deliveries and not request.return_immediately:
@@ -61,7 +63,9 @@ async def pull(broker: Broker, request: Any, time_left_s: float | None) -> PullR
     return response
 
 
-async def streaming_pull(broker: Broker, requests: AsyncIterator[StreamingPullRequest], context: Any) -> None:
+async def streaming_pull(
+    broker: Broker, requests: AsyncIterator[StreamingPullRequest], context: Any
+) -> None:
     """Serve one StreamingPull until the client half-closes or goes away.
 
     Args:
@@ -93,7 +97,9 @@ async def streaming_pull(broker: Broker, requests: AsyncIterator[StreamingPullRe
 class _Stream:
     """One open StreamingPull."""
 
-    def __init__(self, subscription: SubscriptionState, journal: ChangeJournal, first: StreamingPullRequest) -> None:
+    def __init__(
+        self, subscription: SubscriptionState, journal: ChangeJournal, first: StreamingPullRequest
+    ) -> None:
         self._subscription = subscription
         self._journal = journal
         self._woken = asyncio.Event()
@@ -143,11 +149,17 @@ class _Stream:
 
     def _apply(self, request: StreamingPullRequest) -> None:
         if request.subscription:
-            raise InvalidArgument("The subscription must be set on the initial request of a stream only.")
-        if request.max_outstanding_messages or request.max_outstanding_bytes or request.protocol_version:
             raise InvalidArgument(
-                "max_outstanding_messages, max_outstanding_bytes and protocol_version can be set on the initial "
-                "request of a stream only."
+                "The subscription must be set on the initial request of a stream only."
+            )
+        if (
+            request.max_outstanding_messages
+            or request.max_outstanding_bytes
+            or request.protocol_version
+        ):
+            raise InvalidArgument(
+                "max_outstanding_messages, max_outstanding_bytes and protocol_version can be set "
+                "on the initial request of a stream only."
             )
         if request.stream_ack_deadline_seconds:
             check_range("stream_ack_deadline_seconds", request.stream_ack_deadline_seconds, 10, 600)
@@ -162,19 +174,29 @@ class _Stream:
 
     def _apply_outcomes(self, request: StreamingPullRequest) -> None:
         if request.ack_ids:
-            self._confirm(self._acked, request.ack_ids, self._subscription.backlog.acknowledge(request.ack_ids))
+            self._confirm(
+                self._acked,
+                request.ack_ids,
+                self._subscription.backlog.acknowledge(request.ack_ids),
+            )
         ack_ids, deadlines_s = request.modify_deadline_ack_ids, request.modify_deadline_seconds
         if len(ack_ids) != len(deadlines_s):
             raise InvalidArgument(
-                f"modify_deadline_ack_ids and modify_deadline_seconds must have the same size, not {len(ack_ids)} "
-                f"and {len(deadlines_s)}."
+                "modify_deadline_ack_ids and modify_deadline_seconds must have the same size, not "
+                f"{len(ack_ids)} and {len(deadlines_s)}."
             )
         if ack_ids:
             for deadline_s in deadlines_s:
                 check_range("modify_deadline_seconds", deadline_s, 0, 600)
-            self._confirm(self._modified, ack_ids, self._subscription.backlog.modify_ack_deadline(ack_ids, deadlines_s))
+            self._confirm(
+                self._modified,
+                ack_ids,
+                self._subscription.backlog.modify_ack_deadline(ack_ids, deadlines_s),
+            )
 
-    def _confirm(self, confirmed: tuple[list[str], list[str]], ack_ids: Any, refused: dict[str, str]) -> None:
+    def _confirm(
+        self, confirmed: tuple[list[str], list[str]], ack_ids: Any, refused: dict[str, str]
+    ) -> None:
         # Only exactly-once delivery confirms; elsewhere acks are best effort and say nothing.
         if self._subscription.settings.exactly_once:
             for ack_id in ack_ids:

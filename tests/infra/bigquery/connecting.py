@@ -16,7 +16,9 @@ from tests.limits import WAIT_LIMIT_S
 @contextmanager
 def connected(endpoint: str, project: str) -> Iterator[bigquery.Client]:
     client = bigquery.Client(
-        project=project, credentials=AnonymousCredentials(), client_options={"api_endpoint": endpoint}
+        project=project,
+        credentials=AnonymousCredentials(),
+        client_options={"api_endpoint": endpoint},
     )
     with closing(client):
         yield client
@@ -25,11 +27,18 @@ def connected(endpoint: str, project: str) -> Iterator[bigquery.Client]:
 def rows_of(client: bigquery.Client, sql: str, **config: Any) -> list[tuple[Any, ...]]:
     """The result of a query, run as users run it."""
     job_config = bigquery.QueryJobConfig(**config) if config else None
-    return [row.values() for row in client.query(sql, job_config=job_config).result(timeout=WAIT_LIMIT_S)]
+    return [
+        row.values()
+        for row in client.query(sql, job_config=job_config).result(timeout=WAIT_LIMIT_S)
+    ]
 
 
-def request(endpoint: str, verb: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, dict[str, str], Any]:
-    """The status, the headers by lower-case name and the JSON of an answer; None where it has no body."""
+def request(
+    endpoint: str, verb: str, path: str, body: bytes = b"", **headers: str
+) -> tuple[int, dict[str, str], Any]:
+    """The status, the headers by lower-case name and the JSON of an answer; None where it has no
+    body.
+    """
     connection = http.client.HTTPConnection(endpoint.removeprefix("http://"), timeout=WAIT_LIMIT_S)
     try:
         connection.request(verb, path, body, headers)

@@ -10,7 +10,11 @@ def test_a_dataset_is_made_read_changed_and_removed(client: bigquery.Client) -> 
     made.description, made.labels, made.location = "what was used", {"team": "ml"}, "EU"
     client.create_dataset(made)
     found = client.get_dataset("usage")
-    assert (found.description, found.labels, found.location) == ("what was used", {"team": "ml"}, "EU")
+    assert (found.description, found.labels, found.location) == (
+        "what was used",
+        {"team": "ml"},
+        "EU",
+    )
     found.description, found.labels = None, {"team": None, "cost": "low"}
     client.update_dataset(found, ["description", "labels"])
     changed = client.get_dataset("usage")
@@ -39,14 +43,18 @@ def test_datasets_are_listed_in_pages(client: bigquery.Client) -> None:
 
 
 def test_a_dataset_with_tables_stays_unless_told(client: bigquery.Client, dataset: str) -> None:
-    client.create_table(bigquery.Table(f"{client.project}.{dataset}.t", [bigquery.SchemaField("a", "STRING")]))
+    client.create_table(
+        bigquery.Table(f"{client.project}.{dataset}.t", [bigquery.SchemaField("a", "STRING")])
+    )
     with pytest.raises(BadRequest, match="still in use"):
         client.delete_dataset(dataset)
     client.delete_dataset(dataset, delete_contents=True)
     assert list(client.list_datasets()) == []
 
 
-def test_a_change_of_something_changed_meanwhile_is_refused(client: bigquery.Client, dataset: str) -> None:
+def test_a_change_of_something_changed_meanwhile_is_refused(
+    client: bigquery.Client, dataset: str
+) -> None:
     mine, theirs = client.get_dataset(dataset), client.get_dataset(dataset)
     theirs.description = "first"
     client.update_dataset(theirs, ["description"])
@@ -60,4 +68,6 @@ def test_two_projects_do_not_see_each_other(client: bigquery.Client, dataset: st
     assert list(client.list_datasets(project="someone-else")) == []
     with pytest.raises(NotFound):
         client.get_dataset(f"someone-else.{dataset}")
-    assert client.project in [project.project_id for project in client.list_projects(max_results=1_000)]
+    assert client.project in [
+        project.project_id for project in client.list_projects(max_results=1_000)
+    ]

@@ -38,7 +38,9 @@ def table(catalog: TableCatalog, settings: Json, **dataset: str) -> TableKey:
 
 def days(store: Store, catalog: TableCatalog, key: TableKey) -> list[str]:
     with store.cursor() as cursor:
-        found = cursor.execute(f"SELECT day FROM {catalog.table(key).physical} ORDER BY day").fetchall()
+        found = cursor.execute(
+            f"SELECT day FROM {catalog.table(key).physical} ORDER BY day"
+        ).fetchall()
     return [str(day) for (day,) in found]
 
 

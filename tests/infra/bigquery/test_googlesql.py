@@ -1,4 +1,6 @@
-"""Each function that the embedded BigQuery answers, with the result that BigQuery's reference gives for it."""
+"""Each function that the embedded BigQuery answers, with the result that BigQuery's reference gives
+for it.
+"""
 
 from typing import Any
 
@@ -9,7 +11,16 @@ from google.cloud import bigquery
 
 from infra.emulators.bigquery.googlesql.supported import SUPPORTED
 from tests.infra.bigquery.connecting import rows_of
-from tests.infra.bigquery.googlesql_cases import AGGREGATES, ARRAYS, CASTS, CHOICES, NUMBERS, TEXTS, TIMES, WINDOWS
+from tests.infra.bigquery.googlesql_cases import (
+    AGGREGATES,
+    ARRAYS,
+    CASTS,
+    CHOICES,
+    NUMBERS,
+    TEXTS,
+    TIMES,
+    WINDOWS,
+)
 from tests.limits import WAIT_LIMIT_S
 
 _ROWS = "FROM (SELECT x, x * 1.0 AS y FROM UNNEST([1, 2, 4, NULL]) AS x)"
@@ -20,28 +31,42 @@ def one(client: bigquery.Client, sql: str) -> Any:
     return value
 
 
-@pytest.mark.parametrize(("expression", "expected"), [*NUMBERS, *CASTS, *TIMES, *TEXTS, *CHOICES, *ARRAYS], ids=str)
-def test_an_expression_gives_bigquery_s_value(client: bigquery.Client, expression: str, expected: object) -> None:
+@pytest.mark.parametrize(
+    ("expression", "expected"), [*NUMBERS, *CASTS, *TIMES, *TEXTS, *CHOICES, *ARRAYS], ids=str
+)
+def test_an_expression_gives_bigquery_s_value(
+    client: bigquery.Client, expression: str, expected: object
+) -> None:
     found = one(client, f"SELECT {expression} AS found")
     assert found == expected
     assert type(found) is type(expected)
 
 
 @pytest.mark.parametrize(("expression", "expected"), AGGREGATES, ids=str)
-def test_an_aggregate_gives_bigquery_s_value(client: bigquery.Client, expression: str, expected: object) -> None:
+def test_an_aggregate_gives_bigquery_s_value(
+    client: bigquery.Client, expression: str, expected: object
+) -> None:
     assert one(client, f"SELECT {expression} AS found {_ROWS}") == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("expression", "expected"), WINDOWS, ids=str)
-def test_a_window_gives_bigquery_s_values(client: bigquery.Client, expression: str, expected: list[object]) -> None:
-    found = rows_of(client, f"SELECT found FROM (SELECT x, {expression} AS found {_ROWS}) ORDER BY x")
+def test_a_window_gives_bigquery_s_values(
+    client: bigquery.Client, expression: str, expected: list[object]
+) -> None:
+    found = rows_of(
+        client, f"SELECT found FROM (SELECT x, {expression} AS found {_ROWS}) ORDER BY x"
+    )
     assert [value for (value,) in found] == pytest.approx(expected)
 
 
 def test_every_supported_expression_has_its_line_here() -> None:
     lines = [*NUMBERS, *CASTS, *TIMES, *TEXTS, *CHOICES, *ARRAYS, *AGGREGATES, *WINDOWS]
     statements = [f"SELECT {expression} FROM UNNEST([1]) AS x" for expression, _ in lines]
-    seen = {type(node) for sql in statements for node in sqlglot.parse_one(sql, dialect="bigquery").walk()}
+    seen = {
+        type(node)
+        for sql in statements
+        for node in sqlglot.parse_one(sql, dialect="bigquery").walk()
+    }
     assert {kind.__name__ for kind in SUPPORTED - seen} == set()
 
 
@@ -95,5 +120,7 @@ def test_what_bigquery_refuses_is_refused(client: bigquery.Client, sql: str, mes
     ],
 )
 def test_what_would_be_wrong_is_refused(client: bigquery.Client, sql: str) -> None:
-    with pytest.raises((MethodNotImplemented, BadRequest), match="not supported by the embedded BigQuery"):
+    with pytest.raises(
+        (MethodNotImplemented, BadRequest), match="not supported by the embedded BigQuery"
+    ):
         client.query(sql).result(timeout=WAIT_LIMIT_S)

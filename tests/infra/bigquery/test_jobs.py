@@ -1,4 +1,6 @@
-"""How many jobs a server runs and remembers, and what becomes of one that fails in an unforeseen way."""
+"""How many jobs a server runs and remembers, and what becomes of one that fails in an unforeseen
+way.
+"""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -27,13 +27,22 @@ def load(client: bigquery.Client, content: str | bytes, **options: Any) -> bigqu
 
 def test_rows_of_json_make_their_table(client: bigquery.Client) -> None:
     rows = [
-        {"id": 1, "ok": True, "x": 1, "when": "2024-01-01T00:00:00Z", "parts": [{"a": 1}], "tags": ["x"]},
+        {
+            "id": 1,
+            "ok": True,
+            "x": 1,
+            "when": "2024-01-01T00:00:00Z",
+            "parts": [{"a": 1}],
+            "tags": ["x"],
+        },
         {"id": 2, "x": 1.5, "day": "2024-01-01", "mixed": 1},
         {"id": 3, "mixed": "text"},
     ]
     job = client.load_table_from_json(rows, PLACE).result(timeout=WAIT_LIMIT_S)
     assert job.output_rows == 3
-    assert {field.name: (field.field_type, field.mode) for field in client.get_table(PLACE).schema} == {
+    assert {
+        field.name: (field.field_type, field.mode) for field in client.get_table(PLACE).schema
+    } == {
         "id": ("INTEGER", "NULLABLE"),
         "ok": ("BOOLEAN", "NULLABLE"),
         "x": ("FLOAT", "NULLABLE"),
@@ -51,14 +60,23 @@ def test_rows_of_json_make_their_table(client: bigquery.Client) -> None:
 
 
 def test_a_large_file_comes_in_parts(client: bigquery.Client) -> None:
-    lines = "".join(json.dumps({"id": number, "name": "x" * 1_000}) + "\n" for number in range(12_000))
+    lines = "".join(
+        json.dumps({"id": number, "name": "x" * 1_000}) + "\n" for number in range(12_000)
+    )
     job = load(client, lines, source_format="NEWLINE_DELIMITED_JSON", schema=SCHEMA)
     assert (job.output_rows, job.input_file_bytes) == (12_000, len(lines))
-    assert rows_of(client, f"SELECT COUNT(DISTINCT id), SUM(LENGTH(name)) FROM {PLACE}") == [(12_000, 12_000_000)]
+    assert rows_of(client, f"SELECT COUNT(DISTINCT id), SUM(LENGTH(name)) FROM {PLACE}") == [
+        (12_000, 12_000_000)
+    ]
 
 
 def test_a_packed_file_is_unpacked(client: bigquery.Client) -> None:
-    load(client, gzip.compress(b'{"id": 1, "name": "n"}\n'), source_format="NEWLINE_DELIMITED_JSON", schema=SCHEMA)
+    load(
+        client,
+        gzip.compress(b'{"id": 1, "name": "n"}\n'),
+        source_format="NEWLINE_DELIMITED_JSON",
+        schema=SCHEMA,
+    )
     assert rows_of(client, f"SELECT * FROM {PLACE}") == [(1, "n")]
 
 
@@ -70,7 +88,11 @@ def test_a_packed_file_is_unpacked(client: bigquery.Client) -> None:
         ("1\tx\n", {"field_delimiter": "tab"}, [(1, "x")]),
         ("1,NULL\n2,\n", {"null_marker": "NULL"}, [(1, None), (2, "")]),
         ('1,"two\nlines"\n', {"allow_quoted_newlines": True}, [(1, "two\nlines")]),
-        ("1\n2,x,y\n", {"allow_jagged_rows": True, "ignore_unknown_values": True}, [(1, None), (2, "x")]),
+        (
+            "1\n2,x,y\n",
+            {"allow_jagged_rows": True, "ignore_unknown_values": True},
+            [(1, None), (2, "x")],
+        ),
         ("1,caf\xe9\n".encode("latin-1"), {"encoding": "ISO-8859-1"}, [(1, "café")]),
     ],
 )
@@ -82,7 +104,12 @@ def test_csv_is_read_as_it_is_described(
 
 
 def test_the_columns_of_a_csv_are_detected(client: bigquery.Client) -> None:
-    load(client, "id,ratio,ok,day\n1,1.5,true,2024-01-01\n2,2,false,2024-01-02\n", source_format="CSV", autodetect=True)
+    load(
+        client,
+        "id,ratio,ok,day\n1,1.5,true,2024-01-01\n2,2,false,2024-01-02\n",
+        source_format="CSV",
+        autodetect=True,
+    )
     schema = client.get_table(PLACE).schema
     assert [field.field_type for field in schema] == ["INTEGER", "FLOAT", "BOOLEAN", "DATE"]
     assert rows_of(client, f"SELECT id, ratio FROM {PLACE} ORDER BY id") == [(1, 1.5), (2, 2.0)]
@@ -104,14 +131,26 @@ def test_bad_records_are_counted_and_named(client: bigquery.Client) -> None:
 def test_a_load_appends_replaces_and_widens(client: bigquery.Client) -> None:
     client.load_table_from_json([{"id": 1}], PLACE).result(timeout=WAIT_LIMIT_S)
     client.load_table_from_json([{"id": 2}], PLACE).result(timeout=WAIT_LIMIT_S)
-    wider = LoadJobConfig(schema_update_options=["ALLOW_FIELD_ADDITION"], schema=[*SCHEMA, SchemaField("x", "BOOL")])
-    client.load_table_from_json([{"id": 3, "x": True}], PLACE, job_config=wider).result(timeout=WAIT_LIMIT_S)
-    assert rows_of(client, f"SELECT id, x FROM {PLACE} ORDER BY id") == [(1, None), (2, None), (3, True)]
+    wider = LoadJobConfig(
+        schema_update_options=["ALLOW_FIELD_ADDITION"], schema=[*SCHEMA, SchemaField("x", "BOOL")]
+    )
+    client.load_table_from_json([{"id": 3, "x": True}], PLACE, job_config=wider).result(
+        timeout=WAIT_LIMIT_S
+    )
+    assert rows_of(client, f"SELECT id, x FROM {PLACE} ORDER BY id") == [
+        (1, None),
+        (2, None),
+        (3, True),
+    ]
     empty = LoadJobConfig(write_disposition="WRITE_EMPTY")
     with pytest.raises(GoogleAPICallError, match="Already Exists"):
-        client.load_table_from_json([{"id": 4}], PLACE, job_config=empty).result(timeout=WAIT_LIMIT_S)
+        client.load_table_from_json([{"id": 4}], PLACE, job_config=empty).result(
+            timeout=WAIT_LIMIT_S
+        )
     replaced = LoadJobConfig(write_disposition="WRITE_TRUNCATE", autodetect=True)
-    client.load_table_from_json([{"other": "x"}], PLACE, job_config=replaced).result(timeout=WAIT_LIMIT_S)
+    client.load_table_from_json([{"other": "x"}], PLACE, job_config=replaced).result(
+        timeout=WAIT_LIMIT_S
+    )
     assert rows_of(client, f"SELECT * FROM {PLACE}") == [("x",)]
 
 
@@ -121,7 +160,9 @@ def test_a_load_makes_a_partitioned_table(client: bigquery.Client) -> None:
         time_partitioning=bigquery.TimePartitioning(field="ts"),
         clustering_fields=["ts"],
     )
-    client.load_table_from_json([{"ts": "2024-01-01"}], PLACE, job_config=config).result(timeout=WAIT_LIMIT_S)
+    client.load_table_from_json([{"ts": "2024-01-01"}], PLACE, job_config=config).result(
+        timeout=WAIT_LIMIT_S
+    )
     found = client.get_table(PLACE)
     assert (found.time_partitioning.field, found.clustering_fields) == ("ts", ["ts"])
 
@@ -151,17 +192,26 @@ def test_what_lies_in_the_cloud_is_refused(client: bigquery.Client) -> None:
         client.extract_table("d.t", "gs://bucket/file.csv").result(timeout=WAIT_LIMIT_S)
 
 
-def test_a_broken_upload_goes_on_where_it_stopped(client: bigquery.Client, bigquery_endpoint: str) -> None:
+def test_a_broken_upload_goes_on_where_it_stopped(
+    client: bigquery.Client, bigquery_endpoint: str
+) -> None:
     place = {"projectId": client.project, "datasetId": "d", "tableId": "loaded"}
-    described = {"destinationTable": place, "schema": {"fields": [field.to_api_repr() for field in SCHEMA]}}
-    body = json.dumps({"configuration": {"load": described}, "jobReference": {"jobId": "resumed"}}).encode()
+    described = {
+        "destinationTable": place,
+        "schema": {"fields": [field.to_api_repr() for field in SCHEMA]},
+    }
+    body = json.dumps(
+        {"configuration": {"load": described}, "jobReference": {"jobId": "resumed"}}
+    ).encode()
     path = f"/upload/bigquery/v2/projects/{client.project}/jobs?uploadType=resumable"
     status, headers, _ = request(bigquery_endpoint, "POST", path, body)
     assert status == 200
     session = headers["location"].removeprefix(bigquery_endpoint)
 
     def put(content: bytes, span: str) -> tuple[int, str | None]:
-        status, headers, _ = request(bigquery_endpoint, "PUT", session, content, **{"Content-Range": f"bytes {span}"})
+        status, headers, _ = request(
+            bigquery_endpoint, "PUT", session, content, **{"Content-Range": f"bytes {span}"}
+        )
         return status, headers.get("range")
 
     assert put(b"", "*/8") == (308, None)

@@ -17,7 +17,15 @@ from tests.infra.bigquery.connecting import connected, request, rows_of
 
 
 def command(port: int, data_dir: Path) -> list[str]:
-    return [sys.executable, "-m", "infra.emulators.bigquery", "--port", str(port), "--data-dir", str(data_dir)]
+    return [
+        sys.executable,
+        "-m",
+        "infra.emulators.bigquery",
+        "--port",
+        str(port),
+        "--data-dir",
+        str(data_dir),
+    ]
 
 
 def process(port: int, folder: Path, data_dir: Path) -> Process:
@@ -31,8 +39,13 @@ def test_data_is_there_after_a_restart(tmp_path: Path) -> None:
         said = f"BigQuery listening on 127.0.0.1:{port}\n"
         running.wait_ready(lambda: running.log_path.read_text() == said, 10)
         client.create_dataset("d")
-        table = bigquery.Table("p.d.t", [bigquery.SchemaField("id", "INT64"), bigquery.SchemaField("ts", "TIMESTAMP")])
-        table.time_partitioning, table.require_partition_filter = bigquery.TimePartitioning(field="ts"), True
+        table = bigquery.Table(
+            "p.d.t", [bigquery.SchemaField("id", "INT64"), bigquery.SchemaField("ts", "TIMESTAMP")]
+        )
+        table.time_partitioning, table.require_partition_filter = (
+            bigquery.TimePartitioning(field="ts"),
+            True,
+        )
         client.create_table(table)
         view = bigquery.Table("p.d.v")
         view.view_query = "SELECT id FROM d.t WHERE ts > TIMESTAMP '2024-01-01'"
@@ -94,7 +107,13 @@ def test_an_error_has_the_service_s_body(bigquery_endpoint: str) -> None:
             "error": {
                 "code": 404,
                 "message": "Not found: Dataset p:none",
-                "errors": [{"message": "Not found: Dataset p:none", "domain": "global", "reason": "notFound"}],
+                "errors": [
+                    {
+                        "message": "Not found: Dataset p:none",
+                        "domain": "global",
+                        "reason": "notFound",
+                    }
+                ],
                 "status": "NOT_FOUND",
             }
         },
@@ -111,7 +130,12 @@ def test_an_error_has_the_service_s_body(bigquery_endpoint: str) -> None:
         ("POST", "/bigquery/v2/projects/p/jobs", b"{}", 400),
         ("POST", "/bigquery/v2/projects/p/datasets", b"{}", 400),
         ("POST", "/upload/bigquery/v2/projects/p/jobs?uploadType=odd", b"{}", 400),
-        ("PUT", "/upload/bigquery/v2/projects/p/jobs?uploadType=resumable&upload_id=none", b"", 404),
+        (
+            "PUT",
+            "/upload/bigquery/v2/projects/p/jobs?uploadType=resumable&upload_id=none",
+            b"",
+            404,
+        ),
         ("GET", "/bigquery/v2/projects/p/datasets?maxResults=-1", b"", 400),
     ],
 )
@@ -126,15 +150,30 @@ def test_a_request_that_makes_no_sense_is_refused(
 def test_bodies_travel_packed_both_ways(bigquery_endpoint: str) -> None:
     sql = "SELECT REPEAT('x', 10000) AS a"
     packed = gzip.compress(json.dumps({"query": sql, "useLegacySql": False}).encode())
-    headers = {"Content-Encoding": "gzip", "Accept-Encoding": "gzip", "Content-Type": "application/json"}
-    status, names, body = request(bigquery_endpoint, "POST", "/bigquery/v2/projects/p/queries", packed, **headers)
+    headers = {
+        "Content-Encoding": "gzip",
+        "Accept-Encoding": "gzip",
+        "Content-Type": "application/json",
+    }
+    status, names, body = request(
+        bigquery_endpoint, "POST", "/bigquery/v2/projects/p/queries", packed, **headers
+    )
     assert (status, names["content-encoding"]) == (200, "gzip")
     assert body["rows"] == [{"f": [{"v": "x" * 10000}]}]
 
 
 def test_a_query_sent_twice_runs_once(bigquery_endpoint: str) -> None:
-    sent = json.dumps({"query": "SELECT GENERATE_UUID()", "useLegacySql": False, "requestId": f"r{time.time_ns()}"})
-    answers = [request(bigquery_endpoint, "POST", "/bigquery/v2/projects/p/queries", sent.encode()) for _ in range(2)]
+    sent = json.dumps(
+        {
+            "query": "SELECT GENERATE_UUID()",
+            "useLegacySql": False,
+            "requestId": f"r{time.time_ns()}",
+        }
+    )
+    answers = [
+        request(bigquery_endpoint, "POST", "/bigquery/v2/projects/p/queries", sent.encode())
+        for _ in range(2)
+    ]
     assert answers[0][2]["rows"] == answers[1][2]["rows"]
     assert answers[0][2]["jobReference"] == answers[1][2]["jobReference"]
 

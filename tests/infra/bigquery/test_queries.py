@@ -1,4 +1,6 @@
-"""Query jobs as Google's client runs them: parameters, pages, dry runs, destinations, errors, canceling."""
+"""Query jobs as Google's client runs them: parameters, pages, dry runs, destinations, errors,
+canceling.
+"""
 
 import datetime as dt
 from collections.abc import Callable
@@ -9,14 +11,20 @@ from typing import Any
 import pytest
 from google.api_core.exceptions import BadRequest, Conflict, GoogleAPICallError, NotFound
 from google.cloud import bigquery
-from google.cloud.bigquery import ArrayQueryParameter, QueryJobConfig, ScalarQueryParameter, StructQueryParameter
+from google.cloud.bigquery import (
+    ArrayQueryParameter,
+    QueryJobConfig,
+    ScalarQueryParameter,
+    StructQueryParameter,
+)
 
 from tests.infra.bigquery.connecting import rows_of
 from tests.limits import WAIT_LIMIT_S
 
 # Too many pairs to count in the time of a test.
 ENDLESS = (
-    "SELECT COUNT(*) FROM UNNEST(GENERATE_ARRAY(1, 1000000)) AS a, UNNEST(GENERATE_ARRAY(1, 1000000)) AS b"
+    "SELECT COUNT(*) FROM UNNEST(GENERATE_ARRAY(1, 1000000)) AS a,"
+    " UNNEST(GENERATE_ARRAY(1, 1000000)) AS b"
     " WHERE MOD(a * b, 7) = 8"
 )
 
@@ -36,13 +44,18 @@ ENDLESS = (
         ("TIMESTAMP", dt.datetime(2024, 2, 29, 1, 2, 3, 4, dt.UTC)),
     ],
 )
-def test_a_named_parameter_keeps_its_type_and_value(client: bigquery.Client, kind: str, value: object) -> None:
+def test_a_named_parameter_keeps_its_type_and_value(
+    client: bigquery.Client, kind: str, value: object
+) -> None:
     config = QueryJobConfig(
-        query_parameters=[ScalarQueryParameter("v", kind, value), ArrayQueryParameter("vs", kind, [value] * 2)]
+        query_parameters=[
+            ScalarQueryParameter("v", kind, value),
+            ArrayQueryParameter("vs", kind, [value] * 2),
+        ]
     )
-    result = client.query("SELECT @v AS v, @vs AS vs, @V IS NULL AS is_null", job_config=config).result(
-        timeout=WAIT_LIMIT_S
-    )
+    result = client.query(
+        "SELECT @v AS v, @vs AS vs, @V IS NULL AS is_null", job_config=config
+    ).result(timeout=WAIT_LIMIT_S)
     assert [row.values() for row in result] == [(value, [value] * 2, False)]
     assert result.schema[0].field_type in (kind, "INTEGER", "FLOAT", "BOOLEAN")
 
@@ -56,11 +69,21 @@ def test_a_parameter_may_be_null(client: bigquery.Client, kind: str) -> None:
 def test_parameters_by_place_and_of_a_struct(client: bigquery.Client) -> None:
     place = [ScalarQueryParameter(None, "INT64", 2), ScalarQueryParameter(None, "STRING", "b")]
     assert rows_of(client, "SELECT ? + 1, ?", query_parameters=place) == [(3, "b")]
-    struct = StructQueryParameter("s", ScalarQueryParameter("x", "INT64", 1), ScalarQueryParameter("y", "STRING", "z"))
-    assert rows_of(client, "SELECT @s.x, @s", query_parameters=[struct]) == [(1, {"x": 1, "y": "z"})]
+    struct = StructQueryParameter(
+        "s", ScalarQueryParameter("x", "INT64", 1), ScalarQueryParameter("y", "STRING", "z")
+    )
+    assert rows_of(client, "SELECT @s.x, @s", query_parameters=[struct]) == [
+        (1, {"x": 1, "y": "z"})
+    ]
     days = [ScalarQueryParameter("n", "INT64", 2)]
-    sql = "SELECT DATE_SUB(DATE '2024-01-03', INTERVAL @n DAY), x FROM UNNEST([1, 2, 3]) AS x ORDER BY x LIMIT @n"
-    assert rows_of(client, sql, query_parameters=days) == [(dt.date(2024, 1, 1), 1), (dt.date(2024, 1, 1), 2)]
+    sql = (
+        "SELECT DATE_SUB(DATE '2024-01-03', INTERVAL @n DAY), x"
+        " FROM UNNEST([1, 2, 3]) AS x ORDER BY x LIMIT @n"
+    )
+    assert rows_of(client, sql, query_parameters=days) == [
+        (dt.date(2024, 1, 1), 1),
+        (dt.date(2024, 1, 1), 2),
+    ]
     empty = ArrayQueryParameter("none", "STRING", [])
     assert rows_of(client, "SELECT 'a' IN UNNEST(@none)", query_parameters=[empty]) == [(False,)]
     with pytest.raises(BadRequest, match="more than the number"):
@@ -68,7 +91,9 @@ def test_parameters_by_place_and_of_a_struct(client: bigquery.Client) -> None:
 
 
 @pytest.mark.parametrize("run", [bigquery.Client.query, bigquery.Client.query_and_wait])
-def test_a_result_comes_in_pages_in_its_order(client: bigquery.Client, run: Callable[..., Any]) -> None:
+def test_a_result_comes_in_pages_in_its_order(
+    client: bigquery.Client, run: Callable[..., Any]
+) -> None:
     sql = "SELECT x FROM UNNEST(GENERATE_ARRAY(1, 25)) AS x ORDER BY x DESC"
     if run is bigquery.Client.query:
         found = client.query(sql).result(page_size=10, timeout=WAIT_LIMIT_S)
@@ -85,7 +110,11 @@ def test_more_rows_than_a_page_holds(client: bigquery.Client) -> None:
 
 
 def test_columns_without_a_name_get_bigquery_s(client: bigquery.Client) -> None:
-    schema = client.query("SELECT 1, 2 AS two, COUNT(*), STRUCT(1 AS a).a").result(timeout=WAIT_LIMIT_S).schema
+    schema = (
+        client.query("SELECT 1, 2 AS two, COUNT(*), STRUCT(1 AS a).a")
+        .result(timeout=WAIT_LIMIT_S)
+        .schema
+    )
     assert [field.name for field in schema] == ["f0_", "two", "f1_", "a"]
 
 
@@ -106,7 +135,8 @@ def test_a_finished_query_can_be_read_by_its_hidden_table(client: bigquery.Clien
 def test_a_dry_run_says_the_bytes_and_fields_and_runs_nothing(client: bigquery.Client) -> None:
     client.create_table(
         bigquery.Table(
-            f"{client.project}.d.t", [bigquery.SchemaField("a", "INT64"), bigquery.SchemaField("b", "STRING")]
+            f"{client.project}.d.t",
+            [bigquery.SchemaField("a", "INT64"), bigquery.SchemaField("b", "STRING")],
         )
     )
     client.insert_rows_json("d.t", [{"a": 1, "b": "xyz"}, {"a": 2}])
@@ -122,9 +152,13 @@ def test_a_dry_run_says_the_bytes_and_fields_and_runs_nothing(client: bigquery.C
 
 @pytest.mark.usefixtures("dataset")
 def test_a_query_over_its_limit_of_bytes_is_refused(client: bigquery.Client) -> None:
-    client.create_table(bigquery.Table(f"{client.project}.d.t", [bigquery.SchemaField("a", "INT64")]))
+    client.create_table(
+        bigquery.Table(f"{client.project}.d.t", [bigquery.SchemaField("a", "INT64")])
+    )
     client.insert_rows_json("d.t", [{"a": 1}])
-    with pytest.raises(GoogleAPICallError, match=r"limit for bytes billed: 1000\. 10485760 or higher"):
+    with pytest.raises(
+        GoogleAPICallError, match=r"limit for bytes billed: 1000\. 10485760 or higher"
+    ):
         rows_of(client, "SELECT a FROM d.t", maximum_bytes_billed=1000)
     assert rows_of(client, "SELECT a FROM d.t", maximum_bytes_billed=10 * 1024 * 1024) == [(1,)]
 
@@ -138,24 +172,35 @@ def test_a_result_goes_into_its_destination(client: bigquery.Client) -> None:
     rows_of(client, "SELECT 2 AS a", destination=place, write_disposition="WRITE_APPEND")
     assert rows_of(client, "SELECT a FROM d.kept ORDER BY a") == [(1,), (2,)]
     with pytest.raises(BadRequest, match=r"Cannot add fields \(field: b\)"):
-        rows_of(client, "SELECT 3 AS a, 'x' AS b", destination=place, write_disposition="WRITE_APPEND")
+        rows_of(
+            client, "SELECT 3 AS a, 'x' AS b", destination=place, write_disposition="WRITE_APPEND"
+        )
     with pytest.raises(BadRequest, match="changed type from INTEGER to STRING"):
         rows_of(client, "SELECT 'x' AS a", destination=place, write_disposition="WRITE_APPEND")
     rows_of(client, "SELECT 'x' AS b", destination=place, write_disposition="WRITE_TRUNCATE")
     assert rows_of(client, "SELECT * FROM d.kept") == [("x",)]
     with pytest.raises(NotFound):
-        rows_of(client, "SELECT 1 AS a", destination=f"{client.project}.d.new", create_disposition="CREATE_NEVER")
+        rows_of(
+            client,
+            "SELECT 1 AS a",
+            destination=f"{client.project}.d.new",
+            create_disposition="CREATE_NEVER",
+        )
 
 
 @pytest.mark.usefixtures("dataset")
 def test_tables_are_named_in_every_way(client: bigquery.Client) -> None:
-    client.create_table(bigquery.Table(f"{client.project}.d.t", [bigquery.SchemaField("a", "INT64")]))
+    client.create_table(
+        bigquery.Table(f"{client.project}.d.t", [bigquery.SchemaField("a", "INT64")])
+    )
     client.insert_rows_json("d.t", [{"a": 1}])
     for name in ("d.t", "`d.t`", "`d`.`t`", f"`{client.project}.d.t`", f"`{client.project}`.d.t"):
         assert rows_of(client, f"SELECT t.a FROM {name} AS t") == [(1,)]
         assert rows_of(client, f"SELECT t.a FROM {name}") == [(1,)]
     assert rows_of(client, "SELECT a FROM t", default_dataset=f"{client.project}.d") == [(1,)]
-    assert rows_of(client, "WITH t AS (SELECT 5 AS a) SELECT a FROM t", default_dataset=f"{client.project}.d") == [(5,)]
+    assert rows_of(
+        client, "WITH t AS (SELECT 5 AS a) SELECT a FROM t", default_dataset=f"{client.project}.d"
+    ) == [(5,)]
     with pytest.raises(BadRequest, match="must be qualified with a dataset"):
         rows_of(client, "SELECT a FROM t")
     with pytest.raises(NotFound, match="missing"):
@@ -167,7 +212,11 @@ def test_a_query_that_fails_says_why_in_its_job(client: bigquery.Client) -> None
     with pytest.raises(BadRequest, match="division by zero"):
         job.result(timeout=WAIT_LIMIT_S)
     found = client.get_job(job.job_id)
-    assert found.error_result == {"reason": "invalidQuery", "message": "division by zero", "location": "query"}
+    assert found.error_result == {
+        "reason": "invalidQuery",
+        "message": "division by zero",
+        "location": "query",
+    }
 
 
 def test_a_query_under_way_can_be_cancelled(client: bigquery.Client) -> None:
@@ -188,7 +237,9 @@ def test_a_query_ends_at_its_own_limit(client: bigquery.Client) -> None:
 
 @pytest.mark.usefixtures("dataset")
 def test_many_may_read_and_write_at_once(client: bigquery.Client) -> None:
-    client.create_table(bigquery.Table(f"{client.project}.d.t", [bigquery.SchemaField("a", "INT64")]))
+    client.create_table(
+        bigquery.Table(f"{client.project}.d.t", [bigquery.SchemaField("a", "INT64")])
+    )
 
     def work(number: int) -> int:
         assert client.insert_rows_json("d.t", [{"a": number}] * 10) == []

@@ -1,4 +1,6 @@
-"""Statements that change data or tables: INSERT, UPDATE, DELETE, MERGE, CREATE, DROP, ALTER, TRUNCATE."""
+"""Statements that change data or tables: INSERT, UPDATE, DELETE, MERGE, CREATE, DROP, ALTER,
+TRUNCATE.
+"""
 
 import pytest
 from google.api_core.exceptions import BadRequest, Conflict, GoogleAPICallError, NotFound
@@ -10,7 +12,9 @@ from tests.limits import WAIT_LIMIT_S
 
 @pytest.fixture(autouse=True)
 def _table(client: bigquery.Client, dataset: str) -> None:
-    rows_of(client, f"CREATE TABLE {dataset}.t (id INT64 NOT NULL, name STRING, tags ARRAY<STRING>)")
+    rows_of(
+        client, f"CREATE TABLE {dataset}.t (id INT64 NOT NULL, name STRING, tags ARRAY<STRING>)"
+    )
     rows_of(client, "INSERT INTO d.t (id, name) VALUES (1, 'a'), (2, 'b')")
 
 
@@ -23,12 +27,24 @@ def changed(client: bigquery.Client, sql: str) -> int | None:
 
 def test_rows_are_inserted_changed_merged_and_removed(client: bigquery.Client) -> None:
     assert changed(client, "INSERT d.t SELECT 3, 'c', ['x']") == 1
-    assert changed(client, "UPDATE d.t AS q SET q.name = CONCAT(q.name, '!'), tags = ['y'] WHERE q.id > 2") == 1
-    assert changed(client, "UPDATE d.t AS q SET name = s.n FROM (SELECT 1 AS i, 'one' AS n) AS s WHERE q.id = s.i") == 1
+    assert (
+        changed(
+            client, "UPDATE d.t AS q SET q.name = CONCAT(q.name, '!'), tags = ['y'] WHERE q.id > 2"
+        )
+        == 1
+    )
+    assert (
+        changed(
+            client,
+            "UPDATE d.t AS q SET name = s.n FROM (SELECT 1 AS i, 'one' AS n) AS s WHERE q.id = s.i",
+        )
+        == 1
+    )
     assert changed(client, "DELETE FROM d.t AS q WHERE q.id = 2") == 1
     merge = (
         "MERGE d.t AS t USING (SELECT x FROM UNNEST([1, 9]) AS x) AS s ON t.id = s.x"
-        " WHEN MATCHED THEN UPDATE SET name = 'merged' WHEN NOT MATCHED THEN INSERT (id, name) VALUES (s.x, 'new')"
+        " WHEN MATCHED THEN UPDATE SET name = 'merged'"
+        " WHEN NOT MATCHED THEN INSERT (id, name) VALUES (s.x, 'new')"
     )
     assert changed(client, merge) == 2
     found = rows_of(client, "SELECT * FROM d.t ORDER BY id")
@@ -52,13 +68,22 @@ def test_a_change_that_fails_changes_nothing(client: bigquery.Client) -> None:
 def test_a_table_is_created_with_all_that_the_statement_says(client: bigquery.Client) -> None:
     rows_of(
         client,
-        "CREATE TABLE d.full (ts TIMESTAMP OPTIONS(description='when'), part STRUCT<x INT64 NOT NULL, ys ARRAY<DATE>>)"
+        "CREATE TABLE d.full (ts TIMESTAMP OPTIONS(description='when'),"
+        " part STRUCT<x INT64 NOT NULL, ys ARRAY<DATE>>)"
         " PARTITION BY DATE(ts) CLUSTER BY ts"
-        " OPTIONS(description='all', require_partition_filter=true, partition_expiration_days=2, labels=[('a', 'b')])",
+        " OPTIONS(description='all', require_partition_filter=true,"
+        " partition_expiration_days=2, labels=[('a', 'b')])",
     )
     found = client.get_table("d.full")
-    assert (found.description, found.require_partition_filter, found.labels) == ("all", True, {"a": "b"})
-    assert (found.time_partitioning.field, found.time_partitioning.expiration_ms) == ("ts", 2 * 86_400_000)
+    assert (found.description, found.require_partition_filter, found.labels) == (
+        "all",
+        True,
+        {"a": "b"},
+    )
+    assert (found.time_partitioning.field, found.time_partitioning.expiration_ms) == (
+        "ts",
+        2 * 86_400_000,
+    )
     assert found.clustering_fields == ["ts"]
     assert found.schema[0].description == "when"
     assert [(field.name, field.field_type, field.mode) for field in found.schema[1].fields] == [
@@ -70,7 +95,8 @@ def test_a_table_is_created_with_all_that_the_statement_says(client: bigquery.Cl
 def test_a_table_is_created_from_a_query(client: bigquery.Client) -> None:
     rows_of(
         client,
-        "CREATE TABLE d.copy PARTITION BY TIMESTAMP_TRUNC(ts, HOUR) AS SELECT *, CURRENT_TIMESTAMP() AS ts FROM d.t",
+        "CREATE TABLE d.copy PARTITION BY TIMESTAMP_TRUNC(ts, HOUR)"
+        " AS SELECT *, CURRENT_TIMESTAMP() AS ts FROM d.t",
     )
     assert client.get_table("d.copy").time_partitioning.type_ == "HOUR"
     with pytest.raises(Conflict, match="Already Exists"):
@@ -78,7 +104,9 @@ def test_a_table_is_created_from_a_query(client: bigquery.Client) -> None:
     rows_of(client, "CREATE TABLE IF NOT EXISTS d.copy AS SELECT 1 AS a")
     assert rows_of(client, "SELECT COUNT(name) FROM d.copy") == [(2,)]
     parameter = bigquery.ScalarQueryParameter("n", "INT64", 7)
-    rows_of(client, "CREATE OR REPLACE TABLE d.copy AS SELECT @n AS a", query_parameters=[parameter])
+    rows_of(
+        client, "CREATE OR REPLACE TABLE d.copy AS SELECT @n AS a", query_parameters=[parameter]
+    )
     assert rows_of(client, "SELECT * FROM d.copy") == [(7,)]
 
 
@@ -102,7 +130,12 @@ def test_views_and_datasets_come_and_go(client: bigquery.Client) -> None:
 
 def test_a_table_is_widened_and_emptied(client: bigquery.Client) -> None:
     rows_of(client, "ALTER TABLE d.t ADD COLUMN more FLOAT64, ADD COLUMN IF NOT EXISTS name STRING")
-    assert [field.name for field in client.get_table("d.t").schema] == ["id", "name", "tags", "more"]
+    assert [field.name for field in client.get_table("d.t").schema] == [
+        "id",
+        "name",
+        "tags",
+        "more",
+    ]
     with pytest.raises(Conflict, match="already exists"):
         rows_of(client, "ALTER TABLE d.t ADD COLUMN more FLOAT64")
     rows_of(client, "TRUNCATE TABLE d.t")

@@ -60,21 +60,29 @@ def test_every_row_is_answered_in_the_service_s_words(client: bigquery.Client, t
     assert rows_of(client, f"SELECT * FROM {things}") == []
 
 
-def test_bad_rows_can_be_skipped_and_unknown_fields_ignored(client: bigquery.Client, things: str) -> None:
+def test_bad_rows_can_be_skipped_and_unknown_fields_ignored(
+    client: bigquery.Client, things: str
+) -> None:
     rows = [{"id": 1, "unknown": 1}, {"id": "x"}, {"id": 2}]
-    found = client.insert_rows_json(things, rows, skip_invalid_rows=True, ignore_unknown_values=True)
+    found = client.insert_rows_json(
+        things, rows, skip_invalid_rows=True, ignore_unknown_values=True
+    )
     assert found == [error(1, "id", "Cannot convert value to integer (bad value): x")]
     assert rows_of(client, f"SELECT id FROM {things} ORDER BY id") == [(1,), (2,)]
 
 
-def test_a_row_sent_again_with_its_insert_id_is_kept_once(client: bigquery.Client, things: str) -> None:
+def test_a_row_sent_again_with_its_insert_id_is_kept_once(
+    client: bigquery.Client, things: str
+) -> None:
     for _ in range(2):
         assert client.insert_rows_json(things, [{"id": 1}, {"id": 2}], row_ids=["a", "b"]) == []
     client.insert_rows_json(things, [{"id": 3}, {"id": 3}], row_ids=[None, None])
     assert rows_of(client, f"SELECT id FROM {things} ORDER BY id") == [(1,), (2,), (3,), (3,)]
 
 
-def test_a_refused_row_may_come_again_under_its_insert_id(client: bigquery.Client, things: str) -> None:
+def test_a_refused_row_may_come_again_under_its_insert_id(
+    client: bigquery.Client, things: str
+) -> None:
     assert len(client.insert_rows_json(things, [{"id": 1}, {"id": "x"}], row_ids=["a", "b"])) == 2
     assert client.insert_rows_json(things, [{"id": 1}, {"id": 2}], row_ids=["a", "b"]) == []
     assert rows_of(client, f"SELECT COUNT(*) FROM {things}") == [(2,)]
@@ -102,8 +110,16 @@ def test_names_match_in_any_case(client: bigquery.Client, things: str) -> None:
         ("TIMESTAMP", 1.5, dt.datetime(1970, 1, 1, 0, 0, 1, 500_000, dt.UTC)),
         ("TIMESTAMP", "1700000000.25", dt.datetime(2023, 11, 14, 22, 13, 20, 250_000, dt.UTC)),
         ("TIMESTAMP", "2024-01-01 10:00:00+02:00", dt.datetime(2024, 1, 1, 8, tzinfo=dt.UTC)),
-        ("TIMESTAMP", "2024-01-01T10:00:00.123456Z", dt.datetime(2024, 1, 1, 10, 0, 0, 123_456, dt.UTC)),
-        ("TIMESTAMP", "2024-01-01 10:00:00 America/New_York", dt.datetime(2024, 1, 1, 15, tzinfo=dt.UTC)),
+        (
+            "TIMESTAMP",
+            "2024-01-01T10:00:00.123456Z",
+            dt.datetime(2024, 1, 1, 10, 0, 0, 123_456, dt.UTC),
+        ),
+        (
+            "TIMESTAMP",
+            "2024-01-01 10:00:00 America/New_York",
+            dt.datetime(2024, 1, 1, 15, tzinfo=dt.UTC),
+        ),
         ("INT64", "12", 12),
         ("INT64", 3.0, 3),
         ("FLOAT64", "1e3", 1000.0),
@@ -118,7 +134,9 @@ def test_names_match_in_any_case(client: bigquery.Client, things: str) -> None:
 def test_a_value_is_taken_in_its_other_forms(
     client: bigquery.Client, dataset: str, kind: str, given_value: object, kept: object
 ) -> None:
-    made = client.create_table(bigquery.Table(f"{client.project}.{dataset}.t", [SchemaField("v", kind)]))
+    made = client.create_table(
+        bigquery.Table(f"{client.project}.{dataset}.t", [SchemaField("v", kind)])
+    )
     assert client.insert_rows_json("d.t", [{"v": given_value}]) == []
     assert [row["v"] for row in client.list_rows(made)] == [kept]
 
@@ -145,7 +163,9 @@ def test_a_value_is_taken_in_its_other_forms(
         ("STRING", "\ud800"),
     ],
 )
-def test_a_value_that_does_not_fit_is_refused(client: bigquery.Client, dataset: str, kind: str, value: object) -> None:
+def test_a_value_that_does_not_fit_is_refused(
+    client: bigquery.Client, dataset: str, kind: str, value: object
+) -> None:
     client.create_table(bigquery.Table(f"{client.project}.{dataset}.t", [SchemaField("v", kind)]))
     (found,) = client.insert_rows_json("d.t", [{"v": value}])
     assert found["errors"][0]["reason"] == "invalid"
@@ -156,7 +176,11 @@ def test_a_value_that_does_not_fit_is_refused(client: bigquery.Client, dataset: 
 _MOMENTS = st.datetimes(dt.datetime(1000, 1, 1), dt.datetime(9999, 12, 31, 23, 59, 59))
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 _JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | _TEXT,
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | _TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXT, inner, max_size=3),
     max_leaves=5,
 )
@@ -170,7 +194,9 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "DATETIME": _MOMENTS,
     "DATE": st.dates(),
     "TIME": st.times(),
-    "NUMERIC": st.decimals(Decimal("-1e28"), Decimal("1e28"), places=9).filter(lambda value: abs(value) < 10**28),
+    "NUMERIC": st.decimals(Decimal("-1e28"), Decimal("1e28"), places=9).filter(
+        lambda value: abs(value) < 10**28
+    ),
     "JSON": _JSON,
 }
 
@@ -185,7 +211,10 @@ _RECORD = st.fixed_dictionaries(
 _ROW = st.fixed_dictionaries(
     {
         **{kind.lower(): st.none() | values for kind, values in _VALUES.items()},
-        **{f"{kind.lower()}s": st.lists(_given(values), max_size=2) for kind, values in _VALUES.items()},
+        **{
+            f"{kind.lower()}s": st.lists(_given(values), max_size=2)
+            for kind, values in _VALUES.items()
+        },
         "part": _RECORD,
         "parts": st.lists(_RECORD, max_size=2),
     }
@@ -197,13 +226,18 @@ def everything(client: bigquery.Client, dataset: str) -> bigquery.Table:
     plain = [SchemaField(kind.lower(), kind) for kind in _VALUES]
     inner = [field for field in plain if field.name != "json"]
     repeated = [SchemaField(f"{kind.lower()}s", kind, "REPEATED") for kind in _VALUES]
-    records = [SchemaField("part", "RECORD", fields=inner), SchemaField("parts", "RECORD", "REPEATED", fields=inner)]
+    records = [
+        SchemaField("part", "RECORD", fields=inner),
+        SchemaField("parts", "RECORD", "REPEATED", fields=inner),
+    ]
     keys = [SchemaField("batch", "INT64", "REQUIRED"), SchemaField("place", "INT64", "REQUIRED")]
     name = f"{client.project}.{dataset}.everything"
     return client.create_table(bigquery.Table(name, [*keys, *plain, *repeated, *records]))
 
 
-def test_values_of_every_type_come_back_as_they_went(client: bigquery.Client, everything: bigquery.Table) -> None:
+def test_values_of_every_type_come_back_as_they_went(
+    client: bigquery.Client, everything: bigquery.Table
+) -> None:
     batches: list[int] = []
 
     @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
@@ -212,7 +246,10 @@ def test_values_of_every_type_come_back_as_they_went(client: bigquery.Client, ev
         batches.append(len(rows))
         sent = [{**row, "batch": len(batches), "place": place} for place, row in enumerate(rows)]
         assert client.insert_rows(everything, sent, row_ids=[None] * len(sent)) == []
-        query = f"SELECT * EXCEPT (batch, place) FROM d.everything WHERE batch = {len(batches)} ORDER BY place"
+        query = (
+            "SELECT * EXCEPT (batch, place) FROM d.everything"
+            f" WHERE batch = {len(batches)} ORDER BY place"
+        )
         assert [dict(row) for row in client.query_and_wait(query)] == rows
 
     check()

@@ -1,7 +1,13 @@
 """Tables and views as Google's client makes, reads, changes and removes them."""
 
 import pytest
-from google.api_core.exceptions import BadRequest, Conflict, MethodNotImplemented, NotFound, PreconditionFailed
+from google.api_core.exceptions import (
+    BadRequest,
+    Conflict,
+    MethodNotImplemented,
+    NotFound,
+    PreconditionFailed,
+)
 from google.cloud import bigquery
 from google.cloud.bigquery import SchemaField
 
@@ -11,7 +17,11 @@ SCHEMA = [
     SchemaField("id", "INTEGER", "REQUIRED", description="who"),
     SchemaField("at", "TIMESTAMP"),
     SchemaField("tags", "STRING", "REPEATED"),
-    SchemaField("part", "RECORD", fields=[SchemaField("x", "FLOAT"), SchemaField("ys", "INTEGER", "REPEATED")]),
+    SchemaField(
+        "part",
+        "RECORD",
+        fields=[SchemaField("x", "FLOAT"), SchemaField("ys", "INTEGER", "REPEATED")],
+    ),
 ]
 
 
@@ -49,7 +59,9 @@ def test_rows_and_bytes_are_counted(client: bigquery.Client) -> None:
 def test_tables_are_listed_and_removed(client: bigquery.Client) -> None:
     for name in ("b", "a", "c"):
         client.create_table(table(client, name))
-    pages = [[item.table_id for item in page] for page in client.list_tables("d", page_size=2).pages]
+    pages = [
+        [item.table_id for item in page] for page in client.list_tables("d", page_size=2).pages
+    ]
     assert pages == [["a", "b"], ["c"]]
     client.delete_table("d.b")
     client.delete_table("d.b", not_found_ok=True)
@@ -89,12 +101,17 @@ def test_a_schema_may_widen_while_rows_are_there(client: bigquery.Client) -> Non
     ("schema", "message"),
     [
         (SCHEMA[1:], "Field id is missing in new schema"),
-        ([SchemaField("id", "STRING", "REQUIRED"), *SCHEMA[1:]], "changed type from INTEGER to STRING"),
+        (
+            [SchemaField("id", "STRING", "REQUIRED"), *SCHEMA[1:]],
+            "changed type from INTEGER to STRING",
+        ),
         ([*SCHEMA, SchemaField("more", "STRING", "REQUIRED")], "Cannot add required field more"),
         ([SCHEMA[0], SchemaField("at", "TIMESTAMP", "REQUIRED"), *SCHEMA[2:]], "changed mode"),
     ],
 )
-def test_a_schema_may_not_narrow(client: bigquery.Client, schema: list[SchemaField], message: str) -> None:
+def test_a_schema_may_not_narrow(
+    client: bigquery.Client, schema: list[SchemaField], message: str
+) -> None:
     found = client.create_table(table(client))
     found.schema = schema
     with pytest.raises(BadRequest, match=message):
@@ -116,12 +133,21 @@ def test_settings_change_alone(client: bigquery.Client) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"time_partitioning": bigquery.TimePartitioning(field="id")}, "can only be of type DATE, TIMESTAMP"),
-        ({"time_partitioning": bigquery.TimePartitioning(field="none")}, "cannot be found in the schema"),
+        (
+            {"time_partitioning": bigquery.TimePartitioning(field="id")},
+            "can only be of type DATE, TIMESTAMP",
+        ),
+        (
+            {"time_partitioning": bigquery.TimePartitioning(field="none")},
+            "cannot be found in the schema",
+        ),
         ({"clustering_fields": ["part"]}, "clustering cannot be found"),
         ({"clustering_fields": ["id"] * 5}, "between one and four"),
         ({"schema": [SchemaField("a b", "STRING")]}, "Invalid field name"),
-        ({"schema": [SchemaField("a", "STRING"), SchemaField("A", "STRING")]}, "already exists in schema"),
+        (
+            {"schema": [SchemaField("a", "STRING"), SchemaField("A", "STRING")]},
+            "already exists in schema",
+        ),
         ({"schema": [SchemaField("a", "RECORD")]}, "has no schema"),
     ],
 )
@@ -175,7 +201,11 @@ def test_pages_of_rows_come_in_order_from_anywhere(client: bigquery.Client) -> N
     found = client.create_table(table(client))
     client.insert_rows_json("d.t", [{"id": number, "tags": ["x"]} for number in range(25)])
     assert [row["id"] for row in client.list_rows(found, page_size=10)] == list(range(25))
-    assert [row["id"] for row in client.list_rows(found, start_index=20, max_results=3)] == [20, 21, 22]
+    assert [row["id"] for row in client.list_rows(found, start_index=20, max_results=3)] == [
+        20,
+        21,
+        22,
+    ]
     (row,) = client.list_rows(found, selected_fields=[SCHEMA[2]], max_results=1)
     assert row.values() == (["x"],)
 
@@ -188,7 +218,8 @@ def test_the_information_schema_lists_tables_and_columns(client: bigquery.Client
     tables = "SELECT table_name, table_type FROM d.INFORMATION_SCHEMA.TABLES"
     assert rows_of(client, tables) == [("t", "BASE TABLE")]
     columns = (
-        "SELECT column_name, data_type, is_nullable, is_partitioning_column, clustering_ordinal_position"
+        "SELECT column_name, data_type, is_nullable, is_partitioning_column,"
+        " clustering_ordinal_position"
         f" FROM `{client.project}.d.INFORMATION_SCHEMA.COLUMNS` ORDER BY ordinal_position"
     )
     assert rows_of(client, columns) == [

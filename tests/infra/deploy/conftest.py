@@ -10,7 +10,10 @@ from tests.infra.deploy.terraform import REGIONS, Plan, plan_platform
 
 @pytest.fixture(scope="session")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    functions = {name: {"image": "registry.example.com/functions@sha256:0"} for name in ("dead_letters", "webhooks")}
+    functions = {
+        name: {"image": "registry.example.com/functions@sha256:0"}
+        for name in ("dead_letters", "webhooks")
+    }
     return plan_platform(tmp_path_factory.mktemp("plan"), regions=REGIONS, functions=functions)
 
 

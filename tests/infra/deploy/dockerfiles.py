@@ -48,7 +48,9 @@ class Stage:
 
 
 def stages(image: str) -> list[Stage]:
-    """The stages of an image's Dockerfile, the last one being the image; ARGs before the first are left out."""
+    """The stages of an image's Dockerfile, the last one being the image; ARGs before the first are
+    left out.
+    """
     text = (FOLDER / f"{image}.Dockerfile").read_text(encoding="utf-8")
     joined = re.sub(r"\\\n\s*", "", re.sub(r"(?m)^\s*#.*\n", "", text))
     found: list[Stage] = []
@@ -99,7 +101,11 @@ def _fits(file: Path, pattern: str) -> bool:
 def upstream(modules: set[str], graph: Any) -> set[str]:
     """`modules`, all modules of ours that they import, and the packages that these lie in."""
     found = modules | {one for module in modules for one in graph.find_upstream_modules(module)}
-    return found | {module.rsplit(".", count)[0] for module in found for count in range(1, module.count(".") + 1)}
+    return found | {
+        module.rsplit(".", count)[0]
+        for module in found
+        for count in range(1, module.count(".") + 1)
+    }
 
 
 def file_of(module: str) -> str:

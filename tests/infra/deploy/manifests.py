@@ -35,13 +35,17 @@ Objects = list[dict[str, Any]]
 
 
 def render(out: Path, models_file: Path = Path("models.yaml"), **changes: object) -> Objects:
-    """What stands in the cluster with these changes of DEPLOYMENT; skips the test where Kustomize is missing."""
+    """What stands in the cluster with these changes of DEPLOYMENT; skips the test where Kustomize
+    is missing.
+    """
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl, which has Kustomize built in, is not installed")
     deployment = Deployment.model_validate(DEPLOYMENT.model_dump() | changes)
     write_overlay(out, read_catalog(models_file), models_file, deployment)
     command = ["kubectl", "kustomize", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=False
+    )
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
 
@@ -53,7 +57,11 @@ def of_kind(objects: Objects, kind: str) -> dict[str, dict[str, Any]]:
 
 def workers(objects: Objects) -> dict[str, dict[str, Any]]:
     """The workers' Deployments by name."""
-    return {name: found for name, found in of_kind(objects, "Deployment").items() if name.startswith("worker-")}
+    return {
+        name: found
+        for name, found in of_kind(objects, "Deployment").items()
+        if name.startswith("worker-")
+    }
 
 
 def pod(deployment: dict[str, Any]) -> dict[str, Any]:

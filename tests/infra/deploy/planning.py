@@ -44,4 +44,6 @@ def plan_of(
 ) -> Plan:
     """The plan of these models; without a buffer, so that counts are those of the rates."""
     asked = Rates(models=rates, **given)
-    return make_plan(Catalog(models), asked, platform or Platform(), prices, read_gpu_types(), buffer)
+    return make_plan(
+        Catalog(models), asked, platform or Platform(), prices, read_gpu_types(), buffer
+    )

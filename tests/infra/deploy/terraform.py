@@ -38,7 +38,10 @@ def plan_platform(folder: Path, **variables: object) -> Plan:
     if shutil.which("terraform") is None:
         pytest.skip("terraform is not installed")
     if shutil.which(CHECKER) is None:
-        pytest.skip("tfoffline, which stands in for Terraform's providers, is not there; TFOFFLINE says where it is")
+        pytest.skip(
+            "tfoffline, which stands in for Terraform's providers, is not there;"
+            " TFOFFLINE says where it is"
+        )
     given = {
         "project_id": PROJECT,
         "api": {"image": "registry.example.com/api@sha256:0", "max_instances": 1},
@@ -81,7 +84,9 @@ def function_settings(plan: Plan, service: str) -> dict[str, str | None]:
 
 def _run(verb: str, *words: str) -> str:
     command = [CHECKER, "-q", verb, str(STAGES / "platform"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=START_LIMIT_S, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=START_LIMIT_S, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

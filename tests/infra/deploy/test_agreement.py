@@ -1,4 +1,5 @@
-"""Terraform, Kubernetes, the embedded stack and the code say the same: names, filters, ports, probes, the table.
+"""Terraform, Kubernetes, the embedded stack and the code say the same: names, filters, ports,
+probes, the table.
 
 Their settings are compared in test_settings.py, rights in test_rights.py.
 """
@@ -40,7 +41,13 @@ from tests.limits import WAIT_LIMIT_S
 from workers.health import health_server
 
 CATALOG = read_catalog(Path("models.yaml"))
-EXPORTERS = (api.dispatch.reply_inbox, api.metrics, shared.stores.cache, shared.usage.writer, workers.metrics)
+EXPORTERS = (
+    api.dispatch.reply_inbox,
+    api.metrics,
+    shared.stores.cache,
+    shared.usage.writer,
+    workers.metrics,
+)
 """Imported, because that registers their metrics."""
 FUNCTIONS_URL = "https://functions.example.com"
 
@@ -56,7 +63,9 @@ class RecordingAdmin:
         self.topics.add(topic_id)
         return True
 
-    async def ensure_subscription(self, subscription_id: str, settings: SubscriptionSettings) -> bool:
+    async def ensure_subscription(
+        self, subscription_id: str, settings: SubscriptionSettings
+    ) -> bool:
         self.subscriptions[subscription_id] = settings
         return True
 
@@ -73,7 +82,9 @@ class RecordingAdmin:
 @pytest.fixture(scope="module")
 def provisioned() -> RecordingAdmin:
     admin = RecordingAdmin()
-    asyncio.run(provision(admin, CATALOG, inbox_pool=2 * len(REGIONS), slots=2, functions_url=FUNCTIONS_URL))
+    asyncio.run(
+        provision(admin, CATALOG, inbox_pool=2 * len(REGIONS), slots=2, functions_url=FUNCTIONS_URL)
+    )
     return admin
 
 
@@ -95,28 +106,47 @@ def test_same_subscriptions(plan: Plan, provisioned: RecordingAdmin) -> None:
         )
         for found in plan.of("google_pubsub_subscription")
     }
-    assert planned == {name: _as_planned(settings) for name, settings in provisioned.subscriptions.items()}
+    assert planned == {
+        name: _as_planned(settings) for name, settings in provisioned.subscriptions.items()
+    }
 
 
 def _backoff(policy: list[dict[str, str]]) -> tuple[float, ...]:
-    return tuple(float(p[f"{end}_backoff"].removesuffix("s")) for p in policy for end in ("minimum", "maximum"))
+    return tuple(
+        float(p[f"{end}_backoff"].removesuffix("s"))
+        for p in policy
+        for end in ("minimum", "maximum")
+    )
 
 
 def _as_planned(settings: SubscriptionSettings) -> tuple[Any, ...]:
     backoff = () if settings.retry_min_s is None else (settings.retry_min_s, settings.retry_max_s)
     attempts = (settings.max_delivery_attempts,) if settings.dead_letter_topic_id else ()
     assert settings.expires_after_s == 0
-    facts = (settings.filter, settings.ack_deadline_s, settings.retention_s, "", settings.is_ordered)
+    facts = (
+        settings.filter,
+        settings.ack_deadline_s,
+        settings.retention_s,
+        "",
+        settings.is_ordered,
+    )
     return (*facts, 1 if settings.push_endpoint else 0, *backoff, *attempts)
 
 
 @pytest.mark.parametrize("lane", ["", "batch"])
 def test_each_job_has_one_lane(plan: Plan, lane: str) -> None:
-    filters = {found["name"]: parse_filter(found["filter"] or "") for found in plan.of("google_pubsub_subscription")}
+    filters = {
+        found["name"]: parse_filter(found["filter"] or "")
+        for found in plan.of("google_pubsub_subscription")
+    }
     for model in CATALOG.models:
         envelope = job_envelope(model.name, lane)
         ids = (workers_subscription_id(model.name), batch_subscription_id(model.name))
-        taken = [name for name in ids if (chosen := filters[name]) and chosen.matches(envelope.to_attributes())]
+        taken = [
+            name
+            for name in ids
+            if (chosen := filters[name]) and chosen.matches(envelope.to_attributes())
+        ]
         assert taken == [ids[lane == "batch"]]
 
 
@@ -135,7 +165,9 @@ def job_envelope(model: str, lane: str) -> Envelope:
 
 def test_filtered_attribute_is_on_every_reply(plan: Plan) -> None:
     _, attributes = encode_reply(Reply("req_1", 0, "1", ReplyBody([])))
-    filters = {found["filter"] for found in plan.of("google_pubsub_subscription") if found["filter"]}
+    filters = {
+        found["filter"] for found in plan.of("google_pubsub_subscription") if found["filter"]
+    }
     assert f'attributes.slot = "{attributes["slot"]}"' in filters
 
 
@@ -158,10 +190,14 @@ def test_api_is_scraped_where_it_answers(plan: Plan) -> None:
     (endpoint,) = config["spec"]["endpoints"]
     assert str(endpoint["port"]) == api_settings(plan, "europe-west4")["PENSTOCK_METRICS_PORT"]
     # Callers can reach the one port that the container names, and no other.
-    assert endpoint["port"] not in {port["container_port"] for port in api_container(plan, "europe-west4")["ports"]}
+    assert endpoint["port"] not in {
+        port["container_port"] for port in api_container(plan, "europe-west4")["ports"]
+    }
     with (
         api.metrics.served("127.0.0.1", 0) as port,
-        urllib.request.urlopen(f"http://127.0.0.1:{port}{endpoint['path']}", timeout=WAIT_LIMIT_S) as answer,
+        urllib.request.urlopen(
+            f"http://127.0.0.1:{port}{endpoint['path']}", timeout=WAIT_LIMIT_S
+        ) as answer,
     ):
         assert b"penstock_api_requests" in answer.read()
 
@@ -172,11 +208,19 @@ def test_worker_answers_probes_and_scrapes(objects: Objects) -> None:
         for deployment in deployments(objects).values():
             container = pod(deployment)["containers"][0]
             (port,) = container["ports"]
-            assert str(port["containerPort"]) == settings_of(objects, deployment)["PENSTOCK_HEALTH_PORT"]
-            probes = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
+            assert (
+                str(port["containerPort"])
+                == settings_of(objects, deployment)["PENSTOCK_HEALTH_PORT"]
+            )
+            probes = [
+                container[f"{kind}Probe"]["httpGet"]
+                for kind in ("startup", "readiness", "liveness")
+            ]
             for asked in [*probes, *monitoring["spec"]["endpoints"]]:
                 assert asked["port"] == port["name"]
-                with urllib.request.urlopen(f"http://127.0.0.1:{bound}{asked['path']}", timeout=WAIT_LIMIT_S) as answer:
+                with urllib.request.urlopen(
+                    f"http://127.0.0.1:{bound}{asked['path']}", timeout=WAIT_LIMIT_S
+                ) as answer:
                     assert answer.status == 200
 
 
@@ -194,7 +238,9 @@ def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def test_same_table(plan: Plan) -> None:
-    (rows,) = [table for table in plan.of("google_bigquery_table") if table["table_id"] == bigquery.TABLE]
+    (rows,) = [
+        table for table in plan.of("google_bigquery_table") if table["table_id"] == bigquery.TABLE
+    ]
     options = bigquery.table_options()
     assert json.loads(rows["schema"]) == bigquery.schema()
     assert rows["clustering"] == options["clustering"]["fields"]
@@ -207,14 +253,17 @@ def test_same_table(plan: Plan) -> None:
 
 def test_same_views(plan: Plan) -> None:
     planned = {
-        table["table_id"]: table["view"][0]["query"] for table in plan.of("google_bigquery_table") if table["view"]
+        table["table_id"]: table["view"][0]["query"]
+        for table in plan.of("google_bigquery_table")
+        if table["view"]
     }
     assert planned == bigquery.views(PROJECT, "penstock")
 
 
 def test_rights_are_given_to_the_accounts_of_the_pods(plan: Plan, objects: Objects) -> None:
     accounts = {
-        f"ns/{found['metadata']['namespace']}/sa/{name}" for name, found in of_kind(objects, "ServiceAccount").items()
+        f"ns/{found['metadata']['namespace']}/sa/{name}"
+        for name, found in of_kind(objects, "ServiceAccount").items()
     }
     pulling = {
         found["member"].partition("/subject/")[2]
@@ -245,7 +294,9 @@ def _sharing(pool: Mapping[str, Any]) -> int:
 
 
 def test_queries_ask_for_metrics_that_are_exported(plan: Plan, objects: Objects) -> None:
-    names = {sample for metric in REGISTRY.collect() for sample in _samples(metric.name, metric.type)}
+    names = {
+        sample for metric in REGISTRY.collect() for sample in _samples(metric.name, metric.type)
+    }
     queries = [
         *(
             trigger["metadata"]["query"]
@@ -265,5 +316,6 @@ def test_queries_ask_for_metrics_that_are_exported(plan: Plan, objects: Objects)
 
 def _samples(name: str, kind: str) -> list[str]:
     return [name] + [
-        f"{name}_{suffix}" for suffix in {"counter": ["total"], "histogram": ["sum", "count", "bucket"]}.get(kind, [])
+        f"{name}_{suffix}"
+        for suffix in {"counter": ["total"], "histogram": ["sum", "count", "bucket"]}.get(kind, [])
     ]

@@ -1,4 +1,6 @@
-"""The Cloud Build files: valid, every name that is used given and said what for, every script sound and tried."""
+"""The Cloud Build files: valid, every name that is used given and said what for, every script sound
+and tried.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def steps(path: Path) -> dict[str, dict[str, Any]]:
 
 def every_step() -> list[Any]:
     return [
-        pytest.param(path, step, id=f"{path.stem}-{step['id']}") for path in FILES for step in config(path)["steps"]
+        pytest.param(path, step, id=f"{path.stem}-{step['id']}")
+        for path in FILES
+        for step in config(path)["steps"]
     ]
 
 
@@ -90,17 +94,24 @@ def test_script_is_there_and_gets_what_it_reads(path: Path, step: dict[str, Any]
     read: set[str] = set()
     for script in scripts:
         text = Path(script).read_text(encoding="utf-8")
-        named = set(re.findall(r"\$\{?([A-Z][A-Z_]+)", text)) - set(re.findall(r"\b([A-Z][A-Z_]+)=", text))
+        named = set(re.findall(r"\$\{?([A-Z][A-Z_]+)", text)) - set(
+            re.findall(r"\b([A-Z][A-Z_]+)=", text)
+        )
         read |= named - {"PWD"}
     # build.sh, which image.sh calls, takes the revision.
-    assert not scripts or given == read | ({"REVISION"} if "infra/cloudbuild/image.sh" in scripts else set())
+    assert not scripts or given == read | (
+        {"REVISION"} if "infra/cloudbuild/image.sh" in scripts else set()
+    )
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_build_has_an_account_of_its_own(path: Path) -> None:
     found = config(path)
     name = "penstock-build" if path.name == "cloudbuild.yaml" else "penstock-deploy"
-    assert found["serviceAccount"] == f"projects/$PROJECT_ID/serviceAccounts/{name}@$PROJECT_ID.iam.gserviceaccount.com"
+    assert (
+        found["serviceAccount"]
+        == f"projects/$PROJECT_ID/serviceAccounts/{name}@$PROJECT_ID.iam.gserviceaccount.com"
+    )
     # An account of one's own has no bucket for logs.
     assert found["options"]["logging"] == "CLOUD_LOGGING_ONLY"
     assert found["options"]["substitutionOption"] == "MUST_MATCH"
@@ -115,13 +126,24 @@ def waits_for(found: dict[str, dict[str, Any]], step: str) -> set[str]:
 
 def test_nothing_is_released_that_a_check_refused() -> None:
     found = steps(Path("cloudbuild.yaml"))
-    checks = {"lint", "types", "tests", "terraform", "scan", "sbom-api", "sbom-functions", "sbom-worker"}
+    checks = {
+        "lint",
+        "types",
+        "tests",
+        "terraform",
+        "scan",
+        "sbom-api",
+        "sbom-functions",
+        "sbom-worker",
+    }
     assert checks <= waits_for(found, "push")
     assert {"push", "sbom", "held", "plan"} <= waits_for(found, "release")
 
 
 def test_nothing_is_changed_before_the_approval() -> None:
-    words = " ".join(word for step in config(Path("cloudbuild.yaml"))["steps"] for word in words_of(step))
+    words = " ".join(
+        word for step in config(Path("cloudbuild.yaml"))["steps"] for word in words_of(step)
+    )
     assert not re.search(r"apply|\broll\b|\bback\b|workers\.sh", words)
     texts = [(SCRIPTS / f"{name}.sh").read_text() for name in ("plan", "release", "state", "push")]
     assert not any("terraform apply" in text or '" apply' in text for text in texts)
@@ -129,7 +151,16 @@ def test_nothing_is_changed_before_the_approval() -> None:
 
 def test_deployment_is_in_order() -> None:
     found = steps(SCRIPTS / "deploy.yaml")
-    assert list(found) == ["fetch", "setup", "apply", "overlays", "objects", "workers", "smoke", "rollout"]
+    assert list(found) == [
+        "fetch",
+        "setup",
+        "apply",
+        "overlays",
+        "objects",
+        "workers",
+        "smoke",
+        "rollout",
+    ]
     assert set(found) - {"rollout"} == waits_for(found, "rollout")
 
 
@@ -153,8 +184,13 @@ def test_trigger_is_the_file_with_an_approval_before_it(checkout: Path) -> None:
     assert done.returncode == 0, done.stderr
     trigger = yaml.safe_load((checkout / "trigger.yaml").read_text())
     assert trigger["approvalConfig"] == {"approvalRequired": True}
-    assert trigger["substitutions"] == {"_RELEASE": "$(body.message.data.release)", "_STEPS": "10,100"}
-    assert trigger["serviceAccount"].endswith("penstock-deploy@example-project.iam.gserviceaccount.com")
+    assert trigger["substitutions"] == {
+        "_RELEASE": "$(body.message.data.release)",
+        "_STEPS": "10,100",
+    }
+    assert trigger["serviceAccount"].endswith(
+        "penstock-deploy@example-project.iam.gserviceaccount.com"
+    )
     assert trigger["build"]["steps"] == config(SCRIPTS / "deploy.yaml")["steps"]
 
 
@@ -167,7 +203,9 @@ def test_accounts_get_no_right_to_everything() -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of what the scripts touch, with a release begun and an empty folder for stand-ins of programs."""
+    """A copy of what the scripts touch, with a release begun and an empty folder for stand-ins of
+    programs.
+    """
     shutil.copytree("infra/cloudbuild", tmp_path / "infra/cloudbuild")
     shutil.copytree("infra/docker", tmp_path / "infra/docker")
     shutil.copy("pyproject.toml", tmp_path)
@@ -190,11 +228,19 @@ def calls(checkout: Path, program: str) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def script(checkout: Path, shell: str, name: str, *words: str, **given: str) -> subprocess.CompletedProcess[str]:
+def script(
+    checkout: Path, shell: str, name: str, *words: str, **given: str
+) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": f"{checkout}/bin:{os.environ['PATH']}"} | given
     command = [shell, f"infra/cloudbuild/{name}", *words]
     return subprocess.run(
-        command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=False
+        command,
+        cwd=checkout,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_LIMIT_S,
+        check=False,
     )
 
 
@@ -211,7 +257,9 @@ def test_worker_is_built_on_the_base_of_this_build(checkout: Path) -> None:
     given = {"REGISTRY": "r", "BUILD_ID": "b1", "REVISION": "abc"}
     (checkout / "release/bases.env").write_text(f"PYTHON_BASE=p@{DIGEST}\n")
     assert script(checkout, "bash", "image.sh", "cuda", **given).returncode == 0
-    done = script(checkout, "bash", "image.sh", "worker", "--build-arg", "MODEL_PACKAGES=x==1", **given)
+    done = script(
+        checkout, "bash", "image.sh", "worker", "--build-arg", "MODEL_PACKAGES=x==1", **given
+    )
     assert done.returncode == 0, done.stderr
     cuda, worker = calls(checkout, "docker")
     assert f"PYTHON_BASE=p@{DIGEST}" in cuda
@@ -236,8 +284,14 @@ def test_build_without_digest_is_none(checkout: Path) -> None:
         ("True|HIGH|n/CVE-1", "CRITICAL|HIGH", 1),
     ],
 )
-def test_scan_stops_what_can_be_mended(checkout: Path, fault: str, severities: str, status: int) -> None:
-    put(checkout, "gcloud", f'case "$*" in *list-vulnerabilities*) echo "{fault}" ;; *) echo scans/1 ;; esac')
+def test_scan_stops_what_can_be_mended(
+    checkout: Path, fault: str, severities: str, status: int
+) -> None:
+    put(
+        checkout,
+        "gcloud",
+        f'case "$*" in *list-vulnerabilities*) echo "{fault}" ;; *) echo scans/1 ;; esac',
+    )
     done = script(checkout, "bash", "scan.sh", LOCATION="europe", SEVERITIES=severities)
     assert done.returncode == status, done.stdout + done.stderr
     assert len(calls(checkout, "gcloud")) == 6
@@ -245,7 +299,10 @@ def test_scan_stops_what_can_be_mended(checkout: Path, fault: str, severities: s
 
 def test_scan_that_did_not_run_stops_too(checkout: Path) -> None:
     put(checkout, "gcloud")
-    assert script(checkout, "bash", "scan.sh", LOCATION="europe", SEVERITIES="CRITICAL").returncode == 1
+    assert (
+        script(checkout, "bash", "scan.sh", LOCATION="europe", SEVERITIES="CRITICAL").returncode
+        == 1
+    )
 
 
 def test_release_names_its_images_by_digest_for_both_kinds_of_root(checkout: Path) -> None:
@@ -254,8 +311,13 @@ def test_release_names_its_images_by_digest_for_both_kinds_of_root(checkout: Pat
     assert done.returncode == 0, done.stderr
     given = json.loads((checkout / "release/images.auto.tfvars.json").read_text())
     api, functions = f"r/api@{DIGEST}", f"r/functions@{DIGEST}"
-    assert given == {"api_image": api, "images": {"api": api, "dead_letters": functions, "webhooks": functions}}
-    assert f"buildx imagetools create --tag r/api:0.1.0-11112222 --tag r/api:latest {api}" in calls(checkout, "docker")
+    assert given == {
+        "api_image": api,
+        "images": {"api": api, "dead_letters": functions, "webhooks": functions},
+    }
+    assert f"buildx imagetools create --tag r/api:0.1.0-11112222 --tag r/api:latest {api}" in calls(
+        checkout, "docker"
+    )
     minimal = Path("infra/terraform/examples/minimal/variables.tf").read_text()
     production = Path("infra/terraform/examples/production/variables.tf").read_text()
     assert 'variable "api_image"' in minimal
@@ -269,7 +331,7 @@ case "$*" in
   *" output -json platform"*) echo '{"api_urls": {"r1": "https://a"}, "clusters": {"r1": "penstock-r1"}}' ;;
   *" output "*) echo '{}' ;;
 esac
-"""
+"""  # noqa: E501
 
 
 def test_what_is_applied_is_what_was_planned(checkout: Path) -> None:
@@ -295,7 +357,9 @@ def test_what_is_applied_is_what_was_planned(checkout: Path) -> None:
 def test_root_with_a_backend_keeps_it(checkout: Path) -> None:
     put(checkout, "terraform")
     (checkout / "root/main.tf").write_text('terraform {\n  backend "gcs" { bucket = "own" }\n}\n')
-    assert script(checkout, "sh", "state.sh", "root", "platform", STATE_BUCKET="state").returncode == 0
+    assert (
+        script(checkout, "sh", "state.sh", "root", "platform", STATE_BUCKET="state").returncode == 0
+    )
     assert calls(checkout, "terraform") == ["-chdir=root init -input=false -no-color"]
     assert not (checkout / "root/state_override.tf").exists()
 

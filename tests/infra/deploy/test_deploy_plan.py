@@ -1,4 +1,6 @@
-"""`penstock deploy plan` as one runs it: what it prints, what it asks to be set, and what it refuses."""
+"""`penstock deploy plan` as one runs it: what it prints, what it asks to be set, and what it
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_the_example_is_planned_by_the_command() -> None:
     told = penstock("deploy", "plan", "--rates", EXAMPLE)
     assert (told.returncode, told.stderr) == (0, "")
-    for words in ("an example, not measured", "l4-x4-spot", "NVIDIA_L4_GPUS", "no price memorystore/STANDARD_SMALL"):
+    for words in (
+        "an example, not measured",
+        "l4-x4-spot",
+        "NVIDIA_L4_GPUS",
+        "no price memorystore/STANDARD_SMALL",
+    ):
         assert words in told.stdout
 
 
@@ -51,7 +58,10 @@ def test_regions_can_be_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *words]) == 0
     regions = json.loads(capsys.readouterr().out)["tfvars"]["regions"]
     # The one that Terraform's default has keeps its index.
-    assert {name: region["index"] for name, region in regions.items()} == {"us-central1": 1, "europe-west4": 0}
+    assert {name: region["index"] for name, region in regions.items()} == {
+        "us-central1": 1,
+        "europe-west4": 0,
+    }
 
 
 def test_a_machine_without_a_price_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,13 +71,23 @@ def test_a_machine_without_a_price_is_said(capsys: pytest.CaptureFixture[str]) -
     assert nodes.endswith("no price machine/g2-standard-8/spot")
 
 
-def test_variables_that_size_nothing_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = {"project_id": "mine", "api": {"image": "there", "max_instances": 2}, "labels": {"a": "b"}}
+def test_variables_that_size_nothing_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {
+        "project_id": "mine",
+        "api": {"image": "there", "max_instances": 2},
+        "labels": {"a": "b"},
+    }
     file = tmp_path / "x.tfvars.json"
     file.write_text(json.dumps(given))
     assert main(["plan", "--rates", EXAMPLE, "--tfvars", str(file), "--json"]) == 0
     kept = json.loads(capsys.readouterr().out)["tfvars"]
-    assert (kept["project_id"], kept["api"]["image"], kept["labels"]) == ("mine", "there", {"a": "b"})
+    assert (kept["project_id"], kept["api"]["image"], kept["labels"]) == (
+        "mine",
+        "there",
+        {"a": "b"},
+    )
 
 
 def test_too_small_settings_are_raised_and_told() -> None:
@@ -85,7 +105,10 @@ def test_too_small_settings_are_raised_and_told() -> None:
         "slow: replicas.max": (3, site.workers[1].pods_peak),
     }
     wanted = plan.platform
-    assert (wanted.api.max_instances, wanted.inboxes.per_region) == (site.api_peak, 2 * site.api_peak)
+    assert (wanted.api.max_instances, wanted.inboxes.per_region) == (
+        site.api_peak,
+        2 * site.api_peak,
+    )
     assert len(plan.subscriptions) == 2 * 3 + 2 * site.api_peak * 80
 
 
@@ -112,14 +135,38 @@ def test_quotas_are_those_of_the_peak() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("models: {none: {mean_per_s: 1, seconds_per_item: 1, measured: x}}", "models.none: not in the catalog"),
-        (f"models: {{{MINILM}: {{mean_per_s: -1}}}}", f"models.{MINILM}.mean_per_s: Input should be greater than or"),
-        (f"models: {{{MINILM}: {{mean_per_s: .inf}}}}", f"models.{MINILM}.mean_per_s: Input should be a finite number"),
-        (f"models: {{{MINILM}: {{mean_per_s: 1}}}}", f"models.{MINILM}: seconds_per_item is missing: what a worker"),
-        (f"models: {{{MINILM}: {{mean_per_s: 1, seconds_per_item: 1}}}}", f"models.{MINILM}: measured is missing"),
-        (f"models: {{{MINILM}: {{mean_per_s: 2, peak_per_s: 1}}}}", f"models.{MINILM}: peak_per_s is below mean_per_s"),
-        (f"models: {{{MINILM}: {{mean_per_s: 1, hits: 1}}}}", f"models.{MINILM}.hits: Extra inputs"),
-        (f"models: {{{MINILM}: {{mean_per_s: 0}}}}\nregions: {{a: 0.5}}", "the shares of the regions"),
+        (
+            "models: {none: {mean_per_s: 1, seconds_per_item: 1, measured: x}}",
+            "models.none: not in the catalog",
+        ),
+        (
+            f"models: {{{MINILM}: {{mean_per_s: -1}}}}",
+            f"models.{MINILM}.mean_per_s: Input should be greater than or",
+        ),
+        (
+            f"models: {{{MINILM}: {{mean_per_s: .inf}}}}",
+            f"models.{MINILM}.mean_per_s: Input should be a finite number",
+        ),
+        (
+            f"models: {{{MINILM}: {{mean_per_s: 1}}}}",
+            f"models.{MINILM}: seconds_per_item is missing: what a worker",
+        ),
+        (
+            f"models: {{{MINILM}: {{mean_per_s: 1, seconds_per_item: 1}}}}",
+            f"models.{MINILM}: measured is missing",
+        ),
+        (
+            f"models: {{{MINILM}: {{mean_per_s: 2, peak_per_s: 1}}}}",
+            f"models.{MINILM}: peak_per_s is below mean_per_s",
+        ),
+        (
+            f"models: {{{MINILM}: {{mean_per_s: 1, hits: 1}}}}",
+            f"models.{MINILM}.hits: Extra inputs",
+        ),
+        (
+            f"models: {{{MINILM}: {{mean_per_s: 0}}}}\nregions: {{a: 0.5}}",
+            "the shares of the regions",
+        ),
         ("models: {}", "models: Dictionary should have at least 1 item"),
         ("", "file: Input should be"),
     ],
@@ -160,7 +207,10 @@ def test_wrong_words_are_refused_with_the_reason(
     [
         ({"api": {"concurrency": 0}}, "api.concurrency: Input should be greater"),
         ({"nodes": {"overflow": "h100"}}, "nodes.overflow: Input should be 'l4' or 'a100'"),
-        ({"nodes": {"general": {"machine_type": "custom"}}}, "nodes.general.machine_type: 'custom' does not end in"),
+        (
+            {"nodes": {"general": {"machine_type": "custom"}}},
+            "nodes.general.machine_type: 'custom' does not end in",
+        ),
         ({"regions": {"a": {}, "b": {}}}, "every region needs an index of its own"),
     ],
 )

@@ -1,4 +1,6 @@
-"""The Dockerfiles: linted, on bases by digest, and in agreement with the manifests, Terraform and the code."""
+"""The Dockerfiles: linted, on bases by digest, and in agreement with the manifests, Terraform and
+the code.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,16 @@ import pytest
 from infra.docker.requirements import requirements
 from infra.lock import read_lock
 from shared.settings import ApiSettings, Settings, WorkerSettings
-from tests.infra.deploy.dockerfiles import FOLDER, IMAGES, copied_files, file_of, image, is_sent, stages, upstream
+from tests.infra.deploy.dockerfiles import (
+    FOLDER,
+    IMAGES,
+    copied_files,
+    file_of,
+    image,
+    is_sent,
+    stages,
+    upstream,
+)
 from tests.infra.deploy.manifests import Objects, pod, settings_of, workers
 from tests.infra.deploy.terraform import Plan
 from tests.limits import WAIT_LIMIT_S
@@ -40,11 +51,15 @@ def tool(name: str) -> str:
 
 def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     given = os.environ | environment
-    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=False, env=given)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=False, env=given
+    )
 
 
 def test_linter_finds_nothing() -> None:
-    done = run(tool("hadolint"), "--failure-threshold", "style", *sorted(FOLDER.glob("*.Dockerfile")))
+    done = run(
+        tool("hadolint"), "--failure-threshold", "style", *sorted(FOLDER.glob("*.Dockerfile"))
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -67,7 +82,15 @@ def test_base_without_digest_is_refused(tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert "pin.sh" in refused.stderr
     bases.write_text(f"PYTHON_BASE=docker.io/library/python:3.11@{digest}\n")
-    built = run(FOLDER / "build.sh", "api", "api:1", "--push", BUILDER="echo", BASES=str(bases), REVISION="abc")
+    built = run(
+        FOLDER / "build.sh",
+        "api",
+        "api:1",
+        "--push",
+        BUILDER="echo",
+        BASES=str(bases),
+        REVISION="abc",
+    )
     words = built.stdout.split()
     assert f"PYTHON_BASE=docker.io/library/python:3.11@{digest}" in words
     assert "REVISION=abc" in words
@@ -76,22 +99,35 @@ def test_base_without_digest_is_refused(tmp_path: Path) -> None:
 
 
 def test_worker_is_not_built_on_a_base_without_digest() -> None:
-    assert run(FOLDER / "build.sh", "worker", "worker:1", BUILDER="echo", CUDA_BASE="r/cuda:1").returncode == 2
+    assert (
+        run(
+            FOLDER / "build.sh", "worker", "worker:1", BUILDER="echo", CUDA_BASE="r/cuda:1"
+        ).returncode
+        == 2
+    )
     base = f"r/cuda@sha256:{'b' * 64}"
-    assert f"CUDA_BASE={base}" in run(FOLDER / "build.sh", "worker", "w:1", BUILDER="echo", CUDA_BASE=base).stdout
+    assert (
+        f"CUDA_BASE={base}"
+        in run(FOLDER / "build.sh", "worker", "w:1", BUILDER="echo", CUDA_BASE=base).stdout
+    )
 
 
 def test_pinning_puts_todays_digest_behind_the_tag(tmp_path: Path) -> None:
     digest = f"sha256:{'c' * 64}"
     docker = tmp_path / "docker"
     docker.write_text(
-        f'#!/bin/sh\n[ "$3" = inspect ] && [ "$4" = "docker.io/library/python:3.11-slim-bookworm" ] && echo {digest}\n'
+        '#!/bin/sh\n[ "$3" = inspect ] && [ "$4" = "docker.io/library/python:3.11-slim-bookworm" ]'
+        f" && echo {digest}\n"
     )
     docker.chmod(0o755)
     out = tmp_path / "bases.env"
     done = run(FOLDER / "pin.sh", out, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.returncode == 0, done.stderr
-    assert re.search(rf"^PYTHON_BASE=docker.io/library/python:3\.11-slim-bookworm@{digest}$", out.read_text(), re.M)
+    assert re.search(
+        rf"^PYTHON_BASE=docker.io/library/python:3\.11-slim-bookworm@{digest}$",
+        out.read_text(),
+        re.M,
+    )
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -101,7 +137,11 @@ def test_files_that_are_copied_are_there_and_sent(name: str) -> None:
             for source in sources:
                 path = Path(source)
                 assert path.exists(), source
-                files = [path] if path.is_file() else [file for file in path.iterdir() if file.is_file()]
+                files = (
+                    [path]
+                    if path.is_file()
+                    else [file for file in path.iterdir() if file.is_file()]
+                )
                 assert files
                 assert all(is_sent(file) for file in files), source
 
@@ -115,7 +155,13 @@ def test_image_holds_every_module_that_its_entry_point_imports(name: str) -> Non
 
 
 def test_what_is_not_for_images_is_not_sent() -> None:
-    for path in (".git/config", "models.yaml", "var/models/x", "infra/terraform/check.sh", "tests/conftest.py"):
+    for path in (
+        ".git/config",
+        "models.yaml",
+        "var/models/x",
+        "infra/terraform/check.sh",
+        "tests/conftest.py",
+    ):
         assert not is_sent(Path(path)), path
 
 
@@ -123,14 +169,19 @@ def test_only_the_worker_has_torch() -> None:
     project = Path("pyproject.toml")
     heavy = ("torch", "transformers", "diffusers", "onnxruntime", "scipy")
     for extra in ("api", "functions"):
-        assert f"requirements.py pyproject.toml {extra} >" in (FOLDER / f"{extra}.Dockerfile").read_text()
+        assert (
+            f"requirements.py pyproject.toml {extra} >"
+            in (FOLDER / f"{extra}.Dockerfile").read_text()
+        )
         assert not [one for one in requirements(project, [extra]) if one.startswith(heavy)]
     worker = [one.partition("=")[0] for one in requirements(project, ["worker", "gpu"])]
     assert {"torch", "torchao", "diffusers", "google-cloud-pubsub"} <= set(worker)
 
 
 def test_base_has_the_torch_that_the_worker_asks_for() -> None:
-    assert f"torch=={read_lock()['torch'].version}" in requirements(Path("pyproject.toml"), ["worker"])
+    assert f"torch=={read_lock()['torch'].version}" in requirements(
+        Path("pyproject.toml"), ["worker"]
+    )
 
 
 @pytest.mark.parametrize("name", IMAGES)
@@ -167,7 +218,12 @@ def test_worker_has_the_settings_of_the_manifests(objects: Objects) -> None:
         given = settings_of(objects, worker)
         for name in environment.keys() & given.keys():
             assert environment[name] == given[name], name
-        assert {"HF_HOME", "HOME", "PENSTOCK_MODELS_FILE", "PENSTOCK_SPOOL_DIR"} <= environment.keys() & given.keys()
+        assert {
+            "HF_HOME",
+            "HOME",
+            "PENSTOCK_MODELS_FILE",
+            "PENSTOCK_SPOOL_DIR",
+        } <= environment.keys() & given.keys()
 
 
 def test_worker_writes_only_where_the_manifests_mount(objects: Objects) -> None:
@@ -176,9 +232,13 @@ def test_worker_writes_only_where_the_manifests_mount(objects: Objects) -> None:
     for worker in workers(objects).values():
         (container,) = pod(worker)["containers"]
         assert container["securityContext"]["readOnlyRootFilesystem"]
-        mounts = [mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")]
+        mounts = [
+            mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")
+        ]
         for path in written:
-            assert any(Path(mount) == Path(path) or Path(mount) in Path(path).parents for mount in mounts), path
+            assert any(
+                Path(mount) == Path(path) or Path(mount) in Path(path).parents for mount in mounts
+            ), path
 
 
 def test_api_has_the_settings_and_the_port_of_terraform(plan: Plan) -> None:
@@ -193,7 +253,12 @@ def test_api_has_the_settings_and_the_port_of_terraform(plan: Plan) -> None:
     for container in containers:
         given = {env["name"]: env.get("value") for env in container["env"]}
         shared = built.environment.keys() & given.keys()
-        assert {"PENSTOCK_HOST", "PENSTOCK_PORT", "PENSTOCK_MODELS_FILE", "PENSTOCK_SPOOL_DIR"} == shared
+        assert {
+            "PENSTOCK_HOST",
+            "PENSTOCK_PORT",
+            "PENSTOCK_MODELS_FILE",
+            "PENSTOCK_SPOOL_DIR",
+        } == shared
         assert all(built.environment[name] == given[name] for name in shared)
         assert built.all("EXPOSE") == [str(container["ports"][0]["container_port"])]
 
@@ -214,7 +279,8 @@ def test_functions_start_what_terraform_names(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("api", ApiSettings), ("functions", FunctionSettings), ("worker", WorkerSettings)]
+    ("name", "kind"),
+    [("api", ApiSettings), ("functions", FunctionSettings), ("worker", WorkerSettings)],
 )
 def test_every_setting_is_one_of_the_code(name: str, kind: type[Settings]) -> None:
     given = {setting for setting in image(name).environment if setting.startswith("PENSTOCK_")}

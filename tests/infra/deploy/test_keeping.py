@@ -1,4 +1,6 @@
-"""Objects in the bucket outlive what points to them: every folder that the code writes has its end in Terraform."""
+"""Objects in the bucket outlive what points to them: every folder that the code writes has its end
+in Terraform.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +21,47 @@ DAY_S = 86_400
 @pytest.fixture(scope="module")
 def kept_s(plan: Plan) -> dict[str, int]:
     """Seconds for which the bucket keeps the objects of each folder."""
-    (bucket,) = [found for found in plan.of("google_storage_bucket") if found["name"].endswith("-objects")]
+    (bucket,) = [
+        found for found in plan.of("google_storage_bucket") if found["name"].endswith("-objects")
+    ]
     conditions = [condition for rule in bucket["lifecycle_rule"] for condition in rule["condition"]]
-    return {folder.rstrip("/"): one["age"] * DAY_S for one in conditions for folder in one["matches_prefix"]}
+    return {
+        folder.rstrip("/"): one["age"] * DAY_S
+        for one in conditions
+        for folder in one["matches_prefix"]
+    }
 
 
 def test_every_folder_that_is_written_has_its_end(kept_s: dict[str, int]) -> None:
-    sources = [path.read_text("utf-8") for top in ("api", "shared", "workers") for path in Path(top).rglob("*.py")]
+    sources = [
+        path.read_text("utf-8")
+        for top in ("api", "shared", "workers")
+        for path in Path(top).rglob("*.py")
+    ]
     pattern = r'object_key\("(\w+)"|key = f"(\w+)/|return f"(files)/'
-    written = {name for source in sources for found in re.findall(pattern, source) for name in found if name}
+    written = {
+        name
+        for source in sources
+        for found in re.findall(pattern, source)
+        for name in found
+        if name
+    }
     assert written == set(kept_s)
 
 
 def test_results_outlive_cache_and_predictions(kept_s: dict[str, int], plan: Plan) -> None:
     prediction_keep_s = int(api_settings(plan, "europe-west4")["PENSTOCK_PREDICTION_KEEP_S"] or 0)
     for model in read_catalog(Path("models.yaml")).models:
-        pointed_to_s = model.cache.ttl_s + model.deadline.longest_s + max(prediction_keep_s, links.VALID_S)
+        pointed_to_s = (
+            model.cache.ttl_s + model.deadline.longest_s + max(prediction_keep_s, links.VALID_S)
+        )
         assert kept_s["results"] >= pointed_to_s
 
 
 def test_answers_and_files_outlive_what_they_promise(kept_s: dict[str, int], plan: Plan) -> None:
-    assert kept_s["answers"] > int(api_settings(plan, "europe-west4")["PENSTOCK_IDEMPOTENCY_KEEP_S"] or 0)
+    assert kept_s["answers"] > int(
+        api_settings(plan, "europe-west4")["PENSTOCK_IDEMPOTENCY_KEEP_S"] or 0
+    )
     assert kept_s["files"] >= files.KEEP_S
     assert kept_s["inputs"] >= files.KEEP_S
 
@@ -60,7 +82,8 @@ def test_terraform_keeps_as_long_as_the_code_by_default(plan: Plan) -> None:
 def test_terraform_knows_the_defaults_of_the_catalog(tmp_path: Path) -> None:
     models = tmp_path / "models.yaml"
     models.write_text(
-        "models: [{name: tiny, task: embedding, source: 'hf:a/b', dimensions: 4, batch: {max_tokens: 8}}]"
+        "models: [{name: tiny, task: embedding, source: 'hf:a/b', dimensions: 4,"
+        " batch: {max_tokens: 8}}]"
     )
     (model,) = read_catalog(models).models
     terraform = Path("infra/terraform/platform/models.tf").read_text("utf-8")

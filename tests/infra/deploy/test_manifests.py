@@ -14,7 +14,15 @@ from infra.kubernetes.deployment import Deployment
 from infra.kubernetes.overlay import slug, write_overlay
 from shared.catalog import read_catalog
 from shared.errors import ConfigurationError
-from tests.infra.deploy.manifests import DEPLOYMENT, Objects, of_kind, pod, render, settings_of, workers
+from tests.infra.deploy.manifests import (
+    DEPLOYMENT,
+    Objects,
+    of_kind,
+    pod,
+    render,
+    settings_of,
+    workers,
+)
 
 CATALOG = read_catalog(Path("models.yaml"))
 GOLDEN = Path("infra/terraform/workloads/tests")
@@ -25,14 +33,20 @@ def test_a_deployment_a_budget_and_an_autoscaler_per_model(objects: Objects) -> 
     wanted = {f"worker-{slug(model.name)}" for model in CATALOG.models}
     assert set(workers(objects)) == wanted
     assert set(of_kind(objects, "PodDisruptionBudget")) == wanted
-    assert {found["spec"]["scaleTargetRef"]["name"] for found in of_kind(objects, "ScaledObject").values()} == wanted
+    assert {
+        found["spec"]["scaleTargetRef"]["name"]
+        for found in of_kind(objects, "ScaledObject").values()
+    } == wanted
 
 
 def test_replicas_are_the_autoscalers(objects: Objects) -> None:
     for model in CATALOG.models:
         name = f"worker-{slug(model.name)}"
         spec = of_kind(objects, "ScaledObject")[name]["spec"]
-        assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (model.replicas.min, model.replicas.max)
+        assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (
+            model.replicas.min,
+            model.replicas.max,
+        )
         assert "replicas" not in workers(objects)[name]["spec"]
 
 
@@ -47,7 +61,8 @@ def test_shares_of_a_gpu_fit_together(objects: Objects) -> None:
         fraction = float(settings_of(objects, deployment)["PENSTOCK_MEMORY_FRACTION"])
         assert fraction * model.gpu.share <= 1
         assert (model.gpu.share > 1) == (
-            pod(deployment)["nodeSelector"].get("cloud.google.com/gke-gpu-sharing-strategy") == "time-sharing"
+            pod(deployment)["nodeSelector"].get("cloud.google.com/gke-gpu-sharing-strategy")
+            == "time-sharing"
         )
         assert pod(deployment)["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
 
@@ -68,10 +83,16 @@ def test_places_are_held_by_what_gives_way(objects: Objects) -> None:
     priorities = {name: found["value"] for name, found in of_kind(objects, "PriorityClass").items()}
     assert priorities == {"penstock-high": 1000000, "penstock-default": 0, "penstock-low": -10}
     assert of_kind(objects, "PriorityClass")["penstock-low"]["preemptionPolicy"] == "Never"
-    held = {name: pod(found) for name, found in of_kind(objects, "Deployment").items() if name.startswith("balloon-")}
+    held = {
+        name: pod(found)
+        for name, found in of_kind(objects, "Deployment").items()
+        if name.startswith("balloon-")
+    }
     assert set(held) == {"balloon-l4-x1", "balloon-l4-x4"}
     assert {spec["priorityClassName"] for spec in held.values()} == {"penstock-low"}
-    assert {pod(found)["priorityClassName"] for found in workers(objects).values()} == {"penstock-high"}
+    assert {pod(found)["priorityClassName"] for found in workers(objects).values()} == {
+        "penstock-high"
+    }
 
 
 def test_containers_run_as_nobody_on_a_file_system_they_cannot_write(objects: Objects) -> None:
@@ -81,12 +102,19 @@ def test_containers_run_as_nobody_on_a_file_system_they_cannot_write(objects: Ob
         assert spec["automountServiceAccountToken"] is False
         for container in spec["containers"]:
             security = container["securityContext"]
-            assert (security["readOnlyRootFilesystem"], security["capabilities"]) == (True, {"drop": ["ALL"]})
+            assert (security["readOnlyRootFilesystem"], security["capabilities"]) == (
+                True,
+                {"drop": ["ALL"]},
+            )
 
 
 def test_folders_a_worker_writes_to_are_mounted(objects: Objects) -> None:
     for deployment in workers(objects).values():
-        mounted = [m["mountPath"] for m in pod(deployment)["containers"][0]["volumeMounts"] if not m.get("readOnly")]
+        mounted = [
+            m["mountPath"]
+            for m in pod(deployment)["containers"][0]["volumeMounts"]
+            if not m.get("readOnly")
+        ]
         settings = settings_of(objects, deployment)
         folders = [settings[f"PENSTOCK_{name}_DIR"] for name in ("ARTIFACTS", "MODELS", "SPOOL")]
         for folder in [*folders, settings["HF_HOME"], settings["HOME"]]:
@@ -97,7 +125,10 @@ def test_workers_reach_redis_and_nothing_else_that_is_private(tmp_path: Path) ->
     objects = render(tmp_path, redis_cidrs=("10.96.32.0/20", "10.64.32.0/20"))
     egress = of_kind(objects, "NetworkPolicy")["workers"]["spec"]["egress"]
     blocks = [
-        (to["ipBlock"]["cidr"], rule["ports"][0]["port"]) for rule in egress for to in rule["to"] if "ipBlock" in to
+        (to["ipBlock"]["cidr"], rule["ports"][0]["port"])
+        for rule in egress
+        for to in rule["to"]
+        if "ipBlock" in to
     ]
     private = [block for block in blocks if block[0].startswith("10.")]
     assert private == [("10.96.32.0/20", 6379), ("10.64.32.0/20", 6379)]
@@ -111,7 +142,9 @@ def test_no_addresses_for_redis_are_refused() -> None:
 
 def test_each_worker_reads_its_own_entry(objects: Objects) -> None:
     read = {
-        name.rpartition("-")[0]: [entry["name"] for entry in yaml.safe_load(found["data"]["models.yaml"])["models"]]
+        name.rpartition("-")[0]: [
+            entry["name"] for entry in yaml.safe_load(found["data"]["models.yaml"])["models"]
+        ]
         for name, found in of_kind(objects, "ConfigMap").items()
         if "models.yaml" in found["data"]
     }
@@ -123,7 +156,10 @@ def test_compute_classes_and_capacity_buffers(tmp_path: Path) -> None:
     classes = of_kind(objects, "ComputeClass")
     assert set(classes) == {"workers-l4-x1", "workers-l4-x4"}
     assert all("namespace" not in found["metadata"] for found in classes.values())
-    order = [(rule["machineType"], rule["spot"]) for rule in classes["workers-l4-x4"]["spec"]["priorities"]]
+    order = [
+        (rule["machineType"], rule["spot"])
+        for rule in classes["workers-l4-x4"]["spec"]["priorities"]
+    ]
     assert order == [("g2-standard-8", True), ("g2-standard-8", False), ("a2-highgpu-1g", False)]
     sharing = {"sharingStrategy": "time-sharing", "maxSharedClientsPerGPU": 4}
     assert classes["workers-l4-x4"]["spec"]["priorities"][0]["gpu"]["gpuSharing"] == sharing
@@ -141,7 +177,14 @@ def test_compute_classes_and_capacity_buffers(tmp_path: Path) -> None:
 def test_kinds_of_gke_have_only_documented_fields(objects: Objects, tmp_path: Path) -> None:
     # No schema of these is to be had offline; the fields are those of GKE's reference pages.
     documented = {
-        "CapacityBuffer": {"provisioningStrategy", "podTemplateRef", "scalableRef", "replicas", "percentage", "limits"},
+        "CapacityBuffer": {
+            "provisioningStrategy",
+            "podTemplateRef",
+            "scalableRef",
+            "replicas",
+            "percentage",
+            "limits",
+        },
         "ComputeClass": {
             "priorities",
             "nodePoolAutoCreation",
@@ -157,7 +200,11 @@ def test_kinds_of_gke_have_only_documented_fields(objects: Objects, tmp_path: Pa
         found = of_kind(rendered, kind)
         assert found, kind
         assert {field for one in found.values() for field in one["spec"]} <= fields, kind
-    rules = [rule for one in of_kind(rendered, "ComputeClass").values() for rule in one["spec"]["priorities"]]
+    rules = [
+        rule
+        for one in of_kind(rendered, "ComputeClass").values()
+        for rule in one["spec"]["priorities"]
+    ]
     assert {field for rule in rules for field in rule} == {"machineType", "spot", "gpu"}
     assert {field for rule in rules for field in rule["gpu"]} == {"type", "count", "gpuSharing"}
 
@@ -165,7 +212,9 @@ def test_kinds_of_gke_have_only_documented_fields(objects: Objects, tmp_path: Pa
 def test_clusters_own_autoscaler_keeps_one(tmp_path: Path) -> None:
     objects = render(tmp_path, autoscaler="hpa", buffer=0)
     scalers = of_kind(objects, "HorizontalPodAutoscaler")
-    assert {found["spec"]["scaleTargetRef"]["name"] for found in scalers.values()} == set(workers(objects))
+    assert {found["spec"]["scaleTargetRef"]["name"] for found in scalers.values()} == set(
+        workers(objects)
+    )
     assert {found["spec"]["minReplicas"] for found in scalers.values()} == {1}
     assert of_kind(objects, "ScaledObject") == {}
 
@@ -173,7 +222,8 @@ def test_clusters_own_autoscaler_keeps_one(tmp_path: Path) -> None:
 def test_model_without_a_gpu_runs_anywhere(tmp_path: Path) -> None:
     models = tmp_path / "models.yaml"
     models.write_text(
-        "models: [{name: tiny, task: embedding, source: 'hf:a/b', dimensions: 4, batch: {max_tokens: 8}}]"
+        "models: [{name: tiny, task: embedding, source: 'hf:a/b', dimensions: 4,"
+        " batch: {max_tokens: 8}}]"
     )
     (deployment,) = workers(render(tmp_path / "out", models)).values()
     assert "nodeSelector" not in pod(deployment)
@@ -187,7 +237,8 @@ def test_terraform_names_workers_alike() -> None:
 
 
 def test_objects_of_the_terraform_tests_are_rendered_from_this_tree(tmp_path: Path) -> None:
-    # To mend: python -m infra.kubernetes with the values of DEPLOYMENT, then kubectl kustomize OUT > objects.yaml.
+    # To mend: python -m infra.kubernetes with the values of DEPLOYMENT, then kubectl kustomize OUT
+    # > objects.yaml.
     rendered = render(tmp_path, GOLDEN / "models.yaml")
     assert rendered == list(yaml.safe_load_all((GOLDEN / "objects.yaml").read_text()))
 
@@ -195,7 +246,9 @@ def test_objects_of_the_terraform_tests_are_rendered_from_this_tree(tmp_path: Pa
 def test_names_that_meet_are_refused(tmp_path: Path) -> None:
     models = tmp_path / "models.yaml"
     entry = {"task": "embedding", "source": "hf:a/b", "dimensions": 4, "batch": {"max_tokens": 8}}
-    models.write_text(yaml.safe_dump({"models": [entry | {"name": name} for name in ("bge.small", "bge-small")]}))
+    models.write_text(
+        yaml.safe_dump({"models": [entry | {"name": name} for name in ("bge.small", "bge-small")]})
+    )
     with pytest.raises(ConfigurationError, match="are both 'bge-small'"):
         write_overlay(tmp_path / "out", read_catalog(models), models, DEPLOYMENT)
 
@@ -216,7 +269,9 @@ def test_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
         (COMPLETE, "image: String should match"),
     ],
 )
-def test_wrong_input_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, reason: str) -> None:
+def test_wrong_input_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, reason: str
+) -> None:
     (tmp_path / "deployments.json").write_text(content)
     words = ["--out", str(tmp_path / "out"), "--deployments", str(tmp_path / "deployments.json")]
     assert main([*words, "--region", "europe-west4", "--image", "no tag, no digest"]) == 2

@@ -1,4 +1,6 @@
-"""Workers in a cluster outside Google: the same worker, let in by its cluster's token, without anything of GKE's."""
+"""Workers in a cluster outside Google: the same worker, let in by its cluster's token, without
+anything of GKE's.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,21 @@ from infra.kubernetes.identity import credentials
 from infra.kubernetes.overlay import write_overlay
 from shared.catalog import read_catalog
 from shared.errors import ConfigurationError
-from tests.infra.deploy.manifests import DEPLOYMENT, Objects, of_kind, pod, render, settings_of, workers
+from tests.infra.deploy.manifests import (
+    DEPLOYMENT,
+    Objects,
+    of_kind,
+    pod,
+    render,
+    settings_of,
+    workers,
+)
 from tests.infra.deploy.terraform import Plan, plan_platform
 
-POOL = "//iam.googleapis.com/projects/123456789012/locations/global/workloadIdentityPools/penstock-elsewhere"
+POOL = (
+    "//iam.googleapis.com/projects/123456789012/locations/global"
+    "/workloadIdentityPools/penstock-elsewhere"
+)
 AUDIENCE = f"{POOL}/providers/cluster"
 CHANGES: dict[str, Any] = {
     "region": "elsewhere",
@@ -40,23 +53,34 @@ def plan_with_outside(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 def test_nothing_of_gke_is_asked_for(outside: Objects, objects: Objects) -> None:
     kinds = {found["kind"] for found in outside}
-    assert kinds == {found["kind"] for found in objects} - {"PodMonitoring", "ScaledObject", "TriggerAuthentication"}
+    assert kinds == {found["kind"] for found in objects} - {
+        "PodMonitoring",
+        "ScaledObject",
+        "TriggerAuthentication",
+    }
     for said in ("cloud.google.com", "gke", "169.254.169.252", "penstock.dev/gpu"):
         assert said not in json.dumps(outside), said
 
 
-def test_worker_shows_the_token_that_google_takes(outside: Objects, plan_with_outside: Plan) -> None:
+def test_worker_shows_the_token_that_google_takes(
+    outside: Objects, plan_with_outside: Plan
+) -> None:
     (provider,) = plan_with_outside.of("google_iam_workload_identity_pool_provider")
     # Terraform's own test asserts that its output says the same.
     named = (provider["workload_identity_pool_id"], provider["workload_identity_pool_provider_id"])
     assert AUDIENCE.endswith("/workloadIdentityPools/{}/providers/{}".format(*named))
     assert provider["oidc"][0]["allowed_audiences"] is None
     for deployment in workers(outside).values():
-        (container,), volumes = pod(deployment)["containers"], {v["name"]: v for v in pod(deployment)["volumes"]}
+        (container,), volumes = (
+            pod(deployment)["containers"],
+            {v["name"]: v for v in pod(deployment)["volumes"]},
+        )
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
         (source,) = volumes["token"]["projected"]["sources"]
         assert source["serviceAccountToken"]["audience"] == f"https:{AUDIENCE}"
-        (file,) = of_kind(outside, "ConfigMap")[volumes["identity"]["configMap"]["name"]]["data"].items()
+        (file,) = of_kind(outside, "ConfigMap")[volumes["identity"]["configMap"]["name"]][
+            "data"
+        ].items()
         settings = settings_of(outside, deployment)
         assert settings["GOOGLE_APPLICATION_CREDENTIALS"] == f"{mounts['identity']}/{file[0]}"
         read = json.loads(file[1])["credential_source"]["file"]
@@ -64,7 +88,9 @@ def test_worker_shows_the_token_that_google_takes(outside: Objects, plan_with_ou
         assert pod(deployment)["automountServiceAccountToken"] is False
 
 
-def test_rights_are_given_to_the_accounts_outside(outside: Objects, plan_with_outside: Plan) -> None:
+def test_rights_are_given_to_the_accounts_outside(
+    outside: Objects, plan_with_outside: Plan
+) -> None:
     subjects = {
         f"system:serviceaccount:{found['metadata']['namespace']}:{name}"
         for name, found in of_kind(outside, "ServiceAccount").items()
@@ -76,7 +102,11 @@ def test_rights_are_given_to_the_accounts_outside(outside: Objects, plan_with_ou
     }
     assert pulling == subjects
     (provider,) = plan_with_outside.of("google_iam_workload_identity_pool_provider")
-    prefix = provider["attribute_condition"].removeprefix("assertion.sub.startsWith('").removesuffix("')")
+    prefix = (
+        provider["attribute_condition"]
+        .removeprefix("assertion.sub.startsWith('")
+        .removesuffix("')")
+    )
     assert all(subject.startswith(prefix) for subject in subjects)
 
 
@@ -89,7 +119,9 @@ def test_gpu_is_asked_for_and_its_share_kept(outside: Objects) -> None:
     for deployment in workers(outside).values():
         (container,) = pod(deployment)["containers"]
         assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
-        assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod(deployment)["tolerations"]
+        assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod(
+            deployment
+        )["tolerations"]
         assert "nodeSelector" not in pod(deployment)
 
 
@@ -100,13 +132,17 @@ def test_records_are_those_of_all(outside: Objects) -> None:
         assert settings["PENSTOCK_REDIS_URL"] == CHANGES["redis_url"]
     egress = of_kind(outside, "NetworkPolicy")["workers"]["spec"]["egress"]
     redis = [rule for rule in egress if rule["ports"][0]["port"] == 6379]
-    assert [[to["ipBlock"]["cidr"] for to in rule["to"]] for rule in redis] == [list(CHANGES["redis_cidrs"])]
+    assert [[to["ipBlock"]["cidr"] for to in rule["to"]] for rule in redis] == [
+        list(CHANGES["redis_cidrs"])
+    ]
 
 
 def test_only_the_models_that_have_rights_there(tmp_path: Path) -> None:
     name = "all-MiniLM-L6-v2"
     rendered = render(tmp_path / "out", models=(name,), **CHANGES)
-    assert {settings_of(rendered, found)["PENSTOCK_MODEL"] for found in workers(rendered).values()} == {name}
+    assert {
+        settings_of(rendered, found)["PENSTOCK_MODEL"] for found in workers(rendered).values()
+    } == {name}
 
 
 def test_model_that_is_not_in_the_catalog_is_refused(tmp_path: Path) -> None:

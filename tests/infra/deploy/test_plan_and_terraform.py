@@ -1,4 +1,6 @@
-"""What `penstock deploy plan` counts is what Terraform's own plan makes, with the variables that it prints."""
+"""What `penstock deploy plan` counts is what Terraform's own plan makes, with the variables that it
+prints.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ def test_two_regions_are_those_of_terraform(plan: Plan) -> None:
         "inboxes": {"per_region": 2, "slots": 2},
         "regions": REGIONS,
     }
-    ours = plan_of(*CATALOG.models, rates={"all-MiniLM-L6-v2": rate(1)}, platform=Platform.model_validate(given))
+    ours = plan_of(
+        *CATALOG.models,
+        rates={"all-MiniLM-L6-v2": rate(1)},
+        platform=Platform.model_validate(given),
+    )
     assert ours.changes == ()
     agree(ours, plan)
 
@@ -53,16 +59,24 @@ def test_variables_with_the_changes_are_taken_by_terraform(tmp_path: Path) -> No
     }
     made = plan_platform(tmp_path, **json.loads(show.as_json(ours))["tfvars"])
     agree(ours, made)
-    (service,) = (one for one in made.of("google_cloud_run_v2_service") if one["name"] == "penstock-api")
-    limits = [container["resources"][0]["limits"] for container in service["template"][0]["containers"]]
+    (service,) = (
+        one for one in made.of("google_cloud_run_v2_service") if one["name"] == "penstock-api"
+    )
+    limits = [
+        container["resources"][0]["limits"] for container in service["template"][0]["containers"]
+    ]
     assert [float(limit["cpu"]) for limit in limits] == [4, costs.SIDECAR_CPU]
     assert limits[1]["memory"] == f"{costs.SIDECAR_GIB * 1024:g}Mi"
 
 
 def agree(ours: Deployed, made: Plan) -> None:
     assert sorted(ours.topics) == sorted(topic["name"] for topic in made.of("google_pubsub_topic"))
-    assert sorted(ours.subscriptions) == sorted(one["name"] for one in made.of("google_pubsub_subscription"))
-    pools = {(pool["location"], pool["name"]): pool for pool in made.of("google_container_node_pool")}
+    assert sorted(ours.subscriptions) == sorted(
+        one["name"] for one in made.of("google_pubsub_subscription")
+    )
+    pools = {
+        (pool["location"], pool["name"]): pool for pool in made.of("google_container_node_pool")
+    }
     regions = [site.region for site in ours.sites]
     assert set(pools) == {(region, name) for region in regions for name in [*ours.pools, "general"]}
     for pool in (pool for site in ours.sites for pool in site.pools):
@@ -71,8 +85,12 @@ def agree(ours: Deployed, made: Plan) -> None:
         assert own["autoscaling"][0]["total_max_node_count"] >= pool.nodes_peak
     stores = made.of("google_memorystore_instance")
     instances = [(one["location"], one["node_type"], 1 + one["replica_count"]) for one in stores]
-    assert sorted(instances) == sorted((one.region, one.node_type, one.nodes) for one in redis(ours.platform))
-    services = [one for one in made.of("google_cloud_run_v2_service") if one["name"] == "penstock-api"]
+    assert sorted(instances) == sorted(
+        (one.region, one.node_type, one.nodes) for one in redis(ours.platform)
+    )
+    services = [
+        one for one in made.of("google_cloud_run_v2_service") if one["name"] == "penstock-api"
+    ]
     assert sorted(service["location"] for service in services) == sorted(regions)
     for service in services:
         scaling = service["template"][0]["scaling"][0]
@@ -80,11 +98,16 @@ def agree(ours: Deployed, made: Plan) -> None:
 
 
 def test_compute_classes_leave_no_pool_to_terraform() -> None:
-    assert gpu_pools(CATALOG.models, Platform.model_validate({"nodes": {"compute_classes": True}})) == []
+    assert (
+        gpu_pools(CATALOG.models, Platform.model_validate({"nodes": {"compute_classes": True}}))
+        == []
+    )
 
 
 def test_disks_are_those_of_terraform() -> None:
-    sizes = re.findall(r"disk_size_gb += (\d+)", Path("infra/terraform/modules/cluster/nodes.tf").read_text())
+    sizes = re.findall(
+        r"disk_size_gb += (\d+)", Path("infra/terraform/modules/cluster/nodes.tf").read_text()
+    )
     assert [int(size) for size in sizes] == [costs.GPU_DISK_GIB, costs.GENERAL_DISK_GIB]
 
 
@@ -103,7 +126,9 @@ def test_disks_are_those_of_terraform() -> None:
 def test_defaults_are_those_of_terraform(variable: str, model: Any, file: Path) -> None:
     block = _block(variable, file)
     defaults = {}
-    for name, value in re.findall(r"^ +(\w+) += optional\(\w+, ([^)]+)\)", block, flags=re.MULTILINE):
+    for name, value in re.findall(
+        r"^ +(\w+) += optional\(\w+, ([^)]+)\)", block, flags=re.MULTILINE
+    ):
         defaults[name] = json.loads(value)
     own = model().model_dump()
     shared = defaults.keys() & own.keys()
@@ -123,6 +148,8 @@ def test_bound_of_the_slots_is_that_of_terraform() -> None:
 
 
 def _block(variable: str, file: Path) -> str:
-    found = re.search(rf'^variable "{variable}" {{\n(.*?)^}}', file.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = re.search(
+        rf'^variable "{variable}" {{\n(.*?)^}}', file.read_text(), flags=re.MULTILINE | re.DOTALL
+    )
     assert found is not None
     return found[1]

@@ -1,4 +1,6 @@
-"""Prices: each has a source and a date, steps and free amounts count once, what is missing is said and not made up."""
+"""Prices: each has a source and a date, steps and free amounts count once, what is missing is said
+and not made up.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from shared.errors import ConfigurationError
 from tests.infra.deploy.planning import entry, plan_of, rate
 
 EGRESS = ListPrice(
-    unit="GiB", source="s", free=10, usd={"here": (Step(up_to=100, usd=0.5), Step(up_to=200, usd=0.2), Step(usd=0.1))}
+    unit="GiB",
+    source="s",
+    free=10,
+    usd={"here": (Step(up_to=100, usd=0.5), Step(up_to=200, usd=0.2), Step(usd=0.1))},
 )
 SOURCE = Source(url="https://example.com/prices", seen=datetime.date(2026, 1, 1))
 
@@ -41,14 +46,18 @@ def test_steps_and_what_is_free_are_counted() -> None:
 @given(st.floats(0, 1000), st.floats(0, 1000))
 def test_two_amounts_cost_what_they_cost_together(one: float, other: float) -> None:
     parts = [EGRESS.cost_usd("here", one), EGRESS.cost_usd("here", other, before=one)]
-    assert sum(part for part in parts if part) == pytest.approx(EGRESS.cost_usd("here", one + other), abs=1e-6)
+    assert sum(part for part in parts if part) == pytest.approx(
+        EGRESS.cost_usd("here", one + other), abs=1e-6
+    )
 
 
 def test_a_month_adds_up() -> None:
     prices = Prices(
         sources={"s": SOURCE},
         prices={
-            "machine/g2-standard-8/spot": ListPrice(unit="hour", source="s", usd={"europe-west4": 0.5}),
+            "machine/g2-standard-8/spot": ListPrice(
+                unit="hour", source="s", usd={"europe-west4": 0.5}
+            ),
             "pubsub/throughput": ListPrice(unit="TiB", source="s", usd={"any": 40}),
         },
     )
@@ -58,7 +67,8 @@ def test_a_month_adds_up() -> None:
     costs = {cost.item: cost for cost in plan.costs}
     gpus = costs["GPU nodes l4-x1, spot"]
     assert (gpus.mean_usd, gpus.peak_usd) == (0.5 * 730, 15 * 0.5 * 730)
-    # A job is small, and billed as 1,000 bytes: published, delivered to workers and to the lane `batch`.
+    # A job is small, and billed as 1,000 bytes: published, delivered to workers and to the lane
+    # `batch`.
     jobs = 10 * 730 * 3600 * 3 * 1000 / 2**40
     assert costs["Pub/Sub, jobs: 1 publish, 2 deliveries"].mean == pytest.approx(jobs)
     replies = costs["Pub/Sub, replies: 1 publish, 4 deliveries"].mean
@@ -91,7 +101,8 @@ def test_own_prices_replace_and_add(tmp_path: Path) -> None:
         "sources: {contract: {url: 'https://example.com', seen: 2026-02-03}}\n"
         "prices:\n"
         "  gke/cluster: {unit: hour, source: contract, usd: {any: 0.05}}\n"
-        "  memorystore/STANDARD_SMALL: {unit: node-hour, source: contract, usd: {europe-west4: 0.2}}\n"
+        "  memorystore/STANDARD_SMALL: {unit: node-hour, source: contract,"
+        " usd: {europe-west4: 0.2}}\n"
     )
     prices = read_prices(own)
     plan = plan_of(entry(), rates={"texts": rate()}, prices=prices)
@@ -104,8 +115,14 @@ def test_own_prices_replace_and_add(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("sources: {}\nprices: {a: {unit: h, source: none, usd: {any: 1}}}", "prices.a.source: 'none' is not among"),
-        ("sources: {s: {url: ftp, seen: 2026-01-01}}\nprices: {}", "sources.s.url: String should match"),
+        (
+            "sources: {}\nprices: {a: {unit: h, source: none, usd: {any: 1}}}",
+            "prices.a.source: 'none' is not among",
+        ),
+        (
+            "sources: {s: {url: ftp, seen: 2026-01-01}}\nprices: {}",
+            "sources.s.url: String should match",
+        ),
         ("sources: {s: {url: 'https://a.b'}}\nprices: {}", "sources.s.seen: Field required"),
         (
             "sources: {s: {url: 'https://a.b', seen: 2026-01-01}}\n"
@@ -115,7 +132,9 @@ def test_own_prices_replace_and_add(tmp_path: Path) -> None:
         ("prices: [", "while parsing"),
     ],
 )
-def test_wrong_prices_are_refused_with_field_and_reason(tmp_path: Path, text: str, said: str) -> None:
+def test_wrong_prices_are_refused_with_field_and_reason(
+    tmp_path: Path, text: str, said: str
+) -> None:
     file = tmp_path / "prices.yaml"
     file.write_text(text)
     with pytest.raises(ConfigurationError) as refused:

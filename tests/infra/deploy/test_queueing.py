@@ -51,13 +51,17 @@ def test_both_bounds_are_kept(load: float, service_s: float, wait_s: float) -> N
 
 @settings(deadline=None)
 @given(loads, st.floats(1, 3), st.floats(0.01, 60), st.floats(0.01, 300))
-def test_more_load_never_takes_fewer(load: float, times: float, service_s: float, wait_s: float) -> None:
+def test_more_load_never_takes_fewer(
+    load: float, times: float, service_s: float, wait_s: float
+) -> None:
     few = servers_needed(load, service_s, wait_s, **BOUNDS)
     assert servers_needed(load * times, service_s, wait_s, **BOUNDS) >= few
 
 
 @settings(deadline=None)
 @given(loads, st.floats(0.01, 60), st.floats(0.01, 300), st.floats(1, 10))
-def test_more_time_to_wait_never_takes_more(load: float, service_s: float, wait_s: float, times: float) -> None:
+def test_more_time_to_wait_never_takes_more(
+    load: float, service_s: float, wait_s: float, times: float
+) -> None:
     many = servers_needed(load, service_s, wait_s, **BOUNDS)
     assert servers_needed(load, service_s, wait_s * times, **BOUNDS) <= many

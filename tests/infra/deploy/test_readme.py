@@ -1,4 +1,6 @@
-"""The tables in the stages' READMEs are those of their variables and outputs, and no variable takes just anything."""
+"""The tables in the stages' READMEs are those of their variables and outputs, and no variable takes
+just anything.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,32 @@ def test_tables_have_every_variable_and_output(stage: str) -> None:
         (name, description)
         for file in (STAGES / stage).glob("*.tf")
         for name, description in re.findall(
-            r'^(?:variable|output) "(\w+)" \{\n  description = "(.*)"$', file.read_text(), re.MULTILINE
+            r'^(?:variable|output) "(\w+)" \{\n  description = "(.*)"$',
+            file.read_text(),
+            re.MULTILINE,
         )
     }
-    shown = set(re.findall(r"^\| `(\w+)` \| (.*?) \|", (STAGES / stage / "README.md").read_text(), re.MULTILINE))
+    shown = set(
+        re.findall(
+            r"^\| `(\w+)` \| (.*?) \|", (STAGES / stage / "README.md").read_text(), re.MULTILINE
+        )
+    )
     assert shown == said
 
 
 @pytest.mark.parametrize("stage", ["platform", "workloads"])
 def test_variables_are_validated(stage: str) -> None:
     declared = dict(
-        re.findall(r'^variable "(\w+)" \{\n(.*?)^\}', (STAGES / stage / "variables.tf").read_text(), re.M | re.S)
+        re.findall(
+            r'^variable "(\w+)" \{\n(.*?)^\}',
+            (STAGES / stage / "variables.tf").read_text(),
+            re.M | re.S,
+        )
     )
     unchecked = {
-        name for name, body in declared.items() if "validation {" not in body and "type        = bool" not in body
+        name
+        for name, body in declared.items()
+        if "validation {" not in body and "type        = bool" not in body
     }
     assert declared
     assert unchecked == set()

@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from shared.catalog import read_catalog
-from shared.pubsub.names import WEBHOOKS_TOPIC_ID, batch_subscription_id, dead_letter_topic_id, workers_subscription_id
+from shared.pubsub.names import (
+    WEBHOOKS_TOPIC_ID,
+    batch_subscription_id,
+    dead_letter_topic_id,
+    workers_subscription_id,
+)
 from tests.infra.deploy.terraform import Plan
 
 MODELS = [model.name for model in read_catalog(Path("models.yaml")).models]
@@ -43,7 +48,12 @@ def test_no_role_but_the_least(plan: Plan) -> None:
 
 
 def test_nobody_is_everybody(plan: Plan) -> None:
-    members = [found["member"] for values in bindings(plan).values() for found in values if "member" in found]
+    members = [
+        found["member"]
+        for values in bindings(plan).values()
+        for found in values
+        if "member" in found
+    ]
     assert [member for member in members if member in ("allUsers", "allAuthenticatedUsers")] == []
 
 
@@ -66,7 +76,9 @@ def test_worker_publishes_what_it_answers_and_gives_up(plan: Plan) -> None:
     for found in plan.of("google_pubsub_topic_iam_member"):
         if found["member"].startswith("principal"):
             may.setdefault(found["member"].partition("/subject/")[2], set()).add(found["topic"])
-    assert may.pop("") == {topic for topic in topics if topic.startswith("inbox.")} | {WEBHOOKS_TOPIC_ID}
+    assert may.pop("") == {topic for topic in topics if topic.startswith("inbox.")} | {
+        WEBHOOKS_TOPIC_ID
+    }
     assert sorted(may.values()) == sorted({dead_letter_topic_id(name)} for name in MODELS)
 
 
@@ -75,7 +87,9 @@ def test_worker_pulls_only_the_jobs_of_its_model(plan: Plan) -> None:
     for found in plan.of("google_pubsub_subscription_iam_member"):
         if found["member"].startswith("principal://"):
             pulls.setdefault(found["member"], set()).add(found["subscription"])
-    jobs = {frozenset({workers_subscription_id(name), batch_subscription_id(name)}) for name in MODELS}
+    jobs = {
+        frozenset({workers_subscription_id(name), batch_subscription_id(name)}) for name in MODELS
+    }
     assert {frozenset(subscriptions) for subscriptions in pulls.values()} == jobs
 
 
@@ -84,8 +98,12 @@ def test_two_regions_have_two_of_everything_regional(plan: Plan) -> None:
         assert len(plan.of(kind)) == 2, kind
     names = {found["instance_id"] for found in plan.of("google_memorystore_instance")}
     assert names == {"penstock-europe-west1", "penstock-europe-west4", "penstock-records"}
-    assert len([s for s in plan.of("google_cloud_run_v2_service") if s["name"] == "penstock-api"]) == 2
+    assert (
+        len([s for s in plan.of("google_cloud_run_v2_service") if s["name"] == "penstock-api"]) == 2
+    )
 
 
 def test_buckets_cannot_be_public(plan: Plan) -> None:
-    assert {bucket["public_access_prevention"] for bucket in plan.of("google_storage_bucket")} == {"enforced"}
+    assert {bucket["public_access_prevention"] for bucket in plan.of("google_storage_bucket")} == {
+        "enforced"
+    }

@@ -1,4 +1,6 @@
-"""The runbook knows every alert that Terraform makes and no other, and names only metrics that are exported."""
+"""The runbook knows every alert that Terraform makes and no other, and names only metrics that are
+exported.
+"""
 
 from __future__ import annotations
 
@@ -39,15 +41,24 @@ def part(title: str) -> str:
 
 
 def test_every_alert_has_its_line(plan: Plan) -> None:
-    made = {policy["display_name"].removeprefix("penstock: ") for policy in plan.of("google_monitoring_alert_policy")}
+    made = {
+        policy["display_name"].removeprefix("penstock: ")
+        for policy in plan.of("google_monitoring_alert_policy")
+    }
     for model in read_catalog(Path("models.yaml")).models:
         made = {title.replace(f"{model.name}:", "MODEL:") for title in made}
-    explained = set(re.findall(r"^\| ([^|]+?) \|", part("What each alert means"), re.MULTILINE)) - {"alert", "---"}
+    explained = set(re.findall(r"^\| ([^|]+?) \|", part("What each alert means"), re.MULTILINE)) - {
+        "alert",
+        "---",
+    }
     assert explained - {"Budget"} == made
 
 
 def test_alerts_name_the_part_that_explains_them(plan: Plan) -> None:
-    said = {policy["documentation"][0]["content"] for policy in plan.of("google_monitoring_alert_policy")}
+    said = {
+        policy["documentation"][0]["content"]
+        for policy in plan.of("google_monitoring_alert_policy")
+    }
     assert said == {'See docs/operations.md, "What each alert means".'}
     assert part("What each alert means")
 

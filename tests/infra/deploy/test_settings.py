@@ -1,4 +1,6 @@
-"""Every process gets the settings that it knows, and all that it must be given; no other name is written anywhere."""
+"""Every process gets the settings that it knows, and all that it must be given; no other name is
+written anywhere.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,17 @@ LEFT_ALONE: dict[type[Settings], set[str]] = {
     },
     WorkerSettings: {
         *("PENSTOCK_LOG_LEVEL", "PENSTOCK_MEMORY_CACHE_BYTES", "PENSTOCK_MAX_OUTSTANDING_BYTES"),
-        *("PENSTOCK_ACK_DEADLINE_S", "PENSTOCK_MEMORY_BUDGET_BYTES", "PENSTOCK_THREADS", "PENSTOCK_SPOOL_MAX_BYTES"),
+        *(
+            "PENSTOCK_ACK_DEADLINE_S",
+            "PENSTOCK_MEMORY_BUDGET_BYTES",
+            "PENSTOCK_THREADS",
+            "PENSTOCK_SPOOL_MAX_BYTES",
+        ),
     },
 }
-"""What is right in a deployment as it is in the code; whoever adds a setting says here that it is, or gives it."""
+"""What is right in a deployment as it is in the code; whoever adds a setting says here that it is,
+or gives it.
+"""
 
 
 def variables(kind: type[Settings]) -> set[str]:
@@ -57,9 +66,13 @@ def test_regions_lease_inboxes_of_their_own(plan: Plan) -> None:
     for region in REGIONS:
         settings = api_settings(plan, region)
         first = int(settings.get("PENSTOCK_INBOX_FIRST") or 0)
-        leased += [f"inbox.{first + number}" for number in range(int(settings["PENSTOCK_INBOX_POOL"] or 0))]
+        leased += [
+            f"inbox.{first + number}" for number in range(int(settings["PENSTOCK_INBOX_POOL"] or 0))
+        ]
     assert sorted(leased) == sorted(
-        found["name"] for found in plan.of("google_pubsub_topic") if found["name"].startswith("inbox.")
+        found["name"]
+        for found in plan.of("google_pubsub_topic")
+        if found["name"].startswith("inbox.")
     )
 
 
@@ -70,10 +83,16 @@ def test_api_accepts_what_terraform_sets(plan: Plan, monkeypatch: pytest.MonkeyP
     assert (settings.project, settings.region, settings.reply_slots) == (PROJECT, "europe-west4", 2)
 
 
-def test_workers_know_and_accept_what_kubernetes_sets(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_know_and_accept_what_kubernetes_sets(
+    objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
     served = set()
     for deployment in workers(objects).values():
-        given = {name: v for name, v in settings_of(objects, deployment).items() if name.startswith("PENSTOCK_")}
+        given = {
+            name: v
+            for name, v in settings_of(objects, deployment).items()
+            if name.startswith("PENSTOCK_")
+        }
         assert set(given) <= variables(WorkerSettings)
         with monkeypatch.context() as environment:
             for name, value in given.items():
@@ -97,7 +116,11 @@ def test_functions_know_and_accept_what_terraform_sets(
     for name, value in given.items():
         monkeypatch.setenv(name, value or "redis://10.64.32.2:6379/0")
     settings = FunctionSettings()
-    assert (settings.project, settings.push_checked_by, settings.webhooks_private) == (PROJECT, "cloud-run", False)
+    assert (settings.project, settings.push_checked_by, settings.webhooks_private) == (
+        PROJECT,
+        "cloud-run",
+        False,
+    )
     assert settings.push_account == f"{service}-push@{PROJECT}.iam.gserviceaccount.com"
 
 
@@ -115,17 +138,29 @@ def test_workers_are_given_all_that_they_must_be(objects: Objects) -> None:
 
 
 def test_no_setting_is_misspelt_anywhere() -> None:
-    known = variables(ApiSettings) | variables(WorkerSettings) | variables(FunctionSettings) | OF_TESTS
+    known = (
+        variables(ApiSettings) | variables(WorkerSettings) | variables(FunctionSettings) | OF_TESTS
+    )
     files = subprocess.run(
-        ["git", "ls-files", "--", *WRITTEN_IN], capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=True
+        ["git", "ls-files", "--", *WRITTEN_IN],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_LIMIT_S,
+        check=True,
     )
     for file in files.stdout.split():
-        for name, family in re.findall(r"\b(PENSTOCK_[A-Z0-9_]*[A-Z0-9])(_\*)?", Path(file).read_text("utf-8")):
-            assert any(one.startswith(name) for one in known) if family else name in known, f"{file}: {name}"
+        for name, family in re.findall(
+            r"\b(PENSTOCK_[A-Z0-9_]*[A-Z0-9])(_\*)?", Path(file).read_text("utf-8")
+        ):
+            assert any(one.startswith(name) for one in known) if family else name in known, (
+                f"{file}: {name}"
+            )
 
 
 def test_pushes_are_made_for_their_function(plan: Plan) -> None:
-    services = {found["name"]: found["custom_audiences"] for found in plan.of("google_cloud_run_v2_service")}
+    services = {
+        found["name"]: found["custom_audiences"] for found in plan.of("google_cloud_run_v2_service")
+    }
     made_for = {
         token["audience"]
         for found in plan.of("google_pubsub_subscription")
@@ -139,15 +174,25 @@ def test_pushes_are_made_for_their_function(plan: Plan) -> None:
 
 def test_cloud_sets_what_the_stack_sets(plan: Plan, objects: Objects, tmp_path: Path) -> None:
     ports = Ports(8080, 8085, 9050, 6379, range(8091, 8093))
-    local = set(Stack(tmp_path, ports=ports).environment) - {REPLACED_BY["pubsub"], REPLACED_BY["bigquery"]}
+    local = set(Stack(tmp_path, ports=ports).environment) - {
+        REPLACED_BY["pubsub"],
+        REPLACED_BY["bigquery"],
+    }
     assert local <= set(api_settings(plan, "europe-west4"))
     for deployment in workers(objects).values():
-        assert local - {"PENSTOCK_PORT", "PENSTOCK_METRICS_PORT"} <= set(settings_of(objects, deployment))
+        assert local - {"PENSTOCK_PORT", "PENSTOCK_METRICS_PORT"} <= set(
+            settings_of(objects, deployment)
+        )
 
 
 def test_shared_settings_are_the_same_on_both_sides(plan: Plan, objects: Objects) -> None:
     of_api = api_settings(plan, "europe-west4")
     for deployment in workers(objects).values():
         of_worker = settings_of(objects, deployment)
-        for name in ("PENSTOCK_PROJECT", "PENSTOCK_REGION", "PENSTOCK_DATASET", "PENSTOCK_OBJECTS_URL"):
+        for name in (
+            "PENSTOCK_PROJECT",
+            "PENSTOCK_REGION",
+            "PENSTOCK_DATASET",
+            "PENSTOCK_OBJECTS_URL",
+        ):
             assert of_worker[name] == of_api[name]

@@ -33,7 +33,9 @@ def test_peak_and_mean_are_told_apart() -> None:
 def test_a_short_deadline_takes_more_workers() -> None:
     easy = plan_of(entry(), rates={"texts": rate(100)}).sites[0].workers[0]
     # A batch takes 0.16 s, the way 0.1 s: 40 ms are left to wait.
-    hard = plan_of(entry(deadline={"default_s": 0.3}), rates={"texts": rate(100)}).sites[0].workers[0]
+    hard = (
+        plan_of(entry(deadline={"default_s": 0.3}), rates={"texts": rate(100)}).sites[0].workers[0]
+    )
     assert (easy.processes_peak, hard.processes_peak) == (2, 6)
 
 
@@ -60,7 +62,10 @@ def test_what_was_measured_while_sharing_is_not_shared_again() -> None:
     four = entry(gpu={"type": "l4", "share": 4})
     alone = plan_of(four, rates={"texts": rate(100, seconds_per_item=0.01)}).sites[0].workers[0]
     together = rate(100, seconds_per_item=0.04, measured_share=4, kept_when_sharing=0.5)
-    assert plan_of(four, rates={"texts": together}).sites[0].workers[0].processes_peak == alone.processes_peak
+    assert (
+        plan_of(four, rates={"texts": together}).sites[0].workers[0].processes_peak
+        == alone.processes_peak
+    )
     costly = plan_of(four, rates={"texts": rate(100, kept_when_sharing=0.5)}).sites[0].workers[0]
     assert costly.service_s == pytest.approx(2 * alone.service_s)
 
@@ -86,8 +91,12 @@ IMAGE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("fields", "tokens", "items"), [({}, None, 16), ({}, 500.0, 4), (IMAGE, None, 2)])
-def test_batch_is_what_the_budget_holds(fields: dict[str, Any], tokens: float | None, items: int) -> None:
+@pytest.mark.parametrize(
+    ("fields", "tokens", "items"), [({}, None, 16), ({}, 500.0, 4), (IMAGE, None, 2)]
+)
+def test_batch_is_what_the_budget_holds(
+    fields: dict[str, Any], tokens: float | None, items: int
+) -> None:
     assert batch_items(entry(**fields), rate(tokens_per_item=tokens)) == items
 
 
@@ -96,37 +105,55 @@ def test_instances_of_the_api_hold_what_is_in_flight() -> None:
     plan = plan_of(entry(), rates={"texts": rate(1000)})
     assert plan.sites[0].api_peak == 4
     assert plan_of(entry(), rates={"texts": rate(1000, hit_share=1)}).sites[0].api_peak == 1
-    assert plan_of(entry(), rates={"texts": rate(1000)}, api_requests_per_s=100).sites[0].api_peak == 10
+    assert (
+        plan_of(entry(), rates={"texts": rate(1000)}, api_requests_per_s=100).sites[0].api_peak
+        == 10
+    )
 
 
 def test_regions_are_sized_for_their_share() -> None:
     platform = Platform().in_regions(["europe-west4", "us-central1"])
     plan = plan_of(
-        entry(), rates={"texts": rate(1000)}, platform=platform, regions={"europe-west4": 0.9, "us-central1": 0.1}
+        entry(),
+        rates={"texts": rate(1000)},
+        platform=platform,
+        regions={"europe-west4": 0.9, "us-central1": 0.1},
     )
     assert [site.pools[0].nodes_peak for site in plan.sites] == [13, 2]
 
 
 def test_shares_of_other_regions_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="us-east1 are not the regions of the plan: europe-west4"):
+    with pytest.raises(
+        ConfigurationError, match="us-east1 are not the regions of the plan: europe-west4"
+    ):
         plan_of(entry(), rates={"texts": rate()}, regions={"us-east1": 1.0})
 
 
 @settings(deadline=None)
 @given(rates, st.integers(1, 48), st.floats(0.0001, 0.02))
-def test_sharing_never_takes_more_gpus_where_the_deadline_is_long(per_s: float, share: int, seconds: float) -> None:
+def test_sharing_never_takes_more_gpus_where_the_deadline_is_long(
+    per_s: float, share: int, seconds: float
+) -> None:
     asked = {"texts": rate(per_s, seconds_per_item=seconds)}
     long = {"default_s": 200}
     alone = plan_of(entry(deadline=long), rates=asked).sites[0].pools[0].nodes_peak
-    shared = plan_of(entry(deadline=long, gpu={"type": "l4", "share": share}), rates=asked).sites[0].pools[0].nodes_peak
+    shared = (
+        plan_of(entry(deadline=long, gpu={"type": "l4", "share": share}), rates=asked)
+        .sites[0]
+        .pools[0]
+        .nodes_peak
+    )
     assert 1 <= shared <= alone
 
 
 @settings(deadline=None)
 @given(rates, st.floats(1, 5), st.floats(0, 1))
-def test_more_requests_never_take_fewer_of_anything(per_s: float, times: float, hits: float) -> None:
+def test_more_requests_never_take_fewer_of_anything(
+    per_s: float, times: float, hits: float
+) -> None:
     few, many = (
-        plan_of(entry(), rates={"texts": rate(asked, hit_share=hits)}).sites[0] for asked in (per_s, per_s * times)
+        plan_of(entry(), rates={"texts": rate(asked, hit_share=hits)}).sites[0]
+        for asked in (per_s, per_s * times)
     )
     assert few.workers[0].pods_peak <= many.workers[0].pods_peak
     assert few.pools[0].nodes_peak <= many.pools[0].nodes_peak
@@ -138,6 +165,7 @@ def test_more_requests_never_take_fewer_of_anything(per_s: float, times: float, 
 def test_more_hits_never_take_more_workers(per_s: float, one: float, other: float) -> None:
     low, high = sorted((one, other))
     many, few = (
-        plan_of(entry(), rates={"texts": rate(per_s, hit_share=hits)}).sites[0].workers[0] for hits in (low, high)
+        plan_of(entry(), rates={"texts": rate(per_s, hit_share=hits)}).sites[0].workers[0]
+        for hits in (low, high)
     )
     assert few.pods_peak <= many.pods_peak

@@ -11,7 +11,9 @@ from tests.limits import WAIT_LIMIT_S
 
 
 class Endpoint:
-    """`answers` are used up one for each POST, the last one for ever; `next_post` waits with a limit."""
+    """`answers` are used up one for each POST, the last one for ever; `next_post` waits with a
+    limit.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -37,7 +39,9 @@ def listening_endpoint() -> Iterator[Endpoint]:
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            endpoint.posts.put((self.path, {key.lower(): value for key, value in self.headers.items()}, body))
+            endpoint.posts.put(
+                (self.path, {key.lower(): value for key, value in self.headers.items()}, body)
+            )
             status = endpoint.next_status()
             self.send_response(status)
             if status >= 200 and status != 204:

@@ -9,7 +9,7 @@ from tests.limits import WAIT_LIMIT_S
 
 
 class KeptServer:
-    """A server process on one port and one directory, which `kill` and `start` may take turns at."""
+    """A server process on one port and one directory; `kill` and `start` may take turns at it."""
 
     def __init__(self, data_dir: Path) -> None:
         self.port = free_port()

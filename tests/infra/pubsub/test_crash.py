@@ -1,4 +1,6 @@
-"""A real server on a directory, killed in the middle of traffic and started again, seen by Google's client."""
+"""A real server on a directory, killed in the middle of traffic and started again, seen by Google's
+client.
+"""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -17,9 +19,15 @@ from tests.infra.pubsub.kept_server import KeptServer
 from tests.infra.pubsub.wire import connect
 from tests.limits import WAIT_LIMIT_S
 
-TOPIC, SUBSCRIPTION, SECOND = "projects/p/topics/jobs", "projects/p/subscriptions/one", "projects/p/subscriptions/two"
+TOPIC, SUBSCRIPTION, SECOND = (
+    "projects/p/topics/jobs",
+    "projects/p/subscriptions/one",
+    "projects/p/subscriptions/two",
+)
 # As the client's own, which waits up to a minute between two tries.
-PUBLISH_AGAIN = Retry(if_exception_type(ServiceUnavailable), initial=0.1, maximum=0.3, timeout=WAIT_LIMIT_S)
+PUBLISH_AGAIN = Retry(
+    if_exception_type(ServiceUnavailable), initial=0.1, maximum=0.3, timeout=WAIT_LIMIT_S
+)
 
 
 @pytest.fixture
@@ -70,17 +78,24 @@ def make(server: KeptServer) -> None:
             subscriber.create_subscription(name=path, topic=TOPIC)
 
 
-def test_every_answered_publish_is_delivered_though_the_server_is_killed_in_traffic(kept_server: KeptServer) -> None:
+def test_every_answered_publish_is_delivered_though_the_server_is_killed_in_traffic(
+    kept_server: KeptServer,
+) -> None:
     make(kept_server)
     first, second = Received(), Received()
     answered: set[str] = set()
     with PublisherClient() as publisher:
         for _ in range(2):
-            # Not open while the server is away: the client takes up to ten seconds to come back to a stream.
+            # Not open while the server is away: the client takes up to ten seconds to come back to
+            # a stream.
             with received_by(SUBSCRIPTION, first.take):
-                futures = [publisher.publish(TOPIC, b"x" * 200, retry=PUBLISH_AGAIN) for _ in range(500)]
+                futures = [
+                    publisher.publish(TOPIC, b"x" * 200, retry=PUBLISH_AGAIN) for _ in range(500)
+                ]
                 futures[-100].result(timeout=WAIT_LIMIT_S)
-            futures += [publisher.publish(TOPIC, b"x" * 200, retry=PUBLISH_AGAIN) for _ in range(1500)]
+            futures += [
+                publisher.publish(TOPIC, b"x" * 200, retry=PUBLISH_AGAIN) for _ in range(1500)
+            ]
             futures[-1200].result(timeout=WAIT_LIMIT_S)
             kept_server.kill()
             kept_server.start()
@@ -93,7 +108,9 @@ def test_every_answered_publish_is_delivered_though_the_server_is_killed_in_traf
 
 
 @pytest.mark.anyio
-async def test_what_was_acked_before_an_answered_publish_does_not_come_again(kept_server: KeptServer) -> None:
+async def test_what_was_acked_before_an_answered_publish_does_not_come_again(
+    kept_server: KeptServer,
+) -> None:
     async with connect(kept_server.endpoint) as wire:
         await wire.topic(TOPIC)
         await wire.subscription(SUBSCRIPTION, TOPIC)
@@ -108,7 +125,9 @@ async def test_what_was_acked_before_an_answered_publish_does_not_come_again(kep
 
 
 @pytest.mark.anyio
-async def test_confirmed_ack_of_exactly_once_delivery_outlives_the_server(kept_server: KeptServer) -> None:
+async def test_confirmed_ack_of_exactly_once_delivery_outlives_the_server(
+    kept_server: KeptServer,
+) -> None:
     async with connect(kept_server.endpoint) as wire:
         await wire.topic(TOPIC)
         await wire.subscription(SUBSCRIPTION, TOPIC, enable_exactly_once_delivery=True)
@@ -125,16 +144,24 @@ async def test_confirmed_ack_of_exactly_once_delivery_outlives_the_server(kept_s
     kept_server.start()
     async with connect(kept_server.endpoint) as wire:
         await wire.publish(TOPIC, "c")
-        assert [each.message.data for each in (await wire.pull(SUBSCRIPTION)).received_messages] == [b"c"]
+        assert [
+            each.message.data for each in (await wire.pull(SUBSCRIPTION)).received_messages
+        ] == [b"c"]
 
 
 def test_ordered_publishes_come_in_order_after_a_kill(kept_server: KeptServer) -> None:
     options = PublisherOptions(enable_message_ordering=True)
     with PublisherClient(publisher_options=options) as publisher, SubscriberClient() as subscriber:
         publisher.create_topic(name=TOPIC)
-        request: dict[str, Any] = {"name": SUBSCRIPTION, "topic": TOPIC, "enable_message_ordering": True}
+        request: dict[str, Any] = {
+            "name": SUBSCRIPTION,
+            "topic": TOPIC,
+            "enable_message_ordering": True,
+        }
         subscriber.create_subscription(request=request)
-        futures = [publisher.publish(TOPIC, str(number).encode(), ordering_key="k") for number in range(30)]
+        futures = [
+            publisher.publish(TOPIC, str(number).encode(), ordering_key="k") for number in range(30)
+        ]
         for future in futures:
             future.result(timeout=WAIT_LIMIT_S)
     kept_server.kill()

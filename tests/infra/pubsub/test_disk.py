@@ -17,7 +17,12 @@ from infra.emulators.pubsub.server import PubsubServer, serve
 from infra.emulators.pubsub.state.timers import Timers
 from infra.emulators.pubsub.state.topic import Topic
 from infra.emulators.pubsub.storage.changes import Changes
-from infra.emulators.pubsub.storage.database import FILE_NAME, Database, WriteFailed, opened_database
+from infra.emulators.pubsub.storage.database import (
+    FILE_NAME,
+    Database,
+    WriteFailed,
+    opened_database,
+)
 from infra.emulators.pubsub.storage.durable import DurableJournal
 from tests.infra.pubsub.kept_server import KeptServer
 from tests.infra.pubsub.wire import Wire, connect, until
@@ -30,7 +35,9 @@ MIB = 1024**2
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits another process's files by prlimit")
 @pytest.mark.anyio
-async def test_full_disk_refuses_and_loses_nothing_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+async def test_full_disk_refuses_and_loses_nothing_and_goes_on_when_there_is_room(
+    tmp_path: Path,
+) -> None:
     server = KeptServer(tmp_path)
     process = psutil.Process(server.start())
     answered: list[str] = []
@@ -56,7 +63,10 @@ async def test_full_disk_refuses_and_loses_nothing_and_goes_on_when_there_is_roo
         async with connect(server.endpoint) as wire:
             again: list[str] = []
             while len(again) < len(answered) - len(leased):
-                again += [each.message.message_id for each in (await wire.pull(SUBSCRIPTION)).received_messages]
+                again += [
+                    each.message.message_id
+                    for each in (await wire.pull(SUBSCRIPTION)).received_messages
+                ]
             assert again == answered[len(leased) :]
     finally:
         server.kill()
@@ -77,7 +87,9 @@ class FullDatabase(Database):
 async def test_failed_commit_takes_back_what_is_published_and_nothing_else(tmp_path: Path) -> None:
     with opened_database(tmp_path, fsync=False):
         pass
-    with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None, check_same_thread=False)) as connection:
+    with closing(
+        sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None, check_same_thread=False)
+    ) as connection:
         database = FullDatabase(connection)
         world = KeptWorld(database)
         world.topic()
@@ -119,14 +131,20 @@ class SlowDatabase(Database):
 
 
 @pytest.mark.anyio
-async def test_disk_that_does_not_answer_refuses_in_time_and_what_waits_is_written_when_it_does(tmp_path: Path) -> None:
+async def test_disk_that_does_not_answer_refuses_in_time_and_what_waits_is_written_when_it_does(
+    tmp_path: Path,
+) -> None:
     answers = threading.Event()
     with opened_database(tmp_path, fsync=False):
         pass
-    with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None, check_same_thread=False)) as connection:
+    with closing(
+        sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None, check_same_thread=False)
+    ) as connection:
         journal = DurableJournal(SlowDatabase(connection, answers), commit_limit_s=0.05)
         async with journal.running(lambda sequences: None):
-            journal.save(Topic(message_class("Topic")(name=TOPIC), Timers(time.time), journal, holder=1))
+            journal.save(
+                Topic(message_class("Topic")(name=TOPIC), Timers(time.time), journal, holder=1)
+            )
             with pytest.raises(ServerUnavailable, match=r"the disk took longer than 0\.05 s"):
                 await journal.committed()
             with pytest.raises(ServerUnavailable):
@@ -200,7 +218,9 @@ async def test_directory_of_a_running_server_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_file_of_something_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / FILE_NAME).write_text("not a database, but more than a hundred bytes of something else. " * 20)
+    (tmp_path / FILE_NAME).write_text(
+        "not a database, but more than a hundred bytes of something else. " * 20
+    )
     with pytest.raises(OSError, match="file is not a database"):
         async with serve(data_dir=tmp_path):
             pass
@@ -232,7 +252,9 @@ async def test_fsync_keeps_the_same(tmp_path: Path) -> None:
         await wire.subscription(SUBSCRIPTION, TOPIC)
         await wire.publish(TOPIC, "a")
     async with serve(data_dir=tmp_path, fsync=True) as server, connect(server.endpoint) as wire:
-        assert [each.message.data for each in (await wire.pull(SUBSCRIPTION)).received_messages] == [b"a"]
+        assert [
+            each.message.data for each in (await wire.pull(SUBSCRIPTION)).received_messages
+        ] == [b"a"]
 
 
 def test_more_than_the_disk_keeps_up_with_is_refused(kept: KeptWorld) -> None:

@@ -61,7 +61,10 @@ def test_earlier_id_is_refused_while_a_newer_delivery_is_out(once: World) -> Non
 
 
 def test_malformed_id_is_refused_like_an_expired_one(once: World) -> None:
-    request = {"subscription": "projects/test-project/subscriptions/workers", "ack_ids": ["nonsense"]}
+    request = {
+        "subscription": "projects/test-project/subscriptions/workers",
+        "ack_ids": ["nonsense"],
+    }
     with pytest.raises(AckIdsRefused) as refusal:
         once.call("Acknowledge", "AcknowledgeRequest", **request)
     assert refusal.value.reasons == {"nonsense": INVALID_ACK_ID}
@@ -70,5 +73,7 @@ def test_malformed_id_is_refused_like_an_expired_one(once: World) -> None:
 def test_push_and_exactly_once_exclude_each_other(once: World) -> None:
     with pytest.raises(InvalidArgument, match="pull subscriptions only"):
         once.subscription(
-            "pushed", enable_exactly_once_delivery=True, push_config={"push_endpoint": "http://localhost:1/x"}
+            "pushed",
+            enable_exactly_once_delivery=True,
+            push_config={"push_endpoint": "http://localhost:1/x"},
         )

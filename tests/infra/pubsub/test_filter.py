@@ -24,7 +24,11 @@ MESSAGES: dict[int, dict[str, str]] = {
 
 def kept(text: str) -> list[int]:
     tree = parse_filter(text)
-    return [number for number, attributes in MESSAGES.items() if tree is None or tree.matches(attributes)]
+    return [
+        number
+        for number, attributes in MESSAGES.items()
+        if tree is None or tree.matches(attributes)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +50,10 @@ def kept(text: str) -> list[int]:
         ("", list(MESSAGES)),
         ("   ", list(MESSAGES)),
         ('attributes.lang="en" AND attributes.name="com" AND attributes:timezone', [1]),
-        ('attributes.name = "co" OR attributes.name = "net" OR attributes.name = "org"', [2, 3, 5, 6, 7]),
+        (
+            'attributes.name = "co" OR attributes.name = "net" OR attributes.name = "org"',
+            [2, 3, 5, 6, 7],
+        ),
         ('attributes.lang = "jp" AND (attributes:name OR NOT attributes:timezone)', [7, 10]),
         ('((attributes.name = "co"))', [7]),
         ("-(attributes:lang)", [9, 11, 12]),
@@ -147,7 +154,9 @@ def test_filtered_subscription_gets_only_what_matches(world: World) -> None:
     world.subscription("slot-1", filter='attributes.slot = "1"')
     world.subscription("slot-2", filter='attributes.slot = "2"')
     world.subscription("prefixed", filter='hasPrefix(attributes.slot, "1")')
-    world.publish(message("a", slot="1"), message("b", slot="2"), message("c", slot="11"), message("d"))
+    world.publish(
+        message("a", slot="1"), message("b", slot="2"), message("c", slot="11"), message("d")
+    )
     assert world.pull_data("slot-1") == ["a"]
     assert world.pull_data("slot-2") == ["b"]
     assert world.pull_data("prefixed") == ["a", "c"]

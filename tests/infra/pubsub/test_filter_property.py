@@ -1,4 +1,6 @@
-"""The filter against a second reading of the language: trees printed as text must evaluate as the trees do."""
+"""The filter against a second reading of the language: trees printed as text must evaluate as the
+trees do.
+"""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -80,7 +82,11 @@ def conditions(draw: st.DrawFn) -> Expression:
 
 
 def parenthesised(expression: Expression) -> str:
-    return expression.text if expression.truth[0] in ("has", "=", "!=", "prefix") else f"({expression.text})"
+    return (
+        expression.text
+        if expression.truth[0] in ("has", "=", "!=", "prefix")
+        else f"({expression.text})"
+    )
 
 
 @st.composite
@@ -88,7 +94,9 @@ def compounds(draw: st.DrawFn, parts: st.SearchStrategy[Expression]) -> Expressi
     kind = draw(st.sampled_from(["not", "and", "or"]))
     if kind == "not":
         part = draw(parts)
-        return Expression(draw(st.sampled_from(["NOT ", "-"])) + parenthesised(part), ("not", part.truth))
+        return Expression(
+            draw(st.sampled_from(["NOT ", "-"])) + parenthesised(part), ("not", part.truth)
+        )
     operands = draw(st.lists(parts, min_size=2, max_size=3))
     text = f" {kind.upper()} ".join(
         # A negation binds tighter than AND and OR, so it may stand there without parentheses.
@@ -105,7 +113,9 @@ expressions = st.recursive(conditions(), compounds, max_leaves=5).filter(
 
 @settings(deadline=None)
 @given(expressions, attribute_maps)
-def test_printed_filter_evaluates_as_its_tree(expression: Expression, attributes: dict[str, str]) -> None:
+def test_printed_filter_evaluates_as_its_tree(
+    expression: Expression, attributes: dict[str, str]
+) -> None:
     tree = parse_filter(expression.text)
     assert tree is not None
     assert tree.matches(attributes) == expression.is_true(attributes)
@@ -113,7 +123,9 @@ def test_printed_filter_evaluates_as_its_tree(expression: Expression, attributes
 
 @settings(deadline=None)
 @given(expressions, attribute_maps)
-def test_redundant_parentheses_change_nothing(expression: Expression, attributes: dict[str, str]) -> None:
+def test_redundant_parentheses_change_nothing(
+    expression: Expression, attributes: dict[str, str]
+) -> None:
     text = f"(({expression.text}))"
     if len(text.encode()) <= 256:
         tree = parse_filter(text)
@@ -128,7 +140,11 @@ def test_mutated_filter_parses_or_is_refused(expression: Expression, data: st.Da
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(text)))
         cut = data.draw(st.integers(0, 3))
-        piece = data.draw(st.sampled_from(["", "(", ")", '"', "\\", "AND", " OR ", "-", ".", ":", "=", "é", "\x00"]))
+        piece = data.draw(
+            st.sampled_from(
+                ["", "(", ")", '"', "\\", "AND", " OR ", "-", ".", ":", "=", "é", "\x00"]
+            )
+        )
         text = text[:at] + piece + text[at + cut :]
     with suppress(InvalidArgument):
         tree = parse_filter(text)

@@ -87,7 +87,10 @@ def test_acking_twice_is_no_error(world: World) -> None:
 def test_malformed_ack_id_is_refused_and_nothing_is_acked(world: World, ack_id: str) -> None:
     world.publish("a")
     (pulled,) = world.pull()
-    request = {"subscription": "projects/test-project/subscriptions/workers", "ack_ids": [pulled.ack_id, ack_id]}
+    request = {
+        "subscription": "projects/test-project/subscriptions/workers",
+        "ack_ids": [pulled.ack_id, ack_id],
+    }
     with pytest.raises(InvalidArgument, match="invalid ack ID"):
         world.call("Acknowledge", "AcknowledgeRequest", **request)
     world.advance(10)
@@ -105,7 +108,10 @@ def test_ack_id_from_the_future_does_nothing(world: World) -> None:
     world.publish("a")
     (pulled,) = world.pull()
     prefix, number, _ = pulled.ack_id.split(".")
-    request = {"subscription": "projects/test-project/subscriptions/workers", "ack_ids": [f"{prefix}.{number}.9"]}
+    request = {
+        "subscription": "projects/test-project/subscriptions/workers",
+        "ack_ids": [f"{prefix}.{number}.9"],
+    }
     world.call("Acknowledge", "AcknowledgeRequest", **request)
     world.advance(10)
     assert world.pull_data() == ["a"]
@@ -168,4 +174,6 @@ def test_two_nacks_of_one_message_in_one_request_are_one(world: World) -> None:
 @pytest.mark.parametrize("name", ["Acknowledge", "ModifyAckDeadline"])
 def test_request_without_ack_ids_is_refused(world: World, name: str) -> None:
     with pytest.raises(InvalidArgument, match="No ack ids"):
-        world.call(name, f"{name}Request", subscription="projects/test-project/subscriptions/workers")
+        world.call(
+            name, f"{name}Request", subscription="projects/test-project/subscriptions/workers"
+        )

@@ -54,7 +54,9 @@ def test_expired_lease_keeps_the_order() -> None:
 
 
 def test_backoff_of_the_oldest_holds_its_key_only() -> None:
-    world = ordered_world(retry_policy={"minimum_backoff": {"seconds": 5}, "maximum_backoff": {"seconds": 5}})
+    world = ordered_world(
+        retry_policy={"minimum_backoff": {"seconds": 5}, "maximum_backoff": {"seconds": 5}}
+    )
     publish(world, "k", "k1", "k2")
     world.nack(world.pull())
     publish(world, "l", "l1")
@@ -89,7 +91,9 @@ def test_seek_back_redelivers_the_key_from_the_older_message() -> None:
     second = world.pull()
     assert [each.data for each in second] == ["2"]
     subscription = "projects/test-project/subscriptions/workers"
-    world.call("Seek", "SeekRequest", subscription=subscription, time={"seconds": int(world.now_s) - 1})
+    world.call(
+        "Seek", "SeekRequest", subscription=subscription, time={"seconds": int(world.now_s) - 1}
+    )
     seen = []
     while pulled := world.pull():
         seen += [each.data for each in pulled]

@@ -33,17 +33,31 @@ def test_attributes_alone_are_a_message(world: World) -> None:
         ([message("x"), message()], "messages in the publish request are empty"),
         ([message("x" * (10 * 1024 * 1024))], "exceeds the limit: 10485760 bytes"),
         ([PubsubMessage(attributes={"": "v"})], "attribute key size in bytes is too small"),
-        ([PubsubMessage(attributes={"k" * 257: "v"})], "attribute key size in bytes is too large. You passed 257 "),
-        ([PubsubMessage(attributes={"é" * 129: "v"})], "attribute key size in bytes is too large. You passed 258 "),
-        ([PubsubMessage(attributes={"k": "v" * 1025})], "attribute value size in bytes is too large"),
-        ([PubsubMessage(attributes={f"k{i}": "v" for i in range(101)})], "attribute_count is too large"),
+        (
+            [PubsubMessage(attributes={"k" * 257: "v"})],
+            "attribute key size in bytes is too large. You passed 257 ",
+        ),
+        (
+            [PubsubMessage(attributes={"é" * 129: "v"})],
+            "attribute key size in bytes is too large. You passed 258 ",
+        ),
+        (
+            [PubsubMessage(attributes={"k": "v" * 1025})],
+            "attribute value size in bytes is too large",
+        ),
+        (
+            [PubsubMessage(attributes={f"k{i}": "v" for i in range(101)})],
+            "attribute_count is too large",
+        ),
         ([PubsubMessage(attributes={"google": "v"})], "must not begin with 'goog'"),
         ([message("x", ordering_key="k" * 1025)], "ordering_key size in bytes is too large"),
         ([message("x", ordering_key="k"), message("x", ordering_key="l")], "same ordering key"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-def test_publish_out_of_bounds_is_refused_whole(world: World, messages: list[PubsubMessage], reason: str) -> None:
+def test_publish_out_of_bounds_is_refused_whole(
+    world: World, messages: list[PubsubMessage], reason: str
+) -> None:
     with pytest.raises(InvalidArgument) as refusal:
         world.publish(*messages)
     assert reason in str(refusal.value)

@@ -51,7 +51,9 @@ async def test_pull_of_nothing_is_refused(wire: Wire, max_messages: int) -> None
     assert "max_messages" in str(error.value.details())
 
 
-async def test_waiting_pull_ends_with_not_found_when_the_subscription_goes(wire: Wire, server: PubsubServer) -> None:
+async def test_waiting_pull_ends_with_not_found_when_the_subscription_goes(
+    wire: Wire, server: PubsubServer
+) -> None:
     await wire.subscription(SUBSCRIPTION, TOPIC)
     pull = asyncio.create_task(wire.pull(SUBSCRIPTION))
     backlog = server.broker.registry.subscriptions[SUBSCRIPTION].backlog

@@ -1,4 +1,4 @@
-"""Push to a real HTTP server: both payload forms, which answers ack, and what follows the others."""
+"""Push to a real HTTP server: both payload forms, which answers ack, what follows the others."""
 
 import asyncio
 import base64
@@ -36,7 +36,9 @@ async def next_post(endpoint: Endpoint) -> tuple[str, dict[str, str], bytes]:
 
 
 async def modify_push(wire: Wire, **push_config: Any) -> None:
-    request = message_class("ModifyPushConfigRequest")(subscription=SUBSCRIPTION, push_config=push_config)
+    request = message_class("ModifyPushConfigRequest")(
+        subscription=SUBSCRIPTION, push_config=push_config
+    )
     await wire.call("Subscriber", "ModifyPushConfig", request, "Empty")
 
 
@@ -61,7 +63,9 @@ async def test_message_arrives_in_the_envelope_and_is_acked(
     await until(lambda: is_settled(server))
 
 
-async def test_unwrapped_message_is_the_body(wire: Wire, server: PubsubServer, endpoint: Endpoint) -> None:
+async def test_unwrapped_message_is_the_body(
+    wire: Wire, server: PubsubServer, endpoint: Endpoint
+) -> None:
     push_config = {"push_endpoint": endpoint.url, "no_wrapper": {}}
     await wire.subscription(SUBSCRIPTION, TOPIC, push_config=push_config)
     await wire.publish(TOPIC, "hello", attributes={"model": "m"})
@@ -77,7 +81,13 @@ async def test_unwrapped_message_carries_its_metadata_as_headers_if_asked(
 ) -> None:
     push_config = {"push_endpoint": endpoint.url, "no_wrapper": {"write_metadata": True}}
     await wire.subscription(SUBSCRIPTION, TOPIC, push_config=push_config)
-    attributes = {"model": "m", "not a token": "x", "newline": "a\r\nb", "content-length": "99", "Content-Type": "a/b"}
+    attributes = {
+        "model": "m",
+        "not a token": "x",
+        "newline": "a\r\nb",
+        "content-length": "99",
+        "Content-Type": "a/b",
+    }
     (message_id,) = await wire.publish(TOPIC, "hello", attributes=attributes, ordering_key="k")
     _, headers, body = await next_post(endpoint)
     assert body == b"hello"
@@ -93,7 +103,9 @@ async def test_unwrapped_message_carries_its_metadata_as_headers_if_asked(
 
 
 @pytest.mark.parametrize("status", [102, 200, 201, 202, 204])
-async def test_status_that_acks(wire: Wire, server: PubsubServer, endpoint: Endpoint, status: int) -> None:
+async def test_status_that_acks(
+    wire: Wire, server: PubsubServer, endpoint: Endpoint, status: int
+) -> None:
     endpoint.answers = [status]
     await wire.subscription(SUBSCRIPTION, TOPIC, push_config={"push_endpoint": endpoint.url})
     await wire.publish(TOPIC, "a")
@@ -114,7 +126,9 @@ async def test_status_that_does_not_ack_brings_the_message_again(
     await until(lambda: is_settled(server))
 
 
-async def test_repeated_failure_is_dead_lettered_with_its_attempts(wire: Wire, endpoint: Endpoint) -> None:
+async def test_repeated_failure_is_dead_lettered_with_its_attempts(
+    wire: Wire, endpoint: Endpoint
+) -> None:
     endpoint.answers = [500]
     dead = "projects/p/topics/dead"
     await wire.topic(dead)
@@ -124,7 +138,10 @@ async def test_repeated_failure_is_dead_lettered_with_its_attempts(wire: Wire, e
         TOPIC,
         push_config={"push_endpoint": endpoint.url},
         dead_letter_policy={"dead_letter_topic": dead, "max_delivery_attempts": 5},
-        retry_policy={"minimum_backoff": {"nanos": 1_000_000}, "maximum_backoff": {"nanos": 1_000_000}},
+        retry_policy={
+            "minimum_backoff": {"nanos": 1_000_000},
+            "maximum_backoff": {"nanos": 1_000_000},
+        },
     )
     await wire.publish(TOPIC, "a")
     bodies = [json.loads((await next_post(endpoint))[2]) for _ in range(5)]
@@ -144,7 +161,10 @@ async def test_unreachable_endpoint_is_tried_again_until_it_listens(
     backlog = server.broker.registry.subscriptions[SUBSCRIPTION].backlog
     await until(lambda: backlog.attempts_of_oldest >= 2)
     await modify_push(wire, push_endpoint=endpoint.url)
-    assert json.loads((await next_post(endpoint))[2])["message"]["data"] == base64.b64encode(b"a").decode()
+    assert (
+        json.loads((await next_post(endpoint))[2])["message"]["data"]
+        == base64.b64encode(b"a").decode()
+    )
 
 
 async def test_connection_is_kept_for_the_next_post(endpoint: Endpoint) -> None:
@@ -176,7 +196,9 @@ async def test_post_on_a_connection_that_the_other_side_closed_goes_over_a_new_o
 async def test_post_that_was_cut_off_leaves_no_connection_to_reuse() -> None:
     connections = 0
 
-    async def answer_from_the_second_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer_from_the_second_on(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         nonlocal connections
         connections += 1
         if connections > 1:
@@ -196,7 +218,9 @@ async def test_post_that_was_cut_off_leaves_no_connection_to_reuse() -> None:
         connection.close()
 
 
-async def test_garbage_instead_of_http_counts_as_a_failure(wire: Wire, server: PubsubServer) -> None:
+async def test_garbage_instead_of_http_counts_as_a_failure(
+    wire: Wire, server: PubsubServer
+) -> None:
     async def talk_nonsense(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
         writer.write(b"\x00nonsense\r\n\r\n")
@@ -205,13 +229,17 @@ async def test_garbage_instead_of_http_counts_as_a_failure(wire: Wire, server: P
     listener = await asyncio.start_server(talk_nonsense, "127.0.0.1", 0)
     async with listener:
         port = listener.sockets[0].getsockname()[1]
-        await wire.subscription(SUBSCRIPTION, TOPIC, push_config={"push_endpoint": f"http://127.0.0.1:{port}/"})
+        await wire.subscription(
+            SUBSCRIPTION, TOPIC, push_config={"push_endpoint": f"http://127.0.0.1:{port}/"}
+        )
         await wire.publish(TOPIC, "a")
         backlog = server.broker.registry.subscriptions[SUBSCRIPTION].backlog
         await until(lambda: backlog.attempts_of_oldest >= 2)
 
 
-async def test_turning_to_pull_stops_the_pushes(wire: Wire, server: PubsubServer, endpoint: Endpoint) -> None:
+async def test_turning_to_pull_stops_the_pushes(
+    wire: Wire, server: PubsubServer, endpoint: Endpoint
+) -> None:
     await wire.subscription(SUBSCRIPTION, TOPIC, push_config={"push_endpoint": endpoint.url})
     await wire.publish(TOPIC, "pushed")
     await next_post(endpoint)
@@ -223,7 +251,9 @@ async def test_turning_to_pull_stops_the_pushes(wire: Wire, server: PubsubServer
     assert endpoint.posts.empty()
 
 
-async def test_deleted_subscription_pushes_no_more(wire: Wire, server: PubsubServer, endpoint: Endpoint) -> None:
+async def test_deleted_subscription_pushes_no_more(
+    wire: Wire, server: PubsubServer, endpoint: Endpoint
+) -> None:
     endpoint.answers = [500]
     await wire.subscription(SUBSCRIPTION, TOPIC, push_config={"push_endpoint": endpoint.url})
     await wire.publish(TOPIC, "a")

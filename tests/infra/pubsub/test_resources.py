@@ -23,7 +23,12 @@ def get(world: World, subscription_id: str = "workers") -> Any:
 def update(world: World, *paths: str, **fields: Any) -> Any:
     subscription = {"name": subscription_path("workers"), **fields}
     mask = {"paths": list(paths)}
-    return world.call("UpdateSubscription", "UpdateSubscriptionRequest", subscription=subscription, update_mask=mask)
+    return world.call(
+        "UpdateSubscription",
+        "UpdateSubscriptionRequest",
+        subscription=subscription,
+        update_mask=mask,
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +68,9 @@ def test_defaults_are_the_services(world: World) -> None:
 
 
 def test_second_of_a_name_is_refused(world: World) -> None:
-    with pytest.raises(ResourceExists, match=r"Resource already exists in the project \(resource=jobs\)\."):
+    with pytest.raises(
+        ResourceExists, match=r"Resource already exists in the project \(resource=jobs\)\."
+    ):
         world.topic()
     with pytest.raises(ResourceExists, match=r"\(resource=workers\)"):
         world.subscription()
@@ -78,17 +85,23 @@ def test_subscription_needs_its_topic() -> None:
 def test_ack_deadline_out_of_range_is_refused(deadline_s: int) -> None:
     world = World()
     world.topic()
-    with pytest.raises(InvalidArgument, match=f"ack_deadline_seconds is too .* You passed {deadline_s} "):
+    with pytest.raises(
+        InvalidArgument, match=f"ack_deadline_seconds is too .* You passed {deadline_s} "
+    ):
         world.subscription(ack_deadline_seconds=deadline_s)
 
 
-@pytest.mark.parametrize("labels", [{"Upper": "x"}, {"1digit": "x"}, {"k": "Upper"}, {"k" * 64: ""}])
+@pytest.mark.parametrize(
+    "labels", [{"Upper": "x"}, {"1digit": "x"}, {"k": "Upper"}, {"k" * 64: ""}]
+)
 def test_invalid_labels_are_refused(labels: dict[str, str]) -> None:
     with pytest.raises(InvalidArgument, match="label"):
         World().topic(labels=labels)
 
 
-@pytest.mark.parametrize("endpoint", ["ftp://x/y", "localhost:80", "http://", "http://h:99999/", "http://[::1"])
+@pytest.mark.parametrize(
+    "endpoint", ["ftp://x/y", "localhost:80", "http://", "http://h:99999/", "http://[::1"]
+)
 def test_invalid_push_endpoint_is_refused(endpoint: str) -> None:
     world = World()
     world.topic()
@@ -128,9 +141,13 @@ def test_update_of_one_nested_field(world: World) -> None:
     assert not shown.push_config.attributes
 
 
-@pytest.mark.parametrize("field", ["filter", "topic", "name", "enable_message_ordering", "detached"])
+@pytest.mark.parametrize(
+    "field", ["filter", "topic", "name", "enable_message_ordering", "detached"]
+)
 def test_update_of_what_is_for_ever_is_refused(world: World, field: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"the {field} field in the Subscription is not mutable"):
+    with pytest.raises(
+        InvalidArgument, match=f"the {field} field in the Subscription is not mutable"
+    ):
         update(world, field)
 
 
@@ -208,19 +225,26 @@ def test_detached_subscription_drops_everything_and_refuses_pulls(world: World) 
         world.pull()
     with pytest.raises(FailedPrecondition, match="detached"):
         world.ack(pulled)
-    listed = world.call("ListTopicSubscriptions", "ListTopicSubscriptionsRequest", topic=topic_path("jobs"))
+    listed = world.call(
+        "ListTopicSubscriptions", "ListTopicSubscriptionsRequest", topic=topic_path("jobs")
+    )
     assert list(listed.subscriptions) == []
 
 
 def test_push_subscription_can_not_be_pulled(world: World) -> None:
     reader = world.consumer()
     world.broker.pullable(subscription_path("workers")).join(reader)
-    request = {"subscription": subscription_path("workers"), "push_config": {"push_endpoint": "http://localhost:9/x"}}
+    request = {
+        "subscription": subscription_path("workers"),
+        "push_config": {"push_endpoint": "http://localhost:9/x"},
+    }
     world.call("ModifyPushConfig", "ModifyPushConfigRequest", **request)
     assert isinstance(reader.ended, FailedPrecondition)
     with pytest.raises(FailedPrecondition, match="type=PUSH"):
         world.pull()
-    world.call("ModifyPushConfig", "ModifyPushConfigRequest", subscription=subscription_path("workers"))
+    world.call(
+        "ModifyPushConfig", "ModifyPushConfigRequest", subscription=subscription_path("workers")
+    )
     assert world.pull() == []
 
 
@@ -249,11 +273,15 @@ def test_subscriptions_are_listed_by_project_and_by_topic(world: World) -> None:
         subscription_path("elsewhere"),
         subscription_path("workers"),
     ]
-    of_topic = world.call("ListTopicSubscriptions", "ListTopicSubscriptionsRequest", topic=topic_path("jobs"))
+    of_topic = world.call(
+        "ListTopicSubscriptions", "ListTopicSubscriptionsRequest", topic=topic_path("jobs")
+    )
     assert list(of_topic.subscriptions) == [subscription_path("workers")]
 
 
-@pytest.mark.parametrize("fields", [{"page_size": -1}, {"page_token": "no token"}, {"project": "test-project"}])
+@pytest.mark.parametrize(
+    "fields", [{"page_size": -1}, {"page_token": "no token"}, {"project": "test-project"}]
+)
 def test_wrong_list_request_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument):
         World().call("ListTopics", "ListTopicsRequest", **{"project": PROJECT, **fields})
@@ -278,7 +306,9 @@ def test_wrong_list_request_is_refused(fields: dict[str, Any]) -> None:
         ("DeleteSnapshot", "DeleteSnapshotRequest", "snapshot"),
     ],
 )
-def test_missing_resource_is_not_found_and_wrong_name_is_invalid(name: str, kind: str, field: str) -> None:
+def test_missing_resource_is_not_found_and_wrong_name_is_invalid(
+    name: str, kind: str, field: str
+) -> None:
     world = World()
     with pytest.raises(ResourceNotFound, match=r"Resource not found \(resource=missing\)\."):
         world.call(name, kind, **{field: f"{PROJECT}/{field}s/missing"})

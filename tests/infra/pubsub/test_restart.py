@@ -18,7 +18,9 @@ DEAD_LETTERS = {"dead_letter_topic": topic_path("dead"), "max_delivery_attempts"
 
 
 def get(world: KeptWorld, subscription_id: str = "workers") -> Any:
-    return world.call("GetSubscription", "GetSubscriptionRequest", subscription=subscription_path(subscription_id))
+    return world.call(
+        "GetSubscription", "GetSubscriptionRequest", subscription=subscription_path(subscription_id)
+    )
 
 
 def make_snapshot(world: KeptWorld) -> Any:
@@ -42,13 +44,17 @@ def test_settings_come_back_as_they_were(kept: KeptWorld) -> None:
         retry_policy={"minimum_backoff": {"seconds": 1}, "maximum_backoff": {"seconds": 2}},
         labels={"kind": "test"},
     )
-    kept.subscription("pushed", push_config={"push_endpoint": "http://localhost:1/push", "attributes": {"a": "b"}})
+    kept.subscription(
+        "pushed", push_config={"push_endpoint": "http://localhost:1/push", "attributes": {"a": "b"}}
+    )
     before = [type(each)() for each in (get(kept), get(kept, "pushed"))]
     for copy, each in zip(before, (get(kept), get(kept, "pushed")), strict=True):
         copy.CopyFrom(each)
     kept.restart()
     assert [get(kept), get(kept, "pushed")] == before
-    assert kept.call("GetTopic", "GetTopicRequest", topic=topic_path("jobs")).name == topic_path("jobs")
+    assert kept.call("GetTopic", "GetTopicRequest", topic=topic_path("jobs")).name == topic_path(
+        "jobs"
+    )
 
 
 def test_updates_and_deletions_come_back(kept: KeptWorld) -> None:
@@ -57,11 +63,15 @@ def test_updates_and_deletions_come_back(kept: KeptWorld) -> None:
     kept.restart()
     update = {"name": subscription_path("workers"), "ack_deadline_seconds": 33}
     mask = {"paths": ["ack_deadline_seconds"]}
-    kept.call("UpdateSubscription", "UpdateSubscriptionRequest", subscription=update, update_mask=mask)
+    kept.call(
+        "UpdateSubscription", "UpdateSubscriptionRequest", subscription=update, update_mask=mask
+    )
     push = {"push_endpoint": "http://localhost:1/push"}
     path = subscription_path("workers")
     kept.call("ModifyPushConfig", "ModifyPushConfigRequest", subscription=path, push_config=push)
-    kept.call("DeleteSubscription", "DeleteSubscriptionRequest", subscription=subscription_path("gone"))
+    kept.call(
+        "DeleteSubscription", "DeleteSubscriptionRequest", subscription=subscription_path("gone")
+    )
     kept.restart()
     assert get(kept).ack_deadline_seconds == 33
     assert get(kept).push_config.push_endpoint == "http://localhost:1/push"
@@ -205,7 +215,9 @@ def test_snapshot_comes_back_and_goes_with_its_messages(kept: KeptWorld) -> None
     seek(kept, snapshot=snapshot_path("before"))
     assert kept.pull_data() == ["a", "b", "c"]
     request = {"snapshot": snapshot_path("before")}
-    assert kept.call("GetSnapshot", "GetSnapshotRequest", **request).expire_time.ToSeconds() == expires
+    assert (
+        kept.call("GetSnapshot", "GetSnapshotRequest", **request).expire_time.ToSeconds() == expires
+    )
     kept.restart()
     kept.ack(kept.pull())
     kept.call("DeleteSnapshot", "DeleteSnapshotRequest", **request)
@@ -231,7 +243,11 @@ def test_deleted_topic_and_detached_subscription_stay_so(kept: KeptWorld) -> Non
     kept.subscription()
     kept.subscription("detached")
     kept.publish("a")
-    kept.call("DetachSubscription", "DetachSubscriptionRequest", subscription=subscription_path("detached"))
+    kept.call(
+        "DetachSubscription",
+        "DetachSubscriptionRequest",
+        subscription=subscription_path("detached"),
+    )
     kept.restart()
     kept.publish("b")
     kept.call("DeleteTopic", "DeleteTopicRequest", topic=topic_path("jobs"))
@@ -249,10 +265,14 @@ def test_deleted_subscription_leaves_nothing_in_the_file(kept: KeptWorld) -> Non
     kept.subscription("second")
     kept.publish("a", "b")
     kept.flush()
-    kept.call("DeleteSubscription", "DeleteSubscriptionRequest", subscription=subscription_path("workers"))
+    kept.call(
+        "DeleteSubscription", "DeleteSubscriptionRequest", subscription=subscription_path("workers")
+    )
     kept.flush()
     assert kept.rows() == 2
-    kept.call("DeleteSubscription", "DeleteSubscriptionRequest", subscription=subscription_path("second"))
+    kept.call(
+        "DeleteSubscription", "DeleteSubscriptionRequest", subscription=subscription_path("second")
+    )
     kept.flush()
     assert kept.rows() == 0
 
@@ -281,7 +301,10 @@ def test_withdrawn_messages_leave_everyone_who_holds_them(kept: KeptWorld) -> No
 
 
 def test_expiration_counts_from_the_last_use(kept: KeptWorld) -> None:
-    kept.subscription(expiration_policy={"ttl": {"seconds": 2 * DAY_S}}, message_retention_duration={"seconds": DAY_S})
+    kept.subscription(
+        expiration_policy={"ttl": {"seconds": 2 * DAY_S}},
+        message_retention_duration={"seconds": DAY_S},
+    )
     kept.advance(DAY_S * 1.9)
     kept.restart()
     # The hour in which it may have been used without that being written down.

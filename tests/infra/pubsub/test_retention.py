@@ -47,7 +47,9 @@ def test_shorter_retention_by_update_takes_effect(world: World) -> None:
     world.publish("a")
     update = {"name": subscription_path("workers"), "message_retention_duration": seconds(600)}
     mask = {"paths": ["message_retention_duration"]}
-    world.call("UpdateSubscription", "UpdateSubscriptionRequest", subscription=update, update_mask=mask)
+    world.call(
+        "UpdateSubscription", "UpdateSubscriptionRequest", subscription=update, update_mask=mask
+    )
     world.advance(600)
     assert world.pull() == []
 
@@ -94,7 +96,9 @@ def test_deleted_topic_takes_its_retention_with_it() -> None:
 def test_unused_subscription_expires_after_its_time_to_live() -> None:
     world = World()
     world.topic()
-    path = world.subscription(message_retention_duration=seconds(600), expiration_policy={"ttl": seconds(DAY_S)})
+    path = world.subscription(
+        message_retention_duration=seconds(600), expiration_policy={"ttl": seconds(DAY_S)}
+    )
     world.advance(DAY_S - 1)
     world.pull()
     world.advance(DAY_S - 1)
@@ -109,7 +113,9 @@ def test_unused_subscription_expires_after_its_time_to_live() -> None:
 def test_connected_consumer_keeps_a_subscription_alive() -> None:
     world = World()
     world.topic()
-    path = world.subscription(message_retention_duration=seconds(600), expiration_policy={"ttl": seconds(DAY_S)})
+    path = world.subscription(
+        message_retention_duration=seconds(600), expiration_policy={"ttl": seconds(DAY_S)}
+    )
     subscription = world.broker.pullable(path)
     reader = world.consumer()
     subscription.join(reader)

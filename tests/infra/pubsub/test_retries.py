@@ -104,7 +104,9 @@ def test_attempts_out_of_range_are_refused(attempts: int) -> None:
 def test_backoff_doubles_from_minimum_to_maximum() -> None:
     world = World()
     world.topic()
-    world.subscription(retry_policy={"minimum_backoff": {"seconds": 2}, "maximum_backoff": {"seconds": 10}})
+    world.subscription(
+        retry_policy={"minimum_backoff": {"seconds": 2}, "maximum_backoff": {"seconds": 10}}
+    )
     world.publish("a")
     for expected_s in (2, 4, 8, 10, 10):
         world.nack(world.pull())

@@ -4,7 +4,12 @@ from typing import Any
 
 import pytest
 
-from infra.emulators.pubsub.errors import FailedPrecondition, InvalidArgument, ResourceExists, ResourceNotFound
+from infra.emulators.pubsub.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExists,
+    ResourceNotFound,
+)
 from infra.emulators.pubsub.protos import message_class
 from tests.infra.pubsub.world import World, message, snapshot_path, subscription_path, topic_path
 
@@ -199,8 +204,13 @@ def test_snapshots_are_listed_and_deleted(world: World) -> None:
     snapshot(world, "one-1")
     snapshot(world, "two-2")
     listed = world.call("ListSnapshots", "ListSnapshotsRequest", project="projects/test-project")
-    assert [each.name for each in listed.snapshots] == [snapshot_path("one-1"), snapshot_path("two-2")]
-    of_topic = world.call("ListTopicSnapshots", "ListTopicSnapshotsRequest", topic=topic_path("jobs"))
+    assert [each.name for each in listed.snapshots] == [
+        snapshot_path("one-1"),
+        snapshot_path("two-2"),
+    ]
+    of_topic = world.call(
+        "ListTopicSnapshots", "ListTopicSnapshotsRequest", topic=topic_path("jobs")
+    )
     assert list(of_topic.snapshots) == [snapshot_path("one-1"), snapshot_path("two-2")]
     world.call("DeleteSnapshot", "DeleteSnapshotRequest", snapshot=snapshot_path("one-1"))
     with pytest.raises(ResourceNotFound, match=r"Resource not found \(resource=one-1\)\."):
@@ -218,7 +228,9 @@ def test_deleted_snapshot_frees_its_messages(world: World) -> None:
 
 def test_snapshot_labels_and_end_can_be_updated(world: World) -> None:
     made = snapshot(world)
-    update = message_class("UpdateSnapshotRequest")(snapshot={"name": made.name, "labels": {"env": "test"}})
+    update = message_class("UpdateSnapshotRequest")(
+        snapshot={"name": made.name, "labels": {"env": "test"}}
+    )
     update.snapshot.expire_time.seconds = int(world.now_s) + DAY_S
     update.update_mask.paths.extend(["labels", "expire_time"])
     updated = world.broker.call("UpdateSnapshot", update)

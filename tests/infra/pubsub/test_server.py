@@ -26,7 +26,11 @@ COMMAND = [sys.executable, "-m", "infra.emulators.pubsub"]
 def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     environment = {"PATH": os.environ["PATH"]}
     with subprocess.Popen(
-        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        [*COMMAND, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
     ) as process:
         try:
             yield process
@@ -132,7 +136,9 @@ async def test_eighty_streams_on_one_connection_leave_no_consumer_behind() -> No
             await wire.topic("projects/p/topics/replies")
             for number in range(80):
                 path = f"projects/p/subscriptions/slot-{number}"
-                await wire.subscription(path, "projects/p/topics/replies", filter=f'attributes.slot = "{number}"')
+                await wire.subscription(
+                    path, "projects/p/topics/replies", filter=f'attributes.slot = "{number}"'
+                )
                 await wire.stream().open(path)
             backlogs = [each.backlog for each in server.broker.registry.subscriptions.values()]
             await until(lambda: all(len(backlog.consumers) == 1 for backlog in backlogs))

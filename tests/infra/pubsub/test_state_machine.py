@@ -1,4 +1,6 @@
-"""Random histories of one topic: nothing is lost, nothing acked returns, keys stay in order, attempts add up."""
+"""Random histories of one topic: nothing is lost, nothing acked returns, keys stay in order,
+attempts add up.
+"""
 
 import tempfile
 from contextlib import ExitStack
@@ -18,15 +20,25 @@ from hypothesis.stateful import (
     rule,
 )
 
-from tests.infra.pubsub.world import KeptWorld, Pulled, World, kept_world, message, subscription_path, topic_path
+from tests.infra.pubsub.world import (
+    KeptWorld,
+    Pulled,
+    World,
+    kept_world,
+    message,
+    subscription_path,
+    topic_path,
+)
 
 MAX_ATTEMPTS = 5
 
 
 class Deliveries(RuleBasedStateMachine):
-    """Publishes, takes, acks, nacks, extends and waits in any order, beside a model of what must be true.
+    """Publishes, takes, acks, nacks, extends and waits in any order, beside a model of what must be
+    true.
 
-    The model knows, for each message of the subscription, whether it was acked and how often it was handed out.
+    The model knows, for each message of the subscription, whether it was acked and how often it was
+    handed out.
     """
 
     leased: Bundle[Pulled] = Bundle("leased")
@@ -50,7 +62,10 @@ class Deliveries(RuleBasedStateMachine):
         self.world.subscription("morgue", "dead")
         fields: dict[str, Any] = {"enable_message_ordering": ordered}
         if dead:
-            policy = {"dead_letter_topic": topic_path("dead"), "max_delivery_attempts": MAX_ATTEMPTS}
+            policy = {
+                "dead_letter_topic": topic_path("dead"),
+                "max_delivery_attempts": MAX_ATTEMPTS,
+            }
             fields["dead_letter_policy"] = policy
         if backoff_s is not None:
             backoff = {"seconds": backoff_s}
@@ -94,28 +109,40 @@ class Deliveries(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.5, 3, 10, 30]))
     def wait(self, seconds: float) -> None:
         self.world.advance(seconds)
-        ended = {ack_id for ack_id, (_, end_s) in self.lease_ends_s.items() if end_s <= self.world.now_s}
+        ended = {
+            ack_id for ack_id, (_, end_s) in self.lease_ends_s.items() if end_s <= self.world.now_s
+        }
         for ack_id in ended:
             del self.lease_ends_s[ack_id]
 
     @invariant()
     def flow_control_counts_what_is_out(self) -> None:
         if hasattr(self, "readers"):
-            assert sum(reader.outstanding_messages for reader in self.readers) == len(self.lease_ends_s)
+            assert sum(reader.outstanding_messages for reader in self.readers) == len(
+                self.lease_ends_s
+            )
             assert self.readers[0].outstanding_messages <= 2
             assert all(reader.outstanding_bytes >= 0 for reader in self.readers)
 
     def note(self, pulled: Pulled, deadline_s: float) -> None:
         name = pulled.data
         assert name not in self.settled, "an acked message came back"
-        assert name not in {held for held, _ in self.lease_ends_s.values()}, "a leased message was handed out"
+        assert name not in {held for held, _ in self.lease_ends_s.values()}, (
+            "a leased message was handed out"
+        )
         self.attempts[name] = self.attempts.get(name, 0) + 1
         if self.dead:
             assert pulled.delivery_attempt == self.attempts[name] <= MAX_ATTEMPTS
         key = self.published[name]
         if self.ordered and key:
-            older = [each for each, of_key in self.published.items() if of_key == key and int(each[1:]) < int(name[1:])]
-            assert set(older) <= self.settled | self.letters(), "a message overtook an older one of its key"
+            older = [
+                each
+                for each, of_key in self.published.items()
+                if of_key == key and int(each[1:]) < int(name[1:])
+            ]
+            assert set(older) <= self.settled | self.letters(), (
+                "a message overtook an older one of its key"
+            )
         self.lease_ends_s[pulled.ack_id] = (name, self.world.now_s + deadline_s)
 
     def end(self, message: Pulled) -> None:
@@ -130,7 +157,9 @@ class Deliveries(RuleBasedStateMachine):
         return {each.proto.data.decode() for each in backlog.messages}
 
     def teardown(self) -> None:
-        """Whatever happened, every message is in the end acked, or with dead letters failed often enough to be one."""
+        """Whatever happened, every message is in the end acked, or with dead letters failed often
+        enough to be one.
+        """
         if not hasattr(self, "readers"):
             return
         self.lease_ends_s.clear()
@@ -153,7 +182,9 @@ class Deliveries(RuleBasedStateMachine):
 
 
 class KeptDeliveries(Deliveries):
-    """The same in a directory, with restarts at any time: they end every lease and change nothing else."""
+    """The same in a directory, with restarts at any time: they end every lease and change nothing
+    else.
+    """
 
     world: KeptWorld
 

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.anyio
 SUBSCRIPTION = "projects/p/subscriptions/workers"
 
 
-async def test_published_message_arrives_and_its_ack_settles_it(wire: Wire, server: PubsubServer) -> None:
+async def test_published_message_arrives_and_its_ack_settles_it(
+    wire: Wire, server: PubsubServer
+) -> None:
     await wire.subscription(SUBSCRIPTION, TOPIC)
     stream = wire.stream()
     await stream.open(SUBSCRIPTION)
@@ -107,7 +109,10 @@ async def test_deleting_the_subscription_ends_the_stream_with_not_found(wire: Wi
     await stream.send()
     await stream.receive()
     await wire.delete_subscription(SUBSCRIPTION)
-    assert await stream.end() == (grpc.StatusCode.NOT_FOUND, "Resource not found (resource=workers).")
+    assert await stream.end() == (
+        grpc.StatusCode.NOT_FOUND,
+        "Resource not found (resource=workers).",
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,12 +120,23 @@ async def test_deleting_the_subscription_ends_the_stream_with_not_found(wire: Wi
     [
         ({"stream_ack_deadline_seconds": 10}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"subscription": SUBSCRIPTION}, grpc.StatusCode.INVALID_ARGUMENT),
-        ({"subscription": SUBSCRIPTION, "stream_ack_deadline_seconds": 9}, grpc.StatusCode.INVALID_ARGUMENT),
-        ({"subscription": SUBSCRIPTION, "stream_ack_deadline_seconds": 601}, grpc.StatusCode.INVALID_ARGUMENT),
-        ({"subscription": SUBSCRIPTION + "2", "stream_ack_deadline_seconds": 10}, grpc.StatusCode.NOT_FOUND),
+        (
+            {"subscription": SUBSCRIPTION, "stream_ack_deadline_seconds": 9},
+            grpc.StatusCode.INVALID_ARGUMENT,
+        ),
+        (
+            {"subscription": SUBSCRIPTION, "stream_ack_deadline_seconds": 601},
+            grpc.StatusCode.INVALID_ARGUMENT,
+        ),
+        (
+            {"subscription": SUBSCRIPTION + "2", "stream_ack_deadline_seconds": 10},
+            grpc.StatusCode.NOT_FOUND,
+        ),
     ],
 )
-async def test_wrong_first_request_ends_the_stream(wire: Wire, first: dict[str, object], code: grpc.StatusCode) -> None:
+async def test_wrong_first_request_ends_the_stream(
+    wire: Wire, first: dict[str, object], code: grpc.StatusCode
+) -> None:
     await wire.subscription(SUBSCRIPTION, TOPIC)
     stream = wire.stream()
     await stream.send(**first)
@@ -143,10 +159,15 @@ async def test_stream_closed_before_its_first_request_ends_ok(wire: Wire) -> Non
         ({"stream_ack_deadline_seconds": 5}, "stream_ack_deadline_seconds is too small"),
         ({"ack_ids": ["nonsense"]}, "invalid ack ID"),
         ({"modify_deadline_ack_ids": ["1.1.1"]}, "must have the same size"),
-        ({"modify_deadline_ack_ids": ["1.1.1"], "modify_deadline_seconds": [-1]}, "modify_deadline_seconds"),
+        (
+            {"modify_deadline_ack_ids": ["1.1.1"], "modify_deadline_seconds": [-1]},
+            "modify_deadline_seconds",
+        ),
     ],
 )
-async def test_wrong_later_request_ends_the_stream(wire: Wire, later: dict[str, object], reason: str) -> None:
+async def test_wrong_later_request_ends_the_stream(
+    wire: Wire, later: dict[str, object], reason: str
+) -> None:
     await wire.subscription(SUBSCRIPTION, TOPIC)
     stream = wire.stream()
     await stream.open(SUBSCRIPTION)

@@ -1,4 +1,6 @@
-"""Whoever waits for messages is woken for them, whichever consumers came, took, gave back and left before."""
+"""Whoever waits for messages is woken for them, whichever consumers came, took, gave back and left
+before.
+"""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -7,7 +9,9 @@ from tests.infra.pubsub.world import Pulled, Reader, World, subscription_path
 
 
 class Wakes(RuleBasedStateMachine):
-    """Consumers that sleep once they found nothing, and take again only when they are woken, as streams do."""
+    """Consumers that sleep once they found nothing, and take again only when they are woken, as
+    streams do.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +67,9 @@ class Wakes(RuleBasedStateMachine):
         path = subscription_path("workers")
         if path in self.world.broker.registry.subscriptions:
             can_take = [reader for reader in self.asleep if reader.has_room]
-            ready = len(self.world.broker.registry.subscriptions[path].backlog.messages) - len(self.leased)
+            ready = len(self.world.broker.registry.subscriptions[path].backlog.messages) - len(
+                self.leased
+            )
             assert len(self._woken()) >= min(ready, len(can_take))
 
     def _woken(self) -> list[Reader]:

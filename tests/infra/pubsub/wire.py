@@ -20,7 +20,9 @@ class Wire:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
 
-    async def call(self, service: str, name: str, request: Any, response: str, limit_s: float = WAIT_LIMIT_S) -> Any:
+    async def call(
+        self, service: str, name: str, request: Any, response: str, limit_s: float = WAIT_LIMIT_S
+    ) -> Any:
         method = self._channel.unary_unary(
             f"/google.pubsub.v1.{service}/{name}",
             request_serializer=lambda message: message.SerializeToString(),
@@ -42,12 +44,20 @@ class Wire:
     async def publish(self, topic: str, *data: str, **fields: Any) -> list[str]:
         messages = [message_class("PubsubMessage")(data=each.encode(), **fields) for each in data]
         request = message_class("PublishRequest")(topic=topic, messages=messages)
-        return list((await self.call("Publisher", "Publish", request, "PublishResponse")).message_ids)
+        return list(
+            (await self.call("Publisher", "Publish", request, "PublishResponse")).message_ids
+        )
 
     async def pull(
-        self, subscription: str, max_messages: int = 100, limit_s: float = WAIT_LIMIT_S, **fields: Any
+        self,
+        subscription: str,
+        max_messages: int = 100,
+        limit_s: float = WAIT_LIMIT_S,
+        **fields: Any,
     ) -> Any:
-        request = message_class("PullRequest")(subscription=subscription, max_messages=max_messages, **fields)
+        request = message_class("PullRequest")(
+            subscription=subscription, max_messages=max_messages, **fields
+        )
         return await self.call("Subscriber", "Pull", request, "PullResponse", limit_s)
 
     async def ack(self, subscription: str, received: Iterable[Any]) -> None:
@@ -79,7 +89,9 @@ class WireStream:
         await self.send(subscription=subscription, **{"stream_ack_deadline_seconds": 10, **fields})
 
     async def receive(self) -> Any:
-        """Return the next response; a stream that ended raises its error, or EOFError after a clean end."""
+        """Return the next response; a stream that ended raises its error, or EOFError after a clean
+        end.
+        """
         response = await self.call.read()
         if response is _END:
             raise EOFError(await self.call.code())

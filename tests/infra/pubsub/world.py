@@ -62,21 +62,33 @@ class World:
     def topic(self, topic_id: str = "jobs", **fields: Any) -> str:
         return str(self.call("CreateTopic", "Topic", name=topic_path(topic_id), **fields).name)
 
-    def subscription(self, subscription_id: str = "workers", topic_id: str = "jobs", **fields: Any) -> str:
-        request = {"name": subscription_path(subscription_id), "topic": topic_path(topic_id), **fields}
+    def subscription(
+        self, subscription_id: str = "workers", topic_id: str = "jobs", **fields: Any
+    ) -> str:
+        request = {
+            "name": subscription_path(subscription_id),
+            "topic": topic_path(topic_id),
+            **fields,
+        }
         return str(self.call("CreateSubscription", "Subscription", **request).name)
 
     def publish(self, *messages: str | PubsubMessage, topic_id: str = "jobs") -> list[str]:
         protos = [message(each) if isinstance(each, str) else each for each in messages]
-        response = self.call("Publish", "PublishRequest", topic=topic_path(topic_id), messages=protos)
+        response = self.call(
+            "Publish", "PublishRequest", topic=topic_path(topic_id), messages=protos
+        )
         return list(response.message_ids)
 
-    def consumer(self, ack_deadline_s: float = 10, max_messages: int = 0, max_bytes: int = 0) -> "Reader":
+    def consumer(
+        self, ack_deadline_s: float = 10, max_messages: int = 0, max_bytes: int = 0
+    ) -> "Reader":
         return Reader(ack_deadline_s, max_messages, max_bytes)
 
     def busy(self, consumer: Consumer, subscription_id: str = "workers") -> None:
         """The consumer, which found nothing to take, begins to write something else."""
-        self.broker.registry.subscriptions[subscription_path(subscription_id)].backlog.busy(consumer)
+        self.broker.registry.subscriptions[subscription_path(subscription_id)].backlog.busy(
+            consumer
+        )
 
     def leave(self, consumer: Consumer, subscription_id: str = "workers") -> None:
         """The consumer goes, with or without messages in hand."""
@@ -90,7 +102,9 @@ class World:
         subscription.leave(consumer)
         return pulled
 
-    def take(self, consumer: Consumer, subscription_id: str = "workers", max_messages: int = 1000) -> list[Pulled]:
+    def take(
+        self, consumer: Consumer, subscription_id: str = "workers", max_messages: int = 1000
+    ) -> list[Pulled]:
         backlog = self.broker.registry.subscriptions[subscription_path(subscription_id)].backlog
         response = PullResponse()
         for delivery in backlog.take(consumer, max_messages):
@@ -108,7 +122,9 @@ class World:
         path = subscription_path(subscription_id)
         self.call("Acknowledge", "AcknowledgeRequest", subscription=path, ack_ids=ack_ids)
 
-    def modify(self, pulled: Sequence[Pulled], deadline_s: int, subscription_id: str = "workers") -> None:
+    def modify(
+        self, pulled: Sequence[Pulled], deadline_s: int, subscription_id: str = "workers"
+    ) -> None:
         self.call(
             "ModifyAckDeadline",
             "ModifyAckDeadlineRequest",

@@ -1,4 +1,6 @@
-"""A server that answers as Cloud Run, Monitoring, Secret Manager and the API itself do, as far as a rollout asks."""
+"""A server that answers as Cloud Run, Monitoring, Secret Manager and the API itself do, as far as a
+rollout asks.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ KEY = "first-key"
 
 
 class Region:
-    """One region's service: `deploy` makes a revision as an apply does, `counts` is what Monitoring says of each."""
+    """One region's service: `deploy` makes a revision as an apply does, `counts` is what Monitoring
+    says of each.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -40,13 +44,17 @@ class Region:
         self.revisions.append(revision)
 
     def shown(self) -> dict[str, Any]:
-        statuses = [target | {"uri": self.url if target.get("tag") else ""} for target in self.traffic]
+        statuses = [
+            target | {"uri": self.url if target.get("tag") else ""} for target in self.traffic
+        ]
         newest = f"projects/x/revisions/{self.revisions[-1]}"
         return {"latestReadyRevision": newest, "traffic": self.traffic, "trafficStatuses": statuses}
 
     def change(self, traffic: list[dict[str, Any]]) -> str | None:
         """The error that Cloud Run gives, or None."""
-        unknown = [target["revision"] for target in traffic if target["revision"] not in self.revisions]
+        unknown = [
+            target["revision"] for target in traffic if target["revision"] not in self.revisions
+        ]
         if unknown:
             return f"Revision {unknown[0]} does not exist"
         if sum(target.get("percent", 0) for target in traffic) != 100:
@@ -72,7 +80,9 @@ class GoogleApis:
             self.asked.append(body["input"])
             return 200, {"data": [{"embedding": [1.0] + [0.0] * (self.dimensions - 1)}]}
         if path.endswith(":access"):
-            return 200, {"payload": {"data": base64.b64encode(f"{KEY}=default,other=t".encode()).decode()}}
+            return 200, {
+                "payload": {"data": base64.b64encode(f"{KEY}=default,other=t".encode()).decode()}
+            }
         if path.endswith("/timeSeries"):
             return 200, self._series(query["filter"])
         if "/operations/" in path:
@@ -87,7 +97,11 @@ class GoogleApis:
             return 200, region.shown()
         assert query == {"updateMask": "traffic"}
         refused = region.change(body["traffic"])
-        return (400, {"error": {"message": refused}}) if refused else (200, {"name": "projects/x/operations/1"})
+        return (
+            (400, {"error": {"message": refused}})
+            if refused
+            else (200, {"name": "projects/x/operations/1"})
+        )
 
     def _series(self, wanted: str) -> dict[str, Any]:
         terms = dict(term.split(" = ") for term in wanted.split(" AND "))
@@ -99,7 +113,10 @@ class GoogleApis:
             "timeSeries": [
                 {
                     "metric": {"labels": {"response_code_class": kind}},
-                    "points": [{"value": {"int64Value": str(count)}}, {"value": {"int64Value": "0"}}],
+                    "points": [
+                        {"value": {"int64Value": str(count)}},
+                        {"value": {"int64Value": "0"}},
+                    ],
                 }
                 for kind, count in counts.items()
             ]

@@ -1,4 +1,6 @@
-"""A rollout against a Cloud Run that keeps its traffic: who serves at every moment, and after every failure."""
+"""A rollout against a Cloud Run that keeps its traffic: who serves at every moment, and after every
+failure.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ WEST, EAST = "europe-west4", "us-east1"
 ENTRY = """models:
   - {name: minilm, task: embedding, source: "hf:org/name", dimensions: 3, batch: {max_tokens: 512}, replicas: {min: 1}}
   - {name: sleeper, task: embedding, source: "hf:org/other", dimensions: 3, batch: {max_tokens: 512}}
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -40,11 +42,18 @@ def catalog(tmp_path: Path) -> Catalog:
 
 
 def rollout(
-    apis: GoogleApis, catalog: Catalog, said: list[str] | None = None, on_pause: Callable[[], None] = lambda: None
+    apis: GoogleApis,
+    catalog: Catalog,
+    said: list[str] | None = None,
+    on_pause: Callable[[], None] = lambda: None,
 ) -> Rollout:
-    google = GoogleClient(AnonymousCredentials(), dict.fromkeys(("run", "monitoring", "secretmanager"), apis.url))
+    google = GoogleClient(
+        AnonymousCredentials(), dict.fromkeys(("run", "monitoring", "secretmanager"), apis.url)
+    )
     services = {
-        region: CloudRunService(google, f"projects/{PROJECT}/locations/{region}/services/{SERVICE}", lambda _: None)
+        region: CloudRunService(
+            google, f"projects/{PROJECT}/locations/{region}/services/{SERVICE}", lambda _: None
+        )
         for region in apis.regions
     }
     judge = CanaryJudge(google, PROJECT, SERVICE, error_ratio=0.02, least_requests=50)
@@ -62,7 +71,9 @@ def rollout(
     )
 
 
-def test_hold_names_what_serves_so_that_an_apply_moves_nobody(apis: GoogleApis, catalog: Catalog) -> None:
+def test_hold_names_what_serves_so_that_an_apply_moves_nobody(
+    apis: GoogleApis, catalog: Catalog
+) -> None:
     rolling = rollout(apis, catalog)
     with pytest.raises(ConfigurationError, match="hold"):
         rolling.require_held()
@@ -99,7 +110,9 @@ def test_bad_answer_of_the_candidate_is_told(apis: GoogleApis, catalog: Catalog)
         rolling.try_candidate()
 
 
-def test_candidate_gets_all_step_by_step_in_one_region_after_the_other(apis: GoogleApis, catalog: Catalog) -> None:
+def test_candidate_gets_all_step_by_step_in_one_region_after_the_other(
+    apis: GoogleApis, catalog: Catalog
+) -> None:
     rolling = rollout(apis, catalog)
     rolling.hold()
     for region in apis.regions.values():
@@ -113,7 +126,9 @@ def test_candidate_gets_all_step_by_step_in_one_region_after_the_other(apis: Goo
         assert region.shares == {"api-2": 100}
 
 
-def test_too_many_failures_give_everything_back_in_every_region(apis: GoogleApis, catalog: Catalog) -> None:
+def test_too_many_failures_give_everything_back_in_every_region(
+    apis: GoogleApis, catalog: Catalog
+) -> None:
     rolling = rollout(apis, catalog)
     rolling.hold()
     for region in apis.regions.values():
@@ -137,7 +152,9 @@ def test_few_requests_say_nothing(apis: GoogleApis, catalog: Catalog) -> None:
     assert apis.regions[WEST].shares == {"api-2": 100}
 
 
-def test_bad_answer_at_the_public_url_gives_everything_back(apis: GoogleApis, catalog: Catalog) -> None:
+def test_bad_answer_at_the_public_url_gives_everything_back(
+    apis: GoogleApis, catalog: Catalog
+) -> None:
     def break_it() -> None:
         apis.dimensions = 4
 
@@ -163,7 +180,9 @@ def test_end_of_the_step_gives_everything_back(apis: GoogleApis, catalog: Catalo
     assert f"{WEST}: back to api-1 100 %" in said
 
 
-def test_rollout_that_was_cut_off_goes_on_from_what_callers_know(apis: GoogleApis, catalog: Catalog) -> None:
+def test_rollout_that_was_cut_off_goes_on_from_what_callers_know(
+    apis: GoogleApis, catalog: Catalog
+) -> None:
     rolling = rollout(apis, catalog)
     region = apis.regions[WEST]
     rolling.hold()

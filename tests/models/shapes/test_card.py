@@ -23,4 +23,6 @@ def test_sheet_has_every_picture_and_room_for_its_caption() -> None:
     pictures = [np.full((64, 64, 3), shade, np.uint8) for shade in range(0, 80, 10)]
     sheet = np.asarray(captioned_sheet(["a red circle " * 9] * len(pictures), pictures))
     assert sheet.shape[1] == COLUMNS * (sheet.shape[1] // COLUMNS)
-    assert [bool((sheet == shade).all(axis=2).sum() >= 128 * 128) for shade in range(0, 80, 10)] == [True] * 8
+    assert [
+        bool((sheet == shade).all(axis=2).sum() >= 128 * 128) for shade in range(0, 80, 10)
+    ] == [True] * 8

@@ -1,4 +1,6 @@
-"""The folder that travels with the project: how large it is, what is in it, and that its card tells its scores."""
+"""The folder that travels with the project: how large it is, what is in it, and that its card tells
+its scores.
+"""
 
 import json
 from pathlib import Path
@@ -30,7 +32,9 @@ def table(kept: dict[str, Any]) -> dict[str, Tally]:
 
 
 def test_folder_is_small() -> None:
-    assert sum(path.stat().st_size for path in PIPELINE.rglob("*") if path.is_file()) <= LARGEST_BYTES
+    assert (
+        sum(path.stat().st_size for path in PIPELINE.rglob("*") if path.is_file()) <= LARGEST_BYTES
+    )
 
 
 def test_weights_are_fp16_safetensors() -> None:
@@ -46,17 +50,23 @@ def test_weights_are_fp16_safetensors() -> None:
 
 def test_every_part_is_of_a_library() -> None:
     index = json.loads((PIPELINE / "model_index.json").read_text())
-    parts = {name: part for name, part in index.items() if isinstance(part, list) and part[0] is not None}
+    parts = {
+        name: part for name, part in index.items() if isinstance(part, list) and part[0] is not None
+    }
     assert {library for library, _ in parts.values()} == {"diffusers", "transformers"}
     assert set(parts) == {"scheduler", "text_encoder", "tokenizer", "unet", "vae"}
 
 
-def test_scores_are_of_these_weights_and_reach_the_targets(kept: dict[str, Any], table: dict[str, Tally]) -> None:
+def test_scores_are_of_these_weights_and_reach_the_targets(
+    kept: dict[str, Any], table: dict[str, Tally]
+) -> None:
     assert kept["weights_sha256"] == weights_sha256(PIPELINE)
     assert (kept["steps"], kept["guidance"]) == (STEPS, GUIDANCE)
     assert table["one object right"].of + table["two objects both right"].of == 500
     assert table["recolored, place kept"].of >= 100
-    assert {name: table[name].part for name, target in TARGETS.items() if table[name].part < target} == {}
+    assert {
+        name: table[name].part for name, target in TARGETS.items() if table[name].part < target
+    } == {}
 
 
 def test_card_tells_the_scores(table: dict[str, Tally]) -> None:
@@ -75,4 +85,7 @@ def test_catalog_draws_as_the_score_does() -> None:
 
 def test_limit_in_the_card_is_the_tokenizers() -> None:
     tokenizer = CLIPTokenizer.from_pretrained(PIPELINE / "tokenizer")
-    assert f"Captions of more than {tokenizer.model_max_length} tokens" in (PIPELINE / CARD).read_text()
+    assert (
+        f"Captions of more than {tokenizer.model_max_length} tokens"
+        in (PIPELINE / CARD).read_text()
+    )

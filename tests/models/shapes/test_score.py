@@ -34,7 +34,9 @@ def test_right_pictures_score_full_marks() -> None:
 
 
 def test_swapped_figures_miss_the_relation_alone() -> None:
-    asked = [one for one in held_out(80) if one.scene.relation == "left of" and not are_alike(one.scene)]
+    asked = [
+        one for one in held_out(80) if one.scene.relation == "left of" and not are_alike(one.scene)
+    ]
     swapped = []
     for one in asked:
         first, second = one.scene.figures

@@ -1,4 +1,6 @@
-"""Training at tiny widths and few steps: what comes out loads, and a stopped run goes on as if it had not been."""
+"""Training at tiny widths and few steps: what comes out loads, and a stopped run goes on as if it
+had not been.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,7 +59,9 @@ def test_training_writes_a_pipeline_that_diffusers_loads(tmp_path: Path) -> None
 
 def test_autoencoder_learns_from_few_steps(tmp_path: Path) -> None:
     train_vae(tmp_path / "one", VaePlan(steps=1, batch=4, pictures=16), TINY, 1, say=silent)
-    train_vae(tmp_path / "more", VaePlan(steps=25, batch=4, pictures=16, lr=1e-2), TINY, 1, say=silent)
+    train_vae(
+        tmp_path / "more", VaePlan(steps=25, batch=4, pictures=16, lr=1e-2), TINY, 1, say=silent
+    )
     assert difference(tmp_path / "more") < 0.9 * difference(tmp_path / "one")
 
 
@@ -82,18 +86,24 @@ def test_evened_out_latents_have_a_deviation_of_one_and_draw_the_same() -> None:
         after = vae.encode(pixels).latent_dist
         torch.testing.assert_close(after.mean, mean, rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(after.std, std, rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(after.mean.std(dim=(0, 2, 3)), torch.ones(4), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            after.mean.std(dim=(0, 2, 3)), torch.ones(4), rtol=1e-3, atol=1e-3
+        )
         torch.testing.assert_close(vae.decode(after.mean).sample, drawn, rtol=1e-3, atol=1e-4)
 
 
 def test_text_encoder_learns_from_few_steps(tmp_path: Path) -> None:
     lines: list[str] = []
-    train_text(tmp_path, TextPlan(steps=41, batch=16, lr=5e-3), TINY, 1, make_tokenizer(), say=lines.append)
+    train_text(
+        tmp_path, TextPlan(steps=41, batch=16, lr=5e-3), TINY, 1, make_tokenizer(), say=lines.append
+    )
     first, last = (float(lines[index].split()[-1]) for index in (0, -1))
     assert last < 0.8 * first
 
 
-def test_stopped_training_goes_on_as_if_it_had_not_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_training_goes_on_as_if_it_had_not_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(train_unet, "SAVE_EVERY_S", 0.0)
     tokenizer = make_tokenizer()
     torch.manual_seed(0)

@@ -6,7 +6,16 @@ import numpy as np
 from models.shapes.captions import tell
 from models.shapes.draw import draw, draw_many
 from models.shapes.tokenizer import make_tokenizer
-from models.shapes.world import BACKGROUNDS, COLORS, RELATIONS, SHAPES, SIDE, DrawnShape, Scene, sample_scene
+from models.shapes.world import (
+    BACKGROUNDS,
+    COLORS,
+    RELATIONS,
+    SHAPES,
+    SIDE,
+    DrawnShape,
+    Scene,
+    sample_scene,
+)
 
 
 def scenes(number: int, seed: int = 3, *, held_out: bool = False) -> list[Scene]:
@@ -17,7 +26,9 @@ def scenes(number: int, seed: int = 3, *, held_out: bool = False) -> list[Scene]
 def test_same_seed_gives_the_same_scenes_captions_and_pixels() -> None:
     first, again = scenes(20), scenes(20)
     assert first == again != scenes(20, seed=4)
-    assert [tell(scene, random.Random(1)) for scene in first] == [tell(scene, random.Random(1)) for scene in again]
+    assert [tell(scene, random.Random(1)) for scene in first] == [
+        tell(scene, random.Random(1)) for scene in again
+    ]
     assert np.array_equal(draw_many(first), draw_many(again))
 
 
@@ -29,8 +40,14 @@ def test_held_out_scenes_are_of_kinds_that_training_never_sees() -> None:
 def test_beside_is_one_kind_in_both_orders() -> None:
     red = DrawnShape("circle", "red", "small", 17, 32, 7)
     blue = DrawnShape("star", "blue", "large", 47, 32, 13)
-    assert Scene("white", (red, blue), relation="beside").kind == Scene("white", (blue, red), relation="beside").kind
-    assert Scene("white", (red, blue), relation="left of").kind != Scene("white", (blue, red), relation="left of").kind
+    assert (
+        Scene("white", (red, blue), relation="beside").kind
+        == Scene("white", (blue, red), relation="beside").kind
+    )
+    assert (
+        Scene("white", (red, blue), relation="left of").kind
+        != Scene("white", (blue, red), relation="left of").kind
+    )
 
 
 def test_whole_world_is_sampled_and_nothing_leaves_the_picture() -> None:
@@ -48,9 +65,15 @@ def test_whole_world_is_sampled_and_nothing_leaves_the_picture() -> None:
 def test_two_figures_stand_to_each_other_as_told() -> None:
     for scene in scenes(500):
         if scene.relation == "left of":
-            assert scene.figures[1].x - scene.figures[0].x > scene.figures[0].radius + scene.figures[1].radius
+            assert (
+                scene.figures[1].x - scene.figures[0].x
+                > scene.figures[0].radius + scene.figures[1].radius
+            )
         if scene.relation == "above":
-            assert scene.figures[1].y - scene.figures[0].y > scene.figures[0].radius + scene.figures[1].radius
+            assert (
+                scene.figures[1].y - scene.figures[0].y
+                > scene.figures[0].radius + scene.figures[1].radius
+            )
 
 
 def test_picture_has_its_colors() -> None:

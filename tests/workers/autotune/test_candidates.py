@@ -6,7 +6,13 @@ from workers.autotune.choice import Layout
 from workers.autotune.hardware import Machine, this_machine
 
 ENTRY = Model.model_validate(
-    {"name": "tiny", "task": "embedding", "source": "local:tiny", "dimensions": 4, "batch": {"max_tokens": 512}}
+    {
+        "name": "tiny",
+        "task": "embedding",
+        "source": "local:tiny",
+        "dimensions": 4,
+        "batch": {"max_tokens": 512},
+    }
 )
 
 
@@ -26,7 +32,9 @@ def machine_of(cores: int = 2, *, flags: tuple[str, ...] = (), gpus: int = 0) ->
         (machine_of(), "int8", []),
     ],
 )
-def test_torch_in_what_the_machine_computes_itself(machine: Machine, precision: str, names: list[str]) -> None:
+def test_torch_in_what_the_machine_computes_itself(
+    machine: Machine, precision: str, names: list[str]
+) -> None:
     entry = ENTRY.model_copy(update={"precision": precision})
     listed, left_out = candidates(entry, None, machine, is_gpu=bool(machine.gpus))
     assert [backend.name for backend in listed] == names

@@ -1,4 +1,6 @@
-"""The worker's side: choices are made by a real process, once, and kept as long as nothing they depend on changes."""
+"""The worker's side: choices are made by a real process, once, and kept as long as nothing they
+depend on changes.
+"""
 
 import asyncio
 import logging
@@ -45,12 +47,15 @@ TABLE = np.arange(2 * WORDS, dtype=np.float32).reshape(WORDS, 2) + 1
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The least that is an embedding model: a plain transformer's folder; its graph looks words up in a table."""
+    """The least that is an embedding model: a plain transformer's folder; its graph looks words up
+    in a table.
+    """
     made = tmp_path / "model"
     made.mkdir()
     words = ", ".join(f'"w{number}": {number}' for number in range(WORDS))
     (made / "tokenizer.json").write_text(
-        '{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,'
+        '{"version": "1.0", "truncation": null, "padding": null,'
+        ' "added_tokens": [], "normalizer": null,'
         ' "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null, "decoder": null,'
         ' "model": {"type": "WordLevel", "vocab": {' + words + '}, "unk_token": "w0"}}'
     )
@@ -60,7 +65,9 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> WorkerSettings:
-    return WorkerSettings(model="lookup", artifacts_dir=tmp_path / "artifacts", device="cpu", processes=1, threads=1)
+    return WorkerSettings(
+        model="lookup", artifacts_dir=tmp_path / "artifacts", device="cpu", processes=1, threads=1
+    )
 
 
 def make_artifact(settings: WorkerSettings, folder: Path) -> None:
@@ -73,15 +80,29 @@ def make_artifact(settings: WorkerSettings, folder: Path) -> None:
             for name in ("input_ids", "attention_mask")
         ]
         output = helper.make_tensor_value_info("states", TensorProto.FLOAT, ["items", "tokens", 2])
-        table = helper.make_tensor("table", TensorProto.FLOAT, TABLE.shape, TABLE.flatten().tolist())
-        graph = helper.make_graph(
-            [helper.make_node("Gather", ["table", "input_ids"], ["states"])], "lookup", inputs, [output], [table]
+        table = helper.make_tensor(
+            "table", TensorProto.FLOAT, TABLE.shape, TABLE.flatten().tolist()
         )
-        save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), made / "fp32.onnx")
+        graph = helper.make_graph(
+            [helper.make_node("Gather", ["table", "input_ids"], ["states"])],
+            "lookup",
+            inputs,
+            [output],
+            [table],
+        )
+        save(
+            helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8),
+            made / "fp32.onnx",
+        )
         write_calibration(made, Calibration(texts, vectors))
         size = (made / "fp32.onnx").stat().st_size
         variant = Variant(
-            name="onnx-fp32", backend="onnx", precision="fp32", file="fp32.onnx", size_bytes=size, cosine_min=1.0
+            name="onnx-fp32",
+            backend="onnx",
+            precision="fp32",
+            file="fp32.onnx",
+            size_bytes=size,
+            cosine_min=1.0,
         )
         write_manifest(
             made,
@@ -116,7 +137,13 @@ async def test_a_choice_is_measured_kept_and_told(
     assert finding.texts_per_s["1 x 1"] > 0
     (told,) = [vars(record) for record in caplog.records if record.message == "backend chosen"]
     assert told["candidates"][0]["texts_per_s"] == finding.texts_per_s
-    labels = {"model": "lookup", "backend": "onnx", "precision": "fp32", "threads": "1", "processes": "1"}
+    labels = {
+        "model": "lookup",
+        "backend": "onnx",
+        "precision": "fp32",
+        "threads": "1",
+        "processes": "1",
+    }
     assert REGISTRY.get_sample_value("penstock_worker_backend_info", labels) == 1
     # A later start takes the file: what is written into it comes back.
     (path,) = kept(settings)
@@ -128,7 +155,9 @@ async def test_a_choice_is_measured_kept_and_told(
 
 async def test_two_workers_at_once_measure_once(folder: Path, settings: WorkerSettings) -> None:
     make_artifact(settings, folder)
-    first, second = await asyncio.gather(*(choose_backend(ENTRY, folder, settings) for _ in range(2)))
+    first, second = await asyncio.gather(
+        *(choose_backend(ENTRY, folder, settings) for _ in range(2))
+    )
     assert first == second
     assert len(kept(settings)) == 1
 
@@ -138,7 +167,9 @@ async def test_two_workers_at_once_measure_once(folder: Path, settings: WorkerSe
     [
         lambda entry, settings: (entry.model_copy(update={"revision": "2"}), settings),
         lambda entry, settings: (
-            entry.model_copy(update={"tolerance": entry.tolerance.model_copy(update={"cosine": 0.9})}),
+            entry.model_copy(
+                update={"tolerance": entry.tolerance.model_copy(update={"cosine": 0.9})}
+            ),
             settings,
         ),
         lambda entry, settings: (entry, settings.model_copy(update={"processes": 2})),
@@ -165,7 +196,9 @@ async def test_a_choice_is_not_taken_for_another_case(
         assert (await choose_backend(entry, folder, other)).reason != "of another case"
 
 
-async def test_a_choice_whose_file_is_broken_or_gone_is_made_anew(folder: Path, settings: WorkerSettings) -> None:
+async def test_a_choice_whose_file_is_broken_or_gone_is_made_anew(
+    folder: Path, settings: WorkerSettings
+) -> None:
     make_artifact(settings, folder)
     await choose_backend(ENTRY, folder, settings)
     (path,) = kept(settings)
@@ -175,12 +208,18 @@ async def test_a_choice_whose_file_is_broken_or_gone_is_made_anew(folder: Path, 
     assert read_choice(path) is not None
 
 
-async def test_onnx_without_an_artifact_names_the_command(folder: Path, settings: WorkerSettings) -> None:
-    with pytest.raises(ConfigurationError, match=r"make it with `python -m workers\.optimize lookup --models-file"):
+async def test_onnx_without_an_artifact_names_the_command(
+    folder: Path, settings: WorkerSettings
+) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"make it with `python -m workers\.optimize lookup --models-file"
+    ):
         await choose_backend(ENTRY, folder, settings)
 
 
-async def test_an_artifact_outside_the_tolerance_is_refused(folder: Path, settings: WorkerSettings) -> None:
+async def test_an_artifact_outside_the_tolerance_is_refused(
+    folder: Path, settings: WorkerSettings
+) -> None:
     make_artifact(settings, folder)
     entry = ENTRY.model_copy(update={"dimensions": 3})
     with pytest.raises(ConfigurationError, match="2 dimensions, not 3"):

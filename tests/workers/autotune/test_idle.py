@@ -8,7 +8,7 @@ from workers.autotune.idle import await_quiet, idle_core_s
 
 
 class Script:
-    """A clock that each sleep moves on, and a share of two cores that is idle during each of them."""
+    """A clock that each sleep moves on, and a share of two cores that is idle during each."""
 
     def __init__(self, *shares: float) -> None:
         self._shares: Iterator[float] = iter(shares)
@@ -20,7 +20,13 @@ class Script:
         self.idle_s += 2 * seconds * next(self._shares)
 
     def wait(self, limit_s: float = 5.0) -> bool:
-        return await_quiet(2, limit_s=limit_s, idle_s=lambda: self.idle_s, clock=lambda: self.now_s, sleep=self.sleep)
+        return await_quiet(
+            2,
+            limit_s=limit_s,
+            idle_s=lambda: self.idle_s,
+            clock=lambda: self.now_s,
+            sleep=self.sleep,
+        )
 
 
 def test_two_quiet_samples_in_a_row_end_the_wait() -> None:

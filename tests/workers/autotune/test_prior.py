@@ -22,7 +22,9 @@ INT8, TORCH = Backend(backend="onnx", precision="int8"), Backend()
 )
 def test_the_usual_order_on_a_cpu(flags: tuple[str, ...], expected: list[Backend]) -> None:
     machine = Machine("a CPU", flags, 2, (), ())
-    listed = sorted(reversed(expected), key=lambda backend: prior_rank(backend, machine, is_gpu=False))
+    listed = sorted(
+        reversed(expected), key=lambda backend: prior_rank(backend, machine, is_gpu=False)
+    )
     assert listed == expected
 
 

@@ -1,4 +1,4 @@
-"""What becomes of choices in doubt: scripted batches, and measurements that the test ends itself."""
+"""What becomes of choices in doubt: scripted batches, and measurements the test ends itself."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -8,7 +8,15 @@ import pytest
 from shared.errors import ModelFailed
 from tests.limits import WAIT_LIMIT_S
 from workers.autotune.choice import Choice, Layout
-from workers.autotune.renewal import FAR, FEWEST_TOKENS, WINDOW_CPU_S, WINDOWS, CostMonitor, Renewal, TunedModel
+from workers.autotune.renewal import (
+    FAR,
+    FEWEST_TOKENS,
+    WINDOW_CPU_S,
+    WINDOWS,
+    CostMonitor,
+    Renewal,
+    TunedModel,
+)
 from workers.models.backend import Backend
 
 pytestmark = pytest.mark.anyio
@@ -82,12 +90,17 @@ class Measurements:
         self.doubted.set()
 
     def tuned_model(self, *, is_provisional: bool) -> TunedModel:
-        return TunedModel("a model", choice(is_provisional=is_provisional), self.mark_provisional, self.measure)
+        return TunedModel(
+            "a model", choice(is_provisional=is_provisional), self.mark_provisional, self.measure
+        )
 
 
 async def test_a_provisional_choice_is_measured_once_the_worker_is_idle() -> None:
     made = Measurements()
-    async with asyncio.timeout(WAIT_LIMIT_S), Renewal([made.tuned_model(is_provisional=True)], idle_s=0.0):
+    async with (
+        asyncio.timeout(WAIT_LIMIT_S),
+        Renewal([made.tuned_model(is_provisional=True)], idle_s=0.0),
+    ):
         (await made.begun.get()).set_result(choice(is_provisional=True))
         await asyncio.sleep(0)
         assert made.begun.empty()  # once, even where it is provisional still
@@ -109,7 +122,10 @@ async def test_work_goes_before_measuring() -> None:
 
 async def test_a_choice_that_batches_contradict_is_doubted_and_measured() -> None:
     made = Measurements()
-    async with asyncio.timeout(WAIT_LIMIT_S), Renewal([made.tuned_model(is_provisional=False)], idle_s=0.0) as renewal:
+    async with (
+        asyncio.timeout(WAIT_LIMIT_S),
+        Renewal([made.tuned_model(is_provisional=False)], idle_s=0.0) as renewal,
+    ):
         for batch in window(2 * FAR) * WINDOWS:
             renewal.ran(0, batch)
         await made.doubted.wait()
@@ -118,7 +134,10 @@ async def test_a_choice_that_batches_contradict_is_doubted_and_measured() -> Non
 
 async def test_what_fits_is_left_alone() -> None:
     made = Measurements()
-    async with asyncio.timeout(WAIT_LIMIT_S), Renewal([made.tuned_model(is_provisional=False)], idle_s=0.0) as renewal:
+    async with (
+        asyncio.timeout(WAIT_LIMIT_S),
+        Renewal([made.tuned_model(is_provisional=False)], idle_s=0.0) as renewal,
+    ):
         for batch in window(1.0) * 2 * WINDOWS:
             renewal.ran(0, batch)
         await asyncio.sleep(0)
@@ -169,7 +188,9 @@ async def test_a_worker_leaves_while_a_measurement_ends() -> None:
             await asyncio.Event().wait()
         raise AssertionError("nothing ends it but a cancellation")
 
-    held = TunedModel("a model", choice(is_provisional=True), Measurements().mark_provisional, measure)
+    held = TunedModel(
+        "a model", choice(is_provisional=True), Measurements().mark_provisional, measure
+    )
     async with asyncio.timeout(WAIT_LIMIT_S), Renewal([held], idle_s=0.0) as renewal:
         await begun.wait()
         renewal.ran(0, RanBatch(10, 0.1))

@@ -1,4 +1,6 @@
-"""What is chosen, with real encoders in real probe processes; only the speeds are given, so that no timing decides."""
+"""What is chosen, with real encoders in real probe processes; only the speeds are given, so that no
+timing decides.
+"""
 
 import multiprocessing
 from collections import Counter
@@ -40,7 +42,13 @@ from workers.optimize.export import export_graph, load_transformer
 
 WIDTH, VOCABULARY = 32, 50
 ENTRY = Model.model_validate(
-    {"name": "tiny", "task": "embedding", "source": "local:tiny", "dimensions": WIDTH, "batch": {"max_tokens": 512}}
+    {
+        "name": "tiny",
+        "task": "embedding",
+        "source": "local:tiny",
+        "dimensions": WIDTH,
+        "batch": {"max_tokens": 512},
+    }
 )
 PLAIN_CPU = Machine("a CPU", (), 2, (), ())
 DIGEST = "d1"
@@ -75,14 +83,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def artifacts_dir(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four variants that all claim to be exact: two are, one has other weights, one is no graph at all."""
+    """Four variants that all claim to be exact: two are, one has other weights, one is no graph at
+    all.
+    """
     artifacts = tmp_path_factory.mktemp("artifacts")
     with new_artifact(artifacts, "tiny", DIGEST) as made:
         export_graph(load_transformer(folder), made / "exact.onnx", has_types=False)
         (made / "again.onnx").write_bytes((made / "exact.onnx").read_bytes())
         spoil(made / "exact.onnx", made / "spoiled.onnx")
         (made / "noise.onnx").write_bytes(b"noise")
-        encoder = OnnxEncoder(read_sentence_folder(folder), made / "exact.onnx", device="cpu", threads=1)
+        encoder = OnnxEncoder(
+            read_sentence_folder(folder), made / "exact.onnx", device="cpu", threads=1
+        )
         encoder.open()
         alone = [encoder.encode(ids, None, np.array([ids.shape[1]])) for ids in map(ids_of, TEXTS)]
         write_calibration(made, Calibration(TEXTS, np.concatenate(alone)))
@@ -93,7 +105,12 @@ def artifacts_dir(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
         write_manifest(
             made,
             Manifest(
-                model="tiny", revision="main", source_digest=DIGEST, made_by={}, task="embedding", variants=variants
+                model="tiny",
+                revision="main",
+                source_digest=DIGEST,
+                made_by={},
+                task="embedding",
+                variants=variants,
             ),
         )
     return artifacts
@@ -105,7 +122,14 @@ def ids_of(text: PreparedText) -> np.ndarray:
 
 def variant_of(folder: Path, name: str) -> Variant:
     size = (folder / f"{name}.onnx").stat().st_size
-    return Variant(name=name, backend="onnx", precision="fp32", file=f"{name}.onnx", size_bytes=size, cosine_min=1.0)
+    return Variant(
+        name=name,
+        backend="onnx",
+        precision="fp32",
+        file=f"{name}.onnx",
+        size_bytes=size,
+        cosine_min=1.0,
+    )
 
 
 def spoil(source: Path, target: Path) -> None:
@@ -124,7 +148,9 @@ def spoil(source: Path, target: Path) -> None:
 def spec(folder: Path, artifacts_dir: Path) -> SearchSpec:
     artifact = find_artifact(artifacts_dir, "tiny", DIGEST)
     assert artifact is not None
-    entry = ENTRY.model_copy(update={"backend": "onnx"})  # torch takes seconds to import, so only where it matters
+    entry = ENTRY.model_copy(
+        update={"backend": "onnx"}
+    )  # torch takes seconds to import, so only where it matters
     return SearchSpec(entry, folder, artifact, PLAIN_CPU, "cpu", 0, 0, TEXTS)
 
 
@@ -134,13 +160,20 @@ choose = partial(choose_when_quiet, quiet=lambda cores: True)
 def speeds(**texts_per_s: float) -> Measure:
     """A meter that knows the answer by the variant's name, with 2 x 1 ahead of 2 x 2."""
 
-    def meter(pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
-        return Reading(texts_per_s[backend.name.replace("-", "_")] * (1.4 if layout.threads == 1 else 1.0), 0.001)
+    def meter(
+        pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
+    ) -> Reading:
+        return Reading(
+            texts_per_s[backend.name.replace("-", "_")] * (1.4 if layout.threads == 1 else 1.0),
+            0.001,
+        )
 
     return meter
 
 
-@pytest.mark.parametrize(("exact", "again", "best"), [(50, 100, "again"), (100, 50, "exact"), (100, 103, "exact")])
+@pytest.mark.parametrize(
+    ("exact", "again", "best"), [(50, 100, "again"), (100, 50, "exact"), (100, 103, "exact")]
+)
 def test_the_faster_of_two_within_the_tolerance_is_chosen(
     spec: SearchSpec, exact: float, again: float, best: str
 ) -> None:
@@ -164,7 +197,9 @@ def test_the_faster_of_two_within_the_tolerance_is_chosen(
 
 
 def test_a_wider_tolerance_lets_more_in(spec: SearchSpec) -> None:
-    entry = spec.entry.model_copy(update={"tolerance": spec.entry.tolerance.model_copy(update={"cosine": 0.5})})
+    entry = spec.entry.model_copy(
+        update={"tolerance": spec.entry.tolerance.model_copy(update={"cosine": 0.5})}
+    )
     meter = speeds(exact=50, again=50, spoiled=1000, coarse=60)
     assert choose(replace(spec, entry=entry), meter=meter).backend.name == "spoiled"
 
@@ -173,11 +208,15 @@ def test_given_processes_and_threads_stand(spec: SearchSpec) -> None:
     one = replace(spec, processes=1, threads=1)
     choice = choose(one, meter=speeds(exact=50, again=40))
     assert choice.layout == Layout(1, 1)
-    assert {finding.name: list(finding.texts_per_s) for finding in choice.findings}["exact"] == ["1 x 1"]
+    assert {finding.name: list(finding.texts_per_s) for finding in choice.findings}["exact"] == [
+        "1 x 1"
+    ]
 
 
 def test_a_candidate_whose_process_dies_is_left_out(spec: SearchSpec) -> None:
-    def meter(pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
+    def meter(
+        pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
+    ) -> Reading:
         if backend.name == "exact":
             for process in multiprocessing.active_children():
                 process.kill()
@@ -185,15 +224,21 @@ def test_a_candidate_whose_process_dies_is_left_out(spec: SearchSpec) -> None:
 
     choice = choose(spec, meter=meter)
     assert choice.backend.name == "again"
-    assert [finding.reason for finding in choice.findings if finding.name == "exact"] == ["its process died"]
+    assert [finding.reason for finding in choice.findings if finding.name == "exact"] == [
+        "its process died"
+    ]
     assert all(rate > 0 for finding in choice.findings for rate in finding.texts_per_s.values())
 
 
 def replayed(*rounds: dict[str, tuple[float, float]]) -> Measure:
-    """A meter that gives texts/s and disturbance by the variant's name, round after round, the last for ever."""
+    """A meter that gives texts/s and disturbance by the variant's name, round after round, the last
+    for ever.
+    """
     turns: Counter[str] = Counter()
 
-    def meter(pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
+    def meter(
+        pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
+    ) -> Reading:
         turn = min(turns[backend.name], len(rounds) - 1)
         turns[backend.name] += 1
         texts_per_s, disturbance = rounds[turn][backend.name]
@@ -233,12 +278,18 @@ def test_noise_without_end_leaves_the_hardwares_prior(spec: SearchSpec) -> None:
 
 
 def test_layouts_that_no_two_rounds_agree_on_leave_the_usual_one(spec: SearchSpec) -> None:
-    def meter(pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
+    def meter(
+        pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
+    ) -> Reading:
         is_noisy = layout.threads == 1
         return Reading(100.0 if backend.name == "again" else 50.0, 0.001, 0.9 if is_noisy else 0.0)
 
     choice = choose(spec, meter=meter)
-    assert (choice.backend.name, choice.layout, choice.is_provisional) == ("again", Layout(2, 2), True)
+    assert (choice.backend.name, choice.layout, choice.is_provisional) == (
+        "again",
+        Layout(2, 2),
+        True,
+    )
 
 
 def test_measuring_ends_at_its_limit(spec: SearchSpec) -> None:
@@ -249,7 +300,9 @@ def test_measuring_ends_at_its_limit(spec: SearchSpec) -> None:
 
 
 @pytest.mark.parametrize(("is_quiet", "best"), [(True, "again"), (False, "exact")])
-def test_on_a_machine_that_is_not_quiet_fewer_rounds_are_begun(spec: SearchSpec, is_quiet: bool, best: str) -> None:
+def test_on_a_machine_that_is_not_quiet_fewer_rounds_are_begun(
+    spec: SearchSpec, is_quiet: bool, best: str
+) -> None:
     now_s: Iterator[float] = iter(np.arange(100) * 1.5)  # for each reading
     choice = choose_when_quiet(
         replace(spec, threads=1),
@@ -263,7 +316,9 @@ def test_on_a_machine_that_is_not_quiet_fewer_rounds_are_begun(spec: SearchSpec,
 def test_all_is_loaded_before_it_is_waited_for_quiet_and_nothing_timed(spec: SearchSpec) -> None:
     happened: list[str] = []
 
-    def meter(pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
+    def meter(
+        pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
+    ) -> Reading:
         happened.append(backend.name)
         return Reading(50.0)
 
@@ -277,14 +332,18 @@ def test_all_is_loaded_before_it_is_waited_for_quiet_and_nothing_timed(spec: Sea
 
 def test_nothing_within_the_tolerance_is_refused(spec: SearchSpec) -> None:
     entry = spec.entry.model_copy(update={"precision": "int8"})
-    with pytest.raises(ConfigurationError, match=r"no onnx backend in int8 .*coarse: its maker found cosine 0\.98"):
+    with pytest.raises(
+        ConfigurationError, match=r"no onnx backend in int8 .*coarse: its maker found cosine 0\.98"
+    ):
         choose(replace(spec, entry=entry))
 
 
 def with_bf16(spec: SearchSpec, cosine: float) -> SearchSpec:
     """A machine that computes bf16 and has no artifact, at this tolerance."""
     machine = replace(PLAIN_CPU, flags=("avx512_bf16",))
-    entry = ENTRY.model_copy(update={"tolerance": ENTRY.tolerance.model_copy(update={"cosine": cosine})})
+    entry = ENTRY.model_copy(
+        update={"tolerance": ENTRY.tolerance.model_copy(update={"cosine": cosine})}
+    )
     return replace(spec, entry=entry, artifact=None, machine=machine, processes=1, threads=1)
 
 
@@ -292,7 +351,8 @@ def test_on_x86_an_exact_graph_spares_measuring_torch_in_fp32(spec: SearchSpec) 
     machine = replace(PLAIN_CPU, flags=("avx2",))
     entry = spec.entry.model_copy(update={"backend": "auto"})
     choice = choose(
-        replace(spec, entry=entry, machine=machine, threads=1), meter=speeds(exact=50, again=40, torch_fp32=500)
+        replace(spec, entry=entry, machine=machine, threads=1),
+        meter=speeds(exact=50, again=40, torch_fp32=500),
     )
     assert choice.backend.name == "exact"
     reasons = {finding.name: finding.reason for finding in choice.findings}
@@ -304,14 +364,19 @@ def test_torch_in_bf16_spares_measuring_it_in_fp32(spec: SearchSpec) -> None:
     assert choice.backend.name == "torch-bf16"
     narrow, wide = choice.findings
     assert 0.99 < narrow.cosine_min < 1 - 1e-6
-    assert (wide.name, wide.reason) == ("torch-fp32", "not measured: torch computes it faster in fewer bits")
+    assert (wide.name, wide.reason) == (
+        "torch-fp32",
+        "not measured: torch computes it faster in fewer bits",
+    )
 
 
 @pytest.mark.parametrize(("narrow", "best"), [(120.0, Layout(2, 2)), (140.0, Layout(2, 1))])
 def test_the_layout_that_is_better_for_a_lone_text_may_be_a_little_slower(
     spec: SearchSpec, narrow: float, best: Layout
 ) -> None:
-    def meter(pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
+    def meter(
+        pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
+    ) -> Reading:
         return Reading(narrow if layout.threads == 1 else 100.0)
 
     assert choose(spec, meter=meter).layout == best
@@ -320,7 +385,9 @@ def test_the_layout_that_is_better_for_a_lone_text_may_be_a_little_slower(
 def test_one_backend_alone_is_timed_with_its_layouts_only(spec: SearchSpec) -> None:
     timed: list[str] = []
 
-    def meter(pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]) -> Reading:
+    def meter(
+        pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
+    ) -> Reading:
         timed.append(layout.name)
         return Reading(100.0)
 
@@ -345,7 +412,8 @@ def test_a_broken_calibration_set_is_computed_anew(spec: SearchSpec, tmp_path: P
         (copy / file.name).write_bytes(b"cut" if file.name == CALIBRATION else file.read_bytes())
     artifact = find_artifact(tmp_path, "tiny", DIGEST)
     choice = choose(
-        replace(spec, artifact=artifact, processes=1, threads=1), meter=speeds(exact=50, again=40, spoiled=90)
+        replace(spec, artifact=artifact, processes=1, threads=1),
+        meter=speeds(exact=50, again=40, spoiled=90),
     )
     assert choice.backend.name == "exact"
 

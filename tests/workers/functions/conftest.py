@@ -28,7 +28,9 @@ SECRETS = "whsec_" + "bmV3" * 11 + ",whsec_" + "b2xk" * 11
 
 
 @pytest.fixture(scope="session")
-def functions_settings(redis_server: RedisServer, pubsub_endpoint: str, bigquery_endpoint: str) -> dict[str, str]:
+def functions_settings(
+    redis_server: RedisServer, pubsub_endpoint: str, bigquery_endpoint: str
+) -> dict[str, str]:
     return {
         "PENSTOCK_PROJECT": PROJECT,
         "PENSTOCK_DATASET": DATASET,
@@ -95,7 +97,9 @@ def guarded_url(
 @pytest.fixture(scope="session")
 def table(bigquery_endpoint: str) -> Iterator[bigquery.Client]:
     options = {"api_endpoint": bigquery_endpoint}
-    client = bigquery.Client(project=PROJECT, credentials=AnonymousCredentials(), client_options=options)
+    client = bigquery.Client(
+        project=PROJECT, credentials=AnonymousCredentials(), client_options=options
+    )
     create(client, DATASET)
     with client:
         yield client
@@ -103,7 +107,10 @@ def table(bigquery_endpoint: str) -> Iterator[bigquery.Client]:
 
 @pytest.fixture
 async def world(
-    functions_port: int, functions_settings: dict[str, str], table: bigquery.Client, pubsub_endpoint: str
+    functions_port: int,
+    functions_settings: dict[str, str],
+    table: bigquery.Client,
+    pubsub_endpoint: str,
 ) -> AsyncIterator[World]:
     """A model of its own, with all that provisioning makes for it."""
     redis_url = functions_settings["PENSTOCK_REDIS_URL"]
@@ -112,7 +119,14 @@ async def world(
         PubSubTransport(PROJECT, pubsub_endpoint) as broker,
         Records(redis_url) as records,
     ):
-        made = World(admin, broker, records, table, f"http://127.0.0.1:{functions_port}", uuid.uuid4().hex[:8])
+        made = World(
+            admin,
+            broker,
+            records,
+            table,
+            f"http://127.0.0.1:{functions_port}",
+            uuid.uuid4().hex[:8],
+        )
         async with made.running():
             yield made
 

@@ -1,4 +1,4 @@
-"""A receiver of webhooks, as its owner would write it: a real HTTP server that keeps what it gets."""
+"""A receiver of webhooks, as its owner would write it: a real HTTP server that keeps it all."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ class Receiver:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self._runner.cleanup()
 
@@ -62,6 +65,10 @@ class Receiver:
         body = await request.read()
         status = self.statuses.pop(0) if self.statuses else 204
         async with self._arrived:
-            self.deliveries.append(Delivery({name.lower(): v for name, v in request.headers.items()}, body))
+            self.deliveries.append(
+                Delivery({name.lower(): v for name, v in request.headers.items()}, body)
+            )
             self._arrived.notify_all()
-        return web.Response(status=status, headers={"location": self.url} if 300 <= status < 400 else {})
+        return web.Response(
+            status=status, headers={"location": self.url} if 300 <= status < 400 else {}
+        )

@@ -20,7 +20,10 @@ SECRET = b"what nobody but the model may read"
 async def test_job_that_pubsub_gave_up_is_answered(world: World) -> None:
     data, attributes = world.job()
     await world.broker.publish(world.jobs, data, attributes)
-    async with asyncio.timeout(WAIT_LIMIT_S), world.broker.subscribe(world.workers, max_messages=1) as worker:
+    async with (
+        asyncio.timeout(WAIT_LIMIT_S),
+        world.broker.subscribe(world.workers, max_messages=1) as worker,
+    ):
         attempts = 0
         async for message in worker:
             worker.nack(message)
@@ -32,18 +35,26 @@ async def test_job_that_pubsub_gave_up_is_answered(world: World) -> None:
     assert [outcome.index for outcome in reply.body.outcomes] == [0, 1]
     error = reply.body.outcomes[0].error
     assert error is not None
-    assert (error.code, error.message) == ("model_failed", "no worker could finish it in 5 attempts")
+    assert (error.code, error.message) == (
+        "model_failed",
+        "no worker could finish it in 5 attempts",
+    )
     record = await world.record()
     assert (record.state, record.reply) == ("failed", reply.body)
     rows = await world.rows(2)
-    facts = [(row["item"], row["status"], row["error_code"], row["worker"], row["region"]) for row in rows]
+    facts = [
+        (row["item"], row["status"], row["error_code"], row["worker"], row["region"])
+        for row in rows
+    ]
     assert facts == [(item, "failed", "model_failed", "dead-letter", "here") for item in (0, 1)]
 
 
 async def test_reason_reaches_the_caller_and_the_webhook(world: World, receiver: Receiver) -> None:
     await world.create(receiver.url)
     data, attributes = world.job(1, prediction="1", webhook="start,completed")
-    await world.broker.publish(world.dead, data, attributes | {"penstock_reason": "it killed three workers"})
+    await world.broker.publish(
+        world.dead, data, attributes | {"penstock_reason": "it killed three workers"}
+    )
     (outcome,) = (await world.reply()).body.outcomes
     assert outcome.error is not None
     assert outcome.error.message == "it killed three workers"
@@ -73,7 +84,11 @@ async def test_attributes_that_cannot_be_read_are_answered_recorded_and_not_logg
     assert reply.body.error.code == "undecodable_message"
     assert (await world.record()).state == "failed"
     (row,) = await world.rows(1)
-    assert (row["model"], row["tenant"], row["error_code"]) == (world.model, "t", "undecodable_message")
+    assert (row["model"], row["tenant"], row["error_code"]) == (
+        world.model,
+        "t",
+        "undecodable_message",
+    )
     unreadable = await world.count("penstock_functions_unreadable_total", "dead_letter", 0)
     for nobodys in ({"request_id": "nobody"}, {"part": "0", "prompt": SECRET.decode()}):
         await world.broker.publish(world.dead, SECRET, nobodys)
@@ -105,7 +120,9 @@ async def test_stranger_is_put_aside(world: World) -> None:
     data, attributes = world.job(1)
     await world.broker.publish(world.dead, data, attributes)
     await world.rows(1)
-    assert await world.count("penstock_functions_unreadable_total", "dead_letter", 0) == unreadable + 1
+    assert (
+        await world.count("penstock_functions_unreadable_total", "dead_letter", 0) == unreadable + 1
+    )
 
 
 async def test_what_a_worker_answered_stays(world: World) -> None:

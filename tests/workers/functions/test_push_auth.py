@@ -24,7 +24,9 @@ def certs(issuer: Issuer) -> Iterator[tuple[str, list[str]]]:
         yield shown
 
 
-async def test_right_tokens_pass_and_certificates_are_kept(issuer: Issuer, certs: tuple[str, list[str]]) -> None:
+async def test_right_tokens_pass_and_certificates_are_kept(
+    issuer: Issuer, certs: tuple[str, list[str]]
+) -> None:
     caller = PushAuthenticator(AUDIENCE, ACCOUNT, certs_url=certs[0])
     await caller.check(f"Bearer {issuer.token()}")
     await caller.check(f"bearer {issuer.token(iss='accounts.google.com')}")
@@ -59,17 +61,22 @@ def _nested() -> str:
 
 
 @pytest.mark.parametrize(
-    "token", [f"{_nested()}.e30.e30", f"e30.{_nested()}.e30", f"e30.{_nested()}.{REMOVED_SIGNATURE}"]
+    "token",
+    [f"{_nested()}.e30.e30", f"e30.{_nested()}.e30", f"e30.{_nested()}.{REMOVED_SIGNATURE}"],
 )
 @pytest.mark.parametrize("checked_by", ["us", "cloud-run"])
 async def test_token_that_is_nested_without_end_is_refused(
     certs: tuple[str, list[str]], token: str, checked_by: Literal["us", "cloud-run"]
 ) -> None:
     with pytest.raises(PushRefused):
-        await PushAuthenticator(AUDIENCE, ACCOUNT, certs_url=certs[0], checked_by=checked_by).check(f"Bearer {token}")
+        await PushAuthenticator(AUDIENCE, ACCOUNT, certs_url=certs[0], checked_by=checked_by).check(
+            f"Bearer {token}"
+        )
 
 
-@pytest.mark.parametrize("authorization", ["", "Bearer ", "Basic dTpw", "Bearer a.b.c", "Bearer nonsense"])
+@pytest.mark.parametrize(
+    "authorization", ["", "Bearer ", "Basic dTpw", "Bearer a.b.c", "Bearer nonsense"]
+)
 async def test_no_token_is_refused(certs: tuple[str, list[str]], authorization: str) -> None:
     with pytest.raises(PushRefused):
         await PushAuthenticator(AUDIENCE, ACCOUNT, certs_url=certs[0]).check(authorization)
@@ -77,12 +84,18 @@ async def test_no_token_is_refused(certs: tuple[str, list[str]], authorization: 
 
 async def test_tokens_of_others_are_refused(certs: tuple[str, list[str]]) -> None:
     with pytest.raises(PushRefused):
-        await PushAuthenticator(AUDIENCE, ACCOUNT, certs_url=certs[0]).check(f"Bearer {Issuer().token()}")
+        await PushAuthenticator(AUDIENCE, ACCOUNT, certs_url=certs[0]).check(
+            f"Bearer {Issuer().token()}"
+        )
 
 
-async def test_signature_may_be_missing_only_behind_cloud_run(issuer: Issuer, certs: tuple[str, list[str]]) -> None:
+async def test_signature_may_be_missing_only_behind_cloud_run(
+    issuer: Issuer, certs: tuple[str, list[str]]
+) -> None:
     token = _stripped(issuer.token())
-    await PushAuthenticator(AUDIENCE, ACCOUNT, certs_url=certs[0], checked_by="cloud-run").check(f"Bearer {token}")
+    await PushAuthenticator(AUDIENCE, ACCOUNT, certs_url=certs[0], checked_by="cloud-run").check(
+        f"Bearer {token}"
+    )
     with pytest.raises(PushRefused):
         await PushAuthenticator(AUDIENCE, ACCOUNT, certs_url=certs[0]).check(f"Bearer {token}")
 
@@ -107,7 +120,9 @@ async def test_function_asks_who_calls(issuer: Issuer, guarded_url: str) -> None
     async with httpx.AsyncClient(base_url=guarded_url) as client:
         nobody = await client.post("/dead_letter", json=push)
         other, ours = [
-            await client.post("/dead_letter", json=push, headers={"authorization": f"Bearer {signer.token()}"})
+            await client.post(
+                "/dead_letter", json=push, headers={"authorization": f"Bearer {signer.token()}"}
+            )
             for signer in (Issuer(), issuer)
         ]
     # Its message is of no use, which ends it: only who brings it was in question.

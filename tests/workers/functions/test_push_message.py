@@ -30,7 +30,15 @@ def envelope(**message: Any) -> dict[str, Any]:
 
 
 FULL = envelope(data="aGk=", attributes={"a": "1"}, orderingKey="k")
-MESSAGE = Message(b"hi", {"a": "1"}, "7", "", publish_time_s=1795291159.123456, delivery_attempt=3, ordering_key="k")
+MESSAGE = Message(
+    b"hi",
+    {"a": "1"},
+    "7",
+    "",
+    publish_time_s=1795291159.123456,
+    delivery_attempt=3,
+    ordering_key="k",
+)
 
 
 def fields(message: Message) -> tuple[Any, ...]:
@@ -58,14 +66,21 @@ def test_wrapped_forms(headers: dict[str, str], body: dict[str, Any]) -> None:
 
 
 def test_unwrapped_form() -> None:
-    metadata = {"message-id": "7", "publish-time": PUBLISHED, "ordering-key": "k", "subscription-name": "s"}
+    metadata = {
+        "message-id": "7",
+        "publish-time": PUBLISHED,
+        "ordering-key": "k",
+        "subscription-name": "s",
+    }
     headers = {f"x-goog-pubsub-{name}": value for name, value in metadata.items()}
     message = read_push(headers | {"a": "1", "authorization": "Bearer secret"}, b"hi")
     assert fields(message) == (b"hi", {"a": "1"}, "7", MESSAGE.publish_time_s, 0, "k")
 
 
 def test_unwrapped_form_without_metadata() -> None:
-    assert read_push(JSON, b'{"id": "r", "event": "start"}').data == b'{"id": "r", "event": "start"}'
+    assert (
+        read_push(JSON, b'{"id": "r", "event": "start"}').data == b'{"id": "r", "event": "start"}'
+    )
 
 
 @pytest.mark.parametrize("empty", [{}, {"data": ""}, {"data": None}])
@@ -96,6 +111,9 @@ def test_what_carries_no_message_is_refused(headers: dict[str, str], body: Any) 
 @pytest.mark.parametrize("body", [b"[" * 100_000, b'{"message":' * 100_000])
 def test_body_that_is_nested_without_end_is_data_or_refused(body: bytes) -> None:
     assert read_push(JSON, body).data == body
-    for headers in (JSON | {"ce-specversion": "1.0"}, {"content-type": "application/cloudevents+json"}):
+    for headers in (
+        JSON | {"ce-specversion": "1.0"},
+        {"content-type": "application/cloudevents+json"},
+    ):
         with pytest.raises(UndecodableMessage):
             read_push(headers, body)

@@ -59,14 +59,18 @@ async def test_other_secrets_do_not_verify(world: World, receiver: Receiver, set
             check(delivery, secret)
 
 
-async def test_failed_delivery_comes_again_under_the_same_id(world: World, receiver: Receiver) -> None:
+async def test_failed_delivery_comes_again_under_the_same_id(
+    world: World, receiver: Receiver
+) -> None:
     receiver.statuses = [500, 302]
     await world.create(receiver.url)
     await finish(world)
     await world.tell("completed")
     deliveries = await receiver.wait(3)
     assert len({delivery.id for delivery in deliveries}) == 1
-    assert [hmac.compare_digest(delivery.body, deliveries[0].body) for delivery in deliveries] == [True] * 3
+    assert [hmac.compare_digest(delivery.body, deliveries[0].body) for delivery in deliveries] == [
+        True
+    ] * 3
     assert (await world.record()).state == "succeeded"
 
 
@@ -78,11 +82,17 @@ async def test_events_have_ids_of_their_own(world: World, receiver: Receiver) ->
     await world.tell("completed")
     started, completed = await receiver.wait(2)
     assert started.id != completed.id
-    assert [json.loads(each.body)["status"] for each in (started, completed)] == ["starting", "succeeded"]
+    assert [json.loads(each.body)["status"] for each in (started, completed)] == [
+        "starting",
+        "succeeded",
+    ]
 
 
 async def test_nothing_comes_after_the_end(world: World, receiver: Receiver) -> None:
-    late, delivered = await world.count(METRIC, "late", 0), await world.count(METRIC, "delivered", 0)
+    late, delivered = (
+        await world.count(METRIC, "late", 0),
+        await world.count(METRIC, "delivered", 0),
+    )
     await world.create(receiver.url)
     await finish(world)
     await world.tell("completed")
@@ -163,5 +173,7 @@ async def test_refusals_are_repeated_for_an_hour(
 
 async def test_events_are_due_without_redis() -> None:
     async with DeliveryState(f"redis://127.0.0.1:{free_port()}/0") as notes:
-        assert [await notes.admit("req_1", event) for event in ("logs", "logs", "completed")] == ["due"] * 3
+        assert [await notes.admit("req_1", event) for event in ("logs", "logs", "completed")] == [
+            "due"
+        ] * 3
         await notes.close("req_1")

@@ -33,7 +33,9 @@ def gives(*addresses: str) -> destination.Resolve:
     return resolve
 
 
-@pytest.mark.parametrize("address", ["93.184.216.34", "8.8.8.8", "2606:2800:220:1:248:1893:25c8:1946"])
+@pytest.mark.parametrize(
+    "address", ["93.184.216.34", "8.8.8.8", "2606:2800:220:1:248:1893:25c8:1946"]
+)
 def test_public_addresses(address: str) -> None:
     assert is_public(ip_address(address))
 
@@ -69,7 +71,9 @@ def test_public_addresses(address: str) -> None:
 async def test_private_addresses_are_refused(address: str) -> None:
     assert not is_public(ip_address(address))
     with pytest.raises(WebhookUrlForbidden, match="not public"):
-        await WebhookClient("https://receiver.example/hook", resolve=gives("93.184.216.34", address)).post({}, b"")
+        await WebhookClient(
+            "https://receiver.example/hook", resolve=gives("93.184.216.34", address)
+        ).post({}, b"")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +96,16 @@ async def test_other_urls_are_refused(url: str) -> None:
 
 @pytest.mark.parametrize(
     "host",
-    ["127.0.0.1", "127.1", "2130706433", "0x7f000001", "017700000001", "[::1]", "[::ffff:127.0.0.1]", "localhost"],
+    [
+        "127.0.0.1",
+        "127.1",
+        "2130706433",
+        "0x7f000001",
+        "017700000001",
+        "[::1]",
+        "[::ffff:127.0.0.1]",
+        "localhost",
+    ],
 )
 async def test_no_spelling_of_this_machine_gets_through(host: str) -> None:
     """By the real resolver, with somebody who listens."""
@@ -112,11 +125,16 @@ async def test_connects_to_what_was_judged_under_the_own_name(receiver: Receiver
         return ["127.0.0.1"]
 
     url = f"http://receiver.example:{receiver.port}/hook"
-    answer = await WebhookClient(url, allow_private=True, resolve=resolve).post({"x-a": "1"}, b"body")
+    answer = await WebhookClient(url, allow_private=True, resolve=resolve).post(
+        {"x-a": "1"}, b"body"
+    )
     (delivery,) = receiver.deliveries
     assert answer == WebhookResponse(204, "")
     assert asked == [("receiver.example", receiver.port)]
-    assert (delivery.headers["host"], delivery.headers["x-a"]) == (f"receiver.example:{receiver.port}", "1")
+    assert (delivery.headers["host"], delivery.headers["x-a"]) == (
+        f"receiver.example:{receiver.port}",
+        "1",
+    )
     assert delivery.body == b"body"
 
 
@@ -135,9 +153,13 @@ async def test_tls_is_by_name_and_certificates_are_checked(issuer: Issuer, tmp_p
 
 
 async def test_an_address_that_was_not_checked_is_not_reached(receiver: Receiver) -> None:
-    """What looks like an address is connected to without a resolver; nor does it help to judge another."""
+    """What looks like an address is connected to without a resolver; nor does it help to judge
+    another.
+    """
     with pytest.raises(Unavailable, match="not checked"):
-        await WebhookClient(receiver.url, allow_private=True, resolve=gives("127.0.0.2")).post({}, b"")
+        await WebhookClient(receiver.url, allow_private=True, resolve=gives("127.0.0.2")).post(
+            {}, b""
+        )
     assert receiver.deliveries == []
 
 
@@ -180,7 +202,9 @@ async def test_silence_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
                 await WebhookClient(url, allow_private=True).post({}, b"")
 
 
-@pytest.mark.parametrize("error", [socket.gaierror("no such name"), TimeoutError(), UnicodeError("label too long")])
+@pytest.mark.parametrize(
+    "error", [socket.gaierror("no such name"), TimeoutError(), UnicodeError("label too long")]
+)
 async def test_name_that_has_no_address_is_tried_again(error: Exception) -> None:
     async def resolve(host: str, port: int) -> list[str]:
         raise error
@@ -196,7 +220,9 @@ async def test_function_does_not_go_to_this_machine(
     await world.create(f"https://127.0.0.1:{receiver.port}/hook")
     event = json.dumps({"id": world.request_id, "event": "start"})
     async with httpx.AsyncClient(base_url=guarded_url) as client:
-        answer = await client.post("/webhook", content=event, headers={"authorization": f"Bearer {issuer.token()}"})
+        answer = await client.post(
+            "/webhook", content=event, headers={"authorization": f"Bearer {issuer.token()}"}
+        )
         metrics = (await client.get("/metrics")).text
     assert answer.status_code == 204
     assert 'penstock_functions_webhooks_total{end="forbidden",event="start"} 1.0' in metrics

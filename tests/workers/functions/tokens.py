@@ -17,7 +17,11 @@ from cryptography.x509.oid import NameOID
 from google.auth import jwt
 from google.auth.crypt import RSASigner
 
-AUDIENCE, ACCOUNT, KEY_ID = "https://dead-letters.example", "push@p.iam.gserviceaccount.com", "key-1"
+AUDIENCE, ACCOUNT, KEY_ID = (
+    "https://dead-letters.example",
+    "push@p.iam.gserviceaccount.com",
+    "key-1",
+)
 
 
 class Issuer:
@@ -29,11 +33,16 @@ class Issuer:
     @property
     def key(self) -> str:
         kind = serialization.PrivateFormat.TraditionalOpenSSL
-        return self._key.private_bytes(serialization.Encoding.PEM, kind, serialization.NoEncryption()).decode()
+        return self._key.private_bytes(
+            serialization.Encoding.PEM, kind, serialization.NoEncryption()
+        ).decode()
 
     @property
     def certificate(self) -> str:
-        name, now = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "issuer")]), datetime.now(UTC)
+        name, now = (
+            x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "issuer")]),
+            datetime.now(UTC),
+        )
         built = (
             x509.CertificateBuilder()
             .subject_name(name)

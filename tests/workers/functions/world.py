@@ -64,7 +64,13 @@ class World:
         for topic in (self.jobs, self.dead, self.inbox, "webhooks", self._events):
             await self.admin.ensure_topic(topic)
         push = {"retry_min_s": 0.1, "retry_max_s": 0.2, "ack_deadline_s": 60}
-        await self._subscribe(self.workers, self.jobs, dead_letter_topic_id=self.dead, retry_min_s=0.1, retry_max_s=0.1)
+        await self._subscribe(
+            self.workers,
+            self.jobs,
+            dead_letter_topic_id=self.dead,
+            retry_min_s=0.1,
+            retry_max_s=0.1,
+        )
         dead_letter, webhook = f"{self.functions_url}/dead_letter", f"{self.functions_url}/webhook"
         await self._subscribe(f"{self.dead}.push", self.dead, push_endpoint=dead_letter, **push)
         await self._subscribe("webhooks.push", "webhooks", push_endpoint=webhook, **push)
@@ -72,7 +78,9 @@ class World:
         await self._subscribe(self.inbox, self.inbox)
 
     async def _subscribe(self, subscription_id: str, topic_id: str, **settings: Any) -> None:
-        await self.admin.ensure_subscription(subscription_id, SubscriptionSettings(topic_id, **settings))
+        await self.admin.ensure_subscription(
+            subscription_id, SubscriptionSettings(topic_id, **settings)
+        )
         self._subscriptions.append(subscription_id)
 
     def job(self, texts: int = 2, **facts: Any) -> tuple[bytes, dict[str, str]]:
@@ -91,7 +99,9 @@ class World:
         items = [Item(index, TextInput(f"text {index}")) for index in range(texts)]
         return encode_job(Job(Envelope(**(given | facts)), JobBody(items)))
 
-    async def create(self, webhook: str = "", events: tuple[str, ...] = EVENTS, **facts: Any) -> Prediction:
+    async def create(
+        self, webhook: str = "", events: tuple[str, ...] = EVENTS, **facts: Any
+    ) -> Prediction:
         """A prediction, as the API creates it."""
         now_s = time.time()
         prediction = Prediction(
@@ -119,7 +129,9 @@ class World:
         await self.broker.publish(self._events, data, attributes)
 
     async def push_event(self, event: EventName, age_s: float) -> int:
-        """The status of the answer to a push of an event that was published so long ago, by our own hand."""
+        """The status of the answer to a push of an event that was published so long ago, by our own
+        hand.
+        """
         data, attributes = encode_webhook_event(WebhookEvent(self.request_id, event))
         message = {
             "messageId": "1",
@@ -128,7 +140,9 @@ class World:
             "attributes": attributes,
         }
         async with httpx.AsyncClient(base_url=self.functions_url) as client:
-            return (await client.post("/webhook", json={"message": message, "subscription": "s"})).status_code
+            return (
+                await client.post("/webhook", json={"message": message, "subscription": "s"})
+            ).status_code
 
     async def reply(self) -> Reply:
         """The next one in the inbox."""
@@ -151,7 +165,7 @@ class World:
                 return found
 
     async def count(self, metric: str, label: str, at_least: float = 1) -> float:
-        """A counter of the functions, summed over what has `label` as a value, once it is so large."""
+        """A counter of the functions, summed where `label` is a value, once it is so large."""
         until_s = time.monotonic() + WAIT_LIMIT_S
         while True:
             found = await asyncio.to_thread(self._count, metric, label)
@@ -160,15 +174,19 @@ class World:
             assert time.monotonic() < until_s, f"{metric} is {found}"
 
     def _count(self, metric: str, label: str) -> float:
-        with urllib.request.urlopen(f"{self.functions_url}/metrics", timeout=WAIT_LIMIT_S) as answer:
+        with urllib.request.urlopen(
+            f"{self.functions_url}/metrics", timeout=WAIT_LIMIT_S
+        ) as answer:
             families = text_string_to_metric_families(answer.read().decode())
-            samples = [sample for family in families for sample in family.samples if sample.name == metric]
+            samples = [
+                sample for family in families for sample in family.samples if sample.name == metric
+            ]
         return sum(sample.value for sample in samples if label in sample.labels.values())
 
     def _rows(self) -> list[dict[str, Any]]:
         query = """
             SELECT * FROM penstock.rows_deduplicated WHERE request_id = @id AND received_at > '2020-01-01' ORDER BY item
-        """
+        """  # noqa: E501
         wanted = bigquery.ScalarQueryParameter("id", "STRING", self.request_id)
         job = self.table.query(query, bigquery.QueryJobConfig(query_parameters=[wanted]))
         return [dict(row) for row in job.result()]

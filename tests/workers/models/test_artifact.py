@@ -31,9 +31,16 @@ def text_of(*ids: int, types: bytes = b"") -> PreparedText:
 
 
 def manifest_of(model: str = "mini", digest: str = "d1") -> Manifest:
-    variant = Variant(name="onnx-fp32", backend="onnx", precision="fp32", file="fp32.onnx", size_bytes=len(GRAPH))
+    variant = Variant(
+        name="onnx-fp32", backend="onnx", precision="fp32", file="fp32.onnx", size_bytes=len(GRAPH)
+    )
     return Manifest(
-        model=model, revision="1", source_digest=digest, made_by={"onnx": "1"}, task="embedding", variants=[variant]
+        model=model,
+        revision="1",
+        source_digest=digest,
+        made_by={"onnx": "1"},
+        task="embedding",
+        variants=[variant],
     )
 
 
@@ -102,12 +109,26 @@ def test_other_source_files_have_no_artifact(artifacts_dir: Path) -> None:
         (lambda folder: (folder / MANIFEST).unlink(), MANIFEST),
         (lambda folder: write_manifest(folder, manifest_of(digest="d0")), "is of mini/d0"),
         (lambda folder: write_manifest(folder, manifest_with(format_version=0)), "format 0, not 3"),
-        (lambda folder: write_manifest(folder, manifest_with(file="../out.onnx")), "no file in the folder"),
+        (
+            lambda folder: write_manifest(folder, manifest_with(file="../out.onnx")),
+            "no file in the folder",
+        ),
     ],
-    ids=["graph-missing", "graph-cut", "manifest-cut", "manifest-missing", "of-others", "older", "outside"],
+    ids=[
+        "graph-missing",
+        "graph-cut",
+        "manifest-cut",
+        "manifest-missing",
+        "of-others",
+        "older",
+        "outside",
+    ],
 )
 def test_a_broken_artifact_is_ignored_with_a_line(
-    artifacts_dir: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], None], reason: str
+    artifacts_dir: Path,
+    caplog: pytest.LogCaptureFixture,
+    spoil: Callable[[Path], None],
+    reason: str,
 ) -> None:
     spoil(artifacts_dir / "mini" / "d1")
     assert find_artifact(artifacts_dir, "mini", "d1") is None

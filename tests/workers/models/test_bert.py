@@ -1,4 +1,6 @@
-"""BERT and its kin, operator by operator, give what transformers' modules give; what is no BERT is left alone."""
+"""BERT and its kin, operator by operator, give what transformers' modules give; what is no BERT is
+left alone.
+"""
 
 from typing import Any
 
@@ -29,7 +31,12 @@ def model_of(config: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("lengths", "computed"),
-    [((7, 1, 12, 3), (23, 23)), ((7, 40, 1, 12, 37), (97, 112)), ((70,), (70, 80)), ((64, 32), (96, 96))],
+    [
+        ((7, 1, 12, 3), (23, 23)),
+        ((7, 40, 1, 12, 37), (97, 112)),
+        ((70,), (70, 80)),
+        ((64, 32), (96, 96)),
+    ],
     ids=["few tokens", "filled up", "one filled up", "full"],
 )
 @pytest.mark.parametrize("in_bf16", [False, True], ids=["fp32", "bf16"])
@@ -75,7 +82,9 @@ def test_states_are_those_of_the_modules(
     [
         transformers.BertConfig(**SIZES, is_decoder=True),  # each token sees those before it only
         transformers.ElectraConfig(**SIZES, embedding_size=16),
-        transformers.MPNetConfig(**{name: size for name, size in SIZES.items() if name != "type_vocab_size"}),
+        transformers.MPNetConfig(
+            **{name: size for name, size in SIZES.items() if name != "type_vocab_size"}
+        ),
     ],
     ids=["decoder", "electra", "mpnet"],
 )

@@ -1,4 +1,6 @@
-"""A real image model in a real model process: a batch that nobody wants any more ends at the step it is at."""
+"""A real image model in a real model process: a batch that nobody wants any more ends at the step
+it is at.
+"""
 
 import asyncio
 from pathlib import Path
@@ -44,8 +46,11 @@ async def test_image_canceled_at_step_3_stops_within_one_step(
         canceled_at = next(step for step, _ in told if step >= 3)
         assert told[0][1] == 100
         assert done.steps_saved is not None
-        # The Cancel travels while the next step may be under way; these take some milliseconds each.
+        # The Cancel travels while the next step may be under way; these take some milliseconds
+        # each.
         assert 0 < done.steps_saved < 100 - canceled_at
         process.cancel()  # nothing runs: harmless
-        after = await asyncio.wait_for(process.run(asked(tiny_preparer, 2), timeout_s=START_LIMIT_S), START_LIMIT_S)
+        after = await asyncio.wait_for(
+            process.run(asked(tiny_preparer, 2), timeout_s=START_LIMIT_S), START_LIMIT_S
+        )
         assert isinstance(after.results[0], ImageResult)

@@ -48,7 +48,9 @@ def run(unet: Any, vae: Any, count: int, timestep: Any) -> list[torch.Tensor]:
     random = torch.Generator().manual_seed(count)
     latents = torch.randn(count, 4, 4, 4, generator=random)
     with torch.inference_mode():
-        noise = unet(latents, timestep, encoder_hidden_states=torch.ones(count, 3, 4), return_dict=False)[0]
+        noise = unet(
+            latents, timestep, encoder_hidden_states=torch.ones(count, 3, 4), return_dict=False
+        )[0]
         return [noise, vae.decode(latents, return_dict=False)[0]]
 
 
@@ -79,7 +81,9 @@ def test_shapes_of_warm_up_are_compiled_and_no_others() -> None:
 
 
 def test_the_next_start_finds_what_was_compiled(cache: Path) -> None:
-    """Another process is stood in for by a compiler that has forgotten everything; a product needs no C++."""
+    """Another process is stood in for by a compiler that has forgotten everything; a product needs
+    no C++.
+    """
     found = []
     for _ in range(2):
         torch._dynamo.reset()

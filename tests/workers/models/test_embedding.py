@@ -102,11 +102,21 @@ def test_token_ids_give_the_vector_of_their_text(
 def variant(minilm_folder: Path, tmp_path: Path) -> Callable[..., Path]:
     """A copy of the folder with other settings."""
 
-    def make(*, pooling: dict[str, object], normalize: bool = True, **more: dict[str, object]) -> Path:
+    def make(
+        *, pooling: dict[str, object], normalize: bool = True, **more: dict[str, object]
+    ) -> Path:
         folder = tmp_path / "variant"
-        shutil.copytree(minilm_folder, folder, copy_function=lambda source, target: Path(target).symlink_to(source))
+        shutil.copytree(
+            minilm_folder,
+            folder,
+            copy_function=lambda source, target: Path(target).symlink_to(source),
+        )
         modules = json.loads((minilm_folder / "modules.json").read_text())
-        files = {"modules.json": modules if normalize else modules[:2], "1_Pooling/config.json": pooling, **more}
+        files = {
+            "modules.json": modules if normalize else modules[:2],
+            "1_Pooling/config.json": pooling,
+            **more,
+        }
         for name, content in files.items():
             (folder / name).unlink(missing_ok=True)
             (folder / name).write_text(json.dumps(content))
@@ -119,14 +129,31 @@ def variant(minilm_folder: Path, tmp_path: Path) -> Callable[..., Path]:
     ("dimensions", "settings"),
     [
         (384, {"pooling": {"word_embedding_dimension": 384, "pooling_mode_cls_token": True}}),
-        (384, {"pooling": {"word_embedding_dimension": 384, "pooling_mode_max_tokens": True}, "normalize": False}),
-        (768, {"pooling": {"embedding_dimension": 384, "pooling_mode": ["mean_sqrt_len_tokens", "cls"]}}),
+        (
+            384,
+            {
+                "pooling": {"word_embedding_dimension": 384, "pooling_mode_max_tokens": True},
+                "normalize": False,
+            },
+        ),
+        (
+            768,
+            {
+                "pooling": {
+                    "embedding_dimension": 384,
+                    "pooling_mode": ["mean_sqrt_len_tokens", "cls"],
+                }
+            },
+        ),
         (
             384,
             {
                 "pooling": {"word_embedding_dimension": 384, "pooling_mode_mean_tokens": True},
                 "sentence_bert_config.json": {"max_seq_length": 20, "do_lower_case": True},
-                "config_sentence_transformers.json": {"prompts": {"q": "query: "}, "default_prompt_name": "q"},
+                "config_sentence_transformers.json": {
+                    "prompts": {"q": "query: "},
+                    "default_prompt_name": "q",
+                },
             },
         ),
     ],
@@ -141,17 +168,30 @@ def test_what_the_folder_says_is_done(
     model.setup()
     texts = ["A Cat", "the mill wheel turns " * 10, "漢字 and more of it"]
     expected = one_at_a_time(SentenceTransformer(str(folder), device="cpu"), texts)
-    assert np.abs(vectors(model, preparer, [TextInput(text) for text in texts]) - expected).max() < 1e-5
+    assert (
+        np.abs(vectors(model, preparer, [TextInput(text) for text in texts]) - expected).max()
+        < 1e-5
+    )
 
 
-def test_a_transformer_of_another_family_equals_the_reference(catalog: Catalog, tmp_path: Path) -> None:
-    """RoBERTa counts positions from its padding id and has no token types; its folder has no modules.json."""
+def test_a_transformer_of_another_family_equals_the_reference(
+    catalog: Catalog, tmp_path: Path
+) -> None:
+    """RoBERTa counts positions from its padding id and has no token types; its folder has no
+    modules.json.
+    """
     letters = ["<s>", "<pad>", "</s>", "<unk>", *sorted(ByteLevel.alphabet())]
-    tokenizer = Tokenizer(BPE({letter: number for number, letter in enumerate(letters)}, [], unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        BPE({letter: number for number, letter in enumerate(letters)}, [], unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.post_processor = RobertaProcessing(("</s>", 2), ("<s>", 0))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 40, "pad_token": "<pad>"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 40,
+        "pad_token": "<pad>",
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     settings = RobertaConfig(
         vocab_size=len(letters),
@@ -168,7 +208,10 @@ def test_a_transformer_of_another_family_equals_the_reference(catalog: Catalog, 
     model.setup()
     texts = ["a", "some words", "a text that is much too long for forty tokens of one byte"]
     expected = one_at_a_time(SentenceTransformer(str(tmp_path), device="cpu"), texts)
-    assert np.abs(vectors(model, preparer, [TextInput(text) for text in texts]) - expected).max() < 1e-5
+    assert (
+        np.abs(vectors(model, preparer, [TextInput(text) for text in texts]) - expected).max()
+        < 1e-5
+    )
 
 
 def test_bf16_stays_near_fp32(
@@ -178,7 +221,9 @@ def test_bf16_stays_near_fp32(
     model = model_for(entry, minilm_folder, "cpu")
     model.setup()
     inputs = [TextInput("a cat"), TextInput("the mill wheel turns in the river")]
-    similarity = (vectors(model, minilm_preparer, inputs) * vectors(minilm, minilm_preparer, inputs)).sum(1)
+    similarity = (
+        vectors(model, minilm_preparer, inputs) * vectors(minilm, minilm_preparer, inputs)
+    ).sum(1)
     assert (similarity > 0.995).all()
 
 

@@ -1,4 +1,4 @@
-"""Every encoder gives what the transformer and its folder say, computed text by text in torch fp32."""
+"""Every encoder gives what transformer and folder say, computed text by text in torch fp32."""
 
 from pathlib import Path
 
@@ -17,7 +17,11 @@ from workers.models.device import Device
 from workers.models.embedding.encoder_onnx import OnnxEncoder
 from workers.models.embedding.encoder_torch import TorchEncoder
 from workers.models.embedding.model import Encoder
-from workers.models.embedding.model_folder import POOLING_MODES, SentenceFolder, read_sentence_folder
+from workers.models.embedding.model_folder import (
+    POOLING_MODES,
+    SentenceFolder,
+    read_sentence_folder,
+)
 from workers.optimize.calibration import calibration_texts
 from workers.optimize.export import export_graph, fuse_graph, load_transformer
 from workers.tasks import model_for
@@ -48,7 +52,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings_of(folder: Path, pooling: tuple[str, ...] = ("mean",), *, normalize: bool = True) -> SentenceFolder:
+def settings_of(
+    folder: Path, pooling: tuple[str, ...] = ("mean",), *, normalize: bool = True
+) -> SentenceFolder:
     return SentenceFolder(folder, 64, False, "", pooling, normalize)
 
 
@@ -78,7 +84,12 @@ def expected(settings: SentenceFolder, ids: np.ndarray, types: np.ndarray) -> np
     for row, length in enumerate(LENGTHS):
         with torch.inference_mode():
             given = {"input_ids": ids, "token_type_ids": types}
-            states = model(**{name: torch.from_numpy(all[row : row + 1, :length]) for name, all in given.items()})
+            states = model(
+                **{
+                    name: torch.from_numpy(all[row : row + 1, :length])
+                    for name, all in given.items()
+                }
+            )
         alone = states.last_hidden_state[0].numpy().astype(np.float64)
         by_mode = {
             "cls": alone[0],
@@ -106,7 +117,9 @@ def test_encoders_pool_as_the_folder_says(tiny: Path, name: str, pooling: tuple[
 def test_pooling_in_numpy_is_that_in_torch(tiny: Path, pooling: tuple[str, ...]) -> None:
     ids, types = batch()
     settings = settings_of(tiny, pooling)
-    torchs, onnxs = (opened(settings, name).encode(ids, types, LENGTHS) for name in ("torch-fp32", "onnx-typed"))
+    torchs, onnxs = (
+        opened(settings, name).encode(ids, types, LENGTHS) for name in ("torch-fp32", "onnx-typed")
+    )
     assert np.abs(torchs - onnxs).max() < 1e-6
 
 
@@ -188,12 +201,20 @@ def reference(minilm_folder: Path, texts: list[PreparedText]) -> np.ndarray:
 
 @pytest.mark.parametrize("size", [1, 5, 100])
 def test_minilm_in_onnx_fp32_is_that_in_torch(
-    minilm_folder: Path, minilm_graph: Path, texts: list[PreparedText], reference: np.ndarray, size: int
+    minilm_folder: Path,
+    minilm_graph: Path,
+    texts: list[PreparedText],
+    reference: np.ndarray,
+    size: int,
 ) -> None:
-    encoder = OnnxEncoder(read_sentence_folder(minilm_folder), minilm_graph, device="cpu", threads=1)
+    encoder = OnnxEncoder(
+        read_sentence_folder(minilm_folder), minilm_graph, device="cpu", threads=1
+    )
     encoder.open()
     parts = [texts[at : at + size] for at in range(0, len(texts), size)]
-    ours = np.concatenate([encoder.encode(padded(part)[0], None, padded(part)[1]) for part in parts])
+    ours = np.concatenate(
+        [encoder.encode(padded(part)[0], None, padded(part)[1]) for part in parts]
+    )
     assert np.abs(ours - reference).max() < 1e-5
 
 
@@ -209,10 +230,16 @@ def test_minilm_in_bf16_keeps_to_the_default_tolerance(
 
 
 def test_minilm_in_int8_is_near(
-    minilm_folder: Path, minilm_graph: Path, tmp_path: Path, texts: list[PreparedText], reference: np.ndarray
+    minilm_folder: Path,
+    minilm_graph: Path,
+    tmp_path: Path,
+    texts: list[PreparedText],
+    reference: np.ndarray,
 ) -> None:
     graph = tmp_path / "int8.onnx"
-    onnxruntime.quantization.quantize_dynamic(minilm_graph.with_name("raw.onnx"), graph, per_channel=True)
+    onnxruntime.quantization.quantize_dynamic(
+        minilm_graph.with_name("raw.onnx"), graph, per_channel=True
+    )
     encoder = OnnxEncoder(read_sentence_folder(minilm_folder), graph, device="cpu", threads=1)
     encoder.open()
     cosines = (encoder.encode(padded(texts)[0], None, padded(texts)[1]) * reference).sum(axis=1)
@@ -222,9 +249,9 @@ def test_minilm_in_int8_is_near(
 def test_the_measured_cost_of_a_call_decides_the_cut(catalog: Catalog, minilm_folder: Path) -> None:
     batch = [PreparedText(key="", length=length, ids=b"") for length in (10, 10, 40, 40)]
     groups = {
-        cost: model_for(catalog.default("embedding"), minilm_folder, "cpu", backend=Backend(call_tokens=cost)).groups(
-            batch
-        )
+        cost: model_for(
+            catalog.default("embedding"), minilm_folder, "cpu", backend=Backend(call_tokens=cost)
+        ).groups(batch)
         for cost in (1, 1000)
     }
     assert groups == {1: [[0, 1], [2, 3]], 1000: [[0, 1, 2, 3]]}
@@ -232,4 +259,7 @@ def test_the_measured_cost_of_a_call_decides_the_cut(catalog: Catalog, minilm_fo
 
 def test_backend_names_itself() -> None:
     assert Backend(precision="bf16").name == "torch-bf16"
-    assert Backend(backend="onnx", variant="onnx-int8-static", precision="int8").name == "onnx-int8-static"
+    assert (
+        Backend(backend="onnx", variant="onnx-int8-static", precision="int8").name
+        == "onnx-int8-static"
+    )

@@ -7,7 +7,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
+from diffusers import (
+    AutoencoderKL,
+    EulerDiscreteScheduler,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
@@ -25,7 +30,13 @@ from workers.tasks import model_for, preparer_for
 pytestmark = pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning")
 
 TEXT = ImageInput(
-    prompt="a mill by the river", width=64, height=64, steps=6, guidance_scale=7.5, seed=1, scheduler="ddim"
+    prompt="a mill by the river",
+    width=64,
+    height=64,
+    steps=6,
+    guidance_scale=7.5,
+    seed=1,
+    scheduler="ddim",
 )
 
 
@@ -44,7 +55,11 @@ def drawn(model: InferenceModel, preparer: Preparer, inputs: Sequence[Input]) ->
     assert len(batch) == len(inputs)
     assert len({item.key for item in batch}) == 1
     assert model.groups(batch) == [list(range(len(batch)))]
-    results = [result for result in model.predict(batch, lambda step, steps: None) if isinstance(result, ImageResult)]
+    results = [
+        result
+        for result in model.predict(batch, lambda step, steps: None)
+        if isinstance(result, ImageResult)
+    ]
     assert len(results) == len(inputs)
     return results
 
@@ -73,7 +88,9 @@ def test_a_job_gives_the_same_pixels_alone_or_in_a_batch(
 
 
 def test_schedulers_differ(tiny: InferenceModel, tiny_preparer: Preparer) -> None:
-    """Names that draw noise on the way leave the path of the plain ones; the same name repeats itself."""
+    """Names that draw noise on the way leave the path of the plain ones; the same name repeats
+    itself.
+    """
     by_name = {
         name: pixels(drawn(tiny, tiny_preparer, [msgspec.structs.replace(TEXT, scheduler=name)])[0])
         for name in ("ddim", "euler_a", "lcm", "default")
@@ -85,12 +102,20 @@ def test_schedulers_differ(tiny: InferenceModel, tiny_preparer: Preparer) -> Non
 
 def test_every_parameter_counts(tiny: InferenceModel, tiny_preparer: Preparer) -> None:
     base = pixels(drawn(tiny, tiny_preparer, [TEXT])[0])
-    for change in ({"seed": 2}, {"prompt": "other"}, {"negative_prompt": "x"}, {"guidance_scale": 1.0}, {"steps": 3}):
+    for change in (
+        {"seed": 2},
+        {"prompt": "other"},
+        {"negative_prompt": "x"},
+        {"guidance_scale": 1.0},
+        {"steps": 3},
+    ):
         other = pixels(drawn(tiny, tiny_preparer, [msgspec.structs.replace(TEXT, **change)])[0])
         assert np.abs(base - other).max() > 0, change
 
 
-def test_the_source_image_counts_and_is_fitted_to_the_size(tiny: InferenceModel, tiny_preparer: Preparer) -> None:
+def test_the_source_image_counts_and_is_fitted_to_the_size(
+    tiny: InferenceModel, tiny_preparer: Preparer
+) -> None:
     small = msgspec.structs.replace(FROM_IMAGE, image=png(30, 50), width=72, height=48)
     result = drawn(tiny, tiny_preparer, [small])[0]
     assert pixels(result).shape == (48, 72, 3)
@@ -148,7 +173,9 @@ def test_sdxl_runs_from_the_same_code(catalog: Catalog, tiny_folder: Path, tmp_p
         tokenizer=tokenizer,
         tokenizer_2=tokenizer,
         unet=unet,
-        scheduler=EulerDiscreteScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear"),
+        scheduler=EulerDiscreteScheduler(
+            beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear"
+        ),
         force_zeros_for_empty_prompt=True,
         add_watermarker=False,
     ).save_pretrained(tmp_path)
@@ -180,7 +207,9 @@ def test_a_model_with_a_scheduler_of_its_own_takes_no_other(
     assert error.field == "scheduler"
 
 
-def test_an_image_of_nan_fails(catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, tmp_path: Path) -> None:
+def test_an_image_of_nan_fails(
+    catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, tmp_path: Path
+) -> None:
     folder = tmp_path / "nan"
     shutil.copytree(tiny_folder, folder)
     weights = load_file(folder / "vae" / "diffusion_pytorch_model.safetensors")

@@ -1,4 +1,6 @@
-"""How images are drawn (sizes, memory, prompts, sources) against plain diffusers on the same weights."""
+"""How images are drawn (sizes, memory, prompts, sources) against plain diffusers on the same
+weights.
+"""
 
 import io
 from collections.abc import Sequence
@@ -25,7 +27,13 @@ from workers.tasks import model_for
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 
 TEXT = ImageInput(
-    prompt="a mill by the river", width=64, height=64, steps=6, guidance_scale=7.5, seed=1, scheduler="ddim"
+    prompt="a mill by the river",
+    width=64,
+    height=64,
+    steps=6,
+    guidance_scale=7.5,
+    seed=1,
+    scheduler="ddim",
 )
 
 
@@ -41,7 +49,11 @@ FROM_IMAGE = msgspec.structs.replace(TEXT, image=png(64, 64), strength=0.6)
 
 def drawn(model: InferenceModel, preparer: Preparer, inputs: Sequence[Input]) -> list[ImageResult]:
     batch = [item for item in preparer.prepare(inputs) if isinstance(item, PreparedImage)]
-    results = [result for result in model.predict(batch, lambda step, steps: None) if isinstance(result, ImageResult)]
+    results = [
+        result
+        for result in model.predict(batch, lambda step, steps: None)
+        if isinstance(result, ImageResult)
+    ]
     assert len(results) == len(inputs)
     return results
 
@@ -53,7 +65,11 @@ def pixels(result: ImageResult) -> np.ndarray:
 
 def reference(folder: Path, inputs: Sequence[ImageInput]) -> list[np.ndarray]:
     """What plain diffusers draws, each alone."""
-    kind = diffusers.AutoPipelineForText2Image if inputs[0].image is None else diffusers.AutoPipelineForImage2Image
+    kind = (
+        diffusers.AutoPipelineForText2Image
+        if inputs[0].image is None
+        else diffusers.AutoPipelineForImage2Image
+    )
     pipeline = kind.from_pretrained(folder, safety_checker=None)
     pipeline.set_progress_bar_config(disable=True)
     images = []
@@ -75,9 +91,15 @@ def reference(folder: Path, inputs: Sequence[ImageInput]) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("request_", [TEXT, FROM_IMAGE], ids=["text", "image"])
-@pytest.mark.parametrize("change", [{}, {"negative_prompt": "fog"}, {"guidance_scale": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{}, {"negative_prompt": "fog"}, {"guidance_scale": 1.0}], ids=str
+)
 def test_the_pixels_are_those_of_plain_diffusers(
-    tiny: InferenceModel, tiny_folder: Path, tiny_preparer: Preparer, request_: ImageInput, change: dict[str, Any]
+    tiny: InferenceModel,
+    tiny_folder: Path,
+    tiny_preparer: Preparer,
+    request_: ImageInput,
+    change: dict[str, Any],
 ) -> None:
     inputs = [msgspec.structs.replace(request_, seed=seed, **change) for seed in (1, 2)]
     ours = [pixels(result) for result in drawn(tiny, tiny_preparer, inputs)]
@@ -87,12 +109,16 @@ def test_the_pixels_are_those_of_plain_diffusers(
 
 @pytest.fixture(scope="module")
 def in_sizes(catalog: Catalog, tiny_folder: Path) -> ImageModel:
-    """A model planned for batches of 1, 2 and 4, with the compiler itself left out (test_compiled.py runs it)."""
+    """A model planned for batches of 1, 2 and 4, with the compiler itself left out
+    (test_compiled.py runs it).
+    """
     entry = catalog.default("image")
     image = entry.image.model_copy(update={"compile": "always"})
     batch = entry.batch.model_copy(update={"max_items": 4})
     place = Device("cpu", threads=1, memory_fraction=1.0)
-    model = ImageModel(entry.model_copy(update={"image": image, "batch": batch}), tiny_folder, place)
+    model = ImageModel(
+        entry.model_copy(update={"image": image, "batch": batch}), tiny_folder, place
+    )
     model.setup()
     with torch.compiler.set_stance("force_eager"):
         model.warmup()
@@ -102,7 +128,11 @@ def in_sizes(catalog: Catalog, tiny_folder: Path) -> ImageModel:
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 @pytest.mark.parametrize("request_", [TEXT, FROM_IMAGE], ids=["text", "image"])
 def test_batches_in_fixed_sizes_draw_the_same(
-    tiny: InferenceModel, in_sizes: ImageModel, tiny_preparer: Preparer, request_: ImageInput, count: int
+    tiny: InferenceModel,
+    in_sizes: ImageModel,
+    tiny_preparer: Preparer,
+    request_: ImageInput,
+    count: int,
 ) -> None:
     inputs = [msgspec.structs.replace(request_, seed=seed) for seed in range(count)]
     batch = [item for item in tiny_preparer.prepare(inputs) if isinstance(item, PreparedImage)]
@@ -119,15 +149,25 @@ def test_batches_in_fixed_sizes_draw_the_same(
         assert np.abs(pixels(result) - pixels(expected)).max() <= 1
 
 
-def test_a_size_that_is_not_compiled_is_drawn_as_it_is(in_sizes: ImageModel, tiny_preparer: Preparer) -> None:
+def test_a_size_that_is_not_compiled_is_drawn_as_it_is(
+    in_sizes: ImageModel, tiny_preparer: Preparer
+) -> None:
     inputs = [msgspec.structs.replace(TEXT, width=72, seed=seed) for seed in range(5)]
-    assert [pixels(result).shape for result in drawn(in_sizes, tiny_preparer, inputs)] == [(64, 72, 3)] * 5
+    assert [pixels(result).shape for result in drawn(in_sizes, tiny_preparer, inputs)] == [
+        (64, 72, 3)
+    ] * 5
 
 
 def test_the_vae_takes_parts_where_memory_is_short(
-    tiny: InferenceModel, catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, monkeypatch: pytest.MonkeyPatch
+    tiny: InferenceModel,
+    catalog: Catalog,
+    tiny_folder: Path,
+    tiny_preparer: Preparer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a device that decodes 64 x 64 pixels at once and no more: batches one by one, larger pictures in tiles."""
+    """On a device that decodes 64 x 64 pixels at once and no more: batches one by one, larger
+    pictures in tiles.
+    """
     decode = AutoencoderKL._decode
 
     def decode_small(vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
@@ -156,6 +196,8 @@ def test_memory_that_no_parts_can_save_is_told(
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(AutoencoderKL, "_decode", refuse)
-    batch = [item for item in tiny_preparer.prepare([TEXT, TEXT]) if isinstance(item, PreparedImage)]
+    batch = [
+        item for item in tiny_preparer.prepare([TEXT, TEXT]) if isinstance(item, PreparedImage)
+    ]
     with pytest.raises(OutOfMemory):
         model.predict(batch, lambda step, steps: None)

@@ -64,7 +64,8 @@ def test_int8_needs_torchao(entry: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_items", "budget_images", "sizes"), [(8, 100, (1, 2, 4, 8)), (8, 3, (1, 2)), (6, 100, (1, 2, 4)), (8, 0, (1,))]
+    ("max_items", "budget_images", "sizes"),
+    [(8, 100, (1, 2, 4, 8)), (8, 3, (1, 2)), (6, 100, (1, 2, 4)), (8, 0, (1,))],
 )
 def test_sizes_are_those_the_budget_lets_through(
     entry: Model, max_items: int, budget_images: int, sizes: tuple[int, ...]

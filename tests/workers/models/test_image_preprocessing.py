@@ -14,7 +14,9 @@ from shared.tasks.image import ImageInput
 from workers.models.base import PreparedImage
 from workers.models.image.preprocessing import ImagePreparer
 
-GOOD = ImageInput(prompt="a", width=64, height=64, steps=20, guidance_scale=7.5, seed=1, scheduler="ddim")
+GOOD = ImageInput(
+    prompt="a", width=64, height=64, steps=20, guidance_scale=7.5, seed=1, scheduler="ddim"
+)
 PREPARER = ImagePreparer(ImageDefaults(largest_pixels=128 * 128, longest_steps=100))
 
 
@@ -107,7 +109,9 @@ def test_work_is_what_strength_leaves(strength: float | None, steps: int) -> Non
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 def test_a_source_becomes_rgb_pixels_of_the_size_asked_for(kind: str) -> None:
-    item = prepared(changed(image=encoded(Image.new("L", (30, 90), 200), kind), width=32, height=16))
+    item = prepared(
+        changed(image=encoded(Image.new("L", (30, 90), 200), kind), width=32, height=16)
+    )
     pixels = np.frombuffer(item.source or b"", np.uint8).reshape(16, 32, 3)
     assert np.abs(pixels.astype(int) - 200).max() <= 2
 

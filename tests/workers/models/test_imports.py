@@ -1,4 +1,6 @@
-"""Which process loads which library: the reason why a worker is ready in seconds and its I/O process is small."""
+"""Which process loads which library: the reason why a worker is ready in seconds and its I/O
+process is small.
+"""
 
 import json
 import subprocess
@@ -45,7 +47,8 @@ from workers.models.source import resolve
 texts = read_catalog(Path("models.yaml")).models[0].model_copy(update={"backend": "onnx"})
 folder = resolve(texts.source, texts.revision, Path("unused"))
 try:
-    asyncio.run(choose_backend(texts, folder, WorkerSettings(model=texts.name, artifacts_dir=Path(tempfile.mkdtemp()))))
+    settings = WorkerSettings(model=texts.name, artifacts_dir=Path(tempfile.mkdtemp()))
+    asyncio.run(choose_backend(texts, folder, settings))
 except ConfigurationError:
     pass
 """
@@ -68,7 +71,8 @@ states = helper.make_tensor_value_info("states", TensorProto.FLOAT, ["items", "t
 table = helper.make_tensor("table", TensorProto.FLOAT, [9, 2], list(map(float, range(18))))
 nodes = [helper.make_node("Gather", ["table", "input_ids"], ["states"])]
 graph = helper.make_graph(nodes, "tiny", given, [states], [table])
-save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), folder / "tiny.onnx")
+opsets = [helper.make_opsetid("", 17)]
+save(helper.make_model(graph, opset_imports=opsets, ir_version=8), folder / "tiny.onnx")
 backend = Backend(backend="onnx", graph=str(folder / "tiny.onnx"))
 model = model_for(texts, folder, "cpu", backend=backend)
 model.setup()
@@ -91,7 +95,9 @@ assert np.frombuffer(result.vector, "<f4").tolist() == [4.0, 5.0], result
     ids=["io-process", "choosing", "embedding-in-torch", "embedding-in-onnx", "model-process"],
 )
 def test_a_process_loads_only_what_it_needs(code: str, loaded: list[str]) -> None:
-    report = f"import json, sys; print(json.dumps([name for name in {HEAVY} if name in sys.modules]))"
+    report = (
+        f"import json, sys; print(json.dumps([name for name in {HEAVY} if name in sys.modules]))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", f"{code}\n{report}"],
         check=True,

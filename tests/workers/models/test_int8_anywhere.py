@@ -1,4 +1,6 @@
-"""INT8 gives the same figures on every CPU: without VNNI, products of u8 and s8 must not saturate at 16 bits."""
+"""INT8 gives the same figures on every CPU: without VNNI, products of u8 and s8 must not saturate
+at 16 bits.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ session = onnxruntime.InferenceSession(model.SerializeToString(), session_option
 print(set(rows.ravel().tolist()))
 """
 EMULATOR = "qemu-x86_64"
-"""Of the package qemu-user; its CPU has AVX2, and neither AVX-512 nor VNNI. /proc/cpuinfo is the host's."""
+"""Of the package qemu-user; its CPU has AVX2, and neither AVX-512 nor VNNI.
+
+/proc/cpuinfo is the host's.
+"""
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,9 @@ def pipeline(tiny_folder: Path) -> Any:
 def rows(pipeline: Any) -> Iterator[list[int]]:
     """How many prompts each call of the text encoder had."""
     seen: list[int] = []
-    hook = pipeline.text_encoder.register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
+    hook = pipeline.text_encoder.register_forward_hook(
+        lambda module, args, output: seen.append(len(args[0]))
+    )
     yield seen
     hook.remove()
 
@@ -61,7 +63,9 @@ def test_the_embeddings_are_the_pipelines_own(pipeline: Any) -> None:
     with torch.inference_mode():
         own = pipeline.encode_prompt(["a", "b"], "cpu", 1, True, ["x", "y"])
     ours = encode(PromptEncoder(pipeline), item("a", "x"), item("b", "y"))
-    for mine, reference in zip((ours["prompt_embeds"], ours["negative_prompt_embeds"]), own, strict=True):
+    for mine, reference in zip(
+        (ours["prompt_embeds"], ours["negative_prompt_embeds"]), own, strict=True
+    ):
         torch.testing.assert_close(mine, reference)
 
 

@@ -1,4 +1,7 @@
-"""INT8 images, where torchao is: `pip install penstock[gpu]`. It is in no other extra, see pyproject.toml."""
+"""INT8 images, where torchao is: `pip install penstock[gpu]`.
+
+It is in no other extra, see pyproject.toml.
+"""
 
 import importlib.util
 import io
@@ -15,20 +18,30 @@ from workers.models.base import InferenceModel, Preparer
 from workers.tasks import model_for
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("torchao") is None, reason="torchao is not installed"
+    ),
     # torchao loads kernels for GPUs that may not be here, and says so.
     pytest.mark.filterwarnings("default"),
 ]
 
 TEXT = ImageInput(
-    prompt="a mill by the river", width=64, height=64, steps=6, guidance_scale=7.5, seed=1, scheduler="ddim"
+    prompt="a mill by the river",
+    width=64,
+    height=64,
+    steps=6,
+    guidance_scale=7.5,
+    seed=1,
+    scheduler="ddim",
 )
 TOLERANCE_PSNR_DB = 40.0
 
 
 @pytest.fixture
 def int8(catalog: Catalog, tiny_folder: Path) -> InferenceModel:
-    model = model_for(catalog.default("image").model_copy(update={"precision": "int8"}), tiny_folder, "cpu")
+    model = model_for(
+        catalog.default("image").model_copy(update={"precision": "int8"}), tiny_folder, "cpu"
+    )
     model.setup()
     return model
 
@@ -44,7 +57,9 @@ def drawn(model: InferenceModel, preparer: Preparer, seeds: list[int]) -> np.nda
     return np.stack(pictures)
 
 
-def test_int8_draws_nearly_the_same(tiny: InferenceModel, int8: InferenceModel, tiny_preparer: Preparer) -> None:
+def test_int8_draws_nearly_the_same(
+    tiny: InferenceModel, int8: InferenceModel, tiny_preparer: Preparer
+) -> None:
     ours = drawn(int8, tiny_preparer, [1, 2])
     error = np.square(ours - drawn(tiny, tiny_preparer, [1, 2])).mean()
     assert error > 0, "nothing was quantized"

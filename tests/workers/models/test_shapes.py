@@ -1,4 +1,6 @@
-"""The shipped image model draws what it is told: its pictures, read by the judge, and beside plain diffusers'."""
+"""The shipped image model draws what it is told: its pictures, read by the judge, and beside plain
+diffusers'.
+"""
 
 import io
 from collections.abc import Callable, Sequence
@@ -24,20 +26,27 @@ STRENGTH = 0.6
 NEAR_PX = 6.0
 
 Draw = Callable[..., list[Pixels]]
-"""Prompts, and sources where there are any, to pictures; the first prompt has seed 0, the next 1 and so on."""
+"""Prompts, and sources where there are any, to pictures; the first prompt has seed 0, the next 1
+and so on.
+"""
 
 
 @pytest.fixture(scope="module")
 def asked(catalog: Catalog) -> ImageInput:
     """A request in which only the prompt is missing: the catalog's defaults."""
     usual = catalog.default("image").image
-    return ImageInput("", usual.width, usual.height, usual.steps, usual.guidance_scale, 0, usual.scheduler)
+    return ImageInput(
+        "", usual.width, usual.height, usual.steps, usual.guidance_scale, 0, usual.scheduler
+    )
 
 
 @pytest.fixture(scope="module")
 def draw_with(tiny: InferenceModel, tiny_preparer: Preparer, asked: ImageInput) -> Draw:
     def run(prompts: Sequence[str], sources: Sequence[Image.Image] = ()) -> list[Pixels]:
-        inputs = [msgspec.structs.replace(asked, prompt=prompt, seed=seed) for seed, prompt in enumerate(prompts)]
+        inputs = [
+            msgspec.structs.replace(asked, prompt=prompt, seed=seed)
+            for seed, prompt in enumerate(prompts)
+        ]
         if sources:
             inputs = [
                 msgspec.structs.replace(one, image=as_png(source), strength=STRENGTH)
@@ -62,9 +71,13 @@ def pixels(result: ImageResult) -> Pixels:
 
 
 def shown(picture: Pixels, order: Callable[[Seen], float] = lambda figure: figure.x) -> str:
-    """What a picture shows: its figures in `order` (from the left, if not told), and its background."""
+    """What a picture shows: its figures in `order` (from the left, if not told), and its
+    background.
+    """
     reading = read(picture)
-    figures = ", ".join(f"{figure.color} {figure.shape}" for figure in sorted(reading.figures, key=order))
+    figures = ", ".join(
+        f"{figure.color} {figure.shape}" for figure in sorted(reading.figures, key=order)
+    )
     return f"{figures} on {reading.background}"
 
 
@@ -94,7 +107,9 @@ BESIDE = {
 }
 ABOVE = {
     "a blue circle above a red square": "blue circle, red square on white",
-    "a large yellow ring over a large pink triangle, black background": "yellow ring, pink triangle on black",
+    "a large yellow ring over a large pink triangle, black background": (
+        "yellow ring, pink triangle on black"
+    ),
     "a purple cross below a green circle": "green circle, purple cross on white",
 }
 
@@ -116,20 +131,32 @@ PLACES = {
 
 
 def test_figure_is_at_the_place_asked_for(draw_with: Draw) -> None:
-    seen = [[ninth(figure) for figure in read(picture).figures] for picture in draw_with(list(PLACES))]
+    seen = [
+        [ninth(figure) for figure in read(picture).figures] for picture in draw_with(list(PLACES))
+    ]
     assert hits(seen, [[place] for place in PLACES.values()]) >= 5, seen
 
 
 def ninth(figure: Seen) -> tuple[int, int]:
-    """Of the picture, in which the figure's middle is, about: -1 is the left or the upper one, 0 the middle one."""
+    """Of the picture, in which the figure's middle is, about: -1 is the left or the upper one, 0
+    the middle one.
+    """
     return round((figure.x - 32) / 15), round((figure.y - 32) / 15)
 
 
 RECOLORED = (
     (DrawnShape("circle", "red", "large", 32.0, 32.0, 19.0), "blue", "a large blue circle"),
-    (DrawnShape("square", "blue", "medium", 19.0, 31.0, 13.0), "green", "a green square on the left"),
+    (
+        DrawnShape("square", "blue", "medium", 19.0, 31.0, 13.0),
+        "green",
+        "a green square on the left",
+    ),
     (DrawnShape("star", "purple", "large", 33.0, 30.0, 20.0), "orange", "a large orange star"),
-    (DrawnShape("triangle", "green", "medium", 45.0, 33.0, 14.0), "red", "a red triangle on the right"),
+    (
+        DrawnShape("triangle", "green", "medium", 45.0, 33.0, 14.0),
+        "red",
+        "a red triangle on the right",
+    ),
     (DrawnShape("ring", "black", "large", 31.0, 33.0, 18.0), "purple", "a large purple ring"),
     (DrawnShape("cross", "orange", "medium", 32.0, 18.0, 13.0), "blue", "a blue cross at the top"),
 )
@@ -151,7 +178,12 @@ def is_near(seen: Seen, before: DrawnShape) -> bool:
 
 @pytest.mark.parametrize("with_sources", [False, True], ids=["text", "image"])
 def test_caption_outside_its_world_gets_a_picture(draw_with: Draw, with_sources: bool) -> None:
-    prompts = ["a lighthouse at dusk, oil on canvas", "", "Zürich \N{SNOWMAN} 東京", "a red circle " * 300]
+    prompts = [
+        "a lighthouse at dusk, oil on canvas",
+        "",
+        "Zürich \N{SNOWMAN} 東京",
+        "a red circle " * 300,
+    ]
     pictures = draw_with(prompts, [Image.new("RGB", (64, 64), "white")] * 4 if with_sources else ())
     assert [picture.shape for picture in pictures] == [(64, 64, 3)] * 4
     assert all(picture.std() > 0 for picture in pictures)
@@ -161,7 +193,9 @@ def test_caption_is_cut_where_the_tokenizer_ends(draw_with: Draw) -> None:
     caption = "a large red circle on a white background"
     # 28 tokens, of which two are the start and the end: 18 words more are read, the rest is not.
     full = f"{caption} {'on white ' * 9}".strip()
-    alone, cut, longer = (draw_with([prompt])[0] for prompt in (caption, full, f"{full} a blue star " * 3))
+    alone, cut, longer = (
+        draw_with([prompt])[0] for prompt in (caption, full, f"{full} a blue star " * 3)
+    )
     assert np.array_equal(cut, longer)
     assert not np.array_equal(alone, cut)
 
@@ -170,7 +204,10 @@ def test_caption_is_cut_where_the_tokenizer_ends(draw_with: Draw) -> None:
 def plain(tiny_folder: Path) -> dict[str, Any]:
     """The pipelines as diffusers' documentation loads them."""
     kinds = {"text": StableDiffusionPipeline, "image": StableDiffusionImg2ImgPipeline}
-    made = {name: kind.from_pretrained(tiny_folder, local_files_only=True) for name, kind in kinds.items()}
+    made = {
+        name: kind.from_pretrained(tiny_folder, local_files_only=True)
+        for name, kind in kinds.items()
+    }
     for pipeline in made.values():
         pipeline.set_progress_bar_config(disable=True)
     return made

@@ -18,7 +18,17 @@ from workers.tasks import preparer_for
 
 CLS, SEP = 101, 102
 LONGEST = 256
-WORDS = ("cat", "Ünïcödé", "漢字", "antidisestablishmentarianism", "a", "\u200b", "🙂", "don't", "x" * 101)
+WORDS = (
+    "cat",
+    "Ünïcödé",
+    "漢字",
+    "antidisestablishmentarianism",
+    "a",
+    "\u200b",
+    "🙂",
+    "don't",
+    "x" * 101,
+)
 
 
 def ids(item: object) -> list[int]:
@@ -29,7 +39,9 @@ def ids(item: object) -> list[int]:
 
 
 def test_bad_inputs_harm_no_neighbor(minilm_preparer: Preparer) -> None:
-    picture = ImageInput(prompt="", width=64, height=64, steps=1, guidance_scale=1.0, seed=0, scheduler="ddim")
+    picture = ImageInput(
+        prompt="", width=64, height=64, steps=1, guidance_scale=1.0, seed=0, scheduler="ddim"
+    )
     inputs: list[Input] = [
         TextInput("a cat"),
         TextInput("\ud800"),
@@ -46,7 +58,11 @@ def test_bad_inputs_harm_no_neighbor(minilm_preparer: Preparer) -> None:
 @pytest.mark.parametrize("side", ["end", "start"])
 @given(words=st.lists(st.sampled_from(WORDS), min_size=1, max_size=400), takes_tokens=st.booleans())
 def test_cuts_are_those_of_the_library(
-    minilm_preparer: Preparer, minilm_folder: Path, side: Truncate, words: list[str], takes_tokens: bool
+    minilm_preparer: Preparer,
+    minilm_folder: Path,
+    side: Truncate,
+    words: list[str],
+    takes_tokens: bool,
 ) -> None:
     text = " ".join(words)
     cutting, whole = (Tokenizer.from_file(str(minilm_folder / "tokenizer.json")) for _ in range(2))
@@ -68,10 +84,15 @@ def test_cuts_are_those_of_the_library(
         return
     assert isinstance(refused, ContextLengthExceeded)
     assert refused.field == "input"
-    assert f"maximum context length is {LONGEST} tokens, however you requested {len(given_ids)} tokens" in str(refused)
+    assert (
+        f"maximum context length is {LONGEST} tokens, however you requested {len(given_ids)} tokens"
+        in str(refused)
+    )
 
 
-def test_cut_at_the_start_keeps_the_prompt_of_the_model(catalog: Catalog, minilm_folder: Path, tmp_path: Path) -> None:
+def test_cut_at_the_start_keeps_the_prompt_of_the_model(
+    catalog: Catalog, minilm_folder: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
     shutil.copytree(minilm_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     prompts = {"prompts": {"q": "query: "}, "default_prompt_name": "q"}
@@ -86,13 +107,17 @@ def test_cut_at_the_start_keeps_the_prompt_of_the_model(catalog: Catalog, minilm
         assert ids(prepared) == [CLS, query, colon, *[dog] * 2, *[cat] * 250, SEP]
 
 
-@pytest.mark.parametrize(("tokens", "position"), [([30522], 0), ([7, 8, 100_256, -1], 2), ([2**31 - 1] * 3, 0)])
-def test_ids_that_the_tokenizer_lacks_are_refused(minilm_preparer: Preparer, tokens: list[int], position: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "position"), [([30522], 0), ([7, 8, 100_256, -1], 2), ([2**31 - 1] * 3, 0)]
+)
+def test_ids_that_the_tokenizer_lacks_are_refused(
+    minilm_preparer: Preparer, tokens: list[int], position: int
+) -> None:
     (refused,) = minilm_preparer.prepare([TokensInput(tokens)])
     assert isinstance(refused, BadInput)
     assert (
-        f"token id {tokens[position]}, at position {position}, is not in the vocabulary, which ends at 30521"
-        in refused.message
+        f"token id {tokens[position]}, at position {position}, is not in the vocabulary,"
+        " which ends at 30521" in refused.message
     )
 
 
@@ -116,7 +141,12 @@ def test_nothing_to_prepare(minilm_preparer: Preparer) -> None:
     ],
 )
 def test_a_folder_that_can_not_be_run_is_refused(
-    catalog: Catalog, minilm_folder: Path, tmp_path: Path, name: str, content: str | None, reason: str
+    catalog: Catalog,
+    minilm_folder: Path,
+    tmp_path: Path,
+    name: str,
+    content: str | None,
+    reason: str,
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(minilm_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))

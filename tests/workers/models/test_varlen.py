@@ -1,4 +1,6 @@
-"""Families of transformers whose texts are computed end to end, and some that do not bear it: all give the right."""
+"""Families of transformers whose texts are computed end to end, and some that do not bear it: all
+give the right.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -34,12 +36,19 @@ def config_of(family: str) -> Any:
             return transformers.ElectraConfig(**SIZES, embedding_size=32)
         case "distilbert":
             return transformers.DistilBertConfig(
-                vocab_size=VOCABULARY, dim=32, n_layers=2, n_heads=2, hidden_dim=64, initializer_range=0.2
+                vocab_size=VOCABULARY,
+                dim=32,
+                n_layers=2,
+                n_heads=2,
+                hidden_dim=64,
+                initializer_range=0.2,
             )
         case "mpnet":
             return transformers.MPNetConfig(**SIZES)
         case _:
-            return transformers.ModernBertConfig(**SIZES, pad_token_id=0, global_attn_every_n_layers=2)
+            return transformers.ModernBertConfig(
+                **SIZES, pad_token_id=0, global_attn_every_n_layers=2
+            )
 
 
 def folder_of(tmp_path: Path, family: str) -> Path:
@@ -63,9 +72,13 @@ def folder_of(tmp_path: Path, family: str) -> Path:
         ("modern", "bf16", True),
     ],
 )
-def test_batch_gives_what_each_text_gives_alone(tmp_path: Path, family: str, precision: str, pads: bool) -> None:
+def test_batch_gives_what_each_text_gives_alone(
+    tmp_path: Path, family: str, precision: str, pads: bool
+) -> None:
     folder = folder_of(tmp_path, family)
-    encoder = TorchEncoder(SentenceFolder(folder, 64, False, "", ("mean",), True), Device("cpu", 1, 1.0), precision)
+    encoder = TorchEncoder(
+        SentenceFolder(folder, 64, False, "", ("mean",), True), Device("cpu", 1, 1.0), precision
+    )
     encoder.open()
     assert encoder.pads == pads
     ids = np.random.default_rng(5).integers(5, VOCABULARY, (len(LENGTHS), int(LENGTHS.max())))
@@ -74,5 +87,10 @@ def test_batch_gives_what_each_text_gives_alone(tmp_path: Path, family: str, pre
     plain = transformers.AutoModel.from_pretrained(folder).eval()
     for row, length in enumerate(LENGTHS):
         with torch.inference_mode():
-            mean = plain(input_ids=torch.from_numpy(ids[row : row + 1, :length])).last_hidden_state[0].mean(0).numpy()
+            mean = (
+                plain(input_ids=torch.from_numpy(ids[row : row + 1, :length]))
+                .last_hidden_state[0]
+                .mean(0)
+                .numpy()
+            )
         assert np.abs(ours[row] - mean / np.linalg.norm(mean)).max() < apart

@@ -1,4 +1,6 @@
-"""From the folder of an embedding model to an artifact, by the command, and back by what workers read it with."""
+"""From the folder of an embedding model to an artifact, by the command, and back by what workers
+read it with.
+"""
 
 import json
 import os
@@ -25,17 +27,23 @@ Made = Callable[[], Artifact]
 
 def cosines(artifact: Artifact, variant: Variant, folder: Path) -> np.ndarray:
     """Of each calibration text, computed alone as a worker would, to the reference's vector."""
-    encoder = OnnxEncoder(read_sentence_folder(folder), artifact.graph(variant), device="cpu", threads=1)
+    encoder = OnnxEncoder(
+        read_sentence_folder(folder), artifact.graph(variant), device="cpu", threads=1
+    )
     encoder.open()
     calibration = read_calibration(artifact)
     vectors = [
-        encoder.encode(np.frombuffer(text.ids, "<u4").astype(np.int64)[None], None, np.array([text.length]))[0]
+        encoder.encode(
+            np.frombuffer(text.ids, "<u4").astype(np.int64)[None], None, np.array([text.length])
+        )[0]
         for text in calibration.texts
     ]
     return np.asarray(np.einsum("td,td->t", np.array(vectors), calibration.vectors))
 
 
-def test_artifact_is_what_its_manifest_says(optimize: Optimize, made: Made, tiny_bert: Path) -> None:
+def test_artifact_is_what_its_manifest_says(
+    optimize: Optimize, made: Made, tiny_bert: Path
+) -> None:
     assert optimize("--variants", "fp32,int8,int8-static", tolerance=0.9) == 0
     artifact = made()
     variants = {variant.name: variant for variant in artifact.manifest.variants}
@@ -57,7 +65,9 @@ def test_artifact_is_what_its_manifest_says(optimize: Optimize, made: Made, tiny
     ]
 
 
-def test_verdicts_are_printed_as_json(optimize: Optimize, made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verdicts_are_printed_as_json(
+    optimize: Optimize, made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert optimize("--variants", "fp32", "--json") == 0
     said = capsys.readouterr()
     verdicts = json.loads(said.out)
@@ -74,7 +84,9 @@ def test_variant_below_the_tolerance_is_refused(
     assert optimize("--variants", "fp32,int8") == 0
     assert [variant.name for variant in made().manifest.variants] == ["onnx-fp32"]
     assert not (made().folder / "int8.onnx").exists()
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("onnx-int8 "))
+    line = next(
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("onnx-int8 ")
+    )
     assert "refused: least cosine 0.9" in line
     assert line.endswith("is below 0.9999")
 
@@ -114,21 +126,31 @@ def test_artifact_gains_what_it_lacks_and_keeps_what_it_has(
 ) -> None:
     assert optimize("--variants", "fp32") == 0
     before = made().graph(made().manifest.variants[0]).read_bytes()
-    assert optimize("--variants", "fp32,int8") == 0, "the refused one is no failure where others are kept"
+    assert optimize("--variants", "fp32,int8") == 0, (
+        "the refused one is no failure where others are kept"
+    )
     assert list(made().manifest.refused) == ["onnx-int8"]
     capsys.readouterr()
     assert optimize("--variants", "fp32,int8") == 0
-    assert "is there: onnx-fp32" in capsys.readouterr().out, "what missed this tolerance is not tried again"
+    assert "is there: onnx-fp32" in capsys.readouterr().out, (
+        "what missed this tolerance is not tried again"
+    )
     assert optimize("--variants", "int8", "--tolerance", "0.9") == 0
     assert [variant.name for variant in made().manifest.variants] == ["onnx-fp32", "onnx-int8"]
     assert made().graph(made().manifest.variants[0]).read_bytes() == before
 
 
 @pytest.mark.parametrize(
-    ("words", "cut"), [(("--prune", "0.25"), "128 of 512 inner"), (("--prune-heads", "0.25"), "2 of 8 heads")], ids=str
+    ("words", "cut"),
+    [(("--prune", "0.25"), "128 of 512 inner"), (("--prune-heads", "0.25"), "2 of 8 heads")],
+    ids=str,
 )
 def test_pruned_model_is_smaller_and_shows_its_loss(
-    optimize: Optimize, made: Made, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], cut: str
+    optimize: Optimize,
+    made: Made,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    cut: str,
 ) -> None:
     assert optimize("--variants", "fp32,pruned", "--tolerance", "0.1", *words) == 0
     whole, pruned = made().manifest.variants
@@ -141,7 +163,11 @@ def test_pruned_model_is_smaller_and_shows_its_loss(
 def weights(graph: Path) -> int:
     """Parameters of all matrices but the embedding tables."""
     model = onnx.load(graph)
-    return sum(int(np.prod(weight.dims)) for weight in model.graph.initializer if weight.dims and weight.dims[0] <= 256)
+    return sum(
+        int(np.prod(weight.dims))
+        for weight in model.graph.initializer
+        if weight.dims and weight.dims[0] <= 256
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,7 +190,11 @@ def test_interrupted_making_leaves_nothing(tiny_bert: Path, tmp_path: Path) -> N
     catalog.write_text(ENTRY.format(folder=tiny_bert, tolerance=0.9))
     words = ["tiny", "--models-file", str(catalog), "--artifacts-dir", str(tmp_path / "artifacts")]
     with subprocess.Popen(
-        [sys.executable, "-m", "workers.optimize", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ
+        [sys.executable, "-m", "workers.optimize", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ,
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:

@@ -21,10 +21,21 @@ models:
 def run(tmp_path: Path, *words: str) -> int:
     catalog = tmp_path / "models.yaml"
     catalog.write_text(ENTRY.format(folder=PIPELINE))
-    return main(["small", "--models-file", str(catalog), "--artifacts-dir", str(tmp_path / "artifacts"), *words])
+    return main(
+        [
+            "small",
+            "--models-file",
+            str(catalog),
+            "--artifacts-dir",
+            str(tmp_path / "artifacts"),
+            *words,
+        ]
+    )
 
 
-def test_accepted_ways_are_in_the_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_accepted_ways_are_in_the_manifest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(tmp_path, "--variants", "tuned,bf16", "--tolerance", "15") == 0
     (made,) = (tmp_path / "artifacts" / "small").iterdir()
     tuned, bf16 = read_artifact(made).manifest.variants
@@ -35,7 +46,9 @@ def test_accepted_ways_are_in_the_manifest(tmp_path: Path, capsys: pytest.Captur
     assert "PSNR dB" in capsys.readouterr().out
 
 
-def test_picture_below_the_tolerance_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_picture_below_the_tolerance_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(tmp_path, "--variants", "bf16", "--tolerance", "90") == 1
     assert "torch-bf16: least PSNR" in capsys.readouterr().err
     assert list((tmp_path / "artifacts" / "small").iterdir()) == []

@@ -12,7 +12,9 @@ PICTURE = RANDOM.random((32, 24, 3)).astype(np.float32)
 
 def test_same_vectors_at_another_length_are_perfect() -> None:
     quality = compare_vectors(3 * VECTORS, VECTORS)
-    assert (quality.cosine_min, quality.neighbors, quality.rank_correlation) == pytest.approx((1, 1, 1))
+    assert (quality.cosine_min, quality.neighbors, quality.rank_correlation) == pytest.approx(
+        (1, 1, 1)
+    )
 
 
 def test_one_wrong_vector_shows_in_the_minimum() -> None:
@@ -43,5 +45,7 @@ def test_ssim_sees_lost_structure() -> None:
 
 def test_feature_distance_ignores_scale() -> None:
     features = [RANDOM.normal(size=(8, 4, 4)) for _ in range(2)]
-    assert feature_distance([2 * layer for layer in features], features) == pytest.approx(0, abs=1e-8)
+    assert feature_distance([2 * layer for layer in features], features) == pytest.approx(
+        0, abs=1e-8
+    )
     assert feature_distance([-layer for layer in features], features) == pytest.approx(8, rel=1e-6)

@@ -1,4 +1,6 @@
-"""INT8 products with fixed scales: small graphs in, and what ONNX Runtime makes of the quantized ones."""
+"""INT8 products with fixed scales: small graphs in, and what ONNX Runtime makes of the quantized
+ones.
+"""
 
 from pathlib import Path
 
@@ -27,18 +29,26 @@ def graph(folder: Path, *following: onnx.NodeProto) -> Path:
         [numpy_helper.from_array(WEIGHTS, "weights"), numpy_helper.from_array(BIAS, "bias")],
     )
     path = folder / "fp32.onnx"
-    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    onnx.save(
+        helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path
+    )
     return path
 
 
 def feed(seed: int) -> Feed:
-    """As GELU gives: most values just below nothing, which a scale for the few large ones rounds to the same step."""
+    """As GELU gives: most values just below nothing, which a scale for the few large ones rounds to
+    the same step.
+    """
     values = np.random.default_rng(seed).gamma(0.3, 2.0, size=(TOKENS, INPUTS)) - 0.05
     return {"x": values.astype(np.float32)}
 
 
 def run(path: Path, given: Feed) -> np.ndarray:
-    return np.asarray(onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(["y"], given)[0])
+    return np.asarray(
+        onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(
+            ["y"], given
+        )[0]
+    )
 
 
 FOLLOWING = {
@@ -53,11 +63,17 @@ FOLLOWING = {
 
 
 @pytest.mark.parametrize("following", FOLLOWING.values(), ids=list(FOLLOWING))
-def test_product_becomes_one_operator_that_computes_the_same(tmp_path: Path, following: list[onnx.NodeProto]) -> None:
+def test_product_becomes_one_operator_that_computes_the_same(
+    tmp_path: Path, following: list[onnx.NodeProto]
+) -> None:
     source, target, given = graph(tmp_path, *following), tmp_path / "int8.onnx", feed(5)
     quantize_calibrated(source, target, [given], "minmax")
     made = [node.op_type for node in onnx.load(target).graph.node]
-    left = [] if list(following[0].input) == ["bias", "product"] else [node.op_type for node in following]
+    left = (
+        []
+        if list(following[0].input) == ["bias", "product"]
+        else [node.op_type for node in following]
+    )
     assert made == ["QuantizeLinear", "MatMulIntegerToFloat", *left]
     expected, found = run(source, given), run(target, given)
     assert np.corrcoef(expected.ravel(), found.ravel())[0, 1] > 0.999

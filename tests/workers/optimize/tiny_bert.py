@@ -1,4 +1,6 @@
-"""A BERT of random weights over the words of the built-in texts: a whole embedding model of under a megabyte."""
+"""A BERT of random weights over the words of the built-in texts: a whole embedding model of under a
+megabyte.
+"""
 
 import json
 import re
@@ -32,14 +34,21 @@ Optimize = Callable[..., int]
 
 def make_tiny_bert(folder: Path) -> None:
     words = sorted(
-        {word for text in calibration_texts() + held_out_texts() for word in re.findall(r"\w+", text.lower())}
+        {
+            word
+            for text in calibration_texts() + held_out_texts()
+            for word in re.findall(r"\w+", text.lower())
+        }
     )
-    vocabulary = {word: place for place, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *words])}
+    vocabulary = {
+        word: place for place, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *words])
+    }
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = Lowercase()
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.post_processor = TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])]
+        single="[CLS] $A [SEP]",
+        special_tokens=[("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])],
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     config = BertConfig(
@@ -61,4 +70,6 @@ def make_tiny_bert(folder: Path) -> None:
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    (folder / "1_Pooling" / "config.json").write_text(
+        json.dumps({"pooling_mode_mean_tokens": True})
+    )

@@ -27,8 +27,9 @@ _STEP_TOKENS = 16
 """In bf16 the number of rows is filled up to a multiple of this.
 
 oneDNN compiles a product for each number of rows, which takes a millisecond and about 100 KiB, and
-concatenated texts have any number. Measured with MiniLM over thousands of batches: 3 to 6 % less time,
-and a process grows by 0.3 GiB instead of 0.6."""
+concatenated texts have any number. Measured with MiniLM over thousands of batches: 3 to 6 % less
+time, and a process grows by 0.3 GiB instead of 0.6.
+"""
 _ANY_COUNT_TOKENS = 64
 """Not filled up to here.
 
@@ -76,7 +77,9 @@ class BertEncoder:
         steps = self._dtype == torch.bfloat16 and tokens > _ANY_COUNT_TOKENS
         return -(-tokens // _STEP_TOKENS) * _STEP_TOKENS if steps else tokens
 
-    def states(self, ids: torch.Tensor, types: torch.Tensor | None, lengths: Sequence[int]) -> torch.Tensor:
+    def states(
+        self, ids: torch.Tensor, types: torch.Tensor | None, lengths: Sequence[int]
+    ) -> torch.Tensor:
         """The last hidden states of concatenated texts, float32 [tokens, width].
 
         As varlen.run_unpadded.
@@ -95,9 +98,15 @@ class BertEncoder:
         for layer in self._layers:
             heads = layer.heads(rows.to(self._dtype)).view(1, len(ids), 3, self._heads, -1)
             query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
-            mixed = attend_text_by_text(query, key, value, lengths).transpose(1, 2).reshape(len(ids), -1)
+            mixed = (
+                attend_text_by_text(query, key, value, lengths)
+                .transpose(1, 2)
+                .reshape(len(ids), -1)
+            )
             rows = layer.mix_norm(layer.mix(mixed) + rows)
-            rows = layer.norm(layer.narrow(layer.activate(layer.widen(rows.to(self._dtype)))) + rows)
+            rows = layer.norm(
+                layer.narrow(layer.activate(layer.widen(rows.to(self._dtype)))) + rows
+            )
         return rows[:tokens]
 
 
@@ -124,7 +133,9 @@ def _layer(given: Any, make: Callable[[torch.Tensor, torch.Tensor], Product]) ->
     attention = given.attention.self
     parts = (attention.query, attention.key, attention.value)
     return _Layer(
-        heads=make(torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])),
+        heads=make(
+            torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
+        ),
         mix=make(given.attention.output.dense.weight, given.attention.output.dense.bias),
         mix_norm=_norm(given.attention.output.LayerNorm),
         widen=make(given.intermediate.dense.weight, given.intermediate.dense.bias),

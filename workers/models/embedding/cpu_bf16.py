@@ -14,7 +14,9 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 def computes_bf16() -> bool:
     """Whether torch's oneDNN computes bf16 on this CPU."""
-    return hasattr(torch.ops.mkldnn, "_linear_pointwise") and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return hasattr(torch.ops.mkldnn, "_linear_pointwise") and bool(
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
 
 
 def pack_linear_layers(model: torch.nn.Module) -> None:

@@ -47,7 +47,13 @@ class OnnxEncoder:
     pads = True
 
     def __init__(
-        self, settings: SentenceFolder, graph: Path, *, device: str, threads: int, memory_fraction: float = 1.0
+        self,
+        settings: SentenceFolder,
+        graph: Path,
+        *,
+        device: str,
+        threads: int,
+        memory_fraction: float = 1.0,
     ) -> None:
         self._settings = settings
         self._graph = graph
@@ -71,11 +77,15 @@ class OnnxEncoder:
             )
         except Exception as error:  # the library's errors have no other common class
             raise ConfigurationError(f"{self._graph}: {error}", field="backend") from error
-        self._inputs = {given.name: _TYPES.get(given.type, np.int64) for given in self._session.get_inputs()}
+        self._inputs = {
+            given.name: _TYPES.get(given.type, np.int64) for given in self._session.get_inputs()
+        }
         output = self._session.get_outputs()[0]
         self._output = output.name
         if not isinstance(output.shape[-1], int):
-            raise ConfigurationError(f"{self._graph}: doesn't tell the width of {output.name}", field="backend")
+            raise ConfigurationError(
+                f"{self._graph}: doesn't tell the width of {output.name}", field="backend"
+            )
         return output.shape[-1] * len(self._settings.pooling)
 
     def _provider(self) -> tuple[tuple[str, dict[str, str]], str]:
@@ -86,7 +96,9 @@ class OnnxEncoder:
         if kind == "cpu":
             return ("CPUExecutionProvider", {}), "cpu"
         if kind != "cuda" or not has_cuda:
-            raise ConfigurationError(f"device {wanted!r}: this ONNX Runtime has no such provider", field="device")
+            raise ConfigurationError(
+                f"device {wanted!r}: this ONNX Runtime has no such provider", field="device"
+            )
         name, memory_bytes = _ask_gpu(number or "0")
         limit = str(int(memory_bytes * self._memory_fraction))
         return ("CUDAExecutionProvider", {"device_id": number or "0", "gpu_mem_limit": limit}), name
@@ -99,7 +111,9 @@ class OnnxEncoder:
         """Token ids [items, longest] to float32 [items, dimensions]. As Encoder in model.py."""
         mask = np.arange(ids.shape[1]) < lengths[:, None]
         states = self._run({"input_ids": ids, "attention_mask": mask} | self._types(ids, types))
-        vectors = np.concatenate([pool(mode, states, mask, lengths) for mode in self._settings.pooling], axis=1)
+        vectors = np.concatenate(
+            [pool(mode, states, mask, lengths) for mode in self._settings.pooling], axis=1
+        )
         if self._settings.normalize:
             # The same floor as torch.nn.functional.normalize.
             vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
@@ -114,7 +128,9 @@ class OnnxEncoder:
 
     def _run(self, arrays: dict[str, np.ndarray]) -> np.ndarray:
         """States of the given arrays, float32 [items, longest, width]."""
-        given = {name: array.astype(self._inputs[name], copy=False) for name, array in arrays.items()}
+        given = {
+            name: array.astype(self._inputs[name], copy=False) for name, array in arrays.items()
+        }
         try:
             if self.device_name == "cpu":
                 states = self._session.run([self._output], given)[0]
@@ -156,9 +172,16 @@ def session_options(threads: int) -> onnxruntime.SessionOptions:
 
 def _ask_gpu(number: str) -> tuple[str, int]:
     """The name and the memory (in bytes) of a GPU."""
-    words = ["nvidia-smi", f"--id={number}", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    words = [
+        "nvidia-smi",
+        f"--id={number}",
+        "--query-gpu=name,memory.total",
+        "--format=csv,noheader,nounits",
+    ]
     try:
-        output = subprocess.run(words, check=True, capture_output=True, text=True, timeout=_ASK_GPU_LIMIT_S).stdout
+        output = subprocess.run(
+            words, check=True, capture_output=True, text=True, timeout=_ASK_GPU_LIMIT_S
+        ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigurationError(
             f"device cuda:{number}: nvidia-smi doesn't know it ({error})", field="device"

@@ -52,9 +52,13 @@ class TorchEncoder:
         self._check_precision()
         transformers_logging.disable_progress_bar()
         try:
-            model = AutoModel.from_pretrained(self._settings.transformer, dtype=torch.float32, local_files_only=True)
+            model = AutoModel.from_pretrained(
+                self._settings.transformer, dtype=torch.float32, local_files_only=True
+            )
         except (OSError, ValueError, KeyError) as error:
-            raise ConfigurationError(f"{self._settings.transformer}: {error}", field="source") from error
+            raise ConfigurationError(
+                f"{self._settings.transformer}: {error}", field="source"
+            ) from error
         model.eval().requires_grad_(False)
         in_bf16 = (self._precision, self._device.type) == ("bf16", "cpu") and computes_bf16()
         if self._device.type == "cpu" and (in_bf16 or self._precision == "fp32"):
@@ -77,13 +81,19 @@ class TorchEncoder:
 
     def _check_precision(self) -> None:
         if self._precision not in DTYPES:
-            raise ConfigurationError(f"torch computes no embeddings in {self._precision}", field="precision")
+            raise ConfigurationError(
+                f"torch computes no embeddings in {self._precision}", field="precision"
+            )
         if self._precision == "fp16" and self._device.type == "cpu":
-            raise ConfigurationError("fp16 needs a GPU; on a CPU take bf16 or fp32", field="precision")
+            raise ConfigurationError(
+                "fp16 needs a GPU; on a CPU take bf16 or fp32", field="precision"
+            )
         if self._precision == "bf16" and self._device.type == "cuda":
             with torch.cuda.device(self._device):
                 if not torch.cuda.is_bf16_supported(including_emulation=False):
-                    raise ConfigurationError(f"{self.device_name} has no bf16; take fp16 or fp32", field="precision")
+                    raise ConfigurationError(
+                        f"{self.device_name} has no bf16; take fp16 or fp32", field="precision"
+                    )
 
     def computed_tokens(self, lengths: Sequence[int]) -> int:
         """As workers.models.embedding.model.Encoder."""
@@ -99,17 +109,23 @@ class TorchEncoder:
                 vectors = torch.nn.functional.normalize(vectors, p=2.0, dim=1)
             return vectors.cpu().numpy()
 
-    def _padded(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> torch.Tensor:
+    def _padded(
+        self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray
+    ) -> torch.Tensor:
         mask = None
         if (lengths < ids.shape[1]).any():
             mask = torch.from_numpy(np.arange(ids.shape[1]) < lengths[:, None]).to(self._device)
         given = {"input_ids": torch.from_numpy(ids).to(self._device)}
         if types is not None:
             given["token_type_ids"] = torch.from_numpy(types).to(self._device)
-        states = self._model(**given, attention_mask=None if mask is None else mask.long()).last_hidden_state
+        states = self._model(
+            **given, attention_mask=None if mask is None else mask.long()
+        ).last_hidden_state
         return self._pooled(states.float(), mask)
 
-    def _unpadded(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> torch.Tensor:
+    def _unpadded(
+        self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray
+    ) -> torch.Tensor:
         is_real = np.arange(ids.shape[1]) < lengths[:, None]
         real_ids = torch.from_numpy(ids[is_real])
         real_types = None if types is None else torch.from_numpy(types[is_real])
@@ -117,9 +133,13 @@ class TorchEncoder:
         if self._bert is not None:
             states = self._bert.states(real_ids, real_types, counts)
         else:
-            assert self._first_position is not None, "found when it was opened, else it pads; this is a bug"
+            assert self._first_position is not None, (
+                "found when it was opened, else it pads; this is a bug"
+            )
             states = run_unpadded(self._model, real_ids, real_types, counts, self._first_position)
-        return torch.cat([self._pooled(text[None], None) for text in torch.split(states.float(), counts)])
+        return torch.cat(
+            [self._pooled(text[None], None) for text in torch.split(states.float(), counts)]
+        )
 
     def _pooled(self, states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         return torch.cat([_pool(mode, states, mask) for mode in self._settings.pooling], dim=1)
@@ -131,7 +151,9 @@ def _narrow_linear_layers(model: torch.nn.Module, dtype: torch.dtype) -> None:
     Autocast computes the same numbers, but converts the weights at each call.
     """
 
-    def convert(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def convert(
+        module: torch.nn.Module, args: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
         return (args[0].to(dtype), *args[1:])
 
     for module in model.modules():
@@ -150,7 +172,13 @@ def _pool(mode: str, states: torch.Tensor, mask: torch.Tensor | None) -> torch.T
     if mode == "mean" and mask is None:
         return states.mean(1)
     if mode == "max":
-        return (states if mask is None else states.masked_fill(~mask[:, :, None], float("-inf"))).amax(1)
-    counts = states.new_full((len(states), 1), states.shape[1]) if mask is None else mask.sum(1, keepdim=True)
+        return (
+            states if mask is None else states.masked_fill(~mask[:, :, None], float("-inf"))
+        ).amax(1)
+    counts = (
+        states.new_full((len(states), 1), states.shape[1])
+        if mask is None
+        else mask.sum(1, keepdim=True)
+    )
     sums = states.sum(1) if mask is None else torch.einsum("itw,it->iw", states, mask.float())
     return sums / (counts.sqrt() if mode == "mean_sqrt_len_tokens" else counts)

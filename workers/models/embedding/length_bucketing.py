@@ -7,7 +7,9 @@ from collections.abc import Sequence
 UNBOUNDED = 2**63
 
 
-def cut_by_length(lengths: Sequence[int], call_cost: int, budget: int = UNBOUNDED) -> list[list[int]]:
+def cut_by_length(
+    lengths: Sequence[int], call_cost: int, budget: int = UNBOUNDED
+) -> list[list[int]]:
     """Groups of places in `lengths`, shortest first, at the lowest cost of padding and calls.
 
     A group has at most `budget` padded tokens, unless it is a single longer text.
@@ -21,7 +23,9 @@ def cut_by_length(lengths: Sequence[int], call_cost: int, budget: int = UNBOUNDE
     for end in range(1, len(order) + 1):
         longest = ordered[end - 1]
         first = max(0, end - max(1, budget // longest))
-        best, at = min((cost[begin] + (end - begin) * longest, begin) for begin in range(first, end))
+        best, at = min(
+            (cost[begin] + (end - begin) * longest, begin) for begin in range(first, end)
+        )
         cost.append(best + call_cost)
         start.append(at)
     groups = []

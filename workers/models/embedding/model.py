@@ -20,8 +20,9 @@ from workers.models.embedding.length_bucketing import cut_by_length
 USUAL_CALL_TOKENS = {"cpu": 20, "gpu": 4096}
 """The default for the fixed cost of one call, in tokens.
 
-On one core MiniLM needs as long to read its weights as to compute 20 tokens. On a GPU launches dominate up to
-thousands of tokens."""
+On one core MiniLM needs as long to read its weights as to compute 20 tokens. On a GPU launches
+dominate up to thousands of tokens.
+"""
 _WARMUP_LENGTHS = (8, 64)
 
 
@@ -82,7 +83,8 @@ class EmbeddingModel:
         self.device_name, self.pads = self._encoder.device_name, self._encoder.pads
         if dimensions != self._entry.dimensions:
             raise ConfigurationError(
-                f"{self._entry.name}: vectors have {dimensions} dimensions, not {self._entry.dimensions}",
+                f"{self._entry.name}: vectors have {dimensions} dimensions, "
+                f"not {self._entry.dimensions}",
                 field="dimensions",
             )
 
@@ -103,13 +105,17 @@ class EmbeddingModel:
         if not self.pads:
             return [list(range(len(batch)))]
         usual = USUAL_CALL_TOKENS["cpu" if self.device_name == "cpu" else "gpu"]
-        return cut_by_length([item.length for item in batch], self._call_tokens or usual, self._entry.budget)
+        return cut_by_length(
+            [item.length for item in batch], self._call_tokens or usual, self._entry.budget
+        )
 
     def computed_work(self, lengths: Sequence[int]) -> int:
         """In tokens. See workers.models.base.InferenceModel."""
         return self._encoder.computed_tokens(lengths)
 
-    def predict(self, batch: Sequence[PreparedItem], on_step: OnStep) -> list[Result | PenstockError]:
+    def predict(
+        self, batch: Sequence[PreparedItem], on_step: OnStep
+    ) -> list[Result | PenstockError]:
         """One EmbeddingResult per text, in order."""
         texts = [item for item in batch if isinstance(item, PreparedText)]
         lengths = np.array([text.length for text in texts])
@@ -124,7 +130,9 @@ class EmbeddingModel:
         width = vectors.shape[1] * 4
         packed = vectors.astype("<f4", copy=False).tobytes()
         return [
-            EmbeddingResult(packed[row * width : (row + 1) * width], text.length, text.truncated_tokens)
+            EmbeddingResult(
+                packed[row * width : (row + 1) * width], text.length, text.truncated_tokens
+            )
             for row, text in enumerate(texts)
         ]
 

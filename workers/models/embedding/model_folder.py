@@ -50,9 +50,17 @@ def read_sentence_folder(folder: Path) -> SentenceFolder:
     """
     modules = _read_json(folder / "modules.json", []) or [{"type": "Transformer", "path": ""}]
     kinds = [str(module["type"]).rsplit(".", 1)[-1] for module in modules]
-    paths = {kind: folder / str(module["path"]) for kind, module in zip(kinds, modules, strict=True)}
-    if kinds not in (["Transformer"], ["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-        raise ConfigurationError(f"{folder}: can't run the modules {', '.join(kinds)}", field="source")
+    paths = {
+        kind: folder / str(module["path"]) for kind, module in zip(kinds, modules, strict=True)
+    }
+    if kinds not in (
+        ["Transformer"],
+        ["Transformer", "Pooling"],
+        ["Transformer", "Pooling", "Normalize"],
+    ):
+        raise ConfigurationError(
+            f"{folder}: can't run the modules {', '.join(kinds)}", field="source"
+        )
     transformer = paths["Transformer"]
     if not (transformer / "tokenizer.json").is_file():
         raise ConfigurationError(f"{transformer}: has no tokenizer.json", field="source")
@@ -89,7 +97,9 @@ def _pooling(folder: Path, config: dict[str, Any]) -> tuple[str, ...]:
     """The modes of 1_Pooling/config.json: flags, or the newer `pooling_mode`."""
     named = config.get("pooling_mode")
     if named is None:
-        modes = tuple(mode for flag, mode in _POOLING_FLAGS.items() if config.get(flag)) or ("mean",)
+        modes = tuple(mode for flag, mode in _POOLING_FLAGS.items() if config.get(flag)) or (
+            "mean",
+        )
     else:
         modes = (named,) if isinstance(named, str) else tuple(named)
     unknown = [mode for mode in modes if mode not in POOLING_MODES]

@@ -35,7 +35,9 @@ class TextPreparer:
         self._settings = read_sentence_folder(folder)
         self._tokenizer = _open_tokenizer(self._settings)
         self._prefix, self._suffix = _template(self._tokenizer)
-        self._prompt_ids = self._tokenizer.encode(self._settings.prompt, add_special_tokens=False).ids
+        self._prompt_ids = self._tokenizer.encode(
+            self._settings.prompt, add_special_tokens=False
+        ).ids
         self._vocabulary = _vocabulary(self._settings.transformer, self._tokenizer)
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
@@ -49,13 +51,17 @@ class TextPreparer:
             if isinstance(value, TokensInput):
                 outcomes[place] = self._frame(value)
             elif place not in outcomes:
-                outcomes[place] = BadInput("an embedding model takes texts or token ids", field="input")
+                outcomes[place] = BadInput(
+                    "an embedding model takes texts or token ids", field="input"
+                )
         return [outcomes[place] for place in range(len(inputs))]
 
     def _tokenize(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
         given = [value for value in inputs if isinstance(value, TextInput)]
         try:
-            encodings = self._tokenizer.encode_batch_fast([self._settings.prompt + value.text for value in given])
+            encodings = self._tokenizer.encode_batch_fast(
+                [self._settings.prompt + value.text for value in given]
+            )
         except (TypeError, ValueError) as error:
             # A lone surrogate is valid in a str, but fails the whole call.
             if len(inputs) == 1:
@@ -68,18 +74,24 @@ class TextPreparer:
         """Adds the tokenizer's special tokens around token ids."""
         for position, token in enumerate(given.tokens):
             if not 0 <= token < self._vocabulary:
-                reason = f"token id {token}, at position {position}, is not in the vocabulary, which ends at"
-                return BadInput(f"{reason} {self._vocabulary - 1}", field="input")
+                reason = f"token id {token}, at position {position}, is not in the vocabulary"
+                last = self._vocabulary - 1
+                return BadInput(f"{reason}, which ends at {last}", field="input")
         ids = [*self._prefix, *self._prompt_ids, *given.tokens, *self._suffix]
         return self._prepared(ids, (), given.truncate)
 
-    def _prepared(self, ids: list[int], type_ids: Sequence[int], truncate: Truncate) -> PreparedText | BadInput:
+    def _prepared(
+        self, ids: list[int], type_ids: Sequence[int], truncate: Truncate
+    ) -> PreparedText | BadInput:
         beyond = len(ids) - self._settings.max_length
         if beyond > 0:
             if truncate == "none":
                 return _too_long(len(ids), self._settings.max_length)
             at = self._cut_at(ids, beyond, truncate)
-            ids, type_ids = [*ids[:at], *ids[at + beyond :]], [*type_ids[:at], *type_ids[at + beyond :]]
+            ids, type_ids = (
+                [*ids[:at], *ids[at + beyond :]],
+                [*type_ids[:at], *type_ids[at + beyond :]],
+            )
         return PreparedText(
             key="",
             length=len(ids),
@@ -101,7 +113,8 @@ class TextPreparer:
 def _too_long(tokens: int, limit: int) -> ContextLengthExceeded:
     """Starts like OpenAI's message, because clients and proxies look for it."""
     return ContextLengthExceeded(
-        f"This model's maximum context length is {limit} tokens, however you requested {tokens} tokens (special tokens "
+        f"This model's maximum context length is {limit} tokens, "
+        f"however you requested {tokens} tokens (special tokens "
         'included). Shorten the text, or send "truncate": "end" or "start" to have it cut.',
         field="input",
     )

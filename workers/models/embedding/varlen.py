@@ -47,13 +47,17 @@ class Trial:
         self.first_positions = (0, 1 + (model.config.pad_token_id or 0))
         # Ids below 5 are special tokens.
         self.ids = 5 + torch.arange(sum(self.lengths)) % max(1, model.config.vocab_size - 5)
-        padded = torch.nn.utils.rnn.pad_sequence(list(torch.split(self.ids, list(self.lengths))), batch_first=True)
+        padded = torch.nn.utils.rnn.pad_sequence(
+            list(torch.split(self.ids, list(self.lengths))), batch_first=True
+        )
         mask = torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
         self._wanted = model(input_ids=padded, attention_mask=mask.long()).last_hidden_state[mask]
 
     def is_right(self, found: torch.Tensor) -> bool:
         """Whether these states, float32 [tokens, width], equal those with padding."""
-        return torch.allclose(found, self._wanted, rtol=0, atol=_TRIED_APART * float(self._wanted.abs().max()))
+        return torch.allclose(
+            found, self._wanted, rtol=0, atol=_TRIED_APART * float(self._wanted.abs().max())
+        )
 
 
 def runs_unpadded(model: Any) -> int | None:
@@ -85,7 +89,11 @@ def runs_unpadded(model: Any) -> int | None:
 
 
 def run_unpadded(
-    model: Any, ids: torch.Tensor, types: torch.Tensor | None, lengths: Sequence[int], first_position: int
+    model: Any,
+    ids: torch.Tensor,
+    types: torch.Tensor | None,
+    lengths: Sequence[int],
+    first_position: int,
 ) -> torch.Tensor:
     """The last hidden states of concatenated texts, [tokens, width].
 
@@ -96,7 +104,9 @@ def run_unpadded(
         lengths: tokens of each text.
         first_position: as `runs_unpadded` says.
     """
-    positions = torch.cat([torch.arange(first_position, first_position + length) for length in lengths])
+    positions = torch.cat(
+        [torch.arange(first_position, first_position + length) for length in lengths]
+    )
     given = {"input_ids": ids[None], "position_ids": positions[None], _LENGTHS: tuple(lengths)}
     if types is not None:
         given["token_type_ids"] = types[None]
@@ -119,16 +129,28 @@ def _attend(
     """
     lengths = rest.pop(_LENGTHS, None)
     if lengths is None:
-        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **rest)
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **rest
+        )
         return out, None
     narrowing = (attention_mask, rest.get("position_bias"), rest.get("sliding_window"))
-    if key.shape != query.shape or getattr(module, "is_causal", False) or any(one is not None for one in narrowing):
-        raise ValueError("only plain attention, to all tokens of a text, can be computed text by text")
+    if (
+        key.shape != query.shape
+        or getattr(module, "is_causal", False)
+        or any(one is not None for one in narrowing)
+    ):
+        raise ValueError(
+            "only plain attention, to all tokens of a text, can be computed text by text"
+        )
     return attend_text_by_text(query, key, value, lengths, scaling).transpose(1, 2), None
 
 
 def attend_text_by_text(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int], scaling: float | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Sequence[int],
+    scaling: float | None = None,
 ) -> torch.Tensor:
     """Attention of concatenated texts, [1, heads, tokens, width].
 
@@ -139,12 +161,16 @@ def attend_text_by_text(
     filler = query.shape[2] - sum(lengths)
     if len(lengths) == 1 and not filler:
         return _attend_one(query, key, value, scaling)
-    queries, keys, values = (torch.split(one, [*lengths, filler], dim=2) for one in (query, key, value))
+    queries, keys, values = (
+        torch.split(one, [*lengths, filler], dim=2) for one in (query, key, value)
+    )
     texts = zip(queries[:-1], keys[:-1], values[:-1], strict=True)
     return torch.cat([*(_attend_one(q, k, v, scaling) for q, k, v in texts), values[-1]], dim=2)
 
 
-def _attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
+def _attend_one(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
     """Attention of one text, [1, heads, tokens, width]."""
     if query.dtype != torch.bfloat16 or query.shape[2] < _PRODUCTS_FROM_TOKENS:
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scaling)

@@ -26,7 +26,9 @@ def sources_on(device: torch.device, items: Sequence[PreparedImage]) -> torch.Te
     Copies them as bytes.
     """
     shape = (len(items), items[0].height, items[0].width, 3)
-    pixels = torch.frombuffer(bytearray(b"".join(item.source or b"" for item in items)), dtype=torch.uint8)
+    pixels = torch.frombuffer(
+        bytearray(b"".join(item.source or b"" for item in items)), dtype=torch.uint8
+    )
     if device.type == "cuda":
         pixels = pixels.pin_memory().to(device, non_blocking=True)
     return pixels.view(shape).permute(0, 3, 1, 2).float() / 255
@@ -38,13 +40,23 @@ def to_host(drawn: torch.Tensor) -> list[np.ndarray | None]:
     None for one that is not finite.
     """
     finite = drawn.isfinite().flatten(1).all(1)
-    pixels = (drawn.float().nan_to_num() * 255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+    pixels = (
+        (drawn.float().nan_to_num() * 255)
+        .round()
+        .clamp(0, 255)
+        .to(torch.uint8)
+        .permute(0, 2, 3, 1)
+        .contiguous()
+    )
     if drawn.device.type == "cuda":
         # Pinned memory makes the copy one transfer instead of many through a buffer.
         host = torch.empty(pixels.shape, dtype=torch.uint8, pin_memory=True)
         pixels = host.copy_(pixels, non_blocking=True)
         torch.cuda.current_stream(drawn.device).synchronize()
-    return [picture if good else None for picture, good in zip(pixels.numpy(), finite.tolist(), strict=True)]
+    return [
+        picture if good else None
+        for picture, good in zip(pixels.numpy(), finite.tolist(), strict=True)
+    ]
 
 
 def encode_all(pictures: Sequence[np.ndarray], *, at_once: bool) -> list[bytes]:

@@ -34,7 +34,9 @@ def keep_compiled_in(folder: Path) -> None:
 
 def only_what_is_compiled() -> contextlib.AbstractContextManager[None]:
     """Within this context, new shapes run eagerly instead of compiling for minutes."""
-    stance: contextlib.AbstractContextManager[None] = torch.compiler.set_stance("eager_on_recompile")
+    stance: contextlib.AbstractContextManager[None] = torch.compiler.set_stance(
+        "eager_on_recompile"
+    )
     return stance
 
 
@@ -56,18 +58,29 @@ def compile_parts(unet: Any, vae: Any, *, shapes: int, backend: str = "inductor"
         part.forward = _single_input_forward(_compiled(part.forward, vae.device, backend))
 
 
-def _compiled(forward: Callable[..., Any], device: torch.device, backend: str) -> Callable[..., Any]:
+def _compiled(
+    forward: Callable[..., Any], device: torch.device, backend: str
+) -> Callable[..., Any]:
     # "reduce-overhead" means CUDA graphs.
     mode = "reduce-overhead" if device.type == "cuda" else "default"
     return torch.compile(forward, backend=backend, mode=mode, dynamic=False)
 
 
 def _unet_forward(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(sample: torch.Tensor, timestep: Any, encoder_hidden_states: torch.Tensor, **rest: Any) -> Any:
+    def forward(
+        sample: torch.Tensor, timestep: Any, encoder_hidden_states: torch.Tensor, **rest: Any
+    ) -> Any:
         # Schedulers return integers or floats on either device. The UNet uses their fp32 value.
-        times = torch.as_tensor(timestep, dtype=torch.float32).to(sample.device).expand(len(sample)).contiguous()
+        times = (
+            torch.as_tensor(timestep, dtype=torch.float32)
+            .to(sample.device)
+            .expand(len(sample))
+            .contiguous()
+        )
         _begin_step()
-        return _copied(compiled(sample.contiguous(), times, encoder_hidden_states.contiguous(), **rest))
+        return _copied(
+            compiled(sample.contiguous(), times, encoder_hidden_states.contiguous(), **rest)
+        )
 
     return forward
 

@@ -19,7 +19,9 @@ def cheapest_cover(count: int, seconds: Mapping[int, float]) -> list[int]:
     """
     cost, choice = [0.0], [0]
     for left in range(1, count + 1):
-        best, size = min((cost[max(0, left - size)] + taken, size) for size, taken in seconds.items())
+        best, size = min(
+            (cost[max(0, left - size)] + taken, size) for size, taken in seconds.items()
+        )
         cost.append(best)
         choice.append(size)
     sizes = []

@@ -46,7 +46,9 @@ class ImageModel:
     device_name = ""
     pads = True
 
-    def __init__(self, entry: Model, folder: Path, device: Device, *, warmup_limit_s: float = WARMUP_LIMIT_S) -> None:
+    def __init__(
+        self, entry: Model, folder: Path, device: Device, *, warmup_limit_s: float = WARMUP_LIMIT_S
+    ) -> None:
         self._entry = entry
         self._folder = folder
         self._place = device
@@ -62,7 +64,9 @@ class ImageModel:
         """
         self._device, self.device_name = self._place.open()
         self._plan = plan_for(self._entry, capability_of(self._device))
-        self._text_to_image, self._image_to_image = load_pipelines(self._folder, self._device, self._plan)
+        self._text_to_image, self._image_to_image = load_pipelines(
+            self._folder, self._device, self._plan
+        )
         self._own_scheduler = self._text_to_image.scheduler
         self._prompts = PromptEncoder(self._text_to_image)
 
@@ -74,7 +78,10 @@ class ImageModel:
         began_s = time.monotonic()
         for size in self._plan.batch_sizes if self._plan.is_compiled else (1,):
             if time.monotonic() - began_s > self._warmup_limit_s:
-                log.warning("warm-up cut short; the next start finds more compiled", extra={"batch_size": size})
+                log.warning(
+                    "warm-up cut short; the next start finds more compiled",
+                    extra={"batch_size": size},
+                )
                 break
             items = [self._usual_item()] * size
             self._warm(items)
@@ -122,10 +129,15 @@ class ImageModel:
 
     def _is_compiled_for(self, item: PreparedItem) -> bool:
         usual = self._entry.image
-        is_usual = isinstance(item, PreparedImage) and (item.width, item.height) == (usual.width, usual.height)
+        is_usual = isinstance(item, PreparedImage) and (item.width, item.height) == (
+            usual.width,
+            usual.height,
+        )
         return is_usual and bool(self._call_s)
 
-    def predict(self, batch: Sequence[PreparedItem], on_step: OnStep) -> list[Result | PenstockError]:
+    def predict(
+        self, batch: Sequence[PreparedItem], on_step: OnStep
+    ) -> list[Result | PenstockError]:
         """One ImageResult per item, in order.
 
         Each has its own generator, so its noise depends only on its seed.
@@ -135,7 +147,10 @@ class ImageModel:
         if first.source is not None and self._image_to_image is None:
             return [BadInput("this model draws from text only", field="image") for _ in items]
         if first.scheduler != OWN_SCHEDULER and "beta_start" not in self._own_scheduler.config:
-            return [BadInput(f"this model takes only scheduler {OWN_SCHEDULER!r}", field="scheduler") for _ in items]
+            return [
+                BadInput(f"this model takes only scheduler {OWN_SCHEDULER!r}", field="scheduler")
+                for _ in items
+            ]
         settled = only_what_is_compiled() if self._plan.is_compiled else contextlib.nullcontext()
         with torch.inference_mode(), settled:
             pictures = self._pictures(items, on_step)
@@ -153,13 +168,20 @@ class ImageModel:
         except OutOfMemory:
             if not _spare_memory(getattr(self._text_to_image, "vae", None), len(padded)):
                 raise
-            log.warning("memory is short: the VAE decodes in parts from now on", extra={"items": len(padded)})
+            log.warning(
+                "memory is short: the VAE decodes in parts from now on",
+                extra={"items": len(padded)},
+            )
         with memory_errors():
             return to_host(self._draw(padded, on_step)[: len(items)])
 
     def _padded(self, items: Sequence[PreparedImage]) -> list[PreparedImage]:
         """`items`, with the last one repeated up to a compiled size."""
-        larger = [size for size in self._call_s if size >= len(items)] if self._is_compiled_for(items[0]) else []
+        larger = (
+            [size for size in self._call_s if size >= len(items)]
+            if self._is_compiled_for(items[0])
+            else []
+        )
         return [*items, *[items[-1]] * (min(larger, default=len(items)) - len(items))]
 
     def _draw(self, items: Sequence[PreparedImage], on_step: OnStep) -> torch.Tensor:
@@ -171,7 +193,9 @@ class ImageModel:
             given |= {"image": sources_on(self._device, items), "strength": items[0].strength}
         # Arguments that this class of pipeline does not support are left out.
         known = inspect.signature(pipeline.__call__).parameters
-        drawn: torch.Tensor = pipeline(**{name: value for name, value in given.items() if name in known}).images
+        drawn: torch.Tensor = pipeline(
+            **{name: value for name, value in given.items() if name in known}
+        ).images
         return drawn
 
     def _scheduler(self, name: str) -> Any:
@@ -220,7 +244,9 @@ def _arguments(items: Sequence[PreparedImage], on_step: OnStep) -> dict[str, Any
 
 
 def _callback(on_step: OnStep) -> Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]:
-    def after_step(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    def after_step(
+        pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]
+    ) -> dict[str, Any]:
         on_step(step + 1, pipeline.num_timesteps)
         return tensors
 
@@ -232,7 +258,9 @@ def _spare_memory(vae: Any, count: int) -> bool:
 
     False if it does so already.
     """
-    if not isinstance(vae, diffusers.AutoencoderKL) or (vae.use_slicing if count > 1 else vae.use_tiling):
+    if not isinstance(vae, diffusers.AutoencoderKL) or (
+        vae.use_slicing if count > 1 else vae.use_tiling
+    ):
         return False
     if count > 1:
         vae.enable_slicing()

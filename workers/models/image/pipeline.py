@@ -26,7 +26,11 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> tuple
         library.disable_progress_bar()
     try:
         config = diffusers.DiffusionPipeline.load_config(folder, local_files_only=True)
-        without = {"safety_checker": None, "requires_safety_checker": False} if "safety_checker" in config else {}
+        without = (
+            {"safety_checker": None, "requires_safety_checker": False}
+            if "safety_checker" in config
+            else {}
+        )
         pipeline = diffusers.AutoPipelineForText2Image.from_pretrained(
             folder, dtype=plan.dtype, local_files_only=True, **without
         ).to(device)
@@ -44,7 +48,9 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> tuple
 def apply_plan(pipeline: Any, folder: Path, plan: ImagePlan) -> None:
     """Changes the UNet and VAE in place. Pipelines without these two do not change."""
     unet, vae = getattr(pipeline, "unet", None), getattr(pipeline, "vae", None)
-    if not isinstance(unet, diffusers.UNet2DConditionModel) or not isinstance(vae, diffusers.AutoencoderKL):
+    if not isinstance(unet, diffusers.UNet2DConditionModel) or not isinstance(
+        vae, diffusers.AutoencoderKL
+    ):
         return
     if plan.is_tuned:
         pipeline.fuse_qkv_projections()
@@ -65,4 +71,8 @@ def _with_image_to_image() -> set[type]:
     from diffusers.pipelines import auto_pipeline
 
     names = auto_pipeline.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING.keys()
-    return {kind for name, kind in auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING.items() if name in names}
+    return {
+        kind
+        for name, kind in auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING.items()
+        if name in names
+    }

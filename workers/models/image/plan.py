@@ -64,7 +64,9 @@ def plan_for(entry: Model, capability: Capability) -> ImagePlan:
     is_gpu = capability.kind == "cuda"
     is_int8 = entry.precision == "int8"
     if is_int8 and not capability.has_torchao:
-        raise ConfigurationError(f"{entry.name}: INT8 images need torchao; install penstock[gpu]", field="precision")
+        raise ConfigurationError(
+            f"{entry.name}: INT8 images need torchao; install penstock[gpu]", field="precision"
+        )
     asked = entry.image.compile
     return ImagePlan(
         dtype=_dtype(entry.precision, capability),
@@ -92,5 +94,7 @@ def _can_compile(capability: Capability) -> bool:
 def _batch_sizes(entry: Model) -> tuple[int, ...]:
     """Powers of two up to the largest batch of default images within the budget."""
     usual = entry.image
-    largest = min(entry.batch.max_items, max(1, entry.budget // (usual.width * usual.height * usual.steps)))
+    largest = min(
+        entry.batch.max_items, max(1, entry.budget // (usual.width * usual.height * usual.steps))
+    )
     return tuple(1 << power for power in range(largest.bit_length()))

@@ -50,23 +50,35 @@ class ImagePreparer:
         for name in ("width", "height"):
             side = getattr(value, name)
             if side < bounds.multiple or side % bounds.multiple:
-                raise BadInput(f"{name} {side} is not a positive multiple of {bounds.multiple}", field=name)
+                raise BadInput(
+                    f"{name} {side} is not a positive multiple of {bounds.multiple}", field=name
+                )
         if value.width * value.height > bounds.largest_pixels:
             raise InputTooLarge(
-                f"{value.width} x {value.height} is above {bounds.largest_pixels} pixels", field="width"
+                f"{value.width} x {value.height} is above {bounds.largest_pixels} pixels",
+                field="width",
             )
         if not 1 <= value.steps <= bounds.longest_steps:
-            raise BadInput(f"steps {value.steps} is not from 1 to {bounds.longest_steps}", field="steps")
+            raise BadInput(
+                f"steps {value.steps} is not from 1 to {bounds.longest_steps}", field="steps"
+            )
         if not (math.isfinite(value.guidance_scale) and value.guidance_scale >= 0):
-            raise BadInput(f"guidance_scale {value.guidance_scale} is not 0 or more", field="guidance_scale")
+            raise BadInput(
+                f"guidance_scale {value.guidance_scale} is not 0 or more", field="guidance_scale"
+            )
         if not 0 <= value.seed < SEED_LIMIT:
             raise BadInput(f"seed {value.seed} is not from 0 to 2^63 - 1", field="seed")
         if value.scheduler not in SCHEDULER_NAMES:
             known = ", ".join(SCHEDULER_NAMES)
-            raise BadInput(f"scheduler {value.scheduler!r} is unknown; known: {known}", field="scheduler")
+            raise BadInput(
+                f"scheduler {value.scheduler!r} is unknown; known: {known}", field="scheduler"
+            )
         choice = SCHEDULERS.get(value.scheduler)
         if choice is not None and choice.steps_max is not None and value.steps > choice.steps_max:
-            raise BadInput(f"scheduler {value.scheduler!r} takes at most {choice.steps_max} steps", field="steps")
+            raise BadInput(
+                f"scheduler {value.scheduler!r} takes at most {choice.steps_max} steps",
+                field="steps",
+            )
 
 
 def _prepared(value: ImageInput) -> PreparedImage:
@@ -121,7 +133,9 @@ def _read_source(blob: Blob, width: int, height: int) -> bytes:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _too_many_pixels() from error
     except UnidentifiedImageError as error:
-        raise BadInput(f"the image is none of {', '.join(SOURCE_FORMATS)}", field="image") from error
+        raise BadInput(
+            f"the image is none of {', '.join(SOURCE_FORMATS)}", field="image"
+        ) from error
     except (OSError, SyntaxError, ValueError, EOFError) as error:
         # What Pillow's decoders raise for broken files: which one depends on where the file breaks.
         raise BadInput(f"the image can't be decoded: {error}", field="image") from error

@@ -47,8 +47,12 @@ class PromptEncoder:
         if type(self._pipeline) not in KNOWN:
             return {"prompt": prompts} | ({"negative_prompt": negatives} if has_negative else {})
         encoded = self._encoded([*prompts, *negatives])
-        positive = [torch.cat(parts) for parts in zip(*(encoded[text] for text in prompts), strict=True)]
-        negative = [torch.cat(parts) for parts in zip(*(encoded[text] for text in negatives), strict=True)]
+        positive = [
+            torch.cat(parts) for parts in zip(*(encoded[text] for text in prompts), strict=True)
+        ]
+        negative = [
+            torch.cat(parts) for parts in zip(*(encoded[text] for text in negatives), strict=True)
+        ]
         if not has_negative and self._pipeline.config.get("force_zeros_for_empty_prompt", False):
             negative = [torch.zeros_like(part) for part in positive]
         names = ("prompt_embeds", "pooled_prompt_embeds")[: len(positive)]

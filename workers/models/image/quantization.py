@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
+from torchao.quantization import (
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    quantize_,
+)
 
 _TURING = (7, 5)
 """The first GPUs with INT8 matrix units."""

@@ -27,7 +27,9 @@ _TRUNCATED: dict[type[exp.Expr], str] = {
 }
 _UNITS = frozenset({*_UNIT_US, "MONTH", "QUARTER", "YEAR", "ISOYEAR"})
 _WEEKDAYS = ("MONDAY", "SUNDAY", "SATURDAY", "FRIDAY", "THURSDAY", "WEDNESDAY", "TUESDAY")
-_PARTS = frozenset({"DAY", "DAYOFYEAR", "HOUR", "ISOYEAR", "MINUTE", "MONTH", "QUARTER", "SECOND", "YEAR"})
+_PARTS = frozenset(
+    {"DAY", "DAYOFYEAR", "HOUR", "ISOYEAR", "MINUTE", "MONTH", "QUARTER", "SECOND", "YEAR"}
+)
 # The elements that mean the same in GoogleSQL, in sqlglot's mapping of it and in DuckDB's strftime.
 _FORMAT_ELEMENTS = frozenset("aAbBdfGHIjmMpSuUVwWyY%")
 
@@ -36,7 +38,13 @@ def _difference(node: exp.Expr) -> exp.Expr:
     # DATE_DIFF and DATETIME_DIFF count the boundaries between two moments.
     unit, shift = _unit(node)
     kind = "DATE" if isinstance(node, exp.DateDiff) else "TIMESTAMP"
-    return call("bq.date_diff", text(unit), _typed(node.this, kind), _typed(node.expression, kind), number(shift))
+    return call(
+        "bq.date_diff",
+        text(unit),
+        _typed(node.this, kind),
+        _typed(node.expression, kind),
+        number(shift),
+    )
 
 
 def _whole_units(node: exp.Expr) -> exp.Expr:
@@ -136,7 +144,9 @@ def _extract(node: exp.Expr) -> exp.Expr:
 def _date(node: exp.Expr) -> exp.Expr:
     zone = node.args.get("zone")
     value = node.this
-    return cast(value if zone is None else call("timezone", zone, cast(value, "TIMESTAMPTZ")), "DATE")
+    return cast(
+        value if zone is None else call("timezone", zone, cast(value, "TIMESTAMPTZ")), "DATE"
+    )
 
 
 def _datetime(node: exp.Expr) -> exp.Expr:
@@ -197,7 +207,9 @@ def _pattern(node: exp.Expr) -> exp.Expr:
     pattern = node.args["format"]
     if not (isinstance(pattern, exp.Literal) and pattern.is_string):
         raise unsupported("A date format that isn't a literal")
-    wrong = [found for found in re.findall(r"%(.?)", str(pattern.this)) if found not in _FORMAT_ELEMENTS]
+    wrong = [
+        found for found in re.findall(r"%(.?)", str(pattern.this)) if found not in _FORMAT_ELEMENTS
+    ]
     if wrong:
         raise unsupported(f"Date format element in {pattern.this!r}")
     return pattern
@@ -216,7 +228,9 @@ def _to_unix(unit_us: int) -> Rewrite:
 def _typed_ends(kind: str) -> Rewrite:
     def rewrite_ends(node: exp.Expr) -> exp.Expr:
         step = node.args.get("step") or exp.Interval(this=text("1"), unit=exp.var("DAY"))
-        series = call("generate_series", cast(node.args["start"], kind), cast(node.args["end"], kind), step)
+        series = call(
+            "generate_series", cast(node.args["start"], kind), cast(node.args["end"], kind), step
+        )
         return cast(series, f"{kind}[]")
 
     return rewrite_ends

@@ -9,9 +9,23 @@ from infra.emulators.bigquery.googlesql.calls import call, cast, number, text, u
 from infra.emulators.bigquery.resources import DatasetKey, TableResource
 from infra.emulators.bigquery.schema import Field
 
-_TABLES = ("table_catalog", "table_schema", "table_name", "table_type", "is_insertable_into", "creation_time")
+_TABLES = (
+    "table_catalog",
+    "table_schema",
+    "table_name",
+    "table_type",
+    "is_insertable_into",
+    "creation_time",
+)
 _COLUMNS = (
-    *("table_catalog", "table_schema", "table_name", "column_name", "ordinal_position", "is_nullable"),
+    *(
+        "table_catalog",
+        "table_schema",
+        "table_name",
+        "column_name",
+        "ordinal_position",
+        "is_nullable",
+    ),
     *("data_type", "is_partitioning_column", "clustering_ordinal_position"),
 )
 _SQL_NAMES = {"INTEGER": "INT64", "FLOAT": "FLOAT64", "BOOLEAN": "BOOL"}
@@ -57,7 +71,12 @@ def _name(table: TableResource) -> list[exp.Expr]:
 def _table_row(table: TableResource) -> list[exp.Expr]:
     is_view = table.view_query is not None
     created = call("bq.from_micros", number(table.created_ms * 1_000))
-    return [*_name(table), text("VIEW" if is_view else "BASE TABLE"), text("NO" if is_view else "YES"), created]
+    return [
+        *_name(table),
+        text("VIEW" if is_view else "BASE TABLE"),
+        text("NO" if is_view else "YES"),
+        created,
+    ]
 
 
 def _column_rows(table: TableResource) -> list[list[exp.Expr]]:
@@ -78,7 +97,10 @@ def _column_rows(table: TableResource) -> list[list[exp.Expr]]:
 
 
 def _values(names: tuple[str, ...], rows: list[list[exp.Expr]]) -> exp.Expr:
-    selects = [exp.select(*(exp.alias_(value, name) for name, value in zip(names, row, strict=True))) for row in rows]
+    selects = [
+        exp.select(*(exp.alias_(value, name) for name, value in zip(names, row, strict=True)))
+        for row in rows
+    ]
     if not selects:
         nothing = [exp.alias_(cast(exp.null(), "VARCHAR"), name) for name in names]
         return exp.select(*nothing).where(exp.false())

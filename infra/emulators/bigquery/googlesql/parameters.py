@@ -49,7 +49,9 @@ def put_parameters(tree: exp.Expr, parameters: Sequence[Json], bindings: Binding
     for placeholder in _in_order(tree):
         item = next(positional, None)
         if item is None:
-            raise InvalidQueryError("Query parameter number is more than the number of positional parameters")
+            raise InvalidQueryError(
+                "Query parameter number is more than the number of positional parameters"
+            )
         placeholder.replace(_expression(item, bindings))
     return tree
 
@@ -70,7 +72,9 @@ def _expression(item: Json, bindings: Bindings) -> exp.Expr:
 def _typed(kind: Json, value: Json, bindings: Bindings) -> exp.Expr:
     name = str(kind["type"]).upper()
     if name == "ARRAY":
-        items = [_typed(kind["arrayType"], item, bindings) for item in value.get("arrayValues") or []]
+        items = [
+            _typed(kind["arrayType"], item, bindings) for item in value.get("arrayValues") or []
+        ]
         return exp.Cast(this=exp.Array(expressions=items), to=_duckdb_type(kind))
     if name in ("STRUCT", "RECORD"):
         parts = value.get("structValues") or {}
@@ -102,7 +106,9 @@ def _type_text(kind: Json) -> str:
     if name == "ARRAY":
         return f"{_type_text(kind['arrayType'])}[]"
     if name in ("STRUCT", "RECORD"):
-        parts = [f"{quoted(part['name'])} {_type_text(part['type'])}" for part in kind["structTypes"]]
+        parts = [
+            f"{quoted(part['name'])} {_type_text(part['type'])}" for part in kind["structTypes"]
+        ]
         return f"STRUCT({', '.join(parts)})"
     (field_,) = parse_schema([{"name": "value", "type": name}])
     return field_.duckdb_type

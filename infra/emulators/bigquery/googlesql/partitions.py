@@ -31,18 +31,24 @@ def check_partition_filters(tree: exp.Expr, tables: Mapping[str, TableResource])
     Raises:
         InvalidQueryError: naming the table and its column.
     """
-    if not any(table.partitioning and table.partitioning.is_filter_required for table in tables.values()):
+    if not any(
+        table.partitioning and table.partitioning.is_filter_required for table in tables.values()
+    ):
         return
     if isinstance(tree, exp.Update | exp.Delete):
         _check_source(tree.this, _pruned(_conjuncts(tree.args.get("where"))), {}, tables)
     elif isinstance(tree, exp.Merge):
         _check_source(tree.this, _pruned(_conjuncts(tree.args.get("on"))), {}, tables)
         _check_source(tree.args["using"], _pruned(_conjuncts(tree.args.get("on"))), {}, tables)
-    for query in _nested_queries([tree] if isinstance(tree, exp.Query) else list(tree.args.values())):
+    for query in _nested_queries(
+        [tree] if isinstance(tree, exp.Query) else list(tree.args.values())
+    ):
         _check_query(query, set(), {}, tables)
 
 
-def _check_query(query: exp.Expr, wanted: set[str], ctes: _Ctes, tables: Mapping[str, TableResource]) -> None:
+def _check_query(
+    query: exp.Expr, wanted: set[str], ctes: _Ctes, tables: Mapping[str, TableResource]
+) -> None:
     """Checks a query of whose output columns `wanted` are filtered by what stands around it."""
     with_ = query.args.get("with_")
     if with_ is not None:
@@ -63,11 +69,15 @@ def _check_set_operation(
     for side in (query.this, query.expression):
         own = [name.lower() for name in side.named_selects]
         is_aligned = len(own) == len(names) and "*" not in own
-        inner = {own[names.index(name)] for name in wanted if name in names} if is_aligned else wanted
+        inner = (
+            {own[names.index(name)] for name in wanted if name in names} if is_aligned else wanted
+        )
         _check_query(side, inner if query.args.get("limit") is None else set(), ctes, tables)
 
 
-def _check_select(select: exp.Select, wanted: set[str], ctes: _Ctes, tables: Mapping[str, TableResource]) -> None:
+def _check_select(
+    select: exp.Select, wanted: set[str], ctes: _Ctes, tables: Mapping[str, TableResource]
+) -> None:
     joins = select.args.get("joins") or []
     filters = [select.args.get("where"), *(join.args.get("on") for join in joins)]
     columns = set(_pruned(part for condition in filters for part in _conjuncts(condition)))
@@ -101,8 +111,8 @@ def _check_source(
         pseudo = {"_partitiontime", "_partitiondate"} if table.has_partition_time else set()
         if not filtered & {column.lower(), *pseudo}:
             raise InvalidQueryError(
-                f"Cannot query over table '{str(table.key).replace(':', '.')}' without a filter over column(s)"
-                f" '{column}' that can be used for partition elimination"
+                f"Cannot query over table '{str(table.key).replace(':', '.')}' without a filter"
+                f" over column(s) '{column}' that can be used for partition elimination"
             )
 
 
@@ -152,7 +162,11 @@ def _projection(select: exp.Select, key: exp.Expr) -> exp.Expr | None:
     projections: list[exp.Expr] = select.expressions
     if isinstance(key, exp.Literal) and not key.is_string:
         return projections[int(key.name) - 1]
-    named = [projection for projection in projections if projection.alias.lower() == key.name.lower() != ""]
+    named = [
+        projection
+        for projection in projections
+        if projection.alias.lower() == key.name.lower() != ""
+    ]
     return named[0] if isinstance(key, exp.Column) and named else None
 
 
@@ -181,7 +195,9 @@ def _pruned_by(condition: exp.Expr) -> set[_Column]:
     if isinstance(inner, exp.Or):
         return _pruned_by(inner.this) & _pruned_by(inner.expression)
     if isinstance(inner, _COMPARISONS):
-        return _compared(inner.this, [inner.expression]) or _compared(inner.expression, [inner.this])
+        return _compared(inner.this, [inner.expression]) or _compared(
+            inner.expression, [inner.this]
+        )
     if isinstance(inner, exp.Between):
         return _compared(inner.this, [inner.args["low"], inner.args["high"]])
     if isinstance(inner, exp.In) and inner.expressions:
@@ -194,7 +210,9 @@ def _compared(side: exp.Expr, others: list[exp.Expr]) -> set[_Column]:
         return set()
     if side.find(exp.Query) is not None:
         return set()
-    columns = {(column.table.lower() or None, column.name.lower()) for column in side.find_all(exp.Column)}
+    columns = {
+        (column.table.lower() or None, column.name.lower()) for column in side.find_all(exp.Column)
+    }
     return columns if len(columns) == 1 else set()
 
 

@@ -58,7 +58,9 @@ def resolve(tree: exp.Expr, names: Names, resolved: Resolved, depth: int = 0) ->
         NotFoundError: for a table that does not exist.
     """
     if depth > _DEEPEST_VIEW:
-        raise InvalidQueryError(f"Resources exceeded: views are nested more than {_DEEPEST_VIEW} deep")
+        raise InvalidQueryError(
+            f"Resources exceeded: views are nested more than {_DEEPEST_VIEW} deep"
+        )
     for node in list(tree.find_all(exp.Table)):
         if isinstance(node.this, exp.Func) or _is_cte(node):
             continue
@@ -82,7 +84,9 @@ def table_key(node: exp.Table, names: Names) -> TableKey:
     if node.db:
         return TableKey(node.catalog or names.project, node.db, table_id)
     if names.default_dataset is None:
-        raise InvalidQueryError(f'Table "{table_id}" must be qualified with a dataset (e.g. dataset.table).')
+        raise InvalidQueryError(
+            f'Table "{table_id}" must be qualified with a dataset (e.g. dataset.table).'
+        )
     return TableKey(names.default_dataset.project, names.default_dataset.dataset_id, table_id)
 
 
@@ -115,19 +119,26 @@ def _replacement(node: exp.Table, names: Names, resolved: Resolved, depth: int) 
     alias = node.alias or node.name
     if "INFORMATION_SCHEMA" in node.name.upper().split("."):
         return _subquery(
-            information_schema(node, names.project, names.tables_of), node.alias or node.name.split(".")[-1]
+            information_schema(node, names.project, names.tables_of),
+            node.alias or node.name.split(".")[-1],
         )
     table = names.find(table_key(node, names))
     if table.view_query is not None:
         if _is_target(node):
-            raise InvalidQueryError(f"{table.key} is not allowed for this operation because it is a view")
+            raise InvalidQueryError(
+                f"{table.key} is not allowed for this operation because it is a view"
+            )
         inner = Names(table.key.project, None, names.find, names.tables_of, names.parse)
         return _subquery(resolve(names.parse(table.view_query), inner, resolved, depth + 1), alias)
     resolved.tables[table.physical] = table
     physical = _physical(table)
     if _is_target(node):
-        kept = node.args.get("alias") or exp.TableAlias(this=exp.to_identifier(node.name, quoted=True))
-        physical.set("alias", None if isinstance(node.find_ancestor(*_WRITES), exp.Insert) else kept)
+        kept = node.args.get("alias") or exp.TableAlias(
+            this=exp.to_identifier(node.name, quoted=True)
+        )
+        physical.set(
+            "alias", None if isinstance(node.find_ancestor(*_WRITES), exp.Insert) else kept
+        )
         return physical
     if table.has_partition_time:
         return _subquery(_with_partition_time(node, physical), alias)
@@ -137,7 +148,11 @@ def _replacement(node: exp.Table, names: Names, resolved: Resolved, depth: int) 
 
 def _physical(table: TableResource) -> exp.Table:
     catalog, schema, name = table.physical.split(".")
-    return exp.Table(this=exp.to_identifier(name), db=exp.to_identifier(schema), catalog=exp.to_identifier(catalog))
+    return exp.Table(
+        this=exp.to_identifier(name),
+        db=exp.to_identifier(schema),
+        catalog=exp.to_identifier(catalog),
+    )
 
 
 def _is_target(node: exp.Table) -> bool:
@@ -151,7 +166,9 @@ def _with_partition_time(node: exp.Table, physical: exp.Table) -> exp.Expr:
     """Shows a table's pseudo-columns only to a query that asks for them, as `*` never has them."""
     pseudo = {PARTITION_TIME.lower(), PARTITION_DATE.lower()}
     select = node.parent_select
-    asks = select is not None and any(column.name.lower() in pseudo for column in select.find_all(exp.Column))
+    asks = select is not None and any(
+        column.name.lower() in pseudo for column in select.find_all(exp.Column)
+    )
     if not asks or select is None:
         return exp.select(exp.Star(except_=[exp.to_identifier(PARTITION_TIME)])).from_(physical)
     for star in select.expressions:
@@ -164,4 +181,6 @@ def _with_partition_time(node: exp.Table, physical: exp.Table) -> exp.Expr:
 
 
 def _subquery(query: exp.Expr, alias: str) -> exp.Expr:
-    return exp.Subquery(this=query, alias=exp.TableAlias(this=exp.to_identifier(alias, quoted=True)))
+    return exp.Subquery(
+        this=query, alias=exp.TableAlias(this=exp.to_identifier(alias, quoted=True))
+    )

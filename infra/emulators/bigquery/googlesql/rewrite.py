@@ -49,7 +49,9 @@ def _literal(node: exp.Expr) -> exp.Expr:
         # 0.1 is a FLOAT64 in GoogleSQL and a decimal in DuckDB; an exponent makes it a float there
         # too.
         return node if "e" in digits.lower() else exp.Literal.number(f"{digits}e0")
-    if isinstance(node.parent, _VALUE_PARENTS) and not isinstance(node.parent, exp.Interval | exp.Dot):
+    if isinstance(node.parent, _VALUE_PARENTS) and not isinstance(
+        node.parent, exp.Interval | exp.Dot
+    ):
         return cast(exp.Literal.number(digits), "BIGINT")
     return node
 
@@ -90,8 +92,12 @@ def _quantiles(node: exp.Expr) -> exp.Expr:
     if not (isinstance(plain, exp.Literal) and str(plain.this).isdigit() and int(plain.this) > 0):
         raise InvalidQueryError("Argument 2 to APPROX_QUANTILES must be a positive integer literal")
     buckets = int(plain.this)
-    points = exp.Array(expressions=[exp.Literal.number(f"{i / buckets!r}") for i in range(buckets + 1)])
-    return call("quantile_disc", exp.Distinct(expressions=[value]) if is_distinct else value, points)
+    points = exp.Array(
+        expressions=[exp.Literal.number(f"{i / buckets!r}") for i in range(buckets + 1)]
+    )
+    return call(
+        "quantile_disc", exp.Distinct(expressions=[value]) if is_distinct else value, points
+    )
 
 
 def _ignore_nulls(node: exp.Expr) -> exp.Expr:
@@ -128,7 +134,9 @@ def _string_agg(node: exp.Expr) -> exp.Expr:
     separator = node.args.get("separator") or text(",")
     if isinstance(inner, exp.Limit):
         kept = _without_nulls(exp.ArrayAgg(this=inner.this))
-        return call("array_to_string", call("list_slice", kept, number(1), inner.expression), separator)
+        return call(
+            "array_to_string", call("list_slice", kept, number(1), inner.expression), separator
+        )
     return call("string_agg", *_with_separator(inner, separator))
 
 
@@ -201,9 +209,13 @@ def _unnest(node: exp.Expr) -> exp.Expr:
     names = alias.columns if alias is not None else []
     (values,) = node.expressions
     item = exp.alias_(call("unnest", values), names[0].name if names else "unnest", quoted=True)
-    position = exp.Sub(this=call("generate_subscripts", values.copy(), number(1)), expression=number(1))
+    position = exp.Sub(
+        this=call("generate_subscripts", values.copy(), number(1)), expression=number(1)
+    )
     numbered = exp.select(item, exp.alias_(position, offset.name, quoted=True))
-    return exp.Subquery(this=numbered, alias=exp.TableAlias(this=exp.to_identifier(f"_{offset.name}", quoted=True)))
+    return exp.Subquery(
+        this=numbered, alias=exp.TableAlias(this=exp.to_identifier(f"_{offset.name}", quoted=True))
+    )
 
 
 def _struct(node: exp.Expr) -> exp.Expr:
@@ -229,8 +241,21 @@ def _substring(node: exp.Expr) -> exp.Expr:
 _KNOWN_TYPES = frozenset(
     {
         *(exp.DType.TEXT, exp.DType.BIGINT, exp.DType.DOUBLE, exp.DType.BOOLEAN, exp.DType.BINARY),
-        *(exp.DType.TIMESTAMPTZ, exp.DType.TIMESTAMP, exp.DType.DATE, exp.DType.TIME, exp.DType.DECIMAL),
-        *(exp.DType.JSON, exp.DType.ARRAY, exp.DType.STRUCT, exp.DType.INT, exp.DType.UNKNOWN, exp.DType.LIST),
+        *(
+            exp.DType.TIMESTAMPTZ,
+            exp.DType.TIMESTAMP,
+            exp.DType.DATE,
+            exp.DType.TIME,
+            exp.DType.DECIMAL,
+        ),
+        *(
+            exp.DType.JSON,
+            exp.DType.ARRAY,
+            exp.DType.STRUCT,
+            exp.DType.INT,
+            exp.DType.UNKNOWN,
+            exp.DType.LIST,
+        ),
         # As DuckDB names the types of parameters.
         *(exp.DType.VARBINARY, exp.DType.TIMESTAMPNTZ),
     }

@@ -14,10 +14,35 @@ from infra.emulators.bigquery.googlesql.rewrite import REWRITES
 _AS_IS: frozenset[type[exp.Expr]] = frozenset(
     {
         *(exp.And, exp.Or, exp.Case, exp.If, exp.Coalesce, exp.Nullif, exp.Exists),
-        *(exp.Count, exp.Sum, exp.Avg, exp.Min, exp.Max, exp.AnyValue, exp.LogicalAnd, exp.LogicalOr),
-        *(exp.ApproxDistinct, exp.Stddev, exp.StddevPop, exp.StddevSamp, exp.Variance, exp.VariancePop, exp.Corr),
+        *(
+            exp.Count,
+            exp.Sum,
+            exp.Avg,
+            exp.Min,
+            exp.Max,
+            exp.AnyValue,
+            exp.LogicalAnd,
+            exp.LogicalOr,
+        ),
+        *(
+            exp.ApproxDistinct,
+            exp.Stddev,
+            exp.StddevPop,
+            exp.StddevSamp,
+            exp.Variance,
+            exp.VariancePop,
+            exp.Corr,
+        ),
         *(exp.RowNumber, exp.Rank, exp.DenseRank, exp.PercentRank, exp.CumeDist, exp.Ntile),
-        *(exp.Lag, exp.Lead, exp.FirstValue, exp.LastValue, exp.NthValue, exp.PercentileCont, exp.PercentileDisc),
+        *(
+            exp.Lag,
+            exp.Lead,
+            exp.FirstValue,
+            exp.LastValue,
+            exp.NthValue,
+            exp.PercentileCont,
+            exp.PercentileDisc,
+        ),
         *(
             exp.Trunc,
             exp.Ceil,
@@ -33,7 +58,16 @@ _AS_IS: frozenset[type[exp.Expr]] = frozenset(
             exp.Least,
             exp.Rand,
         ),
-        *(exp.Upper, exp.Lower, exp.Trim, exp.Length, exp.StartsWith, exp.EndsWith, exp.StrPosition, exp.Concat),
+        *(
+            exp.Upper,
+            exp.Lower,
+            exp.Trim,
+            exp.Length,
+            exp.StartsWith,
+            exp.EndsWith,
+            exp.StrPosition,
+            exp.Concat,
+        ),
         *(exp.Replace, exp.Repeat, exp.Reverse, exp.Left, exp.Right, exp.Split, exp.Uuid),
         *(exp.RegexpLike, exp.RegexpExtract, exp.RegexpReplace, exp.RegexpExtractAll),
         *(exp.Array, exp.ArraySize, exp.ArrayConcat, exp.ArrayReverse, exp.ArrayToString),
@@ -72,12 +106,13 @@ _REFUSED: dict[type[exp.Expr], str] = {
 # Words that GoogleSQL takes for a name only in backquotes; sqlglot is kinder. Source:
 # https://docs.cloud.google.com/bigquery/docs/reference/standard-sql/lexical#reserved_keywords
 _RESERVED_WORDS = (
-    "ALL AND ANY ARRAY AS ASC ASSERT_ROWS_MODIFIED AT BETWEEN BY CASE CAST COLLATE CONTAINS CREATE CROSS CUBE CURRENT"
-    " DEFINE DESC DISTINCT ELSE END ENUM ESCAPE EXCEPT EXCLUDE EXISTS EXTRACT FALSE FETCH FOLLOWING FOR FROM FULL GROUP"
-    " GROUPING GROUPS HASH HAVING IF IGNORE IN INNER INTERSECT INTERVAL INTO IS JOIN LATERAL LEFT LIKE LIMIT LOOKUP"
-    " MERGE NATURAL NEW NO NOT NULL NULLS OF ON OR ORDER OUTER OVER PARTITION PRECEDING PROTO QUALIFY RANGE RECURSIVE"
-    " RESPECT RIGHT ROLLUP ROWS SELECT SET SOME STRUCT TABLESAMPLE THEN TO TREAT TRUE UNBOUNDED UNION UNNEST USING WHEN"
-    " WHERE WINDOW WITH WITHIN"
+    "ALL AND ANY ARRAY AS ASC ASSERT_ROWS_MODIFIED AT BETWEEN BY CASE CAST COLLATE CONTAINS CREATE"
+    " CROSS CUBE CURRENT DEFINE DESC DISTINCT ELSE END ENUM ESCAPE EXCEPT EXCLUDE EXISTS EXTRACT"
+    " FALSE FETCH FOLLOWING FOR FROM FULL GROUP GROUPING GROUPS HASH HAVING IF IGNORE IN INNER"
+    " INTERSECT INTERVAL INTO IS JOIN LATERAL LEFT LIKE LIMIT LOOKUP MERGE NATURAL NEW NO NOT NULL"
+    " NULLS OF ON OR ORDER OUTER OVER PARTITION PRECEDING PROTO QUALIFY RANGE RECURSIVE RESPECT"
+    " RIGHT ROLLUP ROWS SELECT SET SOME STRUCT TABLESAMPLE THEN TO TREAT TRUE UNBOUNDED UNION"
+    " UNNEST USING WHEN WHERE WINDOW WITH WITHIN"
 )
 _RESERVED = frozenset(_RESERVED_WORDS.split())
 
@@ -107,7 +142,9 @@ def check(tree: exp.Expr) -> None:
 
 def _check_name(node: exp.Identifier) -> None:
     parent = node.parent
-    is_first = not parent.args.get("table") and not parent.args.get("db") if parent is not None else False
+    is_first = (
+        not parent.args.get("table") and not parent.args.get("db") if parent is not None else False
+    )
     is_name = isinstance(parent, exp.Column | exp.Table | exp.Alias | exp.TableAlias)
     if is_name and is_first and not node.args.get("quoted") and node.name.upper() in _RESERVED:
         raise InvalidQueryError(f"Syntax error: Unexpected keyword {node.name.upper()}")

@@ -96,7 +96,9 @@ class Translator:
         _fit_manipulation(tree, resolved)
         columns, expanded = _mentioned_columns(tree), _expanded_aliases(tree)
         sql = _written(rewrite(tree))
-        return Statement(kind, sql, bindings.values, tuple(resolved.tables.values()), columns, expanded)
+        return Statement(
+            kind, sql, bindings.values, tuple(resolved.tables.values()), columns, expanded
+        )
 
     def names(self, project: str, default_dataset: DatasetKey | None) -> Names:
         """Returns where names of a statement are looked up."""
@@ -205,7 +207,11 @@ def _expanded_aliases(tree: exp.Expr) -> frozenset[str]:
     for unnest in tree.find_all(exp.Unnest):
         select = unnest.parent_select
         alias = unnest.args.get("alias")
-        if alias is not None and select is not None and any(isinstance(e, exp.Star) for e in select.expressions):
+        if (
+            alias is not None
+            and select is not None
+            and any(isinstance(e, exp.Star) for e in select.expressions)
+        ):
             found |= {column.name for column in alias.columns}
     return frozenset(found)
 

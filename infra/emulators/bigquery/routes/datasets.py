@@ -33,14 +33,20 @@ async def get(request: Request) -> Response:
 async def list_all(request: Request) -> Response:
     """Lists the data sets of a project."""
     project = request.path_params["project"]
-    found = [data for key, data in service_of(request).catalog.datasets.items() if key.project == project]
+    found = [
+        data for key, data in service_of(request).catalog.datasets.items() if key.project == project
+    ]
     items = [
         {
             "kind": "bigquery#dataset",
             "id": str(dataset.key),
             "datasetReference": dataset.key.resource(),
             "location": dataset.settings.get("location", "US"),
-            **{name: dataset.settings[name] for name in ("labels", "friendlyName") if name in dataset.settings},
+            **{
+                name: dataset.settings[name]
+                for name in ("labels", "friendlyName")
+                if name in dataset.settings
+            },
         }
         for dataset in sorted(found, key=lambda dataset: dataset.key.dataset_id)
     ]
@@ -85,5 +91,11 @@ async def list_projects(request: Request) -> Response:
     ]
     shown, rest = page(request, items)
     return JSONResponse(
-        {"kind": "bigquery#projectList", "etag": "list", "projects": shown, "totalItems": len(items), **rest}
+        {
+            "kind": "bigquery#projectList",
+            "etag": "list",
+            "projects": shown,
+            "totalItems": len(items),
+            **rest,
+        }
     )

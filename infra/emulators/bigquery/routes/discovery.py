@@ -17,7 +17,14 @@ _DATASET = f"{_DATASETS}/{{+datasetId}}"
 _TABLE = f"{_DATASET}/tables/{{+tableId}}"
 _JOB = f"{_PROJECT}/jobs/{{+jobId}}"
 _RESULT_PARAMETERS = (
-    *("startIndex", "maxResults", "pageToken", "timeoutMs", "location", "formatOptions.useInt64Timestamp"),
+    *(
+        "startIndex",
+        "maxResults",
+        "pageToken",
+        "timeoutMs",
+        "location",
+        "formatOptions.useInt64Timestamp",
+    ),
     "formatOptions.timestampOutputFormat",
 )
 # resource: method: verb, path, query parameters, name of the body's schema, name of the answer's
@@ -25,10 +32,22 @@ _RESULT_PARAMETERS = (
 _METHODS: dict[str, dict[str, tuple[str, str, tuple[str, ...], str | None, str | None]]] = {
     "projects": {
         "list": ("GET", "projects", ("maxResults", "pageToken"), None, "ProjectList"),
-        "getServiceAccount": ("GET", f"{_PROJECT}/serviceAccount", (), None, "GetServiceAccountResponse"),
+        "getServiceAccount": (
+            "GET",
+            f"{_PROJECT}/serviceAccount",
+            (),
+            None,
+            "GetServiceAccountResponse",
+        ),
     },
     "datasets": {
-        "list": ("GET", _DATASETS, ("all", "filter", "maxResults", "pageToken"), None, "DatasetList"),
+        "list": (
+            "GET",
+            _DATASETS,
+            ("all", "filter", "maxResults", "pageToken"),
+            None,
+            "DatasetList",
+        ),
         "insert": ("POST", _DATASETS, ("accessPolicyVersion",), "Dataset", "Dataset"),
         "get": ("GET", _DATASET, ("accessPolicyVersion", "datasetView"), None, "Dataset"),
         "patch": ("PATCH", _DATASET, ("accessPolicyVersion", "updateMode"), "Dataset", "Dataset"),
@@ -44,8 +63,20 @@ _METHODS: dict[str, dict[str, tuple[str, str, tuple[str, ...], str | None, str |
         "delete": ("DELETE", _TABLE, (), None, None),
     },
     "tabledata": {
-        "insertAll": ("POST", f"{_TABLE}/insertAll", (), "TableDataInsertAllRequest", "TableDataInsertAllResponse"),
-        "list": ("GET", f"{_TABLE}/data", ("selectedFields", *_RESULT_PARAMETERS), None, "TableDataList"),
+        "insertAll": (
+            "POST",
+            f"{_TABLE}/insertAll",
+            (),
+            "TableDataInsertAllRequest",
+            "TableDataInsertAllResponse",
+        ),
+        "list": (
+            "GET",
+            f"{_TABLE}/data",
+            ("selectedFields", *_RESULT_PARAMETERS),
+            None,
+            "TableDataList",
+        ),
     },
     "jobs": {
         "list": (
@@ -62,14 +93,33 @@ _METHODS: dict[str, dict[str, tuple[str, str, tuple[str, ...], str | None, str |
         "delete": ("DELETE", f"{_JOB}/delete", ("location",), None, None),
         "query": ("POST", f"{_PROJECT}/queries", (), "QueryRequest", "QueryResponse"),
         "getQueryResults": (
-            *("GET", f"{_PROJECT}/queries/{{+jobId}}", _RESULT_PARAMETERS, None, "GetQueryResultsResponse"),
+            *(
+                "GET",
+                f"{_PROJECT}/queries/{{+jobId}}",
+                _RESULT_PARAMETERS,
+                None,
+                "GetQueryResultsResponse",
+            ),
         ),
     },
     # bq lists these beside tables; the server has none of them.
-    "models": {"list": ("GET", f"{_DATASET}/models", ("maxResults", "pageToken"), None, "ListModelsResponse")},
+    "models": {
+        "list": (
+            "GET",
+            f"{_DATASET}/models",
+            ("maxResults", "pageToken"),
+            None,
+            "ListModelsResponse",
+        )
+    },
     "routines": {
         "list": (
-            *("GET", f"{_DATASET}/routines", ("filter", "maxResults", "pageToken", "readMask"), None),
+            *(
+                "GET",
+                f"{_DATASET}/routines",
+                ("filter", "maxResults", "pageToken", "readMask"),
+                None,
+            ),
             "ListRoutinesResponse",
         ),
     },
@@ -92,7 +142,11 @@ async def describe(request: Request) -> Response:
 def document(root_url: str) -> dict[str, Any]:
     """Returns the discovery document of this API under `root_url`, which ends in a slash."""
     names = {
-        name for methods in _METHODS.values() for method in methods.values() for name in method[3:] if name is not None
+        name
+        for methods in _METHODS.values()
+        for method in methods.values()
+        for name in method[3:]
+        if name is not None
     }
     return {
         "kind": "discovery#restDescription",
@@ -108,10 +162,20 @@ def document(root_url: str) -> dict[str, Any]:
         "baseUrl": f"{root_url}bigquery/v2/",
         "batchPath": "batch/bigquery/v2",
         "parameters": {
-            name: _QUERY for name in ("alt", "fields", "key", "oauth_token", "prettyPrint", "quotaUser", "userIp")
+            name: _QUERY
+            for name in (
+                "alt",
+                "fields",
+                "key",
+                "oauth_token",
+                "prettyPrint",
+                "quotaUser",
+                "userIp",
+            )
         },
         "schemas": {
-            name: {"id": name, "type": "object", "additionalProperties": {"type": "any"}} for name in sorted(names)
+            name: {"id": name, "type": "object", "additionalProperties": {"type": "any"}}
+            for name in sorted(names)
         },
         "resources": {
             resource: {"methods": {name: _method(resource, name) for name in methods}}

@@ -12,7 +12,14 @@ from starlette.responses import JSONResponse, Response
 
 from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
 from infra.emulators.bigquery.jobs import BigQueryJob, new_job_id
-from infra.emulators.bigquery.routes.messages import flag, json_body, natural, number, page, service_of
+from infra.emulators.bigquery.routes.messages import (
+    flag,
+    json_body,
+    natural,
+    number,
+    page,
+    service_of,
+)
 from infra.emulators.bigquery.routes.tabledata import read_page
 from infra.emulators.bigquery.schema import Json
 from infra.emulators.bigquery.service import BigQueryService
@@ -22,8 +29,20 @@ _LONGEST_WAIT_MS = 200_000
 _DEFAULT_PAGE_ROWS = 10_000
 _KEPT_REQUEST_IDS = 1_000
 _QUERY_FIELDS = (
-    *("query", "defaultDataset", "useLegacySql", "queryParameters", "parameterMode", "maximumBytesBilled"),
-    *("useQueryCache", "destinationEncryptionConfiguration", "connectionProperties", "createSession"),
+    *(
+        "query",
+        "defaultDataset",
+        "useLegacySql",
+        "queryParameters",
+        "parameterMode",
+        "maximumBytesBilled",
+    ),
+    *(
+        "useQueryCache",
+        "destinationEncryptionConfiguration",
+        "connectionProperties",
+        "createSession",
+    ),
 )
 
 
@@ -71,7 +90,9 @@ def new_job(project: str, body: Json) -> BigQueryJob:
     configuration = body.get("configuration") or {}
     kinds = [kind for kind in ("query", "load", "copy", "extract") if kind in configuration]
     if len(kinds) != 1:
-        raise InvalidError("Job configuration must contain exactly one job-specific configuration object")
+        raise InvalidError(
+            "Job configuration must contain exactly one job-specific configuration object"
+        )
     if kinds == ["extract"]:
         raise UnsupportedError("Extract jobs: not supported by the embedded BigQuery")
     if kinds == ["query"] and "query" not in configuration["query"]:
@@ -92,7 +113,11 @@ async def list_all(request: Request) -> Response:
     found = service_of(request).jobs.of_project(request.path_params["project"])
     states = {state.upper() for state in request.query_params.getlist("stateFilter")}
     items = [
-        {**job.resource(), "state": job.state, **({"errorResult": job.error.proto()} if job.error else {})}
+        {
+            **job.resource(),
+            "state": job.state,
+            **({"errorResult": job.error.proto()} if job.error else {}),
+        }
         for job in found
         if not states or job.state in states
     ]
@@ -156,7 +181,12 @@ async def query_results(request: Request) -> Response:
 
 
 async def _results(
-    service: BigQueryService, job: BigQueryJob, wait_ms: int, start: int, count: int, is_micros: bool
+    service: BigQueryService,
+    job: BigQueryJob,
+    wait_ms: int,
+    start: int,
+    count: int,
+    is_micros: bool,
 ) -> Json:
     with anyio.move_on_after(min(wait_ms, _LONGEST_WAIT_MS) / 1_000):
         await job.done.wait()
@@ -178,10 +208,20 @@ async def _results(
         return found
     schema = job.result.schema
     read = partial(
-        read_page, service, job.result.physical, schema, start, min(count, _DEFAULT_PAGE_ROWS), is_micros=is_micros
+        read_page,
+        service,
+        job.result.physical,
+        schema,
+        start,
+        min(count, _DEFAULT_PAGE_ROWS),
+        is_micros=is_micros,
     )
     total, rows = await service.threads.read(read)
-    found |= {"totalRows": str(total), "schema": {"fields": [field.resource() for field in schema]}, "rows": rows}
+    found |= {
+        "totalRows": str(total),
+        "schema": {"fields": [field.resource() for field in schema]},
+        "rows": rows,
+    }
     if start + len(rows) < total:
         found["pageToken"] = str(start + len(rows))
     return found

@@ -128,5 +128,9 @@ def answer_error(request: Request, error: Exception) -> Response:
 
     Any other exception is a bug, which the server logs.
     """
-    known = error if isinstance(error, ServiceError) else BugError(f"This is a bug in the embedded BigQuery: {error!r}")
+    known = (
+        error
+        if isinstance(error, ServiceError)
+        else BugError(f"This is a bug in the embedded BigQuery: {error!r}")
+    )
     return JSONResponse(known.body(), status_code=known.status)

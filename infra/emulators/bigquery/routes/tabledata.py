@@ -68,14 +68,18 @@ async def insert_all(request: Request) -> Response:
     if not isinstance(rows, list) or not rows:
         raise InvalidError("No rows present in the request.")
     if len(rows) > _MOST_ROWS:
-        raise InvalidError(f"Too many rows present in the request, limit: {_MOST_ROWS} row count: {len(rows)}.")
+        raise InvalidError(
+            f"Too many rows present in the request, limit: {_MOST_ROWS} row count: {len(rows)}."
+        )
     insert = partial(_insert, service, request.app.state.insert_ids, table_key(request), body, rows)
     errors = await service.threads.write(insert)
     found: Json = {"kind": "bigquery#tableDataInsertAllResponse"}
     return JSONResponse(found | ({"insertErrors": errors} if errors else {}))
 
 
-def _insert(service: BigQueryService, insert_ids: InsertIds, key: TableKey, body: Json, rows: list[Any]) -> list[Json]:
+def _insert(
+    service: BigQueryService, insert_ids: InsertIds, key: TableKey, body: Json, rows: list[Any]
+) -> list[Json]:
     table = service.catalog.table(key)
     if table.view_query is not None:
         raise InvalidError(f"Cannot add rows to a view: {key}")
@@ -139,7 +143,12 @@ async def list_rows(request: Request) -> Response:
     total, rows = await service.threads.read(
         partial(read_page, service, physical, wanted, start, count, is_micros=is_micros)
     )
-    found: Json = {"kind": "bigquery#tableDataList", "etag": "list", "totalRows": str(total), "rows": rows}
+    found: Json = {
+        "kind": "bigquery#tableDataList",
+        "etag": "list",
+        "totalRows": str(total),
+        "rows": rows,
+    }
     if start + len(rows) < total:
         found["pageToken"] = str(start + len(rows))
     return JSONResponse(found)
@@ -165,7 +174,9 @@ def _selected(schema: Schema, names: str | None) -> Schema:
         return schema
     wanted = {name.strip().lower() for name in names.split(",")}
     if any("." in name for name in wanted):
-        raise UnsupportedError("selectedFields inside a RECORD: not supported by the embedded BigQuery")
+        raise UnsupportedError(
+            "selectedFields inside a RECORD: not supported by the embedded BigQuery"
+        )
     unknown = wanted - {field.name.lower() for field in schema}
     if unknown:
         raise InvalidError(f"Invalid value for selectedFields: {', '.join(sorted(unknown))}")

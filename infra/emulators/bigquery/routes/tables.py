@@ -11,7 +11,13 @@ from starlette.responses import JSONResponse, Response
 from infra.emulators.bigquery.errors import InvalidError
 from infra.emulators.bigquery.query import table_size
 from infra.emulators.bigquery.resources import TableKey, TableResource
-from infra.emulators.bigquery.routes.messages import dataset_key, json_body, page, service_of, table_key
+from infra.emulators.bigquery.routes.messages import (
+    dataset_key,
+    json_body,
+    page,
+    service_of,
+    table_key,
+)
 from infra.emulators.bigquery.schema import Json, Schema, parse_schema
 from infra.emulators.bigquery.service import BigQueryService
 
@@ -25,7 +31,11 @@ async def insert(request: Request) -> Response:
     dataset = dataset_key(request)
     key = TableKey(dataset.project, dataset.dataset_id, reference["tableId"])
     view_schema = await _view_schema(service, key, body)
-    schema = view_schema if view_schema is not None else parse_schema(body.get("schema", {}).get("fields") or ())
+    schema = (
+        view_schema
+        if view_schema is not None
+        else parse_schema(body.get("schema", {}).get("fields") or ())
+    )
     table = await service.threads.write(service.catalog.create_table, key, schema, body)
     return JSONResponse(await _shown(service, table))
 
@@ -45,7 +55,13 @@ async def list_all(request: Request) -> Response:
     found = service_of(request).catalog.tables_of(dataset_key(request))
     shown, rest = page(request, [table.short_resource() for table in found])
     return JSONResponse(
-        {"kind": "bigquery#tableList", "etag": "list", "tables": shown, "totalItems": len(found), **rest}
+        {
+            "kind": "bigquery#tableList",
+            "etag": "list",
+            "tables": shown,
+            "totalItems": len(found),
+            **rest,
+        }
     )
 
 

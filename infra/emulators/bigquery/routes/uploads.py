@@ -63,7 +63,9 @@ class Sessions:
             if other.touched_s < oldest_s:
                 self.close(name)
         if len(self._sessions) >= _MOST_SESSIONS:
-            raise BusyError(f"Exceeded rate limits: more than {_MOST_SESSIONS} uploads are under way")
+            raise BusyError(
+                f"Exceeded rate limits: more than {_MOST_SESSIONS} uploads are under way"
+            )
         name = secrets.token_urlsafe(18)
         self._sessions[name] = session
         return name

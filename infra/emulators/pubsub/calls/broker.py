@@ -37,7 +37,9 @@ class Broker:
     ) -> None:
         self.timers = Timers(now_s)
         self.journal = journal or ChangeJournal()
-        self.registry = Registry(self.timers, Storage(storage_bytes, self.journal.drop), self.journal)
+        self.registry = Registry(
+            self.timers, Storage(storage_bytes, self.journal.drop), self.journal
+        )
         topics = TopicCalls(self.registry)
         snapshots = SnapshotCalls(self.registry)
         self._subscriptions = SubscriptionCalls(self.registry)

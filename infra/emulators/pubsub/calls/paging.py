@@ -13,7 +13,9 @@ MAX_PAGE_SIZE = 1000
 Resource = TypeVar("Resource")
 
 
-def page_of(named: Iterable[tuple[str, Resource]], page_size: int, page_token: str) -> tuple[list[Resource], str]:
+def page_of(
+    named: Iterable[tuple[str, Resource]], page_size: int, page_token: str
+) -> tuple[list[Resource], str]:
     """Return one page of `(name, resource)` pairs, sorted by name, and the next page's token or "".
 
     A token says after which name to go on, so resources made or deleted meanwhile break nothing.
@@ -23,7 +25,8 @@ def page_of(named: Iterable[tuple[str, Resource]], page_size: int, page_token: s
     """
     if page_size < 0:
         raise InvalidArgument(
-            f"The value for page_size is too small. You passed {page_size} in the request, but the minimum value is 0."
+            f"The value for page_size is too small. You passed {page_size} in the request, but the "
+            "minimum value is 0."
         )
     size = min(page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
     after = _decode(page_token)

@@ -29,7 +29,9 @@ class SnapshotCalls:
         """Keep unacked messages, and all that the topic gets from now on, for up to 7 days."""
         subscription = self._registry.subscription(request.subscription)
         if subscription.topic is None or subscription.proto.detached:
-            raise FailedPrecondition(f"The subscription has no topic (resource={request.subscription}).")
+            raise FailedPrecondition(
+                f"The subscription has no topic (resource={request.subscription})."
+            )
         project = request.subscription.rpartition("/subscriptions/")[0]
         name = request.name or f"{project}/snapshots/snapshot-{uuid.uuid4().hex}"
         check_name(name, "snapshots")
@@ -56,7 +58,9 @@ class SnapshotCalls:
     def update_snapshot(self, request: Any) -> Any:
         """Change the labels of a snapshot, or let it expire earlier or later, within its 7 days."""
         snapshot = self._registry.snapshot(request.snapshot.name)
-        proto = checked_snapshot(merge_update(snapshot.proto, request.snapshot, request.update_mask))
+        proto = checked_snapshot(
+            merge_update(snapshot.proto, request.snapshot, request.update_mask)
+        )
         expire_s = seconds_of(proto.expire_time)
         if proto.expire_time != snapshot.proto.expire_time:
             check_expire_time(snapshot, expire_s, self._registry.timers.now_s())

@@ -3,12 +3,21 @@
 from typing import Any
 
 from infra.emulators.pubsub.calls.paging import page_of
-from infra.emulators.pubsub.errors import AckIdsRefused, FailedPrecondition, InvalidArgument, resource_exists
+from infra.emulators.pubsub.errors import (
+    AckIdsRefused,
+    FailedPrecondition,
+    InvalidArgument,
+    resource_exists,
+)
 from infra.emulators.pubsub.names import check_project, check_range
 from infra.emulators.pubsub.protos import Subscription as SubscriptionProto
 from infra.emulators.pubsub.protos import empty, message_class
 from infra.emulators.pubsub.state.registry import Registry
-from infra.emulators.pubsub.state.resources import checked_push_config, checked_subscription, merge_update
+from infra.emulators.pubsub.state.resources import (
+    checked_push_config,
+    checked_subscription,
+    merge_update,
+)
 from infra.emulators.pubsub.state.subscription import SubscriptionState, not_pullable
 
 _ListSubscriptionsResponse = message_class("ListSubscriptionsResponse")
@@ -28,7 +37,9 @@ class SubscriptionCalls:
         topic = self._registry.topic(proto.topic)
         self._check_dead_letter_topic(proto)
         proto.detached = False
-        subscription = SubscriptionState(proto, topic, self._registry, self._registry.next_sequence())
+        subscription = SubscriptionState(
+            proto, topic, self._registry, self._registry.next_sequence()
+        )
         self._registry.subscriptions[proto.name] = subscription
         self._registry.journal.save(subscription)
         topic.attach(subscription)

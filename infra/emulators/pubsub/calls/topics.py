@@ -31,7 +31,9 @@ class TopicCalls:
         proto = checked_topic(request)
         if proto.name in self._registry.topics:
             raise resource_exists(proto.name)
-        topic = Topic(proto, self._registry.timers, self._registry.journal, self._registry.next_sequence())
+        topic = Topic(
+            proto, self._registry.timers, self._registry.journal, self._registry.next_sequence()
+        )
         self._registry.topics[proto.name] = topic
         self._registry.journal.save(topic)
         return proto
@@ -43,7 +45,9 @@ class TopicCalls:
     def update_topic(self, request: Any) -> Any:
         """Change the masked fields of a topic."""
         topic = self._registry.topic(request.topic.name)
-        topic.configure(checked_topic(merge_update(topic.proto, request.topic, request.update_mask)))
+        topic.configure(
+            checked_topic(merge_update(topic.proto, request.topic, request.update_mask))
+        )
         for subscription in self._subscriptions_of(topic):
             subscription.follow_topic(topic)
         self._registry.journal.save(topic)
@@ -74,7 +78,11 @@ class TopicCalls:
     def list_topic_snapshots(self, request: Any) -> Any:
         """List the names of the snapshots of a topic, a page at a time."""
         topic = self._registry.topic(request.topic)
-        named = ((path, path) for path, snapshot in self._registry.snapshots.items() if snapshot.topic is topic)
+        named = (
+            (path, path)
+            for path, snapshot in self._registry.snapshots.items()
+            if snapshot.topic is topic
+        )
         page, token = page_of(named, request.page_size, request.page_token)
         return _ListTopicSnapshotsResponse(snapshots=page, next_page_token=token)
 
@@ -110,10 +118,16 @@ class TopicCalls:
             subscription.proto.detached = True
             if subscription.topic is not None:
                 subscription.topic.detach(subscription)
-            subscription.close(FailedPrecondition(f"Subscription is detached (resource={subscription.path})."))
+            subscription.close(
+                FailedPrecondition(f"Subscription is detached (resource={subscription.path}).")
+            )
             self._registry.journal.save(subscription)
             self._registry.on_push_config(subscription)
         return _DetachSubscriptionResponse()
 
     def _subscriptions_of(self, topic: Topic) -> list[SubscriptionState]:
-        return [subscription for subscription in self._registry.subscriptions.values() if subscription.topic is topic]
+        return [
+            subscription
+            for subscription in self._registry.subscriptions.values()
+            if subscription.topic is topic
+        ]

@@ -65,7 +65,9 @@ class PushConnection:
 
     async def _post(self, headers: list[tuple[str, str]], body: bytes) -> int:
         if self._http is None or self._reader is None or self._writer is None:
-            self._reader, self._writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
+            self._reader, self._writer = await asyncio.open_connection(
+                self._host, self._port, ssl=self._tls
+            )
             self._http = h11.Connection(h11.CLIENT)
         http, reader, writer = self._http, self._reader, self._writer
         request = h11.Request(

@@ -49,8 +49,14 @@ class _PushLoops:
     def follow(self, subscription: SubscriptionState) -> None:
         """Start or stop pushing. Only a different push configuration has an effect."""
         is_alive = self._subscriptions.get(subscription.path) is subscription
-        is_pushed = is_alive and subscription.settings.push_endpoint and not subscription.proto.detached
-        wanted = subscription.proto.push_config.SerializeToString(deterministic=True) if is_pushed else b""
+        is_pushed = (
+            is_alive and subscription.settings.push_endpoint and not subscription.proto.detached
+        )
+        wanted = (
+            subscription.proto.push_config.SerializeToString(deterministic=True)
+            if is_pushed
+            else b""
+        )
         current, task = self._running.pop(subscription.path, (b"", None))
         if task is not None and current != wanted:
             task.cancel()
@@ -123,7 +129,10 @@ class _PushLoop:
             self._subscription.touch()
             return
         self._failures += 1
-        _log.info("push refused", extra={"subscription": self._subscription.path, "outcome": outcome, "ack_id": ack_id})
+        _log.info(
+            "push refused",
+            extra={"subscription": self._subscription.path, "outcome": outcome, "ack_id": ack_id},
+        )
         self._subscription.backlog.modify_ack_deadline([ack_id], [0])
 
     def _pause_s(self) -> float:

@@ -15,14 +15,20 @@ from infra.emulators.pubsub.state.subscription import SubscriptionState
 _USER_AGENT = ("User-Agent", "CloudPubSub-Google")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _HEADER_VALUE = re.compile(r"(?:[\x21-\x7e](?:[\x20-\x7e\t]*[\x21-\x7e])?)?")
-_OWN_HEADERS = frozenset({"host", "content-length", "transfer-encoding", "connection", "user-agent"})
+_OWN_HEADERS = frozenset(
+    {"host", "content-length", "transfer-encoding", "connection", "user-agent"}
+)
 
 
-def push_payload(subscription: SubscriptionState, delivery: Delivery) -> tuple[list[tuple[str, str]], bytes]:
+def push_payload(
+    subscription: SubscriptionState, delivery: Delivery
+) -> tuple[list[tuple[str, str]], bytes]:
     """Return headers and body of the POST for one delivery, as its push configuration says."""
     push_config = subscription.proto.push_config
     if push_config.WhichOneof("wrapper") != "no_wrapper":
-        return [_USER_AGENT, ("Content-Type", "application/json")], _envelope(subscription, delivery)
+        return [_USER_AGENT, ("Content-Type", "application/json")], _envelope(
+            subscription, delivery
+        )
     headers = [_USER_AGENT]
     if push_config.no_wrapper.write_metadata:
         headers += _metadata(subscription, delivery)
@@ -66,5 +72,7 @@ def _metadata(subscription: SubscriptionState, delivery: Delivery) -> list[tuple
     return [
         (name, value)
         for name, value in headers
-        if _HEADER_NAME.fullmatch(name) and _HEADER_VALUE.fullmatch(value) and name.lower() not in _OWN_HEADERS
+        if _HEADER_NAME.fullmatch(name)
+        and _HEADER_VALUE.fullmatch(value)
+        and name.lower() not in _OWN_HEADERS
     ]

@@ -79,10 +79,15 @@ class Backlog:
         delivery = Delivery(number, message)
         delivery.attempts = attempts
         self._place(delivery)
-        if 0 < self._policy.settings.max_delivery_attempts <= attempts and delivery.state is State.READY:
+        if (
+            0 < self._policy.settings.max_delivery_attempts <= attempts
+            and delivery.state is State.READY
+        ):
             del self._ready[number]
             delivery.state = State.LEASED
-            delivery.timer = self._timers.at(self._timers.now_s(), partial(self._give_back, delivery))
+            delivery.timer = self._timers.at(
+                self._timers.now_s(), partial(self._give_back, delivery)
+            )
 
     def take(self, consumer: Consumer, max_messages: int = MAX_TAKE) -> list[Delivery]:
         """Lease ready messages to a consumer, as many as its room and its share allow.
@@ -149,7 +154,9 @@ class Backlog:
                 self._settle(delivery)
         return refused
 
-    def modify_ack_deadline(self, ack_ids: Iterable[str], deadlines_s: Iterable[int]) -> dict[str, str]:
+    def modify_ack_deadline(
+        self, ack_ids: Iterable[str], deadlines_s: Iterable[int]
+    ) -> dict[str, str]:
         """Move the end of leases to so many seconds from now. 0 is a nack.
 
         Returns:
@@ -169,7 +176,9 @@ class Backlog:
                 self._give_back(delivery)
             elif delivery.state is State.LEASED:
                 delivery.stop_timer()
-                delivery.timer = self._timers.at(now_s + deadline_s, partial(self._give_back, delivery))
+                delivery.timer = self._timers.at(
+                    now_s + deadline_s, partial(self._give_back, delivery)
+                )
         return refused
 
     def keep_only(self, is_unacked: Callable[[StoredMessage], bool]) -> None:
@@ -195,7 +204,9 @@ class Backlog:
 
     def withdraw(self, sequences: Collection[int]) -> None:
         """Forget messages, leased or not. Acks for them have no effect."""
-        for delivery in [each for each in self._deliveries.values() if each.message.sequence in sequences]:
+        for delivery in [
+            each for each in self._deliveries.values() if each.message.sequence in sequences
+        ]:
             self._remove(delivery)
 
     def clear(self) -> None:
@@ -236,7 +247,9 @@ class Backlog:
         except ValueError:
             if self._policy.settings.exactly_once:
                 return None, False
-            raise InvalidArgument(f"You have passed an invalid ack ID to the service (ack_id={ack_id}).") from None
+            raise InvalidArgument(
+                f"You have passed an invalid ack ID to the service (ack_id={ack_id})."
+            ) from None
         delivery = self._deliveries.get(wanted) if prefix == self.ack_id_prefix else None
         if delivery is None or attempts > delivery.attempts:
             return None, False
@@ -263,7 +276,9 @@ class Backlog:
             self._make_ready(delivery)
             return
         delivery.state = State.BACKOFF
-        delivery.timer = self._timers.at(self._timers.now_s() + backoff_s, partial(self._make_ready, delivery))
+        delivery.timer = self._timers.at(
+            self._timers.now_s() + backoff_s, partial(self._make_ready, delivery)
+        )
 
     def _hold(self, delivery: Delivery) -> None:
         self._end_lease(delivery)

@@ -24,7 +24,11 @@ class Consumer:
     """
 
     def __init__(
-        self, wake: Callable[[], None], ack_deadline_s: float, max_messages: int = 0, max_bytes: int = 0
+        self,
+        wake: Callable[[], None],
+        ack_deadline_s: float,
+        max_messages: int = 0,
+        max_bytes: int = 0,
     ) -> None:
         self.wake = wake
         self.ack_deadline_s = ack_deadline_s

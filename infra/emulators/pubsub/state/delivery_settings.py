@@ -44,7 +44,9 @@ class DeliverySettings:
             is_ordered=proto.enable_message_ordering,
             exactly_once=proto.enable_exactly_once_delivery,
             ttl_s=None if never_expires else seconds_of(proto.expiration_policy.ttl),
-            max_delivery_attempts=proto.dead_letter_policy.max_delivery_attempts if has_dead_letters else 0,
+            max_delivery_attempts=proto.dead_letter_policy.max_delivery_attempts
+            if has_dead_letters
+            else 0,
             dead_letter_topic=proto.dead_letter_policy.dead_letter_topic,
             minimum_backoff_s=minimum_backoff_s,
             maximum_backoff_s=maximum_backoff_s,

@@ -42,7 +42,9 @@ _GRAMMAR = r"""
     %ignore /[ \t\r\n]+/
 """
 
-_ESCAPE = re.compile(rb"\\(?:([0-7]{1,3})|x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))", re.DOTALL)
+_ESCAPE = re.compile(
+    rb"\\(?:([0-7]{1,3})|x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))", re.DOTALL
+)
 _NAMED_ESCAPES = {
     b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v",
     b"\\": b"\\", b'"': b'"', b"'": b"'", b"?": b"?", b"`": b"`",
@@ -206,7 +208,9 @@ def _unescape_one(match: re.Match[bytes]) -> bytes:
     octal, hexadecimal, short, long, named = match.groups()
     if named is not None:
         if named not in _NAMED_ESCAPES:
-            raise _BadLiteral(f"unknown escape {match[0].decode(errors='replace')} in a string literal")
+            raise _BadLiteral(
+                f"unknown escape {match[0].decode(errors='replace')} in a string literal"
+            )
         return _NAMED_ESCAPES[named]
     if octal is not None or hexadecimal is not None:
         code = int(octal, 8) if octal is not None else int(hexadecimal, 16)
@@ -232,11 +236,16 @@ def _reason(rest: str, word: str) -> str:
     if not rest:
         return "the expression ends too early"
     if word in ("AND", "OR"):
-        return "AND and OR can't be mixed without parentheses, and each needs an expression on both sides"
+        return (
+            "AND and OR can't be mixed without parentheses, and each needs an expression on both "
+            "sides"
+        )
     if word.upper() in ("AND", "OR", "NOT") and not word.isupper():
         return f"operators are upper-case, not {word!r}"
     if word and rest[len(word) :].lstrip().startswith("("):
-        return f'unknown function {word!r}; the only function is hasPrefix(attributes.KEY, "PREFIX")'
+        return (
+            f'unknown function {word!r}; the only function is hasPrefix(attributes.KEY, "PREFIX")'
+        )
     if rest.startswith("\\"):
         return "escapes stand only inside string literals"
     return f"unexpected {word or rest[0]!r}"

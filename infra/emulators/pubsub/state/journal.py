@@ -53,7 +53,9 @@ class ChangeJournal:
         Until then they may be withdrawn.
         """
 
-    def hold(self, message: "StoredMessage", holder: int, number: int = 0, attempts: int = 0) -> None:
+    def hold(
+        self, message: "StoredMessage", holder: int, number: int = 0, attempts: int = 0
+    ) -> None:
         """Note that a resource holds a message: delivery number and attempts, or `ACKED`."""
 
     def release(self, message: "StoredMessage", holder: int) -> None:

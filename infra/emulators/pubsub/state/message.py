@@ -27,8 +27,8 @@ class Storage:
         """
         if self.held_bytes + size_bytes > self.limit_bytes:
             raise ResourceExhausted(
-                f"The embedded server holds {self.held_bytes} bytes of messages, of at most {self.limit_bytes}. "
-                "Acknowledge or delete some, or start it with a higher limit."
+                f"The embedded server holds {self.held_bytes} bytes of messages, of at most "
+                f"{self.limit_bytes}. Acknowledge or delete some, or start it with a higher limit."
             )
 
 
@@ -38,9 +38,19 @@ class StoredMessage:
     `sequence` is the order of arrival over all topics.
     """
 
-    __slots__ = ("_storage", "attributes", "ordering_key", "proto", "published_s", "sequence", "size_bytes")
+    __slots__ = (
+        "_storage",
+        "attributes",
+        "ordering_key",
+        "proto",
+        "published_s",
+        "sequence",
+        "size_bytes",
+    )
 
-    def __init__(self, proto: PubsubMessage, sequence: int, published_s: float, storage: Storage) -> None:
+    def __init__(
+        self, proto: PubsubMessage, sequence: int, published_s: float, storage: Storage
+    ) -> None:
         self.proto = proto
         self.sequence = sequence
         self.published_s = published_s

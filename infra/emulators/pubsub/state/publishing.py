@@ -27,15 +27,16 @@ def check_publish(request: PublishRequest) -> int:
     size_bytes: int = request.ByteSize()
     if size_bytes > MAX_REQUEST_BYTES:
         raise InvalidArgument(
-            f"Request payload size exceeds the limit: {MAX_REQUEST_BYTES} bytes. You passed {size_bytes} bytes."
+            f"Request payload size exceeds the limit: {MAX_REQUEST_BYTES} bytes. You passed "
+            f"{size_bytes} bytes."
         )
     ordering_key = messages[0].ordering_key
     check_range("ordering_key size in bytes", len(ordering_key.encode()), 0, MAX_ORDERING_KEY_BYTES)
     for message in messages:
         if message.ordering_key != ordering_key:
             raise InvalidArgument(
-                "In a publish request, all messages must have no ordering key or they must all have the same "
-                "ordering key."
+                "In a publish request, all messages must have no ordering key or they must all "
+                "have the same ordering key."
             )
         _check_message(message)
     return size_bytes
@@ -46,9 +47,9 @@ def _check_message(message: PubsubMessage) -> None:
     if not attributes:
         if not message.data:
             raise InvalidArgument(
-                "Some messages in the publish request are empty. Each message must contain either non-empty data, "
-                "or at least one attribute. See https://cloud.google.com/pubsub/quotas for more information about "
-                "message limits."
+                "Some messages in the publish request are empty. Each message must contain either "
+                "non-empty data, or at least one attribute. See "
+                "https://cloud.google.com/pubsub/quotas for more information about message limits."
             )
         return
     check_range("attribute_count", len(attributes), 0, MAX_ATTRIBUTES)

@@ -94,7 +94,9 @@ class Registry:
         letter.attributes["CloudPubSubDeadLetterSourceDeliveryCount"] = str(delivery.attempts)
         letter.attributes["CloudPubSubDeadLetterSourceSubscription"] = subscription_id
         letter.attributes["CloudPubSubDeadLetterSourceSubscriptionProject"] = project_id
-        letter.attributes["CloudPubSubDeadLetterSourceTopicPublishTime"] = published.isoformat(timespec="milliseconds")
+        letter.attributes["CloudPubSubDeadLetterSourceTopicPublishTime"] = published.isoformat(
+            timespec="milliseconds"
+        )
         self.publish(topic, [letter])
         return True
 

@@ -33,14 +33,20 @@ _MAX_LABELS = 64
 _LABEL_KEY = re.compile(r"[^\W\d_A-Z](?:[^\WA-Z]|-){0,62}")
 _LABEL_VALUE = re.compile(r"(?:[^\WA-Z]|-){0,63}")
 
-_TOPIC_FIELDS_WITHOUT_EFFECT_HERE = ("schema_settings", "ingestion_data_source_settings", "message_transforms")
+_TOPIC_FIELDS_WITHOUT_EFFECT_HERE = (
+    "schema_settings",
+    "ingestion_data_source_settings",
+    "message_transforms",
+)
 _SUBSCRIPTION_FIELDS_WITHOUT_EFFECT_HERE = (
     "bigquery_config",
     "cloud_storage_config",
     "bigtable_config",
     "message_transforms",
 )
-_UPDATABLE_TOPIC_FIELDS = frozenset({"labels", "message_storage_policy", "kms_key_name", "message_retention_duration"})
+_UPDATABLE_TOPIC_FIELDS = frozenset(
+    {"labels", "message_storage_policy", "kms_key_name", "message_retention_duration"}
+)
 _UPDATABLE_SUBSCRIPTION_FIELDS = frozenset(
     {
         "push_config",
@@ -97,7 +103,9 @@ def checked_subscription(request: Subscription) -> Subscription:
     _complete_retention(subscription)
     _complete_retry_policy(subscription)
     _complete_dead_letter_policy(subscription)
-    checked_push_config(subscription.push_config, exactly_once=subscription.enable_exactly_once_delivery)
+    checked_push_config(
+        subscription.push_config, exactly_once=subscription.enable_exactly_once_delivery
+    )
     subscription.push_config.SetInParent()
     for field in ("tags", "topic_message_retention_duration", "analytics_hub_subscription_info"):
         subscription.ClearField(field)
@@ -123,9 +131,13 @@ def checked_push_config(push_config: PushConfig, *, exactly_once: bool) -> PushC
     if not push_config.push_endpoint:
         return push_config
     if not _is_http_url(push_config.push_endpoint):
-        raise InvalidArgument(f"Invalid push endpoint given (endpoint={push_config.push_endpoint}).")
+        raise InvalidArgument(
+            f"Invalid push endpoint given (endpoint={push_config.push_endpoint})."
+        )
     if exactly_once:
-        raise InvalidArgument("Exactly-once delivery is supported for pull subscriptions only, not with push_config.")
+        raise InvalidArgument(
+            "Exactly-once delivery is supported for pull subscriptions only, not with push_config."
+        )
     return push_config
 
 
@@ -146,13 +158,16 @@ def merge_update(current: Any, update: Any, update_mask: Any) -> Any:
     kind = current.DESCRIPTOR.name
     if not update_mask.paths:
         raise InvalidArgument(
-            f"The update_mask in the Update{kind}Request must be set, and must contain a non-empty paths list."
+            f"The update_mask in the Update{kind}Request must be set, and must contain a non-empty "
+            "paths list."
         )
     for path in update_mask.paths:
         _check_update_path(path, current, _updatable_fields(kind))
     merged = type(current)()
     merged.CopyFrom(current)
-    update_mask.MergeMessage(update, merged, replace_message_field=True, replace_repeated_field=True)
+    update_mask.MergeMessage(
+        update, merged, replace_message_field=True, replace_repeated_field=True
+    )
     return merged
 
 
@@ -169,12 +184,14 @@ def _check_update_path(path: str, current: Any, updatable: Collection[str]) -> N
     field = path.partition(".")[0]
     if field not in current.DESCRIPTOR.fields_by_name:
         raise InvalidArgument(
-            f"Invalid update_mask provided in the Update{kind}Request: {path} is not a known {kind} field. "
-            "Note that field paths must be of the form 'push_config' rather than 'pushConfig'."
+            f"Invalid update_mask provided in the Update{kind}Request: {path} is not a known "
+            f"{kind} field. Note that field paths must be of the form 'push_config' rather than "
+            "'pushConfig'."
         )
     if field not in updatable:
         raise InvalidArgument(
-            f"Invalid update_mask provided in the Update{kind}Request: the {field} field in the {kind} is not mutable."
+            f"Invalid update_mask provided in the Update{kind}Request: the {field} field in the "
+            f"{kind} is not mutable."
         )
 
 
@@ -195,7 +212,12 @@ def _check_labels(labels: Any) -> None:
 
 
 def _check_retention(duration: Any) -> None:
-    check_range("message_retention_duration", seconds_of(duration), _SHORTEST_RETENTION_S, _LONGEST_RETENTION_S)
+    check_range(
+        "message_retention_duration",
+        seconds_of(duration),
+        _SHORTEST_RETENTION_S,
+        _LONGEST_RETENTION_S,
+    )
 
 
 def _complete_retention(subscription: Subscription) -> None:
@@ -209,8 +231,8 @@ def _complete_retention(subscription: Subscription) -> None:
         check_range("expiration_policy.ttl", ttl_s, _SHORTEST_TTL_S, float("inf"))
         if ttl_s < seconds_of(subscription.message_retention_duration):
             raise InvalidArgument(
-                "The value for expiration_policy.ttl must not be less than message_retention_duration. "
-                f"You passed {plain_number(ttl_s)} and "
+                "The value for expiration_policy.ttl must not be less than "
+                f"message_retention_duration. You passed {plain_number(ttl_s)} and "
                 f"{plain_number(seconds_of(subscription.message_retention_duration))} seconds."
             )
 

@@ -23,7 +23,12 @@ class Snapshot:
     """
 
     def __init__(
-        self, proto: SnapshotProto, topic: Topic | None, journal: ChangeJournal, holder: int, latest_expire_s: float
+        self,
+        proto: SnapshotProto,
+        topic: Topic | None,
+        journal: ChangeJournal,
+        holder: int,
+        latest_expire_s: float,
     ) -> None:
         self.path: str = proto.name
         self.proto = proto
@@ -72,8 +77,9 @@ def snapshot_expire_s(source: SubscriptionState, now_s: float) -> float:
     expire_s = oldest_s + LONGEST_LIFE_S
     if expire_s - now_s < SHORTEST_LIFE_S:
         raise FailedPrecondition(
-            "The snapshot would expire in less than 1 hour, because the subscription's oldest unacked message is "
-            f"{(now_s - oldest_s) / 86400:.1f} days old (subscription={source.path})."
+            "The snapshot would expire in less than 1 hour, because the subscription's oldest "
+            f"unacked message is {(now_s - oldest_s) / 86400:.1f} days old "
+            f"(subscription={source.path})."
         )
     return expire_s
 
@@ -85,7 +91,9 @@ def check_expire_time(snapshot: Snapshot, expire_s: float, now_s: float) -> None
         InvalidArgument: with the bound that it breaks.
     """
     if expire_s <= now_s:
-        raise InvalidArgument(f"The value for expire_time is in the past (snapshot={snapshot.path}).")
+        raise InvalidArgument(
+            f"The value for expire_time is in the past (snapshot={snapshot.path})."
+        )
     if expire_s > snapshot.latest_expire_s:
         raise InvalidArgument(
             "The value for expire_time is later than the messages of the snapshot can be kept "

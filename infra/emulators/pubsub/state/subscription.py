@@ -42,7 +42,9 @@ class SubscriptionState:
     `proto` is what GetSubscription shows, `holder` its number in the journal.
     """
 
-    def __init__(self, proto: SubscriptionProto, topic: Topic | None, surroundings: Surroundings, holder: int) -> None:
+    def __init__(
+        self, proto: SubscriptionProto, topic: Topic | None, surroundings: Surroundings, holder: int
+    ) -> None:
         self.path: str = proto.name
         self.filter = parse_filter(proto.filter)
         self.topic = topic
@@ -141,7 +143,9 @@ class SubscriptionState:
         """Publish a message to the dead-letter topic. Return False if that topic is gone."""
         return self._surroundings.forward_dead_letter(self, delivery)
 
-    def seek(self, is_unacked: Callable[[StoredMessage], bool], candidates: Iterable[StoredMessage]) -> None:
+    def seek(
+        self, is_unacked: Callable[[StoredMessage], bool], candidates: Iterable[StoredMessage]
+    ) -> None:
         """Ack messages for which `is_unacked` is false, and restore those for which it is true.
 
         Retained acked messages and `candidates` can be restored.
@@ -193,7 +197,9 @@ class SubscriptionState:
         now_s, retention_s = self._timers.now_s(), self.retention_s
         while self._acked and self._acked[0].published_s + retention_s <= now_s:
             self._journal.release(self._acked.popleft(), self.holder)
-        while (oldest := self.backlog.oldest) is not None and oldest.published_s + retention_s <= now_s:
+        while (
+            oldest := self.backlog.oldest
+        ) is not None and oldest.published_s + retention_s <= now_s:
             self.backlog.drop_oldest()
         self._arm_retention()
 
@@ -218,4 +224,6 @@ class SubscriptionState:
 
 def not_pullable(path: str) -> FailedPrecondition:
     """Return the refusal of a pull from a subscription that pushes."""
-    return FailedPrecondition(f"This method is not supported for this subscription type (resource={path}, type=PUSH).")
+    return FailedPrecondition(
+        f"This method is not supported for this subscription type (resource={path}, type=PUSH)."
+    )

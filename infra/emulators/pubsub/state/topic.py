@@ -31,7 +31,9 @@ class Topic:
 
     moment_s = 0.0
 
-    def __init__(self, proto: TopicProto, timers: Timers, journal: ChangeJournal, holder: int) -> None:
+    def __init__(
+        self, proto: TopicProto, timers: Timers, journal: ChangeJournal, holder: int
+    ) -> None:
         self.path: str = proto.name
         self.holder = holder
         self.log: deque[StoredMessage] = deque()
@@ -117,4 +119,6 @@ class Topic:
             self._log_timer.cancel()
             self._log_timer = None
         if self.log:
-            self._log_timer = self._timers.at(self.log[0].published_s + self.retention_s, self._drop_old)
+            self._log_timer = self._timers.at(
+                self.log[0].published_s + self.retention_s, self._drop_old
+            )

@@ -64,7 +64,8 @@ def restore(registry: Registry, database: Database) -> None:
     for path, holder, moment_s, data in database.resources():
         holders[holder] = _RESTORE[path.split("/")[2]](registry, holder, moment_s, data)
     messages = {
-        sequence: _stored(PubsubMessage.FromString(data), sequence, registry) for sequence, data in database.messages()
+        sequence: _stored(PubsubMessage.FromString(data), sequence, registry)
+        for sequence, data in database.messages()
     }
     for sequence, holder, number, attempts in database.held():
         holders[holder](messages[sequence], number, attempts)

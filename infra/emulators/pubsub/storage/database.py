@@ -30,7 +30,7 @@ CREATE TABLE held (
 CREATE TABLE probe (id INTEGER PRIMARY KEY, data BLOB);
 PRAGMA user_version = {VERSION};
 COMMIT;
-"""
+"""  # noqa: E501
 # A message and the row that says who holds it were one transaction; this is for a file that was
 # repaired by hand.
 _ORPHANS = (
@@ -95,7 +95,9 @@ def _prepare(connection: sqlite3.Connection, *, fsync: bool) -> None:
     if not tables:
         connection.executescript(_SCHEMA)
     elif version != VERSION:
-        raise sqlite3.DatabaseError(f"its version is {version}, and this server reads version {VERSION}")
+        raise sqlite3.DatabaseError(
+            f"its version is {version}, and this server reads version {VERSION}"
+        )
     for statement in _ORPHANS:
         connection.execute(statement)
 
@@ -108,7 +110,9 @@ class Database:
 
     def resources(self) -> Iterator[tuple[str, int, float, bytes]]:
         """Yield path, holder, time and serialized proto of each resource."""
-        yield from self._connection.execute("SELECT path, holder, moment_s, proto FROM resource ORDER BY holder")
+        yield from self._connection.execute(
+            "SELECT path, holder, moment_s, proto FROM resource ORDER BY holder"
+        )
 
     def messages(self) -> Iterator[tuple[int, bytes]]:
         """Yield sequence and serialized proto of each message, oldest first."""
@@ -116,13 +120,16 @@ class Database:
 
     def held(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield sequence, holder, delivery number and attempts of each row, sorted by sequence."""
-        yield from self._connection.execute("SELECT sequence, holder, number, attempts FROM held ORDER BY sequence")
+        yield from self._connection.execute(
+            "SELECT sequence, holder, number, attempts FROM held ORDER BY sequence"
+        )
 
     def highest_number(self) -> int:
         """Return the highest number that any row has, so that none comes again."""
         (highest,) = self._connection.execute(
             "SELECT max((SELECT ifnull(max(sequence), 0) FROM message), "
-            "(SELECT ifnull(max(number), 0) FROM held), (SELECT ifnull(max(holder), 0) FROM resource))"
+            "(SELECT ifnull(max(number), 0) FROM held), "
+            "(SELECT ifnull(max(holder), 0) FROM resource))"
         ).fetchone()
         return int(highest)
 
@@ -147,7 +154,9 @@ class Database:
             WriteFailed: with SQLite's reason.
         """
         with self._transaction():
-            self._connection.execute("INSERT INTO probe (data) VALUES (zeroblob(?))", (PROBE_BYTES,))
+            self._connection.execute(
+                "INSERT INTO probe (data) VALUES (zeroblob(?))", (PROBE_BYTES,)
+            )
         with self._transaction():
             self._connection.execute("DELETE FROM probe")
 

@@ -176,7 +176,10 @@ class DurableJournal(ChangeJournal):
 
     def _failed(self, error: str, withdraw: Withdraw) -> None:
         if not self._failure:
-            _log.error("the data directory can't be written, so publishes are refused", extra={"error": error})
+            _log.error(
+                "the data directory can't be written, so publishes are refused",
+                extra={"error": error},
+            )
         self._failure = error
         refused = (self._writing, self._pending)
         # Acks and attempts stay noted for the next try. Publishers hear that theirs failed and will
@@ -198,4 +201,6 @@ class DurableJournal(ChangeJournal):
 
 
 def _unavailable(reason: str) -> ServerUnavailable:
-    return ServerUnavailable(f"The embedded server can't keep anything new in its data directory now: {reason}.")
+    return ServerUnavailable(
+        f"The embedded server can't keep anything new in its data directory now: {reason}."
+    )

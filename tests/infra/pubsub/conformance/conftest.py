@@ -1,4 +1,5 @@
-"""Every test here runs against the embedded server, in memory and in a directory, and against Google's emulator.
+"""Every test here runs against the embedded server, in memory and in a directory, and against
+Google's emulator.
 
 That one only where it is installed.
 """
@@ -26,9 +27,15 @@ _numbers = itertools.count(1)
 
 @pytest.fixture(
     scope="session",
-    params=[EMBEDDED, EMBEDDED_KEPT, pytest.param(GOOGLE_EMULATOR, marks=pytest.mark.google_emulator)],
+    params=[
+        EMBEDDED,
+        EMBEDDED_KEPT,
+        pytest.param(GOOGLE_EMULATOR, marks=pytest.mark.google_emulator),
+    ],
 )
-def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+def target(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Target]:
     folder = tmp_path_factory.mktemp(request.param)
     is_google = request.param == GOOGLE_EMULATOR
     with google_emulator(_JAR, folder) if is_google else embedded(request.param, folder) as target:
@@ -42,7 +49,9 @@ def project(target: Target) -> str:
 
 
 @pytest.fixture
-def publisher(target: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[pubsub_v1.PublisherClient]:
+def publisher(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[pubsub_v1.PublisherClient]:
     monkeypatch.setenv("PUBSUB_EMULATOR_HOST", target.endpoint)
     options = pubsub_v1.types.PublisherOptions(enable_message_ordering=True)
     with pubsub_v1.PublisherClient(publisher_options=options) as client:
@@ -50,7 +59,9 @@ def publisher(target: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[pubsu
 
 
 @pytest.fixture
-def subscriber(target: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[pubsub_v1.SubscriberClient]:
+def subscriber(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[pubsub_v1.SubscriberClient]:
     monkeypatch.setenv("PUBSUB_EMULATOR_HOST", target.endpoint)
     with pubsub_v1.SubscriberClient() as client:
         yield client
@@ -59,7 +70,9 @@ def subscriber(target: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[pubs
 @pytest.fixture
 def make_topic(publisher: pubsub_v1.PublisherClient, project: str) -> Callable[..., str]:
     def make(topic_id: str = "jobs", **fields: object) -> str:
-        return str(publisher.create_topic(request={"name": f"{project}/topics/{topic_id}", **fields}).name)
+        return str(
+            publisher.create_topic(request={"name": f"{project}/topics/{topic_id}", **fields}).name
+        )
 
     return make
 

@@ -16,7 +16,8 @@ EMBEDDED = "embedded"
 EMBEDDED_KEPT = "embedded-kept"
 GOOGLE_EMULATOR = "google-emulator"
 
-# What emulator 0.8.20 does otherwise, seen by running these tests against it without the exceptions.
+# What emulator 0.8.20 does otherwise, seen by running these tests against it without the
+# exceptions.
 _LACKING = {
     "DetachSubscription": "answers UNIMPLEMENTED",
     "INVALID_ARGUMENT for delivery attempts": "refuses with OUT_OF_RANGE",
@@ -44,7 +45,9 @@ class Target:
 
 @contextmanager
 def embedded(name: str, folder: Path) -> Iterator[Target]:
-    """Run the embedded server in a process of its own, in memory or kept in the folder, where its log goes too."""
+    """Run the embedded server in a process of its own, in memory or kept in the folder, where its
+    log goes too.
+    """
     port = free_port()
     command = [sys.executable, "-m", "infra.emulators.pubsub", f"--port={port}"]
     if name == EMBEDDED_KEPT:
@@ -59,6 +62,8 @@ def google_emulator(given_jar: str | None, folder: Path) -> Iterator[Target]:
     """Run Google's emulator; skips when this machine has no jar or no java."""
     words = find_emulator(given_jar)
     if words is None:
-        pytest.skip("Google's emulator needs its jar (PUBSUB_EMULATOR_JAR or a Google Cloud SDK) and java")
+        pytest.skip(
+            "Google's emulator needs its jar (PUBSUB_EMULATOR_JAR or a Google Cloud SDK) and java"
+        )
     with running_emulator(words, folder) as endpoint:
         yield Target(GOOGLE_EMULATOR, endpoint)

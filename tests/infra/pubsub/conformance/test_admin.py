@@ -13,7 +13,9 @@ from tests.limits import WAIT_LIMIT_S
 Make = Callable[..., str]
 
 
-def test_topic_is_made_shown_listed_and_deleted(publisher: PublisherClient, make_topic: Make, project: str) -> None:
+def test_topic_is_made_shown_listed_and_deleted(
+    publisher: PublisherClient, make_topic: Make, project: str
+) -> None:
     path = make_topic(labels={"env": "test"})
     assert publisher.get_topic(topic=path).labels == {"env": "test"}
     assert [topic.name for topic in publisher.list_topics(project=project)] == [path]
@@ -70,7 +72,9 @@ def test_subscription_shows_the_defaults(
     assert shown.filter == ""
 
 
-def test_ack_deadline_out_of_range_is_refused(target: Target, make_topic: Make, make_subscription: Make) -> None:
+def test_ack_deadline_out_of_range_is_refused(
+    target: Target, make_topic: Make, make_subscription: Make
+) -> None:
     target.requires("range of the ack deadline")
     topic = make_topic()
     for deadline_s in (9, 601):
@@ -107,7 +111,9 @@ def test_update_of_the_filter_is_refused(
     path = make_subscription(make_topic(), filter='attributes.a = "b"')
     update = {"name": path, "filter": 'attributes.a = "b"'}
     with pytest.raises(exceptions.InvalidArgument):
-        subscriber.update_subscription(request={"subscription": update, "update_mask": {"paths": ["filter"]}})
+        subscriber.update_subscription(
+            request={"subscription": update, "update_mask": {"paths": ["filter"]}}
+        )
 
 
 def test_topic_is_updated(target: Target, publisher: PublisherClient, make_topic: Make) -> None:
@@ -118,7 +124,9 @@ def test_topic_is_updated(target: Target, publisher: PublisherClient, make_topic
     assert publisher.get_topic(topic=path).labels == {"env": "test"}
 
 
-def test_expiration_below_a_day_is_refused(target: Target, make_topic: Make, make_subscription: Make) -> None:
+def test_expiration_below_a_day_is_refused(
+    target: Target, make_topic: Make, make_subscription: Make
+) -> None:
     target.requires("expiration policy")
     topic = make_topic()
     with pytest.raises(exceptions.InvalidArgument):
@@ -133,7 +141,10 @@ def test_retention_out_of_range_is_refused(make_topic: Make, make_subscription: 
 
 
 def test_deleted_topic_is_shown_as_such_and_its_backlog_stays(
-    publisher: PublisherClient, subscriber: SubscriberClient, make_topic: Make, make_subscription: Make
+    publisher: PublisherClient,
+    subscriber: SubscriberClient,
+    make_topic: Make,
+    make_subscription: Make,
 ) -> None:
     topic = make_topic()
     path = make_subscription(topic)
@@ -145,7 +156,11 @@ def test_deleted_topic_is_shown_as_such_and_its_backlog_stays(
 
 
 def test_lists_are_paged(
-    publisher: PublisherClient, subscriber: SubscriberClient, make_topic: Make, make_subscription: Make, project: str
+    publisher: PublisherClient,
+    subscriber: SubscriberClient,
+    make_topic: Make,
+    make_subscription: Make,
+    project: str,
 ) -> None:
     topics = [make_topic(f"topic-{number}") for number in range(5)]
     subscriptions = [make_subscription(topics[0], f"sub-{number}") for number in range(5)]
@@ -160,7 +175,11 @@ def test_lists_are_paged(
 
 
 def test_detached_subscription_refuses_pulls(
-    target: Target, publisher: PublisherClient, subscriber: SubscriberClient, make_topic: Make, make_subscription: Make
+    target: Target,
+    publisher: PublisherClient,
+    subscriber: SubscriberClient,
+    make_topic: Make,
+    make_subscription: Make,
 ) -> None:
     target.requires("DetachSubscription")
     path = make_subscription(make_topic())
@@ -172,7 +191,11 @@ def test_detached_subscription_refuses_pulls(
 
 @pytest.mark.parametrize(
     "fields",
-    [{"data": b""}, {"data": b"x", "attributes": {"k" * 257: "v"}}, {"data": b"x", "attributes": {"k": "v" * 1025}}],
+    [
+        {"data": b""},
+        {"data": b"x", "attributes": {"k" * 257: "v"}},
+        {"data": b"x", "attributes": {"k": "v" * 1025}},
+    ],
     ids=["empty", "long key", "long value"],
 )
 def test_publish_out_of_bounds_is_refused(

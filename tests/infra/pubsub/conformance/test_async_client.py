@@ -17,7 +17,9 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def clients(target: Target) -> AsyncIterator[tuple[PublisherAsyncClient, SubscriberAsyncClient]]:
+async def clients(
+    target: Target,
+) -> AsyncIterator[tuple[PublisherAsyncClient, SubscriberAsyncClient]]:
     async with grpc.aio.insecure_channel(target.endpoint) as channel:
         yield (
             PublisherAsyncClient(transport=PublisherGrpcAsyncIOTransport(channel=channel)),
@@ -25,12 +27,16 @@ async def clients(target: Target) -> AsyncIterator[tuple[PublisherAsyncClient, S
         )
 
 
-async def test_message_goes_round(clients: tuple[PublisherAsyncClient, SubscriberAsyncClient], project: str) -> None:
+async def test_message_goes_round(
+    clients: tuple[PublisherAsyncClient, SubscriberAsyncClient], project: str
+) -> None:
     publisher, subscriber = clients
     topic, path = f"{project}/topics/jobs", f"{project}/subscriptions/workers"
     await publisher.create_topic(name=topic)
     await subscriber.create_subscription(name=path, topic=topic)
-    published = await publisher.publish(topic=topic, messages=[{"data": b"a", "attributes": {"k": "v"}}])
+    published = await publisher.publish(
+        topic=topic, messages=[{"data": b"a", "attributes": {"k": "v"}}]
+    )
     pulled = await subscriber.pull(subscription=path, max_messages=5, timeout=WAIT_LIMIT_S)
     (received,) = pulled.received_messages
     assert received.message.message_id == published.message_ids[0]
@@ -58,7 +64,9 @@ async def test_stream_delivers_and_ends_after_the_half_close(
         data = []
         async for response in stream:
             data += [each.message.data for each in response.received_messages]
-            requests.put_nowait(StreamingPullRequest(ack_ids=[each.ack_id for each in response.received_messages]))
+            requests.put_nowait(
+                StreamingPullRequest(ack_ids=[each.ack_id for each in response.received_messages])
+            )
             if len(data) == 2:
                 break
         requests.put_nowait(None)

@@ -23,7 +23,10 @@ PULL_AT_ONCE = "ignore:The return_immediately flag:DeprecationWarning"
 
 @contextmanager
 def subscribed(
-    subscriber: SubscriberClient, subscription: str, callback: Callable[[Message], None], **options: Any
+    subscriber: SubscriberClient,
+    subscription: str,
+    callback: Callable[[Message], None],
+    **options: Any,
 ) -> Iterator[None]:
     """Receive in the background until the block ends."""
     streaming = subscriber.subscribe(subscription, callback, **options)
@@ -38,10 +41,14 @@ def pulled_data(subscriber: SubscriberClient, subscription: str, count: int) -> 
     """Pull and ack until `count` messages came; a pull may bring fewer than wait."""
     data: list[bytes] = []
     while len(data) < count:
-        pulled = subscriber.pull(subscription=subscription, max_messages=100, timeout=WAIT_LIMIT_S).received_messages
+        pulled = subscriber.pull(
+            subscription=subscription, max_messages=100, timeout=WAIT_LIMIT_S
+        ).received_messages
         data += [each.message.data for each in pulled]
         if pulled:
-            subscriber.acknowledge(subscription=subscription, ack_ids=[each.ack_id for each in pulled])
+            subscriber.acknowledge(
+                subscription=subscription, ack_ids=[each.ack_id for each in pulled]
+            )
     return data
 
 
@@ -51,7 +58,10 @@ def pull_at_once(subscriber: SubscriberClient, subscription: str) -> list[bytes]
 
 
 def test_hundred_messages_reach_the_callback_once_each(
-    publisher: PublisherClient, subscriber: SubscriberClient, make_topic: Make, make_subscription: Make
+    publisher: PublisherClient,
+    subscriber: SubscriberClient,
+    make_topic: Make,
+    make_subscription: Make,
 ) -> None:
     topic = make_topic()
     path = make_subscription(topic)
@@ -64,13 +74,18 @@ def test_hundred_messages_reach_the_callback_once_each(
     with subscribed(subscriber, path, callback):
         ids = [publisher.publish(topic, str(number).encode(), kind="test") for number in range(100)]
         messages = [received.get(timeout=WAIT_LIMIT_S) for _ in range(100)]
-        assert {message.message_id for message in messages} == {each.result(timeout=WAIT_LIMIT_S) for each in ids}
+        assert {message.message_id for message in messages} == {
+            each.result(timeout=WAIT_LIMIT_S) for each in ids
+        }
         assert {message.attributes["kind"] for message in messages} == {"test"}
         assert received.empty()
 
 
 def test_nacked_message_comes_again(
-    publisher: PublisherClient, subscriber: SubscriberClient, make_topic: Make, make_subscription: Make
+    publisher: PublisherClient,
+    subscriber: SubscriberClient,
+    make_topic: Make,
+    make_subscription: Make,
 ) -> None:
     topic = make_topic()
     path = make_subscription(topic)
@@ -90,7 +105,10 @@ def test_nacked_message_comes_again(
 
 
 def test_flow_control_holds_the_second_message_back(
-    publisher: PublisherClient, subscriber: SubscriberClient, make_topic: Make, make_subscription: Make
+    publisher: PublisherClient,
+    subscriber: SubscriberClient,
+    make_topic: Make,
+    make_subscription: Make,
 ) -> None:
     topic = make_topic()
     path = make_subscription(topic)
@@ -121,14 +139,21 @@ def test_stream_of_a_deleted_subscription_ends_with_not_found(
 
 @pytest.mark.filterwarnings(PULL_AT_ONCE)
 def test_pull_ack_and_lease_end(
-    publisher: PublisherClient, subscriber: SubscriberClient, make_topic: Make, make_subscription: Make
+    publisher: PublisherClient,
+    subscriber: SubscriberClient,
+    make_topic: Make,
+    make_subscription: Make,
 ) -> None:
     topic = make_topic()
     path = make_subscription(topic)
     publisher.publish(topic, b"a").result(timeout=WAIT_LIMIT_S)
     (first,) = subscriber.pull(subscription=path, max_messages=10).received_messages
-    subscriber.modify_ack_deadline(subscription=path, ack_ids=[first.ack_id], ack_deadline_seconds=1)
-    (second,) = subscriber.pull(subscription=path, max_messages=10, timeout=WAIT_LIMIT_S).received_messages
+    subscriber.modify_ack_deadline(
+        subscription=path, ack_ids=[first.ack_id], ack_deadline_seconds=1
+    )
+    (second,) = subscriber.pull(
+        subscription=path, max_messages=10, timeout=WAIT_LIMIT_S
+    ).received_messages
     assert second.message.message_id == first.message.message_id
     assert second.ack_id != first.ack_id
     subscriber.acknowledge(subscription=path, ack_ids=[second.ack_id])
@@ -136,19 +161,27 @@ def test_pull_ack_and_lease_end(
 
 
 def test_ack_of_an_expired_id_is_no_error(
-    publisher: PublisherClient, subscriber: SubscriberClient, make_topic: Make, make_subscription: Make
+    publisher: PublisherClient,
+    subscriber: SubscriberClient,
+    make_topic: Make,
+    make_subscription: Make,
 ) -> None:
     topic = make_topic()
     path = make_subscription(topic)
     publisher.publish(topic, b"a").result(timeout=WAIT_LIMIT_S)
     (first,) = subscriber.pull(subscription=path, max_messages=10).received_messages
-    subscriber.modify_ack_deadline(subscription=path, ack_ids=[first.ack_id], ack_deadline_seconds=0)
+    subscriber.modify_ack_deadline(
+        subscription=path, ack_ids=[first.ack_id], ack_deadline_seconds=0
+    )
     subscriber.pull(subscription=path, max_messages=10, timeout=WAIT_LIMIT_S)
     subscriber.acknowledge(subscription=path, ack_ids=[first.ack_id])
 
 
 def test_every_subscription_gets_every_message(
-    publisher: PublisherClient, subscriber: SubscriberClient, make_topic: Make, make_subscription: Make
+    publisher: PublisherClient,
+    subscriber: SubscriberClient,
+    make_topic: Make,
+    make_subscription: Make,
 ) -> None:
     topic = make_topic()
     paths = [make_subscription(topic, f"sub-{number}") for number in range(3)]
@@ -160,7 +193,10 @@ def test_every_subscription_gets_every_message(
 
 @pytest.mark.filterwarnings(PULL_AT_ONCE)
 def test_failing_message_is_dead_lettered_with_its_attempts(
-    publisher: PublisherClient, subscriber: SubscriberClient, make_topic: Make, make_subscription: Make
+    publisher: PublisherClient,
+    subscriber: SubscriberClient,
+    make_topic: Make,
+    make_subscription: Make,
 ) -> None:
     topic, dead = make_topic(), make_topic("dead")
     policy = {"dead_letter_topic": dead, "max_delivery_attempts": 5}
@@ -169,9 +205,13 @@ def test_failing_message_is_dead_lettered_with_its_attempts(
     publisher.publish(topic, b"poison", model="m").result(timeout=WAIT_LIMIT_S)
     attempts = []
     for _ in range(5):
-        (pulled,) = subscriber.pull(subscription=path, max_messages=1, timeout=WAIT_LIMIT_S).received_messages
+        (pulled,) = subscriber.pull(
+            subscription=path, max_messages=1, timeout=WAIT_LIMIT_S
+        ).received_messages
         attempts.append(pulled.delivery_attempt)
-        subscriber.modify_ack_deadline(subscription=path, ack_ids=[pulled.ack_id], ack_deadline_seconds=0)
+        subscriber.modify_ack_deadline(
+            subscription=path, ack_ids=[pulled.ack_id], ack_deadline_seconds=0
+        )
     assert attempts == [1, 2, 3, 4, 5]
     # The emulator forwards when it would deliver for the sixth time, so it needs somebody to ask.
     assert pull_at_once(subscriber, path) == []
@@ -186,7 +226,10 @@ def test_failing_message_is_dead_lettered_with_its_attempts(
 
 
 def test_ordering_key_keeps_the_order(
-    publisher: PublisherClient, subscriber: SubscriberClient, make_topic: Make, make_subscription: Make
+    publisher: PublisherClient,
+    subscriber: SubscriberClient,
+    make_topic: Make,
+    make_subscription: Make,
 ) -> None:
     topic = make_topic()
     path = make_subscription(topic, enable_message_ordering=True)
@@ -204,7 +247,10 @@ def test_ordering_key_keeps_the_order(
 
 
 def test_exactly_once_acks_are_confirmed(
-    publisher: PublisherClient, subscriber: SubscriberClient, make_topic: Make, make_subscription: Make
+    publisher: PublisherClient,
+    subscriber: SubscriberClient,
+    make_topic: Make,
+    make_subscription: Make,
 ) -> None:
     topic = make_topic()
     path = make_subscription(topic, enable_exactly_once_delivery=True)
@@ -219,14 +265,21 @@ def test_exactly_once_acks_are_confirmed(
 
 
 def test_exactly_once_refuses_an_older_id_with_its_reason(
-    publisher: PublisherClient, subscriber: SubscriberClient, make_topic: Make, make_subscription: Make
+    publisher: PublisherClient,
+    subscriber: SubscriberClient,
+    make_topic: Make,
+    make_subscription: Make,
 ) -> None:
     topic = make_topic()
     path = make_subscription(topic, enable_exactly_once_delivery=True)
     publisher.publish(topic, b"once").result(timeout=WAIT_LIMIT_S)
     (first,) = subscriber.pull(subscription=path, max_messages=1).received_messages
-    subscriber.modify_ack_deadline(subscription=path, ack_ids=[first.ack_id], ack_deadline_seconds=0)
-    (second,) = subscriber.pull(subscription=path, max_messages=1, timeout=WAIT_LIMIT_S).received_messages
+    subscriber.modify_ack_deadline(
+        subscription=path, ack_ids=[first.ack_id], ack_deadline_seconds=0
+    )
+    (second,) = subscriber.pull(
+        subscription=path, max_messages=1, timeout=WAIT_LIMIT_S
+    ).received_messages
     with pytest.raises(exceptions.InvalidArgument) as refusal:
         subscriber.acknowledge(subscription=path, ack_ids=[first.ack_id])
     assert refusal.value.reason == "EXACTLY_ONCE_ACKID_FAILURE"
@@ -236,13 +289,21 @@ def test_exactly_once_refuses_an_older_id_with_its_reason(
 
 @pytest.mark.filterwarnings(PULL_AT_ONCE)
 def test_retry_policy_delays_the_redelivery(
-    target: Target, publisher: PublisherClient, subscriber: SubscriberClient, make_topic: Make, make_subscription: Make
+    target: Target,
+    publisher: PublisherClient,
+    subscriber: SubscriberClient,
+    make_topic: Make,
+    make_subscription: Make,
 ) -> None:
     target.requires("retry policy")
     topic = make_topic()
     backoff = {"seconds": 600}
-    path = make_subscription(topic, retry_policy={"minimum_backoff": backoff, "maximum_backoff": backoff})
+    path = make_subscription(
+        topic, retry_policy={"minimum_backoff": backoff, "maximum_backoff": backoff}
+    )
     publisher.publish(topic, b"a").result(timeout=WAIT_LIMIT_S)
     (first,) = subscriber.pull(subscription=path, max_messages=1).received_messages
-    subscriber.modify_ack_deadline(subscription=path, ack_ids=[first.ack_id], ack_deadline_seconds=0)
+    subscriber.modify_ack_deadline(
+        subscription=path, ack_ids=[first.ack_id], ack_deadline_seconds=0
+    )
     assert pull_at_once(subscriber, path) == []

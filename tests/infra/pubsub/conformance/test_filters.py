@@ -39,7 +39,9 @@ def test_filter_keeps(
     publisher.publish(topic, b"com", name="com").result(timeout=WAIT_LIMIT_S)
     publisher.publish(topic, b"net", name="net").result(timeout=WAIT_LIMIT_S)
     publisher.publish(topic, b"absent", other="x").result(timeout=WAIT_LIMIT_S)
-    pulled = subscriber.pull(subscription=path, max_messages=10, timeout=WAIT_LIMIT_S).received_messages
+    pulled = subscriber.pull(
+        subscription=path, max_messages=10, timeout=WAIT_LIMIT_S
+    ).received_messages
     assert {each.message.data.decode() for each in pulled} == expected
 
 
@@ -53,7 +55,9 @@ def test_filter_keeps(
         "attributes:" + "a" * 246,
     ],
 )
-def test_filter_is_refused(target: Target, make_topic: Make, make_subscription: Make, text: str) -> None:
+def test_filter_is_refused(
+    target: Target, make_topic: Make, make_subscription: Make, text: str
+) -> None:
     target.requires("filters")
     topic = make_topic()
     with pytest.raises(exceptions.InvalidArgument):

@@ -15,7 +15,9 @@ Make = Callable[..., str]
 
 
 def pull_all(subscriber: SubscriberClient, subscription: str) -> list[bytes]:
-    pulled = subscriber.pull(subscription=subscription, max_messages=10, timeout=WAIT_LIMIT_S).received_messages
+    pulled = subscriber.pull(
+        subscription=subscription, max_messages=10, timeout=WAIT_LIMIT_S
+    ).received_messages
     subscriber.acknowledge(subscription=subscription, ack_ids=[each.ack_id for each in pulled])
     return sorted(each.message.data for each in pulled)
 
@@ -71,11 +73,15 @@ def test_seek_into_the_future_purges(
     topic = make_topic()
     path = make_subscription(topic)
     publisher.publish(topic, b"a").result(timeout=WAIT_LIMIT_S)
-    subscriber.seek(request={"subscription": path, "time": datetime.now(UTC) + timedelta(minutes=5)})
+    subscriber.seek(
+        request={"subscription": path, "time": datetime.now(UTC) + timedelta(minutes=5)}
+    )
     assert pull_at_once(subscriber, path) == []
 
 
-def test_push_reaches_the_endpoint(publisher: PublisherClient, make_topic: Make, make_subscription: Make) -> None:
+def test_push_reaches_the_endpoint(
+    publisher: PublisherClient, make_topic: Make, make_subscription: Make
+) -> None:
     with listening_endpoint() as endpoint:
         topic = make_topic()
         path = make_subscription(topic, push_config={"push_endpoint": endpoint.url})
@@ -102,7 +108,9 @@ def test_push_is_repeated_until_it_is_acked(
         assert first["message"]["messageId"] == second["message"]["messageId"]
 
 
-def test_unwrapped_push_is_the_bare_data(publisher: PublisherClient, make_topic: Make, make_subscription: Make) -> None:
+def test_unwrapped_push_is_the_bare_data(
+    publisher: PublisherClient, make_topic: Make, make_subscription: Make
+) -> None:
     with listening_endpoint() as endpoint:
         topic = make_topic()
         push_config = {"push_endpoint": endpoint.url, "no_wrapper": {"write_metadata": True}}
