@@ -30,6 +30,8 @@ COMMAND = (sys.executable, "-W", "ignore", "-m", "api.inputs.codec_server")
 PIECE_BYTES = 256 * 1024
 """Bytes per write: 32 MB in one write would block the event loop for 10 ms."""
 MAX_REPLY_BYTES = 512 * 1024 * 1024
+EXIT_LIMIT_S = 2.0
+"""For a process that closed its socket, until it is gone or is killed."""
 
 ReserveMemory = Callable[[int], AbstractAsyncContextManager[None]]
 """Waits until so many bytes of the memory budget are free, and holds them during the block."""
@@ -137,6 +139,12 @@ class CodecClient:
         return reply, await self._reader.readexactly(data_bytes)
 
     async def _death_error(self) -> PenstockError:
+        self._writer.transport.abort()
+        # It ends by itself. A kill polls the process first, which can take its exit status from
+        # the thread that waits for it: asyncio then reports 255.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(EXIT_LIMIT_S):
+                await self._process.wait()
         await self.kill()
         status = self._process.returncode
         if status == -signal.SIGXCPU:
