@@ -35,6 +35,9 @@ LONGEST_DATA_BYTES = 9 * 1024 * 1024
 
 UnixTime = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 """Seconds since 1970, checked where a message is read: a deadline of `nan` would never pass."""
+LEAST_WEIGHT, MOST_WEIGHT = 0.01, 1000.0
+Weight = Annotated[float, msgspec.Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)]
+"""A tenant's share of the work, relative to the other tenants that wait for the same model."""
 
 
 class Item(msgspec.Struct, omit_defaults=True):
@@ -74,6 +77,8 @@ class Envelope(msgspec.Struct, kw_only=True):
     """`batch`, or empty for interactive requests. Subscriptions filter on it."""
     client_request_id: str = ""
     """The caller's own id of the request, only for its rows."""
+    weight: Weight = 1.0
+    """The tenant's share of its model's work, from its plan. Left out of the message if it is 1."""
 
     @property
     def webhook_events(self) -> list[str]:
@@ -85,6 +90,8 @@ class Envelope(msgspec.Struct, kw_only=True):
         fields = {name: _text(getattr(self, name)) for name in self.__struct_fields__}
         if not self.start_by_s:
             del fields["start_by_s"]
+        if self.weight == 1.0:
+            del fields["weight"]
         return {"schema": SCHEMA_VERSION} | {name: value for name, value in fields.items() if value}
 
     @classmethod

@@ -12,6 +12,8 @@ from shared.catalog import Model
 from shared.catalog_entry import Batch, Price
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, UndecodableMessage
 from shared.messages import (
+    LEAST_WEIGHT,
+    MOST_WEIGHT,
     Envelope,
     Item,
     ItemError,
@@ -61,6 +63,7 @@ envelopes = st.builds(
     Envelope, request_id=names, part=counts, model=names, tenant=names, inbox=texts, slot=texts,
     deadline_s=seconds, received_at_s=seconds, published_at_s=seconds, api_instance=texts,
     attempt=counts, traceparent=texts, cache_key=texts, client_request_id=texts,
+    weight=st.floats(LEAST_WEIGHT, MOST_WEIGHT) | st.just(1.0),
 )  # fmt: skip
 jobs = st.builds(
     Job, envelopes, st.builds(JobBody, items, cache_read=st.booleans(), cache_write=st.booleans())
@@ -141,6 +144,23 @@ def test_message_of_an_older_api_has_no_id_of_the_caller() -> None:
     assert attributes.pop("client_request_id") == "order-17"
     old = decode_job(data, attributes)
     assert row_of(old.envelope, failure(0, BadInput("no")), None).client_request_id is None
+
+
+def test_weight_is_on_the_wire_only_if_it_is_not_one() -> None:
+    assert "weight" not in encode_job(job(weight=1.0))[1]
+    data, attributes = encode_job(job(weight=2.5))
+    assert attributes["weight"] == "2.5"
+    assert decode_job(data, attributes).envelope.weight == 2.5
+    del attributes["weight"]
+    assert decode_job(data, attributes).envelope.weight == 1.0, "a message of an older API"
+
+
+@pytest.mark.parametrize("weight", ["0", "-1", "0.009", "1001", "nan", "inf", "much", ""])
+def test_wrong_weight_is_named(weight: str) -> None:
+    data, attributes = encode_job(job())
+    with pytest.raises(UndecodableMessage, match="weight") as caught:
+        decode_job(data, attributes | {"weight": weight})
+    assert caught.value.field == "attributes"
 
 
 @pytest.mark.parametrize(
