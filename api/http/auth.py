@@ -1,4 +1,4 @@
-"""Authentication: maps the API key of a request to its tenant. Routes under /v1 do this first."""
+"""Authentication: maps the API key of a request to its caller. Routes under /v1 do this first."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import hmac
 
 from api.errors import Unauthorized
 from shared.errors import ConfigurationError
+from shared.tenants.plan import DEFAULT_TENANT, Caller
 
-DEFAULT_TENANT = "default"
 LONGEST_TENANT_BYTES = 256
 """The tenant is an attribute of each message. Attributes have at most 1,024 bytes."""
 
@@ -24,7 +24,7 @@ class ApiKeys:
     """
 
     def __init__(self, api_keys: str) -> None:
-        self._tenants: dict[bytes, str] = {}
+        self._callers: dict[bytes, Caller] = {}
         for entry in filter(None, (one.strip() for one in api_keys.split(","))):
             key, separator, tenant = (one.strip() for one in entry.rpartition("="))
             if not (separator and key and tenant):
@@ -36,31 +36,34 @@ class ApiKeys:
                     f"a tenant's name is printable and has {LONGEST_TENANT_BYTES} bytes at most"
                 )
                 raise ConfigurationError(f"PENSTOCK_API_KEYS: {reason}", field="api_keys")
-            if _digest(key) in self._tenants:
+            if _digest(key) in self._callers:
                 raise ConfigurationError(
                     f"PENSTOCK_API_KEYS: the key of {tenant!r} is listed twice", field="api_keys"
                 )
-            self._tenants[_digest(key)] = tenant
+            self._callers[_digest(key)] = Caller(tenant=tenant)
 
-    def tenant_of(self, authorization: str | None) -> str:
-        """Returns the tenant of an `Authorization: Bearer <key>` header.
+    def caller_of(self, authorization: str | None) -> Caller:
+        """Returns the caller of an `Authorization: Bearer <key>` header.
 
         Raises:
             Unauthorized: the key is missing or wrong.
         """
-        if not self._tenants:
-            return DEFAULT_TENANT
+        if not self._callers:
+            return _ANYONE
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise Unauthorized("an API key is needed: send it as 'Authorization: Bearer <key>'")
         given, found = _digest(key.strip()), None
         # Compares all entries, so that the time does not reveal which keys exist.
-        for digest, tenant in self._tenants.items():
+        for digest, caller in self._callers.items():
             if hmac.compare_digest(digest, given):
-                found = tenant
+                found = caller
         if found is None:
             raise Unauthorized("the API key is not valid")
         return found
+
+
+_ANYONE = Caller(tenant=DEFAULT_TENANT)
 
 
 def _digest(key: str) -> bytes:

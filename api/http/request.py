@@ -20,6 +20,7 @@ from api.http.request_options import read_options
 from shared.catalog import Model
 from shared.errors import BadInput
 from shared.tasks import Input
+from shared.tenants.plan import Caller
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -31,7 +32,7 @@ class ApiRequest:
     http: Request
     dependencies: Dependencies
     context: RequestContext
-    tenant: str
+    caller: Caller
     options: RequestOptions
 
     async def read_json(self, kind: type[B]) -> B:
@@ -102,6 +103,11 @@ class ApiRequest:
         )
 
     @property
+    def tenant(self) -> str:
+        """The tenant of the caller."""
+        return self.caller.tenant
+
+    @property
     def base_url(self) -> str:
         """The URL of this API for the caller, without a slash at the end."""
         return (self.dependencies.settings.public_url or str(self.http.base_url)).rstrip("/")
@@ -118,9 +124,10 @@ def authenticate(request: Request) -> ApiRequest:
         Unauthorized: the API key is missing or wrong.
     """
     dependencies, context = dependencies_of(request), context_of(request)
-    context.tenant = dependencies.api_keys.tenant_of(request.headers.get("authorization"))
+    caller = dependencies.api_keys.caller_of(request.headers.get("authorization"))
+    context.tenant = caller.tenant
     context.record_refusal = dependencies.refusals.write_row
-    return ApiRequest(request, dependencies, context, context.tenant, _NO_OPTIONS)
+    return ApiRequest(request, dependencies, context, caller, _NO_OPTIONS)
 
 
 def open_request(request: Request) -> ApiRequest:

@@ -26,9 +26,10 @@ def test_keys_that_are_no_pairs_are_refused(api_keys: str) -> None:
 
 
 def test_without_keys_all_are_one_tenant() -> None:
-    assert ApiKeys("").tenant_of(None) == ApiKeys(" , ").tenant_of("Bearer x") == "default"
+    assert ApiKeys("").caller_of(None) == ApiKeys(" , ").caller_of("Bearer x")
+    assert ApiKeys("").caller_of(None).tenant == "default"
 
 
 def test_wrong_key_is_refused() -> None:
     with pytest.raises(Unauthorized):
-        ApiKeys("k=t").tenant_of("Bearer kk")
+        ApiKeys("k=t").caller_of("Bearer kk")
