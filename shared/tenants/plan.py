@@ -1,6 +1,6 @@
-"""Plans: what a tenant may use. Each caller has the plan of its tenant, narrowed by its key.
+"""Plans: what a tenant may use. A key of the tenant may have limits of its own besides.
 
-A limit of None means that there is none.
+A limit of None means that there is none. Whatever a key uses counts for its tenant too.
 """
 
 from __future__ import annotations
@@ -10,29 +10,66 @@ from typing import Annotated, Literal
 import msgspec
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+Usd = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 LIGHTEST, HEAVIEST = 0.01, 1000.0
+MOST_WARNINGS = 8
+LONGEST_WEBHOOK = 2048
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a tenant, or one of its keys, may use.
+class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of any minute. Work has a limit for each unit, since units can't be added up."""
 
-    Work is counted in the unit of each task: tokens or pixel-steps (shared/tasks).
-    """
+    requests_per_min: Count | None = None
+    tokens_per_min: Count | None = None
+    """For models that are billed by tokens."""
+    pixel_steps_per_min: Count | None = None
+    """For models that are billed by pixel-steps (width x height x steps)."""
+
+
+class Limits(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a tenant or a key may use, all models together."""
+
+    max_in_flight: Count | None = None
+    """Items that may wait for workers at the same time, in all instances together."""
+    budget_usd_per_month: Usd | None = None
+    """What it may spend in a calendar month (UTC). Requests beyond that are refused."""
+    max_priority: Literal["interactive", "batch"] = "interactive"
+    """The highest priority. `batch`: all its requests go to the batch lane."""
+
+    @property
+    def are_none(self) -> bool:
+        """Whether nothing is counted."""
+        return (
+            self.requests_per_min is None
+            and self.tokens_per_min is None
+            and self.pixel_steps_per_min is None
+            and self.max_in_flight is None
+            and self.budget_usd_per_month is None
+        )
+
+
+class Plan(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a tenant may use, and on which terms."""
 
     weight: Annotated[float, msgspec.Meta(ge=LIGHTEST, le=HEAVIEST)] = 1.0
     """Its share of a busy model, relative to the other tenants."""
-    requests_per_min: Count | None = None
-    work_per_min: Count | None = None
-    max_in_flight: Count | None = None
-    """Items that may wait for workers at the same time, in all instances together."""
-    budget_usd_per_month: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    """What it may spend in a calendar month (UTC). Requests beyond that are refused."""
-    warn_at_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8
-    """The share of the budget at which a webhook warns the tenant."""
-    max_priority: Literal["interactive", "batch"] = "interactive"
-    """The highest priority that it may ask for."""
-    batch_price_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
+    per_model: dict[str, Rates] = {}
+    """Rates of single models, by their names in the catalog, besides those of all models."""
+    warn_at_shares: Annotated[
+        tuple[Annotated[float, msgspec.Meta(gt=0, le=1)], ...],
+        msgspec.Meta(max_length=MOST_WARNINGS),
+    ] = (0.8, 1.0)
+    """Shares of the budget at which the webhook is called, each once a month."""
+    budget_webhook: Annotated[str, msgspec.Meta(max_length=LONGEST_WEBHOOK)] = ""
+    """The URL that is told. Empty: none."""
+    batch_price_share: Share = 0.5
     """The share of the list price that lines of batches cost."""
+
+    @property
+    def are_none(self) -> bool:
+        """Whether nothing is counted."""
+        return not self.per_model and super().are_none
 
 
 DEFAULT_PLAN = Plan()
@@ -46,6 +83,8 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     key_id: str = ""
     """The public part of the key. Empty where no key is required."""
     plan: Plan = DEFAULT_PLAN
+    key_limits: Limits | None = None
+    """Limits of the key alone, besides those of the plan. None: the plan's limits only."""
     models: frozenset[str] | None = None
     """The models that the key may use. None: all."""
     scopes: frozenset[str] | None = None
