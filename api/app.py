@@ -223,5 +223,6 @@ _ABOUT = (
     "and predictions in those of Replicate's.\n\n"
     "Every answer has `x-request-id`. Answers with results also say where these came from "
     "(`x-penstock-cache`: hit, miss,\npartial or joined) and how long each step took "
-    "(`x-penstock-queue-ms`, `-batch-ms`, `-inference-ms`, `-total-ms`)."
+    "(`x-penstock-queue-ms`, `-batch-ms`, `-inference-ms`, `-total-ms`) and what they cost\n"
+    "(`x-penstock-cost-usd`, `x-penstock-device-ms`)."
 )

@@ -60,13 +60,6 @@ class Model(CatalogEntry):
         """How close results must be to those of torch fp32, in the measure of the task."""
         return self.definition.tolerance(self)
 
-    def cost_usd(self, tokens: int = 0, pixel_steps: int = 0) -> float:
-        """What computing this much is billed at."""
-        price = self.price
-        return (
-            tokens * price.per_million_tokens_usd + pixel_steps * price.per_million_pixel_steps_usd
-        ) / 1e6
-
 
 class Catalog:
     """All served models, by name and alias."""

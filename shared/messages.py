@@ -39,6 +39,8 @@ LEAST_WEIGHT, MOST_WEIGHT = 0.01, 1000.0
 Weight = Annotated[float, msgspec.Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)]
 """A tenant's share of the work, relative to the other tenants that wait for the same model."""
 
+PriceShare = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
 
 class Item(msgspec.Struct, omit_defaults=True):
     """One unit of work. `index` is its place in the request. Without cache_key it is not shared."""
@@ -79,6 +81,10 @@ class Envelope(msgspec.Struct, kw_only=True):
     """The caller's own id of the request, only for its rows."""
     weight: Weight = 1.0
     """The tenant's share of its model's work, from its plan. Left out of the message if it is 1."""
+    key_id: str = ""
+    """The public part of the caller's API key, for rows. Empty where no key is required."""
+    price_share: PriceShare = 1.0
+    """The part of the list price that the items pay. Left out of the message if it is 1."""
 
     @property
     def webhook_events(self) -> list[str]:
@@ -92,6 +98,8 @@ class Envelope(msgspec.Struct, kw_only=True):
             del fields["start_by_s"]
         if self.weight == 1.0:
             del fields["weight"]
+        if self.price_share == 1.0:
+            del fields["price_share"]
         return {"schema": SCHEMA_VERSION} | {name: value for name, value in fields.items() if value}
 
     @classmethod

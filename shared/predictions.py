@@ -18,6 +18,7 @@ from shared.messages import ItemOutcome, reason_of
 from shared.stores.records import Record
 from shared.stores.signed_urls import UrlSigner
 from shared.tasks import Result
+from shared.usage.charge import ItemPrice, cost_usd, device_s
 
 MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp"}
 """One of the output formats of the API. Workers produce PNG."""
@@ -57,6 +58,10 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Of all that was asked for: a repeated request has the same."""
     client_request_id: str = ""
     """The `x-request-id` of the request that created it, for its rows."""
+    key_id: str = ""
+    """The public part of the API key that created it, for its rows."""
+    price: ItemPrice | None = None
+    """The terms on which it is charged. None: created by a release before they were kept."""
 
 
 _decoder = msgspec.json.Decoder(Prediction)
@@ -173,7 +178,7 @@ def logs_of(record: Record) -> str:
 
 
 def _metrics(prediction: Prediction, record: Record) -> dict[str, float]:
-    """Returns Replicate's names in seconds, RunPod's in milliseconds, and truncated tokens."""
+    """Returns Replicate's names in seconds, RunPod's in milliseconds, tokens cut, and the cost."""
     found: dict[str, float] = {}
     if record.started_at_s:
         found["delayTime"] = max(0, round((record.started_at_s - record.created_at_s) * 1000))
@@ -185,6 +190,10 @@ def _metrics(prediction: Prediction, record: Record) -> dict[str, float]:
     if times_ms:
         found["predict_time"] = round(max(times_ms) / 1000, 6)
         found["executionTime"] = round(max(times_ms))
+    if record.reply and prediction.price is not None:
+        outcomes, price = record.reply.outcomes, prediction.price
+        found["device_time"] = round(sum(device_s(price, one.receipt) for one in outcomes), 6)
+        found["cost_usd"] = sum(cost_usd(price, one) for one in outcomes)
     if record.state == "succeeded" and record.reply:
         left_out = _count_truncated(
             record.reply.outcomes, is_asked=bool(prediction.input.get("truncate"))

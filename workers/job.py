@@ -16,6 +16,7 @@ from shared.messages import Envelope, Item, ItemOutcome, Job, Receipt, failure
 from shared.stores.records import record_id
 from shared.tasks import Result
 from shared.transport import Message, Subscription
+from shared.usage.charge import price_of
 from shared.usage.row import Row, row_of
 from workers.models.base import Prepared
 from workers.runtime.protocol import BatchResult
@@ -251,5 +252,5 @@ def row_for(
         region=info.region,
         worker=info.worker,
         device=info.device,
-        device_share=1 / model.gpu.share,
+        device_share=price_of(model).device_share,
     )

@@ -166,6 +166,8 @@ def envelope_of(request: InferenceRequest, api_instance: str) -> Envelope:
         client_request_id=request.client_request_id,
         model=request.model.name,
         tenant=request.tenant,
+        key_id=request.key_id,
+        price_share=request.price_share,
         received_at_s=request.options.received_at_s,
         deadline_s=request.deadline_s,
         options=request.options,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 
 from api.errors import ERROR_MAPPINGS
 from shared.catalog import Model
@@ -12,6 +13,9 @@ from shared.catalog_entry import Deadline
 from shared.errors import DeadlineExceeded, Overloaded, PenstockError, error_for_code
 from shared.messages import ItemOutcome, reason_of
 from shared.tasks import Input
+from shared.usage.charge import ItemPrice, cost_usd, device_s
+
+COST_HEADER, DEVICE_HEADER = "x-penstock-cost-usd", "x-penstock-device-ms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,10 @@ class InferenceRequest:
     """Whether equal inputs give equal results. If not, no item is cached or joined."""
     client_request_id: str = ""
     """The `x-request-id` of the caller, for rows."""
+    key_id: str = ""
+    """The public part of the caller's API key, for rows."""
+    price_share: float = 1.0
+    """The part of the list price that it pays."""
 
     def too_late(self) -> DeadlineExceeded:
         """The error of a request without an answer at its deadline."""
@@ -88,22 +96,32 @@ class InferenceResponse:
 
     outcomes: Sequence[ItemOutcome]
     queue_ms: float
+    price: ItemPrice
+    """The terms on which its items are charged."""
+
+    @property
+    def cost_usd(self) -> float:
+        """What the request is charged: the sum of its rows."""
+        return sum(cost_usd(self.price, outcome) for outcome in self.outcomes)
 
     def headers(self) -> dict[str, str]:
         """The response headers of every inference answer.
 
         Times are those of the slowest item, since items run in parallel. The cache is `hit`, `miss`
-        or `joined` if all items agree, and `partial` otherwise.
+        or `joined` if all items agree, and `partial` otherwise. Device time and cost are sums.
         """
         receipts = [outcome.receipt for outcome in self.outcomes]
         sources = {_SOURCES.get(receipt.cache, "miss") for receipt in receipts}
         batch_ms = max((receipt.batch_wait_ms or 0.0 for receipt in receipts), default=0.0)
         inference_ms = max((receipt.inference_ms or 0.0 for receipt in receipts), default=0.0)
+        device_ms = sum(device_s(self.price, receipt) for receipt in receipts) * 1000
         return {
             "x-penstock-cache": sources.pop() if len(sources) == 1 else "partial",
             "x-penstock-queue-ms": f"{self.queue_ms:.2f}",
             "x-penstock-batch-ms": f"{batch_ms:.2f}",
             "x-penstock-inference-ms": f"{inference_ms:.2f}",
+            DEVICE_HEADER: f"{device_ms:.3f}",
+            COST_HEADER: shown_usd(self.cost_usd),
         }
 
     def raise_failed(self) -> None:
@@ -115,6 +133,11 @@ class InferenceResponse:
         for outcome in self.outcomes:
             if outcome.result is None:
                 raise _error_of(outcome, several=len(self.outcomes) > 1)
+
+
+def shown_usd(usd: float) -> str:
+    """An amount as a header shows it: the same double as in the rows, without an exponent."""
+    return f"{Decimal(repr(usd)).normalize():f}" if usd else "0"
 
 
 _SOURCES = {"memory": "hit", "redis": "hit", "joined": "joined"}

@@ -13,6 +13,7 @@ from shared.errors import PenstockError, UndecodableMessage
 from shared.messages import Item, ItemOutcome, Receipt, failure
 from shared.stores.cache import cache_key
 from shared.tasks import Result
+from shared.usage.charge import price_of
 
 
 class RequestState:
@@ -25,6 +26,7 @@ class RequestState:
     def __init__(self, request: InferenceRequest) -> None:
         self.request = request
         model, options = request.model, request.options
+        self._price = price_of(model, request.price_share)
         uses_cache = (
             request.is_repeatable
             and model.cache.ttl_s > 0
@@ -90,7 +92,7 @@ class RequestState:
             if completion.published_at_s and completion.outcome.receipt.pulled_at_s
         ]
         outcomes = [completion.outcome for completion in completions]
-        return InferenceResponse(outcomes, max(0.0, *waits_ms, 0.0))
+        return InferenceResponse(outcomes, max(0.0, *waits_ms, 0.0), self._price)
 
 
 def _is_of_leader(outcome: ItemOutcome) -> bool:

@@ -35,6 +35,8 @@ _EXPOSED_HEADERS = (
         "x-penstock-queue-ms",
         "x-penstock-batch-ms",
         "x-penstock-inference-ms",
+        "x-penstock-device-ms",
+        "x-penstock-cost-usd",
         "x-penstock-total-ms",
     ),
     "x-penstock-seed",

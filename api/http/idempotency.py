@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
+from api.dispatch.request import COST_HEADER, DEVICE_HEADER
 from api.errors import EXPECTED_ERRORS, handle_error
 from api.http.disconnect import while_connected
 from api.http.middleware import RequestContext, context_of
@@ -116,5 +117,11 @@ def _response(stored: StoredResponse, context: RequestContext, *, is_replayed: b
     context.model = stored.model
     if stored.status >= 400 and not context.error_code:
         context.error_code = msgspec.json.decode(stored.body, type=ErrorReply).error.code
-    headers = stored.headers | {REPLAYED: "true"} if is_replayed else stored.headers
+    headers = stored.headers | _of_replay(stored) if is_replayed else stored.headers
     return Response(stored.body, stored.status, headers)
+
+
+def _of_replay(stored: StoredResponse) -> dict[str, str]:
+    """The headers of a replay that are not those of the first answer: it is charged once."""
+    is_charged = COST_HEADER in stored.headers
+    return {REPLAYED: "true"} | ({COST_HEADER: "0", DEVICE_HEADER: "0.000"} if is_charged else {})

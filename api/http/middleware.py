@@ -55,6 +55,8 @@ class RequestContext:
     started_s: float = field(default_factory=time.perf_counter)
     tenant: str = ""
     """The authenticated tenant. Empty before authentication."""
+    key_id: str = ""
+    """The public part of the caller's API key. Empty before authentication, or without a key."""
     model: str = ""
     """The name of the model. Empty before the route has found it."""
     headers: dict[str, str] = field(default_factory=dict)

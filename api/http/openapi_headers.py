@@ -84,6 +84,13 @@ ANSWERED: dict[str, Described] = {
         "Milliseconds spent waiting for the batch to start.", _AMOUNT
     ),
     "X-Penstock-Inference-Ms": _of_answers("Milliseconds spent in the model.", _AMOUNT),
+    "X-Penstock-Device-Ms": _of_answers(
+        "Milliseconds of a whole device that the model took for this request, its part of batches.",
+        _AMOUNT,
+    ),
+    "X-Penstock-Cost-Usd": _of_answers(
+        "What the request is charged, in US dollars. 0 for an answer that is repeated.", _AMOUNT
+    ),
     "X-Penstock-Truncated-Tokens": _of_answers(
         "How many tokens were cut: of all texts where the request has `truncate`, "
         "of the prompts where it is an image.",
@@ -103,6 +110,7 @@ ANSWERED: dict[str, Described] = {
 ALWAYS = ("X-Request-Id", "X-Penstock-Total-Ms")
 OF_INFERENCE = (
     *("X-Penstock-Cache", "X-Penstock-Queue-Ms", "X-Penstock-Batch-Ms", "X-Penstock-Inference-Ms"),
+    *("X-Penstock-Device-Ms", "X-Penstock-Cost-Usd"),
     "Idempotent-Replayed",
 )
 OF_STATUS = {

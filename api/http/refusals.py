@@ -39,5 +39,6 @@ class Refusals:
                 cost_usd=0.0,
                 client_request_id=context.client_request_id or None,
                 charged_share=0.0,
+                key_id=context.key_id or None,
             )
         )

@@ -76,6 +76,7 @@ class ApiRequest:
             client_request_id=context.client_request_id,
             model=model,
             tenant=self.tenant,
+            key_id=self.caller.key_id,
             inputs=inputs,
             deadline_s=self.options.answer_by_s(model.deadline),
             is_repeatable=is_repeatable,
@@ -125,7 +126,7 @@ def authenticate(request: Request) -> ApiRequest:
     """
     dependencies, context = dependencies_of(request), context_of(request)
     caller = dependencies.api_keys.caller_of(request.headers.get("authorization"))
-    context.tenant = caller.tenant
+    context.tenant, context.key_id = caller.tenant, caller.key_id
     context.record_refusal = dependencies.refusals.write_row
     return ApiRequest(request, dependencies, context, caller, _NO_OPTIONS)
 

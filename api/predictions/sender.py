@@ -58,6 +58,8 @@ class PredictionSender:
             client_request_id=prediction.client_request_id,
             model=prediction.model,
             tenant=prediction.tenant,
+            key_id=prediction.key_id,
+            price_share=1.0 if prediction.price is None else prediction.price.price_share,
             received_at_s=prediction.created_at_s,
             deadline_s=prediction.deadline_s,
             options=new.options,

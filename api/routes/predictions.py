@@ -43,6 +43,7 @@ from shared.messages import Item
 from shared.predictions import Prediction, body_of, record_of
 from shared.stores.cache import cache_key
 from shared.tasks import Input
+from shared.usage.charge import price_of
 from shared.webhook_urls import WebhookUrlForbidden, parse_webhook_url
 
 router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
@@ -257,6 +258,8 @@ async def _create(
             deadline_s=deadline_s,
             digest=await _digest(body, model),
             client_request_id=context.client_request_id,
+            key_id=call.caller.key_id,
+            price=price_of(model),
         ),
         _items(model, read.inputs, tenant, is_kept=read.is_repeatable and options.cache_write),
         reply_bytes=len(read.inputs) * (model.definition.result_bytes(model) + OUTCOME_BYTES),

@@ -13,6 +13,7 @@ import msgspec
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Amount = Annotated[float, msgspec.Meta(ge=0)]
 Moment = Annotated[str, msgspec.Meta(extra_json_schema={"format": "date-time"})]
 Link = Annotated[str, msgspec.Meta(extra_json_schema={"format": "uri"})]
 Vector = list[float]
@@ -33,7 +34,8 @@ class PredictionTimes(msgspec.Struct, omit_defaults=True):
     Each is present once it is known.
 
     `truncated_tokens` says how many tokens were cut: of all texts, where the input has `truncate`;
-    of the prompts of images, where that is known.
+    of the prompts of images, where that is known. `device_time` is its part of a whole device, and
+    `cost_usd` what it is charged, as in the usage report.
     """
 
     total_time: Seconds | msgspec.UnsetType = msgspec.UNSET
@@ -41,6 +43,8 @@ class PredictionTimes(msgspec.Struct, omit_defaults=True):
     delayTime: Count | msgspec.UnsetType = msgspec.UNSET
     executionTime: Count | msgspec.UnsetType = msgspec.UNSET
     truncated_tokens: Count | msgspec.UnsetType = msgspec.UNSET
+    device_time: Seconds | msgspec.UnsetType = msgspec.UNSET
+    cost_usd: Amount | msgspec.UnsetType = msgspec.UNSET
 
 
 class PredictionReply(msgspec.Struct):

@@ -10,11 +10,7 @@ import msgspec
 
 from shared.catalog import Model
 from shared.messages import Envelope, ItemOutcome
-
-SHARED = frozenset({"memory", "redis", "joined"})
-"""Ways of the cache (`Receipt.cache`) on which a result was delivered that another item had
-computed.
-"""
+from shared.usage.charge import charged_share, cost_usd, price_of
 
 
 class Row(msgspec.Struct, omit_defaults=True):
@@ -57,6 +53,7 @@ class Row(msgspec.Struct, omit_defaults=True):
     cost_usd: float | None = None
     client_request_id: str | None = None
     charged_share: float | None = None
+    key_id: str | None = None
 
 
 class RowSink(Protocol):
@@ -67,18 +64,6 @@ class RowSink(Protocol):
 
         `on_safe` is called once the death of this process can't lose it any more.
         """
-
-
-def charged_share(model: Model, outcome: ItemOutcome) -> float:
-    """Returns the share of its price that an item is charged. Only this function decides it.
-
-    An item that was not delivered costs nothing, whatever was computed for it. An item that was
-    computed and delivered costs its price. A result from the cache, or from an identical item in
-    flight, costs `price.cached_share` of it.
-    """
-    if outcome.status != "succeeded":
-        return 0.0
-    return model.price.cached_share if outcome.receipt.cache in SHARED else 1.0
 
 
 def row_of(
@@ -99,10 +84,7 @@ def row_of(
         facts: further fields of the row (worker, region …).
     """
     receipt, now_s = outcome.receipt, replied_at_s or time.time()
-    share = 0.0 if model is None else charged_share(model, outcome)
-    price_usd = (
-        0.0 if model is None else model.cost_usd(receipt.tokens or 0, receipt.pixel_steps or 0)
-    )
+    price = None if model is None else price_of(model, envelope.price_share)
     queued_s = (
         (receipt.pulled_at_s or now_s) - envelope.published_at_s
         if envelope.published_at_s
@@ -127,8 +109,9 @@ def row_of(
         error_code=outcome.error.code if outcome.error else None,
         attempt=envelope.attempt,
         client_request_id=envelope.client_request_id or None,
-        cost_usd=share * price_usd,
-        charged_share=share,
+        cost_usd=0.0 if price is None else cost_usd(price, outcome),
+        charged_share=0.0 if price is None else charged_share(price, outcome),
+        key_id=envelope.key_id or None,
         **known,
         **facts,
     )

@@ -214,6 +214,8 @@ class FakeWorker:
                 return failure(item.index, prepared, receipt)
             assert isinstance(prepared, PreparedText)
             result = EmbeddingResult(prepared.ids, prepared.length, prepared.truncated_tokens)
+        receipt.tokens = getattr(result, "tokens", None)
+        receipt.pixel_steps = getattr(result, "pixel_steps", None)
         return ItemOutcome(item.index, "succeeded", receipt, result)
 
 

@@ -121,6 +121,8 @@ async def test_repeat_is_answered_alike_and_costs_nothing(api: ApiUnderTest) -> 
         first.headers.get_list(name) for name in told
     ]
     assert len(first.headers.get_list("x-penstock-cache")) == 1
+    assert float(first.headers["x-penstock-cost-usd"]) > 0
+    assert second.headers.get_list("x-penstock-cost-usd") == ["0"]
     assert first.headers["x-request-id"] != second.headers["x-request-id"]
     assert len(api.worker.jobs) == 1
     assert len(api.rows) == 0  # the worker's business; a repeat is no work

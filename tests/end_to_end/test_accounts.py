@@ -10,6 +10,7 @@ import pytest
 from infra.local.stack import Stack
 from infra.reports import run_report
 from shared.catalog import read_catalog
+from shared.usage.charge import list_price_usd, price_of
 from tests.end_to_end.conftest import EMBEDDER, REPORTING_KEY
 from tests.end_to_end.rows import Rows
 
@@ -51,6 +52,8 @@ def test_usage_report_adds_up(stack: Stack, client: openai.OpenAI, rows: Rows, t
         asking.embeddings.with_raw_response.create(model=EMBEDDER, input=texts) for _ in range(2)
     ]
     drawn = asking.images.with_raw_response.generate(prompt=text, n=2, size="64x64")
+    answers = [*(answer.headers for answer in embedded), drawn.headers]
+    by_header = [float(headers["x-penstock-cost-usd"]) for headers in answers]
     request_ids = [
         *(answer.headers["x-request-id"] for answer in embedded),
         drawn.headers["x-request-id"],
@@ -67,7 +70,7 @@ def test_usage_report_adds_up(stack: Stack, client: openai.OpenAI, rows: Rows, t
     assert (texts_line["items"], texts_line["requests"], texts_line["succeeded"]) == (6, 2, 6)
     assert texts_line["hit_percent"] == 50.0
     assert texts_line["cost_usd"] == pytest.approx(
-        catalog.find(EMBEDDER).cost_usd(tokens=tokens), abs=1e-6
+        list_price_usd(price_of(catalog.find(EMBEDDER)), tokens, None), abs=1e-6
     )
     assert (images_line["items"], images_line["requests"], images_line["hit_percent"]) == (
         2,
@@ -76,6 +79,9 @@ def test_usage_report_adds_up(stack: Stack, client: openai.OpenAI, rows: Rows, t
     )
     assert images_line["pixel_steps"] == pixel_steps
     assert images_line["cost_usd"] == pytest.approx(
-        catalog.default("image").cost_usd(pixel_steps=pixel_steps), abs=1e-6
+        list_price_usd(price_of(catalog.default("image")), None, pixel_steps), abs=1e-6
     )
     assert images_line["device_s"] > 0
+    assert sum(by_header) == pytest.approx(
+        texts_line["cost_usd"] + images_line["cost_usd"], rel=1e-12
+    )

@@ -4,6 +4,7 @@ import pytest
 
 from shared.catalog import Catalog, read_catalog
 from shared.errors import ConfigurationError, UnknownModel
+from shared.usage.charge import list_price_usd, price_of
 
 GOOD = """\
 models:
@@ -51,8 +52,8 @@ def test_only_an_embedding_model_leaves_its_backend_open(models_file: Path) -> N
 
 def test_cost_counts_what_was_computed(models_file: Path) -> None:
     mini = read_catalog(models_file).find("mini")
-    assert mini.cost_usd(tokens=2_000_000) == pytest.approx(1.0)
-    assert mini.cost_usd(pixel_steps=2_000_000) == 0
+    assert list_price_usd(price_of(mini), 2_000_000, None) == pytest.approx(1.0)
+    assert list_price_usd(price_of(mini), None, 2_000_000) == 0
 
 
 def test_unknown_model_lists_what_is_served(models_file: Path) -> None:

@@ -1,0 +1,80 @@
+"""What an item is charged. Rows, response headers and predictions get their figures from here.
+
+So a row and a header can't differ: both call `charged_share` and `cost_usd` with one `ItemPrice`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shared.catalog import Model
+from shared.messages import ItemOutcome, Receipt
+
+SHARED = frozenset({"memory", "redis", "joined"})
+"""Ways of the cache (`Receipt.cache`) on which a result was delivered that another item had
+computed.
+"""
+
+
+class ItemPrice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The terms on which an item of one model is charged. The document of a prediction has them."""
+
+    per_million_tokens_usd: float = 0.0
+    per_million_pixel_steps_usd: float = 0.0
+    cached_share: float = 0.0
+    """The part of the price for a result that another item had computed."""
+    price_share: float = 1.0
+    """The part of the list price that this request pays, such as a line of a batch."""
+    device_share: float = 1.0
+    """The part of a device that a worker of the model has."""
+
+
+def price_of(model: Model, price_share: float = 1.0) -> ItemPrice:
+    """The terms of a model in the catalog, for a request that pays `price_share` of the list."""
+    price = model.price
+    return ItemPrice(
+        per_million_tokens_usd=price.per_million_tokens_usd,
+        per_million_pixel_steps_usd=price.per_million_pixel_steps_usd,
+        cached_share=price.cached_share,
+        price_share=price_share,
+        device_share=1 / model.gpu.share,
+    )
+
+
+def charged_share(price: ItemPrice, outcome: ItemOutcome) -> float:
+    """Returns the share of its price that an item is charged. Only this function decides it.
+
+    An item that was not delivered costs nothing, whatever was computed for it. An item that was
+    computed and delivered costs its price. A result from the cache, or from an identical item in
+    flight, costs `cached_share` of it. All of it is multiplied by the share that the request pays.
+    """
+    if outcome.status != "succeeded":
+        return 0.0
+    of_result = price.cached_share if outcome.receipt.cache in SHARED else 1.0
+    return of_result * price.price_share
+
+
+def list_price_usd(price: ItemPrice, tokens: int | None, pixel_steps: int | None) -> float:
+    """Returns what so much work costs before any share."""
+    return (
+        (tokens or 0) * price.per_million_tokens_usd
+        + (pixel_steps or 0) * price.per_million_pixel_steps_usd
+    ) / 1e6
+
+
+def cost_usd(price: ItemPrice, outcome: ItemOutcome) -> float:
+    """Returns what an item is charged, in US dollars."""
+    receipt = outcome.receipt
+    return charged_share(price, outcome) * list_price_usd(
+        price, receipt.tokens, receipt.pixel_steps
+    )
+
+
+def device_s(price: ItemPrice, receipt: Receipt) -> float:
+    """Returns the seconds of a whole device that an item took. 0 if no model ran for it.
+
+    A batch's time belongs to its items in equal parts, as in the report `usage`.
+    """
+    if receipt.inference_ms is None or not receipt.batch_size:
+        return 0.0
+    return receipt.inference_ms / 1000 * price.device_share / receipt.batch_size
