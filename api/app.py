@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from fastapi import FastAPI
 
+from api.batches.files import BatchFiles
 from api.dispatch.admission import Admission
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.job_sender import JobSender
@@ -32,7 +33,7 @@ from api.predictions.event_stream import EventStreams
 from api.predictions.results import ResultFetcher
 from api.predictions.sender import PredictionSender
 from api.predictions.service import Predictions
-from api.routes import embeddings, health, images, models, objects, pages
+from api.routes import embeddings, files, health, images, models, objects, pages
 from api.routes import predictions as prediction_routes
 from api.routes import replicate_models as prediction_models
 from shared.catalog import Catalog
@@ -93,7 +94,7 @@ def create_app(
         # its scheme and host, and clients would send their keys there.
         redirect_slashes=False,
     )
-    for routes in (embeddings, images, models, objects, health, pages):
+    for routes in (embeddings, images, files, models, objects, health, pages):
         app.add(routes.router)
     app.mount("/docs/assets", pages.assets)
     for router in (prediction_routes.router, prediction_models.router):
@@ -193,7 +194,7 @@ def _dependencies(
     image_codec: ImageCodec,
 ) -> Dependencies:
     """What the routes work with, from what is open and what need not be opened."""
-    files = Files(configuration.objects)
+    sources = Files(configuration.objects)
     result_fetcher = ResultFetcher(configuration.objects, predictions, image_codec)
     return Dependencies(
         settings=configuration.settings,
@@ -209,10 +210,11 @@ def _dependencies(
         idempotency=idempotency,
         predictions=predictions,
         event_streams=EventStreams(predictions, configuration.url_signer),
-        files=files,
+        files=sources,
+        batch_files=BatchFiles(configuration.objects, configuration.settings.files_max_bytes),
         result_fetcher=result_fetcher,
         source_pictures=SourcePictures(
-            configuration.objects, files, result_fetcher, configuration.url_signer, image_codec
+            configuration.objects, sources, result_fetcher, configuration.url_signer, image_codec
         ),
         started_at_s=time.time(),
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
+from api.batches.files import BatchFiles
 from api.dispatch.admission import Admission
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.readiness import Readiness
@@ -42,6 +43,7 @@ class Dependencies:
     predictions: Predictions
     event_streams: EventStreams
     files: Files
+    batch_files: BatchFiles
     result_fetcher: ResultFetcher
     source_pictures: SourcePictures
     started_at_s: float

@@ -50,7 +50,7 @@ def _for_browsers(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     return CORSMiddleware(
         app,
         allow_origins=origins,
-        allow_methods=("GET", "HEAD", "POST", "PUT"),
+        allow_methods=("GET", "HEAD", "POST", "PUT", "DELETE"),
         allow_headers=("*",),
         expose_headers=_EXPOSED_HEADERS,
         max_age=_PREFLIGHT_MAX_AGE_S,

@@ -25,12 +25,15 @@ from api.dispatch.request import RequestOptions
 from api.errors import BodyTooLarge, TooSlow, error_response
 from api.shares import share_of
 from shared.errors import Overloaded, PenstockError
+from shared.stores.object_writer import MEMORY_BYTES
 
 log = logging.getLogger(__name__)
 
 BODY_IDLE_S = 30.0
 """The longest pause between two pieces of a body."""
 SMALL_BODY_BYTES = 64 * 1024
+STREAMED_BODY_BYTES = MEMORY_BYTES + 1024 * 1024
+"""What a body takes that is passed on piece by piece."""
 FULL_RETRY_S = 1.0
 BODY_GRACE_S, LEAST_BYTES_PER_S = 60.0, 8192
 """A body may take this long, plus the time for its bytes at this rate. So a trickle ends."""
@@ -71,6 +74,8 @@ class RequestContext:
     """The code of the error in the answer."""
     has_rows: bool = False
     """Whether its items leave rows, however they end."""
+    streamed_max_bytes: int = 0
+    """The limit of a body that its route passes on piece by piece. 0: the body is held."""
     record_refusal: Callable[[RequestContext], None] | None = None
     """Writes the row of a refused request. Set once the tenant is known."""
 
@@ -146,7 +151,7 @@ class _Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send, bodies: BodyBudget) -> None:
         self._scope, self._receive, self._send = scope, receive, send
         self._bodies = bodies
-        self._body_bytes, self._body_ended, self._holder = 0, False, ""
+        self._body_bytes, self._held_bytes, self._body_ended, self._holder = 0, 0, False, ""
         self._status = 0
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
@@ -162,8 +167,10 @@ class _Exchange:
     async def receive(self) -> Message:
         if self._body_ended:
             return await self._receive()
-        if self._declared_bytes > self._bodies.largest_bytes:
-            raise self._too_large()
+        streamed = self.context.streamed_max_bytes
+        largest_bytes = streamed or self._bodies.largest_bytes
+        if self._declared_bytes > largest_bytes:
+            raise _too_large(largest_bytes)
         left_s = BODY_GRACE_S + self._body_bytes / LEAST_BYTES_PER_S - self.context.total_ms / 1000
         try:
             async with asyncio.timeout(min(BODY_IDLE_S, left_s)):
@@ -178,9 +185,9 @@ class _Exchange:
         if not self._body_bytes:
             self._holder = self.context.tenant
         self._body_bytes += size
-        self._bodies.hold(self._holder, size)
-        if self._body_bytes > self._bodies.largest_bytes:
-            raise self._too_large()
+        self._hold(min(self._body_bytes, STREAMED_BODY_BYTES) if streamed else self._body_bytes)
+        if self._body_bytes > largest_bytes:
+            raise _too_large(largest_bytes)
         if self._body_bytes > SMALL_BODY_BYTES and self._bodies.is_full(self._holder):
             raise Overloaded(
                 "too many large bodies are being received; try again later",
@@ -189,8 +196,9 @@ class _Exchange:
         self._body_ended = not message.get("more_body", False)
         return message
 
-    def _too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(f"the body is larger than {self._bodies.largest_bytes} bytes")
+    def _hold(self, size_bytes: int) -> None:
+        self._bodies.hold(self._holder, size_bytes - self._held_bytes)
+        self._held_bytes = size_bytes
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -223,8 +231,8 @@ class _Exchange:
         )
 
     def end(self) -> None:
-        if self._body_bytes:
-            self._bodies.hold(self._holder, -self._body_bytes)
+        if self._held_bytes:
+            self._hold(0)
         answered, seconds = metrics.of_requests(self._route, self.context.model, self._status)
         answered.inc()
         seconds.observe(self.context.total_ms / 1000)
@@ -244,6 +252,10 @@ class _Exchange:
         )
         if is_refused and not context.has_rows and context.record_refusal is not None:
             context.record_refusal(context)
+
+
+def _too_large(largest_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than {largest_bytes} bytes")
 
 
 def _digest_of(given: str) -> str:

@@ -18,6 +18,7 @@ from pydantic.json_schema import models_json_schema
 from api.http import openapi_headers
 from api.problem_details import Problem
 from api.schemas import openai as schemas
+from api.schemas import openai_files as file_replies
 from api.schemas import replicate_replies as prediction_replies
 from api.schemas.replicate import PredictionBody, VersionedBody
 
@@ -61,6 +62,7 @@ _REPLIES: tuple[type[msgspec.Struct], ...] = (
         schemas.ModelItem,
         schemas.ErrorReply,
     ),
+    *(file_replies.FileObject, file_replies.FilesPage, file_replies.FileDeleted),
     *(
         prediction_replies.PredictionReply,
         prediction_replies.PredictionsPage,

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from api.errors import NotFound
 from api.http.edit_body import MOST_FIELDS
 from api.http.json_limits import object_in
-from api.http.openapi import AUTHENTICATED, Described, problems, success
+from api.http.openapi import AUTHENTICATED, problems, success
 from api.http.request import ApiRequest, authenticate
 from api.inputs.files import File
 from api.predictions.versions import OWNER, find_version, version_of
@@ -22,7 +22,6 @@ from api.problem_details import ProblemRoute
 from api.routes.replicate_bodies import model_body, version_body
 from api.schemas.replicate_replies import (
     DeploymentReply,
-    FileReply,
     ReplicateModel,
     SecretReply,
     VersionReply,
@@ -34,28 +33,6 @@ from shared.webhooks import tenant_secrets
 
 router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
 
-_FORM: Described = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["content"],
-                    "properties": {
-                        "content": {
-                            "type": "string",
-                            "format": "binary",
-                            "description": "The file to upload.",
-                        },
-                        "metadata": {"type": "object", "description": "Kept with the file."},
-                    },
-                },
-                "encoding": {"metadata": {"contentType": "application/json"}},
-            }
-        },
-    }
-}
 PAGE = 25
 _CURSOR = re.compile(r"\d{1,9}")
 
@@ -153,20 +130,11 @@ async def get_deployment(request: Request, owner: str, name: str) -> Response:
     return _json({"owner": owner, "name": model.name, "current_release": release})
 
 
-@router.post(
-    "/files",
-    summary="Upload a file",
-    status_code=201,
-    openapi_extra=_FORM | AUTHENTICATED,
-    responses={
-        201: success("The uploaded file.", FileReply),
-        **problems(400, 401, 408, 413, 422, 503),
-    },
-)
+@router.post("/files", include_in_schema=False)
 async def create_file(request: Request) -> Response:
     """Takes a form with the file as `content` and, if wanted, a JSON object as `metadata`.
 
-    Files are kept for a day.
+    Files are kept for a day. Below /v1 api/routes/files.py is asked first.
     """
     call = authenticate(request)
     call.check_charset()
@@ -185,12 +153,7 @@ async def create_file(request: Request) -> Response:
     return _json(_shown(call, file), 201)
 
 
-@router.get(
-    "/files/{file_id}",
-    summary="Get a file",
-    openapi_extra=AUTHENTICATED,
-    responses={200: success("Done.", FileReply), **problems(401, 404, 503)},
-)
+@router.get("/files/{file_id}", include_in_schema=False)
 async def get_file(request: Request, file_id: str) -> Response:
     """The file's metadata. `urls.download` is a link to its bytes."""
     call = authenticate(request)

@@ -1,8 +1,8 @@
-"""The object store, for source images and results that are too large for a message or the cache.
+"""The object store: large inputs and results, uploaded files, and the documents of batches.
 
-It is a folder on one machine and a bucket in the cloud, both through obstore. Keys name their
-content. So an object never changes, a repeated put is harmless, and a cached key always means the
-same bytes.
+It is a folder on one machine and a bucket in the cloud, both through obstore. No object changes:
+the key of an input or a result names its content, so a repeated put is harmless and a cached key
+always means the same bytes. A document is written once (`create`), and the first writer wins.
 
 obstore's synchronous calls run on threads. Its asynchronous ones abort the process (1 of 12 here,
 obstore 0.12.1) when it exits soon after a call, because the answering thread still holds Python
@@ -16,26 +16,28 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import google.auth
 import obstore
 from obstore import store
-from obstore.exceptions import BaseError
+from obstore.exceptions import AlreadyExistsError, BaseError
 from prometheus_client import Counter
 
 from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.errors import BadInput, ConfigurationError, InputTooLarge, Unavailable
+from shared.stores.object_writer import ObjectWriter, open_upload
 
 TIMEOUT_S = 10.0
 """The longest that one put or get may take, retries included."""
 KEY_LIMIT_BYTES = 512
 SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 THREADS = 8
+LIST_CHUNK = 1000
 
 ERRORS = Counter(
     "penstock_objects_errors_total",
@@ -51,6 +53,7 @@ _EXTENSIONS = {
     "image/jpeg": ".jpg",
     "image/webp": ".webp",
     "application/json": ".json",
+    "application/jsonl": ".jsonl",
 }
 _CLOUD: dict[str, Any] = {
     "client_options": {"timeout": "10s", "connect_timeout": "3s", "allow_http": True},
@@ -98,8 +101,15 @@ class GoogleCredentials:
         return self._provider()
 
 
+class StoredObject(NamedTuple):
+    """An object in a listing."""
+
+    key: str
+    size_bytes: int
+
+
 class ObjectStore:
-    """Whole objects by key, in the folder or bucket that `url` names.
+    """Objects by key, in the folder or bucket that `url` names.
 
     Args:
         url: `file://DIR` (relative to the working directory, or absolute with a third slash),
@@ -137,6 +147,80 @@ class ObjectStore:
         with _translated("get", key):
             return await self._work(partial(_read, self._store, key, max_bytes))
 
+    async def create(self, key: str, data: bytes, media_type: str) -> bool:
+        """Writes an object unless it exists. Returns whether it did. Of several, one does.
+
+        Raises:
+            Unavailable: the store is out of reach or too slow. The object may have been written.
+        """
+        _check(key)
+        attributes = {"Content-Type": media_type} if self._keeps_media_type else None
+        call = partial(obstore.put, self._store, key, data, attributes=attributes, mode="create")
+        with _translated("put", key):
+            try:
+                await self._work(call)
+            except AlreadyExistsError:
+                return False
+        return True
+
+    async def get_range(self, key: str, start: int, length: int) -> bytes:
+        """Returns `length` bytes from `start`, which the object must have.
+
+        Raises:
+            BadInput: the key is not valid, or has no object.
+            Unavailable: the store is out of reach or too slow.
+        """
+        _check(key)
+        if not length:
+            return b""
+        call = partial(obstore.get_range, self._store, key, start=start, length=length)
+        with _translated("get", key):
+            return bytes(await self._work(call))
+
+    async def listing(self, folder: str, limit: int) -> list[StoredObject]:
+        """Returns the objects below a folder in the order of their keys, at most `limit` of them.
+
+        Raises:
+            Unavailable: the store is out of reach or too slow.
+        """
+        _check(folder)
+        with _translated("list", folder):
+            return await self._work(partial(_list, self._store, folder, limit))
+
+    async def folders(self, folder: str) -> list[str]:
+        """Returns the names of the folders right below a folder, in order.
+
+        Raises:
+            Unavailable: the store is out of reach or too slow.
+        """
+        _check(folder)
+        with _translated("list", folder):
+            found = await self._work(
+                partial(obstore.list_with_delimiter, self._store, f"{folder}/")
+            )
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"])
+
+    async def delete(self, key: str) -> None:
+        """Removes an object. It is no error if there is none.
+
+        Raises:
+            Unavailable: the store is out of reach or too slow.
+        """
+        _check(key)
+        with _translated("delete", key), suppress(FileNotFoundError):
+            await self._work(partial(obstore.delete, self._store, key))
+
+    def writer(self, key: str, media_type: str) -> ObjectWriter:
+        """Writes one object in pieces, for an `async with`."""
+        _check(key)
+        attributes = {"Content-Type": media_type} if self._keeps_media_type else None
+        opening = partial(open_upload, self._store, key, attributes)
+        return ObjectWriter(opening, partial(self._write, key))
+
+    async def _write(self, key: str, call: Callable[[], Any]) -> None:
+        with _translated("put", key):
+            await self._work(call)
+
     async def _work(self, call: Callable[[], T]) -> T:
         async with asyncio.timeout(TIMEOUT_S):
             return await asyncio.get_running_loop().run_in_executor(self._threads, call)
@@ -151,6 +235,16 @@ class ObjectStore:
             await self.get("check/none", max_bytes=0)
         except BadInput:
             return
+
+
+def _list(source: Any, folder: str, limit: int) -> list[StoredObject]:
+    found: list[StoredObject] = []
+    for chunk in obstore.list(source, folder, chunk_size=LIST_CHUNK):
+        found += (StoredObject(one["path"], one["size"]) for one in chunk)
+        # A bucket lists in order, a folder does not.
+        if len(found) >= limit and not isinstance(source, store.LocalStore):
+            break
+    return sorted(found)[:limit]
 
 
 def _read(source: Any, key: str, max_bytes: int) -> bytes:

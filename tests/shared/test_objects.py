@@ -174,3 +174,64 @@ def test_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigurationError, match="PENSTOCK_OBJECTS_URL"):
         ObjectStore(f"file://{tmp_path}/file/objects")
+
+
+async def test_first_of_two_creations_stays(objects: ObjectStore) -> None:
+    made = await asyncio.gather(
+        *(objects.create("a/b.json", bytes([65 + n]), "application/json") for n in range(8))
+    )
+    assert made.count(True) == 1
+    assert await objects.get("a/b.json", max_bytes=1) == bytes([65 + made.index(True)])
+
+
+async def test_listing_is_in_order_and_bounded(objects: ObjectStore) -> None:
+    for name in ("b/2", "a/1", "b/1/x", "bb/1"):
+        await objects.put(name, b"xyz", "image/png")
+    assert [(one.key, one.size_bytes) for one in await objects.listing("b", 10)] == [
+        ("b/1/x", 3),
+        ("b/2", 3),
+    ]
+    assert [one.key for one in await objects.listing("b", 1)] == ["b/1/x"]
+    assert await objects.listing("none", 10) == []
+    assert await objects.folders("b") == ["1"]
+
+
+async def test_range_is_part_of_an_object(objects: ObjectStore) -> None:
+    await objects.put("a/b", b"0123456789", "image/png")
+    assert await objects.get_range("a/b", 3, 4) == b"3456"
+    assert await objects.get_range("a/b", 9, 1) == b"9"
+    assert await objects.get_range("a/b", 10, 0) == b""
+    with pytest.raises(BadInput, match="no object"):
+        await objects.get_range("a/none", 0, 1)
+
+
+async def test_deleting_twice_is_harmless(objects: ObjectStore) -> None:
+    await objects.put("a/b", b"x", "image/png")
+    await objects.delete("a/b")
+    await objects.delete("a/b")
+    with pytest.raises(BadInput):
+        await objects.get("a/b", max_bytes=1)
+
+
+async def test_pieces_become_one_object(objects: ObjectStore) -> None:
+    pieces = [os.urandom(700_000) for _ in range(30)]
+    async with objects.writer("a/large", "application/jsonl") as writer:
+        for piece in pieces:
+            await writer.write(piece)
+        assert await objects.listing("a", 10) == []
+    assert writer.size_bytes == 30 * 700_000
+    assert await objects.get("a/large", max_bytes=writer.size_bytes) == b"".join(pieces)
+
+
+async def test_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    objects = ObjectStore(f"file://{tmp_path}")
+
+    async def fail() -> None:
+        async with objects.writer("a/large", "application/jsonl") as writer:
+            for _ in range(20):
+                await writer.write(bytes(1_000_000))
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        await fail()
+    assert [name for _, _, names in os.walk(tmp_path) for name in names] == []

@@ -25,6 +25,17 @@ resource "google_storage_bucket" "objects" {
     }
   }
 
+  # What an upload left that broke off: batches/ is written in parts.
+  lifecycle_rule {
+    action {
+      type = "AbortIncompleteMultipartUpload"
+    }
+
+    condition {
+      age = 1
+    }
+  }
+
   soft_delete_policy {
     retention_duration_seconds = 0
   }

@@ -300,9 +300,10 @@ variable "nodes" {
 }
 
 variable "objects_days" {
-  description = "Days after which the objects of each folder are deleted: answers to Idempotency-Keys, files, inputs (those of dead letters too), results."
+  description = "Days after which the objects of each folder are deleted: answers to Idempotency-Keys, batches with their files, files of predictions, inputs (those of dead letters too), results."
   type = object({
     answers = optional(number, 2)
+    batches = optional(number, 31)
     files   = optional(number, 1)
     inputs  = optional(number, 8)
     results = optional(number, 7)
@@ -313,6 +314,11 @@ variable "objects_days" {
   validation {
     condition     = alltrue([for days in values(var.objects_days) : days >= 1 && floor(days) == days])
     error_message = "Whole days, at least one: files promise a day."
+  }
+
+  validation {
+    condition     = var.objects_days.batches >= 31
+    error_message = "Files of batches are promised for up to 30 days: objects_days.batches is a day longer at least."
   }
 
   validation {

@@ -25,9 +25,20 @@ run "objects_outlive_what_points_to_them" {
     condition = {
       for rule in google_storage_bucket.objects.lifecycle_rule :
       one(one(rule.condition).matches_prefix) => one(rule.condition).age
-    } == { "answers/" = 2, "files/" = 1, "inputs/" = 8, "results/" = 7 }
+      if one(rule.action).type == "Delete"
+    } == { "answers/" = 2, "batches/" = 31, "files/" = 1, "inputs/" = 8, "results/" = 7 }
     error_message = "Each folder has its own end."
   }
+}
+
+run "batches_gone_before_their_time" {
+  command = plan
+
+  variables {
+    objects_days = { batches = 30 }
+  }
+
+  expect_failures = [var.objects_days]
 }
 
 run "answers_gone_before_their_keys" {

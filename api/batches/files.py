@@ -1,0 +1,304 @@
+"""The files of batches: uploads with requests, and the outputs and errors of batches.
+
+The object store has the bytes and one document for each. A file is there once its document is, so
+an upload that breaks off leaves no file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Literal
+
+import msgspec
+
+from api.batches.names import FILES, is_file_id, new_file_id, owner_of
+from api.errors import NotFound
+from shared.errors import BadInput
+from shared.stores.object_writer import ObjectWriter
+from shared.stores.objects import ObjectStore, StoredObject
+
+FILE_MAX_BYTES = 200 * 1024 * 1024
+"""What OpenAI takes for a batch."""
+MOST_FILES = 1000
+"""Files of a tenant. They are listed whole."""
+KEEP_S = 30 * 24 * 3600
+"""OpenAI's default for files of batches."""
+SHORTEST_KEEP_S = 3600
+READ_BYTES = 1024 * 1024
+PAGE = 100
+JSONL = "application/jsonl"
+_DOCUMENT_MAX_BYTES = 16 * 1024
+_HEAD_BYTES = 1024
+_BOM = b"\xef\xbb\xbf"
+
+FilePurpose = Literal["batch", "batch_output"]
+
+
+class BatchFile(msgspec.Struct, kw_only=True):
+    """The document of a file. Times are Unix seconds."""
+
+    id: str
+    tenant: str
+    filename: str
+    purpose: FilePurpose
+    size_bytes: int
+    created_at_s: float
+    expires_at_s: float
+
+    @property
+    def data_key(self) -> str:
+        """The object with its bytes."""
+        return data_key(self.tenant, self.id)
+
+
+_decoder = msgspec.json.Decoder(BatchFile)
+
+
+class FilePage(msgspec.Struct):
+    """One page of a listing, and whether another one follows."""
+
+    files: list[BatchFile]
+    has_more: bool
+
+
+class BatchFiles:
+    """The files of all tenants.
+
+    Args:
+        objects: keeps them.
+        tenant_max_bytes: what the files of one tenant may take together. Outputs count, but are
+            never refused.
+    """
+
+    def __init__(self, objects: ObjectStore, tenant_max_bytes: int) -> None:
+        self._objects = objects
+        self._tenant_max_bytes = tenant_max_bytes
+
+    @asynccontextmanager
+    async def upload(self, tenant: str) -> AsyncIterator[Upload]:
+        """Receives the bytes of a file in pieces. `add_upload` makes them a file.
+
+        Raises:
+            BadInput: they are no file for a batch, or the tenant has no room for one.
+            Unavailable: the object store is out of reach.
+        """
+        await self._check_room(tenant, more_files=1)
+        created_at_s = time.time()
+        file_id = new_file_id(created_at_s)
+        async with self._objects.writer(data_key(tenant, file_id), JSONL) as writer:
+            upload = Upload(writer, file_id, created_at_s)
+            yield upload
+            upload.check_content()
+
+    async def add_upload(
+        self, tenant: str, upload: Upload, filename: str, keep_s: int
+    ) -> BatchFile:
+        """Makes the bytes of an upload a file, unless the tenant has no room any more.
+
+        Args:
+            tenant: its owner.
+            upload: after its block.
+            filename: as the caller named it.
+            keep_s: seconds after which it is gone.
+
+        Raises:
+            BadInput: other uploads took the room meanwhile. The bytes are removed.
+            Unavailable: the object store is out of reach.
+        """
+        file = BatchFile(
+            id=upload.id,
+            tenant=tenant,
+            filename=filename[:255],
+            purpose="batch",
+            size_bytes=upload.size_bytes,
+            created_at_s=upload.created_at_s,
+            expires_at_s=upload.created_at_s + keep_s,
+        )
+        try:
+            await self._check_room(tenant)
+        except BadInput:
+            await self._objects.delete(file.data_key)
+            raise
+        await self.add(file)
+        return file
+
+    async def add(self, file: BatchFile) -> None:
+        """Adds the document of a file whose bytes are stored.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        data = msgspec.json.encode(file)
+        await self._objects.put(_document_key(file.tenant, file.id), data, "application/json")
+
+    async def find(self, tenant: str, file_id: str) -> BatchFile:
+        """Finds a file of this tenant.
+
+        Raises:
+            NotFound: the tenant has no such file, or it has expired.
+            Unavailable: the object store is out of reach.
+        """
+        file = await self._read_document(tenant, file_id) if is_file_id(file_id) else None
+        if file is None or file.expires_at_s <= time.time():
+            raise NotFound(f"there is no file {file_id[:80]!r}", field="file_id")
+        return file
+
+    async def page(
+        self, tenant: str, *, after: str, limit: int, is_ascending: bool, purpose: str
+    ) -> FilePage:
+        """Returns a page of a tenant's files by time of creation, the newest first.
+
+        Args:
+            tenant: their owner.
+            after: the id of the last file of the page before. Empty: from the start.
+            limit: how many, PAGE at most.
+            is_ascending: the oldest first.
+            purpose: only files of this purpose. Empty: all.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        stored = await self._stored(tenant)
+        ids = sorted(_ids_of_documents(stored), reverse=is_ascending)
+        if after:
+            ids = [one for one in ids if (one < after if is_ascending else one > after)]
+        found: list[BatchFile] = []
+        wanted, now_s = min(limit, PAGE) + 1, time.time()
+        while ids and len(found) < wanted:
+            some, ids = ids[:wanted], ids[wanted:]
+            read = await asyncio.gather(*(self._read_document(tenant, one) for one in some))
+            found += [
+                file
+                for file in read
+                if file and file.expires_at_s > now_s and purpose in ("", file.purpose)
+            ]
+        return FilePage(found[: wanted - 1], len(found) >= wanted)
+
+    async def delete(self, file: BatchFile) -> None:
+        """Removes a file: first its document, so that nobody finds half of it.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        await self._objects.delete(_document_key(file.tenant, file.id))
+        await self._objects.delete(file.data_key)
+
+    async def read(
+        self, file: BatchFile, start: int = 0, end: int | None = None
+    ) -> AsyncIterator[bytes]:
+        """Yields the bytes of a file from `start` up to `end`, or to its end.
+
+        Raises:
+            BadInput: the bytes are gone.
+            Unavailable: the object store is out of reach.
+        """
+        stop = file.size_bytes if end is None else min(end, file.size_bytes)
+        while start < stop:
+            length = min(READ_BYTES, stop - start)
+            yield await self._objects.get_range(file.data_key, start, length)
+            start += length
+
+    async def _check_room(self, tenant: str, more_files: int = 0) -> None:
+        """Refuses where the tenant has more than it may. Expired files go first."""
+        stored = await self._stored(tenant)
+        if self._excess(stored, more_files):
+            await self._remove_expired(tenant, stored)
+            reason = self._excess(await self._stored(tenant), more_files)
+            if reason:
+                raise BadInput(
+                    f"file: {reason}; delete files that you no longer need", field="file"
+                )
+
+    def _excess(self, stored: Sequence[StoredObject], more_files: int) -> str:
+        count = len({_id_in(one.key) for one in stored})
+        size_bytes = sum(one.size_bytes for one in stored)
+        if count + more_files > MOST_FILES:
+            return f"{MOST_FILES} files are kept at most"
+        if size_bytes > self._tenant_max_bytes:
+            return f"your files may have {self._tenant_max_bytes} bytes together"
+        return ""
+
+    async def _remove_expired(self, tenant: str, stored: Sequence[StoredObject]) -> None:
+        for file_id in _ids_of_documents(stored):
+            file = await self._read_document(tenant, file_id)
+            if file is not None and file.expires_at_s <= time.time():
+                await self.delete(file)
+
+    async def _stored(self, tenant: str) -> list[StoredObject]:
+        # Two objects for each file, and room for outputs, which are never refused.
+        return await self._objects.listing(f"{FILES}/{owner_of(tenant)}", 4 * MOST_FILES)
+
+    async def _read_document(self, tenant: str, file_id: str) -> BatchFile | None:
+        key = _document_key(tenant, file_id)
+        try:
+            return _decoder.decode(await self._objects.get(key, _DOCUMENT_MAX_BYTES))
+        except BadInput:
+            return None
+
+
+class Upload:
+    """The bytes of a file while they are received."""
+
+    def __init__(self, writer: ObjectWriter, file_id: str, created_at_s: float) -> None:
+        self.id = file_id
+        self.created_at_s = created_at_s
+        self._writer = writer
+        self._head = b""
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes so far."""
+        return self._writer.size_bytes
+
+    async def write(self, data: bytes) -> None:
+        """Adds a piece.
+
+        Raises:
+            BadInput: the file is too large, or does not begin as JSONL.
+            Unavailable: the object store is out of reach.
+        """
+        if self.size_bytes + len(data) > FILE_MAX_BYTES:
+            raise BadInput(f"file: larger than {FILE_MAX_BYTES} bytes", field="file")
+        if len(self._head) < _HEAD_BYTES:
+            self._head += data[: _HEAD_BYTES - len(self._head)]
+            if len(self._head) == _HEAD_BYTES:
+                self._check_head()
+        await self._writer.write(data)
+
+    def check_content(self) -> None:
+        """Checks what can be told at the end of the file.
+
+        Raises:
+            BadInput: it is empty, or does not begin as JSONL.
+        """
+        self._check_head()
+        if self.size_bytes < _HEAD_BYTES and not self._head.removeprefix(_BOM).strip():
+            raise BadInput("file: it is empty", field="file")
+
+    def _check_head(self) -> None:
+        text = self._head.removeprefix(_BOM).lstrip()
+        if text and not text.startswith(b"{"):
+            raise BadInput(
+                "file: the first line is no JSON object; a file of purpose batch is JSONL",
+                field="file",
+            )
+
+
+def data_key(tenant: str, file_id: str) -> str:
+    """The object with the bytes of a file."""
+    return f"{FILES}/{owner_of(tenant)}/{file_id}/data"
+
+
+def _document_key(tenant: str, file_id: str) -> str:
+    return f"{FILES}/{owner_of(tenant)}/{file_id}/file.json"
+
+
+def _ids_of_documents(stored: Sequence[StoredObject]) -> set[str]:
+    return {_id_in(one.key) for one in stored if one.key.endswith("/file.json")}
+
+
+def _id_in(key: str) -> str:
+    return key.split("/")[3]

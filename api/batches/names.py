@@ -1,0 +1,57 @@
+"""Ids of files and batches, and where the object store has what belongs to them.
+
+    batches/files/<owner>/<file>/data, file.json     an uploaded file, or the output of a batch
+    batches/runs/<owner>/<batch>/…                   the documents and the segments of a batch
+    batches/open/<owner>/<batch>/open, cancel        markers of the batches that are not over
+
+`<owner>` is a digest of the tenant, so a tenant's ids lead to nothing below another one. An id
+begins with its time, counted down: in the order of their names the newest comes first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+
+FILES = "batches/files"
+RUNS = "batches/runs"
+OPEN = "batches/open"
+_LAST_MS = 16**12 - 1
+_FILE = re.compile(r"file-[0-9a-f]{32}")
+_BATCH = re.compile(r"batch_[0-9a-f]{32}")
+
+
+def owner_of(tenant: str) -> str:
+    """The digest that stands for a tenant in keys: 128 bits of BLAKE2b (RFC 7693)."""
+    return hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()
+
+
+def new_file_id(at_s: float, seed: str = "") -> str:
+    """The id of a file that is created at `at_s` (Unix time). The same `seed` gives the same id."""
+    return f"file-{_countdown(at_s)}{_tail(seed)}"
+
+
+def new_batch_id(at_s: float) -> str:
+    """The id of a batch that is created at `at_s` (Unix time)."""
+    return f"batch_{_countdown(at_s)}{_tail('')}"
+
+
+def is_file_id(given: str) -> bool:
+    """Whether this has the form of the id of a file."""
+    return _FILE.fullmatch(given) is not None
+
+
+def is_batch_id(given: str) -> bool:
+    """Whether this has the form of the id of a batch."""
+    return _BATCH.fullmatch(given) is not None
+
+
+def _countdown(at_s: float) -> str:
+    return f"{_LAST_MS - int(at_s * 1000):012x}"
+
+
+def _tail(seed: str) -> str:
+    if not seed:
+        return secrets.token_hex(10)
+    return hashlib.blake2b(seed.encode(), digest_size=10).hexdigest()

@@ -1,0 +1,167 @@
+"""Reads a form with one file as it arrives: the file in pieces, the other fields whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import Request
+from starlette.types import Message, Receive
+
+from shared.errors import BadInput
+
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
+
+MOST_FIELDS = 16
+LONGEST_FIELD_BYTES = 4096
+_PEEK_BYTES = 4096
+_FIRST_NAME = re.compile(rb"""content-disposition:[^\r\n]*?[ ;]name="?([^";\r\n]*)["\r\n;]""", re.I)
+
+
+class UploadForm:
+    """A multipart form whose field `file_field` is a file.
+
+    Args:
+        content_type: the header of the request.
+        file_field: the name of the field with the file.
+
+    Raises:
+        BadInput: it is no form.
+    """
+
+    def __init__(self, content_type: str, file_field: str) -> None:
+        self.fields: dict[str, str] = {}
+        """The other fields."""
+        self.filename: str | None = None
+        """The name of the file. None until its part begins."""
+        self._file_field = file_field
+        self._header, self._disposition = (b"", b""), b""
+        self._name: str | None = None
+        self._value = bytearray()
+        self._pieces: list[bytes] = []
+        self._is_complete = False
+        kind, options = parse_options_header(content_type)
+        boundary = options.get(b"boundary")
+        if kind != b"multipart/form-data" or not boundary:
+            raise BadInput(
+                "content-type: a file is sent as multipart/form-data", field="content-type"
+            )
+        try:
+            self._parser = MultipartParser(boundary, self._callbacks())
+        except FormParserError as error:
+            raise BadInput(f"the form can't be read: {error}") from error
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Parses a piece of the body. Returns the pieces of the file in it.
+
+        Raises:
+            BadInput: the form can't be read, or has a field too many.
+        """
+        try:
+            self._parser.write(data)
+        except FormParserError as error:
+            raise BadInput(f"the form can't be read: {error}") from error
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def finish(self) -> None:
+        """Checks that the form is complete.
+
+        Raises:
+            BadInput: its end or its file is missing.
+        """
+        if not self._is_complete:
+            raise BadInput("the form ends before its last boundary")
+        if self.filename is None:
+            raise BadInput(f"{self._file_field}: a file is needed", field=self._file_field)
+
+    def _callbacks(self) -> MultipartCallbacks:
+        return {
+            "on_part_begin": self._begin_part,
+            "on_header_field": lambda data, start, end: self._add_header(data[start:end], b""),
+            "on_header_value": lambda data, start, end: self._add_header(b"", data[start:end]),
+            "on_header_end": self._end_header,
+            "on_headers_finished": self._end_headers,
+            "on_part_data": self._add_data,
+            "on_part_end": self._end_part,
+            "on_end": self._end,
+        }
+
+    def _begin_part(self) -> None:
+        self._header, self._disposition, self._value = (b"", b""), b"", bytearray()
+
+    def _add_header(self, name: bytes, value: bytes) -> None:
+        self._header = (self._header[0] + name, self._header[1] + value)
+
+    def _end_header(self) -> None:
+        name, value = self._header
+        if name.lower() == b"content-disposition":
+            self._disposition = value
+        self._header = (b"", b"")
+
+    def _end_headers(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        name = options.get(b"name", b"").decode("utf-8", "replace")
+        if name == self._file_field:
+            if self.filename is not None:
+                raise BadInput(f"{name}: exactly one file is needed", field=name)
+            if b"filename" not in options:
+                raise BadInput(f"{name}: a file is needed, not text", field=name)
+            self.filename = options[b"filename"].decode("utf-8", "replace")
+            self._name = None
+            return
+        if b"filename" in options:
+            raise BadInput(f"{name[:80]}: this field is not a file", field=name[:80])
+        if not name or name in self.fields or len(self.fields) >= MOST_FIELDS:
+            raise BadInput(f"{name[:80] or 'a field'}: without a name, repeated or too many")
+        self._name = name
+
+    def _add_data(self, data: bytes, start: int, end: int) -> None:
+        if self._name is None:
+            self._pieces.append(data[start:end])
+            return
+        self._value += data[start:end]
+        if len(self._value) > LONGEST_FIELD_BYTES:
+            raise BadInput(f"{self._name[:80]}: longer than {LONGEST_FIELD_BYTES} bytes")
+
+    def _end_part(self) -> None:
+        if self._name is not None:
+            self.fields[self._name] = self._value.decode("utf-8", "replace")
+
+    def _end(self) -> None:
+        self._is_complete = True
+
+
+async def first_field(request: Request) -> tuple[str, Request]:
+    """Returns the name of a form's first field, and the request as if nothing had been read."""
+    read: list[Message] = []
+    found = None
+    while found is None:
+        message = await request.receive()
+        read.append(message)
+        head = b"".join(one.get("body", b"") for one in read)
+        found = _FIRST_NAME.search(head[:_PEEK_BYTES])
+        if not message.get("more_body") or len(head) > _PEEK_BYTES:
+            break
+    name = found[1].decode("utf-8", "replace") if found else ""
+    return name, Request(request.scope, _replayed(read, request.receive))
+
+
+def _replayed(read: list[Message], receive: Receive) -> Receive:
+    messages = _messages(read, receive)
+
+    async def replay() -> Message:
+        return await anext(messages)
+
+    return replay
+
+
+async def _messages(read: list[Message], receive: Receive) -> AsyncIterator[Message]:
+    while read:
+        yield read.pop(0)
+    while True:
+        yield await receive()
