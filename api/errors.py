@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from api.allowed_methods import allowed_methods
-from api.schemas.openai import ErrorDetail, ErrorReply
+from api.schemas.openai_replies import ErrorDetail, ErrorReply
 from shared.errors import BadInput, Canceled, InputTooLarge, Overloaded, PenstockError
 
 

@@ -26,7 +26,7 @@ from api.http.disconnect import while_connected
 from api.http.middleware import RequestContext, context_of
 from api.http.request import open_request
 from api.idempotency.service import IdempotentRequest, StoredResponse
-from api.schemas.openai import ErrorReply
+from api.schemas.openai_replies import ErrorReply
 
 REPLAYED = "idempotent-replayed"
 LARGE_BYTES = 256 * 1024

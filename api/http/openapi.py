@@ -20,6 +20,13 @@ from api.problem_details import Problem
 from api.schemas import openai as schemas
 from api.schemas import openai_files as file_replies
 from api.schemas import replicate_replies as prediction_replies
+from api.schemas.openai_replies import (
+    EmbeddingsReply,
+    ErrorReply,
+    ImagesReply,
+    ModelItem,
+    ModelsReply,
+)
 from api.schemas.replicate import PredictionBody, VersionedBody
 
 Described = dict[str, Any]
@@ -55,13 +62,7 @@ _BODIES: tuple[type[BaseModel], ...] = (
     *(PredictionBody, VersionedBody),
 )
 _REPLIES: tuple[type[msgspec.Struct], ...] = (
-    *(
-        schemas.EmbeddingsReply,
-        schemas.ImagesReply,
-        schemas.ModelsReply,
-        schemas.ModelItem,
-        schemas.ErrorReply,
-    ),
+    *(EmbeddingsReply, ImagesReply, ModelsReply, ModelItem, ErrorReply),
     *(file_replies.FileObject, file_replies.FilesPage, file_replies.FileDeleted),
     *(
         prediction_replies.PredictionReply,
@@ -83,9 +84,7 @@ _REPLIES: tuple[type[msgspec.Struct], ...] = (
 
 _HEAD_TOO_LARGE: Described = {
     "description": "The URL and headers are too large.",
-    "content": {
-        "application/json": {"schema": {"$ref": _REF.format(name=schemas.ErrorReply.__name__)}}
-    },
+    "content": {"application/json": {"schema": {"$ref": _REF.format(name=ErrorReply.__name__)}}},
 }
 
 
@@ -120,7 +119,7 @@ def responses(
 
 def errors(*statuses: int) -> Responses:
     """The errors of a route in OpenAI's shape."""
-    return _errors(statuses, schemas.ErrorReply, "application/json")
+    return _errors(statuses, ErrorReply, "application/json")
 
 
 def inference_responses(reply: type[msgspec.Struct], *headers: str) -> Responses:

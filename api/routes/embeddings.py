@@ -19,7 +19,8 @@ from api.http.openapi import inference_body, inference_responses
 from api.http.openapi_headers import TRUNCATED_HEADER
 from api.http.request import open_request
 from api.inputs.texts import text_inputs
-from api.schemas.openai import EmbeddingItem, EmbeddingsBody, EmbeddingsReply, Usage
+from api.schemas.openai import EmbeddingsBody
+from api.schemas.openai_replies import EmbeddingItem, EmbeddingsReply, Usage
 from shared.catalog import Model
 from shared.errors import BadInput, PenstockError
 from shared.messages import ItemOutcome

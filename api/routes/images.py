@@ -14,7 +14,8 @@ from api.http.openapi import inference_body, inference_responses
 from api.http.openapi_headers import TRUNCATED_HEADER
 from api.http.request import ApiRequest, open_request
 from api.inputs.image_params import check_strength, first_image, size_of
-from api.schemas.openai import EditBody, EditForm, GenerationBody, ImageItem, ImagesReply
+from api.schemas.openai import EditBody, EditForm, GenerationBody
+from api.schemas.openai_replies import ImageItem, ImagesReply
 from shared.blob import Blob
 from shared.catalog import Model
 from shared.errors import PenstockError

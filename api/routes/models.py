@@ -16,7 +16,7 @@ from api.http.request import authenticate
 from api.predictions.versions import is_replicates_client
 from api.problem_details import problem_response
 from api.routes import replicate_models as prediction_models
-from api.schemas.openai import ModelItem, ModelsReply
+from api.schemas.openai_replies import ModelItem, ModelsReply
 from api.schemas.replicate_replies import ModelsPage
 from shared.catalog import Model
 

@@ -234,7 +234,7 @@ FAKE = """
 import os, socket, sys
 sys.path.insert(0, {root!r})
 from api.inputs.codec_protocol import HeaderRead, SourcePrepared, CodecError, frame_header
-from api.inputs.codec_server import _read, _HungUpError
+from api.inputs.codec_server import _read
 connection = socket.socket(fileno=int(sys.argv[1]))
 lock = {folder!r} + "/decoding"
 try:
@@ -252,7 +252,7 @@ try:
         sum(range(200_000))
         os.unlink(lock)
         connection.sendall(frame_header(SourcePrepared(*order.size)))
-except _HungUpError:
+except ConnectionError:
     pass
 """
 
