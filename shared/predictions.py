@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from shared.messages import ItemOutcome, reason_of
-from shared.stores.records import Record
+from shared.stores.record_state import Record
 from shared.stores.signed_urls import UrlSigner
 from shared.tasks import Result
 from shared.usage.charge import ItemPrice, cost_usd, device_s

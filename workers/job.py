@@ -13,7 +13,7 @@ from typing import Any
 from shared.catalog import Model
 from shared.errors import Canceled, DeadlineExceeded, PenstockError
 from shared.messages import Envelope, Item, ItemOutcome, Job, Receipt, failure
-from shared.stores.records import record_id
+from shared.stores.record_state import record_id
 from shared.tasks import Result
 from shared.transport import Message, Subscription
 from shared.usage.charge import price_of

@@ -33,7 +33,8 @@ from api.errors import ClientGone
 from shared.errors import PenstockError, Unavailable
 from shared.messages import ItemOutcome, failure
 from shared.stores.cache import ResultCache
-from shared.stores.records import LATE_LOOK_S, Records, record_id
+from shared.stores.record_state import record_id
+from shared.stores.records import LATE_LOOK_S, Records
 from shared.usage.row import RowSink, row_of
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,8 @@ from shared.errors import BadInput, DeadlineExceeded, PenstockError, Unavailable
 from shared.messages import Envelope, Item, ItemOutcome, Reply, ReplyBody
 from shared.pubsub.names import jobs_topic_id
 from shared.stores.objects import ObjectStore, stored_input
-from shared.stores.records import Records, record_id
+from shared.stores.record_state import record_id
+from shared.stores.records import Records
 from shared.transport import Publisher
 
 OUTCOME_BYTES = 512

@@ -24,7 +24,8 @@ from api.errors import NotFound
 from api.predictions.sender import NewPrediction, PredictionSender, failed_reply
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, Unavailable
 from shared.predictions import Prediction, decode_document, encode_document, record_of
-from shared.stores.records import Record, Records
+from shared.stores.record_state import Record
+from shared.stores.records import Records
 
 log = logging.getLogger(__name__)
 

@@ -23,22 +23,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Literal, NamedTuple, cast
+from collections.abc import AsyncGenerator, Sequence
+from typing import Literal, cast
 
-import msgspec
 from prometheus_client import Counter, Gauge
 from redis.exceptions import RedisError
 
 from shared.errors import Overloaded, Unavailable
-from shared.messages import ReplyBody, decode_reply_body
 from shared.retention import BUDGET_BYTES
+from shared.stores.record_state import Claim, Finish, Record, State, record_from_fields
 from shared.stores.redis_client import RedisLink, RedisStore
 from shared.stores.redis_scripts import load_script
-
-State = Literal["starting", "processing", "succeeded", "failed", "canceled"]
-OVER: frozenset[State] = frozenset({"succeeded", "failed", "canceled"})
-"""The states that no record leaves."""
 
 JOB_KEEP_S = 120
 """Seconds for which the record of a job that is no prediction is kept after its last change: for
@@ -79,56 +74,6 @@ CANCEL = load_script(*_BUDGET, _STATES, "shared/stores/record_cancel.lua")
 FINISH = load_script(*_BUDGET, _STATES, "shared/stores/record_finish.lua")
 
 log = logging.getLogger(__name__)
-
-
-def record_id(request_id: str, part: int) -> str:
-    """Returns the id of a job's record. The first job of a request has the request's own id."""
-    return f"{request_id}:{part}" if part else request_id
-
-
-class Claim(NamedTuple):
-    """The result of claiming a job.
-
-    `state` is `processing` if the job is to be done. Otherwise it is over, and `reply` is the first
-    reply, or None if it was canceled without one. `attempt` counts claims from 1. `unfinished`
-    counts earlier claims that did not end.
-    """
-
-    state: State
-    attempt: int
-    unfinished: int
-    reply: bytes | None
-
-
-class Finish(NamedTuple):
-    """How `finish` went: whether our reply is kept, the state, or the reply kept instead."""
-
-    is_ours: bool
-    state: State
-    reply: bytes | None
-
-
-class Record(msgspec.Struct, kw_only=True):
-    """A record as it is now. Times are unix seconds, 0 for events that have not happened."""
-
-    state: State
-    attempts: int = 0
-    document: bytes = b""
-    """The encoded request of a prediction. Empty for other jobs."""
-    reply: ReplyBody | None = None
-    published: bool = False
-    """Whether the broker surely has the job."""
-    step: int = 0
-    steps: int = 0
-    created_at_s: float = 0.0
-    started_at_s: float = 0.0
-    ended_at_s: float = 0.0
-    canceled_at_s: float = 0.0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the state is final."""
-        return self.state in OVER
 
 
 class Records(RedisStore):
@@ -242,7 +187,7 @@ class Records(RedisStore):
             Unavailable: Redis did not answer.
         """
         fields = await self._commands.run("HGETALL", self._key(record))
-        return _record(fields) if fields else None
+        return record_from_fields(fields) if fields else None
 
     async def latest(self, tenant: str, limit: int, before_s: float | None = None) -> list[str]:
         """Returns ids of a tenant's predictions, newest first.
@@ -333,13 +278,3 @@ def _check_canceled() -> None:
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
-
-
-def _record(fields: Mapping[bytes, bytes]) -> Record:
-    known = {name.decode(): value for name, value in fields.items()}
-    document, reply = known.pop("document", b""), known.pop("reply", None)
-    texts = {name: value.decode() for name, value in known.items()}
-    record = msgspec.convert(texts, Record, strict=False)
-    record.document = document
-    record.reply = None if reply is None else decode_reply_body(reply)
-    return record

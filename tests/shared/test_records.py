@@ -26,7 +26,8 @@ from hypothesis.stateful import (
 from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
 from shared.messages import ReplyBody
-from shared.stores.records import OVER, Claim, Finish, Records, State, record_id
+from shared.stores.record_state import OVER, Claim, Finish, State, record_id
+from shared.stores.records import Records
 
 RECORDS = ["req_a", "req_b:1", "req_c"]
 NAMES = st.sampled_from(RECORDS)

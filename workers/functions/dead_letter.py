@@ -39,7 +39,8 @@ from shared.messages import (
 )
 from shared.pubsub.names import WEBHOOKS_TOPIC_ID
 from shared.salvage import salvage_envelope
-from shared.stores.records import Finish, Records, record_id
+from shared.stores.record_state import Finish, record_id
+from shared.stores.records import Records
 from shared.transport import Message, Publisher
 from shared.usage.row import Row, row_of
 from shared.webhook_publisher import WebhookPublisher

@@ -16,7 +16,8 @@ from prometheus_client import Counter
 
 from shared.errors import Unavailable, UndecodableMessage
 from shared.predictions import Prediction, body_of, decode_document
-from shared.stores.records import Record, Records
+from shared.stores.record_state import Record
+from shared.stores.records import Records
 from shared.stores.signed_urls import UrlSigner
 from shared.transport import Message
 from shared.webhook_urls import WebhookUrlForbidden

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from shared.errors import ModelFailed
 from shared.messages import failure
-from shared.stores.records import Claim, Records
+from shared.stores.record_state import Claim
+from shared.stores.records import Records
 from workers.job import PulledJob
 from workers.jobs.completion import Completion
 

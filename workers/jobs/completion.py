@@ -17,7 +17,8 @@ from shared.errors import PenstockError, Unavailable
 from shared.messages import ItemOutcome, ReplyBody, decode_reply_body, encode_reply_body
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
-from shared.stores.records import LATE_LOOK_S, Claim, Records
+from shared.stores.record_state import Claim
+from shared.stores.records import LATE_LOOK_S, Records
 from shared.transport import Publisher
 from shared.usage.row import RowSink
 from shared.webhook_publisher import WebhookPublisher

@@ -12,7 +12,7 @@ import msgspec
 
 from shared.errors import Canceled, PenstockError, Unavailable, error_for_code
 from shared.messages import Item, ItemError, ItemOutcome, ReplyBody, decode_reply_body, failure
-from shared.stores.records import Finish
+from shared.stores.record_state import Finish
 from workers.job import NOT_SENT, PulledJob
 
 

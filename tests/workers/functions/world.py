@@ -20,7 +20,8 @@ from shared.predictions import Prediction, encode_document
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
 from shared.pubsub.names import dead_letter_topic_id, jobs_topic_id, workers_subscription_id
-from shared.stores.records import Record, Records
+from shared.stores.record_state import Record
+from shared.stores.records import Records
 from shared.tasks.embedding import TextInput
 from shared.transport import SubscriptionSettings
 from shared.webhooks import EventName, WebhookEvent, encode_webhook_event
