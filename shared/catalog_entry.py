@@ -123,7 +123,9 @@ class CatalogEntry(_Entry):
     dimensions: Positive | None = None
     batch: Batch = Batch()
     max_in_flight: Positive = 512
-    """An API instance refuses requests (429) while so many items wait for a worker."""
+    """While so many items wait for a worker, an API instance takes items (429) only of tenants that
+    have less than their share.
+    """
     deadline: Deadline = Deadline()
     cache: Cache = Cache()
     text: TextLimits = TextLimits()

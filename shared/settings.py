@@ -95,7 +95,9 @@ class ApiSettings(Settings):
     api_keys: str = ""
     """`key=tenant,key=tenant`. Empty: no key is required, and the tenant is `default`."""
     max_in_flight: int = Field(1024, ge=1)
-    """Items of this instance that may wait for a worker. Above that: 429."""
+    """Items of this instance that may wait for a worker. Above that: 429, except for tenants that
+    have less than their share.
+    """
     reply_slots: int = Field(80, ge=1, le=200)
     """Slots of an inbox that this instance creates. The inboxes of a pool have the same number."""
     inbox_pool: int = Field(0, ge=0)

@@ -1,18 +1,21 @@
 """Admission control: bounds the items that wait for workers, and refuses what would be late.
 
-The dispatcher checks admission before it publishes. The expected wait follows from the items in
-flight and the service rate (api/dispatch/service_rate.py). Estimates can be wrong, so a request
-that finds no item in flight is always admitted: it measures the rate again.
+The dispatcher checks admission before it publishes. Tenants share the room of each bound by weight
+(api/dispatch/fair_room.py). The expected wait follows from the items that workers compute before
+those of the request, in fair order, and from the service rate (api/dispatch/service_rate.py).
+Estimates can be wrong, so a request that finds no item in flight is always admitted: it measures
+the rate again.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 from api import metrics
+from api.dispatch.demand import Demand
+from api.dispatch.fair_room import FairRoom
 from api.dispatch.service_rate import ServiceRate
 from shared.catalog import Model
 from shared.errors import Overloaded
@@ -21,21 +24,19 @@ from shared.tasks.base import FirstGuesses
 SHORTEST_RETRY_S, LONGEST_RETRY_S = 0.25, 60.0
 """Bounds of `Retry-After`. OpenAI's clients 1.x and 2.x ignore more than 60 s."""
 BATCH_SHARE = 0.5
-"""The share of every bound that the lane `batch` may use. The rest is for interactive requests."""
+"""The size of the batch lane's rooms, compared with those of the interactive lane."""
 INTERACTIVE_SHARE = 0.75
 """The share of a worker's batches that the interactive lane gets at least, while both lanes
 wait."""
 
 
 class Admission:
-    """Counts items in flight by model and lane, and measures the service rate of each model.
+    """Counts items in flight by model, lane and tenant, and measures service rates.
 
-    A request is admitted, with all of its items, while fewer items than the bounds are in flight.
-    Otherwise large requests would never get in beside small ones. So the real bound is the
-    configured one plus one request.
+    Each lane has a room of its own for the instance and for each model.
 
     Args:
-        max_in_flight: requests are refused from this number of items in flight.
+        max_in_flight: the room of the interactive lane for all models together, in items.
         models: the models of the catalog. Each has its own bound as well.
         clock: returns monotonic seconds. Tests replace it.
     """
@@ -46,126 +47,160 @@ class Admission:
         models: Iterable[Model] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._max_in_flight = max_in_flight
         self._models = {model.name: model for model in models}
         self._clock = clock
-        self._in_flight: Counter[tuple[str, str]] = Counter()
+        self._instance = _Lanes(max_in_flight)
+        self._of_models: dict[str, _Lanes] = {}
         self._rates: dict[str, ServiceRate] = {}
 
     @property
     def in_flight(self) -> int:
         """How many items are in flight."""
-        return self._in_flight.total()
+        return self._instance.total
 
-    def admit(
-        self, model: str, items: int, *, remaining_s: float = math.inf, lane: str = ""
-    ) -> None:
-        """Admits `items` of `model`, which must be answered within `remaining_s`.
-
-        Raises:
-            Overloaded: the instance or the model is full, or the answer would be late. After
-                `retry_after_s` the same request would be admitted, if no other came in between.
-        """
-        ahead = self._of_model(model)
-        self.check(model, items, remaining_s=remaining_s, lane=lane)
-        if not ahead:
-            self._rate(model).start_busy_period(self._clock())
-        self._in_flight[model, lane] += items
-        metrics.in_flight(model).inc(items)
-
-    def check(
-        self, model: str, items: int, *, remaining_s: float = math.inf, lane: str = ""
-    ) -> None:
-        """Checks whether `admit` would admit them now, without doing it.
-
-        Raises:
-            Overloaded: as `admit`.
-        """
-        try:
-            self._check_room(model, lane)
-            if self._of_model(model):
-                self._check_time(self._rate(model), model, items, remaining_s, lane)
-        except Overloaded:
-            metrics.SHED.labels(model).inc(items)
-            raise
-
-    def release(
-        self,
-        model: str,
-        items: int,
-        *,
-        answered: bool,
-        was_late: bool = False,
-        took_s: float | None = None,
-        lane: str = "",
-    ) -> None:
-        """Releases `items` that were admitted. Only answered items count for the service rate.
-
-        Args:
-            model: as admitted.
-            items: how many end together.
-            answered: whether a worker computed them in time.
-            was_late: whether their deadline passed without an answer.
-            took_s: the time that the model took.
-            lane: as admitted.
-        """
-        if answered:
-            self._rate(model).record_completed(self._clock(), items, self._of_model(model), took_s)
-        elif was_late:
-            self._rate(model).record_late(self._clock())
-        self._in_flight[model, lane] -= items
-        metrics.in_flight(model).dec(items)
-        if not self._in_flight[model, lane]:
-            del self._in_flight[model, lane]
-
-    def _check_room(self, model: str, lane: str) -> None:
-        known = self._models.get(model)
-        share = BATCH_SHARE if lane else 1.0
-        of_lane = [
-            (name, count) for (name, of), count in self._in_flight.items() if not lane or of == lane
-        ]
-        total, of_model = (
-            sum(count for _, count in of_lane),
-            sum(count for name, count in of_lane if name == model),
-        )
-        if total >= self._max_in_flight * share:
-            items_per_s = sum(1 / self._rate(name).item_s for name in {name for name, _ in of_lane})
-            over = total - self._max_in_flight * share + 1
-            raise _full(
-                f"{total} items are waiting for a worker, the most that are taken on",
-                over / items_per_s,
-            )
-        if known is not None and of_model >= known.max_in_flight * share:
-            over = of_model - known.max_in_flight * share + 1
-            raise _full(
-                f"{of_model} items of {model} are waiting, the most that are taken on",
-                over * self._rate(model).item_s,
-            )
-
-    def _check_time(
-        self, rate: ServiceRate, model: str, items: int, remaining_s: float, lane: str
-    ) -> None:
-        before = self._of_model(model) if lane else self._in_flight[model, ""]
-        item_s = rate.item_s * rate.margin
-        if not lane and self._of_model(model) > before:
-            item_s /= INTERACTIVE_SHARE
-        wait_s = (before + items - 1) * item_s + rate.stalled_s(self._clock())
-        late_s = wait_s + rate.service_s - remaining_s
-        if late_s > 0:
-            # With no item in flight it is admitted, whatever the estimate says.
-            retry_after_s = min(late_s + item_s, self._of_model(model) * item_s)
-            raise _full(f"the answer would come {late_s:.3g} s after its deadline", retry_after_s)
-
-    def _of_model(self, model: str) -> int:
-        return self._in_flight[model, ""] + self._in_flight[model, "batch"]
-
-    def _rate(self, model: str) -> ServiceRate:
+    def rate_of(self, model: str) -> ServiceRate:
+        """The measured service rate of a model."""
         if model not in self._rates:
             known = self._models.get(model)
             self._rates[model] = ServiceRate(
                 known.definition.first_guesses if known else FirstGuesses()
             )
         return self._rates[model]
+
+    def admit(self, demand: Demand, *, remaining_s: float = math.inf) -> None:
+        """Admits items, which must be answered within `remaining_s`.
+
+        Raises:
+            Overloaded: the tenant's room in the instance or for the model is full, or the answer
+                would be late. After `retry_after_s` the same request would be admitted, if no other
+                came in between.
+        """
+        self.check(demand, remaining_s=remaining_s)
+        lanes = self._lanes_of(demand.model)
+        if not lanes.total:
+            self.rate_of(demand.model).start_busy_period(self._clock())
+        for room in (self._instance.room(demand.lane), lanes.room(demand.lane)):
+            room.take(demand)
+        metrics.in_flight(demand.model).inc(demand.items)
+
+    def check(self, demand: Demand, *, remaining_s: float = math.inf) -> None:
+        """Checks whether `admit` would admit them now, without doing it.
+
+        Raises:
+            Overloaded: as `admit`.
+        """
+        try:
+            self._check_room(demand)
+            if self._lanes_of(demand.model).total:
+                self._check_time(demand, remaining_s)
+        except Overloaded:
+            metrics.SHED.labels(demand.model).inc(demand.items)
+            raise
+
+    def release(
+        self,
+        demand: Demand,
+        *,
+        answered: bool,
+        was_late: bool = False,
+        took_s: float | None = None,
+    ) -> None:
+        """Releases items that were admitted. Only answered items count for the service rate.
+
+        Args:
+            demand: as admitted, or a part of it. Its items end together.
+            answered: whether a worker computed them in time.
+            was_late: whether their deadline passed without an answer.
+            took_s: the time that the model took.
+        """
+        lanes = self._lanes_of(demand.model)
+        rate = self.rate_of(demand.model)
+        if answered:
+            rate.record_completed(self._clock(), demand.items, lanes.total, took_s)
+        elif was_late:
+            rate.record_late(self._clock())
+        for room in (self._instance.room(demand.lane), lanes.room(demand.lane)):
+            room.release(demand)
+        metrics.in_flight(demand.model).dec(demand.items)
+
+    def _check_room(self, demand: Demand) -> None:
+        room = self._instance.room(demand.lane)
+        if turns := room.turns_to_wait(demand):
+            busy = [
+                name for name, lanes in self._of_models.items() if lanes.room(demand.lane).total
+            ]
+            items_per_s = sum(1 / self.rate_of(name).item_s for name in busy)
+            raise _full(
+                f"{_held(room, demand)}, and there is no room for more", turns / items_per_s
+            )
+        room = self._lanes_of(demand.model).room(demand.lane)
+        if turns := room.turns_to_wait(demand):
+            raise _full(
+                f"{_held(room, demand)} of {demand.model}, and there is no room for more",
+                turns * self.rate_of(demand.model).item_s,
+            )
+
+    def _check_time(self, demand: Demand, remaining_s: float) -> None:
+        lanes, rate = self._lanes_of(demand.model), self.rate_of(demand.model)
+        item_s = rate.item_s * rate.margin
+        if not demand.lane and lanes.batch.total:
+            item_s /= INTERACTIVE_SHARE
+        left_s = remaining_s - rate.service_s - rate.stalled_s(self._clock())
+        ahead = _ahead(lanes, demand, enough=left_s / item_s)
+        # Whatever the order, the batch that runs now is not interrupted.
+        wait_s = max(ahead * item_s, min(lanes.total * item_s, rate.service_s))
+        if wait_s > left_s:
+            late_s = wait_s - left_s
+            turns = _turns_until_earlier(lanes, demand, ahead, late_s / item_s)
+            raise _full(f"the answer would come {late_s:.3g} s after its deadline", turns * item_s)
+
+    def _lanes_of(self, model: str) -> _Lanes:
+        lanes = self._of_models.get(model)
+        if lanes is None:
+            known = self._models.get(model)
+            lanes = self._of_models[model] = _Lanes(known.max_in_flight if known else math.inf)
+        return lanes
+
+
+class _Lanes:
+    """The rooms of both lanes."""
+
+    def __init__(self, bound: float) -> None:
+        self.interactive = FairRoom(bound)
+        self.batch = FairRoom(bound * BATCH_SHARE)
+
+    @property
+    def total(self) -> int:
+        return self.interactive.total + self.batch.total
+
+    def room(self, lane: str) -> FairRoom:
+        return self.batch if lane else self.interactive
+
+
+def _held(room: FairRoom, demand: Demand) -> str:
+    # How much others send is not for this tenant to know.
+    return f"{room.held_by(demand.tenant)} of your items wait for a worker"
+
+
+def _ahead(lanes: _Lanes, demand: Demand, enough: float) -> float:
+    """How many items leave before the last one of the demand. Exact only above `enough`."""
+    if demand.lane:
+        # This lane gets what interactive work leaves.
+        return lanes.total + demand.items - 1
+    return lanes.interactive.ahead_of(demand, enough)
+
+
+def _turns_until_earlier(lanes: _Lanes, demand: Demand, ahead: float, turns: float) -> float:
+    """How many items must leave until `ahead` is smaller by `turns`. At most all.
+
+    What is ahead shrinks with every item while the tenant has some in flight. After that it shrinks
+    only when others have less left than was counted.
+    """
+    room = lanes.room(demand.lane)
+    own_turns = room.held_by(demand.tenant) / room.part_of(demand)
+    if turns > own_turns:
+        turns += max(0.0, lanes.total - (ahead - demand.items + 1))
+    return min(turns + 1, lanes.total)
 
 
 def _full(reason: str, retry_after_s: float) -> Overloaded:

@@ -152,12 +152,7 @@ class Dispatcher:
                 late = failure(in_flight.item.index, request.too_late())
                 self._single_flight.complete(in_flight, ItemCompletion(late, by_worker=False))
             return
-        self._admission.admit(
-            request.model.name,
-            len(missing),
-            remaining_s=state.remaining_s(),
-            lane=request.options.lane,
-        )
+        self._admission.admit(request.demand(len(missing)), remaining_s=state.remaining_s())
         for items in split_into_jobs(request.model, missing):
             job = state.new_job(items)
             job.task = asyncio.create_task(self._send(request, job))
@@ -257,15 +252,13 @@ class Dispatcher:
         # Workers drop expired items quickly, which says nothing about the service rate.
         receipts = [outcome.receipt for outcome in ended if outcome.status != "expired"]
         self._admission.release(
-            request.model.name,
-            len(outcomes),
+            request.demand(len(outcomes)),
             answered=any(receipt.pulled_at_s for receipt in receipts),
             was_late=len(receipts) < len(ended),
             took_s=max(
                 (receipt.inference_ms / 1000 for receipt in receipts if receipt.inference_ms),
                 default=None,
             ),
-            lane=request.options.lane,
         )
 
     def _write_rows(self, state: RequestState) -> None:

@@ -169,6 +169,7 @@ def envelope_of(request: InferenceRequest, api_instance: str) -> Envelope:
         tenant=request.tenant,
         key_id=request.key_id,
         price_share=request.price_share,
+        weight=request.weight,
         received_at_s=request.options.received_at_s,
         deadline_s=request.deadline_s,
         options=request.options,

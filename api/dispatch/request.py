@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
+from api.dispatch.demand import Demand
 from api.errors import ERROR_MAPPINGS
 from shared.catalog import Model
 from shared.catalog_entry import Deadline
@@ -80,6 +81,12 @@ class InferenceRequest:
     """The public part of the caller's API key, for rows."""
     price_share: float = 1.0
     """The part of the list price that it pays."""
+    weight: float = 1.0
+    """The tenant's share of a busy model, from its plan."""
+
+    def demand(self, items: int) -> Demand:
+        """What so many of its items want from the workers."""
+        return Demand(self.model.name, items, self.tenant, self.weight, self.options.lane)
 
     def too_late(self) -> DeadlineExceeded:
         """The error of a request without an answer at its deadline."""

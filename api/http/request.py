@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
+from api.dispatch.demand import Demand
 from api.dispatch.request import InferenceRequest, InferenceResponse, RequestOptions
 from api.http.dependencies import Dependencies, dependencies_of
 from api.http.disconnect import while_connected
@@ -77,6 +78,7 @@ class ApiRequest:
             model=model,
             tenant=self.tenant,
             key_id=self.caller.key_id,
+            weight=self.caller.plan.weight,
             inputs=inputs,
             deadline_s=self.options.answer_by_s(model.deadline),
             is_repeatable=is_repeatable,
@@ -99,9 +101,8 @@ class ApiRequest:
             Overloaded: the items in flight leave no room, or no time until the deadline.
         """
         remaining_s = self.options.answer_by_s(model.deadline) - time.time()
-        self.dependencies.admission.check(
-            model.name, items, remaining_s=remaining_s, lane=self.options.lane
-        )
+        demand = Demand(model.name, items, self.tenant, self.caller.plan.weight, self.options.lane)
+        self.dependencies.admission.check(demand, remaining_s=remaining_s)
 
     @property
     def tenant(self) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from api import metrics
+from api.dispatch.demand import Demand
 from api.dispatch.envelope import build_envelope, encode_message
 from api.dispatch.job_sender import ReplyWaiter
 from api.dispatch.request import RequestOptions
@@ -32,8 +33,16 @@ class NewPrediction:
     options: RequestOptions
     reply_bytes: int
     """The largest size of its reply."""
+    weight: float
+    """The tenant's share of a busy model, from its plan."""
     is_keyed: bool
     """Whether the caller can repeat the request and get the same prediction."""
+
+    @property
+    def demand(self) -> Demand:
+        """What it wants from the workers."""
+        given = self.prediction
+        return Demand(given.model, len(self.items), given.tenant, self.weight, self.options.lane)
 
 
 class PredictionSender:
@@ -60,6 +69,7 @@ class PredictionSender:
             tenant=prediction.tenant,
             key_id=prediction.key_id,
             price_share=1.0 if prediction.price is None else prediction.price.price_share,
+            weight=new.weight,
             received_at_s=prediction.created_at_s,
             deadline_s=prediction.deadline_s,
             options=new.options,

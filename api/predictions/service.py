@@ -92,10 +92,8 @@ class Predictions:
             PredictionIdTaken: another prediction has the id.
             Unavailable: Redis or the broker is out of reach, and nothing was created.
         """
-        model, items, lane = new.prediction.model, len(new.items), new.options.lane
-        self._admission.admit(
-            model, items, remaining_s=new.prediction.deadline_s - time.time(), lane=lane
-        )
+        model, demand = new.prediction.model, new.demand
+        self._admission.admit(demand, remaining_s=new.prediction.deadline_s - time.time())
         creation: Creation | None = None
         try:
             # Registered before the job is published, so no reply can be too early.
@@ -110,9 +108,7 @@ class Predictions:
                 if creation is not None and creation.is_new
                 else None
             )
-            self._admission.release(
-                model, items, answered=took_s is not None, took_s=took_s, lane=lane
-            )
+            self._admission.release(demand, answered=took_s is not None, took_s=took_s)
 
     async def read(self, tenant: str, prediction_id: str) -> PredictionSnapshot:
         """Reads a prediction of this tenant.

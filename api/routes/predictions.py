@@ -262,6 +262,7 @@ async def _create(
             price=price_of(model),
         ),
         _items(model, read.inputs, tenant, is_kept=read.is_repeatable and options.cache_write),
+        weight=call.caller.plan.weight,
         reply_bytes=len(read.inputs) * (model.definition.result_bytes(model) + OUTCOME_BYTES),
         is_keyed=bool(own_id or key),
         options=options,

@@ -58,10 +58,17 @@ class DispatcherHarness:
         """A request under way; it has joined its items after one turn of the event loop."""
         now_s, inputs = time.time(), [TextInput(text) for text in texts]
         request_id = f"req_{random.getrandbits(64):x}"
-        is_repeatable = flags.pop("is_repeatable", True)
+        given = {
+            name: flags.pop(name) for name in ("tenant", "weight", "is_repeatable") if name in flags
+        }
         options = RequestOptions(received_at_s=now_s, **flags)
         request = InferenceRequest(
-            request_id, TEXT_MODEL, "t", inputs, now_s + deadline_in_s, options, is_repeatable
+            request_id=request_id,
+            model=TEXT_MODEL,
+            inputs=inputs,
+            deadline_s=now_s + deadline_in_s,
+            options=options,
+            **{"tenant": "t", **given},
         )
         return asyncio.create_task(self.dispatcher.dispatch(request), name=request_id)
 

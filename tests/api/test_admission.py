@@ -1,13 +1,16 @@
 """Admission alone, with a clock of the test's own and, where it pays, a worker of a few lines."""
 
 import heapq
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api.dispatch.admission import LONGEST_RETRY_S, SHORTEST_RETRY_S, Admission
+from api.dispatch.demand import Demand
 from api.dispatch.service_rate import ServiceRate
 from shared.catalog import Model, read_catalog
 from shared.errors import Overloaded
@@ -33,37 +36,39 @@ def bounded(model: Model, items: int) -> Model:
     return model.model_copy(update={"max_in_flight": items})
 
 
-def refused(admission: Admission, model: str, items: int, **more: object) -> float:
+def refused(
+    admission: Admission, model: str, items: int, remaining_s: float = math.inf, **more: Any
+) -> float:
     """Seconds to wait, as told by the refusal that must come."""
     with pytest.raises(Overloaded) as caught:
-        admission.admit(model, items, **more)  # type: ignore[arg-type]
+        admission.admit(Demand(model, items, **more), remaining_s=remaining_s)
     return caught.value.retry_after_s
 
 
 def test_room_for_one_is_room_for_a_whole_request() -> None:
     admission = Admission(max_in_flight=10)
-    admission.admit("m", 9)
-    admission.admit("m", 2048)
+    admission.admit(Demand("m", 9))
+    admission.admit(Demand("m", 2048))
     refused(admission, "m", 1)
-    admission.release("m", 2048, answered=True)
-    admission.admit("m", 1)
+    admission.release(Demand("m", 2048), answered=True)
+    admission.admit(Demand("m", 1))
     assert admission.in_flight == 10
 
 
 def test_full_model_leaves_room_for_the_others() -> None:
     admission = Admission(100, [bounded(TEXT, 10), IMAGE])
-    admission.admit(TEXT.name, 10)
+    admission.admit(Demand(TEXT.name, 10))
     refused(admission, TEXT.name, 1)
-    admission.admit(IMAGE.name, 1)
+    admission.admit(Demand(IMAGE.name, 1))
 
 
 def test_batch_lane_leaves_room_for_interactive_requests() -> None:
     admission = Admission(1000, [bounded(TEXT, 10)])
-    admission.admit(TEXT.name, 5, lane="batch")
+    admission.admit(Demand(TEXT.name, 5, lane="batch"))
     refused(admission, TEXT.name, 1, lane="batch")
-    admission.admit(TEXT.name, 4)
-    admission.release(TEXT.name, 5, answered=True, lane="batch")
-    admission.admit(TEXT.name, 1, lane="batch")
+    admission.admit(Demand(TEXT.name, 4))
+    admission.release(Demand(TEXT.name, 5, lane="batch"), answered=True)
+    admission.admit(Demand(TEXT.name, 1, lane="batch"))
 
 
 def measured(
@@ -72,16 +77,16 @@ def measured(
     """An admission that saw items leave every `item_s` while others waited; 100 are in flight."""
     clock = Clock()
     admission = Admission(max_in_flight, [bounded(TEXT, max_in_flight)], clock)
-    admission.admit(TEXT.name, 1100)
+    admission.admit(Demand(TEXT.name, 1100))
     for _ in range(1000):
         clock.now_s += item_s
-        admission.release(TEXT.name, 1, answered=True, took_s=service_s)
+        admission.release(Demand(TEXT.name, 1), answered=True, took_s=service_s)
     return admission, clock
 
 
 def test_refused_when_the_backlog_takes_longer_than_the_deadline() -> None:
     admission, _ = measured(0.01)
-    admission.admit(TEXT.name, 1, remaining_s=1.5)
+    admission.admit(Demand(TEXT.name, 1), remaining_s=1.5)
     retry_s = refused(admission, TEXT.name, 1, remaining_s=0.5)
     assert retry_s == pytest.approx(0.82, abs=0.1)
 
@@ -89,36 +94,76 @@ def test_refused_when_the_backlog_takes_longer_than_the_deadline() -> None:
 def test_items_of_the_request_itself_count() -> None:
     admission, _ = measured(0.01)
     refused(admission, TEXT.name, 100, remaining_s=1.5)
-    admission.admit(TEXT.name, 10, remaining_s=1.5)
+    admission.admit(Demand(TEXT.name, 10), remaining_s=1.5)
 
 
 def test_interactive_requests_do_not_wait_for_the_batch_lane() -> None:
     admission, clock = measured(0.01)
     for _ in range(100):
         clock.now_s += 0.01
-        admission.release(TEXT.name, 1, answered=True, took_s=0.05)
-    admission.admit(TEXT.name, 1000, lane="batch")
-    admission.admit(TEXT.name, 1, remaining_s=0.5)
+        admission.release(Demand(TEXT.name, 1), answered=True, took_s=0.05)
+    admission.admit(Demand(TEXT.name, 1000, lane="batch"))
+    admission.admit(Demand(TEXT.name, 1), remaining_s=0.5)
     assert refused(admission, TEXT.name, 1, remaining_s=0.5, lane="batch") > 5
+
+
+def test_time_is_counted_in_fair_order() -> None:
+    """100 items of a busy tenant take a second. Nobody else waits for all of them."""
+    admission, _ = measured(0.01, service_s=0.05)
+    admission.admit(Demand(TEXT.name, 1, "quiet"), remaining_s=0.2)
+    admission.admit(Demand(TEXT.name, 9, "quiet"), remaining_s=0.4)
+    refused(admission, TEXT.name, 1, remaining_s=0.2, tenant="quiet")
+    refused(admission, TEXT.name, 30, remaining_s=0.4, tenant="other")
+    admission.admit(Demand(TEXT.name, 30, "heavy", weight=100.0), remaining_s=0.6)
+
+
+def test_batch_that_runs_is_waited_for_in_any_order() -> None:
+    admission, _ = measured(0.01, service_s=0.5)
+    refused(admission, TEXT.name, 1, remaining_s=0.9, tenant="quiet")
+    admission.admit(Demand(TEXT.name, 1, "quiet"), remaining_s=1.1)
+
+
+def test_time_until_a_large_request_of_a_newcomer_fits() -> None:
+    """30 items of a newcomer and 30 of the 100 others would leave in 0.8 s. What is counted
+    shrinks only when less than 30 of the others are left.
+    """
+    admission, clock = measured(0.01)
+    retry_s = refused(admission, TEXT.name, 30, remaining_s=0.75, tenant="new")
+    assert retry_s > 0.8
+    left = 100
+    while left and clock.now_s < 100 + 11 + retry_s:
+        clock.now_s += 0.01
+        admission.release(Demand(TEXT.name, 1), answered=True, took_s=0.05)
+        left -= 1
+    admission.admit(Demand(TEXT.name, 30, "new"), remaining_s=0.75)
+
+
+def test_refusal_does_not_tell_how_much_others_send() -> None:
+    admission = Admission(10_000, [bounded(TEXT, 100)])
+    admission.admit(Demand(TEXT.name, 777, "busy"))
+    with pytest.raises(Overloaded) as caught:
+        admission.admit(Demand(TEXT.name, 50, "quiet"))
+    assert "777" not in caught.value.message
+    assert "0 of your items" in caught.value.message
 
 
 def test_who_finds_nothing_before_it_is_let_in() -> None:
     admission, _ = measured(1.0)
-    admission.release(TEXT.name, 100, answered=False)
-    admission.admit(TEXT.name, 5, remaining_s=0.01)
+    admission.release(Demand(TEXT.name, 100), answered=False)
+    admission.admit(Demand(TEXT.name, 5), remaining_s=0.01)
 
 
 def test_bursts_of_replies_are_no_measure_of_a_single_one() -> None:
     clock = Clock()
     admission = Admission(10_000, [bounded(TEXT, 10_000)], clock)
-    admission.admit(TEXT.name, 64)
+    admission.admit(Demand(TEXT.name, 64))
     for _ in range(100):
-        admission.admit(TEXT.name, 32)
+        admission.admit(Demand(TEXT.name, 32))
         clock.now_s += 0.32
         for _ in range(32):
-            admission.release(TEXT.name, 1, answered=True, took_s=0.32)
-            admission.admit(TEXT.name, 1, remaining_s=1.6)
-            admission.release(TEXT.name, 1, answered=False)
+            admission.release(Demand(TEXT.name, 1), answered=True, took_s=0.32)
+            admission.admit(Demand(TEXT.name, 1), remaining_s=1.6)
+            admission.release(Demand(TEXT.name, 1), answered=False)
 
 
 def test_slow_arrivals_do_not_look_like_a_slow_worker() -> None:
@@ -129,64 +174,64 @@ def test_slow_arrivals_do_not_look_like_a_slow_worker() -> None:
     admission = Admission(1000, [IMAGE], clock)
     for burst in (10, 10):
         for _ in range(burst):
-            admission.admit(IMAGE.name, 1, remaining_s=60)
+            admission.admit(Demand(IMAGE.name, 1), remaining_s=60)
         clock.now_s += 1.0
         for _ in range(burst):
-            admission.release(IMAGE.name, 1, answered=True, took_s=1.0)
+            admission.release(Demand(IMAGE.name, 1), answered=True, took_s=1.0)
     for _ in range(30):
-        admission.admit(IMAGE.name, 1, remaining_s=60)
+        admission.admit(Demand(IMAGE.name, 1), remaining_s=60)
         clock.now_s += 1.0
-        admission.release(IMAGE.name, 1, answered=True, took_s=1.0)
+        admission.release(Demand(IMAGE.name, 1), answered=True, took_s=1.0)
     for _ in range(10):
-        admission.admit(IMAGE.name, 1, remaining_s=4)
+        admission.admit(Demand(IMAGE.name, 1), remaining_s=4)
 
 
 def test_given_up_items_say_nothing_about_speed() -> None:
     rate = ServiceRate(FirstGuesses())
     admission, clock = measured(0.01)
     clock.now_s += 50
-    admission.release(TEXT.name, 50, answered=False)
-    admission.admit(TEXT.name, 1, remaining_s=60)
+    admission.release(Demand(TEXT.name, 50), answered=False)
+    admission.admit(Demand(TEXT.name, 1), remaining_s=60)
     assert rate.item_s == GUESS_S
 
 
 def test_late_answers_make_it_careful_for_a_while() -> None:
     admission, clock = measured(0.01)
-    admission.admit(TEXT.name, 1, remaining_s=1.6)
+    admission.admit(Demand(TEXT.name, 1), remaining_s=1.6)
     for _ in range(3):
         clock.now_s += 0.06
-        admission.release(TEXT.name, 1, answered=False, was_late=True)
+        admission.release(Demand(TEXT.name, 1), answered=False, was_late=True)
     refused(admission, TEXT.name, 1, remaining_s=1.6)
     for _ in range(9000):
-        admission.admit(TEXT.name, 1)
+        admission.admit(Demand(TEXT.name, 1))
         clock.now_s += 0.01
-        admission.release(TEXT.name, 1, answered=True, took_s=0.05)
-    admission.admit(TEXT.name, 1, remaining_s=1.6)
+        admission.release(Demand(TEXT.name, 1), answered=True, took_s=0.05)
+    admission.admit(Demand(TEXT.name, 1), remaining_s=1.6)
 
 
 def test_standstill_counts_as_waiting() -> None:
     admission, clock = measured(0.01)
-    admission.admit(TEXT.name, 1, remaining_s=3)
+    admission.admit(Demand(TEXT.name, 1), remaining_s=3)
     clock.now_s += 10
     refused(admission, TEXT.name, 1, remaining_s=3)
 
 
 def test_measurements_fade_while_idle() -> None:
     admission, clock = measured(1.0)
-    admission.release(TEXT.name, 100, answered=False)
-    admission.admit(TEXT.name, 10)
+    admission.release(Demand(TEXT.name, 100), answered=False)
+    admission.admit(Demand(TEXT.name, 10))
     refused(admission, TEXT.name, 1, remaining_s=5)
-    admission.release(TEXT.name, 10, answered=False)
+    admission.release(Demand(TEXT.name, 10), answered=False)
     clock.now_s += 3600
-    admission.admit(TEXT.name, 10)
-    admission.admit(TEXT.name, 1, remaining_s=5)
+    admission.admit(Demand(TEXT.name, 10))
+    admission.admit(Demand(TEXT.name, 1), remaining_s=5)
 
 
 def test_retry_is_bounded() -> None:
     admission, _ = measured(10.0)
     assert refused(admission, TEXT.name, 1, remaining_s=5) == LONGEST_RETRY_S
     admission = Admission(max_in_flight=1)
-    admission.admit("m", 1)
+    admission.admit(Demand("m", 1))
     assert refused(admission, "m", 1) == SHORTEST_RETRY_S
 
 
@@ -202,17 +247,17 @@ def test_after_its_wait_a_refused_request_is_let_in(
 ) -> None:
     admission, clock = measured(item_s, service_s=item_s)
     try:
-        admission.admit(TEXT.name, items, remaining_s=remaining_s, lane=lane)
+        admission.admit(Demand(TEXT.name, items, lane=lane), remaining_s=remaining_s)
     except Overloaded as error:
         if error.retry_after_s == LONGEST_RETRY_S:
             return
         ends_s, left = clock.now_s + error.retry_after_s, 100
         while left and clock.now_s + item_s <= ends_s:
             clock.now_s += item_s
-            admission.release(TEXT.name, 1, answered=True, took_s=item_s)
+            admission.release(Demand(TEXT.name, 1), answered=True, took_s=item_s)
             left -= 1
         clock.now_s = ends_s
-        admission.admit(TEXT.name, items, remaining_s=remaining_s, lane=lane)
+        admission.admit(Demand(TEXT.name, items, lane=lane), remaining_s=remaining_s)
 
 
 @settings(deadline=None, max_examples=10)
@@ -241,13 +286,13 @@ def test_overload_leaves_the_workers_busy_and_answers_in_time(
         if ends and ends[0][0] <= next_s:
             clock.now_s, done = heapq.heappop(ends)
             for due_s in done:
-                admission.release(TEXT.name, 1, answered=True, took_s=batch_s)
+                admission.release(Demand(TEXT.name, 1), answered=True, took_s=batch_s)
                 if clock.now_s > warm_s:
                     in_time, late = in_time + (due_s >= clock.now_s), late + (due_s < clock.now_s)
         else:
             clock.now_s, next_s = next_s, next_s + gap_s
             try:
-                admission.admit(TEXT.name, 1, remaining_s=deadline_s)
+                admission.admit(Demand(TEXT.name, 1), remaining_s=deadline_s)
                 waiting.append(clock.now_s + deadline_s)
             except Overloaded:
                 pass

@@ -6,6 +6,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from shared.tasks.embedding import TextInput
+from tests.api.dispatcher_harness import running_dispatcher
 from tests.api.harness import TEXT_MODEL, running_api, settings_for
 from tests.limits import WAIT_LIMIT_S
 
@@ -21,12 +23,6 @@ def texts_of(tenant: str, connection: int, count: int) -> dict[str, object]:
     }
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="admission knows models and lanes but no tenants: whoever comes first fills it;"
-    " fair shares come later",
-)
 async def test_tenant_that_fills_an_instance_leaves_room_for_another(tmp_path: Path) -> None:
     """The worker answers nobody until it is told to, so whatever is refused is refused for what is
     in flight.
@@ -50,8 +46,8 @@ async def test_tenant_that_fills_an_instance_leaves_room_for_another(tmp_path: P
         done, _ = await asyncio.wait(
             busy, timeout=WAIT_LIMIT_S, return_when=asyncio.FIRST_COMPLETED
         )
-        if {one.result().status_code for one in done} != {429}:
-            pytest.fail("its own share is full, and nobody is answered: that much is right today")
+        refused = {one.result().status_code for one in done}
+        assert refused == {429}, "its own share is full, and nobody is answered"
         taken = len(api.worker.jobs)
         quiet = ask("quiet", 0, 1)
         arrived = asyncio.create_task(api.worker.until_taken(taken + 1))
@@ -60,3 +56,10 @@ async def test_tenant_that_fills_an_instance_leaves_room_for_another(tmp_path: P
         answers = await asyncio.gather(quiet, *busy)
         arrived.cancel()
         assert answers[0].status_code == 200, answers[0].text
+
+
+async def test_jobs_carry_the_weight_of_their_tenant(tmp_path: Path) -> None:
+    async with running_dispatcher(tmp_path) as harness:
+        await asyncio.gather(harness.ask("a", weight=4.0), harness.ask("b"))
+        weights = {str(job.body.items[0].input): job.envelope.weight for job in harness.worker.jobs}
+        assert weights == {str(TextInput("a")): 4.0, str(TextInput("b")): 1.0}

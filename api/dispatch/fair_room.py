@@ -1,0 +1,138 @@
+"""Room for a bounded number of items, shared by tenants in proportion to their weights.
+
+Pure: no clock, no I/O. Three rules, from the first that applies:
+
+- While there is more than the reserve left, anyone is let in. So idle room is used.
+- Within the bound, a tenant below its fair share is let in: its weight over the weights of all
+  tenants with items here. A tenant alone has all of the room.
+- Beyond the bound, a tenant is let in up to its guaranteed part, which is its share of the reserve
+  and at least one item. So a small tenant finds room while others fill theirs, even if a single
+  request of them was larger than what was left.
+
+A request is let in with all of its items as soon as one fits. Otherwise large requests would never
+get in beside small ones. Only the guaranteed part counts items exactly. The state has one entry for
+each tenant with items here, and there are at most MOST_OVER times the bound, plus one request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from api.dispatch.demand import Demand
+
+RESERVE = 0.125
+"""The part of the room that only tenants below their fair share may fill.
+
+Items leave at the rate of the workers, so the reserve is what other tenants can send at once,
+before something leaves. An eighth of 512 items is 64 requests of one text. More would be taken from
+a tenant whose neighbors send little.
+"""
+MOST_OVER = 2
+"""Beyond the bound times this, nobody is let in. It takes as many tenants as the bound has
+items."""
+
+
+@dataclass(slots=True)
+class Holding:
+    """The items of one tenant."""
+
+    weight: float
+    items: int = 0
+
+
+class FairRoom:
+    """The items of all tenants in one room.
+
+    Args:
+        bound: how many items it is meant for.
+    """
+
+    def __init__(self, bound: float) -> None:
+        self.bound = bound
+        self.total = 0
+        self.weights = 0.0
+        """Of all tenants with items here."""
+        self._holdings: dict[str, Holding] = {}
+
+    def __len__(self) -> int:
+        """How many tenants have items here."""
+        return len(self._holdings)
+
+    def held_by(self, tenant: str) -> int:
+        """How many items this tenant has here."""
+        holding = self._holdings.get(tenant)
+        return 0 if holding is None else holding.items
+
+    def part_of(self, demand: Demand) -> float:
+        """The weight of its tenant over those of all with items here, itself included."""
+        holding = self._holdings.get(demand.tenant)
+        others = self.weights if holding is None else max(0.0, self.weights - holding.weight)
+        return demand.weight / (others + demand.weight)
+
+    def turns_to_wait(self, demand: Demand) -> float:
+        """How many items must leave before it is let in. 0: now.
+
+        Items leave in fair order. So of all that leave, the tenant's own are its part.
+        """
+        idle = self.bound * (1 - RESERVE)
+        if self.total < idle:
+            return 0.0
+        own, part = self.held_by(demand.tenant), self.part_of(demand)
+        is_below_share = own < self.bound * part
+        if is_below_share and self.total < self.bound:
+            return 0.0
+        guaranteed = max(1.0, self.bound * RESERVE * part)
+        if own + demand.items <= guaranteed and self.total < self.bound * MOST_OVER:
+            return 0.0
+        until_share = 0.0 if is_below_share else (own - self.bound * part + 1) / part
+        until_bound = self.total - self.bound + 1
+        return max(1.0, min(self.total - idle + 1, max(until_share, until_bound)))
+
+    def ahead_of(self, demand: Demand, enough: float) -> float:
+        """How many items leave in fair order before the last one of the demand.
+
+        While n items of a tenant leave, those of another one of the same weight do too, but no more
+        than n (generalized processor sharing: Parekh and Gallager, IEEE/ACM ToN 1(3), 1993).
+
+        Args:
+            demand: not yet let in.
+            enough: up to this number the answer may be too high, which saves time.
+        """
+        holding = self._holdings.get(demand.tenant)
+        own = demand.items + (0 if holding is None else holding.items)
+        others = self.total + demand.items - own
+        if not others:
+            return own - 1
+        rounds = own / demand.weight
+        weights = self.weights - (0.0 if holding is None else holding.weight)
+        most = own - 1 + min(others, rounds * weights)
+        if most <= enough:
+            return most
+        return (
+            own
+            - 1
+            + sum(
+                min(other.items, rounds * other.weight)
+                for other in self._holdings.values()
+                if other is not holding
+            )
+        )
+
+    def take(self, demand: Demand) -> None:
+        """Lets its items in."""
+        holding = self._holdings.get(demand.tenant)
+        if holding is None:
+            holding = self._holdings[demand.tenant] = Holding(demand.weight)
+            self.weights += demand.weight
+        holding.items += demand.items
+        self.total += demand.items
+
+    def release(self, demand: Demand) -> None:
+        """Lets items out that were let in."""
+        holding = self._holdings[demand.tenant]
+        holding.items -= demand.items
+        self.total -= demand.items
+        if not holding.items:
+            del self._holdings[demand.tenant]
+            # Rounding errors end with the last tenant.
+            self.weights = self.weights - holding.weight if self._holdings else 0.0
