@@ -24,7 +24,8 @@ from api.dispatch.reply_inbox import ReplyInbox
 from bench.google_emulator import find_emulator, running_emulator
 from bench.report import Figure, Outcome
 from infra.local.process import Process, free_port, listens
-from shared.messages import ItemOutcome, Receipt, Reply, ReplyBody, encode_reply
+from shared.message_encoding import encode_reply
+from shared.messages import ItemOutcome, Receipt, Reply, ReplyBody
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
 from shared.pubsub.names import jobs_topic_id, workers_subscription_id

@@ -3,7 +3,7 @@
 A **request** is one HTTP call. Its **items** (texts, images) travel in one or more **jobs**. A job
 is one Pub/Sub message, identified by (request_id, part). Everything that routes or identifies a
 message is in its attributes, where filters, the dead-letter function and people with a console can
-use it. The body is JSON and has the items.
+use it. The body is JSON and has the items (shared/message_encoding.py).
 
 A job on the wire:
 
@@ -29,10 +29,6 @@ from shared.errors import PenstockError, UndecodableMessage
 from shared.tasks import Input, Result
 
 SCHEMA_VERSION = "1"
-LONGEST_ATTRIBUTE_BYTES = 1024
-LONGEST_DATA_BYTES = 9 * 1024 * 1024
-"""Pub/Sub takes 10 MB of data and attributes together (https://cloud.google.com/pubsub/quotas)."""
-
 UnixTime = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 """Seconds since 1970, checked where a message is read: a deadline of `nan` would never pass."""
 LEAST_WEIGHT, MOST_WEIGHT = 0.01, 1000.0
@@ -109,7 +105,7 @@ class Envelope(msgspec.Struct, kw_only=True):
         Raises:
             UndecodableMessage: schema or a field is missing or malformed. `field` names it.
         """
-        _check_schema(attributes)
+        check_schema(attributes)
         try:
             return msgspec.convert(dict(attributes), cls, strict=False)
         except msgspec.ValidationError as error:
@@ -194,93 +190,6 @@ class Reply(msgspec.Struct):
     body: ReplyBody
 
 
-_encoder = msgspec.json.Encoder()
-_job_decoder = msgspec.json.Decoder(JobBody)
-_reply_decoder = msgspec.json.Decoder(ReplyBody)
-
-
-def encode_job(job: Job) -> tuple[bytes, dict[str, str]]:
-    """The data and the attributes of the job's message, which `decode_job` can read.
-
-    It decodes the message, which takes microseconds, because callers of an unreadable job would
-    wait in vain.
-
-    Raises:
-        UndecodableMessage: workers could not read it, or Pub/Sub not carry it. `field` says why.
-    """
-    try:
-        data, attributes = _encoder.encode(job.body), job.envelope.to_attributes()
-    except (UnicodeError, OverflowError) as error:
-        raise UndecodableMessage(f"data: {error}", field="data") from error
-    _check_carried(data, attributes)
-    decode_job(data, attributes)
-    return data, attributes
-
-
-def decode_job(data: bytes, attributes: Mapping[str, str]) -> Job:
-    """Reads a job.
-
-    Raises:
-        UndecodableMessage: it is not a job. `field` is "schema", "attributes" or "data".
-    """
-    envelope = Envelope.from_attributes(attributes)
-    try:
-        body = _job_decoder.decode(data)
-    except msgspec.MsgspecError as error:
-        raise UndecodableMessage(f"data: {error}", field="data") from error
-    if not body.items:
-        raise UndecodableMessage("data: a job has at least one item", field="data")
-    if len({item.index for item in body.items}) != len(body.items):
-        raise UndecodableMessage("data: two items have the same index", field="data")
-    return Job(envelope, body)
-
-
-def encode_reply(reply: Reply) -> tuple[bytes, dict[str, str]]:
-    """The data and the attributes of the reply's message."""
-    return encode_reply_body(reply.body), reply_attributes(reply.request_id, reply.part, reply.slot)
-
-
-def reply_attributes(request_id: str, part: int, slot: str) -> dict[str, str]:
-    """The attributes of a reply's message. Its data is what `encode_reply_body` returns."""
-    attributes = {"schema": SCHEMA_VERSION, "request_id": request_id, "part": str(part)}
-    if slot:
-        attributes["slot"] = slot
-    return attributes
-
-
-def encode_reply_body(body: ReplyBody) -> bytes:
-    """The data of a reply's message, as a record keeps it."""
-    return _encoder.encode(body)
-
-
-def decode_reply_body(data: bytes) -> ReplyBody:
-    """Reads what `encode_reply_body` wrote.
-
-    Raises:
-        UndecodableMessage: it is not a reply.
-    """
-    try:
-        return _reply_decoder.decode(data)
-    except msgspec.MsgspecError as error:
-        raise UndecodableMessage(f"reply: {error}", field="data") from error
-
-
-def decode_reply(data: bytes, attributes: Mapping[str, str]) -> Reply:
-    """Reads a reply.
-
-    Raises:
-        UndecodableMessage: it is not a reply.
-    """
-    _check_schema(attributes)
-    try:
-        part = int(attributes["part"])
-        return Reply(
-            attributes["request_id"], part, attributes.get("slot", ""), _reply_decoder.decode(data)
-        )
-    except (KeyError, ValueError, msgspec.MsgspecError) as error:
-        raise UndecodableMessage(f"reply: {error}", field="data") from error
-
-
 def reason_of(outcome: ItemOutcome) -> str:
     """Why an item has no result, in words that name the input where that is at fault."""
     if outcome.error is None:
@@ -300,28 +209,17 @@ def failure(index: int, error: PenstockError, receipt: Receipt | None = None) ->
     )
 
 
-def _check_schema(attributes: Mapping[str, str]) -> None:
+def check_schema(attributes: Mapping[str, str]) -> None:
+    """Refuses messages of another version of the schema.
+
+    Raises:
+        UndecodableMessage: `field` is "schema".
+    """
     if attributes.get("schema") != SCHEMA_VERSION:
         raise UndecodableMessage(
             f"schema is {attributes.get('schema', '')[:40]!r}, not {SCHEMA_VERSION!r}",
             field="schema",
         )
-
-
-def _check_carried(data: bytes, attributes: Mapping[str, str]) -> None:
-    if len(data) > LONGEST_DATA_BYTES:
-        raise UndecodableMessage(
-            f"data: {len(data)} bytes are too long for a message", field="data"
-        )
-    for name, value in attributes.items():
-        # A character has four bytes at most, so only long values are counted.
-        if (
-            len(value) * 4 > LONGEST_ATTRIBUTE_BYTES
-            and len(value.encode()) > LONGEST_ATTRIBUTE_BYTES
-        ):
-            raise UndecodableMessage(
-                f"attributes: {name} is too long for a message", field="attributes"
-            )
 
 
 def _text(value: str | int | float) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from api.dispatch.request import RequestOptions
-from shared.messages import Envelope, Item, Job, JobBody, encode_job
+from shared.message_encoding import encode_job
+from shared.messages import Envelope, Item, Job, JobBody
 
 
 def build_envelope(

@@ -13,7 +13,8 @@ from redis.exceptions import RedisError
 
 from api.dispatch.job_sender import Inbox
 from shared.errors import PenstockError
-from shared.messages import Reply, ReplyBody, encode_reply
+from shared.message_encoding import encode_reply
+from shared.messages import Reply, ReplyBody
 from shared.transport import Publisher
 
 PROBE_LIMIT_S = 2.0

@@ -20,7 +20,8 @@ from shared.errors import (
     Unavailable,
     UndecodableMessage,
 )
-from shared.messages import Reply, decode_reply
+from shared.message_encoding import decode_reply
+from shared.messages import Reply
 from shared.pubsub.names import inbox_topic_id, slot_subscription_id
 from shared.settings import ApiSettings
 from shared.transport import Admin, Message, Subscriber, Subscription

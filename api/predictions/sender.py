@@ -14,7 +14,8 @@ from api.dispatch.envelope import build_envelope, encode_message
 from api.dispatch.job_sender import ReplyWaiter
 from api.dispatch.request import RequestOptions
 from shared.errors import Overloaded, PenstockError, Unavailable
-from shared.messages import Item, ItemError, ReplyBody, encode_reply_body
+from shared.message_encoding import encode_reply_body
+from shared.messages import Item, ItemError, ReplyBody
 from shared.predictions import Prediction
 from shared.pubsub.names import jobs_topic_id
 from shared.stores.records import Records

@@ -11,18 +11,8 @@ from infra import bigquery
 from infra.deploy.rates import ModelRate
 from shared.blob import INLINE_LIMIT_BYTES
 from shared.catalog import Model
-from shared.messages import (
-    Envelope,
-    Item,
-    ItemOutcome,
-    Job,
-    JobBody,
-    Receipt,
-    Reply,
-    ReplyBody,
-    encode_job,
-    encode_reply,
-)
+from shared.message_encoding import encode_job, encode_reply
+from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, Receipt, Reply, ReplyBody
 from shared.tasks import Input, Result
 from shared.usage.row import row_of
 

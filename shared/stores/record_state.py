@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from shared.messages import ReplyBody, decode_reply_body
+from shared.message_encoding import decode_reply_body
+from shared.messages import ReplyBody
 
 State = Literal["starting", "processing", "succeeded", "failed", "canceled"]
 OVER: frozenset[State] = frozenset({"succeeded", "failed", "canceled"})

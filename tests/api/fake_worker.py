@@ -18,19 +18,8 @@ from PIL import Image
 from shared.blob import Blob
 from shared.catalog import Model
 from shared.errors import BadInput, DeadlineExceeded, ModelFailed
-from shared.messages import (
-    Item,
-    ItemError,
-    ItemOutcome,
-    Job,
-    Receipt,
-    Reply,
-    ReplyBody,
-    decode_job,
-    encode_reply,
-    encode_reply_body,
-    failure,
-)
+from shared.message_encoding import decode_job, encode_reply, encode_reply_body
+from shared.messages import Item, ItemError, ItemOutcome, Job, Receipt, Reply, ReplyBody, failure
 from shared.pubsub.names import jobs_topic_id, workers_subscription_id
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore, object_key

@@ -15,7 +15,8 @@ import pytest
 
 from api.dispatch.reply_inbox import REPLIES
 from shared.errors import Overloaded, Unavailable
-from shared.messages import ItemOutcome, Receipt, Reply, ReplyBody, encode_reply, encode_reply_body
+from shared.message_encoding import encode_reply, encode_reply_body
+from shared.messages import ItemOutcome, Receipt, Reply, ReplyBody
 from shared.tasks.embedding import EmbeddingResult, TextInput
 from tests.api.dispatcher_harness import (
     DispatcherHarness,

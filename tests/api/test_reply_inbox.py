@@ -14,7 +14,8 @@ from prometheus_client import REGISTRY
 from api.dispatch.inbox_lease import InboxLost
 from api.dispatch.reply_inbox import PendingReply, ReplyInbox
 from shared.errors import ConfigurationError, DeadlineExceeded, Unavailable
-from shared.messages import ItemOutcome, Receipt, Reply, ReplyBody, encode_reply
+from shared.message_encoding import encode_reply
+from shared.messages import ItemOutcome, Receipt, Reply, ReplyBody
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
 from shared.pubsub.reply_inbox import make_inbox

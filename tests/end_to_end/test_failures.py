@@ -16,7 +16,8 @@ import pytest
 import redis
 
 from infra.local.stack import Stack
-from shared.messages import Envelope, ReplyBody, decode_reply
+from shared.message_encoding import decode_reply
+from shared.messages import Envelope, ReplyBody
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
 from shared.pubsub.names import dead_letter_subscription_id, jobs_topic_id

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from shared.messages import ItemOutcome, Receipt, ReplyBody, encode_reply_body
+from shared.message_encoding import encode_reply_body
+from shared.messages import ItemOutcome, Receipt, ReplyBody
 from shared.pubsub.names import WEBHOOKS_SUBSCRIPTION_ID, inbox_topic_id
 from shared.stores.cache import ResultCache
 from shared.stores.records import LATE_LOOK_S

@@ -20,7 +20,8 @@ from safetensors.numpy import load_file, save_file
 
 from shared.catalog import Model, read_catalog
 from shared.catalog_entry import Cache
-from shared.messages import Envelope, Item, Job, JobBody, decode_reply, encode_job
+from shared.message_encoding import decode_reply, encode_job
+from shared.messages import Envelope, Item, Job, JobBody
 from shared.pubsub.names import (
     BATCH_FILTER,
     batch_subscription_id,

@@ -12,7 +12,8 @@ import pytest
 
 from infra.local.redis_server import RedisServer
 from shared.errors import ModelFailed
-from shared.messages import ReplyBody, encode_reply_body, failure
+from shared.message_encoding import encode_reply_body
+from shared.messages import ReplyBody, failure
 from shared.pubsub.names import (
     WEBHOOKS_SUBSCRIPTION_ID,
     dead_letter_subscription_id,

@@ -15,7 +15,8 @@ from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.catalog import Model
 from shared.catalog_entry import Batch, Cache, Price
 from shared.errors import BadInput, Canceled, ModelFailed, PenstockError, Unavailable
-from shared.messages import Envelope, Item, Job, JobBody, Reply, decode_reply, encode_job
+from shared.message_encoding import decode_reply, encode_job
+from shared.messages import Envelope, Item, Job, JobBody, Reply
 from shared.pubsub.names import (
     BATCH_FILTER,
     INTERACTIVE_FILTER,

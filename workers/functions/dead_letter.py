@@ -26,17 +26,8 @@ from shared.errors import (
     UndecodableMessage,
     UnknownModel,
 )
-from shared.messages import (
-    Envelope,
-    ItemError,
-    Reply,
-    ReplyBody,
-    decode_job,
-    decode_reply_body,
-    encode_reply,
-    encode_reply_body,
-    failure,
-)
+from shared.message_encoding import decode_job, decode_reply_body, encode_reply, encode_reply_body
+from shared.messages import Envelope, ItemError, Reply, ReplyBody, failure
 from shared.pubsub.names import WEBHOOKS_TOPIC_ID
 from shared.salvage import salvage_envelope
 from shared.stores.record_state import Finish, record_id

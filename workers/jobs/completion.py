@@ -14,7 +14,8 @@ import time
 
 from shared.catalog import Model
 from shared.errors import PenstockError, Unavailable
-from shared.messages import ItemOutcome, ReplyBody, decode_reply_body, encode_reply_body
+from shared.message_encoding import decode_reply_body, encode_reply_body
+from shared.messages import ItemOutcome, ReplyBody
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.record_state import Claim

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 
 from shared.catalog import Model
 from shared.errors import PenstockError, UndecodableMessage
-from shared.messages import Item, decode_job, failure
+from shared.message_encoding import decode_job
+from shared.messages import Item, failure
 from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records

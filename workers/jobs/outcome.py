@@ -11,7 +11,8 @@ from typing import Literal
 import msgspec
 
 from shared.errors import Canceled, PenstockError, Unavailable, error_for_code
-from shared.messages import Item, ItemError, ItemOutcome, ReplyBody, decode_reply_body, failure
+from shared.message_encoding import decode_reply_body
+from shared.messages import Item, ItemError, ItemOutcome, ReplyBody, failure
 from shared.stores.record_state import Finish
 from workers.job import NOT_SENT, PulledJob
 

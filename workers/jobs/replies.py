@@ -6,7 +6,8 @@ import logging
 import time
 
 from shared.errors import BadInput, PenstockError, UndecodableMessage
-from shared.messages import Envelope, ItemError, ReplyBody, encode_reply_body, reply_attributes
+from shared.message_encoding import encode_reply_body, reply_attributes
+from shared.messages import Envelope, ItemError, ReplyBody
 from shared.pubsub.names import dead_letter_topic_id
 from shared.salvage import salvage_envelope
 from shared.transport import Message, Publisher, Subscription

@@ -31,7 +31,8 @@ from infra import bigquery
 from infra.emulators.pubsub.state.filter import parse_filter
 from infra.local.provision import provision
 from shared.catalog import read_catalog
-from shared.messages import Envelope, Reply, ReplyBody, encode_reply
+from shared.message_encoding import encode_reply
+from shared.messages import Envelope, Reply, ReplyBody
 from shared.pubsub.names import batch_subscription_id, workers_subscription_id
 from shared.transport import SubscriptionSettings
 from tests.infra.deploy.manifests import Objects, of_kind, pod, settings_of

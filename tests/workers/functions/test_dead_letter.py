@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.messages import ReplyBody, encode_reply_body
+from shared.message_encoding import encode_reply_body
+from shared.messages import ReplyBody
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.functions.receiver import Receiver
 from tests.workers.functions.world import World

@@ -11,7 +11,8 @@ import pytest
 from openai import InvalidWebhookSignatureError, OpenAI
 
 from infra.local.process import free_port
-from shared.messages import ItemOutcome, Receipt, ReplyBody, encode_reply_body
+from shared.message_encoding import encode_reply_body
+from shared.messages import ItemOutcome, Receipt, ReplyBody
 from shared.tasks.embedding import EmbeddingResult
 from shared.webhooks import tenant_secrets
 from tests.workers.functions.conftest import SECRETS
