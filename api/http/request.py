@@ -15,9 +15,9 @@ from api.dispatch.demand import Demand
 from api.dispatch.request import InferenceRequest, InferenceResponse, RequestOptions
 from api.http.dependencies import Dependencies, dependencies_of
 from api.http.disconnect import while_connected
-from api.http.json_limits import check_amount
 from api.http.middleware import RequestContext, context_of
 from api.http.request_options import read_options
+from api.inputs.json_limits import check_amount
 from shared.catalog import Model
 from shared.errors import BadInput
 from shared.tasks import Input

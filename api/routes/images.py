@@ -7,24 +7,29 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.endpoints.images import (
+    consecutive,
+    first_of,
+    model_of,
+    read_image,
+    results_of,
+    size_in,
+)
 from api.http.disconnect import while_connected
 from api.http.edit_body import read_edit
 from api.http.fast_route import FastRoute
 from api.http.openapi import inference_body, inference_responses
 from api.http.openapi_headers import TRUNCATED_HEADER
 from api.http.request import ApiRequest, open_request
-from api.inputs.image_params import check_strength, first_image, size_of
+from api.inputs.image_params import check_strength, first_image
 from api.schemas.openai import EditBody, EditForm, GenerationBody
 from api.schemas.openai_replies import ImageItem, ImagesReply
-from shared.blob import Blob
 from shared.catalog import Model
-from shared.errors import PenstockError
 from shared.predictions import MEDIA_TYPES
-from shared.stores.objects import ObjectStore, object_key
+from shared.stores.objects import object_key
 from shared.tasks.image import ImageInput, ImageResult
 
 router = APIRouter(route_class=FastRoute)
-RESULT_LIMIT_BYTES = 64 * 1024 * 1024
 
 
 @router.post(
@@ -41,8 +46,7 @@ async def create_images(request: Request) -> Response:
     call = open_request(request)
     body = await call.read_json(GenerationBody)
     model = _find_model(call, body)
-    first = first_image(body, model, _size(body, model) or (model.image.width, model.image.height))
-    return await _answer(call, body, model, first)
+    return await _answer(call, body, model, first_of(body, model))
 
 
 @router.post(
@@ -65,7 +69,7 @@ async def edit_image(request: Request) -> Response:
         call.dependencies.image_codec,
         call.options.answer_by_s(model.deadline),
     )
-    preparing = image_codec.prepare_source(data, _size(body, model), model.image, deadline_s)
+    preparing = image_codec.prepare_source(data, size_in(body, model), model.image, deadline_s)
     source, size = await while_connected(request.receive, preparing)
     first = first_image(body, model, size)
     check_strength(first.steps, body.strength)
@@ -75,17 +79,9 @@ async def edit_image(request: Request) -> Response:
 
 
 def _find_model(call: ApiRequest, body: GenerationBody | EditForm) -> Model:
-    catalog = call.dependencies.catalog
-    model = (
-        catalog.find(body.model, "image") if body.model is not None else catalog.default("image")
-    )
+    model = model_of(body, call.dependencies.catalog)
     call.context.model = model.name
     return model
-
-
-def _size(body: GenerationBody | EditForm, model: Model) -> tuple[int, int] | None:
-    """The requested width and height. None for `auto`."""
-    return None if body.size == "auto" else size_of(body.size, model)
 
 
 async def _answer(
@@ -94,14 +90,11 @@ async def _answer(
     """Computes n images with consecutive seeds, and answers with them."""
     key_seed = call.context.key_seed
     start = first.seed if body.seed is not None or key_seed is None else key_seed
-    inputs = [msgspec.structs.replace(first, seed=start + number) for number in range(body.n)]
+    inputs = consecutive(first, start, body.n)
     # A random seed never comes again, so its image is not worth a place in the cache.
     is_repeatable = body.seed is not None or key_seed is not None
     response = await call.infer(model, inputs, is_repeatable=is_repeatable)
-    results = [outcome.result for outcome in response.outcomes]
-    images = [result for result in results if isinstance(result, ImageResult)]
-    if len(images) < len(results):
-        raise PenstockError(f"{model.name} gave a result that is no image; this is a bug")
+    images = results_of(response.outcomes, model)
     headers = call.context.headers
     headers["x-penstock-seed"] = ",".join(str(result.seed) for result in images)
     if (truncated := ImageResult.count_truncated(images)) is not None:
@@ -120,7 +113,7 @@ async def _encode(
     stored_key = result.image.object_key
     if body.response_format == "url" and body.output_format == "png" and stored_key is not None:
         return ImageItem(result.seed, url=call.link_to(stored_key, result.image.media_type))
-    png = await _read(objects, result.image)
+    png = await read_image(objects, result.image)
     encoding = call.dependencies.image_codec.encode(
         png, body.output_format, body.output_compression, deadline_s, is_new=False
     )
@@ -131,11 +124,3 @@ async def _encode(
     key = object_key("results", data, media_type)
     await objects.put(key, data, media_type)
     return ImageItem(result.seed, url=call.link_to(key, media_type))
-
-
-async def _read(objects: ObjectStore, image: Blob) -> bytes:
-    if image.data is not None:
-        return image.data
-    if image.object_key is None:
-        raise PenstockError("an image has neither bytes nor a key; this is a bug")
-    return await objects.get(image.object_key, RESULT_LIMIT_BYTES)

@@ -13,10 +13,10 @@ from starlette.responses import Response
 
 from api.errors import NotFound
 from api.http.edit_body import MOST_FIELDS
-from api.http.json_limits import object_in
 from api.http.openapi import AUTHENTICATED, problems, success
 from api.http.request import ApiRequest, authenticate
 from api.inputs.files import File
+from api.inputs.json_limits import object_in
 from api.predictions.versions import OWNER, find_version, version_of
 from api.problem_details import ProblemRoute
 from api.routes.replicate_bodies import model_body, version_body

@@ -1,0 +1,117 @@
+"""Embeddings in OpenAI's shape: from a checked body to inputs, and from outcomes to a reply."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from api.endpoints.base import Endpoint, LineRequest, ReplyTools
+from api.inputs.texts import text_inputs
+from api.schemas.openai import EmbeddingsBody
+from api.schemas.openai_replies import EmbeddingItem, EmbeddingsReply, Usage
+from shared.catalog import Catalog, Model
+from shared.errors import BadInput, PenstockError
+from shared.messages import ItemOutcome
+from shared.tasks.embedding import EmbeddingResult, TextInput, TokensInput
+
+FLOAT_BYTES = 22
+"""A coordinate in JSON, at most."""
+_REPLY_BYTES = 256
+_encoder = msgspec.json.Encoder()
+
+
+class EmbeddingsEndpoint(Endpoint):
+    """Lines whose body is that of POST /v1/embeddings."""
+
+    path = "/v1/embeddings"
+
+    def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
+        """One item for each text."""
+        body = EmbeddingsBody.model_validate_json(data, strict=True)
+        model = catalog.find(body.model, "embedding")
+        dimensions = kept_dimensions(body, model)
+        inputs = inputs_of(body, model)
+        bytes_each = dimensions * FLOAT_BYTES if body.encoding_format == "float" else dimensions * 6
+        return LineRequest(body, model, inputs, True, _REPLY_BYTES + len(inputs) * bytes_each)
+
+    async def reply(
+        self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
+    ) -> bytes:
+        """The vectors as the body asks for them."""
+        body = cast(EmbeddingsBody, request.body)
+        return _encoder.encode(embeddings_reply(body, request.model, outcomes))
+
+
+def inputs_of(body: EmbeddingsBody, model: Model) -> list[TextInput | TokensInput]:
+    """The items of a body.
+
+    Raises:
+        BadInput: the model can't compute them.
+    """
+    return text_inputs(
+        body.input, model, truncate=body.truncate or "none", tokenizer=body.tokenizer
+    )
+
+
+def kept_dimensions(body: EmbeddingsBody, model: Model) -> int:
+    """How many dimensions of each vector the caller wants.
+
+    Raises:
+        BadInput: more than the model has.
+    """
+    assert model.dimensions is not None, (
+        "the catalog refuses embedding models without; this is a bug"
+    )
+    if body.dimensions is not None and body.dimensions > model.dimensions:
+        raise BadInput(
+            f"dimensions: {model.name} has {model.dimensions}, not {body.dimensions}",
+            field="dimensions",
+        )
+    return body.dimensions or model.dimensions
+
+
+def embeddings_reply(
+    body: EmbeddingsBody, model: Model, outcomes: Sequence[ItemOutcome]
+) -> EmbeddingsReply:
+    """The reply to a body, all of whose items have a result.
+
+    With `truncate` each vector says how many tokens of its text were cut.
+    """
+    results = [outcome.result for outcome in outcomes]
+    found = [result for result in results if isinstance(result, EmbeddingResult)]
+    if len(found) < len(results):
+        raise PenstockError(f"{model.name} gave a result that is no vector; this is a bug")
+    dimensions, as_floats = kept_dimensions(body, model), body.encoding_format == "float"
+    vectors = [result.vector for result in found]
+    embeddings: Sequence[bytes | list[float]] = vectors
+    if as_floats or dimensions != model.dimensions:
+        matrix = _matrix(vectors, model, dimensions)
+        embeddings = (
+            [row.tolist() for row in matrix] if as_floats else [row.tobytes() for row in matrix]
+        )
+    tokens = sum(result.tokens for result in found)
+    items = [EmbeddingItem(index, embedding) for index, embedding in enumerate(embeddings)]
+    if body.truncate:
+        for item, result in zip(items, found, strict=True):
+            item.truncated_tokens = result.truncated_tokens
+    return EmbeddingsReply(items, model.name, Usage(tokens, tokens))
+
+
+def _matrix(vectors: Sequence[bytes], model: Model, dimensions: int) -> NDArray[np.float32]:
+    """The vectors as an (n, dimensions) matrix.
+
+    Cut vectors are normalized again, as in OpenAI's API.
+    """
+    matrix = np.frombuffer(b"".join(vectors), dtype="<f4").reshape(len(vectors), -1)
+    if dimensions == model.dimensions:
+        return matrix
+    cut = matrix[:, :dimensions]
+    lengths = np.linalg.norm(cut, axis=1, keepdims=True)
+    scaled: NDArray[np.float32] = np.divide(
+        cut, np.where(lengths > 0, lengths, 1), dtype=np.float32
+    )
+    return scaled
