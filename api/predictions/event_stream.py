@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from api.predictions.service import POLL_S, Predictions, PredictionSnapshot
+from api.predictions.creation import POLL_S, PredictionSnapshot
+from api.predictions.service import Predictions
 from api.shares import share_of
 from shared.errors import Overloaded
 from shared.predictions import error_of, logs_of, output_of

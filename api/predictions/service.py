@@ -9,28 +9,23 @@ it, as a last resort against lost jobs.
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
-from typing import NamedTuple
 
 from api import metrics
 from api.dispatch.admission import Admission
 from api.dispatch.job_sender import Inbox, ReplyWaiter
 from api.errors import NotFound
+from api.predictions.creation import Creation, PredictionSnapshot
 from api.predictions.sender import NewPrediction, PredictionSender, failed_reply
-from shared.errors import BadInput, DeadlineExceeded, PenstockError, Unavailable
-from shared.predictions import Prediction, decode_document, encode_document, record_of
+from shared.errors import BadInput, DeadlineExceeded, Unavailable
+from shared.predictions import decode_document, encode_document, record_of
 from shared.stores.record_state import Record
 from shared.stores.records import Records
 
-log = logging.getLogger(__name__)
-
-POLL_S = 0.5
-"""How often waiting requests read the record: a cancel sends no reply, and replies may get lost."""
 GRACE_S = 5.0
 """How long after its deadline a worker may still end a prediction."""
 CREATOR_PUBLISHES_S = 2.0
@@ -43,13 +38,6 @@ _GENERATED_ID = re.compile(r"pred_[0-9a-f]{24}")
 
 class PredictionIdTaken(BadInput):
     """This id, or this Idempotency-Key, belongs to a prediction of another input."""
-
-
-class PredictionSnapshot(NamedTuple):
-    """A prediction and its record, as last read."""
-
-    prediction: Prediction
-    record: Record
 
 
 class Predictions:
@@ -100,14 +88,10 @@ class Predictions:
             with self._register_waiter(new.prediction.record, waits=waits) as waiter:
                 is_new, snapshot = await self._create(new, waiter)
                 metrics.PREDICTIONS.labels(model, "created" if is_new else "found").inc()
-                creation = Creation(self, snapshot, waiter, is_new=is_new)
+                creation = Creation(snapshot, self.refresh, waiter, is_new=is_new)
                 yield creation
         finally:
-            took_s = (
-                _took_s(creation.snapshot.record)
-                if creation is not None and creation.is_new
-                else None
-            )
+            took_s = creation.snapshot.took_s if creation is not None and creation.is_new else None
             self._admission.release(demand, answered=took_s is not None, took_s=took_s)
 
     async def read(self, tenant: str, prediction_id: str) -> PredictionSnapshot:
@@ -223,7 +207,7 @@ class Predictions:
                 f"{prediction.id} is the id of another prediction, with another input", field="id"
             )
         snapshot = await self._wait_for_publish(snapshot)
-        if _is_unpublished(snapshot):
+        if snapshot.is_unpublished:
             # The prediction as first created: its rows have the times and ids of its record.
             await self._sender.send(replace(new, prediction=snapshot.prediction), waiter)
         return False, snapshot
@@ -231,7 +215,7 @@ class Predictions:
     async def _wait_for_publish(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
         """Waits until the job is published, or its creator has had the time to do it."""
         while (
-            _is_unpublished(snapshot)
+            snapshot.is_unpublished
             and time.time() < snapshot.record.created_at_s + CREATOR_PUBLISHES_S
         ):
             await asyncio.sleep(CREATOR_POLL_S)
@@ -254,58 +238,3 @@ class Predictions:
             events = prediction.webhook_events
             await self._sender.webhooks.try_publish(prediction.record, events, "completed")
         return PredictionSnapshot(prediction, await self._records.read(prediction.record) or record)
-
-
-class Creation:
-    """A prediction that was created (`is_new`) or found, and its latest `snapshot`."""
-
-    def __init__(
-        self,
-        predictions: Predictions,
-        snapshot: PredictionSnapshot,
-        waiter: ReplyWaiter | None,
-        *,
-        is_new: bool,
-    ) -> None:
-        self._predictions = predictions
-        self._waiter = waiter
-        self.snapshot = snapshot
-        self.is_new = is_new
-
-    async def wait(self, limit_s: float) -> None:
-        """Waits for the end of the prediction, at most `limit_s`. Updates `snapshot`."""
-        # The limit includes reads: a Redis that hangs must not delay the answer beyond it.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, limit_s)):
-                while not self.snapshot.record.is_over:
-                    await self._pause()
-                    self.snapshot = await self._predictions.refresh(self.snapshot)
-
-    async def _pause(self) -> None:
-        """Waits for the reply, at most POLL_S. There is only one reply."""
-        try:
-            if self._waiter is not None:
-                await self._waiter.reply(POLL_S)
-                self._waiter = None
-                return
-        except DeadlineExceeded:
-            return
-        except PenstockError as error:
-            log.debug("no reply will come", extra={"reason": error.message})
-            self._waiter = None
-        await asyncio.sleep(POLL_S)
-
-
-def _is_unpublished(snapshot: PredictionSnapshot) -> bool:
-    return snapshot.record.state == "starting" and not snapshot.record.published
-
-
-def _took_s(record: Record) -> float | None:
-    """The time that the model took. None if no model ran."""
-    outcomes = record.reply.outcomes if record.reply is not None else []
-    times_ms = [
-        outcome.receipt.inference_ms
-        for outcome in outcomes
-        if outcome.receipt.inference_ms is not None
-    ]
-    return max(times_ms) / 1000 if times_ms else None

@@ -7,12 +7,7 @@ differ in who adds it.
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-import json
 import re
-import secrets
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -20,7 +15,6 @@ from fastapi import APIRouter, Path, Query
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from api.dispatch.job_sender import OUTCOME_BYTES
 from api.http import openapi
 from api.http.dependencies import Dependencies
 from api.http.disconnect import while_connected
@@ -28,23 +22,17 @@ from api.http.fast_route import IS_HEAD
 from api.http.idempotency import REPLAYED
 from api.http.openapi_headers import LAST_EVENT_ID
 from api.http.request import ApiRequest, authenticate, open_request
-from api.inputs.source_pictures import Caller
+from api.predictions.creation import PredictionSnapshot
 from api.predictions.event_stream import KINDS
-from api.predictions.sender import NewPrediction
-from api.predictions.service import CALLER_ID, PredictionSnapshot
-from api.predictions.versions import OWNER, find_version, version_of
+from api.predictions.service import CALLER_ID
+from api.predictions.versions import OWNER, find_version
 from api.problem_details import ProblemRoute
-from api.schemas.replicate import LONGEST_URL, PredictionBody, VersionedBody
+from api.routes.prediction_request import read_prediction
+from api.schemas.replicate import PredictionBody, VersionedBody
 from api.schemas.replicate_replies import PredictionReply, PredictionsPage
-from api.tasks import read_inputs
 from shared.catalog import Model
 from shared.errors import BadInput
-from shared.messages import Item
-from shared.predictions import Prediction, body_of, record_of
-from shared.stores.cache import cache_key
-from shared.tasks import Input
-from shared.usage.charge import price_of
-from shared.webhook_urls import WebhookUrlForbidden, parse_webhook_url
+from shared.predictions import body_of
 
 router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
 
@@ -222,69 +210,18 @@ async def _create(
     own_id: str = "",
     deployment: str = "",
 ) -> Response:
-    dependencies, context, options, tenant = (
-        call.dependencies,
-        call.context,
-        call.options,
-        call.tenant,
-    )
+    dependencies, context = call.dependencies, call.context
     context.model = model.name
-    base_url = call.base_url
-    key, wait_s = options.idempotency_key, max(0.0, options.wait_s - EARLY_S)
-    deadline_s = options.done_by_s(model.deadline)
-    caller = Caller(tenant, base_url, deadline_s)
-    reading = read_inputs(body.input, model, caller, dependencies.source_pictures)
-    read = await while_connected(call.http.receive, reading)
-    prediction_id, record = _ids(tenant, own_id, key)
-    webhook, webhook_events = _webhook_of(
-        body, allow_private=dependencies.settings.webhooks_private
+    new = await read_prediction(
+        call, body, model, owner=owner, own_id=own_id, deployment=deployment
     )
-    new = NewPrediction(
-        Prediction(
-            id=prediction_id,
-            record=record,
-            tenant=tenant,
-            model=model.name,
-            owner=owner,
-            version=version_of(model),
-            input=read.shown,
-            is_list=read.is_list,
-            output_format=read.output_format,
-            webhook=webhook,
-            webhook_events=webhook_events,
-            deployment=deployment,
-            base_url=base_url,
-            created_at_s=context.received_at_s,
-            deadline_s=deadline_s,
-            digest=await _digest(body, model),
-            client_request_id=context.client_request_id,
-            key_id=call.caller.key_id,
-            price=price_of(model),
-        ),
-        _items(model, read.inputs, tenant, is_kept=read.is_repeatable and options.cache_write),
-        weight=call.caller.plan.weight,
-        reply_bytes=len(read.inputs) * (model.definition.result_bytes(model) + OUTCOME_BYTES),
-        is_keyed=bool(own_id or key),
-        options=options,
-    )
+    wait_s = max(0.0, call.options.wait_s - EARLY_S)
     async with dependencies.predictions.creating(new, waits=wait_s > 0) as creation:
         if wait_s:
             # A caller that hangs up leaves here, and the prediction continues.
             waiting = creation.wait(wait_s - context.total_ms / 1000)
             await while_connected(call.http.receive, waiting)
     return _created(dependencies, creation.snapshot, is_new=creation.is_new)
-
-
-def _webhook_of(body: PredictionBody, *, allow_private: bool) -> tuple[str, tuple[str, ...]]:
-    """The webhook URL and its events. Refuses URLs that could never be delivered to."""
-    url, events = body.webhook_target
-    if url:
-        field = "webhook" if body.webhook else "webhook_completed"
-        try:
-            parse_webhook_url(url, allow_private=allow_private)
-        except WebhookUrlForbidden as error:
-            raise BadInput(f"{field}: {error.message}", field=field) from error
-    return url, events
 
 
 def _created(dependencies: Dependencies, snapshot: PredictionSnapshot, *, is_new: bool) -> Response:
@@ -307,40 +244,6 @@ def _json(
     body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
     return Response(msgspec.json.encode(body), status, headers, "application/json")
-
-
-def _ids(tenant: str, own_id: str, key: str) -> tuple[str, str]:
-    """The prediction id and the record id: from the caller, from an Idempotency-Key, or new."""
-    if own_id:
-        return own_id, record_of(tenant, own_id)
-    if key:
-        digest = hashlib.blake2b(f"{tenant}\n{key}".encode(), digest_size=12)
-        return f"pred_{digest.hexdigest()}", f"pred_{digest.hexdigest()}"
-    made = f"pred_{secrets.token_hex(12)}"
-    return made, made
-
-
-async def _digest(body: PredictionBody, model: Model) -> str:
-    """A digest of the body and the model. Equal requests have the same."""
-    given = body.model_dump(exclude={"version"})
-    image = given["input"].get("image")
-    if isinstance(image, str) and len(image) > LONGEST_URL:
-        # Encoding 20 MB of image as JSON would block the event loop for 130 ms, so its digest
-        # replaces it.
-        given["input"]["image"] = await asyncio.to_thread(_digest_of, image)
-    return _digest_of(json.dumps([model.name, given], sort_keys=True))
-
-
-def _digest_of(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _items(model: Model, inputs: Sequence[Input], tenant: str, *, is_kept: bool) -> list[Item]:
-    keeps = is_kept and model.cache.ttl_s > 0
-    return [
-        Item(index, given, cache_key(model, given, tenant) if keeps else None)
-        for index, given in enumerate(inputs)
-    ]
 
 
 def _owner(version: str) -> str:

@@ -1,0 +1,93 @@
+"""A prediction as its creator sees it: its latest snapshot, and how to wait for its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from api.dispatch.job_sender import ReplyWaiter
+from shared.errors import DeadlineExceeded, PenstockError
+from shared.predictions import Prediction
+from shared.stores.record_state import Record
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5
+"""How often waiting requests read the record: a cancel sends no reply, and replies may get lost."""
+
+
+class PredictionSnapshot(NamedTuple):
+    """A prediction and its record, as last read."""
+
+    prediction: Prediction
+    record: Record
+
+    @property
+    def is_unpublished(self) -> bool:
+        """Whether the broker may not have the job."""
+        return self.record.state == "starting" and not self.record.published
+
+    @property
+    def took_s(self) -> float | None:
+        """The time that the model took. None if no model ran."""
+        reply = self.record.reply
+        outcomes = reply.outcomes if reply is not None else []
+        times_ms = [
+            outcome.receipt.inference_ms
+            for outcome in outcomes
+            if outcome.receipt.inference_ms is not None
+        ]
+        return max(times_ms) / 1000 if times_ms else None
+
+
+Refresh = Callable[[PredictionSnapshot], Awaitable[PredictionSnapshot]]
+
+
+class Creation:
+    """A prediction that was created (`is_new`) or found, and its latest `snapshot`.
+
+    Args:
+        snapshot: as created or found.
+        refresh: reads it again.
+        waiter: gets the reply to this instance. None: only the record tells.
+        is_new: whether this request created it.
+    """
+
+    def __init__(
+        self,
+        snapshot: PredictionSnapshot,
+        refresh: Refresh,
+        waiter: ReplyWaiter | None,
+        *,
+        is_new: bool,
+    ) -> None:
+        self._refresh = refresh
+        self._waiter = waiter
+        self.snapshot = snapshot
+        self.is_new = is_new
+
+    async def wait(self, limit_s: float) -> None:
+        """Waits for the end of the prediction, at most `limit_s`. Updates `snapshot`."""
+        # The limit includes reads: a Redis that hangs must not delay the answer beyond it.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, limit_s)):
+                while not self.snapshot.record.is_over:
+                    await self._pause()
+                    self.snapshot = await self._refresh(self.snapshot)
+
+    async def _pause(self) -> None:
+        """Waits for the reply, at most POLL_S. There is only one reply."""
+        try:
+            if self._waiter is not None:
+                await self._waiter.reply(POLL_S)
+                self._waiter = None
+                return
+        except DeadlineExceeded:
+            return
+        except PenstockError as error:
+            log.debug("no reply will come", extra={"reason": error.message})
+            self._waiter = None
+        await asyncio.sleep(POLL_S)

@@ -1,0 +1,140 @@
+"""Reads the request that creates a prediction into a NewPrediction.
+
+It checks what the body names, stores the source image, and gives the prediction its id and digest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import secrets
+from collections.abc import Sequence
+
+from api.dispatch.job_sender import OUTCOME_BYTES
+from api.http.disconnect import while_connected
+from api.http.request import ApiRequest
+from api.inputs.source_pictures import Caller
+from api.predictions.sender import NewPrediction
+from api.predictions.versions import version_of
+from api.schemas.replicate import LONGEST_URL, PredictionBody
+from api.tasks import read_inputs
+from shared.catalog import Model
+from shared.errors import BadInput
+from shared.messages import Item
+from shared.predictions import Prediction, record_of
+from shared.stores.cache import cache_key
+from shared.tasks import Input
+from shared.usage.charge import price_of
+from shared.webhook_urls import WebhookUrlForbidden, parse_webhook_url
+
+
+async def read_prediction(
+    call: ApiRequest,
+    body: PredictionBody,
+    model: Model,
+    *,
+    owner: str,
+    own_id: str = "",
+    deployment: str = "",
+) -> NewPrediction:
+    """Makes the prediction that a request asks for, with the items to compute.
+
+    Args:
+        call: the authenticated request.
+        body: its body.
+        model: that is to compute it.
+        owner: the owner of the model, as the caller named it.
+        own_id: the id that the caller chose, if any.
+        deployment: `owner/name` of the deployment that the path names, if any.
+
+    Raises:
+        InvalidFields: the input does not fit the model.
+        BadInput: the webhook could never be delivered to.
+        Overloaded: too many images wait to be decoded.
+        DeadlineExceeded: the source image was not decoded in time.
+        Unavailable: the object store is out of reach.
+        ClientGone: the caller hung up.
+    """
+    options, key = call.options, call.options.idempotency_key
+    caller = Caller(call.tenant, call.base_url, options.done_by_s(model.deadline))
+    reading = read_inputs(body.input, model, caller, call.dependencies.source_pictures)
+    read = await while_connected(call.http.receive, reading)
+    prediction_id, record = _ids(call.tenant, own_id, key)
+    webhook, events = _webhook_of(body, allow_private=call.dependencies.settings.webhooks_private)
+    prediction = Prediction(
+        id=prediction_id,
+        record=record,
+        tenant=call.tenant,
+        model=model.name,
+        owner=owner,
+        version=version_of(model),
+        input=read.shown,
+        is_list=read.is_list,
+        output_format=read.output_format,
+        webhook=webhook,
+        webhook_events=events,
+        deployment=deployment,
+        base_url=caller.base_url,
+        created_at_s=call.context.received_at_s,
+        deadline_s=caller.deadline_s,
+        digest=await _digest(body, model),
+        client_request_id=call.context.client_request_id,
+        key_id=call.caller.key_id,
+        price=price_of(model),
+    )
+    is_kept = read.is_repeatable and options.cache_write
+    return NewPrediction(
+        prediction,
+        _items(model, read.inputs, call.tenant, is_kept=is_kept),
+        options,
+        weight=call.caller.plan.weight,
+        reply_bytes=len(read.inputs) * (model.definition.result_bytes(model) + OUTCOME_BYTES),
+        is_keyed=bool(own_id or key),
+    )
+
+
+def _webhook_of(body: PredictionBody, *, allow_private: bool) -> tuple[str, tuple[str, ...]]:
+    """The webhook URL and its events. Refuses URLs that could never be delivered to."""
+    url, events = body.webhook_target
+    if url:
+        field = "webhook" if body.webhook else "webhook_completed"
+        try:
+            parse_webhook_url(url, allow_private=allow_private)
+        except WebhookUrlForbidden as error:
+            raise BadInput(f"{field}: {error.message}", field=field) from error
+    return url, events
+
+
+def _ids(tenant: str, own_id: str, key: str) -> tuple[str, str]:
+    """The prediction id and the record id: from the caller, from an Idempotency-Key, or new."""
+    if own_id:
+        return own_id, record_of(tenant, own_id)
+    if key:
+        digest = hashlib.blake2b(f"{tenant}\n{key}".encode(), digest_size=12)
+        return f"pred_{digest.hexdigest()}", f"pred_{digest.hexdigest()}"
+    made = f"pred_{secrets.token_hex(12)}"
+    return made, made
+
+
+async def _digest(body: PredictionBody, model: Model) -> str:
+    """A digest of the body and the model. Equal requests have the same."""
+    given = body.model_dump(exclude={"version"})
+    image = given["input"].get("image")
+    if isinstance(image, str) and len(image) > LONGEST_URL:
+        # Encoding 20 MB of image as JSON would block the event loop for 130 ms, so its digest
+        # replaces it.
+        given["input"]["image"] = await asyncio.to_thread(_digest_of, image)
+    return _digest_of(json.dumps([model.name, given], sort_keys=True))
+
+
+def _digest_of(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _items(model: Model, inputs: Sequence[Input], tenant: str, *, is_kept: bool) -> list[Item]:
+    keeps = is_kept and model.cache.ttl_s > 0
+    return [
+        Item(index, given, cache_key(model, given, tenant) if keeps else None)
+        for index, given in enumerate(inputs)
+    ]
