@@ -14,15 +14,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from itertools import islice
-from typing import NamedTuple
 
 from prometheus_client import Counter, Gauge
 
 from shared.backoff import backoff
-from shared.usage.spool import Fields, Segment, Spool
+from shared.usage.row_batch import RowBatch, UnsavedRow, notify_safe
+from shared.usage.spool import Fields, Spool
 
 log = logging.getLogger(__name__)
 
@@ -43,25 +42,6 @@ DISK_ERRORS = Counter(
 LOST = Counter(
     "penstock_rows_lost_total", "Rows given up because neither disk nor BigQuery took them in time"
 )
-
-
-class UnsavedRow(NamedTuple):
-    """A row that is only in memory, and the callback for when it is safe."""
-
-    fields: Fields
-    on_safe: Callable[[], None] | None
-    loop: asyncio.AbstractEventLoop | None
-    since_s: float
-
-
-@dataclass(eq=False, slots=True)
-class RowBatch:
-    """Rows that are sent together: those of a segment, or some that are in memory alone."""
-
-    segment: Segment | None
-    rows: list[Fields]
-    since_s: float
-    unsaved: list[UnsavedRow] = field(default_factory=list)
 
 
 class Journal:
@@ -183,7 +163,7 @@ class Journal:
                 self._sealed.append(batch)
                 if time.perf_counter() - began_s <= SLOW_DISK_S:
                     self._disk_worked()
-            _notify_safe(rows)
+            notify_safe(rows)
 
     def _batch_on_disk(self, rows: Sequence[UnsavedRow]) -> RowBatch:
         segment = self._spool.create()
@@ -235,7 +215,7 @@ class Journal:
             self._in_flight = None
             self._is_losing = False
             self.changed.notify_all()
-        _notify_safe(batch.unsaved)
+        notify_safe(batch.unsaved)
 
     def requeue(self, batch: RowBatch) -> None:
         """`batch` was not sent."""
@@ -314,19 +294,3 @@ def _disk_errors_counted(what: str) -> Iterator[None]:
     except OSError as error:
         DISK_ERRORS.inc()
         log.warning(what, extra={"reason": str(error)})
-
-
-def _notify_safe(rows: Sequence[UnsavedRow]) -> None:
-    """Calls every `on_safe` on its event loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
-    for row in rows:
-        if row.on_safe is not None and row.loop is not None:
-            by_loop.setdefault(row.loop, []).append(row.on_safe)
-    for loop, calls in by_loop.items():
-        with suppress(RuntimeError):  # the loop is closed, and so are its callers
-            loop.call_soon_threadsafe(_call_all, calls)
-
-
-def _call_all(calls: Sequence[Callable[[], None]]) -> None:
-    for call in calls:
-        call()

@@ -13,7 +13,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from api.dispatch.reply_inbox import REPLIES
+from api.dispatch.open_inbox import REPLIES
 from shared.errors import Overloaded, Unavailable
 from shared.message_encoding import encode_reply, encode_reply_body
 from shared.messages import ItemOutcome, Receipt, Reply, ReplyBody

@@ -12,7 +12,8 @@ import redis
 from prometheus_client import REGISTRY
 
 from api.dispatch.inbox_lease import InboxLost
-from api.dispatch.reply_inbox import PendingReply, ReplyInbox
+from api.dispatch.open_inbox import PendingReply
+from api.dispatch.reply_inbox import ReplyInbox
 from shared.errors import ConfigurationError, DeadlineExceeded, Unavailable
 from shared.message_encoding import encode_reply
 from shared.messages import ItemOutcome, Receipt, Reply, ReplyBody

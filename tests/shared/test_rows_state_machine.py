@@ -22,7 +22,8 @@ from hypothesis.stateful import (
 )
 
 from shared.settings import SPOOL_MAX_BYTES
-from shared.usage.journal import Journal, RowBatch
+from shared.usage.journal import Journal
+from shared.usage.row_batch import RowBatch
 from shared.usage.spool import Fields, Segment, Spool
 
 SMALL = {"BATCH_ROWS": 3, "MEMORY_ROWS": 6, "FIRST_PAUSE_S": 0.0, "LONGEST_PAUSE_S": 0.0}
