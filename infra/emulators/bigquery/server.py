@@ -12,13 +12,13 @@ import uvicorn
 from anyio.abc import TaskGroup
 
 from infra.emulators.bigquery.app import create_app
-from infra.emulators.bigquery.catalog import TableCatalog
-from infra.emulators.bigquery.expiration import expire_forever
+from infra.emulators.bigquery.engine.expiration import expire_forever
+from infra.emulators.bigquery.engine.jobs import Jobs
+from infra.emulators.bigquery.engine.query import Queries, Result
+from infra.emulators.bigquery.engine.service import BigQueryService
 from infra.emulators.bigquery.googlesql.translate import Translator
-from infra.emulators.bigquery.jobs import Jobs
-from infra.emulators.bigquery.query import Queries, Result
-from infra.emulators.bigquery.service import BigQueryService
 from infra.emulators.bigquery.store import Store
+from infra.emulators.bigquery.tables.catalog import TableCatalog
 from infra.emulators.bigquery.threads import Threads
 
 _SHUTDOWN_S = 5

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from infra.emulators.bigquery.catalog import TableCatalog
-from infra.emulators.bigquery.expiration import expire
-from infra.emulators.bigquery.resources import DatasetKey, TableKey
-from infra.emulators.bigquery.rows import insert_rows
-from infra.emulators.bigquery.schema import Json, parse_schema
+from infra.emulators.bigquery.engine.expiration import expire
 from infra.emulators.bigquery.store import Store
+from infra.emulators.bigquery.tables.catalog import TableCatalog
+from infra.emulators.bigquery.tables.resources import DatasetKey, TableKey
+from infra.emulators.bigquery.tables.rows import insert_rows
+from infra.emulators.bigquery.tables.schema import Json, parse_schema
 
 DAY_MS = 86_400_000
 NOW_MS = 20_000 * DAY_MS

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
+from infra.emulators.bigquery.engine.jobs import BigQueryJob, Jobs
+from infra.emulators.bigquery.engine.query import Result
 from infra.emulators.bigquery.errors import BusyError, NotFoundError
-from infra.emulators.bigquery.jobs import BigQueryJob, Jobs
-from infra.emulators.bigquery.query import Result
 
 pytestmark = pytest.mark.anyio
 

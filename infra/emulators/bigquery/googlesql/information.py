@@ -6,8 +6,8 @@ from sqlglot import exp
 
 from infra.emulators.bigquery.errors import InvalidQueryError
 from infra.emulators.bigquery.googlesql.calls import call, cast, number, text, unsupported
-from infra.emulators.bigquery.resources import DatasetKey, TableResource
-from infra.emulators.bigquery.schema import Field
+from infra.emulators.bigquery.tables.resources import DatasetKey, TableResource
+from infra.emulators.bigquery.tables.schema import Field
 
 _TABLES = (
     "table_catalog",

@@ -9,8 +9,8 @@ from sqlglot import exp
 
 from infra.emulators.bigquery.errors import InvalidQueryError
 from infra.emulators.bigquery.googlesql.calls import cast, unsupported
-from infra.emulators.bigquery.schema import Json, parse_schema, quoted
-from infra.emulators.bigquery.values import BadValueError, canonical_scalar
+from infra.emulators.bigquery.tables.schema import Json, parse_schema, quoted
+from infra.emulators.bigquery.tables.values import BadValueError, canonical_scalar
 
 
 @dataclass

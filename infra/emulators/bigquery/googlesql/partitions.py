@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from sqlglot import exp
 
 from infra.emulators.bigquery.errors import InvalidQueryError
-from infra.emulators.bigquery.resources import TableResource
+from infra.emulators.bigquery.tables.resources import TableResource
 
 # A column as a filter names it: the source's alias, or None, and the column's name, both in lower
 # case.

@@ -12,7 +12,12 @@ from sqlglot import exp
 from infra.emulators.bigquery.errors import InvalidQueryError
 from infra.emulators.bigquery.googlesql.calls import cast, unsupported
 from infra.emulators.bigquery.googlesql.information import information_schema
-from infra.emulators.bigquery.resources import PARTITION_TIME, DatasetKey, TableKey, TableResource
+from infra.emulators.bigquery.tables.resources import (
+    PARTITION_TIME,
+    DatasetKey,
+    TableKey,
+    TableResource,
+)
 
 PARTITION_DATE = "_PARTITIONDATE"
 _DEEPEST_VIEW = 16

@@ -18,8 +18,8 @@ from infra.emulators.bigquery.googlesql.partitions import check_partition_filter
 from infra.emulators.bigquery.googlesql.references import Names, Resolved, resolve
 from infra.emulators.bigquery.googlesql.rewrite import rewrite
 from infra.emulators.bigquery.googlesql.supported import check
-from infra.emulators.bigquery.resources import DatasetKey, TableKey, TableResource
-from infra.emulators.bigquery.schema import Json
+from infra.emulators.bigquery.tables.resources import DatasetKey, TableKey, TableResource
+from infra.emulators.bigquery.tables.schema import Json
 
 _DEFINITIONS = (exp.Create, exp.Drop, exp.TruncateTable, exp.Alter)
 _MANIPULATIONS: dict[type[exp.Expr], str] = {

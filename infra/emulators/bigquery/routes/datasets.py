@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from infra.emulators.bigquery.errors import InvalidError
-from infra.emulators.bigquery.resources import DatasetKey
 from infra.emulators.bigquery.routes.messages import dataset_key, flag, json_body, page, service_of
+from infra.emulators.bigquery.tables.resources import DatasetKey
 
 
 async def insert(request: Request) -> Response:

@@ -10,8 +10,9 @@ import anyio
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from infra.emulators.bigquery.engine.jobs import BigQueryJob, new_job_id
+from infra.emulators.bigquery.engine.service import BigQueryService
 from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
-from infra.emulators.bigquery.jobs import BigQueryJob, new_job_id
 from infra.emulators.bigquery.routes.messages import (
     flag,
     json_body,
@@ -21,8 +22,7 @@ from infra.emulators.bigquery.routes.messages import (
     service_of,
 )
 from infra.emulators.bigquery.routes.tabledata import read_page
-from infra.emulators.bigquery.schema import Json
-from infra.emulators.bigquery.service import BigQueryService
+from infra.emulators.bigquery.tables.schema import Json
 
 _DEFAULT_WAIT_MS = 10_000
 _LONGEST_WAIT_MS = 200_000

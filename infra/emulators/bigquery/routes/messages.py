@@ -8,10 +8,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from infra.emulators.bigquery.engine.service import BigQueryService
 from infra.emulators.bigquery.errors import BugError, InvalidError, ServiceError, TooLargeError
-from infra.emulators.bigquery.resources import DatasetKey, TableKey
-from infra.emulators.bigquery.schema import Json
-from infra.emulators.bigquery.service import BigQueryService
+from infra.emulators.bigquery.tables.resources import DatasetKey, TableKey
+from infra.emulators.bigquery.tables.schema import Json
 
 MOST_BODY_BYTES = 32 * 1024 * 1024
 _GZIP_WINDOW_BITS = 31

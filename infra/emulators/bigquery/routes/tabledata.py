@@ -11,14 +11,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from infra.emulators.bigquery.engine.service import BigQueryService
 from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
-from infra.emulators.bigquery.records import RowReader
-from infra.emulators.bigquery.resources import TableKey, TableResource
 from infra.emulators.bigquery.routes.messages import flag, json_body, number, service_of, table_key
-from infra.emulators.bigquery.rows import insert_rows, read_rows
-from infra.emulators.bigquery.schema import Json, Schema
-from infra.emulators.bigquery.service import BigQueryService
-from infra.emulators.bigquery.values import BadValueError
+from infra.emulators.bigquery.tables.records import RowReader
+from infra.emulators.bigquery.tables.resources import TableKey, TableResource
+from infra.emulators.bigquery.tables.rows import insert_rows, read_rows
+from infra.emulators.bigquery.tables.schema import Json, Schema
+from infra.emulators.bigquery.tables.values import BadValueError
 
 # BigQuery's limits for one insertAll (platform facts B4).
 _MOST_REQUEST_BYTES = 10 * 1024 * 1024

@@ -8,9 +8,9 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from infra.emulators.bigquery.engine.query import table_size
+from infra.emulators.bigquery.engine.service import BigQueryService
 from infra.emulators.bigquery.errors import InvalidError
-from infra.emulators.bigquery.query import table_size
-from infra.emulators.bigquery.resources import TableKey, TableResource
 from infra.emulators.bigquery.routes.messages import (
     dataset_key,
     json_body,
@@ -18,8 +18,8 @@ from infra.emulators.bigquery.routes.messages import (
     service_of,
     table_key,
 )
-from infra.emulators.bigquery.schema import Json, Schema, parse_schema
-from infra.emulators.bigquery.service import BigQueryService
+from infra.emulators.bigquery.tables.resources import TableKey, TableResource
+from infra.emulators.bigquery.tables.schema import Json, Schema, parse_schema
 
 
 async def insert(request: Request) -> Response:

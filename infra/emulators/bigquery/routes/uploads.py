@@ -15,13 +15,13 @@ from typing import IO
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from infra.emulators.bigquery.engine.jobs import BigQueryJob
+from infra.emulators.bigquery.engine.loads import run_load
+from infra.emulators.bigquery.engine.service import BigQueryService
 from infra.emulators.bigquery.errors import BusyError, InvalidError, NotFoundError, TooLargeError
-from infra.emulators.bigquery.jobs import BigQueryJob
-from infra.emulators.bigquery.loads import run_load
 from infra.emulators.bigquery.routes.jobs import new_job
 from infra.emulators.bigquery.routes.messages import body_parts, json_body, service_of, whole_body
-from infra.emulators.bigquery.schema import Json
-from infra.emulators.bigquery.service import BigQueryService
+from infra.emulators.bigquery.tables.schema import Json
 
 _MOST_MULTIPART_BYTES = 64 * 1024 * 1024
 _MOST_FILE_BYTES = 5 * 1024 * 1024 * 1024

@@ -12,8 +12,8 @@ from datetime import datetime
 from decimal import Decimal
 from typing import Any
 
-from infra.emulators.bigquery.schema import Field, Json, Schema, quoted
 from infra.emulators.bigquery.store import Cursor
+from infra.emulators.bigquery.tables.schema import Field, Json, Schema, quoted
 
 _EPOCH = datetime(1970, 1, 1)
 
@@ -25,7 +25,7 @@ def insert_rows(cursor: Cursor, physical: str, schema: Schema, rows: Sequence[Js
         cursor: a session.
         physical: the DuckDB table.
         schema: its fields.
-        rows: canonical rows (infra/emulators/bigquery/values.py).
+        rows: canonical rows (infra/emulators/bigquery/tables/values.py).
     """
     structure = json.dumps([{field.name: _structure(field) for field in schema}])
     names = ", ".join(quoted(field.name) for field in schema)

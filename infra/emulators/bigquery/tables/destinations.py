@@ -5,11 +5,11 @@ Runs in the server's writer.
 
 from dataclasses import dataclass, replace
 
-from infra.emulators.bigquery.catalog import TableCatalog
 from infra.emulators.bigquery.errors import DuplicateError, InvalidError, NotFoundError
-from infra.emulators.bigquery.resources import TableKey, TableResource
-from infra.emulators.bigquery.schema import Field, Json, Schema, quoted
 from infra.emulators.bigquery.store import Store
+from infra.emulators.bigquery.tables.catalog import TableCatalog
+from infra.emulators.bigquery.tables.resources import TableKey, TableResource
+from infra.emulators.bigquery.tables.schema import Field, Json, Schema, quoted
 
 
 @dataclass(frozen=True)

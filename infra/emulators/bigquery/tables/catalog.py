@@ -17,10 +17,22 @@ from infra.emulators.bigquery.errors import (
     InvalidError,
     NotFoundError,
 )
-from infra.emulators.bigquery.resources import DatasetKey, DatasetResource, TableKey, TableResource
-from infra.emulators.bigquery.schema import Field, Json, Schema, parse_schema, quoted, widened
-from infra.emulators.bigquery.settings import dataset_settings, merged, table_settings
 from infra.emulators.bigquery.store import Cursor, Store
+from infra.emulators.bigquery.tables.resources import (
+    DatasetKey,
+    DatasetResource,
+    TableKey,
+    TableResource,
+)
+from infra.emulators.bigquery.tables.schema import (
+    Field,
+    Json,
+    Schema,
+    parse_schema,
+    quoted,
+    widened,
+)
+from infra.emulators.bigquery.tables.settings import dataset_settings, merged, table_settings
 
 _SETUP = """
 CREATE TABLE IF NOT EXISTS data.main.datasets (

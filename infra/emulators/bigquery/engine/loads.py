@@ -15,15 +15,19 @@ from functools import partial
 from itertools import islice
 from typing import IO, Any
 
-from infra.emulators.bigquery.destinations import TableDestination, parse_destination, put_rows
-from infra.emulators.bigquery.detection import detect_schema
+from infra.emulators.bigquery.engine.jobs import BigQueryJob
+from infra.emulators.bigquery.engine.service import BigQueryService
 from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
-from infra.emulators.bigquery.jobs import BigQueryJob
-from infra.emulators.bigquery.records import RowReader
-from infra.emulators.bigquery.rows import insert_rows
-from infra.emulators.bigquery.schema import Json, Schema, parse_schema
-from infra.emulators.bigquery.service import BigQueryService
-from infra.emulators.bigquery.values import BadValueError
+from infra.emulators.bigquery.tables.destinations import (
+    TableDestination,
+    parse_destination,
+    put_rows,
+)
+from infra.emulators.bigquery.tables.detection import detect_schema
+from infra.emulators.bigquery.tables.records import RowReader
+from infra.emulators.bigquery.tables.rows import insert_rows
+from infra.emulators.bigquery.tables.schema import Json, Schema, parse_schema
+from infra.emulators.bigquery.tables.values import BadValueError
 
 _CHUNK_ROWS = 5_000
 _DETECTION_ROWS = 500

@@ -4,11 +4,11 @@ import time
 
 import anyio
 
-from infra.emulators.bigquery.catalog import TableCatalog
-from infra.emulators.bigquery.resources import TableResource
-from infra.emulators.bigquery.schema import quoted
-from infra.emulators.bigquery.service import BigQueryService
+from infra.emulators.bigquery.engine.service import BigQueryService
 from infra.emulators.bigquery.store import Store
+from infra.emulators.bigquery.tables.catalog import TableCatalog
+from infra.emulators.bigquery.tables.resources import TableResource
+from infra.emulators.bigquery.tables.schema import quoted
 
 _EVERY_S = 60.0
 

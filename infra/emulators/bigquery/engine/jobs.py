@@ -16,6 +16,7 @@ import anyio
 import duckdb
 from anyio.abc import TaskGroup
 
+from infra.emulators.bigquery.engine.query import Result
 from infra.emulators.bigquery.errors import (
     BugError,
     BusyError,
@@ -24,10 +25,9 @@ from infra.emulators.bigquery.errors import (
     ServiceError,
     StoppedError,
 )
-from infra.emulators.bigquery.query import Result
-from infra.emulators.bigquery.resources import TableKey
-from infra.emulators.bigquery.schema import Json
 from infra.emulators.bigquery.store import Cursor
+from infra.emulators.bigquery.tables.resources import TableKey
+from infra.emulators.bigquery.tables.schema import Json
 
 log = logging.getLogger(__name__)
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from sqlglot import exp
 
-from infra.emulators.bigquery.catalog import TableCatalog
+from infra.emulators.bigquery.engine.query import Result
 from infra.emulators.bigquery.errors import DuplicateError, InvalidQueryError, NotFoundError
 from infra.emulators.bigquery.googlesql.calls import unsupported
 from infra.emulators.bigquery.googlesql.references import Names, table_key
-from infra.emulators.bigquery.query import Result
-from infra.emulators.bigquery.resources import DatasetKey, TableKey
-from infra.emulators.bigquery.schema import Json, Schema, parse_schema, quoted
 from infra.emulators.bigquery.store import Store
+from infra.emulators.bigquery.tables.catalog import TableCatalog
+from infra.emulators.bigquery.tables.resources import DatasetKey, TableKey
+from infra.emulators.bigquery.tables.schema import Json, Schema, parse_schema, quoted
 
 _TABLE_OPTIONS = {
     "description": "description",

@@ -18,10 +18,10 @@ from infra.emulators.bigquery.errors import (
     UnsupportedError,
 )
 from infra.emulators.bigquery.googlesql.translate import Statement
-from infra.emulators.bigquery.resources import TableResource
-from infra.emulators.bigquery.rows import size_sql
-from infra.emulators.bigquery.schema import Schema, quoted, result_schema
 from infra.emulators.bigquery.store import Cursor, Store
+from infra.emulators.bigquery.tables.resources import TableResource
+from infra.emulators.bigquery.tables.rows import size_sql
+from infra.emulators.bigquery.tables.schema import Schema, quoted, result_schema
 
 _MIB = 1024 * 1024
 _LEAST_BILLED_BYTES = 10 * _MIB

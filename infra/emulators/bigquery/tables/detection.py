@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from infra.emulators.bigquery.errors import InvalidError
-from infra.emulators.bigquery.schema import Field, Json, Schema, parse_schema
-from infra.emulators.bigquery.values import BadValueError, canonical_scalar
+from infra.emulators.bigquery.tables.schema import Field, Json, Schema, parse_schema
+from infra.emulators.bigquery.tables.values import BadValueError, canonical_scalar
 
 _INTEGER = re.compile(r"[-+]?\d{1,19}")
 _FLOAT = re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+)([eE][-+]?\d+)?")

@@ -3,8 +3,8 @@
 from typing import Any
 
 from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
-from infra.emulators.bigquery.resources import DatasetResource
-from infra.emulators.bigquery.schema import Json, Schema
+from infra.emulators.bigquery.tables.resources import DatasetResource
+from infra.emulators.bigquery.tables.schema import Json, Schema
 
 _DATASET_FIELDS = (
     *("friendlyName", "description", "labels", "location", "access", "defaultTableExpirationMs"),

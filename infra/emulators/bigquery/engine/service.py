@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from infra.emulators.bigquery.catalog import TableCatalog
-from infra.emulators.bigquery.definitions import Definitions
-from infra.emulators.bigquery.destinations import parse_destination, put_rows
+from infra.emulators.bigquery.engine.definitions import Definitions
+from infra.emulators.bigquery.engine.jobs import BigQueryJob, Jobs
+from infra.emulators.bigquery.engine.query import Queries, check_billed
 from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
 from infra.emulators.bigquery.googlesql.translate import Statement, Translator
-from infra.emulators.bigquery.jobs import BigQueryJob, Jobs
-from infra.emulators.bigquery.query import Queries, check_billed
-from infra.emulators.bigquery.resources import DatasetKey, TableKey
-from infra.emulators.bigquery.schema import Json, Schema
 from infra.emulators.bigquery.store import Store
+from infra.emulators.bigquery.tables.catalog import TableCatalog
+from infra.emulators.bigquery.tables.destinations import parse_destination, put_rows
+from infra.emulators.bigquery.tables.resources import DatasetKey, TableKey
+from infra.emulators.bigquery.tables.schema import Json, Schema
 from infra.emulators.bigquery.threads import Threads
 
 _COUNTS = {"INSERT": "insertedRowCount", "UPDATE": "updatedRowCount", "DELETE": "deletedRowCount"}

@@ -1,0 +1,1 @@
+"""What is done with tables: query and load jobs, statements that define, and expiration."""
