@@ -17,6 +17,7 @@ from shared.logs import configure_logs
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
 from shared.settings import ApiSettings, read_settings
+from shared.tracing.setup import traced
 from shared.usage.writer import RowWriter
 
 
@@ -34,7 +35,7 @@ def main() -> int:
 
 
 def _serve(settings: ApiSettings) -> int:
-    configure_logs(settings.log_level)
+    configure_logs(settings.log_level, settings.project)
     app = create_app(
         settings,
         read_catalog(settings.models_file),
@@ -54,7 +55,8 @@ def _serve(settings: ApiSettings) -> int:
         if settings.metrics_port
         else nullcontext()
     )
-    with counted:
+    traces = traced("penstock-api", project=settings.project, region=settings.region, decides=True)
+    with counted, traces:
         server.run()
     return 0 if server.started else 1
 

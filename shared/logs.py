@@ -1,4 +1,9 @@
-"""Logs JSON lines to stderr, with Cloud Logging's fields (severity, message, time)."""
+"""Logs JSON lines to stderr, with Cloud Logging's fields (severity, message, time, trace).
+
+https://cloud.google.com/logging/docs/structured-logging. A line of a request or a job has its
+trace, so that Cloud Logging and Cloud Trace show one beside the other. Nobody may log a
+payload or a key.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,9 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
+from typing import Any
+
+from shared.tracing.context import current
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
     "message",
@@ -16,24 +24,41 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one JSON line. Each key of `extra` becomes a field."""
+    """Formats a record as one JSON line. Each key of `extra` becomes a field.
+
+    Args:
+        project: Google's project, which names traces in full.
+    """
+
+    def __init__(self, project: str) -> None:
+        super().__init__()
+        self._project = project
 
     def format(self, record: logging.LogRecord) -> str:
         """One line of JSON."""
-        line = {
+        line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
             "severity": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
         }
         line |= {name: value for name, value in vars(record).items() if name not in _STANDARD}
+        if (trace := current()) is not None:
+            line |= {
+                "logging.googleapis.com/trace": f"projects/{self._project}/traces/{trace.trace_id}",
+                "logging.googleapis.com/spanId": trace.span_id,
+                "logging.googleapis.com/trace_sampled": trace.is_sampled,
+            }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str, ensure_ascii=False)
 
 
-def configure_logs(level: str) -> None:
-    """Sends every record of `level` and above to stderr as JSON. Called once, in `__main__`."""
+def configure_logs(level: str, project: str = "") -> None:
+    """Sends every record of `level` and above to stderr as JSON. Called once, in `__main__`.
+
+    `project` is Google's. Processes that know of no request need none.
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter())
+    handler.setFormatter(JsonFormatter(project))
     logging.basicConfig(level=level, handlers=[handler], force=True)

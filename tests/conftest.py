@@ -97,7 +97,7 @@ async def _one_event_loop(anyio_backend: str) -> AsyncIterator[None]:
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
-        if name.startswith(("PENSTOCK_", "GOOGLE_", "BIGQUERY_", "PUBSUB_")):
+        if name.startswith(("PENSTOCK_", "GOOGLE_", "BIGQUERY_", "PUBSUB_", "OTEL_")):
             monkeypatch.delenv(name)
 
 

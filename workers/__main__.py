@@ -26,6 +26,7 @@ from shared.settings import WorkerSettings, read_settings
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
+from shared.tracing.setup import traced
 from shared.usage.writer import RowWriter
 from workers.autotune.candidates import shared_layout
 from workers.autotune.choice import Layout
@@ -48,7 +49,7 @@ def main() -> int:
     """Runs a worker. Returns the exit status."""
     try:
         settings = read_settings(WorkerSettings)
-        configure_logs(settings.log_level)
+        configure_logs(settings.log_level, settings.project)
         catalog = read_catalog(settings.models_file)
         found = [catalog.find(name) for name in settings.model_names]
         uvloop.run(
@@ -72,6 +73,11 @@ async def serve(settings: WorkerSettings, models: Sequence[Model]) -> None:
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
     running: list[Worker] = []
     async with AsyncExitStack() as stack:
+        stack.enter_context(
+            traced(
+                "penstock-worker", project=settings.project, region=settings.region, instance=name
+            )
+        )
         stack.enter_context(
             health_server(
                 settings.health_host,

@@ -102,6 +102,8 @@ class Task(ABC):
     noun: ClassVar[str]
     """A model of this task, in error messages."""
     first_guesses: ClassVar[FirstGuesses]
+    gen_ai_operation: ClassVar[str] = ""
+    """The operation of its spans, from OpenTelemetry's GenAI conventions. Empty: its own name."""
     stores_blobs: ClassVar[bool] = False
     """Whether large inputs and results go to the object store."""
     runs_graphs: ClassVar[bool] = False

@@ -57,6 +57,7 @@ class EmbeddingTask(Task):
 
     name = "embedding"
     noun = "an embedding model"
+    gen_ai_operation = "embeddings"
     first_guesses: ClassVar = FirstGuesses()
     runs_graphs = True
 

@@ -86,6 +86,7 @@ class ImageTask(Task):
 
     name = "image"
     noun = "an image model"
+    gen_ai_operation = "generate_content"
     first_guesses: ClassVar = FirstGuesses(item_s=2.0, gap_s=0.5, batch_s=1.0)
     stores_blobs = True
 

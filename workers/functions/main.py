@@ -9,17 +9,21 @@ says why).
 
 from __future__ import annotations
 
+import atexit
+from contextlib import ExitStack
+
 from functions_framework import aio
 
 from shared.logs import configure_logs
 from shared.settings import read_settings
+from shared.tracing.setup import traced
 from workers.functions.dependencies import FunctionDependencies
 from workers.functions.handler import FunctionResponse, Request, handle_push, probe_response
 from workers.functions.push_auth import PushAuthenticator
 from workers.functions.settings import FunctionSettings
 
 settings = read_settings(FunctionSettings)
-configure_logs(settings.log_level)
+configure_logs(settings.log_level, settings.project)
 authenticator = PushAuthenticator(
     settings.push_audience,
     settings.push_account,
@@ -27,6 +31,10 @@ authenticator = PushAuthenticator(
     checked_by=settings.push_checked_by,
 )
 dependencies = FunctionDependencies(settings)
+# The framework does not tell a function of its end, but the interpreter does.
+traces = ExitStack()
+traces.enter_context(traced("penstock-functions", project=settings.project, region=settings.region))
+atexit.register(traces.close)
 
 
 handlers = {"dead_letter": dependencies.dead_letter, "webhook": dependencies.webhook}

@@ -1,0 +1,203 @@
+"""Exports spans by OTLP over HTTP, with OpenTelemetry's SDK.
+
+Imported only where an endpoint is configured (shared/tracing/setup.py). The SDK reads its standard
+variables itself: OTEL_EXPORTER_OTLP_*, OTEL_BSP_*, OTEL_RESOURCE_ATTRIBUTES, OTEL_SERVICE_NAME.
+
+Nothing here waits for the collector. The queue is bounded, and what finds no room is dropped and
+counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import Sampler
+from opentelemetry.trace import (
+    Link,
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    TraceState,
+    set_span_in_context,
+)
+from prometheus_client import Counter
+
+from shared.tracing.context import TraceContext
+from shared.tracing.spans import Attributes, Kind
+
+CLOSE_LIMIT_S = 2.0
+"""For the spans that are left when the process ends. The API has 10 s after SIGTERM in all."""
+MOST_LINKS = 32
+QUEUE_SPANS = 2048
+"""The default of OTEL_BSP_MAX_QUEUE_SIZE. About 2 MB."""
+SPANS = Counter(
+    "penstock_trace_spans_total",
+    "Spans, by end: exported, failed (the collector did not take them), "
+    "dropped (the queue to it was full).",
+    ["end"],
+)
+_KINDS: dict[Kind, SpanKind] = {
+    "internal": SpanKind.INTERNAL,
+    "server": SpanKind.SERVER,
+    "client": SpanKind.CLIENT,
+    "producer": SpanKind.PRODUCER,
+    "consumer": SpanKind.CONSUMER,
+}
+
+log = logging.getLogger(__name__)
+
+
+class OtlpTracer:
+    """A Tracer that exports. `close` sends what is left.
+
+    Args:
+        facts: attributes of this process, below those of the environment.
+        sampler: decides which traces are kept. None: the one in the environment.
+        exporter: where spans go. None: to the endpoint in the environment.
+
+    Raises:
+        ValueError: a variable is wrong.
+    """
+
+    def __init__(
+        self,
+        facts: Mapping[str, str],
+        sampler: Sampler | None,
+        exporter: SpanExporter | None = None,
+    ) -> None:
+        self._exporter = _CountedExporter(exporter or OTLPSpanExporter())
+        self._queue = _BoundedQueue(self._exporter)
+        # The environment is above what the process knows of itself.
+        resource = Resource.create(dict(facts)).merge(OTELResourceDetector().detect())
+        provider = TracerProvider(
+            sampler=sampler,
+            resource=resource,
+            shutdown_on_exit=False,  # without a limit; see close
+            span_limits=SpanLimits(max_links=MOST_LINKS),
+        )
+        provider.add_span_processor(self._queue)
+        self._tracer = provider.get_tracer("penstock")
+
+    def start(
+        self,
+        name: str,
+        kind: Kind,
+        started_s: float,
+        parent: TraceContext | None,
+        links: Sequence[TraceContext] = (),
+    ) -> tuple[TraceContext, OtlpSpan | None]:
+        """Starts a span. See Tracer."""
+        span = self._tracer.start_span(
+            name,
+            context=_context_of(parent),
+            kind=_KINDS[kind],
+            links=[Link(_span_context(one)) for one in links[:MOST_LINKS]],
+            start_time=_nanoseconds(started_s),
+        )
+        found = span.get_span_context()
+        context = TraceContext(
+            f"00-{found.trace_id:032x}-{found.span_id:016x}-{found.trace_flags:02x}",
+            parent.tracestate if parent else "",
+        )
+        return context, OtlpSpan(span) if span.is_recording() else None
+
+    def close(self) -> None:
+        """Sends what is left, for at most CLOSE_LIMIT_S. The rest is lost."""
+        closing = threading.Thread(target=self._queue.shutdown, name="traces-close", daemon=True)
+        closing.start()
+        closing.join(CLOSE_LIMIT_S)
+        if closing.is_alive():
+            log.warning("spans were left at the end", extra={"limit_s": CLOSE_LIMIT_S})
+            self._exporter.shutdown()
+
+
+class OtlpSpan:
+    """A RecordedSpan of the SDK."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    def end(self, name: str, attributes: Attributes, error: str, ended_s: float) -> None:
+        """Ends the span. See RecordedSpan."""
+        self._span.update_name(name)
+        self._span.set_attributes(attributes)
+        if error:
+            self._span.set_attribute("error.type", error)
+            self._span.set_status(Status(StatusCode.ERROR))
+        self._span.end(_nanoseconds(ended_s))
+
+
+class _CountedExporter(SpanExporter):
+    """Counts what the collector took, and what it did not."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        self._exporter = exporter
+        self.taken = 0
+        """The spans that left the queue so far."""
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = SpanExportResult.FAILURE
+        try:
+            result = self._exporter.export(spans)
+        finally:
+            self.taken += len(spans)
+            end = "exported" if result is SpanExportResult.SUCCESS else "failed"
+            SPANS.labels(end).inc(len(spans))
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+
+class _BoundedQueue(SpanProcessor):
+    """The SDK's batches, behind a bound that counts what it drops. The SDK's own bound does not."""
+
+    def __init__(self, exporter: _CountedExporter) -> None:
+        self._exporter = exporter
+        self._room = int(os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE", "").strip() or QUEUE_SPANS)
+        self._batches = BatchSpanProcessor(exporter, max_queue_size=self._room)
+        self._added = 0
+
+    def on_end(self, span: ReadableSpan) -> None:
+        # Both numbers only grow, each in its own thread, so no lock is needed.
+        if self._added - self._exporter.taken >= self._room:
+            SPANS.labels("dropped").inc()
+            return
+        self._added += 1
+        self._batches.on_end(span)
+
+    def shutdown(self) -> None:
+        self._batches.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _context_of(parent: TraceContext | None) -> Context:
+    """The SDK's form. Without a parent, an empty one: the SDK must not look for another."""
+    if parent is None:
+        return Context()
+    return set_span_in_context(NonRecordingSpan(_span_context(parent)), Context())
+
+
+def _span_context(context: TraceContext) -> SpanContext:
+    return SpanContext(
+        int(context.trace_id, 16),
+        int(context.span_id, 16),
+        is_remote=True,
+        trace_flags=TraceFlags(int(context.is_sampled)),
+        trace_state=TraceState.from_header([context.tracestate]) if context.tracestate else None,
+    )
+
+
+def _nanoseconds(unix_s: float) -> int:
+    return int(unix_s * 1_000_000) * 1000

@@ -1,0 +1,131 @@
+"""Turns tracing on for a process, if the environment names a collector.
+
+The variables are OpenTelemetry's own. The SDK reads most of them, and logs what it can't read. What
+would change the cost or send nothing is checked here, so that a mistake ends the start.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from shared.errors import ConfigurationError
+from shared.tracing.spans import install
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.sampling import Sampler
+
+DEFAULT_RATIO = 0.01
+"""Of the traces that begin here. docs/decisions/0037-traces.md says why."""
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_RATIO_SAMPLERS = ("traceidratio", "parentbased_traceidratio")
+_SAMPLERS = (
+    *("always_on", "always_off", "parentbased_always_on", "parentbased_always_off"),
+    *_RATIO_SAMPLERS,
+)
+
+
+@contextmanager
+def traced(
+    service: str, *, project: str, region: str, instance: str = "", decides: bool = False
+) -> Iterator[None]:
+    """Exports the spans of this process during the block, if a collector is configured.
+
+    Args:
+        service: `service.name`, unless the environment names another.
+        project: Google's project, which the Telemetry API asks for.
+        region: where this process runs.
+        instance: the name of this process. Empty: host and process id.
+        decides: whether this process decides which traces are kept. Others follow the flag that
+            came with the message.
+
+    Raises:
+        ConfigurationError: a variable is wrong.
+    """
+    if not _is_on(os.environ):
+        yield
+        return
+    # The SDK takes 40 ms and 5 MB, so only those who want it pay for it.
+    from google.auth.exceptions import GoogleAuthError
+
+    from shared.tracing.export import OtlpTracer
+
+    facts = {
+        "service.name": service,
+        "service.namespace": "penstock",
+        "service.instance.id": instance or f"{socket.gethostname()}-{os.getpid()}",
+        "gcp.project_id": project,
+        "cloud.region": region,
+    }
+    try:
+        tracer = OtlpTracer(facts, _sampler(os.environ, decides=decides))
+    except (ValueError, RuntimeError, GoogleAuthError) as error:
+        raise ConfigurationError(f"OTEL_*: {error}", field="OTEL_*") from error
+    install(tracer)
+    try:
+        yield
+    finally:
+        install(None)
+        tracer.close()
+
+
+def _is_on(environment: Mapping[str, str]) -> bool:
+    """Whether spans are exported.
+
+    Raises:
+        ConfigurationError: the variables ask for what this project cannot do.
+    """
+    found = next((name for name in _ENDPOINTS if environment.get(name, "").strip()), None)
+    exporter = environment.get("OTEL_TRACES_EXPORTER", "otlp").strip() or "otlp"
+    is_disabled = environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    if found is None or is_disabled or exporter == "none":
+        return False
+    _check("OTEL_TRACES_EXPORTER", exporter, ("otlp",))
+    for name in _PROTOCOLS:
+        _check(name, environment.get(name, "").strip() or "http/protobuf", ("http/protobuf",))
+    if not environment[found].strip().startswith(("http://", "https://")):
+        raise ConfigurationError(f"{found}: {environment[found]!r} is not a URL", field=found)
+    return True
+
+
+def _sampler(environment: Mapping[str, str], *, decides: bool) -> Sampler | None:
+    """The sampler of this process. None: the one in the environment."""
+    from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRatioBased
+
+    if not decides:
+        return ParentBased(ALWAYS_OFF)
+    name, ratio = environment.get("OTEL_TRACES_SAMPLER", "").strip().lower(), _ratio(environment)
+    if not name:
+        return ParentBased(TraceIdRatioBased(DEFAULT_RATIO if ratio is None else ratio))
+    _check("OTEL_TRACES_SAMPLER", name, _SAMPLERS)
+    if name in _RATIO_SAMPLERS and ratio is None:
+        # The SDK would take 1.
+        raise ConfigurationError(
+            f"OTEL_TRACES_SAMPLER_ARG: {name} needs a ratio", field="OTEL_TRACES_SAMPLER_ARG"
+        )
+    return None
+
+
+def _ratio(environment: Mapping[str, str]) -> float | None:
+    text = environment.get("OTEL_TRACES_SAMPLER_ARG", "").strip()
+    if not text:
+        return None
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = -1.0
+    if not 0 <= ratio <= 1:
+        raise ConfigurationError(
+            f"OTEL_TRACES_SAMPLER_ARG: {text!r} is not a ratio from 0 to 1",
+            field="OTEL_TRACES_SAMPLER_ARG",
+        )
+    return ratio
+
+
+def _check(name: str, given: str, known: tuple[str, ...]) -> None:
+    if given not in known:
+        raise ConfigurationError(f"{name}: {given!r} is not {' or '.join(known)}", field=name)

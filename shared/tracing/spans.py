@@ -1,0 +1,178 @@
+"""Makes spans: from times that were measured, or around a block.
+
+Without an exporter, and for traces that are not sampled, these functions do nothing. No payload, no
+key and no text of a caller may become an attribute.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextvars import Token
+from types import TracebackType
+from typing import Literal, Protocol
+
+from shared.tracing.context import TraceContext, current, reset_current, set_current
+
+Kind = Literal["internal", "server", "client", "producer", "consumer"]
+Attributes = Mapping[str, str | int | float | bool]
+STAGE = "penstock.stage"
+"""The attribute that names a span's part of the path: receive, cache, publish, queue, batch, infer,
+reply. A webhook has `webhook`, and a dead letter `dead_letter`."""
+
+
+class RecordedSpan(Protocol):
+    """A span under way, as an exporter keeps it."""
+
+    def end(self, name: str, attributes: Attributes, error: str, ended_s: float) -> None:
+        """Ends it at the Unix time `ended_s`. `error` is the kind of its failure, or empty."""
+
+
+class Tracer(Protocol):
+    """Decides which traces are kept, and takes their spans."""
+
+    def start(
+        self,
+        name: str,
+        kind: Kind,
+        started_s: float,
+        parent: TraceContext | None,
+        links: Sequence[TraceContext] = (),
+    ) -> tuple[TraceContext, RecordedSpan | None]:
+        """Starts a span. None instead of it: its trace is not kept."""
+
+
+class Span:
+    """A span under way. `context` is its own, or without an exporter that of its caller."""
+
+    __slots__ = ("_attributes", "_name", "_recorded", "context")
+
+    def __init__(
+        self, name: str, context: TraceContext | None, recorded: RecordedSpan | None
+    ) -> None:
+        self.context = context
+        self._name = name
+        self._recorded = recorded
+        self._attributes: dict[str, str | int | float | bool] = {}
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether anybody will see its attributes."""
+        return self._recorded is not None
+
+    def set(self, attributes: Attributes) -> None:
+        """Adds attributes."""
+        self._attributes.update(attributes)
+
+    def end(self, *, name: str = "", error: str = "") -> None:
+        """Ends it now. `name`: better known by now. `error`: the kind of its failure."""
+        if self._recorded is not None:
+            self._recorded.end(name or self._name, self._attributes, error, time.time())
+
+
+class _Installed:
+    tracer: Tracer | None = None
+
+
+def install(tracer: Tracer | None) -> None:
+    """From now on, spans of this process go to `tracer`. None: nowhere."""
+    _Installed.tracer = tracer
+
+
+def begin(name: str, kind: Kind, started_s: float, parent: TraceContext | None) -> Span:
+    """Starts the first span of this process, whose trace it may decide to keep."""
+    tracer = _Installed.tracer
+    if tracer is None:
+        return Span(name, parent, None)
+    return Span(name, *tracer.start(name, kind, started_s, parent))
+
+
+class SpanBlock:
+    """A span around a `with` block. See `span`."""
+
+    __slots__ = ("_context", "_span", "_token")
+
+    def __init__(self, span: Span, context: TraceContext | None) -> None:
+        self._span = span
+        self._context = context
+        self._token: Token[TraceContext | None] | None = None
+
+    def __enter__(self) -> Span:
+        if self._context is not current():
+            self._token = set_current(self._context)
+        return self._span
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._token is not None:
+            reset_current(self._token)
+        self._span.end(error=_kind_of(error) if error is not None else "")
+
+
+def span(
+    name: str,
+    kind: Kind,
+    attributes: Attributes,
+    *,
+    started_s: float = 0.0,
+    parent: TraceContext | None = None,
+) -> SpanBlock:
+    """A span around a `with` block, which becomes the current one. An exception is its error.
+
+    Args:
+        name: of the span.
+        kind: of the span.
+        attributes: without payloads or keys.
+        started_s: Unix time at which it began. 0: now.
+        parent: None: the current one.
+    """
+    parent, tracer = parent or current(), _Installed.tracer
+    if tracer is None or parent is None or not parent.is_sampled:
+        return SpanBlock(Span(name, parent, None), parent)
+    made = Span(name, *tracer.start(name, kind, started_s or time.time(), parent))
+    made.set(attributes)
+    return SpanBlock(made, made.context)
+
+
+def _kind_of(error: BaseException) -> str:
+    return str(getattr(error, "code", "") or type(error).__name__)
+
+
+def is_recorded(parent: TraceContext | None) -> bool:
+    """Whether spans below `parent` are kept, so that their attributes are worth collecting."""
+    return _Installed.tracer is not None and parent is not None and parent.is_sampled
+
+
+def record(
+    name: str,
+    kind: Kind,
+    times_s: tuple[float, float],
+    attributes: Attributes,
+    *,
+    parent: TraceContext | None = None,
+    links: Sequence[TraceContext] = (),
+    error: str = "",
+) -> None:
+    """Makes a span from its start and end, in Unix time. A start after the end is moved to it.
+
+    Args:
+        name: of the span.
+        kind: of the span.
+        times_s: start and end. Clocks of two machines may disagree about their order.
+        attributes: without payloads or keys.
+        parent: None: the current one.
+        links: spans of other traces that it has to do with.
+        error: the kind of its failure, or empty.
+    """
+    parent = parent or current()
+    tracer = _Installed.tracer
+    if tracer is None or parent is None or not parent.is_sampled:
+        return
+    started_s, ended_s = times_s
+    _, recorded = tracer.start(name, kind, min(started_s, ended_s), parent, links)
+    if recorded is not None:
+        recorded.end(name, attributes, error, ended_s)

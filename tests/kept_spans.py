@@ -1,0 +1,87 @@
+"""A tracer in memory: keeps every span of a sampled trace, and the traces that begin here."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from shared.tracing.context import TraceContext
+from shared.tracing.spans import STAGE, Attributes, Kind, install
+
+
+@dataclass
+class KeptSpan:
+    """A span under way or ended. Times are Unix time."""
+
+    name: str
+    kind: Kind
+    context: TraceContext
+    parent: TraceContext | None
+    links: list[TraceContext]
+    started_s: float
+    ended_s: float = 0.0
+    error: str = ""
+    attributes: dict[str, str | int | float | bool] = field(default_factory=dict)
+
+    def end(self, name: str, attributes: Attributes, error: str, ended_s: float) -> None:
+        assert not self.ended_s, "ended twice"
+        self.name, self.error, self.ended_s = name, error, ended_s
+        self.attributes = dict(attributes)
+
+    @property
+    def stage(self) -> str:
+        return str(self.attributes.get(STAGE, ""))
+
+
+class KeptSpans:
+    """What was started so far. Implements shared.tracing.spans.Tracer."""
+
+    def __init__(self) -> None:
+        self.spans: list[KeptSpan] = []
+
+    def start(
+        self,
+        name: str,
+        kind: Kind,
+        started_s: float,
+        parent: TraceContext | None,
+        links: Sequence[TraceContext] = (),
+    ) -> tuple[TraceContext, KeptSpan | None]:
+        trace_id = parent.trace_id if parent else secrets.token_hex(16)
+        is_kept = parent is None or parent.is_sampled
+        context = TraceContext(
+            f"00-{trace_id}-{secrets.token_hex(8)}-0{int(is_kept)}",
+            parent.tracestate if parent else "",
+        )
+        if not is_kept:
+            return context, None
+        span = KeptSpan(name, kind, context, parent, list(links), started_s)
+        self.spans.append(span)
+        return context, span
+
+    def of(self, stage: str) -> list[KeptSpan]:
+        """The ended spans of one stage."""
+        return [span for span in self.spans if span.ended_s and span.stage == stage]
+
+    def the(self, stage: str) -> KeptSpan:
+        """The only span of a stage."""
+        (found,) = self.of(stage)
+        return found
+
+
+@contextmanager
+def keeping_spans() -> Iterator[KeptSpans]:
+    """Keeps the spans of this process during the block."""
+    kept = KeptSpans()
+    install(kept)
+    try:
+        yield kept
+    finally:
+        install(None)
+
+
+def new_trace(flags: str = "01") -> TraceContext:
+    """The span of a caller."""
+    return TraceContext(f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-{flags}")
