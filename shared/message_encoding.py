@@ -11,6 +11,7 @@ import msgspec
 
 from shared.errors import UndecodableMessage
 from shared.messages import SCHEMA_VERSION, Envelope, Job, JobBody, Reply, ReplyBody, check_schema
+from shared.tracing.context import current
 
 LONGEST_ATTRIBUTE_BYTES = 1024
 LONGEST_DATA_BYTES = 9 * 1024 * 1024
@@ -63,11 +64,15 @@ def encode_reply(reply: Reply) -> tuple[bytes, dict[str, str]]:
 
 
 def reply_attributes(request_id: str, part: int, slot: str) -> dict[str, str]:
-    """The attributes of a reply's message. Its data is what `encode_reply_body` returns."""
+    """The attributes of a reply's message. Its data is what `encode_reply_body` returns.
+
+    A reply whose trace is kept carries it on.
+    """
     attributes = {"schema": SCHEMA_VERSION, "request_id": request_id, "part": str(part)}
     if slot:
         attributes["slot"] = slot
-    return attributes
+    trace = current()
+    return attributes | trace.attributes() if trace and trace.is_sampled else attributes
 
 
 def encode_reply_body(body: ReplyBody) -> bytes:

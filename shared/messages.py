@@ -27,6 +27,7 @@ import msgspec
 
 from shared.errors import PenstockError, UndecodableMessage
 from shared.tasks import Input, Result
+from shared.tracing.context import TraceContext, read_context
 
 SCHEMA_VERSION = "1"
 UnixTime = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
@@ -63,6 +64,8 @@ class Envelope(msgspec.Struct, kw_only=True):
     api_instance: str = ""
     attempt: int = 1
     traceparent: str = ""
+    """The span that published the job (W3C Trace Context). Its flag says whether to keep spans."""
+    tracestate: str = ""
     cache_key: str = ""
     """The first item's key, for people and tools that look at the topic."""
     prediction: str = ""
@@ -81,6 +84,11 @@ class Envelope(msgspec.Struct, kw_only=True):
     """The public part of the caller's API key, for rows. Empty where no key is required."""
     price_share: PriceShare = 1.0
     """The part of the list price that the items pay. Left out of the message if it is 1."""
+
+    @property
+    def trace(self) -> TraceContext | None:
+        """The trace that the job belongs to."""
+        return read_context(self.traceparent, self.tracestate) if self.traceparent else None
 
     @property
     def webhook_events(self) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from shared.errors import PenstockError
 from shared.pubsub.names import WEBHOOKS_TOPIC_ID
+from shared.tracing.context import current
 from shared.transport import Publisher
 from shared.webhooks import EventName, WebhookEvent, encode_webhook_event
 
@@ -24,12 +25,17 @@ class WebhookPublisher:
     ) -> None:
         """Publishes `event` of the prediction `record` if it is among the `subscribed` events.
 
+        The event carries the current trace.
+
         Raises:
             PenstockError: as Publisher.publish.
         """
         if event in subscribed:
             data, attributes = encode_webhook_event(WebhookEvent(record, event, sequence))
-            await self._publisher.publish(WEBHOOKS_TOPIC_ID, data, attributes)
+            trace = current()
+            await self._publisher.publish(
+                WEBHOOKS_TOPIC_ID, data, attributes | (trace.attributes() if trace else {})
+            )
 
     async def try_publish(
         self, record: str, subscribed: Collection[str], event: EventName, sequence: int = 0

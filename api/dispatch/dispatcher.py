@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -32,9 +33,11 @@ from api.dispatch.singleflight import InFlightItem, InFlightJob, ItemCompletion,
 from api.errors import ClientGone
 from shared.errors import PenstockError, Unavailable
 from shared.messages import ItemOutcome, failure
-from shared.stores.cache import ResultCache
+from shared.stores.cache import Level, ResultCache
 from shared.stores.record_state import record_id
 from shared.stores.records import LATE_LOOK_S, Records
+from shared.tasks import Result
+from shared.tracing.spans import STAGE, Attributes, record
 from shared.usage.row import RowSink, row_of
 
 log = logging.getLogger(__name__)
@@ -163,7 +166,7 @@ class Dispatcher:
     async def _complete_cache_hits(self, led: Sequence[InFlightItem]) -> list[InFlightItem]:
         """Completes the items that the cache has, and returns the others."""
         keys = [one.item.cache_key for one in led if one.item.cache_key]
-        found = await self._cache.get_many(keys) if keys else {}
+        found = await self._look_up(keys) if keys else {}
         missing = []
         for in_flight in led:
             if in_flight.item.cache_key in found:
@@ -172,6 +175,17 @@ class Dispatcher:
             else:
                 missing.append(in_flight)
         return missing
+
+    async def _look_up(self, keys: Sequence[str]) -> dict[str, tuple[Result, Level]]:
+        began_s = time.time()
+        found = await self._cache.get_many(keys)
+        facts: Attributes = {
+            STAGE: "cache",
+            "penstock.cache.keys": len(keys),
+            "penstock.cache.hits": len(found),
+        }
+        record("cache", "internal", (began_s, time.time()), facts)
+        return found
 
     async def _send(self, request: InferenceRequest, job: InFlightJob) -> list[ItemOutcome]:
         """Sends a job, waits for its reply, and returns one outcome per item."""

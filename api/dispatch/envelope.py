@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from api.dispatch.request import RequestOptions
 from shared.message_encoding import encode_job
 from shared.messages import Envelope, Item, Job, JobBody
+from shared.tracing.context import current
+from shared.tracing.spans import STAGE, Attributes, SpanBlock, span
 
 
 def build_envelope(
@@ -25,8 +27,9 @@ def build_envelope(
 ) -> Envelope:
     """The envelope of the first job of a request.
 
-    It is complete except for the inbox and the time of publishing.
+    It is complete except for the inbox and the time of publishing. It belongs to the current trace.
     """
+    trace = current()
     return Envelope(
         request_id=request_id,
         part=0,
@@ -39,11 +42,25 @@ def build_envelope(
         received_at_s=received_at_s,
         published_at_s=0.0,
         api_instance=api_instance,
-        traceparent=options.traceparent,
+        traceparent=trace.traceparent if trace else "",
+        tracestate=trace.tracestate if trace else "",
         lane=options.lane,
         start_by_s=options.start_by_s,
         client_request_id=client_request_id,
     )
+
+
+def publish_span(topic_id: str, *, items: int, started_s: float) -> SpanBlock:
+    """The span of publishing a job, which the worker's spans are below. Unix time."""
+    facts: Attributes = {
+        STAGE: "publish",
+        "penstock.items": items,
+        "messaging.system": "gcp_pubsub",
+        "messaging.operation.name": "publish",
+        "messaging.operation.type": "send",
+        "messaging.destination.name": topic_id,
+    }
+    return span(f"publish {topic_id}", "producer", facts, started_s=started_s)
 
 
 def encode_message(

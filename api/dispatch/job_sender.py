@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from api.dispatch.envelope import build_envelope, encode_message
+from api.dispatch.envelope import build_envelope, encode_message, publish_span
 from api.dispatch.request import InferenceRequest
 from api.dispatch.singleflight import InFlightItem, InFlightJob
 from shared.catalog import Model
@@ -138,18 +138,17 @@ class JobSender:
     async def _publish(
         self, request: InferenceRequest, job: InFlightJob, items: list[Item], waiter: ReplyWaiter
     ) -> float:
-        now_s = time.time()
-        envelope = envelope_of(request, self._api_instance)
-        envelope.part, envelope.published_at_s = job.index, now_s
-        envelope.inbox, envelope.slot = waiter.inbox, waiter.slot
-        data, attributes = encode_message(envelope, items, request.options)
+        now_s, topic_id = time.time(), jobs_topic_id(request.model.name)
         timeout_s = min(PUBLISH_LIMIT_S, job.deadline_s - now_s)
         if timeout_s <= 0:
             raise request.too_late()
         try:
-            await self._publisher.publish(
-                jobs_topic_id(request.model.name), data, attributes, timeout_s=timeout_s
-            )
+            with publish_span(topic_id, items=len(items), started_s=now_s):
+                envelope = envelope_of(request, self._api_instance)
+                envelope.part, envelope.published_at_s = job.index, now_s
+                envelope.inbox, envelope.slot = waiter.inbox, waiter.slot
+                data, attributes = encode_message(envelope, items, request.options)
+                await self._publisher.publish(topic_id, data, attributes, timeout_s=timeout_s)
         except BadInput as error:
             # The caller's input is already validated, so a refusal is about the topics.
             raise Unavailable(f"the broker refused the job: {error.message}") from error

@@ -37,8 +37,6 @@ class RequestOptions:
     """`batch` for requests that may wait behind interactive ones, else empty."""
     cache_read: bool = True
     cache_write: bool = True
-    traceparent: str = ""
-    """The trace of the request (W3C Trace Context)."""
     idempotency_key: str = ""
 
     def limit_s(self, bound: Deadline) -> float:

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api import metrics
 from api.dispatch.request import RequestOptions
 from api.errors import BodyTooLarge, TooSlow, error_response
+from api.http.request_span import begin_span, end_span
 from api.shares import share_of
 from shared.errors import Overloaded, PenstockError
 from shared.stores.object_writer import MEMORY_BYTES
@@ -158,11 +159,12 @@ class _Exchange:
         self._declared_bytes = _number(headers.get("content-length"))
         own_id = f"req_{secrets.token_hex(12)}"
         is_shown = _SANE_ID.fullmatch(given) is not None
-        self.context = scope["penstock.context"] = RequestContext(
+        context = self.context = scope["penstock.context"] = RequestContext(
             shown_id=given if is_shown else own_id,
             request_id=own_id,
             client_request_id=given if is_shown or not given else _digest_of(given),
         )
+        self._span = begin_span(scope, context.received_at_s)
 
     async def receive(self) -> Message:
         if self._body_ended:
@@ -235,7 +237,26 @@ class _Exchange:
             self._hold(0)
         answered, seconds = metrics.of_requests(self._route, self.context.model, self._status)
         answered.inc()
-        seconds.observe(self.context.total_ms / 1000)
+        trace = self._span.context
+        seconds.observe(self.context.total_ms / 1000, trace.exemplar if trace else None)
+        self._end_span()
+
+    def _end_span(self) -> None:
+        if self._span.is_recorded:
+            context = self.context
+            facts = {
+                "penstock.request_id": context.request_id,
+                "penstock.tenant": context.tenant,
+                "penstock.cache": context.headers.get("x-penstock-cache", ""),
+                "gen_ai.request.model": context.model,
+            }
+            end_span(
+                self._span,
+                self._scope,
+                status=self._status,
+                error_code=context.error_code,
+                facts=facts,
+            )
 
     @property
     def _route(self) -> str:

@@ -1,8 +1,8 @@
 """Parses the request headers with options into RequestOptions. No other code reads them.
 
 Accepted values are within the bounds of the job decoder, so workers can read every published job.
-Other values are refused, and the error names the header. Invalid values of Cache-Control, Prefer
-and traceparent are ignored, as their standards demand.
+Other values are refused, and the error names the header. Invalid values of Cache-Control and Prefer
+are ignored, as their standards demand.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ _SHOWN = 40
 _MS = re.compile(r"[0-9]{1,12}")
 _CANCEL_AFTER = re.compile(r"(?=[0-9])(?:([0-9]{1,3})h)?(?:([0-9]{1,5})m)?(?:([0-9]{1,6})s?)?")
 _WAIT = re.compile(r"wait(?:\s*=\s*\"?([0-9]+)\"?)?(?:\s*;.*)?", re.IGNORECASE)
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _KEY = re.compile(rf"[\x21-\x7e]{{1,{LONGEST_KEY}}}")
 
 
@@ -57,8 +56,6 @@ def _joined(name: bytes, first: str, second: str) -> str:
     """Joins headers of one name if they are lists. Other headers may be sent only once."""
     if name in (b"cache-control", b"prefer"):
         return f"{first}, {second}"
-    if name == b"traceparent":
-        return ""
     raise BadInput(f"{name.decode()}: sent more than once", field=name.decode())
 
 
@@ -114,10 +111,6 @@ def _prefer(text: str) -> dict[str, Any]:
     return {}
 
 
-def _traceparent(text: str) -> dict[str, Any]:
-    return {"traceparent": text} if _TRACEPARENT.fullmatch(text) else {}
-
-
 def _refusal(header: str, text: str, wanted: str) -> BadInput:
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
     return BadInput(f"{header}: {shown!r} is not {wanted}", field=header)
@@ -131,5 +124,4 @@ _READERS = {
     IDEMPOTENCY_HEADER.encode(): _idempotency_key,
     b"cache-control": _cache_control,
     b"prefer": _prefer,
-    b"traceparent": _traceparent,
 }

@@ -10,12 +10,12 @@ from typing import NoReturn
 
 from api import metrics
 from api.dispatch.demand import Demand
-from api.dispatch.envelope import build_envelope, encode_message
+from api.dispatch.envelope import build_envelope, encode_message, publish_span
 from api.dispatch.job_sender import ReplyWaiter
 from api.dispatch.request import RequestOptions
 from shared.errors import Overloaded, PenstockError, Unavailable
 from shared.message_encoding import encode_reply_body
-from shared.messages import Item, ItemError, ReplyBody
+from shared.messages import Envelope, Item, ItemError, ReplyBody
 from shared.predictions import Prediction
 from shared.pubsub.names import jobs_topic_id
 from shared.stores.records import Records
@@ -62,6 +62,22 @@ class PredictionSender:
             Overloaded: the broker is full.
             Unavailable: the broker is out of reach. A record without a key was ended as failed.
         """
+        prediction, now_s = new.prediction, time.time()
+        topic_id = jobs_topic_id(prediction.model)
+        try:
+            with publish_span(topic_id, items=len(new.items), started_s=now_s):
+                envelope = self._envelope(new, waiter, now_s)
+                data, attributes = encode_message(envelope, new.items, new.options)
+                await self._publisher.publish(topic_id, data, attributes, timeout_s=PUBLISH_LIMIT_S)
+        except PenstockError as error:
+            await self._give_up(new, error)
+        # Without the mark, a repeated request publishes the job again, which is harmless.
+        with suppress(Unavailable):
+            await self._records.mark_published(prediction.record)
+
+    def _envelope(
+        self, new: NewPrediction, waiter: ReplyWaiter | None, published_at_s: float
+    ) -> Envelope:
         prediction = new.prediction
         envelope = build_envelope(
             request_id=prediction.record,
@@ -77,19 +93,10 @@ class PredictionSender:
             api_instance=self._api_instance,
         )
         envelope.prediction, envelope.webhook = "1", ",".join(prediction.webhook_events)
-        envelope.published_at_s = time.time()
+        envelope.published_at_s = published_at_s
         if waiter is not None:
             envelope.inbox, envelope.slot = waiter.inbox, waiter.slot
-        try:
-            data, attributes = encode_message(envelope, new.items, new.options)
-            await self._publisher.publish(
-                jobs_topic_id(prediction.model), data, attributes, timeout_s=PUBLISH_LIMIT_S
-            )
-        except PenstockError as error:
-            await self._give_up(new, error)
-        # Without the mark, a repeated request publishes the job again, which is harmless.
-        with suppress(Unavailable):
-            await self._records.mark_published(prediction.record)
+        return envelope
 
     async def _give_up(self, new: NewPrediction, error: PenstockError) -> NoReturn:
         """Ends a prediction that was not published, unless the caller can repeat the request."""

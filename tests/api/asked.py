@@ -83,6 +83,7 @@ HEADERS = {
         "wait", "wait=1", 'wait="1"', "respond-async", bad=latin | digits.map(lambda n: f"wait={n}")
     ),
     "traceparent": chosen(TRACE, bad=latin | st.sampled_from(["00-zz-1-01", "0" * 3000])),
+    "tracestate": chosen("a=1,b=2", bad=latin | st.sampled_from(["a=1," * 400, "=", "a=1,a=2"])),
     "x-request-id": chosen(
         "order-17", "q" * 128, bad=latin | st.sampled_from(["q" * 4000, "{}", "../..", ""])
     ),
