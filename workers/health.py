@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import REGISTRY
+from prometheus_client.exposition import choose_encoder
 
 LOOP_LIMIT_S = 5.0
 """A loop that does not respond in this time cannot extend leases either.
@@ -41,7 +42,9 @@ def health_server(
         def do_GET(self) -> None:
             """Answers a probe or a scrape."""
             if self.path == "/metrics":
-                self._answer(200, generate_latest(), CONTENT_TYPE_LATEST)
+                # OpenMetrics, which has exemplars, where the scraper asks for it.
+                encode, content_type = choose_encoder(self.headers.get("Accept", ""))
+                self._answer(200, encode(REGISTRY), content_type)
             elif self.path == "/healthz":
                 self._answer_bool(loop_responds())
             elif self.path == "/readyz":

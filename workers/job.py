@@ -6,7 +6,7 @@ Plain data, no I/O.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from shared.errors import Canceled, DeadlineExceeded, PenstockError
 from shared.messages import Envelope, Item, ItemOutcome, Job, Receipt, failure
 from shared.stores.record_state import record_id
 from shared.tasks import Result
+from shared.tracing.context import TraceContext
 from shared.transport import Message, Subscription
 from shared.usage.charge import price_of
 from shared.usage.row import Row, row_of
@@ -50,6 +51,10 @@ class PulledJob:
     """How many workers died while they held this job."""
     dead_letter_reason: str = ""
     """Why the job is given up. A copy of its message goes to the dead letters."""
+    trace: TraceContext | None = None
+    """The span that published it."""
+    runs: list[Run] | None = None
+    """The batches of its items so far. None if its spans are not kept."""
 
     @property
     def record(self) -> str:
@@ -145,6 +150,18 @@ class Computed:
 
     outcome: Result | PenstockError
     batch: BatchResult
+    traces: Sequence[TraceContext] = ()
+    """The traces of the jobs in the batch whose spans are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """An item in a batch, for its spans."""
+
+    index: int
+    queued_at_s: float
+    deaths: int
+    computed: Computed
 
 
 @dataclass(slots=True, eq=False)
@@ -208,6 +225,8 @@ class QueuedItem:
     def _outcome(self, pulled: PulledJob, item: Item, cache: str) -> ItemOutcome:
         assert self.computed is not None, "asked for before the model had run; this is a bug"
         result, batch = self.computed.outcome, self.computed.batch
+        if pulled.runs is not None:
+            pulled.runs.append(Run(item.index, self.queued_at_s, self.deaths, self.computed))
         receipt = pulled.receipt(
             cache=cache if pulled.reads_cache and item.cache_key else "none",
             started_at_s=batch.started_at_s,
@@ -229,6 +248,14 @@ class QueuedItem:
         if pulled.job.body.cache_write and item.cache_key:
             pulled.to_cache[item.cache_key] = item.index
             self.is_cached = True
+
+
+def kept_traces(batch: Iterable[QueuedItem]) -> list[TraceContext]:
+    """The traces of the jobs in a batch whose spans are kept, each once."""
+    found = (
+        pulled.trace for queued in batch for pulled, _ in queued.waiters if pulled.runs is not None
+    )
+    return list(dict.fromkeys(trace for trace in found if trace is not None))
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,10 +50,10 @@ MODEL_PROCESS_DEATHS = Counter(
 )
 
 
-def observe_batch(done: BatchResult) -> None:
-    """Records one batch."""
+def observe_batch(done: BatchResult, exemplar: dict[str, str] | None = None) -> None:
+    """Records one batch. `exemplar` names a trace of it."""
     BATCH_ITEMS.observe(len(done.results))
-    INFERENCE_SECONDS.observe(done.inference_ms / 1000)
+    INFERENCE_SECONDS.observe(done.inference_ms / 1000, exemplar)
     REAL_WORK.inc(done.real_work)
     PADDED_WORK.inc(done.padded_work)
     if done.switched is not None:

@@ -219,7 +219,6 @@ class Worker:
         finally:
             del self._running[process]
         self._scheduler.batch_finished(done.finished_at_s - done.started_at_s)
-        metrics.observe_batch(done)
         self._on_batch(number, done)
         consumer.batches.distribute(batch, done)
         self._count_failed(has_failed=done.has_failed)

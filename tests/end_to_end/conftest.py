@@ -18,6 +18,7 @@ from infra.local.ports import Ports
 from infra.local.stack import Stack
 from tests.end_to_end.rows import Rows
 from tests.limits import WAIT_LIMIT_S
+from tests.otlp import Collector, running_collector
 
 EMBEDDER = "all-MiniLM-L6-v2"
 WORKERS = 2
@@ -29,11 +30,21 @@ Embed = Callable[[str], NDArray[np.float32]]
 
 
 @pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(
-        tmp_path_factory.mktemp("stack"), ports=Ports.free(WORKERS), settings=SETTINGS
-    ) as running:
-        yield running
+def collector() -> Iterator[Collector]:
+    with running_collector() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Stack]:
+    """All of it is traced, though few traces are kept unless a test asks for it."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+        with Stack(
+            tmp_path_factory.mktemp("stack"), ports=Ports.free(WORKERS), settings=SETTINGS
+        ) as running:
+            yield running
 
 
 @pytest.fixture(scope="session")

@@ -36,6 +36,7 @@ from shared.stores.records import Records
 from shared.tasks import Input, Result
 from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.tasks.image import ImageResult
+from shared.tracing.context import TraceContext
 from shared.transport import SubscriptionSettings
 from shared.usage.row import Row
 from tests.fakes import InMemoryTransport
@@ -182,6 +183,7 @@ class WorkerHarness:
         webhook: str = "",
         queue_limit_s: float = 0.0,
         age_s: float = 0.0,
+        trace: TraceContext | None = None,
         **body: bool,
     ) -> None:
         now_s = time.time()
@@ -199,6 +201,7 @@ class WorkerHarness:
             prediction=prediction,
             webhook=webhook,
             start_by_s=now_s + queue_limit_s if queue_limit_s else 0.0,
+            traceparent=trace.traceparent if trace else "",
         )
         items = [
             Item(index, TextInput(text), cache_key=f"key-{text}")

@@ -28,10 +28,11 @@ from shared.errors import (
 )
 from shared.message_encoding import decode_job, decode_reply_body, encode_reply, encode_reply_body
 from shared.messages import Envelope, ItemError, Reply, ReplyBody, failure
-from shared.pubsub.names import WEBHOOKS_TOPIC_ID
+from shared.pubsub.names import WEBHOOKS_TOPIC_ID, dead_letter_topic_id
 from shared.salvage import salvage_envelope
 from shared.stores.record_state import Finish, record_id
 from shared.stores.records import Records
+from shared.tracing.spans import STAGE, Attributes, span
 from shared.transport import Message, Publisher
 from shared.usage.row import Row, row_of
 from shared.webhook_publisher import WebhookPublisher
@@ -98,6 +99,19 @@ class DeadLetters:
             raise UndecodableMessage(
                 "its attributes do not say whose job it is", field="attributes"
             )
+        facts: Attributes = {
+            STAGE: "dead_letter",
+            "messaging.system": "gcp_pubsub",
+            "messaging.operation.name": "process",
+            "messaging.operation.type": "process",
+            "messaging.message.id": message.message_id,
+            "penstock.request_id": envelope.request_id,
+        }
+        topic_id = dead_letter_topic_id(envelope.model)
+        with span(f"process {topic_id}", "consumer", facts, parent=envelope.trace):
+            await self._answer(envelope, message)
+
+    async def _answer(self, envelope: Envelope, message: Message) -> None:
         items, error = _reading(message)
         body = ReplyBody(
             [failure(item, error) for item in items], worker=ANSWERED_BY, replied_at_s=time.time()

@@ -19,6 +19,8 @@ from shared.predictions import Prediction, body_of, decode_document
 from shared.stores.record_state import Record
 from shared.stores.records import Records
 from shared.stores.signed_urls import UrlSigner
+from shared.tracing.context import current, read_attributes
+from shared.tracing.spans import STAGE, Attributes, span
 from shared.transport import Message
 from shared.webhook_urls import WebhookUrlForbidden
 from shared.webhooks import WebhookEvent, decode_webhook_event, signature, tenant_secrets
@@ -75,12 +77,21 @@ class Webhooks:
             PenstockError: the delivery failed and is to be retried.
         """
         event = decode_webhook_event(message.data)
-        end = "failed"
-        try:
-            end = await self._deliver(event, message)
-        finally:
-            WEBHOOKS.labels(event.event, end).inc()
-        log.info("webhook", extra={"record": event.id, "event": event.event, "end": end})
+        facts: Attributes = {
+            STAGE: "webhook",
+            "http.request.method": "POST",
+            "penstock.request_id": event.id,
+            "penstock.webhook.event": event.event,
+        }
+        parent = read_attributes(message.attributes)
+        with span("POST webhook", "client", facts, parent=parent) as delivery:
+            end = "failed"
+            try:
+                end = await self._deliver(event, message)
+            finally:
+                WEBHOOKS.labels(event.event, end).inc()
+                delivery.set({"penstock.webhook.end": end})
+            log.info("webhook", extra={"record": event.id, "event": event.event, "end": end})
 
     async def _deliver(self, event: WebhookEvent, message: Message) -> str:
         record = await self._records.read(event.id)
@@ -117,6 +128,8 @@ class Webhooks:
             "webhook-timestamp": str(now_s),
             "webhook-signature": signature(secrets, webhook_id, now_s, body),
         }
+        if (trace := current()) is not None:
+            headers["traceparent"] = trace.traceparent
         return await WebhookClient(prediction.webhook, allow_private=self._allow_private).post(
             headers, body
         )

@@ -10,7 +10,7 @@ from shared.errors import Canceled, ModelFailed
 from shared.messages import failure
 from shared.stores.records import Records
 from workers import metrics
-from workers.job import Computed, QueuedItem
+from workers.job import Computed, QueuedItem, kept_traces
 from workers.jobs.completion import Completion
 from workers.jobs.model_queue import ModelQueue
 from workers.runtime.protocol import BatchResult
@@ -46,14 +46,21 @@ class BatchResults:
     def distribute(self, batch: list[QueuedItem], done: BatchResult) -> None:
         """Settles the items of a batch that ran."""
         self._queue.batch_ended(batch, out_of_memory=done.out_of_memory)
+        traces = kept_traces(batch)
+        metrics.observe_batch(done, traces[0].exemplar if traces else None)
         for queued, outcome in zip(batch, done.outcomes, strict=True):
-            self._waits.observe(max(0.0, done.started_at_s - queued.queued_at_s))
+            self._observe_wait(queued, done, is_traced=bool(traces))
             if isinstance(outcome, Canceled):
                 self._requeue_joined(queued)
-            queued.computed = Computed(outcome, done)
+            queued.computed = Computed(outcome, done, traces)
             for pulled, item_outcome in list(queued.outcomes()):
                 self._completion.settle(pulled, item_outcome)
             self._queue.forget_when_cached(queued)
+
+    def _observe_wait(self, queued: QueuedItem, done: BatchResult, *, is_traced: bool) -> None:
+        traces = kept_traces([queued]) if is_traced else []
+        wait_s = max(0.0, done.started_at_s - queued.queued_at_s)
+        self._waits.observe(wait_s, traces[0].exemplar if traces else None)
 
     def _requeue_joined(self, queued: QueuedItem) -> None:
         """Queues a canceled item again for callers who joined it in the meantime."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 from shared.catalog import Model
 from shared.errors import PenstockError, Unavailable
@@ -20,6 +22,7 @@ from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.record_state import Claim
 from shared.stores.records import LATE_LOOK_S, Records
+from shared.tracing.context import entered
 from shared.transport import Publisher
 from shared.usage.row import RowSink
 from shared.webhook_publisher import WebhookPublisher
@@ -30,6 +33,7 @@ from workers.jobs.large_results import LargeResults
 from workers.jobs.outcome import answered_by, in_time, one_for_each, state_of, undelivered
 from workers.jobs.registry import JobRegistry
 from workers.jobs.replies import ReplyPublisher
+from workers.jobs.spans import record_spans
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +74,7 @@ class Completion:
         pulled.outcomes[outcome.index] = outcome
         if len(pulled.outcomes) == len(pulled.items):
             pulled.end()
-            self.registry.spawn(self._finish(pulled))
+            self._spawn(pulled, self._finish(pulled))
 
     def repeat(self, pulled: PulledJob, claim: Claim) -> None:
         """Ends a job whose record is over already.
@@ -82,15 +86,19 @@ class Completion:
                 self.settle(pulled, pulled.canceled(item.index))
         elif not pulled.is_over:
             pulled.end()
-            self.registry.spawn(self._repeat(pulled, claim.reply))
+            self._spawn(pulled, self._repeat(pulled, claim.reply))
 
     def notify_webhook(self, pulled: PulledJob, event: EventName, sequence: int = 0) -> None:
         """Publishes a webhook event in the background, if the job's webhook subscribed to it."""
         subscribed = pulled.envelope.webhook_events
         if event in subscribed:
-            self.registry.spawn(
-                self._webhooks.try_publish(pulled.record, subscribed, event, sequence)
-            )
+            work = self._webhooks.try_publish(pulled.record, subscribed, event, sequence)
+            self._spawn(pulled, work)
+
+    def _spawn(self, pulled: PulledJob, work: Coroutine[Any, Any, None]) -> None:
+        """Runs `work` as a background task within the trace of its job."""
+        with entered(pulled.trace):
+            self.registry.spawn(work)
 
     async def _repeat(self, pulled: PulledJob, reply: bytes) -> None:
         try:
@@ -104,6 +112,7 @@ class Completion:
 
     async def _finish(self, pulled: PulledJob) -> None:
         outcomes = [pulled.outcomes[item.index] for item in pulled.items]
+        record_spans(pulled, self._model, self._worker.device)
         try:
             outcomes = [await self._large.stored(pulled.envelope, outcome) for outcome in outcomes]
             ours = ReplyBody(outcomes, None, self._worker.worker, self._worker.device, time.time())

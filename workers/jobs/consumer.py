@@ -19,8 +19,9 @@ from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.tasks import Result
+from shared.tracing.spans import is_recorded
 from shared.transport import Message, Subscription
-from workers.job import PulledJob
+from workers.job import PulledJob, Run
 from workers.jobs.batch_results import BatchResults
 from workers.jobs.cancellation import Cancellation
 from workers.jobs.claims import Claims
@@ -150,7 +151,9 @@ class JobConsumer:
             self._registry.spawn(self._completion.replies.refuse(message, error, subscription))
             return None
         job.envelope.attempt = max(job.envelope.attempt, message.delivery_attempt)
-        pulled = PulledJob(job, message, subscription, now_s)
+        trace = job.envelope.trace
+        runs = list[Run]() if is_recorded(trace) else None
+        pulled = PulledJob(job, message, subscription, now_s, trace=trace, runs=runs)
         self._registry.add(pulled)
         if pulled.start_by_s > now_s:
             self._deadlines.watch(pulled)

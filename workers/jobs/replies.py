@@ -12,6 +12,7 @@ from shared.pubsub.names import dead_letter_topic_id
 from shared.salvage import salvage_envelope
 from shared.transport import Message, Publisher, Subscription
 from workers import metrics
+from workers.jobs.spans import reply_span
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +44,10 @@ class ReplyPublisher:
         """
         if not envelope.inbox:
             return True
-        attributes = reply_attributes(envelope.request_id, envelope.part, envelope.slot)
         try:
-            await self._publisher.publish(envelope.inbox, body, attributes)
+            with reply_span(envelope.inbox):
+                attributes = reply_attributes(envelope.request_id, envelope.part, envelope.slot)
+                await self._publisher.publish(envelope.inbox, body, attributes)
         except BadInput as error:
             # The API instance and its inbox are gone. Handing the job back would repeat it forever.
             facts = {"inbox": envelope.inbox, "reason": error.message}
