@@ -7,7 +7,6 @@ cluster, and the Terraform stage `workloads` takes the rendered file.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
 from pathlib import Path
@@ -16,14 +15,19 @@ from typing import Any
 import yaml
 
 from infra.kubernetes.autoscaling import hpa_patch, keda_patch
-from infra.kubernetes.deployment import Deployment, GpuType, gpu_class, read_gpu_types
+from infra.kubernetes.deployment import Deployment, GpuType, read_gpu_types
+from infra.kubernetes.gpu_nodes import write_gpu_class
 from infra.kubernetes.identity import CREDENTIALS_FILE, credentials, identity_settings, token_volume
-from infra.kubernetes.placement import Placement, compute_class, place, share_of
+from infra.kubernetes.kustomization import (
+    deployment_patch,
+    node_affinity,
+    path_up_to,
+    write_kustomization,
+)
+from infra.kubernetes.placement import Placement, place
 from shared.catalog import Catalog, Model
-from shared.catalog_entry import Gpu
 from shared.errors import ConfigurationError
 
-TREE = Path(__file__).parent
 SLUG_LIMIT = 40
 """Kubernetes allows 63 in a label, of which the names of our objects need some."""
 MODELS_FILE = "/etc/penstock/models.yaml"
@@ -73,9 +77,9 @@ def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: De
         folders.append(f"worker-{name}")
     if not deployment.is_outside:
         for gpu in dict.fromkeys(model.gpu for model in models if model.gpu.type != "none"):
-            folders += _write_gpu_class(out, gpu, deployment, gpu_types)
+            folders += write_gpu_class(out, gpu, deployment, gpu_types)
     _write_cluster(out / "cluster", deployment)
-    _write(out, ["cluster", *folders], patches=[])
+    write_kustomization(out, ["cluster", *folders], patches=[])
 
 
 def _chosen(catalog: Catalog, deployment: Deployment) -> list[Model]:
@@ -99,10 +103,10 @@ def _write_cluster(folder: Path, deployment: Deployment) -> None:
     redis = [{"op": "replace", "path": "/spec/egress/2/to", "value": to}]
     patch = {"target": {"kind": "NetworkPolicy", "name": "workers"}, "patch": yaml.safe_dump(redis)}
     components = ["components/cluster-outside"] if deployment.is_outside else []
-    _write(
+    write_kustomization(
         folder,
-        [_up_to(folder, "cluster")],
-        components=[_up_to(folder, component) for component in components],
+        [path_up_to(folder, "cluster")],
+        components=[path_up_to(folder, component) for component in components],
         namespace=deployment.namespace,
         patches=[patch],
     )
@@ -149,10 +153,10 @@ def _write_worker(
         )
     image, _, digest = deployment.image.partition("@")
     image, _, tag = image.rpartition(":") if not digest else (image, "", "")
-    _write(
+    write_kustomization(
         folder,
-        [_up_to(folder, "worker")],
-        components=[_up_to(folder, f"components/{component}") for component in components],
+        [path_up_to(folder, "worker")],
+        components=[path_up_to(folder, f"components/{component}") for component in components],
         namespace=deployment.namespace,
         nameSuffix=f"-{name}",
         labels=[
@@ -201,118 +205,9 @@ def _worker_patch(model: Model, placement: Placement, deployment: Deployment) ->
     if placement.node_selector:
         pod["nodeSelector"] = placement.node_selector
     if placement.accelerators:
-        pod["affinity"] = {"nodeAffinity": _required(placement.accelerators)}
+        pod["affinity"] = {"nodeAffinity": node_affinity(placement.accelerators)}
     if deployment.is_outside:
         pod["volumes"] = [token_volume(deployment.audience)]
         # Nothing there asks for more or fewer: what scales by our metrics is GKE's.
-        return _of_deployment("worker", pod, replicas=max(1, model.replicas.min))
-    return _of_deployment("worker", pod)
-
-
-def _required(accelerators: tuple[str, ...]) -> dict[str, Any]:
-    terms = [
-        {"key": "cloud.google.com/gke-accelerator", "operator": "In", "values": list(accelerators)}
-    ]
-    return {
-        "requiredDuringSchedulingIgnoredDuringExecution": {
-            "nodeSelectorTerms": [{"matchExpressions": terms}]
-        }
-    }
-
-
-def _write_gpu_class(
-    out: Path, gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]
-) -> list[str]:
-    """What a class of GPU nodes has: its ComputeClass, and the places that are kept warm on it."""
-    name, folders = gpu_class(gpu), []
-    if deployment.compute_classes:
-        folders.append(f"compute-class-{name}")
-        folder = out / folders[-1]
-        folder.mkdir()
-        patch = compute_class(gpu, deployment, gpu_types)
-        # No namespace: a ComputeClass has none, which Kustomize can't know.
-        _write(folder, [_up_to(folder, "compute-class")], nameSuffix=f"-{name}", patches=[patch])
-    if deployment.buffer:
-        kind = "capacity-buffer" if deployment.capacity_buffers else "balloon"
-        folders.append(f"{kind}-{name}")
-        folder = out / folders[-1]
-        folder.mkdir()
-        patches = _buffer_patches(gpu, deployment, gpu_types)
-        _write(
-            folder,
-            [_up_to(folder, f"buffers/{kind}")],
-            namespace=deployment.namespace,
-            nameSuffix=f"-{name}",
-            labels=[
-                {
-                    "pairs": {"penstock.dev/gpu": name},
-                    "includeSelectors": True,
-                    "includeTemplates": True,
-                }
-            ],
-            patches=patches,
-        )
-    return folders
-
-
-def _buffer_patches(
-    gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]
-) -> list[dict[str, Any]]:
-    """A placeholder has the size and nodes of a worker, except nodes for overflow."""
-    share = share_of(gpu, gpu_types) | {"nvidia.com/gpu": "1"}
-    pod: dict[str, Any] = {"tolerations": [{"operator": "Exists", "effect": "NoSchedule"}]}
-    if deployment.compute_classes:
-        pod["nodeSelector"] = {"cloud.google.com/compute-class": f"workers-{gpu_class(gpu)}"}
-    else:
-        pod["nodeSelector"] = {"penstock.dev/gpu": gpu_class(gpu)}
-        pod["affinity"] = {"nodeAffinity": _required((gpu_types[gpu.type].accelerator,))}
-    limits = {"nvidia.com/gpu": "1", "memory": share["memory"]}
-    if not deployment.capacity_buffers:
-        pod["containers"] = [
-            {"name": "balloon", "resources": {"requests": share, "limits": limits}}
-        ]
-        return [_of_deployment("balloon", pod, replicas=deployment.buffer)]
-    pod["containers"] = [{"name": "place", "resources": {"requests": share, "limits": limits}}]
-    return [
-        {
-            "apiVersion": "v1",
-            "kind": "PodTemplate",
-            "metadata": {"name": "buffer"},
-            "template": {"spec": pod},
-        },
-        {
-            "apiVersion": "autoscaling.x-k8s.io/v1beta1",
-            "kind": "CapacityBuffer",
-            "metadata": {"name": "buffer"},
-            "spec": {"replicas": deployment.buffer},
-        },
-    ]
-
-
-def _of_deployment(name: str, pod: dict[str, Any], **spec: Any) -> dict[str, Any]:
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": {"name": name},
-        "spec": {**spec, "template": {"spec": pod}},
-    }
-
-
-def _write(
-    folder: Path, resources: list[str], *, patches: list[dict[str, Any]], **fields: Any
-) -> None:
-    """One kustomization.yaml. A patch that does not say its target is a strategic merge."""
-    written = [
-        patch if "target" in patch else {"patch": yaml.safe_dump(patch, sort_keys=False)}
-        for patch in patches
-    ]
-    head = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
-    content = head | {"resources": resources} | fields | {"patches": written}
-    (folder / "kustomization.yaml").write_text(
-        yaml.safe_dump(content, sort_keys=False), encoding="utf-8"
-    )
-
-
-def _up_to(folder: Path, part: str) -> str:
-    """The relative path from `folder` to a part of the tree. Kustomize accepts no others."""
-    return os.path.relpath(TREE / part, folder.resolve())
+        return deployment_patch("worker", pod, replicas=max(1, model.replicas.min))
+    return deployment_patch("worker", pod)

@@ -116,7 +116,7 @@ class _PushLoop:
         return bool(deliveries)
 
     async def _push(self, connection: PushConnection, delivery: Delivery, timeout_s: float) -> None:
-        ack_id = self._subscription.backlog.ack_id(delivery)
+        ack_id = self._subscription.backlog.ack_ids.of(delivery)
         outcome: object = None
         try:
             async with asyncio.timeout(timeout_s):

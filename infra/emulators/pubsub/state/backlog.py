@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from infra.emulators.pubsub.errors import INVALID_ACK_ID, InvalidArgument
+from infra.emulators.pubsub.state.ack_ids import AckIds
 from infra.emulators.pubsub.state.consumers import Consumer, Consumers, Delivery, State
 from infra.emulators.pubsub.state.delivery_settings import DeliverySettings
 from infra.emulators.pubsub.state.journal import ChangeJournal
@@ -42,7 +43,7 @@ class Backlog:
     """All unacked messages of one subscription, oldest first, each in one `State`."""
 
     def __init__(self, policy: Policy, timers: Timers, journal: ChangeJournal, holder: int) -> None:
-        self.ack_id_prefix = f"{holder:x}"
+        self.ack_ids = AckIds(holder)
         self.consumers = Consumers()
         self._policy = policy
         self._timers = timers
@@ -84,10 +85,7 @@ class Backlog:
             and delivery.state is State.READY
         ):
             del self._ready[number]
-            delivery.state = State.LEASED
-            delivery.timer = self._timers.at(
-                self._timers.now_s(), partial(self._give_back, delivery)
-            )
+            self._lease(delivery, self._timers.now_s())
 
     def take(self, consumer: Consumer, max_messages: int = MAX_TAKE) -> list[Delivery]:
         """Lease ready messages to a consumer, as many as its room and its share allow.
@@ -106,10 +104,9 @@ class Backlog:
             if taken and size_bytes > MAX_TAKE_BYTES:
                 break
             del self._ready[delivery.number]
-            delivery.state = State.LEASED
             delivery.attempts += 1
             self._journal.hold(delivery.message, self._holder, delivery.number, delivery.attempts)
-            delivery.timer = self._timers.at(due_s, partial(self._give_back, delivery))
+            self._lease(delivery, due_s)
             self.consumers.took(consumer, delivery)
             taken.append(delivery)
         if not taken:
@@ -125,13 +122,9 @@ class Backlog:
         """Disconnect a consumer. Its leases stay until they are acked, nacked or run out."""
         self.consumers.leave(consumer, len(self._ready))
 
-    def ack_id(self, delivery: Delivery) -> str:
-        """Return the id that acks this hand-out of a delivery."""
-        return f"{self.ack_id_prefix}.{delivery.number}.{delivery.attempts}"
-
     def fill(self, received: Any, delivery: Delivery) -> None:
         """Write a leased delivery into a `ReceivedMessage`."""
-        received.ack_id = self.ack_id(delivery)
+        received.ack_id = self.ack_ids.of(delivery)
         received.message.CopyFrom(delivery.message.proto)
         if self._policy.settings.max_delivery_attempts:
             received.delivery_attempt = delivery.attempts
@@ -147,7 +140,7 @@ class Backlog:
             InvalidArgument: an ack id that no server would have made. Nothing was acked.
         """
         refused: dict[str, str] = {}
-        for ack_id, delivery, is_current in self._find_all(ack_ids):
+        for ack_id, delivery, is_current in [(each, *self._find(each)) for each in ack_ids]:
             if self._policy.settings.exactly_once and not is_current:
                 refused[ack_id] = INVALID_ACK_ID
             elif delivery is not None:
@@ -167,7 +160,7 @@ class Backlog:
         """
         refused: dict[str, str] = {}
         now_s = self._timers.now_s()
-        found = self._find_all(ack_ids)
+        found = [(ack_id, *self._find(ack_id)) for ack_id in ack_ids]
         for (ack_id, delivery, is_current), deadline_s in zip(found, deadlines_s, strict=True):
             if delivery is None or not is_current:
                 if self._policy.settings.exactly_once:
@@ -176,9 +169,7 @@ class Backlog:
                 self._give_back(delivery)
             elif delivery.state is State.LEASED:
                 delivery.stop_timer()
-                delivery.timer = self._timers.at(
-                    now_s + deadline_s, partial(self._give_back, delivery)
-                )
+                self._lease(delivery, now_s + deadline_s)
         return refused
 
     def keep_only(self, is_unacked: Callable[[StoredMessage], bool]) -> None:
@@ -237,20 +228,14 @@ class Backlog:
     def _is_ordered(self, message: StoredMessage) -> bool:
         return self._policy.settings.is_ordered and bool(message.ordering_key)
 
-    def _find_all(self, ack_ids: Iterable[str]) -> list[tuple[str, Delivery | None, bool]]:
-        return [(ack_id, *self._find(ack_id)) for ack_id in ack_ids]
-
     def _find(self, ack_id: str) -> tuple[Delivery | None, bool]:
         try:
-            prefix, number, attempt = ack_id.split(".")
-            wanted, attempts = int(number), int(attempt)
-        except ValueError:
+            number, attempts = self.ack_ids.read(ack_id)
+        except InvalidArgument:
             if self._policy.settings.exactly_once:
                 return None, False
-            raise InvalidArgument(
-                f"You have passed an invalid ack ID to the service (ack_id={ack_id})."
-            ) from None
-        delivery = self._deliveries.get(wanted) if prefix == self.ack_id_prefix else None
+            raise
+        delivery = self._deliveries.get(number)
         if delivery is None or attempts > delivery.attempts:
             return None, False
         return delivery, delivery.state is State.LEASED and delivery.attempts == attempts
@@ -260,6 +245,10 @@ class Backlog:
         delivery.state = State.READY
         self._ready[delivery.number] = delivery
         self.consumers.offer(len(self._ready))
+
+    def _lease(self, delivery: Delivery, until_s: float) -> None:
+        delivery.state = State.LEASED
+        delivery.timer = self._timers.at(until_s, partial(self._give_back, delivery))
 
     def _give_back(self, delivery: Delivery) -> None:
         # A lease ended without an ack: to the dead-letter topic, into backoff, or ready at once.

@@ -10,6 +10,7 @@ from infra.emulators.pubsub.protos import PubsubMessage
 from infra.emulators.pubsub.protos import Snapshot as SnapshotProto
 from infra.emulators.pubsub.protos import Subscription as SubscriptionProto
 from infra.emulators.pubsub.protos import Topic as TopicProto
+from infra.emulators.pubsub.state.ack_ids import AckIds
 from infra.emulators.pubsub.state.delivery_settings import seconds_of
 from infra.emulators.pubsub.state.message import StoredMessage
 from infra.emulators.pubsub.state.registry import Registry
@@ -83,7 +84,7 @@ def _restore_subscription(registry: Registry, holder: int, moment_s: float, data
     if subscription.settings.exactly_once:
         # An attempt that was noted too late would be given the same ack id again, and both would
         # count as current.
-        subscription.backlog.ack_id_prefix = f"{registry.next_sequence():x}"
+        subscription.backlog.ack_ids = AckIds(registry.next_sequence())
     subscription.restore_last_use(min(moment_s + USE_NOTED_EVERY_S, registry.timers.now_s()))
     registry.subscriptions[subscription.path] = subscription
     if subscription.topic is not None and not proto.detached:

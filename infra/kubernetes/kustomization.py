@@ -1,0 +1,53 @@
+"""Writes kustomization.yaml files, and the patches that several of them need."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+TREE = Path(__file__).parent
+
+
+def node_affinity(accelerators: tuple[str, ...]) -> dict[str, Any]:
+    """The affinity of a pod to nodes with one of these accelerators."""
+    terms = [
+        {"key": "cloud.google.com/gke-accelerator", "operator": "In", "values": list(accelerators)}
+    ]
+    return {
+        "requiredDuringSchedulingIgnoredDuringExecution": {
+            "nodeSelectorTerms": [{"matchExpressions": terms}]
+        }
+    }
+
+
+def deployment_patch(name: str, pod: dict[str, Any], **spec: Any) -> dict[str, Any]:
+    """A patch of the pods, and of the rest of the `spec`, of the Deployment `name`."""
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": name},
+        "spec": {**spec, "template": {"spec": pod}},
+    }
+
+
+def write_kustomization(
+    folder: Path, resources: list[str], *, patches: list[dict[str, Any]], **fields: Any
+) -> None:
+    """Writes one kustomization.yaml. A patch without a target is a strategic merge."""
+    written = [
+        patch if "target" in patch else {"patch": yaml.safe_dump(patch, sort_keys=False)}
+        for patch in patches
+    ]
+    head = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+    content = head | {"resources": resources} | fields | {"patches": written}
+    (folder / "kustomization.yaml").write_text(
+        yaml.safe_dump(content, sort_keys=False), encoding="utf-8"
+    )
+
+
+def path_up_to(folder: Path, part: str) -> str:
+    """The relative path from `folder` to a part of the tree. Kustomize accepts no others."""
+    return os.path.relpath(TREE / part, folder.resolve())
