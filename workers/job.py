@@ -182,6 +182,21 @@ class QueuedItem:
     """How many of them computed nothing else."""
 
     @property
+    def tenant(self) -> str:
+        """Who is charged for its work: the first waiter's tenant."""
+        return self.waiters[0][0].envelope.tenant
+
+    @property
+    def weight(self) -> float:
+        """The weight of that tenant."""
+        return self.waiters[0][0].envelope.weight
+
+    @property
+    def deadline_s(self) -> float:
+        """When the first of its waiters gives up unless it has started, in unix seconds."""
+        return min(pulled.start_by_s for pulled, _ in self.waiters)
+
+    @property
     def key(self) -> str:
         """The compatibility key. Only items with equal keys share a batch."""
         return self.prepared.key

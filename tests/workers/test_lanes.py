@@ -1,5 +1,5 @@
-"""Whoever waits beside an item that kills its model process is answered, whatever happens; the item
-is given up.
+"""Interactive work goes before the lane `batch`, which never stops. Whoever waits beside an item
+that kills its model process is answered, whatever happens; the item is given up.
 """
 
 from __future__ import annotations
@@ -10,9 +10,147 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.job import QueuedItem
+from shared.messages import Envelope, Item, Job, JobBody
+from shared.tasks.embedding import TextInput
+from shared.transport import Message
+from workers.job import PulledJob, QueuedItem
 from workers.models.base import PreparedText
+from workers.scheduling.batch_lane import BATCH_SHARE, FILL_S, RECENT_S, TURN_S, URGENT_TURN
 from workers.scheduling.lanes import LaneQueue
+
+NOW_S = 1000.0
+
+
+def waiter(
+    tenant: str = "t", lane: str = "", deadline_s: float = 1e9, start_by_s: float = 0.0
+) -> tuple[PulledJob, Item]:
+    item = Item(0, TextInput("a cat"))
+    envelope = Envelope(
+        request_id="r", part=0, model="m", tenant=tenant, lane=lane, deadline_s=deadline_s,
+        start_by_s=start_by_s, received_at_s=0.0, published_at_s=0.0,
+    )  # fmt: skip
+    message = Message(b"", {}, "1", "1")
+    return PulledJob(Job(envelope, JobBody([item])), message, None, 0.0), item  # type: ignore[arg-type]
+
+
+def text(length: int, lane: str = "", queued_at_s: float = NOW_S, **fields: float) -> QueuedItem:
+    prepared = PreparedText(key="", length=length, ids=b"")
+    return QueuedItem(prepared, None, queued_at_s, [waiter(lane=lane, **fields)])  # type: ignore[arg-type]
+
+
+class Lanes:
+    """A model process that computes `speed` work per second, and a clock."""
+
+    def __init__(self, budget: int = 1000, speed: float = 10_000.0) -> None:
+        self.queue = LaneQueue(budget, max_items=64)
+        self.speed, self.now_s = speed, NOW_S
+        self.queue.observe_batch([text(budget)], budget / speed)
+
+    def add(self, count: int, length: int, lane: str = "", **fields: float) -> None:
+        for _ in range(count):
+            self.queue.add(text(length, lane, self.now_s, **fields))
+
+    def run(self) -> dict[str, int]:
+        """The work of the next batch by lane."""
+        batch = self.queue.take(1, lambda queued: True, self.now_s)
+        work = {"": 0, "batch": 0}
+        for queued in batch:
+            work[queued.lane] += queued.length
+        self.now_s += sum(work.values()) / self.speed
+        self.queue.batch_ended(batch)
+        return work
+
+
+def test_batch_lane_fills_the_room_that_hardly_lengthens_an_interactive_batch() -> None:
+    lanes = Lanes()
+    lanes.add(20, 10, "batch")
+    lanes.add(10, 10)
+    assert lanes.run() == {"": 100, "batch": FILL_S * lanes.speed}
+
+
+def test_batch_lane_waits_while_interactive_work_fills_the_budget() -> None:
+    lanes = Lanes()
+    lanes.add(20, 10, "batch")
+    lanes.add(150, 10)
+    assert lanes.run() == {"": 640, "batch": 0}  # max_items
+
+
+def test_batch_of_the_lane_is_short_while_there_is_interactive_traffic() -> None:
+    lanes = Lanes()
+    lanes.add(1, 10)
+    lanes.run()
+    lanes.add(300, 10, "batch")
+    assert lanes.run() == {"": 0, "batch": TURN_S * lanes.speed}
+    lanes.now_s += RECENT_S
+    assert lanes.run() == {"": 0, "batch": 640}
+
+
+def test_batch_lane_gets_a_small_share_of_the_work_while_interactive_items_wait() -> None:
+    lanes, work = Lanes(), {"": 0, "batch": 0}
+    lanes.add(3000, 50, "batch")
+    for _ in range(400):
+        lanes.add(25, 50)
+        for lane, taken in lanes.run().items():
+            work[lane] += taken
+    share = work["batch"] / sum(work.values())
+    assert share == pytest.approx(BATCH_SHARE, rel=0.1)
+
+
+def test_job_of_the_batch_lane_gets_a_turn_when_its_deadline_calls_for_it() -> None:
+    lanes = Lanes()
+    lanes.add(50, 500)
+    lanes.add(5, 500, "batch", deadline_s=1e6)
+    lanes.add(3, 500, "batch", deadline_s=lanes.now_s + 0.5)
+    turns = "".join("b" if lanes.run()["batch"] else "i" for _ in range(3 * URGENT_TURN))
+    # A full batch takes 0.1 s, so a deadline within 0.2 s calls.
+    assert turns.count("b") == 3, turns
+    assert not any("b" in turns[i + 1 : i + URGENT_TURN] for i, t in enumerate(turns) if t == "b")
+
+
+def test_queue_limit_counts_as_a_deadline() -> None:
+    assert text(1, deadline_s=50.0, start_by_s=20.0).deadline_s == 20.0
+
+
+def test_item_of_the_batch_lane_that_an_interactive_job_joins_is_interactive() -> None:
+    lanes = Lanes()
+    lanes.add(1, 900)
+    queued = text(500, "batch")
+    lanes.queue.add(queued)
+    queued.waiters.append(waiter("other"))
+    lanes.queue.update(queued)
+    assert queued.tenant == "t", "the first pays"
+    assert [lanes.run(), lanes.run()] == [{"": 900, "batch": 0}, {"": 500, "batch": 0}]
+
+
+def test_item_whose_interactive_waiters_leave_is_of_the_batch_lane_again() -> None:
+    lanes = Lanes()
+    queued = text(500, "batch")
+    queued.waiters.append(waiter("other"))
+    lanes.queue.add(queued)
+    queued.waiters.pop()
+    lanes.queue.discard_unwanted(lambda queued: True)
+    lanes.add(1, 900)
+    assert [lanes.run(), lanes.run()] == [{"": 900, "batch": 0}, {"": 0, "batch": 500}]
+
+
+def test_item_whose_first_waiter_leaves_is_charged_to_the_next() -> None:
+    lanes = Lanes()
+    queued = text(500)
+    queued.waiters.append(waiter("other"))
+    lanes.queue.add(queued)
+    lanes.add(40, 500)
+    queued.waiters.pop(0)
+    lanes.queue.discard_unwanted(lambda queued: True)
+    taken = [lanes.queue.take(1, lambda one: True, NOW_S) for _ in range(2)]
+    assert queued in [one for batch in taken for one in batch]
+
+
+def test_items_that_are_not_wanted_leave_their_room_to_others() -> None:
+    lanes = Lanes()
+    lanes.add(20, 100)
+    unwanted = set(list(lanes.queue)[:5])
+    batch = lanes.queue.take(1, lambda queued: queued not in unwanted, NOW_S)
+    assert (len(batch), len(lanes.queue)) == (10, 5)
 
 
 class Trial:
@@ -36,11 +174,11 @@ class Trial:
 
     def add(self, number: int) -> None:
         prepared = PreparedText(key="", length=1, ids=number.to_bytes(4, "little"))
-        self.waiting.add(QueuedItem(prepared, None, float(number), []))
+        self.waiting.add(QueuedItem(prepared, None, float(number), [waiter()]))
 
     def run(self) -> None:
         """One batch."""
-        batch = self.waiting.take(1, lambda entry: True)
+        batch = self.waiting.take(1, lambda entry: True, NOW_S)
         assert batch, "something waits, so there is a batch"
         numbers = [number_of(entry) for entry in batch]
         self.runs += 1
@@ -111,7 +249,7 @@ def test_others_take_turns_with_the_suspects_of_a_death() -> None:
 def test_suspects_run_one_group_at_a_time() -> None:
     trial = Trial(4, {0}, set())
     trial.run()
-    taken = trial.waiting.take(2, lambda entry: True)
+    taken = trial.waiting.take(2, lambda entry: True, NOW_S)
     assert len(taken) == 2
     assert len(trial.waiting) == 0
     trial.waiting.batch_ended(taken)

@@ -298,19 +298,32 @@ async def test_worker_whose_batches_all_fail_leaves(redis_url: str, tmp_path: Pa
             await asyncio.wait_for(asyncio.shield(harness.running), WAIT_LIMIT_S)
 
 
-async def test_lane_batch_gets_its_turn_and_no_more(redis_url: str, tmp_path: Path) -> None:
+async def test_lane_batch_waits_for_interactive_jobs(redis_url: str, tmp_path: Path) -> None:
     async with running_worker(redis_url, tmp_path) as harness:
         await hold_first(harness)
         for number in range(6):  # of such lengths that none shares a batch
-            await harness.send("a" * (60 + number), request_id=f"i{number}")
             await harness.send("b" * (60 + number), request_id=f"b{number}", lane="batch")
+            await harness.send("a" * (60 + number), request_id=f"i{number}")
         await queued(harness)
         harness.process.gate.set()
         for _ in range(13):
             await harness.reply()
         lanes = "".join(batch[0][0] for batch in harness.process.batches[1:])
-        assert lanes[:8].count("b") == 2
-        assert sorted(lanes) == ["a"] * 6 + ["b"] * 6
+        assert lanes == "a" * 6 + "b" * 6
+
+
+async def test_tenant_with_many_jobs_does_not_delay_another(redis_url: str, tmp_path: Path) -> None:
+    async with running_worker(redis_url, tmp_path) as harness:
+        await hold_first(harness)
+        for number in range(6):
+            await harness.send("a" * (60 + number), request_id=f"a{number}", tenant="busy")
+        await harness.send("b" * 60, request_id="b", tenant="quiet")
+        await queued(harness)
+        harness.process.gate.set()
+        for _ in range(8):
+            await harness.reply()
+        taken = "".join(batch[0][0] for batch in harness.process.batches[1:])
+        assert taken.index("b") <= 1
 
 
 async def test_short_memory_makes_batches_smaller_until_it_heals(

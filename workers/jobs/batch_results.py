@@ -45,7 +45,7 @@ class BatchResults:
 
     def distribute(self, batch: list[QueuedItem], done: BatchResult) -> None:
         """Settles the items of a batch that ran."""
-        self._queue.batch_ended(batch, out_of_memory=done.out_of_memory)
+        self._queue.batch_ended(batch, done)
         traces = kept_traces(batch)
         metrics.observe_batch(done, traces[0].exemplar if traces else None)
         for queued, outcome in zip(batch, done.outcomes, strict=True):

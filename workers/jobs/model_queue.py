@@ -14,6 +14,7 @@ from shared.messages import Item
 from workers.job import PulledJob, QueuedItem
 from workers.jobs.completion import Completion
 from workers.models.base import Prepared
+from workers.runtime.protocol import BatchResult
 from workers.scheduling.lanes import LaneQueue
 
 LINGER_S = 1.0
@@ -70,6 +71,7 @@ class ModelQueue:
             return False
         if queued.computed is None:
             queued.waiters.append((pulled, item))
+            self._lanes.update(queued)
         else:
             self._completion.settle(pulled, queued.joined(pulled, item))
         return True
@@ -85,16 +87,18 @@ class ModelQueue:
     def take(self, processes: int) -> list[QueuedItem]:
         """The next batch for one of `processes`. Empty if nothing waits that is still wanted."""
         self._earliest_s = float("-inf")  # may be in the batch, so it is computed again on demand
-        return self._lanes.take(processes, self._is_wanted)
+        return self._lanes.take(processes, self._is_wanted, time.time())
 
     def discard_unwanted(self) -> None:
         """Removes items whose callers no longer wait."""
         self._lanes.discard_unwanted(self._is_wanted)
 
-    def batch_ended(self, batch: list[QueuedItem], *, out_of_memory: bool) -> None:
-        """Takes note of a batch that ran, and of whether the device had enough memory for it."""
+    def batch_ended(self, batch: list[QueuedItem], done: BatchResult) -> None:
+        """Takes note of a batch that ran, how long, and whether the device had enough memory."""
         self._lanes.batch_ended(batch)
-        self._lanes.adjust_budget(was_short=out_of_memory)
+        self._lanes.adjust_budget(was_short=done.out_of_memory)
+        if not done.steps_saved and not done.has_failed:
+            self._lanes.observe_batch(batch, done.finished_at_s - done.started_at_s)
 
     def batch_died(self, batch: list[QueuedItem]) -> list[QueuedItem]:
         """Queues a batch again after its model process died. Returns the items to give up."""

@@ -1,56 +1,62 @@
 """Chooses the items of the next batch from those that wait. Pure: no clock, no I/O.
 
-A batch has the items that wait when a model process becomes idle. It never waits for more items.
-Three rules:
+A batch has items that wait when a model process becomes idle. It never waits for more items.
+Tenants share the model by work, not by items:
 
-- Only items with equal compatibility keys share a batch. Keys take turns, so no key starves
-  another.
-- The oldest item of its key is always in the batch.
-- The rest come from the `max_items` items that arrived next after the oldest, even if some of
-  those are gone. So no item is overtaken by one that arrived more than a batch later.
+- **Between tenants**: deficit round robin (Shreedhar and Varghese, "Efficient Fair Queuing Using
+  Deficit Round-Robin", IEEE/ACM Transactions on Networking 4(3), 1996). A tenant gains a quantum of
+  work per round, in proportion to its weight. As in Linux's fq_codel (RFC 8290, section 4.2) it may
+  take items while its deficit is above 0, and pays back in the next rounds what it took too much.
+  So a tenant's turn does not depend on the length of its next item.
+- **Within a tenant**: the earliest deadline first, and order of arrival between equal deadlines.
+- **Keys**: only items with equal keys share a batch. The tenant whose turn it is leads with its
+  first item, whose key is the batch's. Other items of that key follow in the order of their
+  tenants' turns. All of it is charged, so keys gain a tenant nothing. A tenant may run ahead of its
+  turn in this way by at most one batch.
 
-The mix of lengths does not matter here. The model groups the items of a batch by length itself
-(workers/models/embedding/length_bucketing.py), and a larger choice leaves less padding.
+Rounds are counted, not walked: each tenant has the number of the first round in which it may take
+an item, and a heap has the order of those. So rounds without an item cost nothing, whatever the
+weights, and an item costs O(log n).
+
+The bounds, with quantum q = budget / MOST_WEIGHT x weight and the longest item l:
+
+- Two tenants i, j that wait all the time: |work_i / weight_i - work_j / weight_j| is at most
+  2 x budget / MOST_WEIGHT + l_i / weight_i + l_j / weight_j. With several keys it is one more
+  budget / weight for each of the two, for the batches that ran ahead of their turn.
+- A tenant without debts whose item arrives: the batches before the one with its first item have,
+  if all keys are equal, at most 2 x q_j + l_j work of each other tenant j. With several keys each
+  such item of another tenant may bring a batch of its key along.
+- A tenant of which nothing waits keeps no deficit. It keeps what it took too much, until its round
+  has come, so it can't take more by sending items one at a time.
+
+A batch that completes all items of some tenant is not made much longer by a tenant of which more
+than a batch waits: by at most `spare` work, or as much again.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from itertools import takewhile
-from typing import Generic, Protocol, TypeVar
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import count
+from math import inf
+from typing import Generic, TypeAlias
+
+from shared.messages import MOST_WEIGHT
+from workers.scheduling.tenant_queue import ItemT, Place, TenantQueue
+
+IDLE_MAX = 1024
+"""Tenants without items whose debts are remembered."""
+Ring: TypeAlias = "list[tuple[int, int, TenantQueue[ItemT]]]"
+"""A heap of tenants by the round of their next turn, and their order in it.
+
+A round can be outdated. It is never later than the tenant's next.
+"""
 
 
-class Batchable(Protocol):
-    """What the queue needs to know about an item."""
-
-    @property
-    def key(self) -> str:
-        """Only items with equal keys share a batch."""
-
-    @property
-    def length(self) -> int:
-        """What it takes of the budget, in tokens or pixel-steps."""
-
-
-ItemT = TypeVar("ItemT", bound=Batchable)
-
-
-class _KeyQueue(Generic[ItemT]):
-    """The items of one key by arrival number, in that order."""
-
-    def __init__(self) -> None:
-        self.arrived = 0
-        self.waiting: OrderedDict[int, ItemT] = OrderedDict()
-
-    def add(self, item: ItemT) -> None:
-        self.waiting[self.arrived] = item
-        self.arrived += 1
-
-    def window(self, size: int) -> list[tuple[int, ItemT]]:
-        """The items that still wait among the `size` that arrived from the oldest on."""
-        first = next(iter(self.waiting))
-        return list(takewhile(lambda numbered: numbered[0] < first + size, self.waiting.items()))
+def always(item: object) -> bool:
+    """Wants every item."""
+    return True
 
 
 class BatchQueue(Generic[ItemT]):
@@ -62,54 +68,230 @@ class BatchQueue(Generic[ItemT]):
     def __init__(self, budget: int, max_items: int) -> None:
         self.budget = budget
         self._max_items = max_items
-        # Keys take turns in insertion order.
-        self._by_key: OrderedDict[str, _KeyQueue[ItemT]] = OrderedDict()
+        self._quantum = budget / MOST_WEIGHT  # so a turn takes one batch at most
+        self._round = 0
+        self._turns = count()
+        self._arrivals = count()
+        self._filed: OrderedDict[ItemT, Place[ItemT]] = OrderedDict()
+        self._tenants: dict[str, TenantQueue[ItemT]] = {}
+        self._idle = 0
+        self._ring: Ring[ItemT] = []
+        self._ring_of_key: dict[str, Ring[ItemT]] = {}
 
     def __len__(self) -> int:
         """How many items wait."""
-        return sum(len(queue.waiting) for queue in self._by_key.values())
+        return len(self._filed)
 
     def __iter__(self) -> Iterator[ItemT]:
-        """All items that wait, by key and then in order of arrival."""
-        return (item for queue in self._by_key.values() for item in queue.waiting.values())
+        """All items that wait, in order of arrival."""
+        return iter(self._filed)
 
-    def oldest_of_each_key(self) -> Iterator[ItemT]:
-        """The oldest item of each key."""
-        return (next(iter(queue.waiting.values())) for queue in self._by_key.values())
+    def __contains__(self, item: ItemT) -> bool:
+        """Whether `item` waits here."""
+        return item in self._filed
+
+    @property
+    def tenants(self) -> int:
+        """How many tenants are remembered."""
+        return len(self._tenants)
+
+    def earliest(self) -> ItemT | None:
+        """The item with the earliest deadline, of the tenants that may run ahead of their turn.
+
+        Takes O(tenants).
+        """
+        tenants = [one for one in self._tenants.values() if one.waiting and self._may_run(one)]
+        firsts = [place for tenant in tenants if (place := tenant.earliest()) is not None]
+        return min(firsts)[2] if firsts else None
 
     def add(self, item: ItemT) -> None:
-        """Appends `item` to its key. A new key gets the last turn."""
-        self._by_key.setdefault(item.key, _KeyQueue()).add(item)
+        """Adds `item` to those of its tenant."""
+        self._file(item, next(self._arrivals))
 
-    def take(self, at_most: int) -> list[ItemT]:
-        """Removes and returns the next batch: at most `at_most` items, in order of arrival.
+    def update(self, item: ItemT) -> None:
+        """Files `item` again if its tenant or its deadline has changed."""
+        place = self._filed[item]
+        if (place[0], place[3].name) != (item.deadline_s, item.tenant):
+            self._file(item, place[1])
+            self._removed(place)
 
-        Empty if none wait.
-        """
-        if not self._by_key:
-            return []
-        key, queue = self._by_key.popitem(last=False)
-        window = queue.window(self._max_items)
-        places = self._fill([item.length for _, item in window])[:at_most]
-        batch = [queue.waiting.pop(window[place][0]) for place in places]
-        if queue.waiting:
-            self._by_key[key] = queue  # back in line, behind the other keys
-        return batch
+    def remove(self, item: ItemT) -> None:
+        """Removes `item` without a charge."""
+        self._removed(self._filed.pop(item))
 
     def discard_unwanted(self, is_wanted: Callable[[ItemT], bool]) -> None:
-        """Removes the items that are not wanted."""
-        for key, queue in list(self._by_key.items()):
-            for number, item in list(queue.waiting.items()):
-                if not is_wanted(item):
-                    del queue.waiting[number]
-            if not queue.waiting:
-                del self._by_key[key]
+        """Removes the items that are not wanted, and updates the others."""
+        for item in list(self._filed):
+            if is_wanted(item):
+                self.update(item)
+            else:
+                self.remove(item)
 
-    def _fill(self, lengths: list[int]) -> list[int]:
-        """The places of the batch in order: the oldest, and the next ones that fit the budget."""
-        chosen, total = [0], lengths[0]
-        for place, length in enumerate(lengths[1:], 1):
-            if total + length <= self.budget:
-                chosen.append(place)
-                total += length
-        return chosen
+    def take(
+        self,
+        at_most: int,
+        *,
+        room: float = inf,
+        spare: float = inf,
+        is_wanted: Callable[[ItemT], bool] = always,
+        first: ItemT | None = None,
+    ) -> list[ItemT]:
+        """Removes and returns the next batch of at most `at_most` items. Empty if none wait.
+
+        Args:
+            at_most: items.
+            room: work, besides the first item's. The budget is a bound as well.
+            spare: how much work may follow the last item of a tenant that is done.
+            is_wanted: items that are not wanted are removed without a charge.
+            first: the item that leads, instead of that of the next tenant.
+        """
+        if first is not None and not is_wanted(first):
+            self.remove(first)
+            return []
+        leader = first if first is not None else self._lead(is_wanted)
+        if leader is None:
+            return []
+        place = self._filed[leader]
+        self._charge(place)
+        batch, work = [leader], leader.length
+        done = 0 if place[3].waiting else work
+        at_most, room = min(at_most, self._max_items), min(room, self.budget) - work
+        self._extend(batch, at_most, room, spare, is_wanted, done)
+        return batch
+
+    def fill(
+        self, batch: list[ItemT], room: float, is_wanted: Callable[[ItemT], bool] = always
+    ) -> None:
+        """Adds items to another queue's `batch`, of its key and of at most `room` work in all."""
+        self._advance()
+        self._extend(batch, self._max_items, room, inf, is_wanted, 0)
+
+    def _lead(self, is_wanted: Callable[[ItemT], bool]) -> ItemT | None:
+        """The first item of the tenant whose turn it is."""
+        while (tenant := self._advance()) is not None:
+            place = tenant.earliest()
+            assert place is not None, "a tenant with items has a first; this is a bug"
+            if is_wanted(place[2]):
+                return place[2]
+            self.remove(place[2])
+        return None
+
+    def _extend(
+        self,
+        batch: list[ItemT],
+        at_most: int,
+        room: float,
+        spare: float,
+        is_wanted: Callable[[ItemT], bool],
+        done: int,
+    ) -> None:
+        """Adds items of the batch's key in the order of turns, until the first that has no room.
+
+        `done` is the work in the batch up to the last item of a tenant that is done, or 0.
+        """
+        key, total = batch[0].key, batch[0].length
+        room += total
+        while len(batch) < at_most and (place := self._next_of_key(key)) is not None:
+            _, _, item, tenant = place
+            if not is_wanted(item):
+                self.remove(item)
+                continue
+            longer = total + item.length
+            if longer > room or not self._may_run(tenant):
+                break
+            if done and tenant.work > self.budget and longer - done > max(spare, done):
+                break
+            self._charge(place)
+            batch.append(item)
+            total = longer
+            if not tenant.waiting:
+                done = total
+        self._next_of_key(key)  # forgets the key if it has no items left
+
+    def _file(self, item: ItemT, arrival: int) -> None:
+        tenant = self._tenants.get(item.tenant)
+        if tenant is None or not tenant.waiting:
+            tenant = self._join(item.tenant)
+        tenant.quantum = self._quantum * item.weight
+        place = item.deadline_s, arrival, item, tenant
+        self._filed[item] = place
+        if tenant.add(place):
+            ring = self._ring_of_key.setdefault(item.key, [])
+            heappush(ring, (tenant.next_round, next(self._turns), tenant))
+
+    def _join(self, name: str) -> TenantQueue[ItemT]:
+        """The tenant `name`, of which nothing waits, in the next round or when its debt is paid."""
+        self._advance()
+        tenant = self._tenants.get(name)
+        if tenant is not None:
+            self._idle -= 1
+            tenant.spent = max(tenant.spent, float(self._round))
+            return tenant
+        tenant = self._tenants[name] = TenantQueue(name, self._filed)
+        tenant.spent = float(self._round)
+        heappush(self._ring, (tenant.next_round, next(self._turns), tenant))
+        return tenant
+
+    def _charge(self, place: Place[ItemT]) -> None:
+        """Takes an item out of the queue, at its tenant's expense."""
+        _, _, item, tenant = place
+        del self._filed[item]
+        tenant.spent += item.length / tenant.quantum
+        tenant.removed(place)
+        if not tenant.waiting:
+            self._count_idle()
+
+    def _removed(self, place: Place[ItemT]) -> None:
+        place[3].removed(place)
+        if not place[3].waiting:
+            self._count_idle()
+        self._next_of_key(place[2].key)
+
+    def _may_run(self, tenant: TenantQueue[ItemT]) -> bool:
+        """Whether it has taken less than a batch too much."""
+        return (tenant.spent - self._round) * tenant.quantum < self.budget
+
+    def _count_idle(self) -> None:
+        self._idle += 1
+        if self._idle > IDLE_MAX:
+            self._idle = 0
+            self._tenants = {name: one for name, one in self._tenants.items() if one.waiting}
+            self._ring = [turn for turn in self._ring if turn[2].waiting]
+            heapify(self._ring)
+
+    def _advance(self) -> TenantQueue[ItemT] | None:
+        """The tenant whose turn it is. Its next round is the current one.
+
+        Forgets the tenants before it of which nothing waits.
+        """
+        while self._ring:
+            round_, _, tenant = self._ring[0]
+            if tenant.next_round > round_:
+                heapreplace(self._ring, (tenant.next_round, next(self._turns), tenant))
+            elif tenant.waiting:
+                self._round = max(self._round, round_)
+                return tenant
+            else:
+                heappop(self._ring)
+                del self._tenants[tenant.name]
+                self._idle -= 1
+        return None
+
+    def _next_of_key(self, key: str) -> Place[ItemT] | None:
+        """The first item of `key` of the tenant whose turn it is.
+
+        Forgets the key if there is none.
+        """
+        ring = self._ring_of_key.get(key, [])
+        while ring:
+            round_, _, tenant = ring[0]
+            first = tenant.first(key)
+            if first is None:
+                heappop(ring)
+                tenant.forget_key(key)
+            elif len(ring) == 1 or (next_round := tenant.next_round) <= round_:
+                return first
+            else:
+                heapreplace(ring, (next_round, next(self._turns), tenant))
+        self._ring_of_key.pop(key, None)
+        return None

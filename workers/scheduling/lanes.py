@@ -2,8 +2,12 @@
 
 Pure: no clock, no I/O.
 
-- If both lanes have items, one batch in BATCH_TURN comes from the lane `batch`, so that lane is
-  never starved.
+- Interactive items go first. Items of the lane `batch` fill the room that a batch of interactive
+  items has left, by FILL_S of work at most, so they hardly lengthen it. They get a batch of their
+  own in three cases: no interactive item waits, BATCH_SHARE of the work is owed to them, or the
+  deadline of one would pass otherwise. The last case takes at most one batch in URGENT_TURN.
+- A batch of the lane `batch` has at most TURN_S of work while interactive items wait or came a
+  moment ago. A process can't be interrupted, so this bounds how long an interactive item waits.
 - A suspect is an item whose model process or worker died. The suspects of one death are retried in
   halves until the item that kills is alone. One group runs at a time, so the other processes stay
   up for the other items. Groups and other items take turns.
@@ -21,9 +25,9 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 
 from workers.job import QueuedItem
+from workers.scheduling.batch_lane import BatchLanePolicy
 from workers.scheduling.batch_queue import BatchQueue
 
-BATCH_TURN = 4
 DEATHS_MAX = 3
 DEATHS_ALONE_MAX = 2
 BUDGET_GROWTH = 1.1
@@ -37,9 +41,9 @@ class LaneQueue:
         self._interactive: BatchQueue[QueuedItem] = BatchQueue(budget, max_items)
         self._batch: BatchQueue[QueuedItem] = BatchQueue(budget, max_items)
         self._lanes = (self._interactive, self._batch)
+        self._policy = BatchLanePolicy()
         self._suspects: deque[list[QueuedItem]] = deque()
         self._running: list[list[QueuedItem]] = []
-        self._turn = 0
         self._suspect_turn = False
 
     def __len__(self) -> int:
@@ -64,19 +68,30 @@ class LaneQueue:
     def oldest_s(self) -> float:
         """When the oldest item that can be taken was queued, in unix seconds."""
         suspects = self._suspects[0] if self._suspects and not self._a_suspect_runs else ()
-        return min(
-            queued.queued_at_s
-            for queued in chain(*(lane.oldest_of_each_key() for lane in self._lanes), suspects)
-        )
+        firsts = (next(iter(lane)) for lane in self._lanes if len(lane))
+        return min(queued.queued_at_s for queued in chain(firsts, suspects))
 
     def add(self, queued: QueuedItem) -> None:
-        """Appends an item to its lane, or to the suspects."""
+        """Adds an item to its lane, or to the suspects."""
         if queued.is_suspect:
             self._suspects.append([queued])
-        else:
-            (self._batch if queued.lane == "batch" else self._interactive).add(queued)
+            return
+        if queued.lane != "batch":
+            self._policy.observe_interactive(queued.queued_at_s)
+        self._lane_of(queued).add(queued)
 
-    def take(self, processes: int, is_wanted: Callable[[QueuedItem], bool]) -> list[QueuedItem]:
+    def update(self, queued: QueuedItem) -> None:
+        """Takes note that the waiters of an item have changed, wherever it is."""
+        lane = next((lane for lane in self._lanes if queued in lane), None)
+        if lane is not None and lane is not self._lane_of(queued):
+            lane.remove(queued)
+            self._lane_of(queued).add(queued)
+        elif lane is not None:
+            lane.update(queued)
+
+    def take(
+        self, processes: int, is_wanted: Callable[[QueuedItem], bool], now_s: float
+    ) -> list[QueuedItem]:
         """The next batch for one of `processes`, without unwanted items.
 
         Empty if nothing can be taken.
@@ -84,23 +99,65 @@ class LaneQueue:
         A batch has at most its share of the items that wait and run. A larger one would delay items
         that another process could run at the same time.
         """
-        batch = [queued for queued in self._choose(processes) if is_wanted(queued)]
+        waiting = len(self._interactive) + len(self._batch)
+        if self._suspects and not self._a_suspect_runs and (self._suspect_turn or not waiting):
+            self._suspect_turn = False
+            batch = [queued for queued in self._suspects.popleft() if is_wanted(queued)]
+        else:
+            self._suspect_turn = True
+            batch = self._choose(processes, is_wanted, now_s)
         if batch:
             self._running.append(batch)
         return batch
 
-    def _choose(self, processes: int) -> list[QueuedItem]:
-        free = len(self._interactive) + len(self._batch)
-        if self._suspects and not self._a_suspect_runs and (self._suspect_turn or not free):
-            self._suspect_turn = False
-            return self._suspects.popleft()
-        self._suspect_turn = True
-        self._turn += 1
-        is_batch_turn = self._turn % BATCH_TURN == 0 or not len(self._interactive)
-        lane = self._batch if is_batch_turn and len(self._batch) else self._interactive
-        running = sum(len(batch) for batch in self._running)
-        share = -(-(free + running) // processes)
-        return lane.take(max(1, share))
+    def _choose(
+        self, processes: int, is_wanted: Callable[[QueuedItem], bool], now_s: float
+    ) -> list[QueuedItem]:
+        """A batch of one lane or of both."""
+        if not len(self._batch):
+            return self._take_interactive(processes, is_wanted)
+        urgent, budget = None, self._batch.budget
+        if len(self._interactive):
+            first = self._batch.earliest()
+            if first is not None and self._policy.is_urgent(now_s, first.deadline_s, budget):
+                urgent = first
+            elif not self._policy.is_owed(budget):
+                batch = self._take_interactive(processes, is_wanted)
+                self._fill(batch, is_wanted)
+                return batch
+        batch = self._batch.take(
+            self._share(processes, self._batch),
+            room=self._policy.turn_work(now_s),
+            spare=self._policy.fill_work,
+            is_wanted=is_wanted,
+            first=urgent,
+        )
+        self._policy.observe_choice(0, _work(batch), is_urgent=urgent is not None)
+        return batch
+
+    def _take_interactive(
+        self, processes: int, is_wanted: Callable[[QueuedItem], bool]
+    ) -> list[QueuedItem]:
+        at_most = self._share(processes, self._interactive)
+        spare = self._policy.fill_work
+        return self._interactive.take(at_most, spare=spare, is_wanted=is_wanted)
+
+    def _fill(self, batch: list[QueuedItem], is_wanted: Callable[[QueuedItem], bool]) -> None:
+        """Adds items of the lane `batch` to a batch of interactive ones, if that is nearly free."""
+        if not batch:
+            return
+        interactive = _work(batch)
+        room = min(self._interactive.budget - interactive, self._policy.fill_work)
+        self._batch.fill(batch, room, is_wanted)
+        self._policy.observe_choice(interactive, _work(batch) - interactive)
+
+    def _share(self, processes: int, lane: BatchQueue[QueuedItem]) -> int:
+        """How many items one of `processes` may take, of those that wait in `lane` and run."""
+        running = sum(len(batch) for batch in self._running if self._lane_of(batch[0]) is lane)
+        return -(-(len(lane) + running) // processes)
+
+    def _lane_of(self, queued: QueuedItem) -> BatchQueue[QueuedItem]:
+        return self._batch if queued.lane == "batch" else self._interactive
 
     def batch_ended(self, batch: list[QueuedItem]) -> None:
         """Removes `batch`, as `take` returned it, from the running batches."""
@@ -122,11 +179,21 @@ class LaneQueue:
         """Removes the items that are not wanted."""
         for lane in self._lanes:
             lane.discard_unwanted(is_wanted)
+        for queued in [one for one in self._interactive if one.lane == "batch"]:
+            self.update(queued)  # the interactive waiters are gone
         left = ([queued for queued in group if is_wanted(queued)] for group in self._suspects)
         self._suspects = deque(group for group in left if group)
+
+    def observe_batch(self, batch: list[QueuedItem], seconds: float) -> None:
+        """Takes note of how long a process took for all items of `batch`."""
+        self._policy.observe_batch(_work(batch), seconds)
 
     def adjust_budget(self, *, was_short: bool) -> None:
         """Adjusts the budget to whether the device had too little memory for the last batch."""
         for lane in self._lanes:
             target = lane.budget // 2 if was_short else int(lane.budget * BUDGET_GROWTH) + 1
             lane.budget = max(1, min(self._full_budget, target))
+
+
+def _work(batch: list[QueuedItem]) -> int:
+    return sum(queued.length for queued in batch)
