@@ -18,7 +18,7 @@ from api.dispatch.readiness import Readiness
 from api.dispatch.reply_inbox import ReplyInbox
 from api.errors import add_handlers
 from api.http import openapi
-from api.http.auth import ApiKeys
+from api.http.auth import Access, access_of
 from api.http.dependencies import Dependencies
 from api.http.fast_route import FastRouteApp
 from api.http.middleware import BodyBudget
@@ -64,12 +64,12 @@ def create_app(
         rows: takes the rows that the API writes. Not yet open.
 
     Raises:
-        ConfigurationError: an API key or the object store's URL is wrong.
+        ConfigurationError: the API keys or the object store's URL are wrong, or keys are needed.
     """
     configuration = _Configuration(
         settings,
         catalog,
-        ApiKeys(settings.api_keys),
+        access_of(settings),
         ObjectStore(settings.objects_url),
         UrlSigner(settings.secret),
     )
@@ -110,7 +110,7 @@ class _Configuration(NamedTuple):
 
     settings: ApiSettings
     catalog: Catalog
-    api_keys: ApiKeys
+    access: Access
     objects: ObjectStore
     url_signer: UrlSigner
 
@@ -124,6 +124,7 @@ async def _open(
 ) -> Dependencies:
     """Opens everything in the order of its dependencies. `opened` closes it in reverse order."""
     settings, instance = configuration.settings, f"api-{secrets.token_hex(4)}"
+    access = await opened.enter_async_context(configuration.access)
     cache = await opened.enter_async_context(
         ResultCache(settings.redis_url, settings.memory_cache_bytes)
     )
@@ -166,7 +167,7 @@ async def _open(
         admission,
         keep_s=settings.prediction_keep_s,
     )
-    readiness = Readiness(inbox, broker, settings.redis_url)
+    readiness = Readiness(inbox, broker, settings.redis_url, access.keys_status)
     pool = await opened.enter_async_context(
         CodecPool(settings.picture_processes, settings.picture_budget_bytes)
     )
@@ -199,7 +200,7 @@ def _dependencies(
     return Dependencies(
         settings=configuration.settings,
         catalog=configuration.catalog,
-        api_keys=configuration.api_keys,
+        access=configuration.access,
         admission=admission,
         dispatcher=dispatcher,
         refusals=refusals,

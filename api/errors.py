@@ -49,6 +49,12 @@ class Unauthorized(PenstockError):
     code = "invalid_api_key"
 
 
+class Forbidden(PenstockError):
+    """This caller may not do this."""
+
+    code = "forbidden"
+
+
 class NotFound(PenstockError):
     """This resource does not exist."""
 
@@ -98,6 +104,7 @@ ERROR_MAPPINGS = {
     "input_too_large": ErrorMapping(400, "invalid_request_error"),
     "context_length_exceeded": ErrorMapping(400, "invalid_request_error"),
     "invalid_api_key": ErrorMapping(401, "authentication_error"),
+    "forbidden": ErrorMapping(403, "permission_error"),
     "link_invalid": ErrorMapping(403, "permission_error"),
     "unknown_model": ErrorMapping(404, "invalid_request_error"),
     "not_found": ErrorMapping(404, "invalid_request_error"),

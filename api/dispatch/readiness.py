@@ -1,10 +1,11 @@
-"""Checks readiness: a probe reply to the own inbox must make the round trip through the broker."""
+"""Checks readiness: API keys must be known, and a probe must pass through the broker and back."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from uuid import uuid4
 
@@ -21,6 +22,7 @@ PROBE_LIMIT_S = 2.0
 REDIS_LIMIT_S = 0.5
 REUSED_S = 1.0
 """How long a result is reused, so that frequent checks do not load the broker."""
+_KEYS_READY = frozenset({"ok", "not required"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class ReadinessStatus:
     is_ready: bool
     pubsub: str
     redis: str
+    keys: str
 
     @property
     def status(self) -> str:
@@ -40,15 +43,25 @@ class ReadinessStatus:
 
 
 class Readiness:
-    """Probes the broker and Redis, each within a time limit."""
+    """Probes the broker and Redis, each within a time limit.
 
-    def __init__(self, inbox: Inbox, publisher: Publisher, redis_url: str) -> None:
+    Args:
+        inbox: the own inbox.
+        publisher: sends the probe.
+        redis_url: the cache.
+        keys_status: `ok`, `not required`, or the reason why no API key can be checked.
+    """
+
+    def __init__(
+        self, inbox: Inbox, publisher: Publisher, redis_url: str, keys_status: Callable[[], str]
+    ) -> None:
         self._inbox = inbox
         self._publisher = publisher
         self._redis_url = redis_url
+        self._keys_status = keys_status
         self._probing = asyncio.Lock()
         self._probed_s = -math.inf
-        self._last = ReadinessStatus(False, "not asked yet", "not asked yet")
+        self._last = ReadinessStatus(False, *["not asked yet"] * 3)
 
     async def check(self) -> ReadinessStatus:
         """The status now, or at most REUSED_S ago."""
@@ -57,7 +70,9 @@ class Readiness:
                 pubsub, redis_found = await asyncio.gather(
                     self._probe_pubsub(), self._probe_redis()
                 )
-                self._last = ReadinessStatus(pubsub == "ok", pubsub, redis_found)
+                keys = self._keys_status()
+                is_ready = pubsub == "ok" and keys in _KEYS_READY
+                self._last = ReadinessStatus(is_ready, pubsub, redis_found, keys)
                 self._probed_s = time.monotonic()
         return self._last
 

@@ -2,69 +2,143 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Protocol, Self
+
+from prometheus_client import Counter
 
 from api.errors import Unauthorized
-from shared.errors import ConfigurationError
-from shared.tenants.plan import DEFAULT_TENANT, Caller
+from api.http.key_refresh import LiveDirectory
+from api.http.loopback import OpenOnLoopback
+from shared.errors import Unavailable
+from shared.settings import ApiSettings
+from shared.stores.key_stores import key_store
+from shared.tenants.api_key import parse_key
+from shared.tenants.plan import Caller
 
-LONGEST_TENANT_BYTES = 256
-"""The tenant is an attribute of each message. Attributes have at most 1,024 bytes."""
+DENIED = Counter(
+    "penstock_api_keys_denied_total",
+    "Requests without a valid API key: missing, ambiguous, malformed, unknown, revoked, expired.",
+    ["reason"],
+)
+RawHeaders = Iterable[tuple[bytes, bytes]]
+HOW_TO_SEND = "send it as 'Authorization: Bearer <key>' or as 'x-api-key: <key>'"
+_SCHEMES = frozenset({b"bearer", b"token"})
+"""`Token` is for older clients of Replicate."""
 
 
-class ApiKeys:
-    """The accepted keys. Only their digests are kept in memory.
+class Access(Protocol):
+    """Says who may call this API. An async context manager."""
 
-    Args:
-        api_keys: `key=tenant,key=tenant`. If empty, every request has the tenant `default`.
+    async def __aenter__(self) -> Self: ...
 
-    Raises:
-        ConfigurationError: an entry is not `key=tenant`, or a key is listed twice.
-    """
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
 
-    def __init__(self, api_keys: str) -> None:
-        self._callers: dict[bytes, Caller] = {}
-        for entry in filter(None, (one.strip() for one in api_keys.split(","))):
-            key, separator, tenant = (one.strip() for one in entry.rpartition("="))
-            if not (separator and key and tenant):
-                raise ConfigurationError(
-                    "PENSTOCK_API_KEYS: an entry is not key=tenant", field="api_keys"
-                )
-            if not tenant.isprintable() or len(tenant.encode()) > LONGEST_TENANT_BYTES:
-                reason = (
-                    f"a tenant's name is printable and has {LONGEST_TENANT_BYTES} bytes at most"
-                )
-                raise ConfigurationError(f"PENSTOCK_API_KEYS: {reason}", field="api_keys")
-            if _digest(key) in self._callers:
-                raise ConfigurationError(
-                    f"PENSTOCK_API_KEYS: the key of {tenant!r} is listed twice", field="api_keys"
-                )
-            self._callers[_digest(key)] = Caller(tenant=tenant)
-
-    def caller_of(self, authorization: str | None) -> Caller:
-        """Returns the caller of an `Authorization: Bearer <key>` header.
+    def caller_of(self, headers: RawHeaders) -> Caller:
+        """Returns the caller of a request with these headers, whose names are in lower case.
 
         Raises:
             Unauthorized: the key is missing or wrong.
+            Forbidden: this caller may not call the API at all.
+            Unavailable: no keys are known yet.
         """
-        if not self._callers:
-            return _ANYONE
-        scheme, _, key = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise Unauthorized("an API key is needed: send it as 'Authorization: Bearer <key>'")
-        given, found = _digest(key.strip()), None
-        # Compares all entries, so that the time does not reveal which keys exist.
-        for digest, caller in self._callers.items():
-            if hmac.compare_digest(digest, given):
-                found = caller
-        if found is None:
-            raise Unauthorized("the API key is not valid")
-        return found
+        ...
+
+    def keys_status(self) -> str:
+        """`ok`, `not required`, or the reason why no key can be checked."""
+        ...
 
 
-_ANYONE = Caller(tenant=DEFAULT_TENANT)
+def access_of(settings: ApiSettings) -> Access:
+    """Who may call an API with these settings.
+
+    Raises:
+        ConfigurationError: no keys are set although others can reach this API, or the keys are not
+            valid.
+    """
+    if not settings.keys_url:
+        return OpenOnLoopback(settings.host, settings.cors_origins)
+    return ApiKeys(LiveDirectory(key_store(settings.keys_url)))
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+class ApiKeys:
+    """Lets callers in by their keys.
+
+    Args:
+        directory: the keys. It is opened and closed with this object.
+        clock: Unix seconds.
+    """
+
+    def __init__(self, directory: LiveDirectory, clock: Callable[[], float] = time.time) -> None:
+        self._directory = directory
+        self._clock = clock
+
+    async def __aenter__(self) -> Self:
+        await self._directory.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._directory.__aexit__(kind, error, trace)
+
+    def caller_of(self, headers: RawHeaders) -> Caller:
+        """Returns the caller of a request with these headers, whose names are in lower case.
+
+        Raises:
+            Unauthorized: the key is missing or wrong, or two keys differ.
+            Unavailable: no keys are known yet.
+        """
+        sent = _sent_keys(headers)
+        if len(sent) != 1:
+            raise _denied("ambiguous" if sent else "missing", _REASONS[bool(sent)])
+        key = parse_key(sent.pop())
+        if key is None:
+            raise _denied("malformed", _NOT_VALID)
+        directory = self._directory.current()
+        if directory is None:
+            raise Unavailable(f"the API keys can't be checked: {self._directory.status()}")
+        state, caller = directory.find(key, self._clock())
+        if state == "valid":
+            return caller
+        raise _denied(state, _NOT_VALID if state == "unknown" else f"the API key is {state}")
+
+    def keys_status(self) -> str:
+        """`ok`, or the reason why no key can be checked."""
+        return self._directory.status()
+
+
+_NOT_VALID = "the API key is not valid"
+_REASONS = (f"an API key is needed: {HOW_TO_SEND}", "two API keys were sent, and they differ")
+
+
+def _sent_keys(headers: RawHeaders) -> set[str]:
+    """All keys in the headers. Bytes that are not ASCII make a key that nobody has."""
+    sent = set[str]()
+    for name, value in headers:
+        if name == b"authorization":
+            scheme, _, key = value.strip().partition(b" ")
+            if scheme.lower() not in _SCHEMES:
+                continue
+        elif name == b"x-api-key":
+            key = value
+        else:
+            continue
+        if key := key.strip():
+            sent.add(key.decode("ascii", "replace"))
+    return sent
+
+
+def _denied(reason: str, message: str) -> Unauthorized:
+    DENIED.labels(reason).inc()
+    return Unauthorized(message)

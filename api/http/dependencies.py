@@ -10,7 +10,7 @@ from api.batches.files import BatchFiles
 from api.dispatch.admission import Admission
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.readiness import Readiness
-from api.http.auth import ApiKeys
+from api.http.auth import Access
 from api.http.refusals import Refusals
 from api.idempotency.service import IdempotencyService
 from api.inputs.files import Files
@@ -31,7 +31,7 @@ class Dependencies:
 
     settings: ApiSettings
     catalog: Catalog
-    api_keys: ApiKeys
+    access: Access
     admission: Admission
     dispatcher: Dispatcher
     refusals: Refusals

@@ -124,9 +124,10 @@ def authenticate(request: Request) -> ApiRequest:
 
     Raises:
         Unauthorized: the API key is missing or wrong.
+        Unavailable: no keys are known yet.
     """
     dependencies, context = dependencies_of(request), context_of(request)
-    caller = dependencies.api_keys.caller_of(request.headers.get("authorization"))
+    caller = dependencies.access.caller_of(request.scope["headers"])
     context.tenant, context.key_id = caller.tenant, caller.key_id
     context.record_refusal = dependencies.refusals.write_row
     return ApiRequest(request, dependencies, context, caller, _NO_OPTIONS)

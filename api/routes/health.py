@@ -27,16 +27,21 @@ async def is_alive(request: Request) -> Response:
     summary="Readiness",
     responses={
         200: success("The instance can serve requests.", ReadinessReply),
-        503: success("Pub/Sub is out of reach.", ReadinessReply),
+        503: success("Pub/Sub or the API keys are out of reach.", ReadinessReply),
     },
 )
 async def is_ready(request: Request) -> Response:
-    """200 when a message passes through Pub/Sub and back.
+    """200 when a message passes through Pub/Sub and back, and API keys can be checked.
 
     Without Redis it is still 200, with status `degraded`.
     """
     found = await dependencies_of(request).readiness.check()
-    body = {"status": found.status, "pubsub": found.pubsub, "redis": found.redis}
+    body = {
+        "status": found.status,
+        "pubsub": found.pubsub,
+        "redis": found.redis,
+        "keys": found.keys,
+    }
     return Response(
         msgspec.json.encode(body), 200 if found.is_ready else 503, media_type="application/json"
     )

@@ -195,3 +195,4 @@ class ReadinessReply(msgspec.Struct):
     status: Literal["ready", "degraded", "unavailable"]
     pubsub: str
     redis: str
+    keys: str

@@ -62,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--revision", default="", help="for back")
     parser.add_argument("--models-file", type=Path, default=Path("models.yaml"))
     parser.add_argument(
-        "--keys-secret", default="penstock-api-keys", help="secret with the API keys"
+        "--key-secret",
+        default="penstock-release-key",
+        help="secret with the API key of the requests",
     )
     parser.add_argument(
         "--urls-file",
@@ -101,9 +103,8 @@ def _rollout(options: argparse.Namespace) -> Rollout:
     )
 
     def check(url: str) -> list[str]:
-        # `KEY=TENANT,KEY=TENANT`: the first was made with the secret. Read when needed, as the
-        # first apply makes it.
-        key = google.secret(options.project, options.keys_secret).split("=")[0]
+        # Read when needed, as the first apply makes the secret.
+        key = google.secret(options.project, options.key_secret).strip()
         return smoke(url, key, catalog)
 
     urls: dict[str, str] = (

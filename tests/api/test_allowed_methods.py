@@ -10,6 +10,7 @@ import pytest
 from shared.errors import ConfigurationError
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import TEXT
+from tests.keys import bearer, keys_url
 
 pytestmark = pytest.mark.anyio
 PREFLIGHT = {
@@ -88,7 +89,7 @@ async def test_no_page_may_call_unless_it_is_let(api: ApiUnderTest) -> None:
 @pytest.fixture(params=["https://app.example.com, http://localhost:3000", "*"])
 async def open_api(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[ApiUnderTest]:
     async with running_api(
-        settings_for(tmp_path, cors_origins=request.param, api_keys="k=t")
+        settings_for(tmp_path, cors_origins=request.param, keys_url=keys_url(tmp_path, k="t"))
     ) as running:
         yield running
 
@@ -103,9 +104,7 @@ async def test_pages_of_named_origins_may_call(open_api: ApiUnderTest) -> None:
     assert "x-penstock-deadline-ms" in preflight.headers["access-control-allow-headers"]
     body = {"model": TEXT_MODEL.name, "input": "a"}
     for key, status in (("k", 200), ("wrong", 401)):
-        answer = await http.post(
-            "/v1/embeddings", json=body, headers=origin | {"authorization": f"Bearer {key}"}
-        )
+        answer = await http.post("/v1/embeddings", json=body, headers=origin | bearer(key))
         assert answer.status_code == status
         # A script that can't read why it was refused can't tell its user.
         assert answer.headers["access-control-allow-origin"] in (origin["origin"], "*")

@@ -15,10 +15,11 @@ from prometheus_client import REGISTRY
 from infra.local.redis_server import RedisServer
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import WAIT
+from tests.keys import bearer, keys_url
 
 pytestmark = pytest.mark.anyio
 MIB = 1024 * 1024
-NOISY, QUIET = {"authorization": "Bearer one"}, {"authorization": "Bearer two"}
+NOISY, QUIET = bearer("one"), bearer("two")
 UNCACHED = {"cache-control": "no-store"}
 CAT = {"model": TEXT_MODEL.name, "input": "a cat", "encoding_format": "base64"}
 ONE = {"version": TEXT_MODEL.name, "input": {"text": "a cat"}}
@@ -37,7 +38,7 @@ async def _small(tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
         settings = settings_for(
             tmp_path,
             redis_url=server.url,
-            api_keys="one=noisy,two=quiet",
+            keys_url=keys_url(tmp_path, one="noisy", two="quiet"),
             answers_max_bytes=MIB,
             predictions_max_bytes=MIB,
         )

@@ -9,6 +9,7 @@ import pytest
 from shared.tasks.embedding import TextInput
 from tests.api.dispatcher_harness import running_dispatcher
 from tests.api.harness import TEXT_MODEL, running_api, settings_for
+from tests.keys import bearer, keys_url
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -27,7 +28,7 @@ async def test_tenant_that_fills_an_instance_leaves_room_for_another(tmp_path: P
     """The worker answers nobody until it is told to, so whatever is refused is refused for what is
     in flight.
     """
-    settings = settings_for(tmp_path, api_keys="b=busy,q=quiet")
+    settings = settings_for(tmp_path, keys_url=keys_url(tmp_path, b="busy", q="quiet"))
     limits = httpx.Limits(max_connections=None)
     async with (
         running_api(settings) as api,
@@ -38,7 +39,7 @@ async def test_tenant_that_fills_an_instance_leaves_room_for_another(tmp_path: P
         def ask(tenant: str, connection: int, count: int) -> asyncio.Task[httpx.Response]:
             body, headers = (
                 texts_of(tenant, connection, count),
-                {"authorization": f"Bearer {tenant[0]}"},
+                bearer(tenant[0]),
             )
             return asyncio.create_task(http.post("/embeddings", json=body, headers=headers))
 

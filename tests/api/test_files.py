@@ -14,6 +14,7 @@ import pytest
 
 from api.batches import files as batch_files
 from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.keys import bearer, key_for, keys_url
 
 pytestmark = pytest.mark.anyio
 
@@ -30,7 +31,10 @@ async def uploaded(client: Any, data: bytes = LINE, **given: Any) -> Any:
 @pytest.fixture
 async def tenants(tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
     settings = settings_for(
-        tmp_path, api_keys="a=alice,b=bob", files_max_bytes=1024 * 1024, request_max_bytes=100_000
+        tmp_path,
+        keys_url=keys_url(tmp_path, a="alice", b="bob"),
+        files_max_bytes=1024 * 1024,
+        request_max_bytes=100_000,
     )
     async with running_api(settings) as api:
         yield api
@@ -105,7 +109,7 @@ async def test_pages_are_complete_and_in_order(
 
 
 async def test_another_tenants_file_does_not_exist(tenants: ApiUnderTest) -> None:
-    alice, bob = tenants.openai(api_key="a"), tenants.openai(api_key="b")
+    alice, bob = tenants.openai(api_key=key_for("a")), tenants.openai(api_key=key_for("b"))
     made = await uploaded(alice)
     for call in (bob.files.retrieve, bob.files.content, bob.files.delete):
         with pytest.raises(openai.NotFoundError):
@@ -113,7 +117,7 @@ async def test_another_tenants_file_does_not_exist(tenants: ApiUnderTest) -> Non
     assert [one async for one in bob.files.list()] == []
     assert [one.id async for one in alice.files.list()] == [made.id]
     with pytest.raises(openai.AuthenticationError):
-        await tenants.openai(api_key="c").files.retrieve(made.id)
+        await tenants.openai(api_key=key_for("c")).files.retrieve(made.id)
 
 
 @pytest.mark.parametrize("strange", ["file-", "file-../x", "file-" + "0" * 32, "x" * 600, "%00"])
@@ -196,7 +200,7 @@ async def test_expired_file_is_gone(api: ApiUnderTest) -> None:
 
 
 async def test_tenant_has_a_bound_of_bytes_and_others_have_theirs(tenants: ApiUnderTest) -> None:
-    alice, bob = tenants.openai(api_key="a"), tenants.openai(api_key="b")
+    alice, bob = tenants.openai(api_key=key_for("a")), tenants.openai(api_key=key_for("b"))
     data = LINE * (600 * 1024 // len(LINE))
     first = await uploaded(alice, data)
     with pytest.raises(openai.BadRequestError, match="bytes together"):
@@ -208,7 +212,7 @@ async def test_tenant_has_a_bound_of_bytes_and_others_have_theirs(tenants: ApiUn
 
 
 async def test_expired_files_make_room(tenants: ApiUnderTest) -> None:
-    alice, data = tenants.openai(api_key="a"), LINE * (600 * 1024 // len(LINE))
+    alice, data = tenants.openai(api_key=key_for("a")), LINE * (600 * 1024 // len(LINE))
     made = await uploaded(alice, data)
     await expire(tenants, "alice", made.id)
     await uploaded(alice, data)
@@ -238,14 +242,14 @@ async def test_body_above_all_bounds_is_refused_by_its_length(api: ApiUnderTest)
     headers = {"content-type": BOUNDARY, "content-length": str(300 * 1024 * 1024)}
     reader, writer = await asyncio.open_connection("127.0.0.1", int(api.url.rpartition(":")[2]))
     head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    writer.write(f"POST /v1/files HTTP/1.1\r\nhost: x\r\n{head}\r\n".encode())
+    writer.write(f"POST /v1/files HTTP/1.1\r\nhost: localhost\r\n{head}\r\n".encode())
     assert b" 413 " in await reader.readline()
     writer.close()
 
 
 async def test_upload_that_breaks_off_leaves_no_file(api: ApiUnderTest, tmp_path: Path) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", int(api.url.rpartition(":")[2]))
-    head = f"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: {BOUNDARY}\r\n"
+    head = f"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-type: {BOUNDARY}\r\n"
     writer.write(f"{head}content-length: 9000000\r\n\r\n".encode() + PURPOSE + FILE)
     writer.write(LINE * (4_000_000 // len(LINE)))
     await writer.drain()
@@ -265,7 +269,7 @@ def _open_bodies(api: ApiUnderTest) -> int:
 
 
 async def test_replicates_upload_has_its_own_shape_and_bound(tenants: ApiUnderTest) -> None:
-    key = {"authorization": "Bearer a"}
+    key = bearer("a")
     answer = await tenants.http.post("/v1/files", files={"content": ("a.png", b"x")}, headers=key)
     assert (answer.status_code, answer.json()["id"][:5]) == (201, "file_")
     found = await tenants.http.get(f"/v1/files/{answer.json()['id']}", headers=key)

@@ -16,7 +16,12 @@ async def test_ready_when_broker_and_redis_answer(tmp_path: Path, redis_url: str
     async with running_api(settings_for(tmp_path, redis_url=redis_url)) as api:
         response = await api.http.get("/readyz")
         assert response.status_code == 200
-        assert response.json() == {"status": "ready", "pubsub": "ok", "redis": "ok"}
+        assert response.json() == {
+            "status": "ready",
+            "pubsub": "ok",
+            "redis": "ok",
+            "keys": "not required",
+        }
 
 
 async def test_degraded_without_redis_but_ready(api: ApiUnderTest) -> None:
@@ -33,6 +38,7 @@ async def test_not_ready_without_the_broker(api: ApiUnderTest) -> None:
         "status": "unavailable",
         "pubsub": "no broker",
         "redis": "out of reach: requests go on without it",
+        "keys": "not required",
     }
     assert (await api.http.get("/healthz")).status_code == 200
 

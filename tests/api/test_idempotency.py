@@ -33,6 +33,7 @@ from tests.api.harness import (
     settings_for,
 )
 from tests.fakes import InMemoryTransport
+from tests.keys import bearer, keys_url
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -137,10 +138,12 @@ async def test_other_keys_and_no_key_are_computed(api: ApiUnderTest) -> None:
 
 
 async def test_key_of_another_tenant_is_another_key(tmp_path: Path, redis_url: str) -> None:
-    settings = settings_for(tmp_path, redis_url=redis_url, api_keys="one=alice,two=bob")
+    settings = settings_for(
+        tmp_path, redis_url=redis_url, keys_url=keys_url(tmp_path, one="alice", two="bob")
+    )
     async with running_api(settings) as api:
         for key in ("one", "two", "one"):
-            headers = keyed(authorization=f"Bearer {key}")
+            headers = keyed(**bearer(key))
             assert (
                 await api.http.post("/v1/embeddings", json=TEXTS, headers=headers)
             ).status_code == 200

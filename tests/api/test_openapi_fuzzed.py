@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.api.harness import running_api, settings_for
+from tests.keys import key_for, keys_url
 from tests.limits import PATIENCE
 
 pytestmark = pytest.mark.anyio
@@ -31,7 +32,11 @@ header in api/http/openapi_headers.py, a field of a body or reply in api/schemas
 async def test_answers_are_as_documented(tmp_path: Path, redis_url: str) -> None:
     secret = "whsec_" + "A" * 43 + "="
     settings = settings_for(
-        tmp_path, redis_url=redis_url, secret="s", api_keys="k=t", webhook_secrets=secret
+        tmp_path,
+        redis_url=redis_url,
+        secret="s",
+        keys_url=keys_url(tmp_path, k="t"),
+        webhook_secrets=secret,
     )
     async with running_api(settings) as api:
         # The document's own bounds, not this instance's load, are what is asked for here.
@@ -44,7 +49,7 @@ async def test_answers_are_as_documented(tmp_path: Path, redis_url: str) -> None
             CONFIG,
             "run",
         ]
-        command += [f"{api.url}/openapi.json", "--header", "Authorization: Bearer k"]
+        command += [f"{api.url}/openapi.json", "--header", f"Authorization: Bearer {key_for('k')}"]
         command += ["--generation-deterministic", "--max-examples", str(CASES_OF_A_ROUTE)]
         process = await asyncio.create_subprocess_exec(
             *command,

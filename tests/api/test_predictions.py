@@ -14,6 +14,7 @@ from shared.tasks.embedding import TextInput
 from tests.api.fake_worker import LONGEST_PROMPT_WORDS, vector_of
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import TEXT, WAIT, admitted, until_over
+from tests.keys import bearer, keys_url
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -166,11 +167,13 @@ async def test_streams_of_one_tenant_leave_room_for_another(
     monkeypatch.setattr("api.predictions.event_stream.MAX_STREAMS", 4)
     async with (
         running_api(
-            settings_for(tmp_path, redis_url=redis_url, api_keys="a=acme,u=umbrella")
+            settings_for(
+                tmp_path, redis_url=redis_url, keys_url=keys_url(tmp_path, a="acme", u="umbrella")
+            )
         ) as api,
         AsyncExitStack() as stack,
     ):
-        acme, umbrella = ({"authorization": f"Bearer {key}"} for key in "au")
+        acme, umbrella = (bearer(key) for key in "au")
         api.worker.go.clear()
         created = (await api.http.post("/v1/predictions", json=TEXT, headers=acme)).json()
         await api.worker.claimed.wait()
@@ -221,9 +224,11 @@ async def test_list_goes_back_page_by_page(api: ApiUnderTest) -> None:
 
 
 async def test_tenants_see_their_own_only(tmp_path: Path, redis_url: str) -> None:
-    settings = settings_for(tmp_path, redis_url=redis_url, api_keys="a=acme,u=umbrella")
+    settings = settings_for(
+        tmp_path, redis_url=redis_url, keys_url=keys_url(tmp_path, a="acme", u="umbrella")
+    )
     async with running_api(settings) as api:
-        acme, umbrella = ({"authorization": f"Bearer {key}"} for key in "au")
+        acme, umbrella = (bearer(key) for key in "au")
         theirs = (await api.http.put("/v1/predictions/mine", json=TEXT, headers=acme)).json()
         ours = (await api.http.post("/v1/predictions", json=TEXT, headers=acme)).json()
         file = (await api.http.post("/v1/files", files={"content": b"x"}, headers=acme)).json()

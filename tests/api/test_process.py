@@ -143,7 +143,7 @@ async def _until_refused(url: httpx.URL) -> None:
 
 async def test_wrong_setting_is_told_in_one_line(tmp_path: Path) -> None:
     environment = os.environ | {
-        "PENSTOCK_API_KEYS": "nonsense",
+        "PENSTOCK_KEYS_URL": "nonsense",
         "PENSTOCK_OBJECTS_URL": f"file://{tmp_path}",
     }
     process = await asyncio.create_subprocess_exec(
@@ -151,7 +151,7 @@ async def test_wrong_setting_is_told_in_one_line(tmp_path: Path) -> None:
     )
     _, errors = await asyncio.wait_for(process.communicate(), START_LIMIT_S)
     assert process.returncode == 1
-    assert errors.decode() == "penstock api: PENSTOCK_API_KEYS: an entry is not key=tenant\n"
+    assert errors.decode() == "penstock api: PENSTOCK_KEYS_URL: is not file:///PATH\n"
 
 
 async def test_neither_model_library_nor_decoder_is_imported() -> None:

@@ -14,9 +14,10 @@ from prometheus_client import REGISTRY
 
 from api.errors import ERROR_MAPPINGS
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.keys import bearer, keys_url
 
 pytestmark = pytest.mark.anyio
-ACME = {"authorization": "Bearer a"}
+ACME = bearer("a")
 SECRET = "the merger is off"
 TEXT: dict[str, Any] = {"model": TEXT_MODEL.name, "input": SECRET}
 DRAWING: dict[str, Any] = {"model": IMAGE_MODEL.name, "prompt": SECRET}
@@ -36,7 +37,7 @@ async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
         tmp_path,
         redis_url=redis_url,
         secret="s",
-        api_keys="a=acme,o=other",
+        keys_url=keys_url(tmp_path, a="acme", o="other"),
         request_max_bytes=BODY_LIMIT,
     )
     async with running_api(settings) as running:
@@ -158,7 +159,9 @@ async def test_refused_request_leaves_one_row_and_a_count(
 async def test_refusals_for_want_of_room_or_of_another_body_leave_rows(
     tmp_path: Path, redis_url: str
 ) -> None:
-    settings = settings_for(tmp_path, redis_url=redis_url, api_keys="a=acme", max_in_flight=1)
+    settings = settings_for(
+        tmp_path, redis_url=redis_url, keys_url=keys_url(tmp_path, a="acme"), max_in_flight=1
+    )
     async with running_api(settings) as api:
         api.worker.go.clear()
         asked = asyncio.create_task(api.http.post(EMBEDDINGS, json=TEXT, headers=ACME))

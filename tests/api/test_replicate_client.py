@@ -26,18 +26,23 @@ from tests.api.harness import (
     running_api,
     settings_for,
 )
+from tests.keys import key_for, keys_url
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 TEXT_REF, IMAGE_REF = f"anyone/{TEXT_MODEL.name}", f"anyone/{IMAGE_MODEL.name}"
 SECRET = "whsec_" + "A" * 43 + "="
-KEY = "k-1"
+KEY = key_for("k")
 
 
 @pytest.fixture
 async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
     settings = settings_for(
-        tmp_path, redis_url=redis_url, secret="s", webhook_secrets=SECRET, api_keys=f"{KEY}=acme"
+        tmp_path,
+        redis_url=redis_url,
+        secret="s",
+        webhook_secrets=SECRET,
+        keys_url=keys_url(tmp_path, k="acme"),
     )
     async with running_api(settings) as running:
         yield running

@@ -14,6 +14,7 @@ import pytest
 from shared.errors import Unavailable
 from shared.stores.cache import ResultCache
 from tests.api.harness import CATALOG, TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.keys import key_for, keys_url
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -145,7 +146,7 @@ async def test_body_that_stops_coming_is_given_up(
 ) -> None:
     monkeypatch.setattr("api.http.middleware.BODY_IDLE_S", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", int(api.url.rpartition(":")[2]))
-    writer.write(b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    writer.write(b"POST /v1/embeddings HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
     status = await asyncio.wait_for(reader.readline(), WAIT_LIMIT_S)
     assert status.split()[1] == b"408"
     writer.close()
@@ -156,7 +157,7 @@ async def test_caller_who_hangs_up_in_the_middle_of_its_body_does_no_harm(
     api: ApiUnderTest,
 ) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", int(api.url.rpartition(":")[2]))
-    writer.write(b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    writer.write(b"POST /v1/embeddings HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
     await writer.drain()
     writer.close()
     await writer.wait_closed()
@@ -200,18 +201,20 @@ async def test_unexpected_error_is_a_500_in_the_same_shape(
 
 
 async def test_keys_are_asked_for_and_name_the_tenant(tmp_path: Path) -> None:
-    async with running_api(settings_for(tmp_path, api_keys="k-1=acme, k=2=umbrella")) as api:
-        for key, tenant in (("k-1", "acme"), ("k=2", "umbrella")):
-            await api.openai(api_key=key).embeddings.create(model=MODEL, input=tenant)
+    async with running_api(
+        settings_for(tmp_path, keys_url=keys_url(tmp_path, a="acme", u="umbrella"))
+    ) as api:
+        for key, tenant in (("a", "acme"), ("u", "umbrella")):
+            await api.openai(api_key=key_for(key)).embeddings.create(model=MODEL, input=tenant)
             assert api.worker.jobs[-1].envelope.tenant == tenant
         for path in ("/v1/embeddings", "/v1/images/generations", "/v1/images/edits"):
             assert (await api.http.post(path, content=b"{")).status_code == 401
         with pytest.raises(openai.AuthenticationError) as caught:
-            await api.openai(api_key="k").models.list()
+            await api.openai(api_key=key_for("k")).models.list()
         assert caught.value.code == "invalid_api_key"
         for headers in (
             {},
-            {"authorization": "Basic k-1"},
+            {"authorization": f"Basic {key_for('a')}"},
             {"authorization": "Bearer"},
             {b"authorization": b"Bearer \xff"},
         ):

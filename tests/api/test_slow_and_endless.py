@@ -14,10 +14,11 @@ from prometheus_client import REGISTRY
 from api.http.bounded_protocol import HEAD_LIMIT_BYTES, MOST_PIPELINED
 from api.http.middleware import SMALL_BODY_BYTES
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.keys import key_for, keys_url
 
 pytestmark = pytest.mark.anyio
 BODY = json.dumps({"model": TEXT_MODEL.name, "input": "a"}).encode()
-POST = b"POST /v1/embeddings HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+POST = b"POST /v1/embeddings HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 WAIT_LIMIT_S = 60
 MUCH = 200 * HEAD_LIMIT_BYTES
 
@@ -198,7 +199,7 @@ async def test_pipelined_requests_are_answered_in_order(tmp_path: Path) -> None:
     async with _api(tmp_path) as api, _peer(api) as peer:
         paths = [f"/nowhere/{number}" for number in range(MOST_PIPELINED)]
         await peer.send(
-            b"".join(f"GET {path} HTTP/1.1\r\nhost: a\r\n\r\n".encode() for path in paths)
+            b"".join(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode() for path in paths)
         )
         for path in paths:
             status, body = await peer.answer()
@@ -209,7 +210,9 @@ async def test_too_many_pipelined_requests_are_refused(tmp_path: Path) -> None:
     async with _api(tmp_path) as api, _peer(api) as peer:
         api.worker.go.clear()
         first = POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
-        await peer.send(first + b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n" * (MOST_PIPELINED + 1))
+        await peer.send(
+            first + b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n" * (MOST_PIPELINED + 1)
+        )
         said = await peer.said()
         api.worker.go.set()
         assert said.startswith(b"HTTP/1.1 400")
@@ -229,7 +232,7 @@ async def test_full_house_closes_who_asks_for_nothing(tmp_path: Path) -> None:
         async with _peer(api):
             assert not await first.said()
             for peer in (second, third):
-                await peer.send(b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n")
+                await peer.send(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
                 assert (await peer.answer())[0] == 200
 
 
@@ -259,7 +262,7 @@ async def _large(api: ApiUnderTest) -> bytes:
         "/v1/files", files={"content": ("a", bytes(LARGE_BYTES))}, timeout=WAIT_LIMIT_S
     )
     path = sent.json()["urls"]["download"].removeprefix(api.url)
-    return f"GET {path} HTTP/1.1\r\nhost: a\r\n\r\n".encode()
+    return f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
 
 
 async def _until_unread(connections: int) -> None:
@@ -278,7 +281,7 @@ async def test_full_house_closes_who_reads_no_answer(tmp_path: Path) -> None:
                 await peer.send(2 * request)
                 await _until_unread(number)
             async with _peer(api) as third:
-                await third.send(b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n")
+                await third.send(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
                 assert (await third.answer())[0] == 200
                 assert len(await first.said()) < LARGE_BYTES
                 assert [(await second.answer())[0] for _ in range(2)] == [200, 200]
@@ -314,8 +317,8 @@ async def test_answers_that_nobody_reads_are_bounded_together(
         POST + b"transfer-encoding:\r\n chunked\r\n\r\n",
         POST + b"x-folded: a\r\n b\r\ncontent-length: 0\r\n\r\n",
         POST + b"x-bare: a\ncontent-length: 0\r\n\r\n",
-        b"GET http://[x/ HTTP/1.1\r\nhost: a\r\n\r\n",
-        b"GET /\x80 HTTP/1.1\r\nhost: a\r\n\r\n",
+        b"GET http://[x/ HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"GET /\x80 HTTP/1.1\r\nhost: localhost\r\n\r\n",
     ],
 )
 async def test_what_is_no_request_is_refused(tmp_path: Path, request_: bytes) -> None:
@@ -347,7 +350,7 @@ async def test_offer_of_another_protocol_is_passed_over(
         + offer
         + b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
     )
-    empty = b"GET /v1/models HTTP/1.1\r\nhost: a\r\n" + offer + b"\r\n"
+    empty = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n" + offer + b"\r\n"
     sent = sized + empty + chunked + sized
     async with _api(tmp_path) as api, _peer(api) as peer:
         for start in range(0, len(sent), piece_bytes):
@@ -360,7 +363,7 @@ async def test_offer_of_another_protocol_is_passed_over(
     "last",
     [
         b"GET /healthz HTTP/1.0\r\nconnection: upgrade",
-        b"GET /healthz HTTP/1.1\r\nhost: a\r\nconnection: close, upgrade",
+        b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close, upgrade",
     ],
 )
 async def test_offer_in_the_last_request_of_a_connection_is_passed_over(
@@ -375,7 +378,9 @@ async def test_offer_in_the_last_request_of_a_connection_is_passed_over(
 @pytest.mark.parametrize("target", [b"a:443", b"/healthz"])
 async def test_tunnels_are_refused(tmp_path: Path, target: bytes, offer: bytes) -> None:
     async with _api(tmp_path) as api, _peer(api) as peer:
-        await peer.send(b"CONNECT " + target + b" HTTP/1.1\r\nhost: a\r\n" + offer + b"\r\n")
+        await peer.send(
+            b"CONNECT " + target + b" HTTP/1.1\r\nhost: localhost\r\n" + offer + b"\r\n"
+        )
         said = await peer.said()
         assert said.startswith(b"HTTP/1.1 400")
         assert b"no proxy" in said
@@ -398,11 +403,13 @@ async def test_trailers_are_no_headers(tmp_path: Path) -> None:
 
 async def test_body_beside_an_offer_is_no_request(tmp_path: Path) -> None:
     """A proxy that passes the offer on would otherwise mix up whose answer is whose."""
-    hidden = b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n"
+    hidden = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
     async with _api(tmp_path) as api, _peer(api) as peer:
         await peer.send(POST + OFFER + b"content-length: %d\r\n\r\n" % len(hidden))
         await asyncio.sleep(0)
-        await peer.send(hidden + b"GET /v1/models HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+        await peer.send(
+            hidden + b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+        )
         said = await peer.said()
         assert said.count(b"HTTP/1.1 ") == 2
         assert said.startswith(b"HTTP/1.1 400")
@@ -411,7 +418,8 @@ async def test_body_beside_an_offer_is_no_request(tmp_path: Path) -> None:
 async def test_many_offers_at_once_are_bounded_as_requests_are(tmp_path: Path) -> None:
     async with _api(tmp_path) as api, _peer(api) as peer:
         await peer.send(
-            (b"GET /healthz HTTP/1.1\r\nhost: a\r\n" + OFFER + b"\r\n") * (MOST_PIPELINED + 2)
+            (b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n" + OFFER + b"\r\n")
+            * (MOST_PIPELINED + 2)
         )
         assert b"more than %d pipelined requests" % MOST_PIPELINED in await peer.said()
 
@@ -447,10 +455,13 @@ async def test_bodies_of_one_tenant_leave_room_for_another(tmp_path: Path) -> No
     length = 2 * SMALL_BODY_BYTES
     busy, quiet = (
         POST + b"authorization: Bearer %b\r\ncontent-length: %d\r\n\r\n" % (key, length)
-        for key in (b"b", b"q")
+        for key in (key_for("b").encode(), key_for("q").encode())
     )
     async with AsyncExitStack() as stack:
-        settings = {"bodies_max_bytes": 8 * length, "api_keys": "b=busy,q=quiet"}
+        settings = {
+            "bodies_max_bytes": 8 * length,
+            "keys_url": keys_url(tmp_path, b="busy", q="quiet"),
+        }
         api = await stack.enter_async_context(_api(tmp_path, **settings))
         for _ in range(8):
             await (await stack.enter_async_context(_peer(api))).send(busy + b" " * (length - 1))

@@ -16,12 +16,13 @@ from shared.pubsub.names import workers_subscription_id
 from shared.usage.row import Row
 from tests.api.fake_worker import FakeWorker
 from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.keys import bearer, keys_url
 from tests.workers.worker_harness import MODEL, WorkerHarness, running_worker
 
 pytestmark = pytest.mark.anyio
 
 SECRET = "the merger is off"
-ACME, OTHER = "Bearer a", "Bearer o"
+ACME, OTHER = "a", "o"
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Deployment:
         """Asks for SECRET and says what the answer's header says of the cache."""
         body = {"model": MODEL.name, "input": [SECRET, *more], "encoding_format": "base64"}
         answer = await (api or self.here).http.post(
-            "/v1/embeddings", json=body, headers={"authorization": key}
+            "/v1/embeddings", json=body, headers=bearer(key)
         )
         assert answer.status_code == 200, answer.text
         return answer.headers["x-penstock-cache"]
@@ -76,7 +77,9 @@ class Deployment:
 async def deployed(
     redis_url: str, tmp_path: Path, model: Model = MODEL
 ) -> AsyncIterator[Deployment]:
-    settings = settings_for(tmp_path, redis_url=redis_url, api_keys="a=acme,o=other")
+    settings = settings_for(
+        tmp_path, redis_url=redis_url, keys_url=keys_url(tmp_path, a="acme", o="other")
+    )
     async with AsyncExitStack() as opened:
         harness = await opened.enter_async_context(running_worker(redis_url, tmp_path))
         catalog, nobody = Catalog((model,)), FakeWorker(harness.broker, ())

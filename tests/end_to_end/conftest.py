@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 from infra.local.ports import Ports
 from infra.local.stack import Stack
 from tests.end_to_end.rows import Rows
+from tests.keys import key_for, keys_url
 from tests.limits import WAIT_LIMIT_S
 from tests.otlp import Collector, running_collector
 
 EMBEDDER = "all-MiniLM-L6-v2"
 WORKERS = 2
-REPORTING_KEY = "for-the-report"
-SETTINGS = {"PENSTOCK_API_KEYS": f"none=default,{REPORTING_KEY}=reporting"}
+KEY = key_for("default")
+REPORTING_KEY = key_for("reporting")
 """A tenant of its own lets a report be checked to the last item, whatever other tests do."""
 
 Embed = Callable[[str], NDArray[np.float32]]
@@ -38,19 +39,19 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Stack]:
     """All of it is traced, though few traces are kept unless a test asks for it."""
+    folder = tmp_path_factory.mktemp("stack")
+    settings = {"PENSTOCK_KEYS_URL": keys_url(folder, default="default", reporting="reporting")}
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
-        with Stack(
-            tmp_path_factory.mktemp("stack"), ports=Ports.free(WORKERS), settings=SETTINGS
-        ) as running:
+        with Stack(folder, ports=Ports.free(WORKERS), settings=settings) as running:
             yield running
 
 
 @pytest.fixture(scope="session")
 def client(stack: Stack) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(
-        base_url=f"{stack.api_url}/v1", api_key="none", max_retries=0, timeout=WAIT_LIMIT_S
+        base_url=f"{stack.api_url}/v1", api_key=KEY, max_retries=0, timeout=WAIT_LIMIT_S
     ) as made:
         yield made
 

@@ -11,7 +11,7 @@ from infra.local.stack import Stack
 from infra.reports import run_report
 from shared.catalog import read_catalog
 from shared.usage.charge import list_price_usd, price_of
-from tests.end_to_end.conftest import EMBEDDER, REPORTING_KEY
+from tests.end_to_end.conftest import EMBEDDER, KEY, REPORTING_KEY
 from tests.end_to_end.rows import Rows
 
 REQUESTS = 300
@@ -22,7 +22,7 @@ IN_FLIGHT = 64
 async def test_each_of_many_requests_has_one_row(stack: Stack, rows: Rows, text: str) -> None:
     in_flight = asyncio.Semaphore(IN_FLIGHT)
     async with openai.AsyncOpenAI(
-        base_url=f"{stack.api_url}/v1", api_key="none", max_retries=0
+        base_url=f"{stack.api_url}/v1", api_key=KEY, max_retries=0
     ) as client:
 
         async def ask(number: int) -> str:

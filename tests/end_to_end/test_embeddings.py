@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from infra.local.stack import Stack
 from shared.catalog import read_catalog
-from tests.end_to_end.conftest import EMBEDDER, Embed
+from tests.end_to_end.conftest import EMBEDDER, KEY, Embed
 from tests.end_to_end.rows import Rows
 
 TOLERANCE = read_catalog(Path("models.yaml")).find(EMBEDDER).tolerance.cosine
@@ -144,7 +144,7 @@ def test_list_computes_only_what_is_missing(client: openai.OpenAI, rows: Rows, t
 @pytest.mark.anyio
 async def test_identical_requests_at_once_run_once(stack: Stack, rows: Rows, text: str) -> None:
     async with openai.AsyncOpenAI(
-        base_url=f"{stack.api_url}/v1", api_key="none", max_retries=0
+        base_url=f"{stack.api_url}/v1", api_key=KEY, max_retries=0
     ) as client:
         asking = client.embeddings.with_raw_response
         answers = await asyncio.gather(

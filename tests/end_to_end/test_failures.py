@@ -22,7 +22,7 @@ from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
 from shared.pubsub.names import dead_letter_subscription_id, jobs_topic_id
 from shared.transport import Message, SubscriptionSettings
-from tests.end_to_end.conftest import EMBEDDER
+from tests.end_to_end.conftest import EMBEDDER, KEY
 from tests.end_to_end.rows import Rows, eventually
 from tests.faults.world import model_processes
 from tests.limits import WAIT_LIMIT_S
@@ -152,7 +152,7 @@ async def test_killed_model_process_costs_no_answer(stack: Stack, rows: Rows, te
     worker = _pid_on(stack.ports.health[0])
     before = model_processes(worker)
     async with openai.AsyncOpenAI(
-        base_url=f"{stack.api_url}/v1", api_key="none", max_retries=0
+        base_url=f"{stack.api_url}/v1", api_key=KEY, max_retries=0
     ) as client:
         asking = client.embeddings.with_raw_response
         pending = [

@@ -14,7 +14,7 @@ from replicate.client import Client
 
 from infra.local.stack import Stack
 from shared.catalog import read_catalog
-from tests.end_to_end.conftest import EMBEDDER, Embed
+from tests.end_to_end.conftest import EMBEDDER, KEY, Embed
 from tests.end_to_end.rows import Rows, eventually
 from tests.limits import WAIT_LIMIT_S
 
@@ -26,7 +26,7 @@ SLOW = {"width": 256, "height": 256, "num_inference_steps": 100}
 @pytest.fixture(scope="module")
 def replicating(stack: Stack) -> Iterator[Any]:
     """Untyped, so that tests can look at what comes."""
-    made = Client(api_token="none", base_url=stack.api_url)
+    made = Client(api_token=KEY, base_url=stack.api_url)
     yield made
     made._client.close()
 
@@ -75,7 +75,7 @@ def test_canceled_image_stops_at_its_next_step(replicating: Any, rows: Rows, tex
 def test_repeated_put_is_computed_once(stack: Stack, rows: Rows, text: str) -> None:
     url = f"{stack.api_url}/v1/predictions/{uuid4().hex}"
     body = {"version": EMBEDDER, "input": {"texts": [text]}}
-    headers = {"authorization": "Bearer none", "prefer": "wait"}
+    headers = {"authorization": f"Bearer {KEY}", "prefer": "wait"}
     with ThreadPoolExecutor(4) as pool, httpx.Client(headers=headers, timeout=WAIT_LIMIT_S) as http:
         answers = list(pool.map(lambda _: http.put(url, json=body), range(4)))
     assert sorted(answer.status_code for answer in answers) == [200, 200, 200, 201]

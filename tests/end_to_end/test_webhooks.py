@@ -16,6 +16,7 @@ from replicate.client import Client
 from replicate.webhook import Webhooks
 
 from infra.local.stack import Stack
+from tests.end_to_end.conftest import KEY
 from tests.end_to_end.rows import eventually
 
 PAINTER = "stable-diffusion-tiny"
@@ -60,7 +61,7 @@ def told() -> Iterator[Told]:
 
 @pytest.fixture
 def replicating(stack: Stack) -> Iterator[Any]:
-    made = Client(api_token="none", base_url=stack.api_url)
+    made = Client(api_token=KEY, base_url=stack.api_url)
     yield made
     made._client.close()
 

@@ -11,11 +11,6 @@ ephemeral "random_password" "webhooks" {
   special = false
 }
 
-ephemeral "random_password" "first_key" {
-  length  = 40
-  special = false
-}
-
 locals {
   # The catalog and the scraping are no secrets, but Cloud Run mounts
   # files from nowhere else.
@@ -38,7 +33,7 @@ locals {
 }
 
 resource "google_secret_manager_secret" "default" {
-  for_each = toset(["api-keys", "links", "models", "scraping", "webhooks"])
+  for_each = toset(["api-keys", "links", "models", "release-key", "scraping", "webhooks"])
 
   project   = var.project_id
   secret_id = "${var.prefix}-${each.key}"
@@ -51,8 +46,9 @@ resource "google_secret_manager_secret" "default" {
   depends_on = [google_project_service.default]
 }
 
+# The key for the smoke test of a release is for Cloud Build, not for the API.
 resource "google_secret_manager_secret_iam_member" "api" {
-  for_each = google_secret_manager_secret.default
+  for_each = { for name, secret in google_secret_manager_secret.default : name => secret if name != "release-key" }
 
   project   = var.project_id
   secret_id = each.value.secret_id
@@ -60,12 +56,12 @@ resource "google_secret_manager_secret_iam_member" "api" {
   member    = google_service_account.api.member
 }
 
-# The first key, of the tenant `default`; more are added as a new version by
-# hand. So the API reads the latest, as Terraform knows only of this one.
+# A directory without keys, so that the API starts. Keys are made with
+# `penstock keys create` and added as new versions, of which Terraform knows
+# nothing. So the API reads the latest, and no key is in Terraform's state.
 resource "google_secret_manager_secret_version" "api_keys" {
-  secret                 = google_secret_manager_secret.default["api-keys"].id
-  secret_data_wo         = "${ephemeral.random_password.first_key.result}=default"
-  secret_data_wo_version = var.secrets_version
+  secret      = google_secret_manager_secret.default["api-keys"].id
+  secret_data = jsonencode({ plans = {}, tenants = {}, keys = [] })
 }
 
 resource "google_secret_manager_secret_version" "links" {

@@ -80,9 +80,7 @@ class GoogleApis:
             self.asked.append(body["input"])
             return 200, {"data": [{"embedding": [1.0] + [0.0] * (self.dimensions - 1)}]}
         if path.endswith(":access"):
-            return 200, {
-                "payload": {"data": base64.b64encode(f"{KEY}=default,other=t".encode()).decode()}
-            }
+            return 200, {"payload": {"data": base64.b64encode(f"{KEY}\n".encode()).decode()}}
         if path.endswith("/timeSeries"):
             return 200, self._series(query["filter"])
         if "/operations/" in path:

@@ -59,7 +59,7 @@ def rollout(
     judge = CanaryJudge(google, PROJECT, SERVICE, error_ratio=0.02, least_requests=50)
 
     def check(url: str) -> list[str]:
-        return smoke(url, google.secret(PROJECT, "penstock-api-keys").split("=")[0], catalog)
+        return smoke(url, google.secret(PROJECT, "penstock-release-key").strip(), catalog)
 
     return Rollout(
         services,

@@ -7,6 +7,7 @@ locals {
     PENSTOCK_HOST                  = "0.0.0.0"
     PENSTOCK_IDEMPOTENCY_KEEP_S    = tostring(var.api.idempotency_keep_s)
     PENSTOCK_INBOX_POOL            = tostring(var.inboxes.count)
+    PENSTOCK_KEYS_URL              = "file:///etc/penstock-keys/keys.json"
     PENSTOCK_MAX_IN_FLIGHT         = tostring(var.api.max_in_flight)
     PENSTOCK_METRICS_PORT          = "9464"
     PENSTOCK_MODELS_FILE           = "/etc/penstock/models.yaml"
@@ -31,7 +32,6 @@ locals {
   public_url  = var.api.public_url == "" ? {} : { PENSTOCK_PUBLIC_URL = var.api.public_url }
   port        = 8080
   secrets = {
-    PENSTOCK_API_KEYS        = var.secrets.api_keys
     PENSTOCK_SECRET          = var.secrets.links
     PENSTOCK_WEBHOOK_SECRETS = var.secrets.webhooks
   }
@@ -126,6 +126,11 @@ resource "google_cloud_run_v2_service" "api" {
         name       = "models"
         mount_path = "/etc/penstock"
       }
+
+      volume_mounts {
+        name       = "keys"
+        mount_path = "/etc/penstock-keys"
+      }
     }
 
     # Scrapes the API on localhost, on a port that nobody can call from
@@ -155,6 +160,21 @@ resource "google_cloud_run_v2_service" "api" {
         items {
           path    = "models.yaml"
           version = var.secrets.models.version
+        }
+      }
+    }
+
+    # The latest version, which Cloud Run fetches at each read: a revoked key
+    # is refused within seconds and without a new revision.
+    volumes {
+      name = "keys"
+
+      secret {
+        secret = var.secrets.api_keys.secret
+
+        items {
+          path    = "keys.json"
+          version = var.secrets.api_keys.version
         }
       }
     }

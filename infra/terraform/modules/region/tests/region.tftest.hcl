@@ -16,7 +16,7 @@ variables {
   api = { image = "europe-west4-docker.pkg.dev/p/penstock/api@sha256:0", service_account = "api@example-project.iam.gserviceaccount.com" }
 
   secrets = {
-    api_keys = { secret = "penstock-api-keys", version = "1" }
+    api_keys = { secret = "penstock-api-keys", version = "latest" }
     links    = { secret = "penstock-links", version = "1" }
     models   = { secret = "penstock-models", version = "1" }
     scraping = { secret = "penstock-scraping", version = "1" }
@@ -49,9 +49,16 @@ run "api" {
   assert {
     condition = alltrue([
       for env in google_cloud_run_v2_service.api["api"].template[0].containers[0].env :
-      contains(["PENSTOCK_API_KEYS", "PENSTOCK_SECRET", "PENSTOCK_WEBHOOK_SECRETS"], env.name) == (length(env.value_source) == 1)
+      contains(["PENSTOCK_SECRET", "PENSTOCK_WEBHOOK_SECRETS"], env.name) == (length(env.value_source) == 1)
     ])
     error_message = "Secrets come from Secret Manager and nothing else does."
+  }
+
+  assert {
+    condition = one([
+      for volume in google_cloud_run_v2_service.api["api"].template[0].volumes : volume.secret[0].items[0].version if volume.name == "keys"
+    ]) == "latest"
+    error_message = "Keys are read from the latest version, so that one can be revoked without an apply."
   }
 }
 

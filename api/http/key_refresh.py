@@ -1,0 +1,135 @@
+"""Keeps the directory of keys of this process up to date.
+
+Requests read a snapshot in memory. A task asks the store every REFRESH_S seconds for a new version.
+What it can't read or what is not valid does not replace the snapshot: a broken file must not lock
+everyone out. The directory also survives an outage of its store, for STALE_LIMIT_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from prometheus_client import Counter, Gauge
+
+from shared.errors import ConfigurationError, PenstockError, Unavailable
+from shared.tenants.directory import Directory, decode_document
+from shared.tenants.key_store import KeyStore, StoredDocument
+
+REFRESH_S = 2.0
+"""A change takes effect within this time and that of a read."""
+READ_LIMIT_S = 2.0
+STALE_LIMIT_S = 86_400.0
+"""Nobody can revoke a key where the store can't be reached. After a day that weighs more than going
+on. Expiry needs no store.
+"""
+UP = Gauge("penstock_keys_up", "1 if the API keys could be read at the last try, else 0.")
+AGE_SECONDS = Gauge(
+    "penstock_keys_age_seconds", "Seconds since the API keys in use were known to be current."
+)
+FAILURES = Counter(
+    "penstock_keys_refresh_failures_total",
+    "Times that the API keys could not be read. invalid: the document is not valid. "
+    "unavailable: its store is out of reach.",
+    ["reason"],
+)
+log = logging.getLogger(__name__)
+
+
+class LiveDirectory:
+    """The latest valid directory of a store. An async context manager that runs the refresh.
+
+    Args:
+        store: where the directory is. It is opened and closed with this object.
+        clock: monotonic seconds.
+        refresh_s: pause between two reads.
+
+    Raises:
+        ConfigurationError: the store has a directory at the start, and it is not valid.
+    """
+
+    def __init__(
+        self,
+        store: KeyStore,
+        clock: Callable[[], float] = time.monotonic,
+        refresh_s: float = REFRESH_S,
+    ) -> None:
+        self.store = store
+        self._clock = clock
+        self._refresh_s = refresh_s
+        self._directory: Directory | None = None
+        self._version = ""
+        self._current_s = clock()
+        self._failure: PenstockError | None = None
+        if (first := store.read_at_start()) is not None:
+            self._take(first)
+
+    async def __aenter__(self) -> Self:
+        await self.store.__aenter__()
+        await self.refresh()
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self.store.__aexit__(kind, error, trace)
+
+    def current(self) -> Directory | None:
+        """The directory to check keys with. None if there is none, or it is too old."""
+        if self._clock() - self._current_s > STALE_LIMIT_S:
+            return None
+        return self._directory
+
+    def status(self) -> str:
+        """`ok` if keys can be checked, else the reason."""
+        if self.current() is not None:
+            return "ok"
+        return self._failure.message if self._failure else "not read yet"
+
+    async def refresh(self) -> None:
+        """Reads the directory once, if it has changed."""
+        try:
+            async with asyncio.timeout(READ_LIMIT_S):
+                found = await self.store.read(self._version)
+            self._current_s = self._clock()
+            if found is not None:
+                self._take(found)
+                log.info("API keys read", extra={"source": self.store.source})
+        except TimeoutError:
+            self._failed("unavailable", Unavailable(f"no answer in {READ_LIMIT_S:g} s"))
+        except Unavailable as error:
+            self._failed("unavailable", error)
+        except ConfigurationError as error:
+            self._failed("invalid", error)
+        else:
+            self._failure = None
+        UP.set(self._failure is None)
+        AGE_SECONDS.set(self._clock() - self._current_s)
+
+    def _take(self, found: StoredDocument) -> None:
+        self._directory = Directory(decode_document(found.data, self.store.source))
+        self._version = found.version
+
+    def _failed(self, reason: str, error: PenstockError) -> None:
+        FAILURES.labels(reason).inc()
+        if self._failure is None or self._failure.message != error.message:
+            log.error(
+                "API keys could not be read; those read before stay in use",
+                extra={"source": self.store.source, "reason": error.message},
+            )
+        self._failure = error
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._refresh_s)
+            await self.refresh()

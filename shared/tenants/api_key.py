@@ -1,0 +1,89 @@
+"""The format of an API key: `pk_live_<id>_<secret><checksum>`.
+
+    pk_live_4fJ0aQz81LmN_ + 43 characters of secret + 6 of checksum
+
+The parts follow GitHub's tokens
+(https://github.blog/engineering/platform-security/behind-githubs-new-authentication-token-formats/).
+The prefix lets scanners find leaked keys. The checksum is the CRC32 of all that comes before it, in
+base62. So a typo is refused without a lookup, and scanners can tell a key from a random string. The
+id is public and identifies the key in logs and commands. The secret is 256 random bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import string
+import zlib
+from dataclasses import dataclass, field
+
+PREFIX = "pk_live_"
+ALPHABET = string.digits + string.ascii_uppercase + string.ascii_lowercase
+ID_LENGTH = 12
+SECRET_LENGTH = 43
+"""62 to the 43rd is more than 2 to the 256th."""
+CHECKSUM_LENGTH = 6
+SALT_BYTES = 16
+PATTERN = rf"pk_live_[0-9A-Za-z]{{{ID_LENGTH}}}_[0-9A-Za-z]{{{SECRET_LENGTH + CHECKSUM_LENGTH}}}"
+"""The regular expression of a key, for scanners."""
+ID_PATTERN = rf"[0-9A-Za-z]{{{ID_LENGTH}}}"
+_SHAPE = re.compile(PATTERN)
+_IN_TEXT = re.compile(rf"({PREFIX}{ID_PATTERN}_)[0-9A-Za-z]+")
+_ID_END = len(PREFIX) + ID_LENGTH
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key with a correct checksum. That says nothing about whether the API accepts it."""
+
+    id: str
+    text: str = field(repr=False)
+    """The whole key. It must not be logged or stored."""
+
+
+def new_key(key_id: str = "") -> ApiKey:
+    """Makes a key with a new secret, and a new id unless one is given."""
+    key_id = key_id or _random(ID_LENGTH)
+    return key_of(key_id, _random(SECRET_LENGTH))
+
+
+def key_of(key_id: str, secret: str) -> ApiKey:
+    """The key with this id and secret."""
+    start = f"{PREFIX}{key_id}_{secret}"
+    return ApiKey(key_id, start + checksum(start))
+
+
+def parse_key(text: str) -> ApiKey | None:
+    """Returns the key, or None if `text` is no key or has a typo."""
+    if _SHAPE.fullmatch(text) is None:
+        return None
+    if checksum(text[:-CHECKSUM_LENGTH]) != text[-CHECKSUM_LENGTH:]:
+        return None
+    return ApiKey(text[len(PREFIX) : _ID_END], text)
+
+
+def checksum(text: str) -> str:
+    """The CRC32 of `text` (ASCII) in base62, six digits."""
+    number, digits = zlib.crc32(text.encode("ascii")), ""
+    for _ in range(CHECKSUM_LENGTH):
+        number, digit = divmod(number, len(ALPHABET))
+        digits = ALPHABET[digit] + digits
+    return digits
+
+
+def hash_of(salt: bytes, key: ApiKey) -> bytes:
+    """What is stored instead of the key: SHA-256 of salt and key.
+
+    A slow hash protects passwords, which can be guessed. Nobody guesses 256 random bits.
+    """
+    return hashlib.sha256(salt + key.text.encode("ascii")).digest()
+
+
+def without_keys(text: str) -> str:
+    """Returns `text` without the secrets of keys, whole or cut. Their ids stay."""
+    return _IN_TEXT.sub(r"\1…", text) if PREFIX in text else text
+
+
+def _random(length: int) -> str:
+    return "".join(secrets.choice(ALPHABET) for _ in range(length))
