@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -23,24 +22,20 @@ from infra.local.graphs import await_graphs, graph_commands
 from infra.local.ports import Ports
 from infra.local.process import Process, answers, listens
 from infra.local.provision import provision
-from infra.local.redis_server import RedisServer
 from infra.local.signing import kept_secrets
+from infra.local.stack_processes import LOG_FOLDER, StackProcesses
 from infra.reports import create_tables
-from shared.catalog import Catalog, Model, read_catalog
+from shared.catalog import Catalog, read_catalog
 from shared.errors import ConfigurationError
 from shared.pubsub.admin import PubSubAdmin
-from shared.settings import ApiSettings, environment_with, read_settings
+from shared.settings import ApiSettings, read_settings
 
 SERVER_LIMIT_S = 60.0
 WORKER_LIMIT_S = 180.0
 """Time to load a model and warm it up. The shipped ones take about ten seconds."""
 API_LIMIT_S = 120.0
-TEMP_DIR_LONGEST = 60
-API_STOP_LIMIT_S = 12.0
-WORKER_STOP_LIMIT_S = 30.0
-
-FUNCTIONS_SOURCE = str(Path(__file__).parents[2] / "workers/functions/main.py")
 FUNCTIONS_LIMIT_S = 120.0
+TEMP_DIR_LONGEST = 60
 
 REPLACED_BY = {
     "redis": "PENSTOCK_REDIS_URL",
@@ -77,12 +72,12 @@ class Stack:
         say: Callable[[str], None] = print,
     ) -> None:
         self.state_dir = state_dir.resolve()
-        self.log_dir = self.state_dir / "log"
+        self.log_dir = self.state_dir / LOG_FOLDER
         self.ports = ports
         self.processes: dict[str, Process] = {}
         """The processes by name: redis, pubsub, bigquery, worker-<model>, api, functions."""
         self._given = dict(settings or {})
-        self._keep_messages = keep_messages
+        self._make = StackProcesses(self.state_dir, ports, self._given, keep_messages=keep_messages)
         self._say = say
         self._began_s = 0.0
         self._undo = ExitStack()
@@ -104,20 +99,7 @@ class Stack:
     @property
     def environment(self) -> dict[str, str]:
         """The settings that every process of this stack has, for one more that is to take part."""
-        own = {
-            "PENSTOCK_PROJECT": "penstock-local",
-            "PENSTOCK_DATASET": "penstock",
-            "PENSTOCK_REGION": "local",
-            "PENSTOCK_MODELS_FILE": "models.yaml",
-            "PENSTOCK_PUBSUB_ENDPOINT": f"127.0.0.1:{self.ports.pubsub}",
-            "PENSTOCK_BIGQUERY_ENDPOINT": f"http://127.0.0.1:{self.ports.bigquery}",
-            "PENSTOCK_REDIS_URL": f"redis://127.0.0.1:{self.ports.redis}/0",
-            "PENSTOCK_OBJECTS_URL": f"file://{self.state_dir / 'objects'}",
-            "PENSTOCK_SPOOL_DIR": str(self.state_dir / "spool"),
-            "PENSTOCK_PORT": str(self.ports.api),
-            "PENSTOCK_METRICS_PORT": str(self.ports.metrics),
-        }
-        return own | self._given
+        return self._make.environment
 
     @property
     def settings(self) -> ApiSettings:
@@ -184,39 +166,19 @@ class Stack:
         return [server for server, variable in REPLACED_BY.items() if variable not in self._given]
 
     def _start_servers(self, undo: ExitStack) -> None:
-        bigquery_dir = str(self.state_dir / "bigquery")
         # The path of a socket has at most 107 bytes, so the state's own folder may be too deep.
         place = tempfile.gettempdir() if len(tempfile.gettempdir()) < TEMP_DIR_LONGEST else "/tmp"
         socket_dir = Path(
             undo.enter_context(tempfile.TemporaryDirectory(prefix="penstock-", dir=place))
         )
-        pubsub_socket, redis_socket = socket_dir / "pubsub", socket_dir / "redis"
-        modules = {
-            "pubsub": [
-                "infra.emulators.pubsub",
-                "--port",
-                str(self.ports.pubsub),
-                "--socket",
-                str(pubsub_socket),
-            ],
-            "bigquery": [
-                "infra.emulators.bigquery",
-                "--port",
-                str(self.ports.bigquery),
-                "--data-dir",
-                bigquery_dir,
-            ],
-        }
-        if self._keep_messages:
-            modules["pubsub"] += ["--data-dir", str(self.state_dir / "pubsub")]
         own = self._own_servers()
         for name in own:
-            if name == "redis":
-                self._start(undo, self._redis(redis_socket))
-            else:
-                self._start(undo, self._module(name, modules[name]))
-        sockets = {"pubsub": f"unix://{pubsub_socket}", "redis": f"unix://{redis_socket}?db=0"}
-        self._sockets = {REPLACED_BY[name]: where for name, where in sockets.items() if name in own}
+            self._start(undo, self._make.server(name, socket_dir))
+        self._sockets = {
+            REPLACED_BY[name]: url
+            for name, url in self._make.socket_urls(socket_dir).items()
+            if name in own
+        }
         for name in own:
             port = getattr(self.ports, name)
             self._await(name, partial(listens, port), SERVER_LIMIT_S, f"127.0.0.1:{port}")
@@ -225,18 +187,9 @@ class Stack:
         """Has the optimized graphs made that the models lack, by the models' names."""
         commands = graph_commands(catalog)
         return {
-            name: undo.enter_context(self._module(f"optimize-{name}", command))
+            name: undo.enter_context(self._make.module(f"optimize-{name}", command))
             for name, command in commands.items()
         }
-
-    def _redis(self, socket_path: Path) -> RedisServer:
-        return RedisServer(
-            self.state_dir / "redis",
-            self.log_dir,
-            self.ports.redis,
-            socket_path=socket_path,
-            persist=True,
-        )
 
     def _start_pipeline(
         self, undo: ExitStack, catalog: Catalog, makers: Mapping[str, Process]
@@ -247,7 +200,7 @@ class Stack:
         and waits until nothing else starts.
         """
         workers = {
-            model.name: self._worker(model, port)
+            model.name: self._make.worker(model, port, self._sockets)
             for model, port in zip(catalog.models, self.ports.health, strict=False)
         }
         for worker in workers.values():
@@ -266,12 +219,9 @@ class Stack:
         }
         # Receivers of webhooks on this machine are allowed.
         signing |= {"PENSTOCK_WEBHOOKS_PRIVATE": self._given.get("PENSTOCK_WEBHOOKS_PRIVATE", "1")}
-        self._start(
-            undo,
-            self._module("api", ["api"], self._sockets | signing, stop_limit_s=API_STOP_LIMIT_S),
-        )
+        self._start(undo, self._make.api(self._sockets | signing))
         if self.functions_url:
-            self._start(undo, self._functions(self._sockets | signing))
+            self._start(undo, self._make.functions(self._sockets | signing))
         for name in await_graphs(makers, self._tell):
             workers[name].start()
         self._await("api", partial(answers, self.ports.api, "/readyz"), API_LIMIT_S, self.api_url)
@@ -282,47 +232,6 @@ class Stack:
             self._await(
                 "functions", partial(answers, self.ports.functions, "/"), FUNCTIONS_LIMIT_S, facts
             )
-
-    def _worker(self, model: Model, port: int) -> Process:
-        """A worker that may use all cores, like the others: the OS assigns them by load."""
-        settings = {
-            "PENSTOCK_MODEL": model.name,
-            "PENSTOCK_HEALTH_PORT": str(port),
-            **self._sockets,
-        }
-        return self._module(
-            f"worker-{model.name}", ["workers"], settings, stop_limit_s=WORKER_STOP_LIMIT_S
-        )
-
-    def _functions(self, settings: Mapping[str, str]) -> Process:
-        """Both functions in one process, which the framework's own server runs."""
-        where = [
-            "--source",
-            FUNCTIONS_SOURCE,
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(self.ports.functions),
-        ]
-        return self._module(
-            "functions", ["functions_framework", "--target", "functions", *where], settings
-        )
-
-    def _module(
-        self,
-        name: str,
-        module: list[str],
-        settings: Mapping[str, str] | None = None,
-        *,
-        stop_limit_s: float = 10.0,
-    ) -> Process:
-        return Process(
-            name,
-            [sys.executable, "-m", *module],
-            self.log_dir,
-            environment=environment_with(self.environment | dict(settings or {})),
-            stop_limit_s=stop_limit_s,
-        )
 
     def _start(self, undo: ExitStack, process: Process) -> None:
         self.processes[process.name] = undo.enter_context(process)
