@@ -106,6 +106,8 @@ ERROR_MAPPINGS = {
     "invalid_api_key": ErrorMapping(401, "authentication_error"),
     "forbidden": ErrorMapping(403, "permission_error"),
     "link_invalid": ErrorMapping(403, "permission_error"),
+    "missing_scope": ErrorMapping(403, "permission_error"),
+    "model_not_allowed": ErrorMapping(403, "permission_error"),
     "unknown_model": ErrorMapping(404, "invalid_request_error"),
     "not_found": ErrorMapping(404, "invalid_request_error"),
     "method_not_allowed": ErrorMapping(405, "invalid_request_error"),

@@ -25,6 +25,7 @@ from api.errors import EXPECTED_ERRORS, handle_error
 from api.http.disconnect import while_connected
 from api.http.middleware import RequestContext, context_of
 from api.http.request import open_request
+from api.http.scopes import check_model
 from api.idempotency.service import IdempotentRequest, StoredResponse
 from api.schemas.openai_replies import ErrorReply
 
@@ -40,6 +41,7 @@ async def run_idempotent(request: Request, endpoint: Endpoint) -> Response:
 
     Raises:
         Unauthorized: the API key is missing or wrong.
+        Forbidden: the API key may not do this.
         BadInput: the key is empty, too long, or not visible ASCII.
         KeyReused: the key was used with another body or route.
         KeyInUse: the first request is still running at the deadline of this one.
@@ -65,6 +67,8 @@ async def run_idempotent(request: Request, endpoint: Endpoint) -> Response:
     wait_s = call.options.limit_s(call.dependencies.catalog.deadline)
     running = call.dependencies.idempotency.run(keyed, compute, wait_s)
     stored, is_replayed = await while_connected(request.receive, running)
+    if stored.model:  # the first request may have had another key of the tenant
+        check_model(call.caller, stored.model)
     return _response(stored, call.context, is_replayed=is_replayed)
 
 

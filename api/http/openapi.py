@@ -41,7 +41,7 @@ _REF = "#/components/schemas/{name}"
 _DESCRIPTIONS = {
     400: "The request is not valid; the message names the field.",
     401: "No valid API key.",
-    403: "The link has expired, or this API did not sign it.",
+    403: "The API key may not do this, or the signed link is not valid.",
     404: "This model, path or resource does not exist.",
     408: "The body arrives too slowly.",
     409: "The first request with this `Idempotency-Key` is still being answered.",
@@ -52,7 +52,7 @@ _DESCRIPTIONS = {
         "try again after `Retry-After` seconds."
     ),
     500: "The model could not compute the result.",
-    503: "The broker or a store is out of reach; try again after `Retry-After` seconds.",
+    503: "A service that this needs is out of reach; try again after `Retry-After` seconds.",
     504: (
         "The deadline passed. `x-should-retry: false` keeps OpenAI's clients from sending it again."
     ),
@@ -231,6 +231,8 @@ def _without_fastapis_errors(responses: Described) -> None:
 
 
 def _errors(statuses: tuple[int, ...], reply: type[msgspec.Struct], media_type: str) -> Responses:
+    if 401 in statuses:  # where a key is checked
+        statuses = tuple(sorted({*statuses, 403, 503}))
     return {
         status: {
             "description": _DESCRIPTIONS[status],

@@ -17,9 +17,10 @@ from api.http.dependencies import Dependencies, dependencies_of
 from api.http.disconnect import while_connected
 from api.http.middleware import RequestContext, context_of
 from api.http.request_options import read_options
+from api.http.scopes import check_model, check_scope
 from api.inputs.json_limits import check_amount
 from shared.catalog import Model
-from shared.errors import BadInput
+from shared.errors import BadInput, UnknownModel
 from shared.tasks import Input
 from shared.tenants.plan import Caller
 
@@ -104,6 +105,31 @@ class ApiRequest:
         demand = Demand(model.name, items, self.tenant, self.caller.plan.weight, self.options.lane)
         self.dependencies.admission.check(demand, remaining_s=remaining_s)
 
+    def use(self, model: Model) -> None:
+        """Makes `model` the one that this request runs, for metrics and rows too.
+
+        Raises:
+            ModelForbidden: the key may not use it.
+        """
+        self.context.model = model.name
+        check_model(self.caller, model.name)
+
+    def listed_models(self) -> list[Model]:
+        """The models that the caller may see."""
+        models, allowed = self.dependencies.catalog.models, self.caller.models
+        return [model for model in models if allowed is None or model.name in allowed]
+
+    def listed_model(self, name: str) -> Model:
+        """The model of this name, if the caller may see it.
+
+        Raises:
+            UnknownModel: it is not served, or not for this key.
+        """
+        model = self.dependencies.catalog.find(name)
+        if self.caller.models is not None and model.name not in self.caller.models:
+            raise UnknownModel(f"model {name!r} is not served here", field="model")
+        return model
+
     @property
     def tenant(self) -> str:
         """The tenant of the caller."""
@@ -120,16 +146,18 @@ class ApiRequest:
 
 
 def authenticate(request: Request) -> ApiRequest:
-    """Authenticates a request. Routes call this first, before the body is read.
+    """Authenticates a request and checks the key's scope. Routes call this before all else.
 
     Raises:
         Unauthorized: the API key is missing or wrong.
+        Forbidden: the key may not do this.
         Unavailable: no keys are known yet.
     """
     dependencies, context = dependencies_of(request), context_of(request)
     caller = dependencies.access.caller_of(request.scope["headers"])
     context.tenant, context.key_id = caller.tenant, caller.key_id
     context.record_refusal = dependencies.refusals.write_row
+    check_scope(caller, request.method, request.scope["route"].path)
     return ApiRequest(request, dependencies, context, caller, _NO_OPTIONS)
 
 
@@ -138,6 +166,7 @@ def open_request(request: Request) -> ApiRequest:
 
     Raises:
         Unauthorized: the API key is missing or wrong.
+        Forbidden: the key may not do this.
         BadInput: a header has an invalid value.
     """
     call = authenticate(request)

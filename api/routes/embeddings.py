@@ -39,7 +39,7 @@ async def create_embeddings(request: Request) -> Response:
     call = open_request(request)
     body = await call.read_json(EmbeddingsBody)
     model = call.dependencies.catalog.find(body.model, "embedding")
-    call.context.model = model.name
+    call.use(model)
     kept_dimensions(body, model)
     inputs = inputs_of(body, model)
     if len(inputs) >= LARGE_ITEMS:

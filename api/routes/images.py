@@ -80,7 +80,7 @@ async def edit_image(request: Request) -> Response:
 
 def _find_model(call: ApiRequest, body: GenerationBody | EditForm) -> Model:
     model = model_of(body, call.dependencies.catalog)
-    call.context.model = model.name
+    call.use(model)
     return model
 
 

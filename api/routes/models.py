@@ -44,14 +44,14 @@ _LISTED: Responses = {
 async def list_models(
     request: Request, cursor: Annotated[str, Query(include_in_schema=False)] = ""
 ) -> Response:
-    """All models of the catalog, in OpenAI's shape.
+    """The models that the key may use, in OpenAI's shape.
 
     Replicate's clients get them in pages of Replicate's shape.
     """
     if is_replicates_client(request.headers.get("user-agent", "")):
         return await _for_replicate(request, cursor)
-    dependencies = authenticate(request).dependencies
-    reply = ModelsReply([_item(model, dependencies) for model in dependencies.catalog.models])
+    call = authenticate(request)
+    reply = ModelsReply([_item(model, call.dependencies) for model in call.listed_models()])
     return Response(msgspec.json.encode(reply), headers=VARIES, media_type="application/json")
 
 
@@ -72,9 +72,9 @@ async def _for_replicate(request: Request, cursor: str) -> Response:
 )
 async def get_model(request: Request, model: str) -> Response:
     """A model, by its name or an alias."""
-    dependencies = authenticate(request).dependencies
+    call = authenticate(request)
     return Response(
-        msgspec.json.encode(_item(dependencies.catalog.find(model), dependencies)),
+        msgspec.json.encode(_item(call.listed_model(model), call.dependencies)),
         media_type="application/json",
     )
 

@@ -211,7 +211,7 @@ async def _create(
     deployment: str = "",
 ) -> Response:
     dependencies, context = call.dependencies, call.context
-    context.model = model.name
+    call.use(model)
     new = await read_prediction(
         call, body, model, owner=owner, own_id=own_id, deployment=deployment
     )

@@ -39,7 +39,7 @@ _CURSOR = re.compile(r"\d{1,9}")
 
 @router.get("/models", include_in_schema=False)
 async def list_models(request: Request, cursor: str = "") -> Response:
-    """All models of the catalog, in pages.
+    """The models that the key may use, in pages.
 
     Under /v1 only for Replicate's clients (api/routes/models.py).
     """
@@ -47,9 +47,10 @@ async def list_models(request: Request, cursor: str = "") -> Response:
     if cursor and not _CURSOR.fullmatch(cursor):
         raise BadInput("cursor: not a cursor of this API", field="cursor")
     dependencies, base_url, first = call.dependencies, call.base_url, int(cursor or 0)
-    shown, following = dependencies.catalog.models[first : first + PAGE], first + PAGE
+    models, following = call.listed_models(), first + PAGE
+    shown = models[first:following]
     pages = {"previous": max(0, first - PAGE) if first else None, "next": None}
-    if following < len(dependencies.catalog.models):
+    if following < len(models):
         pages["next"] = following
     links = {
         name: None if at is None else f"{base_url}/v1/models?cursor={at}"
@@ -69,7 +70,7 @@ async def get_model(request: Request, owner: str, name: str) -> Response:
     """A model of the catalog with its only version. Any owner is accepted."""
     call = authenticate(request)
     dependencies = call.dependencies
-    model = dependencies.catalog.find(name)
+    model = call.listed_model(name)
     return _json(model_body(model, owner, call.base_url, dependencies.started_at_s))
 
 
@@ -81,8 +82,8 @@ async def get_model(request: Request, owner: str, name: str) -> Response:
 )
 async def list_versions(request: Request, owner: str, name: str) -> Response:
     """Each model has one version."""
-    dependencies = authenticate(request).dependencies
-    versions = [version_body(dependencies.catalog.find(name), dependencies.started_at_s)]
+    call = authenticate(request)
+    versions = [version_body(call.listed_model(name), call.dependencies.started_at_s)]
     return _json({"previous": None, "next": None, "results": versions})
 
 
@@ -94,8 +95,8 @@ async def list_versions(request: Request, owner: str, name: str) -> Response:
 )
 async def get_version(request: Request, owner: str, name: str, version: str) -> Response:
     """The version, with the schema of its input and output."""
-    dependencies = authenticate(request).dependencies
-    model = dependencies.catalog.find(name)
+    call = authenticate(request)
+    dependencies, model = call.dependencies, call.listed_model(name)
     try:
         is_this = find_version(dependencies.catalog, version) is model
     except BadInput:
@@ -113,8 +114,8 @@ async def get_version(request: Request, owner: str, name: str, version: str) -> 
 )
 async def get_deployment(request: Request, owner: str, name: str) -> Response:
     """Each model of the catalog has one deployment, of the same name."""
-    dependencies = authenticate(request).dependencies
-    model = dependencies.catalog.find(name)
+    call = authenticate(request)
+    dependencies, model = call.dependencies, call.listed_model(name)
     release = {
         "number": 1,
         "model": f"{owner}/{model.name}",
