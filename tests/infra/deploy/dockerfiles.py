@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.limits import WAIT_LIMIT_S
 
 FOLDER = Path("infra/docker")
 IMAGES = ("api", "functions", "cuda", "worker")
@@ -112,3 +116,11 @@ def file_of(module: str) -> str:
     """The file of a module of ours."""
     path = Path(*module.split("."))
     return str(path / "__init__.py" if path.is_dir() else path.with_suffix(".py"))
+
+
+def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program of the build with these environment variables."""
+    given = os.environ | environment
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=False, env=given
+    )

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.infra.deploy.test_images import run, tool
+from tests.infra.deploy.dockerfiles import run
+from tests.infra.deploy.test_images import tool
 from tests.limits import WAIT_LIMIT_S
 
 SCRIPTS = Path("infra/cloudbuild")

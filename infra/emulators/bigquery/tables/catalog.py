@@ -25,9 +25,9 @@ from infra.emulators.bigquery.tables.resources import (
     TableResource,
 )
 from infra.emulators.bigquery.tables.schema import (
-    Field,
     Json,
     Schema,
+    alterations,
     parse_schema,
     quoted,
     widened,
@@ -237,7 +237,7 @@ class TableCatalog:
         with self._store.transaction() as cursor:
             known = {field.name.lower() for field in old.schema}
             for field in changed:
-                for statement in _alterations(table, field, field.name.lower() in known):
+                for statement in alterations(table.physical, field, field.name.lower() in known):
                     cursor.execute(statement)
             self._keep_table(cursor, table)
         self.tables[key] = table
@@ -292,17 +292,6 @@ class TableCatalog:
 
 def _names(schema: Schema) -> str:
     return ", ".join(quoted(field.name) for field in schema)
-
-
-def _alterations(table: TableResource, field: Field, exists: bool) -> list[str]:
-    name = quoted(field.name)
-    if not exists:
-        default = " DEFAULT []" if field.mode == "REPEATED" else ""
-        return [f"ALTER TABLE {table.physical} ADD COLUMN {name} {field.duckdb_type}{default}"]
-    statements = [f"ALTER TABLE {table.physical} ALTER COLUMN {name} TYPE {field.duckdb_type}"]
-    if field.mode == "NULLABLE":
-        statements.append(f"ALTER TABLE {table.physical} ALTER COLUMN {name} DROP NOT NULL")
-    return statements
 
 
 def _expect(found: str, wanted: str | None) -> None:

@@ -245,3 +245,15 @@ def widened(old: Schema, new: Schema, path: str = "") -> list[Field]:
             )
         changed.append(field)
     return changed
+
+
+def alterations(physical: str, field: Field, exists: bool) -> list[str]:
+    """The DuckDB statements that add a column to a physical table, or widen the one it has."""
+    name = quoted(field.name)
+    if not exists:
+        default = " DEFAULT []" if field.mode == "REPEATED" else ""
+        return [f"ALTER TABLE {physical} ADD COLUMN {name} {field.duckdb_type}{default}"]
+    statements = [f"ALTER TABLE {physical} ALTER COLUMN {name} TYPE {field.duckdb_type}"]
+    if field.mode == "NULLABLE":
+        statements.append(f"ALTER TABLE {physical} ALTER COLUMN {name} DROP NOT NULL")
+    return statements
