@@ -14,8 +14,10 @@ from api.batches.files import BatchFiles
 from api.dispatch.admission import Admission
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.job_sender import JobSender
+from api.dispatch.publish_window import PublishWindow
 from api.dispatch.readiness import Readiness
 from api.dispatch.reply_inbox import ReplyInbox
+from api.dispatch.window_exchange import WindowExchange
 from api.errors import add_handlers
 from api.http import openapi
 from api.http.auth import Access, access_of
@@ -137,8 +139,11 @@ async def _open(
     # Closed right after the dispatcher: what happens to an inbox that is not removed in time is
     # only that it expires, but rows are to be on disk before the process is killed.
     row_sink = await opened.enter_async_context(rows)
-    sender = JobSender(inbox, broker, configuration.objects, records, instance)
-    admission = Admission(settings.max_in_flight, configuration.catalog.models)
+    models = configuration.catalog.models
+    admission = Admission(settings.max_in_flight, models)
+    window = PublishWindow(models, admission.rate_of, settings.broker_wait_s)
+    await opened.enter_async_context(WindowExchange(window, settings.records_redis_url, instance))
+    sender = JobSender(inbox, broker, configuration.objects, records, window, instance)
     dispatcher = await opened.enter_async_context(
         Dispatcher(
             sender,

@@ -53,6 +53,27 @@ ITEMS = Counter(
     ["model", "cache", "status"],
 )
 IN_FLIGHT = Gauge("penstock_api_items_in_flight", "Items waiting for a worker.", ["model"])
+HELD = Gauge(
+    "penstock_api_jobs_held",
+    "Jobs that wait until the publish window of their model has room.",
+    ["model"],
+)
+HELD_SECONDS = Histogram(
+    "penstock_api_held_seconds",
+    "Seconds for which jobs waited for room in the publish window. Others did not wait.",
+    ["model"],
+    buckets=_SECONDS,
+)
+TENANTS = Gauge(
+    "penstock_api_tenants",
+    "Tenants with items that wait for workers, as of the last quarter of a second.",
+    ["model", "lane"],
+)
+LARGEST_TENANT = Gauge(
+    "penstock_api_largest_tenant_items",
+    "Items of the tenant that has most of them waiting, as of the last quarter of a second.",
+    ["model", "lane"],
+)
 PREDICTIONS = Counter(
     "penstock_api_predictions_total",
     "Predictions created, found again, refused by the broker, canceled, "

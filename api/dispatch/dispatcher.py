@@ -206,7 +206,9 @@ class Dispatcher:
         by_worker = job.published_at_s > 0
         for in_flight, outcome in zip(job.items, outcomes, strict=True):
             completion = (
-                None if outcome is None else ItemCompletion(outcome, by_worker, job.published_at_s)
+                None
+                if outcome is None
+                else ItemCompletion(outcome, by_worker, job.queued_at_s if by_worker else 0.0)
             )
             self._single_flight.complete(in_flight, completion)
 

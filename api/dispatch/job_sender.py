@@ -1,4 +1,4 @@
-"""Splits items into jobs, publishes each job, and waits for its reply."""
+"""Splits items into jobs, publishes each as workers get to it, and waits for its reply."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Protocol
 
 import msgspec
 
+from api.dispatch.demand import Demand
 from api.dispatch.envelope import build_envelope, encode_message, publish_span
+from api.dispatch.publish_window import PublishWindow
 from api.dispatch.request import InferenceRequest
 from api.dispatch.singleflight import InFlightItem, InFlightJob
 from shared.catalog import Model
@@ -74,30 +76,54 @@ class JobSender:
         publisher: Publisher,
         objects: ObjectStore,
         records: Records,
+        window: PublishWindow,
         api_instance: str,
     ) -> None:
         self._inbox = inbox
         self._publisher = publisher
         self._objects = objects
         self._records = records
+        self._window = window
         self._api_instance = api_instance
 
     async def send(self, request: InferenceRequest, job: InFlightJob) -> list[ItemOutcome]:
-        """Publishes the job, waits for its reply, and returns one outcome per item.
+        """Publishes the job when its window has room, and waits for its reply.
 
-        The waiter is registered before the job is published, so no reply can be too early. Sets
-        `job.published_at_s` as soon as the broker has accepted the job.
+        Returns one outcome per item. The waiter is registered before the job is published, so no
+        reply can be too early. Sets `job.published_at_s` as soon as the broker has accepted it.
 
         Raises:
-            DeadlineExceeded: no reply came in time.
+            DeadlineExceeded: no reply came in time, or there was no room in time.
             Unavailable: the broker or the object store is out of reach.
             PenstockError: the worker could not read the job, or answered it wrongly.
         """
-        items = [await self._without_large_source(in_flight.item) for in_flight in job.items]
-        with self._inbox.waiter(request.request_id, job.index) as waiter:
-            published_at_s = await self._publish(request, job, items, waiter)
-            job.published_at_s = published_at_s
-            return await self._wait(waiter, request, job, items)
+        job.queued_at_s = time.time()
+        demand = request.demand(len(job.items))
+        await self._take_place(request, demand)
+        is_answered = False
+        try:
+            items = [await self._without_large_source(in_flight.item) for in_flight in job.items]
+            with self._inbox.waiter(request.request_id, job.index) as waiter:
+                published_at_s = await self._publish(request, job, items, waiter)
+                job.published_at_s = published_at_s
+                outcomes = await self._wait(waiter, request, job, items)
+            is_answered = True
+            return outcomes
+        finally:
+            self._window.release(demand, is_in_topic=not is_answered)
+
+    async def _take_place(self, request: InferenceRequest, demand: Demand) -> None:
+        start_by_s = request.options.start_by_s
+        is_queue_limit = 0 < start_by_s < request.deadline_s
+        try:
+            await self._window.take(demand, start_by_s if is_queue_limit else request.deadline_s)
+        except DeadlineExceeded:
+            if not is_queue_limit:
+                raise request.too_late() from None
+            limit_s = round(start_by_s - request.options.received_at_s, 3)
+            raise DeadlineExceeded(
+                f"the queue limit of {limit_s:.10g} s passed before a worker had room"
+            ) from None
 
     async def _wait(
         self,

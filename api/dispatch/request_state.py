@@ -87,9 +87,9 @@ class RequestState:
         """All outcomes, in the order of the inputs."""
         completions = [completion for completion in self.completions if completion is not None]
         waits_ms = [
-            (completion.outcome.receipt.pulled_at_s - completion.published_at_s) * 1000
+            (completion.outcome.receipt.pulled_at_s - completion.queued_at_s) * 1000
             for completion in completions
-            if completion.published_at_s and completion.outcome.receipt.pulled_at_s
+            if completion.queued_at_s and completion.outcome.receipt.pulled_at_s
         ]
         outcomes = [completion.outcome for completion in completions]
         return InferenceResponse(outcomes, max(0.0, *waits_ms, 0.0), self._price)

@@ -21,6 +21,8 @@ class InFlightJob:
     index: int
     """The number of the job within its request. The wire calls it `part`."""
     deadline_s: float
+    queued_at_s: float = 0.0
+    """Unix time at which the job could be published. 0 before that."""
     published_at_s: float = 0.0
     """Unix time at which the broker accepted the job. 0 before that."""
     task: asyncio.Task[list[ItemOutcome]] | None = None
@@ -35,7 +37,8 @@ class ItemCompletion:
 
     outcome: ItemOutcome
     by_worker: bool
-    published_at_s: float = 0.0
+    queued_at_s: float = 0.0
+    """When its job could be published. 0 if it was not."""
 
 
 def _new_future() -> asyncio.Future[ItemCompletion | None]:

@@ -14,12 +14,16 @@ import numpy as np
 from api.dispatch.admission import Admission
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.job_sender import JobSender
+from api.dispatch.model_window import ModelWindow
+from api.dispatch.publish_window import PublishWindow
 from api.dispatch.reply_inbox import ReplyInbox
 from api.dispatch.request import InferenceRequest, InferenceResponse, RequestOptions
+from api.dispatch.service_rate import ServiceRate
 from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.tasks import Result
+from shared.tasks.base import FirstGuesses
 from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.usage.row import Row
 from tests.api.fake_worker import FakeWorker, vector_of
@@ -78,7 +82,10 @@ class DispatcherHarness:
 
 @asynccontextmanager
 async def running_dispatcher(
-    tmp_path: Path, max_in_flight: int = 1000, redis_url: str = NO_REDIS
+    tmp_path: Path,
+    max_in_flight: int = 1000,
+    redis_url: str = NO_REDIS,
+    window_floor: int | None = None,
 ) -> AsyncIterator[DispatcherHarness]:
     transport, rows, settings = InMemoryTransport(), RowList(), settings_for(tmp_path)
     async with HeldCache(redis_url) as cache, Records(redis_url, retry_s=0.01) as records:
@@ -87,8 +94,13 @@ async def running_dispatcher(
             worker.running(transport),
             ReplyInbox(settings, transport, transport, "test") as inbox,
         ):
-            sender = JobSender(inbox, transport, ObjectStore("memory://"), records, "test")
             admission = Admission(max_in_flight)
+            window = PublishWindow((TEXT_MODEL,), admission.rate_of, broker_wait_s=0.5)
+            if window_floor is not None:
+                slow = ServiceRate(FirstGuesses(gap_s=3600.0))
+                window.of[TEXT_MODEL.name, ""] = ModelWindow(slow, window_floor, 0.5)
+            objects = ObjectStore("memory://")
+            sender = JobSender(inbox, transport, objects, records, window, "test")
             async with Dispatcher(
                 sender, cache, records, admission, rows, api_instance="test", region="r"
             ) as dispatcher:

@@ -1,0 +1,254 @@
+"""Bounds the jobs of one model and lane that are published and not yet answered.
+
+A topic is in order of arrival, whoever published. So what a tenant has there beyond what workers
+hold delays everybody else. Jobs beyond the window wait here, each tenant's by deadline, and leave
+as replies come.
+
+- The size follows from Little's law: the rate of the workers times the time that a job may spend
+  there, which is a short wait at the broker, one batch that runs and one that is ready.
+- While there is room in the window, any job leaves. Of those that wait, the tenant with the least
+  in it goes first, compared with its weight.
+- A tenant's fair part is always free for it, and a tenant with nothing in the window always
+  publishes. So the window may be exceeded for a moment, until others' replies come.
+- Other instances tell what they have (api/dispatch/window_exchange.py). A tenant's part is divided
+  among instances by how much of its work each of them has.
+
+This orders by items, and coarsely. Workers order what they hold by work. Were jobs let out in turns
+here, a tenant with small items would get no more items than others, and less work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import time
+from bisect import insort
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from api import metrics
+from api.dispatch.demand import Demand
+from api.dispatch.service_rate import ServiceRate
+from shared.errors import DeadlineExceeded
+
+DIGEST_BYTES = 8
+BATCHES_HELD = 2
+"""Of each worker: one that runs, and one that is ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """What other instances have of one model and lane."""
+
+    instances: int = 0
+    size: float = 0.0
+    """What they add to the size of the window."""
+    published: int = 0
+    tenants: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    """Weight and items of tenants, by their digest."""
+    other_weights: float = 0.0
+    """Of tenants that are not in `tenants`."""
+    is_guess: bool = False
+    """Whether only the number of instances is known, from an earlier time."""
+
+
+@dataclass(order=True, slots=True)
+class _Waiting:
+    """A job that waits, ordered by the time at which it must leave."""
+
+    until_s: float
+    number: int
+    items: int = field(compare=False)
+    left: asyncio.Future[None] = field(compare=False)
+
+
+class _Tenant:
+    """The jobs of one tenant, in items."""
+
+    def __init__(self, name: str, weight: float) -> None:
+        self.name = name
+        self.weight = weight
+        self.published = 0
+        self.held = 0
+        self.waiting: list[_Waiting] = []
+
+    @cached_property
+    def digest(self) -> str:
+        return digest_of(self.name)
+
+
+def digest_of(tenant: str) -> str:
+    """How a tenant is called in what instances tell each other."""
+    return hashlib.blake2b(tenant.encode(), digest_size=DIGEST_BYTES).hexdigest()
+
+
+class ModelWindow:
+    """The window of one model and lane, as this instance sees it.
+
+    Args:
+        rate: the service rate of the model.
+        floor: the smallest size, in items: what one model process takes at once.
+        broker_wait_s: how long jobs may wait at the broker.
+    """
+
+    def __init__(self, rate: ServiceRate, floor: int, broker_wait_s: float) -> None:
+        self._rate = rate
+        self._floor = floor
+        self._broker_wait_s = broker_wait_s
+        self._tenants: dict[str, _Tenant] = {}
+        self._queues: dict[str, _Tenant] = {}
+        """The tenants with jobs that wait."""
+        self.weights = 0.0
+        """Of all tenants here, and of those elsewhere that are not here."""
+        self.elsewhere = Elsewhere()
+        """What other instances have. `update` sets it."""
+        self._numbers = itertools.count()
+        self.published = 0
+        self.held = 0
+        """Items of jobs that wait."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is published or waits."""
+        return not self._tenants
+
+    @property
+    def size(self) -> float:
+        """How many items this instance adds to the size of the window.
+
+        No more than it has: an instance with little work has not measured the rate under load.
+        """
+        stay_s = self._broker_wait_s + BATCHES_HELD * self._rate.service_s
+        return min(stay_s / self._rate.item_s, self.published + self.held)
+
+    @property
+    def tenants(self) -> int:
+        """How many tenants have something published or waiting."""
+        return len(self._tenants)
+
+    def items_by_tenant(self) -> Iterator[tuple[str, float, int]]:
+        """Digest, weight and items of each tenant here."""
+        return (
+            (one.digest, one.weight, one.published + one.held) for one in self._tenants.values()
+        )
+
+    def update(self, elsewhere: Elsewhere) -> None:
+        """Sets what other instances have, and lets leave what fits now."""
+        self.elsewhere = elsewhere
+        digests = {tenant.digest for tenant in self._tenants.values()} if elsewhere.tenants else ()
+        self.weights = (
+            sum(tenant.weight for tenant in self._tenants.values())
+            + sum(
+                weight for digest, (weight, _) in elsewhere.tenants.items() if digest not in digests
+            )
+            + elsewhere.other_weights
+        )
+        self._let_leave()
+
+    async def take(self, demand: Demand, until_s: float) -> None:
+        """Takes a place for one job, which may be published then. Waits at most until `until_s`.
+
+        Raises:
+            DeadlineExceeded: the time (unix seconds) has passed. No place was taken.
+        """
+        tenant = self._tenants.get(demand.tenant) or self._add(demand)
+        tenant.held += demand.items
+        self.held += demand.items
+        if not tenant.waiting and self._fits(tenant, demand.items):
+            self._leave(tenant, demand.items)
+            return
+        left = asyncio.get_running_loop().create_future()
+        waiting = _Waiting(until_s, next(self._numbers), demand.items, left)
+        insort(tenant.waiting, waiting)
+        self._queues[tenant.name] = tenant
+        self._let_leave()
+        started_s = time.perf_counter()
+        with metrics.HELD.labels(demand.model).track_inprogress():
+            await self._wait(demand, tenant, waiting)
+        metrics.HELD_SECONDS.labels(demand.model).observe(time.perf_counter() - started_s)
+
+    def release(self, demand: Demand) -> None:
+        """Gives the place of one job back, and lets others leave."""
+        tenant = self._tenants[demand.tenant]
+        tenant.published -= demand.items
+        self.published -= demand.items
+        self._forget_if_idle(tenant)
+        self._let_leave()
+
+    async def _wait(self, demand: Demand, tenant: _Tenant, waiting: _Waiting) -> None:
+        try:
+            async with asyncio.timeout(max(0.0, waiting.until_s - time.time())):
+                await waiting.left
+        except TimeoutError:
+            if waiting.left.cancelled():
+                self._withdraw(tenant, waiting)
+                raise DeadlineExceeded("the time passed before the job was published") from None
+        except asyncio.CancelledError:
+            if waiting.left.cancelled():
+                self._withdraw(tenant, waiting)
+            else:
+                self.release(demand)
+            raise
+
+    def _let_leave(self) -> None:
+        """Lets jobs leave as long as one fits. The tenant with the least published goes first."""
+        while fitting := [
+            tenant
+            for tenant in self._queues.values()
+            if self._fits(tenant, tenant.waiting[0].items)
+        ]:
+            tenant = min(fitting, key=lambda one: one.published / one.weight)
+            first = tenant.waiting.pop(0)
+            if not tenant.waiting:
+                del self._queues[tenant.name]
+            self._leave(tenant, first.items)
+            first.left.set_result(None)
+
+    def _fits(self, tenant: _Tenant, items: int) -> bool:
+        """Whether a job of `tenant` that was counted as held may leave."""
+        if not tenant.published:
+            return True
+        # Who hears nothing of the others keeps to its part of the smallest window.
+        instances = 1 + self.elsewhere.instances if self.elsewhere.is_guess else 1
+        size = max(self._floor / instances, self.size + self.elsewhere.size)
+        if self.published + self.elsewhere.published + items <= size:
+            return True
+        part = size * tenant.weight / self.weights
+        if elsewhere := self.elsewhere.tenants.get(tenant.digest):
+            here = tenant.published + tenant.held
+            part *= here / (here + elsewhere[1])
+        return tenant.published + items <= part
+
+    def _leave(self, tenant: _Tenant, items: int) -> None:
+        tenant.held -= items
+        self.held -= items
+        tenant.published += items
+        self.published += items
+
+    def _withdraw(self, tenant: _Tenant, waiting: _Waiting) -> None:
+        tenant.waiting.remove(waiting)
+        if not tenant.waiting:
+            del self._queues[tenant.name]
+        tenant.held -= waiting.items
+        self.held -= waiting.items
+        self._forget_if_idle(tenant)
+        self._let_leave()
+
+    def _add(self, demand: Demand) -> _Tenant:
+        tenant = self._tenants[demand.tenant] = _Tenant(demand.tenant, demand.weight)
+        self.weights += self._more_weight(tenant)
+        return tenant
+
+    def _forget_if_idle(self, tenant: _Tenant) -> None:
+        if not tenant.published and not tenant.held:
+            del self._tenants[tenant.name]
+            self.weights -= self._more_weight(tenant)
+        if not self._tenants and not self.elsewhere.tenants:
+            self.weights = self.elsewhere.other_weights  # without rounding errors
+
+    def _more_weight(self, tenant: _Tenant) -> float:
+        """By how much the tenant adds to the weights: not if others have it too."""
+        others = self.elsewhere.tenants
+        return 0.0 if others and tenant.digest in others else tenant.weight
