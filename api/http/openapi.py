@@ -76,9 +76,11 @@ _REPLIES: tuple[type[msgspec.Struct], ...] = (
     ),
     *(
         prediction_replies.DeploymentReply,
+        prediction_replies.DeploymentsPage,
         prediction_replies.FileReply,
         prediction_replies.SecretReply,
     ),
+    *(prediction_replies.AccountReply, prediction_replies.Hardware),
     *(prediction_replies.HealthReply, prediction_replies.ReadinessReply, Problem),
 )
 

@@ -39,3 +39,25 @@ def model_body(model: Model, owner: str, base_url: str, created_at_s: float) -> 
         "default_example": None,
         "latest_version": version_body(model, created_at_s),
     }
+
+
+def deployment_body(model: Model, owner: str, created_at_s: float) -> dict[str, Any]:
+    """The only deployment of a model, ready for JSON."""
+    release = {
+        "number": 1,
+        "model": f"{owner}/{model.name}",
+        "version": version_of(model),
+        "created_at": iso(created_at_s),
+        "created_by": None,
+        "configuration": {
+            "hardware": model.gpu.type,
+            "min_instances": model.replicas.min,
+            "max_instances": model.replicas.max,
+        },
+    }
+    return {"owner": owner, "name": model.name, "current_release": release}
+
+
+def hardware_body(kind: str) -> dict[str, Any]:
+    """A GPU type of the catalog in Replicate's shape, ready for JSON."""
+    return {"sku": kind, "name": "CPU" if kind == "none" else f"NVIDIA {kind.upper()} GPU"}

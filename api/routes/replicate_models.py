@@ -1,4 +1,4 @@
-"""The other routes of Replicate's clients: models, versions, files, and the webhook secret."""
+"""The other routes of Replicate's clients: models, account, files, webhook secret."""
 
 from __future__ import annotations
 
@@ -13,15 +13,23 @@ from starlette.responses import Response
 
 from api.errors import NotFound
 from api.http.edit_body import MOST_FIELDS
-from api.http.openapi import AUTHENTICATED, problems, success
+from api.http.openapi import AUTHENTICATED, Described, problems, ref_to, success
 from api.http.request import ApiRequest, authenticate
 from api.inputs.files import File
 from api.inputs.json_limits import object_in
-from api.predictions.versions import OWNER, find_version, version_of
+from api.predictions.versions import OWNER, find_version
 from api.problem_details import ProblemRoute
-from api.routes.replicate_bodies import model_body, version_body
+from api.routes.replicate_bodies import (
+    deployment_body,
+    hardware_body,
+    model_body,
+    version_body,
+)
 from api.schemas.replicate_replies import (
+    AccountReply,
     DeploymentReply,
+    DeploymentsPage,
+    Hardware,
     ReplicateModel,
     SecretReply,
     VersionReply,
@@ -34,6 +42,9 @@ from shared.webhooks import tenant_secrets
 router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
 
 PAGE = 25
+_HARDWARE_LIST: Described = {
+    "content": {"application/json": {"schema": {"type": "array", "items": ref_to(Hardware)}}}
+}
 _CURSOR = re.compile(r"\d{1,9}")
 
 
@@ -107,6 +118,20 @@ async def get_version(request: Request, owner: str, name: str, version: str) -> 
 
 
 @router.get(
+    "/deployments",
+    summary="List deployments",
+    openapi_extra=AUTHENTICATED,
+    responses={200: success("Done.", DeploymentsPage), **problems(401)},
+)
+async def list_deployments(request: Request) -> Response:
+    """One deployment for each model that the key may use, all on one page."""
+    call = authenticate(request)
+    started_at_s = call.dependencies.started_at_s
+    found = [deployment_body(model, OWNER, started_at_s) for model in call.listed_models()]
+    return _json({"previous": None, "next": None, "results": found})
+
+
+@router.get(
     "/deployments/{owner}/{name}",
     summary="Get a deployment",
     openapi_extra=AUTHENTICATED,
@@ -115,20 +140,31 @@ async def get_version(request: Request, owner: str, name: str, version: str) -> 
 async def get_deployment(request: Request, owner: str, name: str) -> Response:
     """Each model of the catalog has one deployment, of the same name."""
     call = authenticate(request)
-    dependencies, model = call.dependencies, call.listed_model(name)
-    release = {
-        "number": 1,
-        "model": f"{owner}/{model.name}",
-        "version": version_of(model),
-        "created_at": iso(dependencies.started_at_s),
-        "created_by": None,
-        "configuration": {
-            "hardware": model.gpu.type,
-            "min_instances": model.replicas.min,
-            "max_instances": model.replicas.max,
-        },
-    }
-    return _json({"owner": owner, "name": model.name, "current_release": release})
+    return _json(deployment_body(call.listed_model(name), owner, call.dependencies.started_at_s))
+
+
+@router.get(
+    "/account",
+    summary="Get your account",
+    openapi_extra=AUTHENTICATED,
+    responses={200: success("Done.", AccountReply), **problems(401)},
+)
+async def get_account(request: Request) -> Response:
+    """The tenant of the key."""
+    tenant = authenticate(request).tenant
+    return _json({"type": "organization", "username": tenant, "name": tenant, "github_url": None})
+
+
+@router.get(
+    "/hardware",
+    summary="List hardware",
+    openapi_extra=AUTHENTICATED,
+    responses={200: success("Done.", Hardware) | _HARDWARE_LIST, **problems(401)},
+)
+async def list_hardware(request: Request) -> Response:
+    """What the models that the key may use run on, each kind once."""
+    models = authenticate(request).listed_models()
+    return _json([hardware_body(kind) for kind in sorted({model.gpu.type for model in models})])
 
 
 @router.post("/files", include_in_schema=False)
@@ -201,5 +237,5 @@ def _shown(call: ApiRequest, file: File) -> dict[str, Any]:
     }
 
 
-def _json(body: dict[str, Any], status: int = 200) -> Response:
+def _json(body: dict[str, Any] | list[dict[str, Any]], status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")

@@ -149,6 +149,30 @@ class DeploymentReply(msgspec.Struct):
     current_release: Release
 
 
+class DeploymentsPage(msgspec.Struct):
+    """All deployments."""
+
+    previous: None
+    next: None
+    results: list[DeploymentReply]
+
+
+class AccountReply(msgspec.Struct):
+    """The tenant of the key, as an account."""
+
+    type: Literal["organization"]
+    username: str
+    name: str
+    github_url: None
+
+
+class Hardware(msgspec.Struct):
+    """A kind of hardware that models run on."""
+
+    sku: str
+    name: str
+
+
 class Checksums(msgspec.Struct):
     """Checksums of a file's bytes."""
 

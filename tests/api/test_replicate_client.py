@@ -216,3 +216,19 @@ async def test_secret_verifies_what_is_signed_for_the_tenant(client: Any) -> Non
         "webhook-signature": signature([secret.key], "m", at_s, body),
     }
     Webhooks.validate(headers=headers, body=body.decode(), secret=secret)
+
+
+async def test_account_hardware_and_deployments_are_told(client: Any) -> None:
+    account = await client.accounts.async_current()
+    assert (account.type, account.username) == ("organization", "acme")
+    hardware = {one.sku: one.name for one in await client.hardware.async_list()}
+    deployments = {
+        one.name: one
+        async for page in async_paginate(client.deployments.async_list)
+        for one in page.results
+    }
+    assert set(deployments) == {model.name for model in CATALOG.models}
+    used = {one.current_release.configuration.hardware for one in deployments.values()}
+    assert used == set(hardware)
+    name = f"anyone/{TEXT_MODEL.name}"
+    assert (await client.deployments.async_get(name)).current_release.model == name
