@@ -44,7 +44,7 @@ class BadInput(PenstockError):
 class UnknownModel(BadInput):
     """No model of this name is served here."""
 
-    code = "unknown_model"
+    code = "model_not_found"
 
 
 class InputTooLarge(BadInput):

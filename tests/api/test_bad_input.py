@@ -118,7 +118,7 @@ async def test_generations(api: ApiUnderTest, body: object, param: str | None, r
 async def test_unknown_model(api: ApiUnderTest, path: str, body: object) -> None:
     response = await api.http.post(path, json=body)
     assert response.status_code == 404
-    assert response.json()["error"]["code"] == "unknown_model"
+    assert response.json()["error"]["code"] == "model_not_found"
     assert response.json()["error"]["param"] == "model"
     assert not api.worker.jobs
 
@@ -126,7 +126,7 @@ async def test_unknown_model(api: ApiUnderTest, path: str, body: object) -> None
 async def test_unknown_model_for_the_client(api: ApiUnderTest) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         await api.openai().embeddings.create(model="gpt-9", input="a")
-    assert caught.value.code == "unknown_model"
+    assert caught.value.code == "model_not_found"
     assert caught.value.param == "model"
     assert TEXT_MODEL.name in caught.value.message
 

@@ -72,7 +72,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], int, str, str]] = [
         "invalid_input",
         TEXT_MODEL.name,
     ),
-    (EMBEDDINGS, EMBEDDINGS, {"json": TEXT | {"model": SECRET}}, 404, "unknown_model", ""),
+    (EMBEDDINGS, EMBEDDINGS, {"json": TEXT | {"model": SECRET}}, 404, "model_not_found", ""),
     (
         EMBEDDINGS,
         EMBEDDINGS,
@@ -114,7 +114,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], int, str, str]] = [
         "invalid_input",
         "",
     ),
-    (named(SECRET), MODEL_PREDICTIONS, {"json": {"input": {}}}, 404, "unknown_model", ""),
+    (named(SECRET), MODEL_PREDICTIONS, {"json": {"input": {}}}, 404, "model_not_found", ""),
     (
         named(TEXT_MODEL.name),
         MODEL_PREDICTIONS,
@@ -246,7 +246,7 @@ async def test_labels_are_bounded(api: ApiUnderTest) -> None:
         (EMBEDDINGS, "method_not_allowed"),
         ("unmatched", "method_not_allowed"),
         ("unmatched", "not_found"),
-        (MODEL_PREDICTIONS, "unknown_model"),
+        (MODEL_PREDICTIONS, "model_not_found"),
     }
     assert labels() - before <= expected
     assert {code for _, code in expected} <= {*ERROR_MAPPINGS}
