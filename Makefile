@@ -13,7 +13,7 @@ SOURCES := api workers shared infra models bench tests
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up doctor bench bench-peers faults test test-fast check lint format types imports terraform-check deploy-check unit constraints clean
+.PHONY: help setup demo up doctor bench bench-peers faults clients clients-lock test test-fast check lint format types imports terraform-check deploy-check unit constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,12 @@ bench-peers: $(STAMP) ## measure it beside other servers of the same model; QUIC
 
 faults: $(STAMP) ## break the pipeline 66 times under traffic, and count what was lost: about 8 minutes
 	@$(BIN)/python -m tests.faults
+
+clients: $(STAMP) ## run real clients of OpenAI and Replicate, LangChain and others; what they need goes into var/
+	@$(BIN)/python -m tests.clients
+
+clients-lock: $(STAMP) ## write anew what is pinned for them
+	@$(BIN)/python -m tests.clients --lock
 
 test: lint ## everything that a change must pass; the checks that run nothing go beside the tests
 	@$(MAKE) --no-print-directory --jobs=2 unit types imports terraform-check

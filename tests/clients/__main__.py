@@ -1,0 +1,96 @@
+"""`python -m tests.clients`: real clients, unmodified, each in an environment of its own, against
+the whole pipeline or a service that runs already. Prints a table and fails if any check did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from infra.local.ports import Ports
+from infra.local.stack import Stack
+from infra.text_table import table
+from tests.clients.clients import CLIENTS, Client
+from tests.clients.environments import CannotInstall, command_of, install, lock
+from tests.clients.running import Outcome, Service, run_checks
+from tests.keys import key_for, keys_url
+
+Row = tuple[Client, list[Outcome], float]
+
+
+def main() -> int:
+    """Runs the clients; 0 where no check failed."""
+    given = _arguments()
+    chosen = [one for one in CLIENTS if not given.client or one.name in given.client]
+    if given.lock:
+        for client in chosen:
+            lock(client)
+        return 0
+    with _service(given) as service:
+        rows = [_run(client, service) for client in chosen]
+    print()
+    print(table(("client", "version", "passed", "failed", "skipped", "seconds"), map(_cells, rows)))
+    _explain(rows)
+    return 1 if any(one.outcome == "failed" for _, found, _ in rows for one in found) else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
+    names = [client.name for client in CLIENTS]
+    parser.add_argument("--client", action="append", choices=names, help="only this one; repeat")
+    parser.add_argument("--url", help="of a running service; default: a stack is started")
+    parser.add_argument("--key", default="any", help="API key of the service at --url")
+    parser.add_argument("--embedder", default="all-MiniLM-L6-v2", help="an embedding model")
+    parser.add_argument("--painter", default="stable-diffusion-tiny", help="an image model")
+    parser.add_argument("--lock", action="store_true", help="only write anew what is pinned")
+    return parser.parse_args()
+
+
+@contextmanager
+def _service(given: argparse.Namespace) -> Iterator[Service]:
+    models = {"embedder": given.embedder, "painter": given.painter}
+    if given.url:
+        yield Service(given.url.rstrip("/"), given.key, **models)
+        return
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-clients-") as folder,
+        Stack(
+            Path(folder),
+            ports=Ports.free(),
+            settings={"PENSTOCK_KEYS_URL": keys_url(Path(folder), clients="clients")},
+        ) as stack,
+    ):
+        yield Service(stack.api_url, key_for("clients"), **models)
+
+
+def _run(client: Client, service: Service) -> Row:
+    print(f"  {client.name} …", flush=True)
+    try:
+        install(client)
+    except CannotInstall as error:
+        return client, [Outcome("all", "skipped", str(error))], 0.0
+    found, took_s = run_checks(command_of(client), service)
+    return client, found, took_s
+
+
+def _cells(row: Row) -> Sequence[object]:
+    client, found, took_s = row
+    counts = Counter(one.outcome for one in found)
+    outcomes = [counts[name] for name in ("passed", "failed", "skipped")]
+    return [client.title, client.version, *outcomes, round(took_s)]
+
+
+def _explain(rows: Sequence[Row]) -> None:
+    for client, found, _ in rows:
+        for one in found:
+            if one.outcome != "passed":
+                print(f"  {client.name}: {one.check}: {one.outcome}: {one.reason}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

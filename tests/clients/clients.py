@@ -1,0 +1,71 @@
+"""The clients that are run, and what is pinned of each.
+
+Requirements with hashes for pip, a package-lock for npm.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+FOLDER = Path(__file__).parent
+REQUIREMENTS = FOLDER / "python/requirements"
+NODE = FOLDER / "node"
+
+
+@dataclass(frozen=True)
+class Client:
+    """One client with an environment of its own.
+
+    Args:
+        name: names the environment, and the file or folder of what is pinned.
+        package: the package whose version is shown.
+        script: the module or file with the checks, without its suffix.
+        language: what runs the script.
+    """
+
+    name: str
+    package: str
+    script: str
+    language: Literal["python", "node"] = "python"
+
+    @property
+    def title(self) -> str:
+        """What the table calls it."""
+        return f"{self.package} (Node)" if self.language == "node" else self.package
+
+    @property
+    def pinned(self) -> Path:
+        """The file that pins this client and all that it needs."""
+        if self.language == "node":
+            return NODE / self.name / "package-lock.json"
+        return REQUIREMENTS / f"{self.name}.txt"
+
+    @property
+    def version(self) -> str:
+        """The pinned version of the client."""
+        if self.language == "node":
+            packages = json.loads(self.pinned.read_text())["packages"]
+            return str(packages[f"node_modules/{self.package}"]["version"])
+        found = re.search(rf"^{re.escape(self.package)}==(\S+)", self.pinned.read_text(), re.M)
+        assert found is not None, f"{self.pinned} does not pin {self.package}"
+        return found[1]
+
+
+CLIENTS = (
+    Client("openai-1", "openai", "openai_checks"),
+    Client("openai-2", "openai", "openai_checks"),
+    Client("openai-3", "openai", "openai_checks"),
+    Client("replicate", "replicate", "replicate_checks"),
+    Client("langchain", "langchain-openai", "langchain_checks"),
+    Client("llama-index", "llama-index-embeddings-openai-like", "llama_index_checks"),
+    Client("litellm", "litellm", "litellm_checks"),
+    Client("openai-node-6", "openai", "openai_checks", "node"),
+    Client("openai-node-7", "openai", "openai_checks", "node"),
+    Client("replicate-node", "replicate", "replicate_checks", "node"),
+    Client("ai-sdk-6", "ai", "ai_sdk_checks", "node"),
+    Client("ai-sdk-7", "ai", "ai_sdk_checks", "node"),
+)

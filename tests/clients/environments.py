@@ -1,0 +1,133 @@
+"""An environment for each client, below var/clients.
+
+It is made once, and again when what is pinned changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.clients.clients import NODE, REQUIREMENTS, Client
+
+ROOT = Path("var/clients").absolute()
+INSTALL_LIMIT_S = 900.0
+PYTHON_FLOOR = "3.11"
+"""The oldest Python that the locks are for."""
+
+
+class CannotInstall(Exception):
+    """The environment of a client can't be made here. The message says why."""
+
+
+def folder_of(client: Client) -> Path:
+    """Where the environment of a client is, or will be."""
+    return ROOT / client.name
+
+
+def is_ready(client: Client) -> bool:
+    """Whether the environment is there and has what is pinned."""
+    stamp = folder_of(client) / "installed"
+    return stamp.exists() and stamp.read_text() == _stamp(client)
+
+
+def install(client: Client) -> None:
+    """Makes the environment of a client, unless it is ready.
+
+    Raises:
+        CannotInstall: node is missing or too old, or the installer failed.
+    """
+    if client.language == "node":
+        _check_node(client)
+    if is_ready(client):
+        return
+    folder = folder_of(client)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    if client.language == "node":
+        for name in ("package.json", "package-lock.json"):
+            shutil.copy(NODE / client.name / name, folder)
+        _run(["npm", "ci", "--no-audit", "--no-fund"], folder)
+    else:
+        _run([sys.executable, "-m", "venv", "--without-pip", str(folder)], ROOT)
+        python = str(folder / "bin/python")
+        _run([*_uv(), "pip", "sync", "--require-hashes", "--python", python, str(client.pinned)])
+    (folder / "installed").write_text(_stamp(client))
+
+
+def command_of(client: Client) -> list[str]:
+    """What runs the checks of a client in its environment, from the repository's root."""
+    if client.language == "python":
+        return [str(folder_of(client) / "bin/python"), *module_of(client)]
+    # Node looks for packages beside the script.
+    for script in NODE.glob("*.mjs"):
+        shutil.copy(script, folder_of(client))
+    return ["node", str(folder_of(client) / f"{client.script}.mjs")]
+
+
+def module_of(client: Client) -> list[str]:
+    """The arguments of Python that run the checks of a client."""
+    return ["-m", f"tests.clients.python.{client.script}"]
+
+
+def lock(client: Client) -> None:
+    """Writes anew what is pinned for a client.
+
+    Raises:
+        CannotInstall: there is no such set of versions, or the tool failed.
+    """
+    if client.language == "node":
+        options = ["--package-lock-only", "--omit-lockfile-registry-resolved", "--no-audit"]
+        _run(["npm", "install", *options], NODE / client.name)
+        return
+    options = ["--universal", "--python-version", PYTHON_FLOOR, "--generate-hashes"]
+    options += ["--no-annotate", "--no-emit-index-url", "--upgrade"]
+    options += ["--custom-compile-command", "make clients-lock"]
+    wanted = str(REQUIREMENTS / f"{client.name}.in")
+    _run([*_uv(), "pip", "compile", *options, "--output-file", str(client.pinned), wanted])
+
+
+def _check_node(client: Client) -> None:
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        raise CannotInstall("node and npm are not on this machine")
+    package = json.loads((NODE / client.name / "package.json").read_text())
+    wanted = int(package["engines"]["node"].removeprefix(">="))
+    found = _run(["node", "--version"]).strip()
+    if int(found.removeprefix("v").partition(".")[0]) < wanted:
+        raise CannotInstall(f"node {wanted} or later is needed; this one is {found}")
+
+
+def _stamp(client: Client) -> str:
+    """Changes with what is pinned and with what runs it."""
+    digest = hashlib.sha256(client.pinned.read_bytes()).hexdigest()
+    return f"{digest} {platform.python_version()}"
+
+
+def _uv() -> list[str]:
+    return [sys.executable, "-m", "uv", "--quiet"]
+
+
+def _run(command: list[str], folder: Path | None = None) -> str:
+    """What a command prints."""
+    environment = os.environ | {"UV_PYTHON_DOWNLOADS": "never"}
+    try:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=INSTALL_LIMIT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CannotInstall(f"{command[0]}: {error}") from error
+    if done.returncode:
+        raise CannotInstall(f"{' '.join(command[:4])} failed: {done.stderr.strip()[-1000:]}")
+    return done.stdout

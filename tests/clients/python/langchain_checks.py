@@ -1,0 +1,101 @@
+"""LangChain: embeddings through langchain-openai, searched in a vector store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_openai import OpenAIEmbeddings
+from pydantic import SecretStr
+
+from tests.clients.python.checks import (
+    EMBEDDER,
+    KEY,
+    URL,
+    WRONG_KEY,
+    Skip,
+    assert_same,
+    check,
+    fresh,
+    main,
+    needs_keys,
+    raises,
+    vectors,
+)
+
+
+def embeddings(**options: Any) -> OpenAIEmbeddings:
+    """As docs/clients.md says: `check_embedding_ctx_length=False` sends texts, not token ids."""
+    given = {"check_embedding_ctx_length": False, "api_key": SecretStr(KEY), **options}
+    return OpenAIEmbeddings(model=EMBEDDER, base_url=f"{URL}/v1", **given)
+
+
+@check
+def query() -> None:
+    (text,) = fresh(1)
+    assert_same([embeddings().embed_query(text)], vectors([text]))
+
+
+@check
+def documents_in_order() -> None:
+    texts = fresh(50)
+    assert_same(embeddings(chunk_size=16).embed_documents(texts), vectors(texts))
+
+
+@check
+def fewer_dimensions() -> None:
+    texts = fresh()
+    found = embeddings(dimensions=64).embed_documents(texts)
+    assert_same(found, vectors(texts, dimensions=64))
+
+
+@check
+async def asynchronously() -> None:
+    texts = fresh()
+    made = embeddings()
+    assert_same(await made.aembed_documents(texts), vectors(texts))
+    assert_same([await made.aembed_query(texts[0])], vectors(texts[:1]))
+
+
+@check
+def similarity_search() -> None:
+    store = InMemoryVectorStore.from_texts(
+        ["The turbine makes power.", "Cats sleep all day.", "Bread is baked in an oven."],
+        embeddings(),
+    )
+    (found,) = store.similarity_search("a kitten that naps", k=1)
+    assert found.page_content == "Cats sleep all day."
+
+
+@check
+def too_long_text_is_cut_on_request() -> None:
+    text = "the turbine turns " * 400
+    with raises(openai.BadRequestError):
+        embeddings().embed_query(text)
+    found = embeddings(model_kwargs={"extra_body": {"truncate": "end"}}).embed_query(text)
+    assert_same([found], vectors([text], truncate="end"))
+
+
+@check
+def token_ids_are_refused_with_a_reason() -> None:
+    """The default, `check_embedding_ctx_length=True`, sends ids of OpenAI's tokenizer."""
+    try:
+        import tiktoken
+
+        tiktoken.get_encoding("cl100k_base")
+    except Exception as error:
+        raise Skip(f"tiktoken could not load cl100k_base: {type(error).__name__}") from error
+    with raises(openai.BadRequestError) as caught:
+        embeddings(check_embedding_ctx_length=True).embed_query("a cat")
+    assert "tokenizer" in str(caught.error)
+
+
+@check
+def wrong_key_is_refused() -> None:
+    needs_keys()
+    with raises(openai.AuthenticationError):
+        embeddings(api_key=SecretStr(WRONG_KEY)).embed_query("a")
+
+
+main()

@@ -1,0 +1,33 @@
+"""The clients of tests/clients against the stack of these tests, which has keys.
+
+Those that are pinned with our own tools run always, the others where `make clients` has installed
+them.
+"""
+
+import sys
+
+import pytest
+
+from infra.local.stack import Stack
+from tests.clients.clients import CLIENTS, Client
+from tests.clients.environments import command_of, is_ready, module_of
+from tests.clients.running import Service, run_checks
+from tests.end_to_end.conftest import EMBEDDER, KEY
+
+PINNED_WITH_OUR_TOOLS = ("openai-3", "replicate")
+PAINTER = "stable-diffusion-tiny"
+
+
+@pytest.mark.parametrize("tried", CLIENTS, ids=lambda tried: tried.name)
+def test_no_check_fails(stack: Stack, tried: Client) -> None:
+    if tried.name in PINNED_WITH_OUR_TOOLS:
+        command = [sys.executable, *module_of(tried)]
+    elif is_ready(tried):
+        command = command_of(tried)
+    else:
+        pytest.skip(f"{tried.name} is not installed: `make clients` does it")
+    outcomes, _ = run_checks(command, Service(stack.api_url, KEY, EMBEDDER, PAINTER))
+    assert [one for one in outcomes if one.outcome == "failed"] == []
+    # With keys there is nothing to skip but what needs the network.
+    skipped = {one.check for one in outcomes if one.outcome == "skipped"}
+    assert skipped <= {"token ids are refused with a reason"}
