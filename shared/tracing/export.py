@@ -19,7 +19,8 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.sdk.trace.sampling import Sampler
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import Decision, ParentBased, Sampler
 from opentelemetry.trace import (
     Link,
     NonRecordingSpan,
@@ -39,7 +40,8 @@ from shared.tracing.spans import Attributes, Kind
 
 CLOSE_LIMIT_S = 2.0
 """For the spans that are left when the process ends. The API has 10 s after SIGTERM in all."""
-MOST_LINKS = 32
+MOST_LINKS = 8
+"""Each costs 8 µs, and a batch of 32 jobs would have a thousand."""
 QUEUE_SPANS = 2048
 """The default of OTEL_BSP_MAX_QUEUE_SIZE. About 2 MB."""
 SPANS = Counter(
@@ -79,15 +81,19 @@ class OtlpTracer:
     ) -> None:
         self._exporter = _CountedExporter(exporter or OTLPSpanExporter())
         self._queue = _BoundedQueue(self._exporter)
+        self._ids = _ChosenIds()
         # The environment is above what the process knows of itself.
         resource = Resource.create(dict(facts)).merge(OTELResourceDetector().detect())
         provider = TracerProvider(
             sampler=sampler,
             resource=resource,
+            id_generator=self._ids,
             shutdown_on_exit=False,  # without a limit; see close
             span_limits=SpanLimits(max_links=MOST_LINKS),
         )
         provider.add_span_processor(self._queue)
+        self._sampler = provider.sampler
+        self._follows_flag = isinstance(self._sampler, ParentBased)
         self._tracer = provider.get_tracer("penstock")
 
     def start(
@@ -97,8 +103,15 @@ class OtlpTracer:
         started_s: float,
         parent: TraceContext | None,
         links: Sequence[TraceContext] = (),
-    ) -> tuple[TraceContext, OtlpSpan | None]:
-        """Starts a span. See Tracer."""
+    ) -> tuple[TraceContext | None, OtlpSpan | None]:
+        """Starts a span. See Tracer.
+
+        Most requests end in the first four lines, so these ask the SDK as little as possible.
+        """
+        if parent is None and not self._keeps_new_trace(name):
+            return None, None
+        if parent is not None and self._follows_flag and not parent.is_sampled:
+            return parent, None
         span = self._tracer.start_span(
             name,
             context=_context_of(parent),
@@ -106,12 +119,15 @@ class OtlpTracer:
             links=[Link(_span_context(one)) for one in links[:MOST_LINKS]],
             start_time=_nanoseconds(started_s),
         )
-        found = span.get_span_context()
-        context = TraceContext(
-            f"00-{found.trace_id:032x}-{found.span_id:016x}-{found.trace_flags:02x}",
-            parent.tracestate if parent else "",
-        )
+        found, tracestate = span.get_span_context(), parent.tracestate if parent else ""
+        ids = f"00-{found.trace_id:032x}-{found.span_id:016x}"
+        context = TraceContext(f"{ids}-{found.trace_flags:02x}", tracestate)
         return context, OtlpSpan(span) if span.is_recording() else None
+
+    def _keeps_new_trace(self, name: str) -> bool:
+        """Whether a trace that begins here is kept. Its id, if so, is the next one."""
+        trace_id = self._ids.choose_trace_id()
+        return self._sampler.should_sample(None, trace_id, name).decision != Decision.DROP
 
     def close(self) -> None:
         """Sends what is left, for at most CLOSE_LIMIT_S. The rest is lost."""
@@ -137,6 +153,21 @@ class OtlpSpan:
             self._span.set_attribute("error.type", error)
             self._span.set_status(Status(StatusCode.ERROR))
         self._span.end(_nanoseconds(ended_s))
+
+
+class _ChosenIds(RandomIdGenerator):
+    """Uses the id that a trace was sampled by, so that the SDK decides the same about it."""
+
+    def __init__(self) -> None:
+        self._trace_id = 0
+
+    def choose_trace_id(self) -> int:
+        """The id of the next trace."""
+        self._trace_id = super().generate_trace_id()
+        return self._trace_id
+
+    def generate_trace_id(self) -> int:
+        return self._trace_id
 
 
 class _CountedExporter(SpanExporter):

@@ -38,8 +38,11 @@ class Tracer(Protocol):
         started_s: float,
         parent: TraceContext | None,
         links: Sequence[TraceContext] = (),
-    ) -> tuple[TraceContext, RecordedSpan | None]:
-        """Starts a span. None instead of it: its trace is not kept."""
+    ) -> tuple[TraceContext | None, RecordedSpan | None]:
+        """Starts a span. None instead of it: its trace is not kept.
+
+        A trace that begins here and is not kept has no context either.
+        """
 
 
 class Span:

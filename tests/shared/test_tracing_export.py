@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, TraceIdRatioBased
 from prometheus_client import REGISTRY
 
 from shared.tracing.export import CLOSE_LIMIT_S, MOST_LINKS, QUEUE_SPANS, OtlpTracer
@@ -96,6 +96,20 @@ def test_collector_that_is_away_costs_only_spans(monkeypatch: pytest.MonkeyPatch
         make(5)
         tracer.close()
     assert counted("failed") == failed + 5
+
+
+def test_trace_that_begins_here_has_the_id_that_it_was_sampled_by() -> None:
+    exporter = StuckExporter()
+    exporter.go.set()
+    tracer = OtlpTracer(FACTS, TraceIdRatioBased(0.5), exporter)
+    kept = [
+        context
+        for context, span in (tracer.start("a", "server", 1.0, None) for _ in range(400))
+        if span
+    ]
+    tracer.close()
+    assert len({context.trace_id for context in kept if context}) == len(kept)
+    assert 100 < len(kept) < 300
 
 
 def test_span_arrives_as_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
