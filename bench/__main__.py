@@ -23,6 +23,7 @@ MODULES = {
     "overload": "overload",
     "pictures": "pictures",
     "recovery": "recovery",
+    "tracing": "tracing",
     "profile": "time_profile",
 }
 """By the name of a benchmark: the module here whose `run()` returns an Outcome."""
