@@ -53,6 +53,8 @@ class Deployment(BaseModel):
     """GPU type that takes over where another is out of stock."""
     compute_classes: bool
     """Nodes come from ComputeClasses instead of the pools that Terraform makes."""
+    traces: dict[str, str] = {}
+    """OpenTelemetry's variables of the workers. Empty: they make no spans."""
     image: str = Field(pattern=r"^[^@\s]+(@sha256:[0-9a-f]{64}|:[A-Za-z0-9._-]+)$")
     """The worker image, by digest or tag."""
     autoscaler: Literal["keda", "hpa"] = "keda"

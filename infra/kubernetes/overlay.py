@@ -194,6 +194,7 @@ def worker_settings(model: Model, deployment: Deployment) -> dict[str, str]:
         "PENSTOCK_REGION": deployment.region,
         "PENSTOCK_SPOOL_DIR": SPOOL_DIR,
     }
+    settings |= deployment.traces
     return settings | (identity_settings(deployment.project) if deployment.is_outside else {})
 
 

@@ -48,14 +48,14 @@ module "function" {
 
   service_account = google_service_account.functions[each.key].email
 
-  environment = {
+  environment = merge(local.trace_settings.api, {
     PENSTOCK_DATASET     = google_bigquery_dataset.default.dataset_id
     PENSTOCK_OBJECTS_URL = "gs://${google_storage_bucket.objects.name}"
     PENSTOCK_PROJECT     = var.project_id
     PENSTOCK_RECORDS_URL = local.records_url
     PENSTOCK_REDIS_URL   = module.redis[local.home].url
     PENSTOCK_REGION      = local.home
-  }
+  })
 
   depends_on = [google_secret_manager_secret_iam_member.functions, google_secret_manager_secret_version.webhooks]
 }

@@ -36,6 +36,7 @@ output "deployments" {
       redis_url       = module.redis[name].url
       region          = name
       spot            = var.nodes.spot
+      traces          = local.trace_settings.workers
     }
   }
 }
@@ -57,6 +58,7 @@ output "outside" {
       redis_url       = coalesce(cluster.redis_url, module.redis[local.home].url)
       region          = name
       spot            = false
+      traces          = local.trace_settings.outside
     }
   }
 }

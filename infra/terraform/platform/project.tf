@@ -18,7 +18,7 @@ locals {
 }
 
 resource "google_project_service" "default" {
-  for_each = toset(concat(local.services, var.budget == null ? [] : ["billingbudgets"]))
+  for_each = toset(concat(local.services, local.trace_services, var.budget == null ? [] : ["billingbudgets"]))
 
   project            = var.project_id
   service            = "${each.key}.googleapis.com"

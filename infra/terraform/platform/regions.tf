@@ -27,6 +27,7 @@ module "region" {
   records_url         = local.records_url
   redis_url           = module.redis[each.key].url
   secrets             = local.secrets
+  traces              = merge(local.trace_settings.api, local.trace_sampling)
 
   api = merge(var.api, {
     behind_balancer = var.domain != null

@@ -485,3 +485,35 @@ variable "storage_location" {
     error_message = "A location is a region, EU or US."
   }
 }
+
+variable "traces" {
+  description = "Where spans go, by OTLP over HTTP: https://telemetry.googleapis.com, or the URL of a collector that API and functions reach; null: nowhere. workers_endpoint: a collector in the workers' cluster, if not the same. ratio: the share of traces that is kept; sampler: of OTEL_TRACES_SAMPLER, whether it holds for callers that trace too."
+  type = object({
+    endpoint         = optional(string)
+    ratio            = optional(number, 0.01)
+    sampler          = optional(string, "parentbased_traceidratio")
+    workers_endpoint = optional(string)
+  })
+  default  = {}
+  nullable = false
+
+  validation {
+    condition     = alltrue([for url in [var.traces.endpoint, var.traces.workers_endpoint] : url == null ? true : can(regex("^https?://[^ /?#]+$", url))])
+    error_message = "An endpoint is a URL without a path, as https://telemetry.googleapis.com."
+  }
+
+  validation {
+    condition     = var.traces.ratio >= 0 && var.traces.ratio <= 1
+    error_message = "traces.ratio lies between 0 and 1."
+  }
+
+  validation {
+    condition     = contains(["parentbased_traceidratio", "traceidratio"], var.traces.sampler)
+    error_message = "traces.sampler is parentbased_traceidratio, or traceidratio to decide for callers that trace too."
+  }
+
+  validation {
+    condition     = var.traces.endpoint != null || var.traces.workers_endpoint == null
+    error_message = "Spans of workers alone belong to no trace: traces.endpoint is needed too."
+  }
+}

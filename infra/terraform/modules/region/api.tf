@@ -66,7 +66,7 @@ resource "google_cloud_run_v2_service" "api" {
       image = each.value
 
       dynamic "env" {
-        for_each = merge(local.environment, local.first_inbox, local.public_url)
+        for_each = merge(local.environment, local.first_inbox, local.public_url, var.traces)
 
         content {
           name  = env.key

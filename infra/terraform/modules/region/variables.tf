@@ -134,3 +134,10 @@ variable "secrets" {
   })
   nullable = false
 }
+
+variable "traces" {
+  description = "Variables of OpenTelemetry for the API; none: no spans."
+  type        = map(string)
+  default     = {}
+  nullable    = false
+}

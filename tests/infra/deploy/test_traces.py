@@ -1,0 +1,80 @@
+"""Where spans go in the cloud: one variable of Terraform, for API, functions and workers alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from shared.tracing.setup import DEFAULT_RATIO, traced
+from tests.infra.deploy.manifests import of_kind, render, settings_of, workers
+from tests.infra.deploy.terraform import Plan, api_settings, function_settings, plan_platform
+
+GOOGLE = "https://telemetry.googleapis.com"
+IN_CLUSTER = "http://opentelemetry-collector.gke-managed-otel.svc.cluster.local:4318"
+REGION = "europe-west4"
+IMAGE = "registry.example.com/function@sha256:0"
+WRITER = "roles/telemetry.tracesWriter"
+
+
+def writers(plan: Plan) -> set[str]:
+    """Who may write spans, without the part of the account that is the project's."""
+    members = [found for found in plan.of("google_project_iam_member") if found["role"] == WRITER]
+    return {found["member"].partition("@")[0].rpartition(":")[2] for found in members}
+
+
+def of_otel(settings: Mapping[str, str | None]) -> dict[str, str | None]:
+    return {name: value for name, value in settings.items() if name.startswith("OTEL_")}
+
+
+def traced_plan(folder: Path, **traces: object) -> Plan:
+    functions = {"dead_letters": {"image": IMAGE}, "webhooks": {"image": IMAGE}}
+    return plan_platform(folder, traces=traces, functions=functions)
+
+
+def test_without_an_endpoint_nothing_is_set(plan: Plan) -> None:
+    assert of_otel(api_settings(plan, REGION)) == {}
+    assert writers(plan) == set()
+
+
+def test_google_takes_spans_of_all_who_may_write_them(tmp_path: Path) -> None:
+    plan = traced_plan(tmp_path, endpoint=GOOGLE)
+    given = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": GOOGLE,
+        "OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER": "gcp_http_credentials",
+    }
+    assert of_otel(api_settings(plan, REGION)) == given | {
+        "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+        "OTEL_TRACES_SAMPLER_ARG": str(DEFAULT_RATIO),
+    }
+    for function in ("penstock-dead-letters", "penstock-webhooks"):
+        assert of_otel(function_settings(plan, function)) == given
+    accounts = {"penstock-api", "penstock-dead-letters", "penstock-webhooks"}
+    assert {member for member in writers(plan) if not member.startswith("//")} == accounts
+    services = {found["service"] for found in plan.of("google_project_service")}
+    assert {"telemetry.googleapis.com", "cloudtrace.googleapis.com"} <= services
+
+
+def test_process_accepts_what_terraform_sets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the credentials, which this machine does not have."""
+    plan = traced_plan(tmp_path, endpoint=GOOGLE)
+    for name, value in of_otel(api_settings(plan, REGION)).items():
+        if "CREDENTIAL" not in name:
+            monkeypatch.setenv(name, value or "")
+    with ExitStack() as opened:
+        opened.enter_context(traced("penstock-api", project="p", region="r", decides=True))
+
+
+def test_workers_get_the_variables_and_reach_the_collector(tmp_path: Path) -> None:
+    traces = {"OTEL_EXPORTER_OTLP_ENDPOINT": IN_CLUSTER}
+    objects = render(tmp_path / "out", traces=traces)
+    for deployment in workers(objects).values():
+        assert of_otel(settings_of(objects, deployment)) == traces
+    egress = of_kind(objects, "NetworkPolicy")["workers"]["spec"]["egress"]
+    (rule,) = [rule for rule in egress if rule["ports"][0]["port"] == 4318]
+    ((selector,),) = [list(to["namespaceSelector"]["matchLabels"].values()) for to in rule["to"]]
+    assert selector in IN_CLUSTER
