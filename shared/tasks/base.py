@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import msgspec
 
@@ -13,6 +13,7 @@ from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.catalog_entry import CatalogEntry
 
 LARGEST_JOB_ITEMS = 16
+Unit: TypeAlias = Literal["tokens", "pixel_steps"]
 LinkTo = Callable[[str | None], str]
 """Gives the URL of a result in the object store by its key. None: the result is in its record."""
 
@@ -27,6 +28,10 @@ class TaskInput(msgspec.Struct, omit_defaults=True):
 
     def with_source(self, source: Blob) -> Self:
         """The same input with `source` in another place."""
+        raise NotImplementedError
+
+    def estimate_work(self) -> int:
+        """About how much work it will take, in the unit of its task. Limits reserve as much."""
         raise NotImplementedError
 
     def cache_form(self) -> tuple[object, ...]:
@@ -104,6 +109,8 @@ class Task(ABC):
     first_guesses: ClassVar[FirstGuesses]
     gen_ai_operation: ClassVar[str] = ""
     """The operation of its spans, from OpenTelemetry's GenAI conventions. Empty: its own name."""
+    unit: ClassVar[Unit]
+    """What its work is counted in: the field of its results that is charged."""
     stores_blobs: ClassVar[bool] = False
     """Whether large inputs and results go to the object store."""
     runs_graphs: ClassVar[bool] = False

@@ -16,12 +16,27 @@ The default on the wire is `end`, as it was before there was a choice. The API s
 the caller says nothing.
 """
 
+BYTES_PER_TOKEN = 4
+"""Of a text, roughly. OpenAI reckons with as much for its limits
+(https://platform.openai.com/tokenizer)."""
+SPECIAL_TOKENS = 2
+
+
+def estimate_tokens(text: str) -> int:
+    """About how many tokens a text has, special tokens included."""
+    size_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+    return -(-size_bytes // BYTES_PER_TOKEN) + SPECIAL_TOKENS
+
 
 class TextInput(TaskInput, tag="text"):
     """One text to embed."""
 
     text: str
     truncate: Truncate = "end"
+
+    def estimate_work(self) -> int:
+        """Tokens, from the length of the text."""
+        return estimate_tokens(self.text)
 
     def cache_form(self) -> tuple[object, ...]:
         """The text byte for byte, and the side at which it is cut."""
@@ -33,6 +48,10 @@ class TokensInput(TaskInput, tag="tokens"):
 
     tokens: list[int]
     truncate: Truncate = "end"
+
+    def estimate_work(self) -> int:
+        """Tokens, those given and the special ones."""
+        return len(self.tokens) + SPECIAL_TOKENS
 
     def cache_form(self) -> tuple[object, ...]:
         """The tokens, and the side at which they are cut."""
@@ -58,6 +77,7 @@ class EmbeddingTask(Task):
     name = "embedding"
     noun = "an embedding model"
     gen_ai_operation = "embeddings"
+    unit = "tokens"
     first_guesses: ClassVar = FirstGuesses()
     runs_graphs = True
 

@@ -37,6 +37,11 @@ class ImageInput(TaskInput, tag="image"):
         """The same input with the picture in another place."""
         return msgspec.structs.replace(self, image=source)
 
+    def estimate_work(self) -> int:
+        """Pixel-steps. With a source only a part of the steps is run."""
+        share = 1.0 if self.strength is None else self.strength
+        return self.width * self.height * max(1, int(self.steps * share))
+
     def cache_form(self) -> tuple[object, ...]:
         """Every parameter. 7 and 7.0 are one guidance scale. A source counts by its digest."""
         size = (self.width, self.height, self.steps)
@@ -87,6 +92,7 @@ class ImageTask(Task):
     name = "image"
     noun = "an image model"
     gen_ai_operation = "generate_content"
+    unit = "pixel_steps"
     first_guesses: ClassVar = FirstGuesses(item_s=2.0, gap_s=0.5, batch_s=1.0)
     stores_blobs = True
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from shared.catalog_entry import CatalogEntry
 from shared.tasks.base import ExampleRequest, LinkTo, TaskInput, TaskResult
-from shared.tasks.embedding import EmbeddingTask, Truncate
+from shared.tasks.embedding import EmbeddingTask, Truncate, estimate_tokens
 
 RESULT_BYTES = 128
 """A score with the names of its fields, as JSON."""
@@ -18,6 +18,10 @@ class SimilarityInput(TaskInput, tag="similarity"):
     text: str
     query: str
     truncate: Truncate = "end"
+
+    def estimate_work(self) -> int:
+        """Tokens of both texts."""
+        return estimate_tokens(self.text) + estimate_tokens(self.query)
 
     def cache_form(self) -> tuple[object, ...]:
         """Both texts byte for byte, and the side at which they are cut."""

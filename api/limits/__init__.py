@@ -1,0 +1,1 @@
+"""What callers may use: rates of a minute, items in flight, and the budget of a month."""

@@ -1,0 +1,104 @@
+"""Finds the counters of a caller: those of its tenant, of its key, and of the model it asks for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from api.limits.counters import Counter, MonthCounter, SlotCounter, WindowCounter
+from shared.tasks.base import Unit
+from shared.tenants.plan import Caller, Limits, Plan, Rates
+
+MOST_ACCOUNTS = 8192
+"""Callers by model that are kept. The oldest is made again when it is needed."""
+
+
+@dataclass(slots=True)
+class Account:
+    """What counts for one caller and model."""
+
+    plan: Plan
+    key_limits: Limits | None
+    counters: list[Counter]
+    counts_work: bool = False
+    """Whether the work of a request matters."""
+    asking: asyncio.Future[None] | None = field(default=None, compare=False)
+    """The round trip to Redis that is under way."""
+
+
+class Accounts:
+    """All accounts and counters of this instance. A counter belongs to any number of accounts."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[tuple[str, str, str], Account] = {}
+        self._counters: dict[str, Counter] = {}
+
+    def of(self, caller: Caller, model: str, unit: Unit) -> Account:
+        """The account of a caller for a model whose work is counted in `unit`."""
+        name = (caller.tenant, caller.key_id, model)
+        account = self._accounts.get(name)
+        if account is None or not (
+            account.plan is caller.plan and account.key_limits is caller.key_limits
+        ):
+            self._accounts.pop(name, None)
+            account = self._accounts[name] = self._made(caller, model, unit)
+            if len(self._accounts) > MOST_ACCOUNTS:
+                del self._accounts[next(iter(self._accounts))]
+        return account
+
+    def forget(self, since_s: float) -> None:
+        """Forgets counters that have nothing to give back and were not asked for since then."""
+        kept = {
+            key: counter
+            for key, counter in self._counters.items()
+            if counter.touched_s >= since_s or not counter.is_idle
+        }
+        if len(kept) < len(self._counters):
+            self._counters = kept
+            self._accounts.clear()
+
+    def _made(self, caller: Caller, model: str, unit: Unit) -> Account:
+        plan, tenant = caller.plan, caller.tenant
+        counters = list(self._of_limits(plan, unit, f"t:{tenant}", f"tenant {tenant!r}"))
+        if caller.key_limits is not None:
+            key = f"k:{tenant}:{caller.key_id}"
+            counters += self._of_limits(caller.key_limits, unit, key, f"key {caller.key_id!r}")
+        if model in plan.per_model:
+            subject = f"tenant {tenant!r} with {model}"
+            counters += self._of_rates(plan.per_model[model], unit, f"m:{model}:{tenant}", subject)
+        counts_work = any(one.unit not in ("requests", "items") for one in counters)
+        return Account(plan, caller.key_limits, counters, counts_work)
+
+    def _of_limits(self, limits: Limits, unit: Unit, key: str, subject: str) -> Iterator[Counter]:
+        yield from self._of_rates(limits, unit, key, subject)
+        if limits.max_in_flight is not None:
+            yield self._counter(
+                SlotCounter,
+                f"{key}:items",
+                limits.max_in_flight,
+                "items",
+                "items in flight",
+                subject,
+            )
+        if limits.budget_usd_per_month is not None:
+            budget = limits.budget_usd_per_month
+            yield self._counter(
+                MonthCounter, f"{key}:usd", budget, "usd", "US dollars per month", subject
+            )
+
+    def _of_rates(self, rates: Rates, unit: Unit, key: str, subject: str) -> Iterator[Counter]:
+        of_unit = {"tokens": rates.tokens_per_min, "pixel_steps": rates.pixel_steps_per_min}[unit]
+        for name, limit in (("requests", rates.requests_per_min), (unit, of_unit)):
+            if limit is not None:
+                words = f"{name.replace('_', '-')} per minute"
+                yield self._counter(WindowCounter, f"{key}:{name}", limit, name, words, subject)
+
+    def _counter(
+        self, kind: type[Counter], key: str, limit: float, unit: str, words: str, subject: str
+    ) -> Counter:
+        counter = self._counters.get(key)
+        if counter is None:
+            counter = self._counters[key] = kind(key, limit, unit, f"{words} of {subject}")
+        counter.limit = limit
+        return counter

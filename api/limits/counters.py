@@ -1,0 +1,331 @@
+"""What this instance knows of each limit, and what it has taken of it for the next requests.
+
+Plain data without I/O. An instance takes a little more of a limit than a request needs, if the
+limit is far from full and requests come fast: a lease. Requests use it without a round trip to
+Redis, for LEASE_S. What is left then goes back. What was taken and turned out not to be needed goes
+into the lease, or back to the period that it was taken in.
+
+While Redis is away, each instance lets through its part of the limit: the limit divided by the
+number of instances that were registered. So all together let through at most one limit's worth.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import ClassVar
+
+from api.limits.store import SLOTS_S, Answer, Ask, Kind, Standing
+
+LEASE_S = 0.25
+"""LEASE_BUCKETS of take.lua: a window covers what may still be used of what was taken in it."""
+BLOCK_S = 0.25
+"""For so long a refusal is repeated without asking Redis again."""
+RECENT_S = 1.0
+"""A lease is renewed with more than is needed if the last one ended less than this ago."""
+MINUTE_S = 60.0
+ALONE = -1.0
+"""The period of what was taken while Redis was away."""
+
+
+class Counter(ABC):
+    """One limit, as far as this instance knows.
+
+    Args:
+        key: names what is counted, in Redis too.
+        limit: the most that may be used.
+        unit: what is counted: requests, tokens, pixel_steps, items or usd.
+        subject: what is limited, in words for callers.
+    """
+
+    kind: ClassVar[Kind]
+
+    def __init__(self, key: str, limit: float, unit: str, subject: str) -> None:
+        self.key = key
+        self.limit = limit
+        self.unit = unit
+        self.subject = subject
+        self.used = 0.0
+        """By all instances, when Redis was last asked."""
+        self.touched_s = 0.0
+        self._reset_at_s = 0.0
+        self._blocked_need = math.inf
+        self._blocked_until_s = 0.0
+        self._room_at_s = 0.0
+
+    @abstractmethod
+    def take(self, need: float, now_s: float) -> float | None:
+        """Takes `need` of what this instance has. Returns its period, or None: Redis must say."""
+
+    @abstractmethod
+    def take_alone(self, need: float, now_s: float, standing: Standing) -> float | None:
+        """Takes `need` while Redis is away. Returns its period, or None: it is too much."""
+
+    @abstractmethod
+    def give_back(self, amount: float, period: float, now_s: float) -> None:
+        """Gives back what was taken in `period` and not used. Negative: used besides."""
+
+    @abstractmethod
+    def ask(self, need: float, now_s: float) -> Ask:
+        """What to ask of Redis, for a request that needs so much. 0: only to give back."""
+
+    @abstractmethod
+    def accept(self, ask: Ask, answer: Answer, sent_s: float, *, need: float) -> None:
+        """Notes what Redis granted of `ask`, which was made at `sent_s` for `need`.
+
+        What is granted covers the need. Nothing is granted if another limit refused the request.
+        """
+
+    @abstractmethod
+    def abandon(self, ask: Ask, need: float) -> None:
+        """Notes that Redis did not answer."""
+
+    @abstractmethod
+    def is_due(self, now_s: float) -> bool:
+        """Whether there is something to give back now."""
+
+    @property
+    @abstractmethod
+    def is_idle(self) -> bool:
+        """Whether nothing would be lost with this object."""
+
+    def retry_after_s(self, now_s: float) -> float:
+        """Seconds until there is room for what was last refused."""
+        return max(0.0, self._room_at_s - now_s)
+
+    def reset_s(self, now_s: float) -> float:
+        """Seconds until nothing is used any more, if nothing else is."""
+        return max(0.0, self._reset_at_s - now_s)
+
+    @property
+    def remaining(self) -> float:
+        """What is left of the limit, as far as this instance knows."""
+        return max(0.0, self.limit - self.used)
+
+    def is_blocked(self, need: float, now_s: float) -> bool:
+        """Whether Redis has just refused as much."""
+        return need >= self._blocked_need and now_s < self._blocked_until_s
+
+    def _note(self, ask: Ask, answer: Answer, sent_s: float) -> None:
+        self.used, self.touched_s = answer.used, sent_s
+        self._reset_at_s = sent_s + answer.reset_ms / 1000
+        self._blocked_need = math.inf
+        if not answer.fits:
+            retry_s = answer.retry_ms / 1000
+            self._blocked_need = ask.need
+            self._blocked_until_s = sent_s + min(retry_s or BLOCK_S, BLOCK_S)
+            self._room_at_s = sent_s + retry_s
+
+
+class LeasedCounter(Counter):
+    """A limit of what is used within a time, in units that are used up."""
+
+    def __init__(self, key: str, limit: float, unit: str, subject: str) -> None:
+        super().__init__(key, limit, unit, subject)
+        self._left = 0.0
+        self._period = 0.0
+        self._ends_s = 0.0
+        self._spent = 0.0
+        """Of the current lease, or of the last one."""
+        self._returns: dict[float, float] = {}
+
+    def take(self, need: float, now_s: float) -> float | None:
+        """Takes `need` of the lease."""
+        if need > self._left or now_s >= self._ends_s:
+            return self._period if need <= 0 else None
+        self._left -= need
+        self._spent += need
+        return self._period
+
+    def give_back(self, amount: float, period: float, now_s: float) -> None:
+        """Into the lease if that is of the same period, else with the next round trip."""
+        if period == ALONE:
+            self._give_back_alone(amount)
+        elif period == self._period and now_s < self._ends_s and amount >= -self._left:
+            self._left += amount
+            self._spent -= amount
+        else:
+            self._return(period, amount)
+
+    def ask(self, need: float, now_s: float) -> Ask:
+        """Asks for twice what the last lease gave, if that ended a moment ago."""
+        self._retire()
+        is_recent = now_s < self._ends_s + RECENT_S
+        extra = 2 * max(self._spent, need) if need and is_recent else 0.0
+        returns, self._returns = list(self._returns.items()), {}
+        return Ask(self.key, self.kind, self.limit, need, extra, returns)
+
+    def accept(self, ask: Ask, answer: Answer, sent_s: float, *, need: float) -> None:
+        """Starts a lease with what was granted beyond the need."""
+        self._note(ask, answer, sent_s)
+        if answer.granted:
+            self._retire()
+            self._left, self._period = answer.granted - ask.need, answer.period
+            self._ends_s, self._spent = sent_s + LEASE_S, ask.need
+
+    def abandon(self, ask: Ask, need: float) -> None:
+        """Keeps what was to be given back for the next round trip."""
+        for period, amount in ask.returns:
+            self._return(period, amount)
+
+    def is_due(self, now_s: float) -> bool:
+        """What a lease leaves goes back when it ends."""
+        return bool(self._returns) or (self._left > 0 and now_s >= self._ends_s)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is to be given back."""
+        return not self._returns and self._left <= 0
+
+    @property
+    def remaining(self) -> float:
+        """What is left, the lease included."""
+        return max(0.0, self.limit - self.used + self._left)
+
+    @abstractmethod
+    def _give_back_alone(self, amount: float) -> None: ...
+
+    def _retire(self) -> None:
+        if self._left > 0:
+            self._return(self._period, self._left)
+        self._left = 0.0
+
+    def _return(self, period: float, amount: float) -> None:
+        self._returns[period] = self._returns.get(period, 0.0) + amount
+
+
+class WindowCounter(LeasedCounter):
+    """A limit of any minute."""
+
+    kind = "window"
+
+    def __init__(self, key: str, limit: float, unit: str, subject: str) -> None:
+        super().__init__(key, limit, unit, subject)
+        self._alone: deque[tuple[float, float]] = deque()
+        self._alone_used = 0.0
+
+    def take_alone(self, need: float, now_s: float, standing: Standing) -> float | None:
+        """Any minute has at most this instance's part of the limit."""
+        while self._alone and self._alone[0][0] <= now_s - MINUTE_S:
+            self._alone_used -= self._alone.popleft()[1]
+        room = part_of(self.limit, standing) - self._alone_used
+        if need > room:
+            self._room_at_s = (self._alone[0][0] if self._alone else now_s) + MINUTE_S
+            return None
+        if need > 0:
+            self._alone.append((now_s, need))
+            self._alone_used += need
+        self.used, self._reset_at_s = self.limit - room + need, now_s + MINUTE_S
+        return ALONE
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is to be given back, and nothing was used without Redis."""
+        return super().is_idle and not self._alone
+
+    def _give_back_alone(self, amount: float) -> None:
+        """Nothing: when in the minute it was used is not known any more."""
+
+
+class MonthCounter(LeasedCounter):
+    """A budget of a calendar month."""
+
+    kind = "month"
+
+    def __init__(self, key: str, limit: float, unit: str, subject: str) -> None:
+        super().__init__(key, limit, unit, subject)
+        self.period = 0.0
+        """The month, counted from year 0. 0: not known yet."""
+
+    def accept(self, ask: Ask, answer: Answer, sent_s: float, *, need: float) -> None:
+        """Notes the month as well."""
+        super().accept(ask, answer, sent_s, need=need)
+        self.period = answer.period
+
+    def take_alone(self, need: float, now_s: float, standing: Standing) -> float | None:
+        """This instance's part of what was left. Redis gets to know it afterwards."""
+        spent = -self._returns.get(ALONE, 0.0)
+        if need > (self.limit - self.used) / standing.instances - spent:
+            self._room_at_s = now_s
+            return None
+        self._return(ALONE, -need)
+        return ALONE
+
+    def _give_back_alone(self, amount: float) -> None:
+        self._return(ALONE, amount)
+
+
+class SlotCounter(Counter):
+    """A limit of items in flight. Slots that no item needs are kept for LEASE_S."""
+
+    kind = "slots"
+
+    def __init__(self, key: str, limit: float, unit: str, subject: str) -> None:
+        super().__init__(key, limit, unit, subject)
+        self.in_use = 0.0
+        self._held = 0.0
+        self._held_until_s = 0.0
+        self._spare_since_s = 0.0
+
+    def take(self, need: float, now_s: float) -> float | None:
+        """Takes slots that this instance holds."""
+        if self.in_use + need > self._held or now_s >= self._held_until_s:
+            return None
+        self.in_use += need
+        return 0.0
+
+    def take_alone(self, need: float, now_s: float, standing: Standing) -> float | None:
+        """At most this instance's part is in use."""
+        if self.in_use + need > part_of(self.limit, standing):
+            self._room_at_s = now_s
+            return None
+        self.in_use += need
+        return 0.0
+
+    def give_back(self, amount: float, period: float, now_s: float) -> None:
+        """Frees slots."""
+        self.in_use -= amount
+        self._spare_since_s = self.touched_s = now_s
+
+    def ask(self, need: float, now_s: float) -> Ask:
+        """Asks for all that this instance is to hold. `need` counts as in use until it is refused.
+
+        Asks are answered in order, so the last answer says what it holds.
+        """
+        self.in_use += need
+        extra = max(1.0, self.in_use) if need else 0.0
+        return Ask(self.key, self.kind, self.limit, self.in_use, extra)
+
+    def accept(self, ask: Ask, answer: Answer, sent_s: float, *, need: float) -> None:
+        """Notes how many slots it holds: fewer than asked for if the request was refused."""
+        self._note(ask, answer, sent_s)
+        self._held, self._held_until_s = answer.granted, sent_s + SLOTS_S * 0.9
+        self._spare_since_s = sent_s
+        if answer.granted < ask.need:
+            self.in_use -= need
+
+    def abandon(self, ask: Ask, need: float) -> None:
+        """What was asked for may be held or not: the next ask says how many are needed."""
+        self.in_use -= need
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether slots are spare, or their lifetime must be renewed."""
+        if self._held > self.in_use:
+            return now_s >= self._spare_since_s + LEASE_S
+        return self._held > 0 and now_s >= self._held_until_s - SLOTS_S / 2
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no slot is held."""
+        return not self.in_use and not self._held
+
+    def is_blocked(self, need: float, now_s: float) -> bool:
+        """Whether Redis has just refused as many."""
+        return super().is_blocked(self.in_use + need, now_s)
+
+
+def part_of(limit: float, standing: Standing) -> float:
+    """What one instance may let through alone. The parts of all instances add up to the limit."""
+    part, rest = divmod(limit, standing.instances)
+    return part + (1 if standing.rank < rest else 0)

@@ -1,0 +1,259 @@
+"""Decides whether a request is within the limits of its tenant, of its key and of its model.
+
+A request reserves what it will probably use of every limit at once, or is refused. Work and cost
+are known only when it ends: then the reservation is settled, and what was not used goes back.
+Callers without limits never come here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Self
+
+from api.limits.accounts import Account, Accounts
+from api.limits.counters import LEASE_S, Counter
+from api.limits.shown import Need, headers_of, refusal
+from api.limits.store import SLOTS_S, LimitStore, Standing
+from shared.errors import Unavailable
+from shared.tasks.base import Unit
+from shared.tenants.plan import Caller
+
+REGISTER_S = SLOTS_S / 3
+MOST_ASKS = 64
+"""Limits in one call of the script that gives back."""
+IDLE_S = 300.0
+CLOSE_LIMIT_S = 0.5
+
+
+class Demand:
+    """What a request will probably use."""
+
+    def __init__(self, unit: Unit, *, items: int, work: int, cost_usd: float) -> None:
+        self._amounts = {"requests": 1.0, "items": items, unit: work, "usd": cost_usd}
+
+    def of(self, counter: Counter) -> float:
+        """What it needs of one limit."""
+        return self._amounts[counter.unit]
+
+
+class Limiter:
+    """The limits of all callers, in this instance. An async context manager.
+
+    Args:
+        store: counts for all instances. The limiter opens and closes it.
+        instances: how many instances to reckon with until Redis has said it.
+        clock: returns monotonic seconds. Tests replace it.
+    """
+
+    def __init__(
+        self,
+        store: LimitStore,
+        *,
+        instances: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.store = store
+        self._clock = clock
+        self._standing = Standing(instances - 1, instances)
+        self._accounts = Accounts()
+        self._touched: set[Counter] = set()
+        self._is_touched = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        await self.store.__aenter__()
+        self._keeping = asyncio.create_task(self._keep())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._keeping.cancel()
+        await asyncio.wait([self._keeping])
+        with contextlib.suppress(Unavailable, TimeoutError):
+            async with asyncio.timeout(CLOSE_LIMIT_S):
+                await self.give_back(math.inf)
+                await self.store.leave()
+        await self.store.__aexit__(kind, error, trace)
+
+    def account(self, caller: Caller, model: str, unit: Unit) -> Account:
+        """What counts for a caller and a model whose work is counted in `unit`."""
+        return self._accounts.of(caller, model, unit)
+
+    def headers(self, account: Account) -> dict[str, str]:
+        """The `x-ratelimit-*` headers of an answer."""
+        return headers_of(account.counters, self._clock())
+
+    async def reserve(self, account: Account, demand: Demand) -> Reservation:
+        """Reserves what a request will probably use of all limits, or of none.
+
+        Raises:
+            RateLimited: a limit is reached. BudgetExceeded: it is the budget of the month.
+        """
+        reservation = Reservation(self)
+        needs = [Need(counter, demand.of(counter)) for counter in account.counters]
+        try:
+            lacking = self._take(reservation, needs)
+            if lacking and account.asking is not None:
+                # The answer may have enough for this request too.
+                await asyncio.wait([account.asking])
+                lacking = self._take(reservation, lacking)
+            if lacking:
+                await self._ask(reservation, account, lacking)
+        except BaseException:
+            reservation.cancel()
+            raise
+        return reservation
+
+    def _take(self, reservation: Reservation, needs: Sequence[Need]) -> list[Need]:
+        """Takes from leases. Returns what Redis must be asked for."""
+        now_s, lacking = self._clock(), []
+        for need in needs:
+            period = need.counter.take(need.amount, now_s)
+            if period is None:
+                lacking.append(need)
+            else:
+                reservation.note(need, period)
+        hopeless = [
+            need
+            for need in lacking
+            if need.amount > need.counter.limit or need.counter.is_blocked(need.amount, now_s)
+        ]
+        if hopeless:
+            raise refusal(hopeless, now_s)
+        return lacking
+
+    async def _ask(
+        self, reservation: Reservation, account: Account, lacking: Sequence[Need]
+    ) -> None:
+        """Asks Redis for all that is lacking at once, and takes alone if it does not answer."""
+        sent_s = self._clock()
+        asks = [counter.ask(amount, sent_s) for counter, amount in lacking]
+        asking = account.asking = asyncio.get_running_loop().create_future()
+        try:
+            answers = await self.store.take(asks)
+        except Unavailable:
+            for (counter, amount), ask in zip(lacking, asks, strict=True):
+                counter.abandon(ask, amount)
+            self._take_alone(reservation, lacking)
+            return
+        finally:
+            asking.set_result(None)
+            if account.asking is asking:
+                account.asking = None
+        for (counter, amount), ask, answer in zip(lacking, asks, answers, strict=True):
+            counter.accept(ask, answer, sent_s, need=amount)
+        refused = [need for need, answer in zip(lacking, answers, strict=True) if not answer.fits]
+        if refused:
+            self.touch(counter for counter, _ in lacking)
+            raise refusal(refused, self._clock())
+        for need, answer in zip(lacking, answers, strict=True):
+            reservation.note(need, answer.period)
+
+    def _take_alone(self, reservation: Reservation, lacking: Sequence[Need]) -> None:
+        now_s = self._clock()
+        for need in lacking:
+            period = need.counter.take_alone(need.amount, now_s, self._standing)
+            if period is None:
+                raise refusal([need], now_s)
+            reservation.note(need, period)
+
+    def touch(self, counters: Iterable[Counter]) -> None:
+        """Says that these may have something to give back soon."""
+        self._touched.update(counters)
+        self._is_touched.set()
+
+    def give_back_to(self, counter: Counter, amount: float, period: float) -> None:
+        """Gives back what a reservation did not use."""
+        counter.give_back(amount, period, self._clock())
+
+    async def register(self) -> None:
+        """Says that this instance counts, and learns how many others do.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        self._standing = await self.store.register()
+
+    async def give_back(self, now_s: float) -> None:
+        """Gives back to Redis what nobody needs at `now_s`, and renews slots.
+
+        Raises:
+            Unavailable: Redis did not answer. It is kept for the next time.
+        """
+        self._touched = {counter for counter in self._touched if not counter.is_idle}
+        due = [counter for counter in self._touched if counter.is_due(now_s)]
+        for start in range(0, len(due), MOST_ASKS):
+            part = due[start : start + MOST_ASKS]
+            sent_s = self._clock()
+            asks = [counter.ask(0, sent_s) for counter in part]
+            try:
+                answers = await self.store.take(asks)
+            except Unavailable:
+                for counter, ask in zip(part, asks, strict=True):
+                    counter.abandon(ask, 0)
+                raise
+            for counter, ask, answer in zip(part, asks, answers, strict=True):
+                counter.accept(ask, answer, sent_s, need=0)
+
+    async def _keep(self) -> None:
+        """Registers this instance, gives back what leases leave, and forgets idle callers."""
+        registered_s = -math.inf
+        while True:
+            with contextlib.suppress(Unavailable):
+                now_s = self._clock()
+                if now_s >= registered_s + REGISTER_S:
+                    registered_s = now_s
+                    self._accounts.forget(now_s - IDLE_S)
+                    await self.register()
+                await self.give_back(self._clock())
+            if not self._touched:
+                self._is_touched.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REGISTER_S):
+                    await self._is_touched.wait()
+            await asyncio.sleep(LEASE_S)
+
+
+class Reservation:
+    """What one request has taken. It is settled or canceled once, when the request ends."""
+
+    def __init__(self, limiter: Limiter) -> None:
+        self._limiter = limiter
+        self._taken: list[tuple[Need, float]] = []
+
+    def note(self, need: Need, period: float) -> None:
+        """Notes what was taken of one limit, and in which period."""
+        self._taken.append((need, period))
+
+    def settle(self, used: Demand) -> None:
+        """Ends the reservation: the request used so much, and nothing is in flight any more."""
+        for (counter, amount), period in self._taken:
+            left = amount - (0 if counter.unit == "items" else used.of(counter))
+            if left:
+                self._limiter.give_back_to(counter, left, period)
+        self._end()
+
+    def cancel(self) -> None:
+        """Ends the reservation of a request that used nothing."""
+        for (counter, amount), period in self._taken:
+            self._limiter.give_back_to(counter, amount, period)
+        self._end()
+
+    def leave(self) -> None:
+        """Ends it for work that goes on elsewhere: only the items in flight are given back."""
+        for (counter, amount), period in self._taken:
+            if counter.unit == "items":
+                self._limiter.give_back_to(counter, amount, period)
+        self._end()
+
+    def _end(self) -> None:
+        self._limiter.touch(need.counter for need, _ in self._taken)
+        self._taken = []

@@ -1,0 +1,93 @@
+"""How limits are told to callers: headers, and the words of a refusal, as OpenAI has them.
+
+https://platform.openai.com/docs/guides/rate-limits#rate-limits-in-headers
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from api.limits.counters import Counter
+from api.limits.errors import BudgetExceeded, RateLimited
+
+SHORTEST_RETRY_S, LONGEST_RETRY_S = 0.25, 60.0
+"""Bounds of `Retry-After`, as for an instance that is full (api/dispatch/admission.py)."""
+BUDGET_UNIT = "usd"
+SHOWN_UNITS = ("requests", "tokens", "pixel_steps")
+
+
+class Need(NamedTuple):
+    """What a request needs of one limit."""
+
+    counter: Counter
+    amount: float
+
+
+def headers_of(counters: Iterable[Counter], now_s: float) -> dict[str, str]:
+    """The headers `x-ratelimit-{limit,remaining,reset}-<unit>`.
+
+    If several limits have one unit (of the tenant, of the key, of the model), they show the one of
+    which least is left.
+    """
+    tightest: dict[str, Counter] = {}
+    for counter in counters:
+        if counter.unit in SHOWN_UNITS:
+            other = tightest.get(counter.unit)
+            if other is None or counter.remaining < other.remaining:
+                tightest[counter.unit] = counter
+    headers = {}
+    for unit, counter in tightest.items():
+        name = unit.replace("_", "-")
+        headers[f"x-ratelimit-limit-{name}"] = f"{counter.limit:.0f}"
+        headers[f"x-ratelimit-remaining-{name}"] = f"{math.floor(counter.remaining)}"
+        headers[f"x-ratelimit-reset-{name}"] = duration(counter.reset_s(now_s))
+    return headers
+
+
+def duration(seconds: float) -> str:
+    """A duration as OpenAI writes it: `6m0s`, `1s`, `17ms`. Rounded up."""
+    if seconds < 1:
+        milliseconds = math.ceil(seconds * 1000)
+        return "1s" if milliseconds == 1000 else f"{milliseconds}ms" if milliseconds else "0s"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes}m{rest}s"
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"
+
+
+def refusal(refused: Sequence[Need], now_s: float) -> RateLimited:
+    """The error for limits that leave no room for a request: of the one with the longest wait."""
+    counter, amount = max(refused, key=lambda need: need.counter.retry_after_s(now_s))
+    if counter.unit == BUDGET_UNIT:
+        return _over_budget(counter, amount, now_s)
+    name = counter.unit.replace("_", "-")
+    if amount > counter.limit:
+        return RateLimited(
+            f"Request too large for the limit of {counter.subject}: "
+            f"limit {counter.limit:.0f}, requested {amount:.0f} {name}",
+            unit=counter.unit,
+            retry_after_s=LONGEST_RETRY_S,
+            is_final=True,
+        )
+    retry_s = min(max(counter.retry_after_s(now_s), SHORTEST_RETRY_S), LONGEST_RETRY_S)
+    return RateLimited(
+        f"Rate limit reached for {counter.subject}: limit {counter.limit:.0f}, "
+        f"used {counter.used:.0f}, requested {amount:.0f}. "
+        f"Please try again in {duration(retry_s)}.",
+        unit=counter.unit,
+        retry_after_s=retry_s,
+    )
+
+
+def _over_budget(counter: Counter, amount: float, now_s: float) -> BudgetExceeded:
+    return BudgetExceeded(
+        "You exceeded your current quota, please check your plan and billing details. "
+        f"Budget in {counter.subject}: limit {counter.limit:g}, used {counter.used:.10g}, "
+        f"requested {amount:.10g}. It starts anew with the next month (UTC).",
+        unit=counter.unit,
+        retry_after_s=counter.retry_after_s(now_s),
+        is_final=True,
+    )

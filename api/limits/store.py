@@ -1,0 +1,161 @@
+"""Counts what all instances together let through, in Redis. One script takes from several limits.
+
+The script says how windows, months and slots are counted (take.lua). Redis's clock decides, so the
+clocks of instances need not agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
+from prometheus_client import Counter, Gauge
+
+from shared.errors import PenstockError
+from shared.stores.redis_client import RedisLink, RedisStore
+from shared.stores.redis_scripts import Script, load_script
+
+ERRORS = Counter(
+    "penstock_limits_errors_total",
+    "Round trips to Redis about limits that failed, by operation.",
+    ["operation"],
+)
+UP = Gauge(
+    "penstock_limits_redis_up",
+    "1 while Redis is being asked about limits, 0 while the breaker is open.",
+)
+Kind: TypeAlias = Literal["window", "month", "slots"]
+SLOTS_S = 30
+"""Slots and registrations of an instance that died are free after this time."""
+CLOCK = "api/limits/now.lua"
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """What an instance asks of one limit."""
+
+    key: str
+    kind: Kind
+    limit: float
+    need: float
+    """What the request needs. 0: only to give back. Of slots: how many to hold in all."""
+    extra: float = 0.0
+    """What it would like besides, if the limit is far from full."""
+    returns: list[tuple[float, float]] = []
+    """Periods, and what of them was taken and not used. Negative: used besides."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What became of one ask. If one of several does not fit, nothing is granted of any."""
+
+    granted: float
+    used: float
+    """By all instances, in the current window or month."""
+    period: float
+    fits: bool
+    retry_ms: float
+    """Until there is room for `need`."""
+    reset_ms: float
+    """Until nothing is used any more."""
+
+
+class Standing(NamedTuple):
+    """The place of an instance among those that count."""
+
+    rank: int
+    instances: int
+
+
+_answers = msgspec.json.Decoder(list[Answer])
+
+
+def scripts(clock: str = CLOCK) -> tuple[Script, Script]:
+    """The scripts that take and register, with a file that says what time it is."""
+    return (
+        load_script(clock, "api/limits/take.lua"),
+        load_script(clock, "api/limits/register.lua"),
+    )
+
+
+class LimitStore(RedisStore):
+    """The counts in one Redis. An async context manager that opens quickly, with or without Redis.
+
+    Args:
+        redis_url: `redis://`, `rediss://` or `unix://` URL, the same for all instances.
+        instance: the id of this instance.
+        prefix: the prefix of every key, for several deployments on one Redis.
+        timeout_s: the time limit of one round trip.
+        retry_s: the first pause before Redis is tried again after a failure.
+        clock: the file with Redis's time. Tests replace it.
+    """
+
+    def __init__(
+        self,
+        redis_url: str,
+        instance: str,
+        *,
+        prefix: str = "penstock:",
+        timeout_s: float = 0.1,
+        retry_s: float = 0.25,
+        clock: str = CLOCK,
+    ) -> None:
+        super().__init__(
+            RedisLink(
+                "limits",
+                redis_url,
+                timeout_s=timeout_s,
+                retry_s=retry_s,
+                up=UP,
+                errors=ERRORS,
+                field="records_url",
+            )
+        )
+        self._commands = self._link.commands("the store of limits")
+        self._take, self._register = scripts(clock)
+        self._instance = instance
+        self._prefix = f"{prefix}limits:"
+
+    async def take(self, asks: Sequence[Ask]) -> list[Answer]:
+        """Takes what all asks need, or nothing if one of them does not fit.
+
+        Raises:
+            Unavailable: Redis did not answer. It may have counted the asks all the same.
+        """
+        keys = [f"{self._prefix}{ask.kind}:{ask.key}" for ask in asks]
+        text = msgspec.json.encode(asks)
+        found = await self._commands.run_script(
+            self._take, keys, self._instance, SLOTS_S * 1000, text
+        )
+        answers = _answers.decode(found)
+        if len(answers) != len(asks):
+            raise PenstockError(f"{len(answers)} answers to {len(asks)} asks; this is a bug")
+        return answers
+
+    async def register(self) -> Standing:
+        """Says that this instance counts, for SLOTS_S, and returns its place among all.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        key = f"{self._prefix}instances"
+        rank, instances = await self._commands.run_script(
+            self._register, [key], self._instance, SLOTS_S * 1000
+        )
+        return Standing(int(rank), int(instances))
+
+    async def leave(self) -> None:
+        """Says that this instance counts no more.
+
+        Raises:
+            Unavailable: Redis did not answer. It counts for SLOTS_S.
+        """
+        await self._commands.run("ZREM", f"{self._prefix}instances", self._instance)
+
+    async def claim_warning(self, key: str, period: float, share: float) -> bool:
+        """Whether this caller is the first to warn about this share of a month's budget.
+
+        Raises:
+            Unavailable: Redis did not answer. It may have noted the warning all the same.
+        """
+        name = f"{self._prefix}month:{key}"
+        return bool(await self._commands.run("HSETNX", name, f"warned:{period:.0f}:{share}", "1"))

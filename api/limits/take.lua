@@ -1,0 +1,192 @@
+-- Takes from several limits at once, or from none of them. Follows now.lua.
+--
+-- KEYS: one for each limit
+-- ARGV: instance, lifetime of slots in ms, JSON: [{kind, limit, need, extra, returns}, ...]
+-- Returns JSON: [{granted, used, period, fits, retry_ms, reset_ms}, ...]. If one does not fit,
+-- nothing is granted.
+--
+-- kind: `window` (of a minute), `month` (a calendar month, UTC) or `slots` (held by instances).
+-- need: what the request needs. extra: what the instance would like beyond that, for later requests.
+-- It gets that from limits that are far from full: at most a SLICES-th part of what is left, and
+-- nothing where that is less than the need.
+-- returns: [[period, amount], ...], what was taken in a period and not used. Negative: used besides.
+-- Period -1 is the current one. Of slots, need is how many the instance holds in all, not how many it
+-- adds, so a lost answer does no harm.
+--
+-- A window is a hash with the amount of each bucket, their sum, and the first and the last bucket.
+-- It covers a minute, the bucket that is not over, and the LEASE_BUCKETS for which an instance may
+-- still use what it has taken. So no 60 seconds see more than the limit.
+
+local BUCKET_MS, LEASE_BUCKETS, SLICES = 250, 1, 64
+local BUCKETS = 60000 / BUCKET_MS + 1 + LEASE_BUCKETS
+local ROUNDING_USD = 1e-9 -- sums of doubles
+
+local instance, slots_ms, asked = ARGV[1], tonumber(ARGV[2]), cjson.decode(ARGV[3])
+
+local function whole(number) return string.format('%.0f', number) end
+
+local windows = {}
+
+function windows.open(key)
+  local found = redis.call('HMGET', key, 'first', 'last', 'used')
+  local now = math.floor(now_ms / BUCKET_MS)
+  local first, last, used =
+    tonumber(found[1] or now), tonumber(found[2] or now), tonumber(found[3] or 0)
+  now = math.max(now, last) -- the clock of a Redis that took over may be behind
+  local gone = now - BUCKETS
+  if last <= gone then
+    redis.call('DEL', key)
+    first, used = now, 0
+  elseif first <= gone then
+    local left = {}
+    for bucket = first, gone do left[#left + 1] = whole(bucket) end
+    for _, amount in ipairs(redis.call('HMGET', key, unpack(left))) do
+      used = used - tonumber(amount or 0)
+    end
+    redis.call('HDEL', key, unpack(left))
+    first = gone + 1
+  end
+  return {used = used, period = now, first = first}
+end
+
+function windows.give_back(key, state, period, amount)
+  if period < state.first or period > state.period then return end
+  local field = whole(period)
+  amount = math.min(amount, tonumber(redis.call('HGET', key, field) or 0))
+  redis.call('HINCRBY', key, field, whole(-amount))
+  state.used = math.max(0, state.used - amount)
+end
+
+function windows.take(key, state, amount)
+  if amount > 0 then redis.call('HINCRBY', key, whole(state.period), whole(amount)) end
+  state.used = state.used + amount
+  if redis.call('EXISTS', key) == 0 then return end
+  redis.call('HSET', key, 'first', whole(state.first), 'last', whole(state.period),
+    'used', whole(state.used))
+  redis.call('PEXPIRE', key, BUCKETS * BUCKET_MS)
+end
+
+function windows.retry_ms(key, state, one)
+  local wanted = state.used + one.need - one.limit
+  for bucket = state.first, state.period do
+    wanted = wanted - tonumber(redis.call('HGET', key, whole(bucket)) or 0)
+    if wanted <= 0 then return (bucket + BUCKETS) * BUCKET_MS - now_ms end
+  end
+  return BUCKETS * BUCKET_MS
+end
+
+function windows.reset_ms(key, state)
+  if state.used <= 0 then return 0 end
+  return (state.period + BUCKETS) * BUCKET_MS - now_ms
+end
+
+-- Days of the civil calendar: howardhinnant.github.io/date_algorithms.html, civil_from_days and back.
+local function month_of(unix_ms)
+  local shifted = math.floor(unix_ms / 86400000) + 719468
+  local era = math.floor(shifted / 146097)
+  local day = shifted - era * 146097
+  local year = math.floor(
+    (day - math.floor(day / 1460) + math.floor(day / 36524) - math.floor(day / 146096)) / 365)
+  local of_year = day - (365 * year + math.floor(year / 4) - math.floor(year / 100))
+  local month = math.floor((5 * of_year + 2) / 153)
+  return (era * 400 + year) * 12 + month + 2 -- months since year 0, January is 0
+end
+
+local function start_ms(months)
+  local year, month = math.floor((months - 2) / 12), (months - 2) % 12
+  local era = math.floor(year / 400)
+  local of_era = year - era * 400
+  local day = math.floor((153 * month + 2) / 5)
+    + of_era * 365 + math.floor(of_era / 4) - math.floor(of_era / 100)
+  return (era * 146097 + day - 719468) * 86400000
+end
+
+local months = {}
+
+function months.open(key)
+  local month, found = month_of(now_ms), redis.call('HMGET', key, 'month', 'used')
+  if tonumber(found[1] or -1) ~= month then
+    redis.call('DEL', key)
+    return {used = 0, period = month}
+  end
+  return {used = tonumber(found[2] or 0), period = month}
+end
+
+function months.give_back(_, state, period, amount)
+  if period == state.period or period == -1 then state.used = math.max(0, state.used - amount) end
+end
+
+function months.take(key, state, amount)
+  state.used = state.used + amount
+  redis.call('HSET', key, 'month', whole(state.period), 'used', string.format('%.17g', state.used))
+end
+
+function months.retry_ms(_, state) return start_ms(state.period + 1) - now_ms end
+
+function months.reset_ms(_, state) return start_ms(state.period + 1) - now_ms end
+
+local slots = {}
+
+function slots.open(key)
+  local used, own, entries = 0, 0, redis.call('HGETALL', key)
+  for at = 1, #entries, 2 do
+    local held, ends_ms = string.match(entries[at + 1], '^(%d+) (%d+)$')
+    if tonumber(ends_ms) <= now_ms then
+      redis.call('HDEL', key, entries[at])
+    elseif entries[at] == instance then
+      own = tonumber(held)
+    else
+      used = used + tonumber(held)
+    end
+  end
+  return {used = used, own = own, period = 0}
+end
+
+function slots.give_back() end
+
+function slots.take(key, state, amount)
+  if amount > 0 then
+    redis.call('HSET', key, instance, whole(amount) .. ' ' .. whole(now_ms + slots_ms))
+    redis.call('PEXPIRE', key, slots_ms)
+  else
+    redis.call('HDEL', key, instance)
+  end
+  state.used = state.used + amount
+end
+
+function slots.retry_ms() return 0 end
+
+function slots.reset_ms() return 0 end
+
+local kinds = {window = windows, month = months, slots = slots}
+local states, all_fit = {}, true
+for index, one in ipairs(asked) do
+  local kind, key = kinds[one.kind], KEYS[index]
+  local state = kind.open(key)
+  for _, back in ipairs(one.returns) do kind.give_back(key, state, back[1], back[2]) end
+  local room = one.limit - state.used + (one.kind == 'month' and ROUNDING_USD or 0)
+  state.fits = one.need <= math.max(state.own or 0, room)
+  all_fit = all_fit and state.fits
+  states[index] = state
+end
+
+local answers = {}
+for index, one in ipairs(asked) do
+  local kind, key, state = kinds[one.kind], KEYS[index], states[index]
+  local granted = 0
+  if all_fit then
+    local slice = math.max(0, one.limit - state.used - one.need) / SLICES
+    if one.kind ~= 'month' then slice = math.floor(slice) end
+    if one.kind ~= 'slots' and slice < one.need then slice = 0 end -- near the limit it is exact
+    granted = one.need + math.min(one.extra, slice)
+  elseif one.kind == 'slots' then
+    granted = state.own
+  end
+  local retry_ms = state.fits and 0 or kind.retry_ms(key, state, one)
+  kind.take(key, state, granted)
+  answers[index] = {
+    granted = granted, used = state.used, period = state.period, fits = state.fits,
+    retry_ms = retry_ms, reset_ms = kind.reset_ms(key, state),
+  }
+end
+return cjson.encode(answers)
