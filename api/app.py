@@ -31,6 +31,8 @@ from api.inputs.codec_pool import CodecPool
 from api.inputs.files import Files
 from api.inputs.image_codec import ImageCodec
 from api.inputs.source_pictures import SourcePictures
+from api.limits.limiter import Limiter
+from api.limits.store import LimitStore
 from api.predictions.event_stream import EventStreams
 from api.predictions.results import ResultFetcher
 from api.predictions.sender import PredictionSender
@@ -176,12 +178,17 @@ async def _open(
     pool = await opened.enter_async_context(
         CodecPool(settings.picture_processes, settings.picture_budget_bytes)
     )
+    limits = LimitStore(settings.records_redis_url, instance)
+    limiter = await opened.enter_async_context(
+        Limiter(limits, instances=max(1, settings.inbox_pool))
+    )
     refusals = Refusals(row_sink, api_instance=instance, region=settings.region)
     return _dependencies(
         configuration,
         admission,
         dispatcher,
         refusals,
+        limiter,
         readiness,
         idempotency,
         predictions,
@@ -194,6 +201,7 @@ def _dependencies(
     admission: Admission,
     dispatcher: Dispatcher,
     refusals: Refusals,
+    limiter: Limiter,
     readiness: Readiness,
     idempotency: IdempotencyService,
     predictions: Predictions,
@@ -209,6 +217,7 @@ def _dependencies(
         admission=admission,
         dispatcher=dispatcher,
         refusals=refusals,
+        limiter=limiter,
         objects=configuration.objects,
         url_signer=configuration.url_signer,
         image_codec=image_codec,

@@ -85,6 +85,32 @@ class KeyInUse(PenstockError):
         super().__init__(field="idempotency-key")
 
 
+class RateLimited(Overloaded):
+    """A limit of the plan is reached.
+
+    Args:
+        message: which limit, of what, and when to try again.
+        unit: what it counts: requests, tokens, pixel_steps, items or usd.
+        retry_after_s: when there is room again.
+        is_final: whether the same request can't get through by waiting a little.
+    """
+
+    code = "rate_limit_exceeded"
+
+    def __init__(
+        self, message: str, *, unit: str, retry_after_s: float, is_final: bool = False
+    ) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.unit = unit
+        self.is_final = is_final
+
+
+class BudgetExceeded(RateLimited):
+    """The budget of the month is spent."""
+
+    code = "insufficient_quota"
+
+
 class ClientGone(Canceled):
     """The caller closed the connection before the answer was there."""
 
@@ -116,6 +142,8 @@ ERROR_MAPPINGS = {
     "request_too_large": ErrorMapping(413, "invalid_request_error"),
     "idempotency_key_reused": ErrorMapping(422, "invalid_request_error"),
     "overloaded": ErrorMapping(429, "rate_limit_error"),
+    "rate_limit_exceeded": ErrorMapping(429, "rate_limit_error"),
+    "insufficient_quota": ErrorMapping(429, "insufficient_quota"),
     "request_headers_too_large": ErrorMapping(431, "invalid_request_error"),
     "canceled": ErrorMapping(499, "invalid_request_error"),
     "model_failed": ErrorMapping(500, "server_error", retry=False),
@@ -176,7 +204,9 @@ def set_error_code(request: Request, error: Exception) -> None:
 def error_response(error: PenstockError) -> Response:
     """The response with `error` in OpenAI's shape."""
     mapping = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"])
-    body = ErrorReply(ErrorDetail(error.message, mapping.type, error.field, error.code))
+    # OpenAI names the limit in the type.
+    kind = error.unit if type(error) is RateLimited else mapping.type
+    body = ErrorReply(ErrorDetail(error.message, kind, error.field, error.code))
     return Response(
         msgspec.json.encode(body), mapping.status, headers_for(error), "application/json"
     )
@@ -191,6 +221,8 @@ def headers_for(error: PenstockError) -> dict[str, str]:
     if isinstance(error, Overloaded):
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
         headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
+        if isinstance(error, RateLimited) and error.is_final:
+            headers["x-should-retry"] = "false"
     elif mapping.status in (409, 503):
         headers["retry-after"] = str(math.ceil(SHORT_RETRY_S))
     elif mapping.status == 401:

@@ -16,6 +16,7 @@ from api.idempotency.service import IdempotencyService
 from api.inputs.files import Files
 from api.inputs.image_codec import ImageCodec
 from api.inputs.source_pictures import SourcePictures
+from api.limits.limiter import Limiter
 from api.predictions.event_stream import EventStreams
 from api.predictions.results import ResultFetcher
 from api.predictions.service import Predictions
@@ -35,6 +36,7 @@ class Dependencies:
     admission: Admission
     dispatcher: Dispatcher
     refusals: Refusals
+    limiter: Limiter
     objects: ObjectStore
     url_signer: UrlSigner
     image_codec: ImageCodec

@@ -39,7 +39,12 @@ _EXPOSED_HEADERS = (
         "x-penstock-cost-usd",
         "x-penstock-total-ms",
     ),
-    "x-penstock-seed",
+    *("x-penstock-seed", "x-penstock-lane"),
+    *(
+        f"x-ratelimit-{kind}-{unit}"
+        for unit in ("requests", "tokens", "pixel-steps")
+        for kind in ("limit", "remaining", "reset")
+    ),
 )
 _PREFLIGHT_MAX_AGE_S = 7200
 """Chromium's limit."""

@@ -27,6 +27,7 @@ from api.http.middleware import RequestContext, context_of
 from api.http.request import open_request
 from api.http.scopes import check_model
 from api.idempotency.service import IdempotentRequest, StoredResponse
+from api.limits.shown import LIMITS_PREFIX
 from api.schemas.openai_replies import ErrorReply
 
 REPLAYED = "idempotent-replayed"
@@ -121,11 +122,15 @@ def _response(stored: StoredResponse, context: RequestContext, *, is_replayed: b
     context.model = stored.model
     if stored.status >= 400 and not context.error_code:
         context.error_code = msgspec.json.decode(stored.body, type=ErrorReply).error.code
-    headers = stored.headers | _of_replay(stored) if is_replayed else stored.headers
+    headers = _of_replay(stored) if is_replayed else stored.headers
     return Response(stored.body, stored.status, headers)
 
 
 def _of_replay(stored: StoredResponse) -> dict[str, str]:
-    """The headers of a replay that are not those of the first answer: it is charged once."""
-    is_charged = COST_HEADER in stored.headers
-    return {REPLAYED: "true"} | ({COST_HEADER: "0", DEVICE_HEADER: "0.000"} if is_charged else {})
+    """The headers of a replay. It is charged once, and takes nothing of the caller's limits."""
+    kept = {
+        name: value for name, value in stored.headers.items() if not name.startswith(LIMITS_PREFIX)
+    }
+    if COST_HEADER in kept:
+        kept |= {COST_HEADER: "0", DEVICE_HEADER: "0.000"}
+    return kept | {REPLAYED: "true"}

@@ -48,8 +48,10 @@ _DESCRIPTIONS = {
     413: "The body is too large.",
     422: "The request is not valid; `invalid_fields` names the fields.",
     429: (
-        "Too many items are waiting, or the answer would come too late; "
-        "try again after `Retry-After` seconds."
+        "Too many items are waiting, or the answer would come too late, "
+        "or a limit of your plan is reached (`rate_limit_exceeded`): "
+        "try again after `Retry-After` seconds. "
+        "Or the budget of the month is spent (`insufficient_quota`)."
     ),
     500: "The model could not compute the result.",
     503: "A service that this needs is out of reach; try again after `Retry-After` seconds.",
@@ -145,8 +147,9 @@ def creation_responses() -> Responses:
             reply,
             "Location",
             "Idempotent-Replayed",
+            *openapi_headers.OF_LIMITS,
         ),
-        201: success("The new prediction.", reply, "Location"),
+        201: success("The new prediction.", reply, "Location", *openapi_headers.OF_LIMITS),
     }
     return answers | problems(*CREATION_ERRORS)
 

@@ -71,6 +71,7 @@ def _of_answers(description: str, schema: Described) -> Described:
 
 
 _AMOUNT = {"type": "number", "minimum": 0}
+_COUNT = {"type": "integer", "minimum": 0}
 _SECONDS = {"type": "integer", "minimum": 0}
 ANSWERED: dict[str, Described] = {
     "X-Request-Id": _of_answers("The id that you sent, or else one of ours.", {"type": "string"}),
@@ -91,6 +92,10 @@ ANSWERED: dict[str, Described] = {
     "X-Penstock-Cost-Usd": _of_answers(
         "What the request is charged, in US dollars. 0 for an answer that is repeated.", _AMOUNT
     ),
+    "X-Penstock-Lane": _of_answers(
+        "`batch` where the plan of the caller has no higher priority.",
+        {"type": "string", "enum": ["batch"]},
+    ),
     "X-Penstock-Truncated-Tokens": _of_answers(
         "How many tokens were cut: of all texts where the request has `truncate`, "
         "of the prompts where it is an image.",
@@ -102,13 +107,33 @@ ANSWERED: dict[str, Described] = {
     ),
     "Location": _of_answers("The URL of the prediction.", {"type": "string", "format": "uri"}),
     "Retry-After": _of_answers("Seconds after which to try again.", _SECONDS),
+    **{
+        f"X-Ratelimit-{kind}-{unit}": _of_answers(
+            words.format(unit=unit.lower()) + " Only where your plan has such a limit.", schema
+        )
+        for unit in ("Requests", "Tokens", "Pixel-Steps")
+        for kind, words, schema in (
+            ("Limit", "The {unit} that you may use in any minute.", _COUNT),
+            ("Remaining", "What is left of the {unit} in this minute.", _COUNT),
+            (
+                "Reset",
+                "Until none of the {unit} count as used any more.",
+                {"type": "string", "examples": ["1s", "6m0s", "17ms"]},
+            ),
+        )
+    },
     "X-Should-Retry": _of_answers(
         "`false`: do not retry on your own.", {"type": "string", "enum": ["false"]}
     ),
     "WWW-Authenticate": _of_answers("How to authenticate.", {"type": "string", "enum": ["Bearer"]}),
 }
 ALWAYS = ("X-Request-Id", "X-Penstock-Total-Ms")
+OF_LIMITS = (
+    "X-Penstock-Lane",
+    *(name for name in ANSWERED if name.startswith("X-Ratelimit-")),
+)
 OF_INFERENCE = (
+    *OF_LIMITS,
     *("X-Penstock-Cache", "X-Penstock-Queue-Ms", "X-Penstock-Batch-Ms", "X-Penstock-Inference-Ms"),
     *("X-Penstock-Device-Ms", "X-Penstock-Cost-Usd"),
     "Idempotent-Replayed",
@@ -117,7 +142,7 @@ OF_STATUS = {
     401: ("WWW-Authenticate",),
     408: ("X-Should-Retry",),
     409: ("Retry-After",),
-    429: ("Retry-After",),
+    429: ("Retry-After", "X-Should-Retry", *OF_LIMITS),
     500: ("X-Should-Retry",),
     503: ("Retry-After",),
     504: ("X-Should-Retry",),

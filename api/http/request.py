@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -15,8 +15,9 @@ from api.dispatch.demand import Demand
 from api.dispatch.request import InferenceRequest, InferenceResponse, RequestOptions
 from api.http.dependencies import Dependencies, dependencies_of
 from api.http.disconnect import while_connected
+from api.http.limited_request import LimitedRequest
 from api.http.middleware import RequestContext, context_of
-from api.http.request_options import read_options
+from api.http.request_options import LANE_HEADER, read_options
 from api.http.scopes import check_model, check_scope
 from api.inputs.json_limits import check_amount
 from shared.catalog import Model
@@ -69,7 +70,7 @@ class ApiRequest:
         """Computes `inputs`, and adds the headers of the answer to the context.
 
         Raises:
-            PenstockError: an item failed, or the request was refused.
+            PenstockError: an item failed, or the request was refused. RateLimited: by its plan.
             ClientGone: the caller hung up.
         """
         context = self.context
@@ -85,13 +86,21 @@ class ApiRequest:
             is_repeatable=is_repeatable,
             options=self.options,
         )
-        response = await while_connected(
-            self.http.receive, self.dependencies.dispatcher.dispatch(request)
-        )
+        async with self.limited(model, inputs) as limited:
+            response = await while_connected(
+                self.http.receive, self.dependencies.dispatcher.dispatch(request)
+            )
+            limited.settle(response.price, response.outcomes)
         context.has_rows = True
         context.headers |= response.headers()
         response.raise_failed()
         return response
+
+    def limited(self, model: Model, inputs: Sequence[Input]) -> LimitedRequest:
+        """A block that runs within the limits of the caller. See LimitedRequest."""
+        return LimitedRequest(
+            self.dependencies.limiter, self.caller, model, inputs, self.context.headers
+        )
 
     def check_room(self, model: Model, items: int) -> None:
         """Refuses now what `infer` would refuse, before the route prepares inputs.
@@ -174,6 +183,10 @@ def open_request(request: Request) -> ApiRequest:
     if context.options is None:
         context.options = read_options(request.scope["headers"], context.received_at_s)
     call.options = context.options
+    if call.caller.max_priority == "batch" and not call.options.lane:
+        # The plan has no other lane. Clients that know nothing of lanes work all the same.
+        call.options = context.options = replace(call.options, lane="batch")
+        context.headers[LANE_HEADER] = "batch"
     return call
 
 

@@ -180,8 +180,9 @@ class LeasedCounter(Counter):
 
     @property
     def remaining(self) -> float:
-        """What is left, the lease included."""
-        return max(0.0, self.limit - self.used + self._left)
+        """What is left, with the lease and with what is to be given back or counted besides."""
+        own = self._left + sum(self._returns.values())
+        return min(self.limit, max(0.0, self.limit - self.used + own))
 
     @abstractmethod
     def _give_back_alone(self, amount: float) -> None: ...

@@ -31,10 +31,17 @@ CLOSE_LIMIT_S = 0.5
 
 
 class Demand:
-    """What a request will probably use."""
+    """What a request will probably use, or has used.
 
-    def __init__(self, unit: Unit, *, items: int, work: int, cost_usd: float) -> None:
-        self._amounts = {"requests": 1.0, "items": items, unit: work, "usd": cost_usd}
+    Args:
+        unit: what its work is counted in.
+        items: how many of them are in flight.
+        work: tokens or pixel-steps. Parts count as whole.
+        cost_usd: what it is charged.
+    """
+
+    def __init__(self, unit: Unit, *, items: int, work: float, cost_usd: float) -> None:
+        self._amounts = {"requests": 1.0, "items": items, unit: math.ceil(work), "usd": cost_usd}
 
     def of(self, counter: Counter) -> float:
         """What it needs of one limit."""
@@ -150,9 +157,9 @@ class Limiter:
                 account.asking = None
         for (counter, amount), ask, answer in zip(lacking, asks, answers, strict=True):
             counter.accept(ask, answer, sent_s, need=amount)
+        self.touch(counter for counter, _ in lacking)
         refused = [need for need, answer in zip(lacking, answers, strict=True) if not answer.fits]
         if refused:
-            self.touch(counter for counter, _ in lacking)
             raise refusal(refused, self._clock())
         for need, answer in zip(lacking, answers, strict=True):
             reservation.note(need, answer.period)
@@ -242,15 +249,19 @@ class Reservation:
         self._end()
 
     def cancel(self) -> None:
-        """Ends the reservation of a request that used nothing."""
+        """Ends the reservation of a request that was not taken on: nothing counts."""
         for (counter, amount), period in self._taken:
             self._limiter.give_back_to(counter, amount, period)
         self._end()
 
-    def leave(self) -> None:
-        """Ends it for work that goes on elsewhere: only the items in flight are given back."""
+    def leave(self, *, is_charged: bool) -> None:
+        """Ends it without knowing what was used: it counts as reserved. Nothing is in flight here.
+
+        Args:
+            is_charged: whether the budget pays for it. It does not if the caller hung up.
+        """
         for (counter, amount), period in self._taken:
-            if counter.unit == "items":
+            if counter.unit == "items" or (counter.unit == "usd" and not is_charged):
                 self._limiter.give_back_to(counter, amount, period)
         self._end()
 

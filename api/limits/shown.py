@@ -9,12 +9,13 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from api.errors import BudgetExceeded, RateLimited
 from api.limits.counters import Counter
-from api.limits.errors import BudgetExceeded, RateLimited
 
 SHORTEST_RETRY_S, LONGEST_RETRY_S = 0.25, 60.0
 """Bounds of `Retry-After`, as for an instance that is full (api/dispatch/admission.py)."""
 BUDGET_UNIT = "usd"
+LIMITS_PREFIX = "x-ratelimit-"
 SHOWN_UNITS = ("requests", "tokens", "pixel_steps")
 
 
@@ -40,9 +41,9 @@ def headers_of(counters: Iterable[Counter], now_s: float) -> dict[str, str]:
     headers = {}
     for unit, counter in tightest.items():
         name = unit.replace("_", "-")
-        headers[f"x-ratelimit-limit-{name}"] = f"{counter.limit:.0f}"
-        headers[f"x-ratelimit-remaining-{name}"] = f"{math.floor(counter.remaining)}"
-        headers[f"x-ratelimit-reset-{name}"] = duration(counter.reset_s(now_s))
+        headers[f"{LIMITS_PREFIX}limit-{name}"] = f"{counter.limit:.0f}"
+        headers[f"{LIMITS_PREFIX}remaining-{name}"] = f"{math.floor(counter.remaining)}"
+        headers[f"{LIMITS_PREFIX}reset-{name}"] = duration(counter.reset_s(now_s))
     return headers
 
 

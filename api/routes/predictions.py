@@ -33,6 +33,7 @@ from api.schemas.replicate_replies import PredictionReply, PredictionsPage
 from shared.catalog import Model
 from shared.errors import BadInput
 from shared.predictions import body_of
+from shared.usage.charge import price_of
 
 router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
 
@@ -216,11 +217,19 @@ async def _create(
         call, body, model, owner=owner, own_id=own_id, deployment=deployment
     )
     wait_s = max(0.0, call.options.wait_s - EARLY_S)
-    async with dependencies.predictions.creating(new, waits=wait_s > 0) as creation:
+    async with (
+        call.limited(model, [item.input for item in new.items]) as limited,
+        dependencies.predictions.creating(new, waits=wait_s > 0) as creation,
+    ):
+        limited.go_on()
+        if not creation.is_new:
+            limited.settle(price_of(model), [])
         if wait_s:
             # A caller that hangs up leaves here, and the prediction continues.
             waiting = creation.wait(wait_s - context.total_ms / 1000)
             await while_connected(call.http.receive, waiting)
+        if creation.is_new and (reply := creation.snapshot.record.reply) is not None:
+            limited.settle(price_of(model), reply.outcomes)
     return _created(dependencies, creation.snapshot, is_new=creation.is_new)
 
 

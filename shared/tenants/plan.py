@@ -5,13 +5,14 @@ A limit of None means that there is none. Whatever a key uses counts for its ten
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Usd = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Priority: TypeAlias = Literal["interactive", "batch"]
 LIGHTEST, HEAVIEST = 0.01, 1000.0
 MOST_WARNINGS = 8
 LONGEST_WEBHOOK = 2048
@@ -34,7 +35,7 @@ class Limits(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Items that may wait for workers at the same time, in all instances together."""
     budget_usd_per_month: Usd | None = None
     """What it may spend in a calendar month (UTC). Requests beyond that are refused."""
-    max_priority: Literal["interactive", "batch"] = "interactive"
+    max_priority: Priority = "interactive"
     """The highest priority. `batch`: all its requests go to the batch lane."""
 
     @property
@@ -89,3 +90,14 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     """The models that the key may use. None: all."""
     scopes: frozenset[str] | None = None
     """What the key may do. None: everything but administration."""
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether anything is counted for this caller."""
+        return not (self.plan.are_none and (self.key_limits is None or self.key_limits.are_none))
+
+    @property
+    def max_priority(self) -> Priority:
+        """The highest priority that plan and key allow."""
+        keys_own = "interactive" if self.key_limits is None else self.key_limits.max_priority
+        return "batch" if "batch" in (self.plan.max_priority, keys_own) else "interactive"

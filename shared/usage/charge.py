@@ -50,11 +50,24 @@ def charged_share(price: ItemPrice, outcome: ItemOutcome) -> float:
     """
     if outcome.status != "succeeded":
         return 0.0
-    of_result = price.cached_share if outcome.receipt.cache in SHARED else 1.0
-    return of_result * price.price_share
+    return _share_of_result(price, outcome) * price.price_share
 
 
-def list_price_usd(price: ItemPrice, tokens: int | None, pixel_steps: int | None) -> float:
+def charged_work(price: ItemPrice, outcome: ItemOutcome) -> float:
+    """Returns the tokens or pixel-steps that count for limits, whatever the request pays."""
+    if outcome.status != "succeeded":
+        return 0.0
+    work = (outcome.receipt.tokens or 0) + (outcome.receipt.pixel_steps or 0)
+    return _share_of_result(price, outcome) * work
+
+
+def _share_of_result(price: ItemPrice, outcome: ItemOutcome) -> float:
+    return price.cached_share if outcome.receipt.cache in SHARED else 1.0
+
+
+def list_price_usd(
+    price: ItemPrice, tokens: int | None = None, pixel_steps: int | None = None
+) -> float:
     """Returns what so much work costs before any share."""
     return (
         (tokens or 0) * price.per_million_tokens_usd

@@ -10,6 +10,7 @@ from shared.catalog_entry import Cache, Price
 from tests.api.harness import CATALOG, TEXT_MODEL, running_api, settings_for
 from tests.api.predicting import TEXT, until_over
 from tests.api.test_tenant_cache import ACME, OTHER, Deployment, deployed
+from tests.keys import bearer
 from tests.workers.worker_harness import MODEL
 
 pytestmark = pytest.mark.anyio
@@ -26,7 +27,7 @@ async def _ask(one: Deployment, key: str, *texts: str) -> tuple[str, float, floa
     answer = await one.here.http.post(
         "/v1/embeddings",
         json={"model": MODEL.name, "input": list(texts)},
-        headers={"authorization": key, "x-penstock-deadline-ms": "60000"},
+        headers=bearer(key) | {"x-penstock-deadline-ms": "60000"},
     )
     headers = answer.headers
     return (

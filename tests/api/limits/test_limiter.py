@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from api.limits.errors import BudgetExceeded, RateLimited
+from api.errors import BudgetExceeded, RateLimited
 from api.limits.limiter import Demand, Limiter, Reservation
 from api.limits.store import Answer
 from infra.local.redis_server import RedisServer

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from api.limits.errors import RateLimited
+from api.errors import RateLimited
 from api.limits.limiter import Demand, Limiter, Reservation
 from api.limits.store import Answer
 from infra.local.redis_server import RedisServer

@@ -1,0 +1,274 @@
+"""Limits of plans and keys, as callers meet them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from api.limits.shown import duration
+from shared.catalog import Catalog
+from shared.catalog_entry import Price
+from shared.tenants.plan import Limits, Plan, Rates
+from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.api.predicting import TEXT, WAIT
+from tests.keys import bearer, key_for, keys_url, stored
+
+pytestmark = pytest.mark.anyio
+MODEL = TEXT_MODEL.name
+PRICED = Catalog(
+    (
+        TEXT_MODEL.model_copy(update={"price": Price(per_million_tokens_usd=1000.0)}),
+        IMAGE_MODEL,
+    )
+)
+"""A token costs a tenth of a cent. FakeWorker counts the words of a text and two more."""
+
+
+@asynccontextmanager
+async def limited_api(
+    tmp_path: Path,
+    redis_url: str,
+    plan: Plan,
+    key_limits: Limits | None = None,
+    **settings: object,
+) -> AsyncIterator[ApiUnderTest]:
+    """An API in which the key `a` is of the tenant acme, which has this plan."""
+    url = keys_url(
+        tmp_path,
+        plans={"theirs": plan},
+        tenants={"acme": "theirs"},
+        keys=[stored("a", "acme", limits=key_limits)],
+        other="other",
+    )
+    given = settings_for(tmp_path, redis_url=redis_url, keys_url=url, **settings)
+    async with running_api(given, catalog=PRICED) as api:
+        yield api
+
+
+async def embed(api: ApiUnderTest, *texts: str, key: str = "a", **headers: str) -> httpx.Response:
+    return await api.http.post(
+        "/v1/embeddings",
+        json={"model": MODEL, "input": list(texts)},
+        headers=bearer(key) | {name.replace("_", "-"): value for name, value in headers.items()},
+    )
+
+
+def limits_in(answer: httpx.Response) -> dict[str, str]:
+    return {
+        name.removeprefix("x-ratelimit-"): value
+        for name, value in answer.headers.items()
+        if name.startswith("x-ratelimit-")
+    }
+
+
+async def test_headers_are_those_of_openai(tmp_path: Path, redis_url: str) -> None:
+    plan = Plan(requests_per_min=60, tokens_per_min=1000)
+    async with limited_api(tmp_path, redis_url, plan) as api:
+        answer = await embed(api, "one two three")
+        assert limits_in(answer) == {
+            "limit-requests": "60",
+            "remaining-requests": "59",
+            "reset-requests": "1m1s",
+            "limit-tokens": "1000",
+            "remaining-tokens": "995",
+            "reset-tokens": "1m1s",
+        }
+        assert not limits_in(await embed(api, "one", key="other"))
+
+
+async def test_refusal_is_what_openais_client_expects(tmp_path: Path, redis_url: str) -> None:
+    async with limited_api(tmp_path, redis_url, Plan(requests_per_min=2)) as api:
+        client = api.openai(api_key=key_for("a"))
+        for text in ("one", "two"):
+            await client.embeddings.create(model=MODEL, input=text)
+        with pytest.raises(openai.RateLimitError) as refused:
+            await client.embeddings.create(model=MODEL, input="three")
+        error, headers = refused.value, refused.value.response.headers
+        assert (error.code, error.type, error.param) == ("rate_limit_exceeded", "requests", None)
+        assert "requests per minute of tenant 'acme': limit 2, used 2, requested 1" in error.message
+        assert 59 <= int(headers["retry-after"]) <= 60
+        assert headers["x-ratelimit-remaining-requests"] == "0"
+        assert len(api.worker.jobs) == 2
+        rows = [row for row in api.rows if row.status == "refused"]
+        assert [(row.error_code, row.cost_usd) for row in rows] == [("rate_limit_exceeded", 0.0)]
+
+
+async def test_refusal_has_replicates_shape_on_its_routes(tmp_path: Path, redis_url: str) -> None:
+    async with limited_api(tmp_path, redis_url, Plan(requests_per_min=1)) as api:
+        first, second = [
+            await api.http.post("/v1/predictions", json=TEXT, headers=bearer("a")) for _ in range(2)
+        ]
+        assert first.status_code == 201
+        assert limits_in(first)["remaining-requests"] == "0"
+        assert second.status_code == 429
+        body = second.json()
+        assert (body["title"], body["status"]) == ("Too Many Requests", 429)
+        assert "requests per minute" in body["detail"]
+        assert int(second.headers["retry-after"]) > 50
+
+
+async def test_key_has_less_than_its_tenant(tmp_path: Path, redis_url: str) -> None:
+    plan, few = Plan(requests_per_min=100), Limits(requests_per_min=1)
+    async with limited_api(tmp_path, redis_url, plan, few) as api:
+        answers = [await embed(api, "one"), await embed(api, "two")]
+        assert [answer.status_code for answer in answers] == [200, 429]
+        assert limits_in(answers[0])["limit-requests"] == "1"
+        assert "of key '" in answers[1].json()["error"]["message"]
+
+
+async def test_work_is_settled_by_what_is_charged(tmp_path: Path, redis_url: str) -> None:
+    """A hit is free here, so it counts nothing. A failed text counts nothing either."""
+    async with limited_api(tmp_path, redis_url, Plan(tokens_per_min=1000)) as api:
+        text = "w " * 100
+        left = [
+            limits_in(await embed(api, *texts))["remaining-tokens"]
+            for texts in ((text,), (text,), ("broken",), ("a b", "c"))
+        ]
+        assert left == ["898", "898", "898", "891"]
+
+
+async def test_replay_takes_nothing(tmp_path: Path, redis_url: str) -> None:
+    async with limited_api(tmp_path, redis_url, Plan(requests_per_min=2)) as api:
+        first = await embed(api, "one", idempotency_key="k")
+        again = [await embed(api, "one", idempotency_key="k") for _ in range(5)]
+        assert [answer.status_code for answer in (first, *again)] == [200] * 6
+        assert limits_in(first)["remaining-requests"] == "1"
+        assert not limits_in(again[0])
+        assert limits_in(await embed(api, "two"))["remaining-requests"] == "0"
+
+
+async def test_wrong_requests_take_nothing(tmp_path: Path, redis_url: str) -> None:
+    async with limited_api(tmp_path, redis_url, Plan(requests_per_min=1)) as api:
+        for _ in range(3):
+            assert (await embed(api)).status_code == 400
+        assert (await embed(api, "one")).status_code == 200
+
+
+async def test_request_that_finds_no_room_takes_nothing(tmp_path: Path, redis_url: str) -> None:
+    plan = Plan(requests_per_min=3, tokens_per_min=1000)
+    async with limited_api(tmp_path, redis_url, plan, max_in_flight=1) as api:
+        api.worker.go.clear()
+        waiting = asyncio.create_task(embed(api, "one"))
+        await api.worker.until_taken(1)
+        refused = [await embed(api, f"text {number}") for number in range(4)]
+        api.worker.go.set()
+        await waiting
+        assert {answer.json()["error"]["code"] for answer in refused} == {"overloaded"}
+        assert limits_in(await embed(api, "last"))["remaining-requests"] == "1"
+
+
+async def test_items_in_flight_are_bounded(tmp_path: Path, redis_url: str) -> None:
+    async with limited_api(tmp_path, redis_url, Plan(max_in_flight=3)) as api:
+        api.worker.go.clear()
+        waiting = asyncio.create_task(embed(api, "one", "two"))
+        await api.worker.until_taken(1)
+        refused = await embed(api, "three", "four")
+        assert refused.json()["error"]["type"] == "items"
+        other = asyncio.create_task(embed(api, "theirs", key="other"))
+        await api.worker.until_taken(2)
+        api.worker.go.set()
+        assert [(await one).status_code for one in (waiting, other)] == [200, 200]
+        assert (await embed(api, "three", "four", "five")).status_code == 200
+        assert (await embed(api, "1", "2", "3", "4")).headers["x-should-retry"] == "false"
+
+
+async def test_spent_budget_is_insufficient_quota(tmp_path: Path, redis_url: str) -> None:
+    """Three words cost half a cent."""
+    async with limited_api(tmp_path, redis_url, Plan(budget_usd_per_month=0.011)) as api:
+        answers = [await embed(api, f"one two {number}") for number in range(3)]
+        assert [answer.status_code for answer in answers] == [200, 200, 429]
+        error = answers[-1].json()["error"]
+        assert (error["type"], error["code"]) == ("insufficient_quota", "insufficient_quota")
+        assert "US dollars per month of tenant 'acme': limit 0.011, used 0.01" in error["message"]
+        assert answers[-1].headers["x-should-retry"] == "false"
+        assert int(answers[-1].headers["retry-after"]) > 0
+        assert (await embed(api, "one two 1")).status_code == 429, "a hit is reserved in full"
+        assert (await embed(api, "one", key="other")).status_code == 200
+
+
+async def test_prediction_is_settled_if_its_end_is_waited_for(
+    tmp_path: Path, redis_url: str
+) -> None:
+    async with limited_api(tmp_path, redis_url, Plan(tokens_per_min=1000)) as api:
+        headers = bearer("a")
+        long_text = {"version": MODEL, "input": {"text": "x" * 400}}
+        waited = await api.http.post("/v1/predictions", json=long_text, headers=headers | WAIT)
+        assert limits_in(waited)["remaining-tokens"] == "997"
+        created = await api.http.post("/v1/predictions", json=long_text, headers=headers)
+        assert limits_in(created)["remaining-tokens"] == str(997 - 102)
+
+
+async def test_plan_of_batch_lowers_the_priority(tmp_path: Path, redis_url: str) -> None:
+    async with limited_api(tmp_path, redis_url, Plan(max_priority="batch")) as api:
+        for headers in ({}, {"x_penstock_lane": "interactive"}, {"x_penstock_lane": "batch"}):
+            answer = await embed(api, f"one {headers}", **headers)
+            assert answer.status_code == 200
+        assert [job.envelope.lane for job in api.worker.jobs] == ["batch"] * 3
+        assert (await embed(api, "say it")).headers["x-penstock-lane"] == "batch"
+        assert "x-penstock-lane" not in (await embed(api, "one", key="other")).headers
+
+
+async def test_images_are_counted_in_pixel_steps(tmp_path: Path, redis_url: str) -> None:
+    body: dict[str, Any] = {"prompt": "a cat", "size": "64x64", "n": 2, "seed": 1}
+    plan = Plan(pixel_steps_per_min=64 * 64 * 100, tokens_per_min=5)
+    async with limited_api(tmp_path, redis_url, plan) as api:
+        body["num_inference_steps"] = 20
+        answers = [
+            await api.http.post(
+                "/v1/images/generations", json=body | {"seed": seed}, headers=bearer("a")
+            )
+            for seed in (1, 10, 20)
+        ]
+        assert [answer.status_code for answer in answers] == [200, 200, 429]
+        assert limits_in(answers[1])["remaining-pixel-steps"] == str(64 * 64 * 20)
+        assert answers[2].json()["error"]["type"] == "pixel_steps"
+
+
+async def test_one_model_may_have_less(tmp_path: Path, redis_url: str) -> None:
+    plan = Plan(per_model={MODEL: Rates(requests_per_min=1)})
+    async with limited_api(tmp_path, redis_url, plan) as api:
+        assert [(await embed(api, text)).status_code for text in ("a", "b")] == [200, 429]
+
+
+async def test_limits_hold_without_redis(tmp_path: Path) -> None:
+    async with limited_api(tmp_path, "redis://127.0.0.1:1/0", Plan(requests_per_min=3)) as api:
+        found = [(await embed(api, f"text {number}")).status_code for number in range(5)]
+        assert found == [200, 200, 200, 429, 429]
+
+
+async def test_caller_who_hangs_up_has_used_the_request(tmp_path: Path, redis_url: str) -> None:
+    plan = Plan(requests_per_min=5, tokens_per_min=1000, max_in_flight=1)
+    async with limited_api(tmp_path, redis_url, plan) as api:
+        api.worker.go.clear()
+        gone = asyncio.create_task(embed(api, "x" * 400))
+        await api.worker.until_taken(1)
+        gone.cancel()
+        await asyncio.wait([gone])
+        await api.until_idle()
+        api.worker.go.set()
+        after = limits_in(await embed(api, "one two"))
+        assert after["remaining-requests"] == "3"
+        assert after["remaining-tokens"] == str(1000 - 102 - 4)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0, "0s"),
+        (0.0005, "1ms"),
+        (0.017, "17ms"),
+        (0.9999, "1s"),
+        (1, "1s"),
+        (1.2, "2s"),
+        (60, "1m0s"),
+        (360, "6m0s"),
+        (86_399, "23h59m59s"),
+    ],
+)
+def test_durations_are_written_as_openai_does(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown
