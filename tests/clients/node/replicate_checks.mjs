@@ -135,6 +135,12 @@ await run({
     assert.ok(names.includes(EMBEDDER) && names.includes(PAINTER));
     assert.equal((await replicate.deployments.get("any", EMBEDDER)).name, EMBEDDER);
   },
+  "account, hardware and deployments": async () => {
+    assert.ok((await replicate.accounts.current()).username);
+    assert.ok((await replicate.hardware.list()).length > 0);
+    const { results } = await replicate.deployments.list();
+    assert.ok(results.some((deployment) => deployment.name === EMBEDDER));
+  },
   "wrong input names the field": async () => {
     await assert.rejects(replicate.run(imageRef, { input: { seed: 1 } }), (error) => {
       return error.response.status === 422 && error.message.includes("input.prompt");

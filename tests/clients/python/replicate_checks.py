@@ -183,6 +183,13 @@ def models_listed_and_found() -> None:
 
 
 @check
+def account_hardware_and_deployments() -> None:
+    assert client.accounts.current().username
+    assert client.hardware.list()
+    assert EMBEDDER in {deployment.name for deployment in client.deployments.list()}
+
+
+@check
 def wrong_input_names_the_field() -> None:
     with raises(ReplicateError) as caught:
         client.run(IMAGE_REF, input={"seed": 1})
