@@ -16,6 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from infra import keys
 from infra.local.ports import Ports
 from shared.errors import ConfigurationError, PenstockError
 
@@ -50,6 +51,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich" if sys.stdout.isatty() else None,
 )
+app.add_typer(keys.keys, name="keys")
+app.add_typer(keys.tenants, name="tenants")
+app.add_typer(keys.plans, name="plans")
 
 
 def main() -> None:

@@ -93,8 +93,8 @@ class ApiSettings(Settings):
     """The key that signs links to results. Empty: a random key per process, so links end with it.
     """
     keys_url: str = ""
-    """Where API keys, tenants and plans are: file:///PATH. Empty: no key is required, everyone is
-    the tenant `default`, and the API listens on loopback only.
+    """Where API keys, tenants and plans are: file:///PATH, redis://HOST or rediss://HOST. Empty: no
+    key is required, everyone is the tenant `default`, and the API listens on loopback only.
     """
     max_in_flight: int = Field(1024, ge=1)
     """Items of this instance that may wait for a worker. Above that: 429, except for tenants that

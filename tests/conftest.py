@@ -16,10 +16,12 @@ from api.idempotency.store import IdempotencyStore
 from infra.local.process import Process, free_port, listens
 from infra.local.redis_server import RedisServer
 from shared.stores.cache import ResultCache
+from shared.stores.key_redis import KeyRedis
 from shared.stores.records import Records
 from tests.limits import REDIS_LIMIT_S, START_LIMIT_S, TEST_LIMIT_S
 
 HEAVY = (
+    "api/test_keys_in_redis.py",
     "api/test_openapi_fuzzed.py",
     "api/test_process.py",
     "bench/test_gpu.py",
@@ -104,7 +106,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _patient_redis(monkeypatch: pytest.MonkeyPatch) -> None:
     """Redis may be slow on a busy machine; a test of how slow it may be gives its own limit."""
-    for kind in (ResultCache, Records, IdempotencyStore):
+    for kind in (ResultCache, Records, IdempotencyStore, KeyRedis):
         monkeypatch.setitem(kind.__init__.__kwdefaults__ or {}, "timeout_s", REDIS_LIMIT_S)
 
 

@@ -77,11 +77,11 @@ class ApiKeys:
     """
 
     def __init__(self, directory: LiveDirectory, clock: Callable[[], float] = time.time) -> None:
-        self._directory = directory
+        self.directory = directory
         self._clock = clock
 
     async def __aenter__(self) -> Self:
-        await self._directory.__aenter__()
+        await self.directory.__aenter__()
         return self
 
     async def __aexit__(
@@ -90,7 +90,7 @@ class ApiKeys:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self._directory.__aexit__(kind, error, trace)
+        await self.directory.__aexit__(kind, error, trace)
 
     def caller_of(self, headers: RawHeaders) -> Caller:
         """Returns the caller of a request with these headers, whose names are in lower case.
@@ -105,17 +105,19 @@ class ApiKeys:
         key = parse_key(sent.pop())
         if key is None:
             raise _denied("malformed", _NOT_VALID)
-        directory = self._directory.current()
+        directory = self.directory.current()
         if directory is None:
-            raise Unavailable(f"the API keys can't be checked: {self._directory.status()}")
-        state, caller = directory.find(key, self._clock())
+            raise Unavailable(f"the API keys can't be checked: {self.directory.status()}")
+        now_s = self._clock()
+        state, caller = directory.find(key, now_s)
         if state == "valid":
+            self.directory.uses[key.id] = int(now_s)
             return caller
         raise _denied(state, _NOT_VALID if state == "unknown" else f"the API key is {state}")
 
     def keys_status(self) -> str:
         """`ok`, or the reason why no key can be checked."""
-        return self._directory.status()
+        return self.directory.status()
 
 
 _NOT_VALID = "the API key is not valid"

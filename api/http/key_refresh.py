@@ -23,6 +23,8 @@ from shared.tenants.key_store import KeyStore, StoredDocument
 REFRESH_S = 2.0
 """A change takes effect within this time and that of a read."""
 READ_LIMIT_S = 2.0
+NOTE_USES_S = 60.0
+"""Uses of keys are written down this often."""
 STALE_LIMIT_S = 86_400.0
 """Nobody can revoke a key where the store can't be reached. After a day that weighs more than going
 on. Expiry needs no store.
@@ -65,6 +67,8 @@ class LiveDirectory:
         self._version = ""
         self._current_s = clock()
         self._failure: PenstockError | None = None
+        self.uses: dict[str, int] = {}
+        """When keys were last used, by id in Unix seconds, as far as not written down."""
         if (first := store.read_at_start()) is not None:
             self._take(first)
 
@@ -82,6 +86,7 @@ class LiveDirectory:
     ) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        await self.note_uses()
         await self.store.__aexit__(kind, error, trace)
 
     def current(self) -> Directory | None:
@@ -129,7 +134,20 @@ class LiveDirectory:
             )
         self._failure = error
 
+    async def note_uses(self) -> None:
+        """Writes down which keys were used since the last time. What can't be written waits."""
+        uses, self.uses = self.uses, {}
+        try:
+            async with asyncio.timeout(READ_LIMIT_S):
+                await self.store.note_uses(uses)
+        except (TimeoutError, Unavailable):
+            self.uses = uses | self.uses
+
     async def _run(self) -> None:
+        noted_s = self._clock()
         while True:
             await asyncio.sleep(self._refresh_s)
             await self.refresh()
+            if self._clock() - noted_s >= NOTE_USES_S:
+                noted_s = self._clock()
+                await self.note_uses()

@@ -7,16 +7,25 @@ from urllib.parse import unquote, urlsplit
 
 from shared.errors import ConfigurationError
 from shared.stores.key_file import KeyFile
+from shared.stores.key_redis import KeyRedis
 from shared.tenants.key_store import KeyStore
 
 
-def key_store(url: str) -> KeyStore:
+def key_store(url: str, *, is_writable: bool = False) -> KeyStore:
     """The store at `url`, not open.
+
+    Args:
+        url: `file:///PATH`, or a URL of Redis.
+        is_writable: whether a file may be changed here. Redis always may.
 
     Raises:
         ConfigurationError: the URL names no store.
     """
     parts = urlsplit(url)
     if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
-        return KeyFile(Path(unquote(parts.path)))
-    raise ConfigurationError("PENSTOCK_KEYS_URL: is not file:///PATH", field="keys_url")
+        return KeyFile(Path(unquote(parts.path)), is_writable=is_writable)
+    if parts.scheme in ("redis", "rediss", "unix"):
+        return KeyRedis(url)
+    raise ConfigurationError(
+        "PENSTOCK_KEYS_URL: is not file:///PATH, redis://HOST or rediss://HOST", field="keys_url"
+    )

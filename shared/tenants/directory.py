@@ -64,6 +64,7 @@ class StoredKey(
     limits: Limits | None = None
     expires_s: Seconds | None = None
     revoked_s: Seconds | None = None
+    """When it was revoked. It is refused from then on, whatever the clock of an instance says."""
 
 
 class StoredTenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -99,7 +100,7 @@ class _Entry(NamedTuple):
     previous_hash: bytes
     previous_until_s: float
     expires_s: float
-    revoked_s: float
+    is_revoked: bool
     caller: Caller
 
 
@@ -126,8 +127,8 @@ class Directory:
         is_current = hmac.compare_digest(given, entry.hash)
         is_previous = hmac.compare_digest(given, entry.previous_hash)
         is_known = is_current | (is_previous & (now_s < entry.previous_until_s))
-        is_revoked, is_expired = now_s >= entry.revoked_s, now_s >= entry.expires_s
-        return Found(_STATES[is_known][2 * is_revoked + is_expired], entry.caller)
+        place = 2 * entry.is_revoked + (now_s >= entry.expires_s)
+        return Found(_STATES[is_known][place], entry.caller)
 
 
 _STATES: tuple[tuple[KeyState, ...], tuple[KeyState, ...]] = (
@@ -140,8 +141,10 @@ _NOBODY = _Entry(
     secrets.token_bytes(SALT_BYTES),
     secrets.token_bytes(HASH_BYTES),
     _NO_HASH,
-    *(0.0, math.inf, math.inf),
-    Caller(),
+    previous_until_s=0.0,
+    expires_s=math.inf,
+    is_revoked=False,
+    caller=Caller(),
 )
 """Compared in place of a key that is not there."""
 
@@ -161,7 +164,7 @@ def _entry(key: StoredKey, document: Document) -> _Entry:
         bytes.fromhex(key.previous_hash) or _NO_HASH,
         key.previous_until_s,
         math.inf if key.expires_s is None else key.expires_s,
-        math.inf if key.revoked_s is None else key.revoked_s,
+        key.revoked_s is not None,
         caller,
     )
 

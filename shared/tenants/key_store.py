@@ -2,8 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
+
+import msgspec
+
+from shared.errors import PenstockError, Unavailable
+
+MOST_ACTS = 10_000
+"""Acts of administration that a store keeps."""
+
+
+HOW_TO_START = "`penstock keys init` creates a directory of keys"
+
+
+class NoDirectory(Unavailable):
+    """There is no directory of keys."""
+
+
+class KeysReadOnly(PenstockError):
+    """Keys can't be changed here."""
+
+    code = "keys_read_only"
 
 
 class StoredDocument(NamedTuple):
@@ -14,11 +35,37 @@ class StoredDocument(NamedTuple):
     data: bytes
 
 
+class Act(msgspec.Struct, frozen=True, kw_only=True):
+    """One act of administration. It has no secrets."""
+
+    at_s: float
+    """Unix time."""
+    actor: str
+    """`key <id>`, or `user <name>` of the command line."""
+    address: str
+    """The network address of the caller, or the name of the machine of the command line."""
+    action: str
+    """What was done, such as `key.create`."""
+    target: str
+    """The key id, tenant or plan."""
+    before: dict[str, Any] | None = None
+    after: dict[str, Any] | None = None
+
+
+class NotedAct(NamedTuple):
+    """An act with its place in the log."""
+
+    id: str
+    act: Act
+
+
 class KeyStore(Protocol):
     """One store of the directory. An async context manager that opens without waiting."""
 
     source: str
     """What it is called in messages."""
+    read_only: str
+    """Why it can't be changed here. Empty if it can."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -41,6 +88,48 @@ class KeyStore(Protocol):
         """Reads the directory. Returns None if it still has this version.
 
         Raises:
-            Unavailable: the store is out of reach, or has no directory.
+            NoDirectory: the store has none.
+            Unavailable: the store is out of reach.
+        """
+        ...
+
+    async def replace(self, version: str, data: bytes, act: Act) -> bool:
+        """Replaces the directory and notes the act, both or neither.
+
+        Args:
+            version: the one that it must still have. Empty: there must be none yet.
+            data: the new directory.
+            act: what changes.
+
+        Returns:
+            Whether it had that version.
+
+        Raises:
+            KeysReadOnly: it can't be changed here.
+            Unavailable: the store is out of reach.
+        """
+        ...
+
+    async def acts(self, limit: int, before: str = "") -> list[NotedAct]:
+        """The acts before this one, newest first. An empty `before` starts with the newest.
+
+        Raises:
+            Unavailable: the store is out of reach.
+        """
+        ...
+
+    async def note_uses(self, used_s: Mapping[str, int]) -> None:
+        """Notes when keys were last used, by id in Unix seconds. Earlier times change nothing.
+
+        Raises:
+            Unavailable: the store is out of reach.
+        """
+        ...
+
+    async def uses(self) -> dict[str, int]:
+        """When keys were last used, by id in Unix seconds. Empty where it is not kept.
+
+        Raises:
+            Unavailable: the store is out of reach.
         """
         ...

@@ -11,10 +11,9 @@ from prometheus_client import REGISTRY
 from api.errors import Unauthorized
 from api.http.auth import ApiKeys
 from api.http.key_refresh import STALE_LIMIT_S, LiveDirectory
-from shared.errors import ConfigurationError, PenstockError, Unavailable
+from shared.errors import ConfigurationError, Unavailable
 from shared.stores.key_stores import key_store
-from tests.api.harness import running_api, settings_for
-from tests.keys import bearer, key_for, keys_url
+from tests.keys import key_for, keys_url
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -137,16 +136,3 @@ async def test_keys_outlive_their_source_for_a_day(tmp_path: Path) -> None:
         with pytest.raises(Unavailable, match="No such file"):
             gets_in(keys, "a")
         assert "No such file" in keys.keys_status()
-
-
-async def test_not_ready_while_no_keys_are_known(tmp_path: Path) -> None:
-    async with running_api(settings_for(tmp_path, keys_url=keys_url(tmp_path, a="acme"))) as api:
-        assert (await api.http.get("/readyz")).json()["keys"] == "ok"
-        access = api.dependencies.access
-        assert isinstance(access, ApiKeys)
-        access._directory._directory = None
-        answer = await api.http.get("/v1/models", headers=bearer("a"))
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
-        assert answer.headers["retry-after"]
-        with pytest.raises(PenstockError):
-            access.caller_of([(b"x-api-key", key_for("a").encode())])

@@ -23,6 +23,12 @@ locals {
         severity = "WARNING"
         title    = "Cache: Redis out of reach"
       }
+      keys-unread = {
+        duration = "120s"
+        query    = "min(penstock_keys_up) < 1"
+        severity = "CRITICAL"
+        title    = "Keys: can't be read"
+      }
       model-process-deaths = {
         duration = "0s"
         query    = "sum by (worker) (increase(penstock_worker_model_process_deaths_total[15m])) > 3"

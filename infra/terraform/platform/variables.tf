@@ -25,12 +25,13 @@ variable "alerts" {
 }
 
 variable "api" {
-  description = "The API on Cloud Run, and for how long it keeps predictions and answers to Idempotency-Keys. Without an image there is none yet: the first apply makes the registry that it is pushed to."
+  description = "The API on Cloud Run, and for how long it keeps predictions and answers to Idempotency-Keys. With keys_in_redis API keys are in the Redis of the records, where the admin API can change them. Without an image there is none yet: the first apply makes the registry that it is pushed to."
   type = object({
     concurrency        = optional(number, 80)
     cpu                = optional(number, 2)
     idempotency_keep_s = optional(number, 86400)
     image              = optional(string)
+    keys_in_redis      = optional(bool, false)
     max_in_flight      = optional(number, 1024)
     max_instances      = optional(number, 4)
     memory             = optional(string, "1Gi")

@@ -7,7 +7,7 @@ locals {
     PENSTOCK_HOST                  = "0.0.0.0"
     PENSTOCK_IDEMPOTENCY_KEEP_S    = tostring(var.api.idempotency_keep_s)
     PENSTOCK_INBOX_POOL            = tostring(var.inboxes.count)
-    PENSTOCK_KEYS_URL              = "file:///etc/penstock-keys/keys.json"
+    PENSTOCK_KEYS_URL              = var.api.keys_in_redis ? var.records_url : "file:///etc/penstock-keys/keys.json"
     PENSTOCK_MAX_IN_FLIGHT         = tostring(var.api.max_in_flight)
     PENSTOCK_METRICS_PORT          = "9464"
     PENSTOCK_MODELS_FILE           = "/etc/penstock/models.yaml"

@@ -6,6 +6,7 @@ variable "api" {
     cpu                = optional(number, 2)
     idempotency_keep_s = optional(number, 86400)
     image              = optional(string)
+    keys_in_redis      = optional(bool, false)
     max_in_flight      = optional(number, 1024)
     max_instances      = optional(number, 4)
     memory             = optional(string, "1Gi")

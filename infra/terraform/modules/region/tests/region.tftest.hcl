@@ -108,6 +108,32 @@ run "two_redis" {
   }
 }
 
+run "keys_in_a_file" {
+  command = plan
+
+  assert {
+    condition     = output.environment["PENSTOCK_KEYS_URL"] == "file:///etc/penstock-keys/keys.json"
+    error_message = "Keys are read from the mounted secret."
+  }
+}
+
+run "keys_in_redis" {
+  command = plan
+
+  variables {
+    api = {
+      image           = "europe-west4-docker.pkg.dev/p/penstock/api@sha256:0"
+      keys_in_redis   = true
+      service_account = "api@example-project.iam.gserviceaccount.com"
+    }
+  }
+
+  assert {
+    condition     = output.environment["PENSTOCK_KEYS_URL"] == var.records_url
+    error_message = "All regions have the same keys: those of the records' Redis."
+  }
+}
+
 run "budgets_of_the_records" {
   command = plan
 

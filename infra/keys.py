@@ -1,0 +1,284 @@
+"""`penstock keys`, `penstock tenants` and `penstock plans`: changes to the directory of keys."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import json
+import re
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from shared.errors import BadInput, ConfigurationError
+
+if TYPE_CHECKING:
+    from shared.tenants.administration import Administration, IssuedKey
+    from shared.tenants.key_store import KeyStore
+
+Done = TypeVar("Done")
+Made = TypeVar("Made")
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for a program")]
+KeyId = Annotated[str, typer.Argument(metavar="ID", help="the public part of the key")]
+Fields = Annotated[
+    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="as in docs/keys.md")
+]
+DEFAULT_OVERLAP = "24h"
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_DURATION = re.compile(r"([0-9]{1,9})([smhd])")
+
+keys = typer.Typer(help="API keys.", no_args_is_help=True)
+tenants = typer.Typer(help="Tenants and their plans.", no_args_is_help=True)
+plans = typer.Typer(help="Plans: limits and weights.", no_args_is_help=True)
+
+
+@keys.command("init")
+def start_directory(
+    source: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="an exported directory")
+    ] = None,
+) -> None:
+    """Create the directory of keys, once."""
+    from shared.tenants.directory import Document, decode_document
+
+    document = Document() if source is None else decode_document(source.read_bytes(), str(source))
+    _administer(lambda admin, store: admin.start_directory(document))
+    typer.echo(f"created a directory with {len(document.keys)} keys")
+
+
+@keys.command("export")
+def export_directory() -> None:
+    """Print the directory: hashes, tenants and plans."""
+    from shared.tenants.directory import encode_document
+
+    document = _administer(lambda admin, store: admin.read())
+    typer.echo(encode_document(document))
+
+
+@keys.command("create")
+def create_key(
+    tenant: Annotated[str, typer.Option(help="whose key it is")],
+    name: Annotated[str, typer.Option(help="what it is for")],
+    scope: Annotated[list[str] | None, typer.Option(help="what it may do (default: all)")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="a model it may use")] = None,
+    expires_in: Annotated[str, typer.Option(metavar="TIME", help="such as 90d or 12h")] = "",
+    limit: Annotated[
+        list[str] | None, typer.Option(metavar="FIELD=VALUE", help="a limit of this key alone")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Create a key. It is shown once."""
+    from shared.tenants.administration import KeyRequest
+    from shared.tenants.directory import SCOPES
+    from shared.tenants.plan import Limits
+
+    if unknown := set(scope or ()) - set(SCOPES):
+        raise BadInput(f"scope: {unknown.pop()!r} is not one of {', '.join(SCOPES)}")
+    request = KeyRequest(
+        tenant,
+        name,
+        tuple(one for one in SCOPES if one in (scope or ("all",))),
+        tuple(model) if model else None,
+        _struct(Limits, limit) if limit else None,
+        int(time.time()) + _seconds(expires_in, "expires-in") if expires_in else None,
+    )
+    _show_issued(_administer(lambda admin, store: admin.create_key(request)), as_json=as_json)
+
+
+@keys.command("list")
+def list_keys(
+    tenant: Annotated[str, typer.Option(help="only the keys of this tenant")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """List keys, without their secrets."""
+    from shared.tenants.administration import ended, redacted, shown
+
+    async def read(admin: Administration, store: KeyStore) -> list[dict[str, Any]]:
+        document, uses = await admin.read(), await store.uses()
+        return [
+            shown(key)
+            | {"state": ended(key, time.time()) or "valid", "last_used_s": uses.get(key.id)}
+            for key in document.keys
+            if tenant in ("", key.tenant)
+        ]
+
+    found = _administer(read)
+    heads = ("key", "tenant", "name", "scopes", "models", "state", "created", "expires", "used")
+    rows = [
+        (
+            redacted(key["id"]),
+            key["tenant"],
+            key["name"],
+            " ".join(key.get("scopes", ("all",))),
+            " ".join(key.get("models", ())) or "all",
+            key["state"],
+            *(_time(key.get(name)) for name in ("created_s", "expires_s", "last_used_s")),
+        )
+        for key in found
+    ]
+    _print(found, heads, rows, as_json=as_json)
+
+
+@keys.command("rotate")
+def rotate_key(
+    key_id: KeyId,
+    overlap: Annotated[
+        str, typer.Option(metavar="TIME", help="how long the old secret still works")
+    ] = DEFAULT_OVERLAP,
+    as_json: AsJson = False,
+) -> None:
+    """Give a key a new secret, which is shown once."""
+    overlap_s = _seconds(overlap, "overlap")
+    issued = _administer(lambda admin, store: admin.rotate_key(key_id, overlap_s))
+    _show_issued(issued, as_json=as_json)
+
+
+@keys.command("revoke")
+def revoke_key(key_id: KeyId) -> None:
+    """End a key for good."""
+    _administer(lambda admin, store: admin.revoke_key(key_id))
+    typer.echo(f"{key_id} is revoked; instances refuse it within 5 s")
+
+
+@keys.command("audit")
+def list_acts(
+    limit: Annotated[int, typer.Option(min=1, max=10_000)] = 50, as_json: AsJson = False
+) -> None:
+    """List acts of administration, newest first."""
+    import msgspec
+
+    found = _administer(lambda admin, store: store.acts(limit))
+    acts = [msgspec.to_builtins(noted.act) for noted in found]
+    heads = ("when", "who", "from", "act", "of", "before", "after")
+    rows = [
+        (
+            _time(act["at_s"]),
+            *(act[name] for name in ("actor", "address", "action", "target")),
+            *(json.dumps(act[name]) if act[name] else None for name in ("before", "after")),
+        )
+        for act in acts
+    ]
+    _print(acts, heads, rows, as_json=as_json)
+
+
+@tenants.command("list")
+def list_tenants(as_json: AsJson = False) -> None:
+    """List tenants with a plan of their own or with keys."""
+    document = _administer(lambda admin, store: admin.read())
+    names = sorted(document.tenants.keys() | {key.tenant for key in document.keys})
+    found = [
+        {"tenant": name, "plan": document.tenants[name].plan if name in document.tenants else None}
+        for name in names
+    ]
+    rows = [(one["tenant"], one["plan"] or "default") for one in found]
+    _print(found, ("tenant", "plan"), rows, as_json=as_json)
+
+
+@tenants.command("set")
+def set_tenant(
+    tenant: str,
+    plan: Annotated[str, typer.Option(help="its plan (empty: the default plan)")],
+) -> None:
+    """Give a tenant a plan."""
+    _administer(lambda admin, store: admin.set_tenant(tenant, plan or None))
+    typer.echo(f"{tenant} has {f'the plan {plan}' if plan else 'the default plan'}")
+
+
+@plans.command("list")
+def list_plans(as_json: AsJson = False) -> None:
+    """List plans with what differs from no limits."""
+    import msgspec
+
+    document = _administer(lambda admin, store: admin.read())
+    found = {name: msgspec.to_builtins(plan) for name, plan in document.plans.items()}
+    rows = [(name, json.dumps(plan)) for name, plan in found.items()]
+    _print(found, ("plan", "fields"), rows, as_json=as_json)
+
+
+@plans.command("set")
+def set_plan(name: str, fields: Fields = None) -> None:
+    """Create or replace a plan (--set weight=2 --set requests_per_min=600)."""
+    from shared.tenants.plan import Plan
+
+    plan = _struct(Plan, fields or [])
+    _administer(lambda admin, store: admin.set_plan(name, plan))
+    typer.echo(f"the plan {name} is set")
+
+
+@plans.command("remove")
+def remove_plan(name: str) -> None:
+    """Remove a plan that no tenant has."""
+    _administer(lambda admin, store: admin.set_plan(name, None))
+    typer.echo(f"the plan {name} is removed")
+
+
+def _administer(act: Callable[[Administration, KeyStore], Awaitable[Done]]) -> Done:
+    """Opens the configured store and runs `act` in the name of the user of this command."""
+    from shared.settings import ApiSettings, read_settings
+    from shared.stores.key_stores import key_store
+    from shared.tenants.administration import Administration
+
+    url = read_settings(ApiSettings).keys_url
+    if not url:
+        raise ConfigurationError("PENSTOCK_KEYS_URL: names no directory of keys", field="keys_url")
+
+    async def run() -> Done:
+        async with key_store(url, is_writable=True) as store:
+            who, where = f"user {getpass.getuser()}", socket.gethostname()
+            return await act(Administration(store, actor=who, address=where), store)
+
+    return asyncio.run(run())
+
+
+def _show_issued(issued: IssuedKey, *, as_json: bool) -> None:
+    from shared.tenants.administration import shown
+
+    if as_json:
+        print(json.dumps(shown(issued.stored) | {"value": issued.key.text}, indent=2))
+        return
+    typer.echo("Note the key now, it is not shown again:", err=True)
+    typer.echo(issued.key.text)
+
+
+def _struct(kind: type[Made], given: Sequence[str]) -> Made:
+    import msgspec
+
+    fields: dict[str, Any] = {}
+    for one in given:
+        name, sign, value = one.partition("=")
+        if not sign:
+            raise BadInput(f"{one!r} is not FIELD=VALUE", field=name)
+        try:
+            fields[name] = json.loads(value)
+        except ValueError:
+            fields[name] = value
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise BadInput(str(error).replace(" - at `$.", " at `")) from error
+
+
+def _seconds(text: str, option: str) -> int:
+    found = _DURATION.fullmatch(text)
+    if found is None:
+        raise BadInput(f"--{option}: {text!r} is not a time such as 30m, 24h or 90d")
+    return int(found[1]) * _UNITS_S[found[2]]
+
+
+def _time(at_s: float | None) -> str | None:
+    if at_s is None:
+        return None
+    return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _print(
+    found: object, heads: Sequence[str], rows: Sequence[Sequence[object]], *, as_json: bool
+) -> None:
+    from infra.text_table import table
+
+    print(json.dumps(found, indent=2) if as_json else table(heads, rows))

@@ -1,0 +1,334 @@
+"""Changes to the directory of keys, for the command line and the admin API alike.
+
+Each change reads the directory, replaces it if nobody else has meanwhile, and notes the act. So two
+changes at the same time both happen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from shared.backoff import backoff
+from shared.errors import BadInput, ConfigurationError, Unavailable
+from shared.tenants.api_key import PREFIX, SALT_BYTES, ApiKey, hash_of, new_key
+from shared.tenants.directory import (
+    Document,
+    Scope,
+    StoredKey,
+    StoredTenant,
+    decode_document,
+    encode_document,
+)
+from shared.tenants.key_store import Act, KeysReadOnly, KeyStore
+from shared.tenants.plan import Limits, Plan
+
+ATTEMPTS = 40
+LONGEST_PAUSE_S = 0.2
+LONGEST_OVERLAP_S = 30 * 86_400
+FORGOTTEN_AFTER_S = 90 * 86_400
+"""Keys that were revoked or expired this long ago are dropped when a key is created."""
+log = logging.getLogger(__name__)
+
+
+class NotThere(BadInput):
+    """There is no such key, tenant or plan."""
+
+    code = "not_found"
+
+
+class KeyRequest(NamedTuple):
+    """What a new key is to be."""
+
+    tenant: str
+    name: str
+    scopes: tuple[Scope, ...] = ("all",)
+    models: tuple[str, ...] | None = None
+    limits: Limits | None = None
+    expires_s: int | None = None
+
+
+class IssuedKey(NamedTuple):
+    """A key that was just made. Nobody can read `key` again."""
+
+    stored: StoredKey
+    key: ApiKey
+
+
+class _Change(NamedTuple):
+    document: Document
+    before: dict[str, Any] | None
+    after: dict[str, Any] | None
+
+
+class Administration:
+    """Changes the directory in the name of somebody.
+
+    Args:
+        store: where the directory is. Open.
+        actor: who acts, as `Act` says.
+        address: from where.
+        clock: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        store: KeyStore,
+        *,
+        actor: str,
+        address: str,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._actor = actor
+        self._address = address
+        self._clock = clock
+
+    async def read(self) -> Document:
+        """The directory as it is now.
+
+        Raises:
+            NoDirectory: the store has none.
+            Unavailable: the store is out of reach.
+            ConfigurationError: what it has is not valid.
+        """
+        stored = await self._store.read()
+        assert stored is not None, "without a version it is always read; this is a bug"
+        return decode_document(stored.data, self._store.source)
+
+    async def start_directory(self, document: Document) -> None:
+        """Puts a directory where there is none.
+
+        Raises:
+            BadInput: there is one, or this one is not valid.
+            Unavailable: the store is out of reach.
+        """
+        act = self._act("directory.start", self._store.source, None, {"keys": len(document.keys)})
+        if not await self._store.replace("", _checked(document), act):
+            raise BadInput("there is a directory of keys already")
+
+    async def create_key(self, request: KeyRequest) -> IssuedKey:
+        """Makes a key.
+
+        Raises:
+            BadInput: the request is not valid.
+            KeysReadOnly: keys can't be changed here.
+            Unavailable: the store is out of reach.
+        """
+        key, salt, now_s = new_key(), secrets.token_bytes(SALT_BYTES), int(self._clock())
+        if request.expires_s is not None and request.expires_s <= now_s:
+            raise BadInput("expires: is not in the future", field="expires")
+        stored = StoredKey(
+            id=key.id,
+            tenant=request.tenant,
+            name=request.name,
+            salt=salt.hex(),
+            hash=hash_of(salt, key).hex(),
+            created_s=now_s,
+            scopes=request.scopes,
+            models=request.models,
+            limits=request.limits,
+            expires_s=request.expires_s,
+        )
+
+        def add(document: Document) -> _Change:
+            kept = [one for one in document.keys if not _is_forgotten(one, now_s)]
+            return _Change(_with(document, keys=(*kept, stored)), None, shown(stored))
+
+        await self._change("key.create", key.id, add)
+        return IssuedKey(stored, key)
+
+    async def rotate_key(self, key_id: str, overlap_s: int) -> IssuedKey:
+        """Gives a key a new secret. The old one works for `overlap_s` more seconds.
+
+        The secret before the old one ends at once.
+
+        Raises:
+            NotThere: there is no such key.
+            BadInput: it is revoked or expired, or the overlap is too long.
+            KeysReadOnly: keys can't be changed here.
+            Unavailable: the store is out of reach.
+        """
+        if not 0 <= overlap_s <= LONGEST_OVERLAP_S:
+            raise BadInput(f"overlap: 0 to {LONGEST_OVERLAP_S} seconds", field="overlap_s")
+        key, now_s = new_key(key_id), int(self._clock())
+
+        def rotated(old: StoredKey) -> StoredKey:
+            if state := ended(old, now_s):
+                raise BadInput(f"key {key_id} is {state}", field="id")
+            return msgspec.structs.replace(
+                old,
+                hash=hash_of(bytes.fromhex(old.salt), key).hex(),
+                previous_hash=old.hash if overlap_s else "",
+                previous_until_s=now_s + overlap_s if overlap_s else 0,
+            )
+
+        return IssuedKey(await self._change_key("key.rotate", key_id, rotated), key)
+
+    async def revoke_key(self, key_id: str) -> StoredKey:
+        """Ends a key for good. Does nothing if it was revoked before.
+
+        Raises:
+            NotThere: there is no such key.
+            KeysReadOnly: keys can't be changed here.
+            Unavailable: the store is out of reach.
+        """
+        now_s = int(self._clock())
+
+        def revoked(old: StoredKey) -> StoredKey:
+            if old.revoked_s is not None:
+                return old
+            return msgspec.structs.replace(
+                old, revoked_s=now_s, previous_hash="", previous_until_s=0
+            )
+
+        return await self._change_key("key.revoke", key_id, revoked)
+
+    async def set_plan(self, name: str, plan: Plan | None) -> None:
+        """Creates or replaces a plan. None removes it.
+
+        Raises:
+            NotThere: there is no such plan to remove.
+            BadInput: the plan is not valid, or a tenant still has it.
+            KeysReadOnly: plans can't be changed here.
+            Unavailable: the store is out of reach.
+        """
+
+        def change(document: Document) -> _Change:
+            plans, old = dict(document.plans), document.plans.get(name)
+            if plan is not None:
+                plans[name] = plan
+            elif old is None:
+                raise NotThere(f"there is no plan {name!r}", field="plan")
+            else:
+                del plans[name]
+            return _Change(_with(document, plans=plans), _builtins(old), _builtins(plan))
+
+        await self._change("plan.remove" if plan is None else "plan.set", name, change)
+
+    async def set_tenant(self, tenant: str, plan: str | None) -> None:
+        """Gives a tenant a plan. None: the default plan.
+
+        Raises:
+            BadInput: there is no such plan, or the tenant's name is not valid.
+            KeysReadOnly: tenants can't be changed here.
+            Unavailable: the store is out of reach.
+        """
+
+        def change(document: Document) -> _Change:
+            tenants, old = dict(document.tenants), document.tenants.get(tenant)
+            tenants.pop(tenant, None)
+            if plan is not None:
+                tenants[tenant] = StoredTenant(plan)
+            after = {"plan": plan} if plan is not None else None
+            return _Change(_with(document, tenants=tenants), _builtins(old), after)
+
+        await self._change("tenant.set", tenant, change)
+
+    async def _change_key(
+        self, action: str, key_id: str, change: Callable[[StoredKey], StoredKey]
+    ) -> StoredKey:
+        changed: StoredKey | None = None
+
+        def replaced(document: Document) -> _Change:
+            nonlocal changed
+            places = [at for at, key in enumerate(document.keys) if key.id == key_id]
+            if not places:
+                raise NotThere(f"there is no key {key_id[:80]!r}", field="id")
+            keys, old = list(document.keys), document.keys[places[0]]
+            keys[places[0]] = changed = change(old)
+            return _Change(_with(document, keys=tuple(keys)), shown(old), shown(changed))
+
+        await self._change(action, key_id, replaced)
+        assert changed is not None, "a change that happened has a result; this is a bug"
+        return changed
+
+    async def _change(
+        self, action: str, target: str, change: Callable[[Document], _Change]
+    ) -> None:
+        if self._store.read_only:
+            raise KeysReadOnly(self._store.read_only)
+        pauses = backoff(0.01, LONGEST_PAUSE_S)
+        for _ in range(ATTEMPTS):
+            stored = await self._store.read()
+            assert stored is not None, "without a version it is always read; this is a bug"
+            old = decode_document(stored.data, self._store.source)
+            new, before, after = change(old)
+            if new == old:
+                return
+            act = self._act(action, target, before, after)
+            if await self._store.replace(stored.version, _checked(new), act):
+                log.info("keys changed", extra=msgspec.structs.asdict(act))
+                return
+            await asyncio.sleep(next(pauses))
+        raise Unavailable("the directory of keys is being changed by others; try again")
+
+    def _act(
+        self,
+        action: str,
+        target: str,
+        before: dict[str, Any] | None,
+        after: dict[str, Any] | None,
+    ) -> Act:
+        return Act(
+            at_s=self._clock(),
+            actor=self._actor,
+            address=self._address,
+            action=action,
+            target=target,
+            before=before,
+            after=after,
+        )
+
+
+def shown(key: StoredKey) -> dict[str, Any]:
+    """What may be shown of a key: all but salt and hashes."""
+    fields: dict[str, Any] = msgspec.to_builtins(key)
+    for secret in ("salt", "hash", "previous_hash"):
+        fields.pop(secret, None)
+    return fields
+
+
+def redacted(key_id: str) -> str:
+    """A key as lists show it."""
+    return f"{PREFIX}{key_id}_…"
+
+
+def ended(key: StoredKey, now_s: float) -> str:
+    """`revoked`, `expired`, or empty while the key is accepted."""
+    if key.revoked_s is not None:
+        return "revoked"
+    if key.expires_s is not None and key.expires_s <= now_s:
+        return "expired"
+    return ""
+
+
+def _is_forgotten(key: StoredKey, now_s: float) -> bool:
+    ends = [at_s for at_s in (key.revoked_s, key.expires_s) if at_s is not None]
+    return bool(ends) and min(ends) <= now_s - FORGOTTEN_AFTER_S
+
+
+def _with(document: Document, **changed: Any) -> Document:
+    return msgspec.structs.replace(document, **changed)
+
+
+def _builtins(value: Plan | StoredTenant | None) -> dict[str, Any] | None:
+    found: dict[str, Any] | None = None if value is None else msgspec.to_builtins(value)
+    return found
+
+
+def _checked(document: Document) -> bytes:
+    """The document as stored. What readers would refuse is refused here."""
+    data = encode_document(document)
+    try:
+        decode_document(data, "directory")
+    except ConfigurationError as error:
+        reason = error.message.removeprefix("PENSTOCK_KEYS_URL: directory: ")
+        raise BadInput(reason, field=error.field) from error
+    return data

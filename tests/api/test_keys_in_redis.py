@@ -1,0 +1,165 @@
+"""Keys in Redis: several processes know them, and an outage of Redis lets nobody in or out."""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from api.http.auth import ApiKeys
+from api.http.key_refresh import LiveDirectory
+from infra.local.process import free_port
+from infra.local.redis_server import RedisServer
+from shared.stores.key_redis import KeyRedis
+from shared.tenants.administration import Administration, IssuedKey, KeyRequest
+from shared.tenants.directory import Document
+from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.limits import PATIENCE, START_LIMIT_S, WAIT_LIMIT_S
+
+pytestmark = pytest.mark.anyio
+ROOT = Path(__file__).parents[2]
+EVERYWHERE_WITHIN_S = 5.0 * PATIENCE
+
+
+@asynccontextmanager
+async def administering(url: str) -> AsyncIterator[Administration]:
+    async with KeyRedis(url, timeout_s=WAIT_LIMIT_S) as store:
+        yield Administration(store, actor="user ann", address="desk")
+
+
+async def first_key(url: str) -> IssuedKey:
+    async with administering(url) as admin:
+        await admin.start_directory(Document())
+        return await admin.create_key(KeyRequest("acme", "ci"))
+
+
+@asynccontextmanager
+async def api_process(tmp_path: Path, redis_url: str, pubsub: str) -> AsyncIterator[str]:
+    """A real API process; yields its URL once it answers."""
+    port = free_port()
+    environment = os.environ | {
+        "PENSTOCK_KEYS_URL": redis_url,
+        "PENSTOCK_REDIS_URL": redis_url,
+        "PENSTOCK_PUBSUB_ENDPOINT": pubsub,
+        "PENSTOCK_PROJECT": f"keys-{port}",
+        "PENSTOCK_REPLY_SLOTS": "1",
+        "PENSTOCK_OBJECTS_URL": f"file://{tmp_path}/objects",
+        "PENSTOCK_SPOOL_DIR": f"{tmp_path}/spool",
+        "PENSTOCK_BIGQUERY_ENDPOINT": "http://127.0.0.1:1",
+        "PENSTOCK_PORT": str(port),
+        "PENSTOCK_METRICS_PORT": "0",
+    }
+    with (tmp_path / f"api-{port}.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "api", cwd=ROOT, env=environment, stderr=log
+        )
+    try:
+        async with httpx.AsyncClient() as http, asyncio.timeout(START_LIMIT_S):
+            while True:
+                try:
+                    await http.get(f"http://127.0.0.1:{port}/healthz")
+                    break
+                except httpx.TransportError:
+                    assert process.returncode is None, "the API ended"
+                    await asyncio.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        await asyncio.wait_for(process.wait(), WAIT_LIMIT_S)
+
+
+async def until_status(http: httpx.AsyncClient, url: str, key: str, status: int) -> float:
+    """Waits until the key is answered so, and returns when."""
+    async with asyncio.timeout(EVERYWHERE_WITHIN_S):
+        while True:
+            answer = await http.get(f"{url}/v1/models", headers={"x-api-key": key})
+            if answer.status_code == status:
+                return time.monotonic()
+            await asyncio.sleep(0.05)
+
+
+async def test_revoked_key_is_refused_by_all_processes_within_seconds(
+    tmp_path: Path, redis_url: str, pubsub_endpoint: str
+) -> None:
+    issued = await first_key(redis_url)
+    key = issued.key.text
+    async with (
+        api_process(tmp_path, redis_url, pubsub_endpoint) as one,
+        api_process(tmp_path, redis_url, pubsub_endpoint) as two,
+        administering(redis_url) as admin,
+        httpx.AsyncClient() as http,
+    ):
+        await asyncio.gather(*(until_status(http, url, key, 200) for url in (one, two)))
+        second = await admin.rotate_key(issued.key.id, 0)
+        await asyncio.gather(*(until_status(http, url, key, 401) for url in (one, two)))
+        new = second.key.text
+        await asyncio.gather(*(until_status(http, url, new, 200) for url in (one, two)))
+        await admin.revoke_key(issued.key.id)
+        await asyncio.gather(*(until_status(http, url, new, 401) for url in (one, two)))
+
+
+async def test_starts_before_there_are_keys_and_is_ready_with_them(
+    tmp_path: Path, redis_url: str
+) -> None:
+    settings = settings_for(tmp_path, keys_url=redis_url)
+    async with running_api(settings) as api:
+        assert await keys_of(api) == (503, "there are no keys in Redis; `penstock keys init` "
+                                      "creates a directory of keys")  # fmt: skip
+        issued = await first_key(redis_url)
+        refused = await api.http.get("/v1/models", headers={"x-api-key": issued.key.text})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+        assert refused.headers["retry-after"]
+        directory = live(api)
+        await directory.refresh()
+        accepted = await api.http.get("/v1/models", headers={"x-api-key": issued.key.text})
+        assert accepted.status_code == 200
+
+
+async def keys_of(api: ApiUnderTest) -> tuple[int, str]:
+    answer = await api.http.get("/readyz")
+    return answer.status_code, answer.json()["keys"]
+
+
+def live(api: ApiUnderTest) -> LiveDirectory:
+    access = api.dependencies.access
+    assert isinstance(access, ApiKeys)
+    return access.directory
+
+
+async def test_keys_outlive_redis_and_a_redis_that_lost_its_data(tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "redis", tmp_path) as server:
+        issued = await first_key(server.url)
+        headers = {"x-api-key": issued.key.text}
+        async with running_api(settings_for(tmp_path, keys_url=server.url)) as api:
+            assert (await api.http.get("/v1/models", headers=headers)).status_code == 200
+            server.stop()
+            await live(api).refresh()
+            assert (await api.http.get("/v1/models", headers=headers)).status_code == 200
+            server.start()
+            async with KeyRedis(server.url, timeout_s=WAIT_LIMIT_S) as store:
+                assert await store.wait_up(WAIT_LIMIT_S)
+            await live(api).refresh()
+            assert (await api.http.get("/v1/models", headers=headers)).status_code == 200
+            assert (await keys_of(api))[1] == "ok"
+
+
+async def test_last_use_is_noted_once_a_minute(redis_url: str) -> None:
+    issued = await first_key(redis_url)
+    now_s = 1_000.0
+    async with KeyRedis(redis_url) as store:
+        directory = LiveDirectory(KeyRedis(redis_url), lambda: now_s, refresh_s=1e6)
+        async with ApiKeys(directory, lambda: now_s) as keys:
+            for _ in range(3):
+                now_s += 1
+                keys.caller_of([(b"x-api-key", issued.key.text.encode())])
+            assert await store.uses() == {}
+            await directory.note_uses()
+            assert await store.uses() == {issued.key.id: 1_003}
+            now_s += 1
+            keys.caller_of([(b"x-api-key", issued.key.text.encode())])
+        assert await store.uses() == {issued.key.id: 1_004}  # written when the API stops

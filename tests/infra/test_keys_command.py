@@ -1,0 +1,125 @@
+"""`penstock keys`, `tenants` and `plans`, as operators type them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from infra.cli import app
+from shared.tenants.api_key import parse_key
+from shared.tenants.directory import Directory, decode_document
+
+
+class Operator:
+    """Types commands against one directory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+
+    def use(self, url: str) -> None:
+        self._monkeypatch.setenv("PENSTOCK_KEYS_URL", url)
+
+    def types(self, *words: str) -> str:
+        done = CliRunner().invoke(app, list(words))
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    def reads(self, *words: str) -> Any:
+        return json.loads(self.types(*words, "--json"))
+
+    def refused(self, *words: str) -> str:
+        done = CliRunner().invoke(app, list(words))
+        assert done.exit_code == 1, done.output
+        return done.stderr
+
+    def states_of(self, *keys: str) -> list[str]:
+        document = decode_document(self.types("keys", "export").encode(), "x")
+        parsed = [parse_key(key) for key in keys]
+        return [Directory(document).find(key, 10**9).state for key in parsed if key is not None]
+
+
+@pytest.fixture(params=["file", "redis"])
+def operator(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redis_url: str
+) -> Operator:
+    made = Operator(monkeypatch)
+    made.use(redis_url if request.param == "redis" else (tmp_path / "keys.json").as_uri())
+    return made
+
+
+CREATE = ("keys", "create", "--tenant", "acme", "--name", "ci")
+
+
+def test_life_of_a_key(operator: Operator) -> None:
+    assert "keys init" in operator.refused(*CREATE)
+    operator.types("keys", "init")
+    assert "is a directory" in operator.refused("keys", "init")
+    first = operator.types(*CREATE).strip()
+    key_id = first[8:20]
+    second = operator.reads("keys", "rotate", key_id, "--overlap", "1h")["value"]
+    assert operator.states_of(first, second) == ["valid", "valid"]
+    third = operator.types("keys", "rotate", key_id, "--overlap", "0s").strip()
+    assert operator.states_of(first, second, third) == ["unknown", "unknown", "valid"]
+    operator.types("keys", "revoke", key_id)
+    assert operator.states_of(third) == ["revoked"]
+    assert "is revoked" in operator.refused("keys", "rotate", key_id)
+    assert "no key 'nobody'" in operator.refused("keys", "revoke", "nobody")
+    (listed,) = operator.reads("keys", "list")
+    assert (listed["id"], listed["state"]) == (key_id, "revoked")
+    assert operator.reads("keys", "list", "--tenant", "other") == []
+    acts = operator.reads("keys", "audit")
+    names = ["key.revoke", "key.rotate", "key.rotate", "key.create", "directory.start"]
+    assert [act["action"] for act in acts] == names
+    assert acts[0]["actor"].startswith("user ")
+    shown = operator.types("keys", "list") + operator.types("keys", "audit")
+    assert "revoked" in shown
+    for key in (first, second, third):
+        assert key[21:] not in shown + operator.types("keys", "export") + json.dumps(acts)
+
+
+def test_options_of_a_key(operator: Operator) -> None:
+    operator.types("keys", "init")
+    narrow = ("--scope", "images", "--scope", "read", "--model", "a", "--expires-in", "90d")
+    made = operator.reads(*CREATE, *narrow, "--limit", "requests_per_min=5")
+    assert (made["scopes"], made["models"]) == (["read", "images"], ["a"])
+    assert made["expires_s"] == made["created_s"] + 90 * 86_400
+    assert made["limits"]["requests_per_min"] == 5
+    for wrong, reason in {
+        ("--scope", "foo"): "'foo' is not one of",
+        ("--expires-in", "soon"): "is not a time",
+        ("--limit", "x"): "is not FIELD=VALUE",
+        ("--limit", "weight=2"): "unknown field `weight`",
+        ("--limit", "requests_per_min=0"): "requests_per_min",
+    }.items():
+        assert reason in operator.refused(*CREATE, *wrong)
+
+
+def test_tenants_have_plans(operator: Operator) -> None:
+    operator.types("keys", "init")
+    assert "no plan 'team'" in operator.refused("tenants", "set", "acme", "--plan", "team")
+    operator.types("plans", "set", "team", "--set", "weight=2", "--set", "max_priority=batch")
+    operator.types("tenants", "set", "acme", "--plan", "team")
+    assert operator.reads("plans", "list")["team"]["weight"] == 2.0
+    assert operator.reads("tenants", "list") == [{"tenant": "acme", "plan": "team"}]
+    assert "no plan 'team'" in operator.refused("plans", "remove", "team")
+    operator.types("tenants", "set", "acme", "--plan", "")
+    operator.types("plans", "remove", "team")
+    assert "unknown field `weigh`" in operator.refused("plans", "set", "x", "--set", "weigh=1")
+
+
+def test_directory_moves_from_a_file_to_redis(
+    operator: Operator, tmp_path: Path, redis_url: str
+) -> None:
+    operator.use((tmp_path / "first.json").as_uri())
+    operator.types("keys", "init")
+    key = operator.types(*CREATE).strip()
+    (tmp_path / "exported.json").write_text(operator.types("keys", "export"))
+    operator.use(redis_url)
+    operator.types("keys", "init", "--from", str(tmp_path / "exported.json"))
+    assert operator.states_of(key) == ["valid"]
+
+
+def test_no_directory_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "PENSTOCK_KEYS_URL" in Operator(monkeypatch).refused("keys", "list")
