@@ -13,6 +13,8 @@ import httpx
 import pytest
 
 from infra.local.stack import Stack
+from shared.pubsub.client import PubSubTransport
+from shared.pubsub.names import jobs_topic_id
 from tests.end_to_end.conftest import EMBEDDER, REPORTING_KEY
 from tests.limits import WAIT_LIMIT_S
 from tests.otlp import Collector, ReceivedSpan
@@ -133,6 +135,27 @@ def test_trace_that_its_caller_does_not_keep_is_not_exported(
     assert collector.of_trace(dropped.trace_id) == []
 
 
+@pytest.mark.anyio
+async def test_dead_letter_belongs_to_the_trace_of_its_job(
+    stack: Stack, collector: Collector
+) -> None:
+    """The worker can't read it, and the function answers it."""
+    caller = Caller()
+    attributes = {
+        "schema": "0",
+        "request_id": f"req_{caller.span_id}",
+        "part": "0",
+        "model": EMBEDDER,
+        "traceparent": caller.headers["traceparent"],
+    }
+    settings = stack.settings
+    async with PubSubTransport(settings.project, settings.pubsub_endpoint) as broker:
+        await broker.publish(jobs_topic_id(EMBEDDER), b"{}", attributes)
+    span = collector.stages(caller.trace_id, {"dead_letter"})["dead_letter"]
+    assert (span.parent_id, span.kind) == (caller.span_id, "consumer")
+    assert span.name == f"process jobs.{EMBEDDER}.dead"
+
+
 def test_neither_texts_nor_keys_leave_in_spans_or_logs(stack: Stack, collector: Collector) -> None:
     """Also where callers put them by mistake, and in requests that fail."""
     url, key = stack.api_url, f"sk-{MARKER}-key"
@@ -177,4 +200,4 @@ def test_neither_texts_nor_keys_leave_in_spans_or_logs(stack: Stack, collector: 
     logged = b"".join(path.read_bytes() for path in Path(stack.log_dir).iterdir())
     for secret in (MARKER, key, REPORTING_KEY):
         for found in (exported, logged):
-            assert secret.encode() not in found.lower()
+            assert secret.lower().encode() not in found.lower()

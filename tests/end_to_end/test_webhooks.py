@@ -18,6 +18,8 @@ from replicate.webhook import Webhooks
 from infra.local.stack import Stack
 from tests.end_to_end.conftest import KEY
 from tests.end_to_end.rows import eventually
+from tests.kept_spans import new_trace
+from tests.otlp import Collector
 
 PAINTER = "stable-diffusion-tiny"
 
@@ -64,6 +66,34 @@ def replicating(stack: Stack) -> Iterator[Any]:
     made = Client(api_token=KEY, base_url=stack.api_url)
     yield made
     made._client.close()
+
+
+def test_webhook_continues_the_trace_of_its_prediction(
+    stack: Stack, collector: Collector, told: Told, text: str
+) -> None:
+    caller = new_trace()
+    body = {
+        "version": PAINTER,
+        "input": {"prompt": text, "width": 64, "height": 64, "num_inference_steps": 2},
+        "webhook": told.url,
+        "webhook_events_filter": ["completed"],
+    }
+    headers = caller.attributes() | {"authorization": f"Bearer {KEY}"}
+    created = httpx.post(f"{stack.api_url}/v1/predictions", json=body, headers=headers)
+    assert created.status_code == 201, created.text
+    # Nobody waits for it, so there is no reply.
+    stages = {"receive", "publish", "queue", "batch", "infer", "webhook"}
+    spans = collector.stages(caller.trace_id, stages)
+    webhook, publish = spans["webhook"], spans["publish"]
+    assert publish.parent_id == spans["receive"].span_id
+    assert webhook.parent_id == publish.span_id
+    assert (webhook.kind, webhook.attributes["penstock.webhook.end"]) == ("client", "delivered")
+    assert webhook.resource["service.name"] == "penstock-functions"
+    ((delivered, _),) = told.deliveries
+    assert delivered["traceparent"] == f"00-{caller.trace_id}-{webhook.span_id}-01"
+    logged = stack.processes["functions"].log_path.read_text()
+    (line,) = [line for line in logged.splitlines() if f"traces/{caller.trace_id}" in line]
+    assert json.loads(line)["logging.googleapis.com/trace_sampled"] is True
 
 
 def test_webhook_tells_what_get_tells(replicating: Any, told: Told, text: str) -> None:

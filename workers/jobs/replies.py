@@ -10,6 +10,7 @@ from shared.message_encoding import encode_reply_body, reply_attributes
 from shared.messages import Envelope, ItemError, ReplyBody
 from shared.pubsub.names import dead_letter_topic_id
 from shared.salvage import salvage_envelope
+from shared.tracing.context import read_attributes, set_current
 from shared.transport import Message, Publisher, Subscription
 from workers import metrics
 from workers.jobs.spans import reply_span
@@ -70,8 +71,9 @@ class ReplyPublisher:
     ) -> None:
         """Ends a message that is not a job of this model. Replies if the attributes name an inbox.
 
-        The dead-letter function ends its record and writes its row.
+        The dead-letter function ends its record and writes its row. Runs as a task of its own.
         """
+        set_current(read_attributes(message.attributes))
         facts = {"message_id": message.message_id, "reason": error.message}
         log.warning("message is no job", extra=facts)
         metrics.UNDECODABLE.inc()
