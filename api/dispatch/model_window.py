@@ -32,6 +32,7 @@ from api import metrics
 from api.dispatch.demand import Demand
 from api.dispatch.service_rate import ServiceRate
 from shared.errors import DeadlineExceeded
+from shared.tracing.spans import STAGE, span
 
 DIGEST_BYTES = 8
 BATCHES_HELD = 2
@@ -165,7 +166,8 @@ class ModelWindow:
         self._queues[tenant.name] = tenant
         self._let_leave()
         started_s = time.perf_counter()
-        with metrics.HELD.labels(demand.model).track_inprogress():
+        held = metrics.HELD.labels(demand.model).track_inprogress()
+        with held, span("hold", "internal", {STAGE: "hold", "penstock.items": demand.items}):
             await self._wait(demand, tenant, waiting)
         metrics.HELD_SECONDS.labels(demand.model).observe(time.perf_counter() - started_s)
 

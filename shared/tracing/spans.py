@@ -18,7 +18,8 @@ Kind = Literal["internal", "server", "client", "producer", "consumer"]
 Attributes = Mapping[str, str | int | float | bool]
 STAGE = "penstock.stage"
 """The attribute that names a span's part of the path: receive, cache, publish, queue, batch, infer,
-reply. A webhook has `webhook`, and a dead letter `dead_letter`."""
+reply, and `hold` where the API holds a job back. A webhook has `webhook`, and a dead letter
+`dead_letter`."""
 
 
 class RecordedSpan(Protocol):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -11,9 +12,11 @@ from prometheus_client import REGISTRY
 from prometheus_client.openmetrics.exposition import generate_latest
 
 from shared.errors import Unavailable
-from shared.tracing.context import TraceContext
+from shared.tracing.context import TraceContext, entered
+from tests.api.dispatcher_harness import running_dispatcher
 from tests.api.harness import TEXT_MODEL, ApiUnderTest
 from tests.kept_spans import KeptSpans, keeping_spans, new_trace
+from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 MODEL = TEXT_MODEL.name
@@ -23,6 +26,12 @@ MODEL = TEXT_MODEL.name
 def kept() -> Iterator[KeptSpans]:
     with keeping_spans() as spans:
         yield spans
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while not holds():  # noqa: ASYNC110  (no event says that a span has begun)
+            await asyncio.sleep(0)
 
 
 async def post(api: ApiUnderTest, text: str, trace: TraceContext | None = None) -> httpx.Response:
@@ -75,8 +84,7 @@ async def test_caller_who_joins_has_no_job_of_its_own(api: ApiUnderTest, kept: K
     api.worker.go.clear()
     asked = [asyncio.create_task(post(api, "same", trace)) for trace in traces]
     await api.worker.until_taken(1)
-    while len(kept.spans) < 4:  # noqa: ASYNC110  (no event says that a request has joined)
-        await asyncio.sleep(0)
+    await until(lambda: len(kept.spans) == 4)
     api.worker.go.set()
     answers = [await one for one in asked]
     assert sorted(answer.headers["x-penstock-cache"] for answer in answers) == ["joined", "miss"]
@@ -85,6 +93,22 @@ async def test_caller_who_joins_has_no_job_of_its_own(api: ApiUnderTest, kept: K
         "joined",
         "miss",
     }
+
+
+async def test_time_in_the_window_is_a_span(tmp_path: Path, kept: KeptSpans) -> None:
+    async with running_dispatcher(tmp_path, window_floor=1) as harness:
+        harness.worker.go.clear()
+        first = harness.ask("first")
+        await harness.worker.until_taken(1)
+        caller = new_trace()
+        with entered(caller):
+            second = harness.ask("second")
+        await until(lambda: any(span.name == "hold" for span in kept.spans))
+        harness.worker.go.set()
+        await asyncio.gather(first, second)
+    hold, publish = kept.the("hold"), kept.the("publish")
+    assert hold.parent == publish.parent == caller
+    assert hold.ended_s <= publish.started_s
 
 
 @pytest.mark.parametrize(
