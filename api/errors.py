@@ -23,6 +23,7 @@ from starlette.responses import Response
 from api.allowed_methods import allowed_methods
 from api.schemas.openai_replies import ErrorDetail, ErrorReply
 from shared.errors import BadInput, Canceled, InputTooLarge, Overloaded, PenstockError
+from shared.tenants.api_key import without_keys
 
 
 class BodyTooLarge(InputTooLarge):
@@ -207,9 +208,12 @@ def error_response(error: PenstockError) -> Response:
     # OpenAI names the limit in the type.
     kind = error.unit if type(error) is RateLimited else mapping.type
     body = ErrorReply(ErrorDetail(error.message, kind, error.field, error.code))
-    return Response(
-        msgspec.json.encode(body), mapping.status, headers_for(error), "application/json"
-    )
+    return Response(encode_error(body), mapping.status, headers_for(error), "application/json")
+
+
+def encode_error(body: msgspec.Struct) -> bytes:
+    """The body of an error as JSON. It repeats what callers sent, but not the secret of a key."""
+    return without_keys(msgspec.json.encode(body).decode()).encode()
 
 
 def headers_for(error: PenstockError) -> dict[str, str]:

@@ -25,6 +25,7 @@ from api.errors import (
     EXPECTED_ERRORS,
     ClientGone,
     describe,
+    encode_error,
     headers_for,
     set_error_code,
 )
@@ -133,9 +134,7 @@ def _title(status: int) -> str:
 
 
 def _json(problem: Problem, headers: dict[str, str]) -> Response:
-    return Response(
-        msgspec.json.encode(problem), problem.status, headers, "application/problem+json"
-    )
+    return Response(encode_error(problem), problem.status, headers, "application/problem+json")
 
 
 def _fields(

@@ -2,7 +2,7 @@
 
 https://cloud.google.com/logging/docs/structured-logging. A line of a request or a job has its
 trace, so that Cloud Logging and Cloud Trace show one beside the other. Nobody may log a
-payload or a key.
+payload or a key. Secrets of keys that callers put in wrong places are cut out of every line.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from datetime import UTC, datetime
 from typing import Any
 
+from shared.tenants.api_key import without_keys
 from shared.tracing.context import current
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
@@ -51,7 +52,7 @@ class JsonFormatter(logging.Formatter):
             }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str, ensure_ascii=False)
+        return without_keys(json.dumps(line, default=str, ensure_ascii=False))
 
 
 def configure_logs(level: str, project: str = "") -> None:

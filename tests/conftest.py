@@ -22,6 +22,7 @@ from tests.limits import REDIS_LIMIT_S, START_LIMIT_S, TEST_LIMIT_S
 
 HEAVY = (
     "api/test_keys_in_redis.py",
+    "api/test_keys_never_leak.py",
     "api/test_openapi_fuzzed.py",
     "api/test_process.py",
     "bench/test_gpu.py",

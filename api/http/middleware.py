@@ -27,6 +27,7 @@ from api.http.request_span import begin_span, end_span
 from api.shares import share_of
 from shared.errors import Overloaded, PenstockError
 from shared.stores.object_writer import MEMORY_BYTES
+from shared.tenants.api_key import PREFIX
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +159,7 @@ class _Exchange:
         given = headers.get("x-request-id", "")
         self._declared_bytes = _number(headers.get("content-length"))
         own_id = f"req_{secrets.token_hex(12)}"
-        is_shown = _SANE_ID.fullmatch(given) is not None
+        is_shown = _SANE_ID.fullmatch(given) is not None and PREFIX not in given
         context = self.context = scope["penstock.context"] = RequestContext(
             shown_id=given if is_shown else own_id,
             request_id=own_id,

@@ -1,8 +1,6 @@
 """Keys in Redis: several processes know them, and an outage of Redis lets nobody in or out."""
 
 import asyncio
-import os
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,16 +11,15 @@ import pytest
 
 from api.http.auth import ApiKeys
 from api.http.key_refresh import LiveDirectory
-from infra.local.process import free_port
 from infra.local.redis_server import RedisServer
 from shared.stores.key_redis import KeyRedis
 from shared.tenants.administration import Administration, IssuedKey, KeyRequest
 from shared.tenants.directory import Document
+from tests.api.api_process import api_process
 from tests.api.harness import ApiUnderTest, running_api, settings_for
-from tests.limits import PATIENCE, START_LIMIT_S, WAIT_LIMIT_S
+from tests.limits import PATIENCE, WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
-ROOT = Path(__file__).parents[2]
 EVERYWHERE_WITHIN_S = 5.0 * PATIENCE
 
 
@@ -36,41 +33,6 @@ async def first_key(url: str) -> IssuedKey:
     async with administering(url) as admin:
         await admin.start_directory(Document())
         return await admin.create_key(KeyRequest("acme", "ci"))
-
-
-@asynccontextmanager
-async def api_process(tmp_path: Path, redis_url: str, pubsub: str) -> AsyncIterator[str]:
-    """A real API process; yields its URL once it answers."""
-    port = free_port()
-    environment = os.environ | {
-        "PENSTOCK_KEYS_URL": redis_url,
-        "PENSTOCK_REDIS_URL": redis_url,
-        "PENSTOCK_PUBSUB_ENDPOINT": pubsub,
-        "PENSTOCK_PROJECT": f"keys-{port}",
-        "PENSTOCK_REPLY_SLOTS": "1",
-        "PENSTOCK_OBJECTS_URL": f"file://{tmp_path}/objects",
-        "PENSTOCK_SPOOL_DIR": f"{tmp_path}/spool",
-        "PENSTOCK_BIGQUERY_ENDPOINT": "http://127.0.0.1:1",
-        "PENSTOCK_PORT": str(port),
-        "PENSTOCK_METRICS_PORT": "0",
-    }
-    with (tmp_path / f"api-{port}.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "api", cwd=ROOT, env=environment, stderr=log
-        )
-    try:
-        async with httpx.AsyncClient() as http, asyncio.timeout(START_LIMIT_S):
-            while True:
-                try:
-                    await http.get(f"http://127.0.0.1:{port}/healthz")
-                    break
-                except httpx.TransportError:
-                    assert process.returncode is None, "the API ended"
-                    await asyncio.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        await asyncio.wait_for(process.wait(), WAIT_LIMIT_S)
 
 
 async def until_status(http: httpx.AsyncClient, url: str, key: str, status: int) -> float:
@@ -94,13 +56,13 @@ async def test_revoked_key_is_refused_by_all_processes_within_seconds(
         administering(redis_url) as admin,
         httpx.AsyncClient() as http,
     ):
-        await asyncio.gather(*(until_status(http, url, key, 200) for url in (one, two)))
+        await asyncio.gather(*(until_status(http, api.url, key, 200) for api in (one, two)))
         second = await admin.rotate_key(issued.key.id, 0)
-        await asyncio.gather(*(until_status(http, url, key, 401) for url in (one, two)))
+        await asyncio.gather(*(until_status(http, api.url, key, 401) for api in (one, two)))
         new = second.key.text
-        await asyncio.gather(*(until_status(http, url, new, 200) for url in (one, two)))
+        await asyncio.gather(*(until_status(http, api.url, new, 200) for api in (one, two)))
         await admin.revoke_key(issued.key.id)
-        await asyncio.gather(*(until_status(http, url, new, 401) for url in (one, two)))
+        await asyncio.gather(*(until_status(http, api.url, new, 401) for api in (one, two)))
 
 
 async def test_starts_before_there_are_keys_and_is_ready_with_them(
