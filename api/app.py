@@ -11,13 +11,10 @@ from typing import NamedTuple
 from fastapi import FastAPI
 
 from api.batches.files import BatchFiles
-from api.dispatch.admission import Admission
-from api.dispatch.dispatcher import Dispatcher
-from api.dispatch.job_sender import JobSender
-from api.dispatch.publish_window import PublishWindow
+from api.batches.service import Batches
+from api.batches.store import BatchStore
+from api.dispatch.pipeline import Pipeline, open_pipeline
 from api.dispatch.readiness import Readiness
-from api.dispatch.reply_inbox import ReplyInbox
-from api.dispatch.window_exchange import WindowExchange
 from api.errors import add_handlers
 from api.http import openapi
 from api.http.auth import Access, access_of
@@ -37,15 +34,13 @@ from api.predictions.event_stream import EventStreams
 from api.predictions.results import ResultFetcher
 from api.predictions.sender import PredictionSender
 from api.predictions.service import Predictions
-from api.routes import embeddings, files, health, images, models, objects, pages
+from api.routes import batches, embeddings, files, health, images, models, objects, pages
 from api.routes import predictions as prediction_routes
 from api.routes import replicate_models as prediction_models
 from shared.catalog import Catalog
 from shared.gc_tuning import settle_heap
 from shared.settings import ApiSettings
-from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
-from shared.stores.records import Records
 from shared.stores.signed_urls import UrlSigner
 from shared.transport import Admin, Transport
 from shared.usage.row import RowSink
@@ -98,7 +93,7 @@ def create_app(
         # its scheme and host, and clients would send their keys there.
         redirect_slashes=False,
     )
-    for routes in (embeddings, images, files, models, objects, health, pages):
+    for routes in (embeddings, images, files, batches, models, objects, health, pages):
         app.add(routes.router)
     app.mount("/docs/assets", pages.assets)
     for router in (prediction_routes.router, prediction_models.router):
@@ -129,33 +124,15 @@ async def _open(
     """Opens everything in the order of its dependencies. `opened` closes it in reverse order."""
     settings, instance = configuration.settings, f"api-{secrets.token_hex(4)}"
     access = await opened.enter_async_context(configuration.access)
-    cache = await opened.enter_async_context(
-        ResultCache(settings.redis_url, settings.memory_cache_bytes)
-    )
-    records = await opened.enter_async_context(
-        Records(settings.records_redis_url, predictions_max_bytes=settings.predictions_max_bytes)
-    )
-    broker = await opened.enter_async_context(transport)
-    inbox_admin = await opened.enter_async_context(admin)
-    inbox = await opened.enter_async_context(ReplyInbox(settings, broker, inbox_admin, instance))
-    # Closed right after the dispatcher: what happens to an inbox that is not removed in time is
-    # only that it expires, but rows are to be on disk before the process is killed.
-    row_sink = await opened.enter_async_context(rows)
-    models = configuration.catalog.models
-    admission = Admission(settings.max_in_flight, models)
-    window = PublishWindow(models, admission.rate_of, settings.broker_wait_s)
-    await opened.enter_async_context(WindowExchange(window, settings.records_redis_url, instance))
-    sender = JobSender(inbox, broker, configuration.objects, records, window, instance)
-    dispatcher = await opened.enter_async_context(
-        Dispatcher(
-            sender,
-            cache,
-            records,
-            admission,
-            row_sink,
-            api_instance=instance,
-            region=settings.region,
-        )
+    pipeline = await open_pipeline(
+        opened,
+        settings,
+        configuration.catalog,
+        configuration.objects,
+        transport,
+        admin,
+        rows,
+        instance,
     )
     store = IdempotencyStore(
         settings.records_redis_url,
@@ -168,13 +145,13 @@ async def _open(
         IdempotencyService(idempotency_store, configuration.objects)
     )
     predictions = Predictions(
-        records,
-        PredictionSender(records, broker, instance),
-        inbox,
-        admission,
+        pipeline.records,
+        PredictionSender(pipeline.records, pipeline.broker, instance),
+        pipeline.inbox,
+        pipeline.admission,
         keep_s=settings.prediction_keep_s,
     )
-    readiness = Readiness(inbox, broker, settings.redis_url, access.keys_status)
+    readiness = Readiness(pipeline.inbox, pipeline.broker, settings.redis_url, access.keys_status)
     pool = await opened.enter_async_context(
         CodecPool(settings.picture_processes, settings.picture_budget_bytes)
     )
@@ -182,11 +159,10 @@ async def _open(
     limiter = await opened.enter_async_context(
         Limiter(limits, instances=max(1, settings.inbox_pool))
     )
-    refusals = Refusals(row_sink, api_instance=instance, region=settings.region)
+    refusals = Refusals(pipeline.rows, api_instance=instance, region=settings.region)
     return _dependencies(
         configuration,
-        admission,
-        dispatcher,
+        pipeline,
         refusals,
         limiter,
         readiness,
@@ -198,8 +174,7 @@ async def _open(
 
 def _dependencies(
     configuration: _Configuration,
-    admission: Admission,
-    dispatcher: Dispatcher,
+    pipeline: Pipeline,
     refusals: Refusals,
     limiter: Limiter,
     readiness: Readiness,
@@ -209,13 +184,14 @@ def _dependencies(
 ) -> Dependencies:
     """What the routes work with, from what is open and what need not be opened."""
     sources = Files(configuration.objects)
+    batch_files = BatchFiles(configuration.objects, configuration.settings.files_max_bytes)
     result_fetcher = ResultFetcher(configuration.objects, predictions, image_codec)
     return Dependencies(
         settings=configuration.settings,
         catalog=configuration.catalog,
         access=configuration.access,
-        admission=admission,
-        dispatcher=dispatcher,
+        admission=pipeline.admission,
+        dispatcher=pipeline.dispatcher,
         refusals=refusals,
         limiter=limiter,
         objects=configuration.objects,
@@ -226,7 +202,8 @@ def _dependencies(
         predictions=predictions,
         event_streams=EventStreams(predictions, configuration.url_signer),
         files=sources,
-        batch_files=BatchFiles(configuration.objects, configuration.settings.files_max_bytes),
+        batch_files=batch_files,
+        batches=Batches(BatchStore(configuration.objects), batch_files),
         result_fetcher=result_fetcher,
         source_pictures=SourcePictures(
             configuration.objects, sources, result_fetcher, configuration.url_signer, image_codec

@@ -127,6 +127,12 @@ def api() -> None:
 
 
 @app.command()
+def batches() -> None:
+    """Run batches alone, with the PENSTOCK_* settings of the API."""
+    _become("api.batches", {})
+
+
+@app.command()
 def worker(
     model: Annotated[str, typer.Option(metavar="MODEL", help="the catalog entry to serve")],
 ) -> None:

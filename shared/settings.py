@@ -137,6 +137,8 @@ class ApiSettings(Settings):
     request_max_bytes: int = Field(32 * 1024 * 1024, ge=1)
     files_max_bytes: int = Field(2 * 1024**3, ge=1024 * 1024)
     """What the files of one tenant for batches may take together. Above it an upload is refused."""
+    batch_items_in_flight: int = Field(128, ge=1)
+    """Texts and images of batches that a runner has in flight at the same time."""
     bodies_max_bytes: int = Field(256 * 1024 * 1024, ge=1)
     """Memory for the bodies of all open requests. Above it bodies of more than 64 KiB get 429."""
     head_timeout_s: float = Field(20.0, gt=0)

@@ -9,13 +9,19 @@ from shared.errors import PenstockError
 from shared.pubsub.names import WEBHOOKS_TOPIC_ID
 from shared.tracing.context import current
 from shared.transport import Publisher
-from shared.webhooks import EventName, WebhookEvent, encode_webhook_event
+from shared.webhooks import (
+    BatchEvent,
+    EventName,
+    WebhookEvent,
+    encode_batch_event,
+    encode_webhook_event,
+)
 
 log = logging.getLogger(__name__)
 
 
 class WebhookPublisher:
-    """Publishes the events that a prediction's webhook subscribed to."""
+    """Publishes the events that a prediction's webhook subscribed to, and the ends of batches."""
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
@@ -36,6 +42,15 @@ class WebhookPublisher:
             await self._publisher.publish(
                 WEBHOOKS_TOPIC_ID, data, attributes | (trace.attributes() if trace else {})
             )
+
+    async def publish_batch(self, event: BatchEvent) -> None:
+        """Publishes the end of a batch.
+
+        Raises:
+            PenstockError: as Publisher.publish.
+        """
+        data, attributes = encode_batch_event(event)
+        await self._publisher.publish(WEBHOOKS_TOPIC_ID, data, attributes)
 
     async def try_publish(
         self, record: str, subscribed: Collection[str], event: EventName, sequence: int = 0

@@ -35,7 +35,19 @@ class WebhookEvent(msgspec.Struct, omit_defaults=True):
     sequence: int = 0
 
 
+class BatchEvent(msgspec.Struct):
+    """A message on the topic `webhooks`: the end of a batch, with all that its delivery needs."""
+
+    batch: str
+    tenant: str
+    url: str
+    event: Literal["batch.completed", "batch.failed", "batch.cancelled", "batch.expired"]
+    created_at_s: float
+    """When the batch ended, Unix time."""
+
+
 _decoder = msgspec.json.Decoder(WebhookEvent)
+_batch_decoder = msgspec.json.Decoder(BatchEvent)
 
 
 def encode_webhook_event(event: WebhookEvent) -> tuple[bytes, dict[str, str]]:
@@ -51,6 +63,23 @@ def decode_webhook_event(data: bytes) -> WebhookEvent:
     """
     try:
         return _decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise UndecodableMessage(f"event: {error}", field="data") from error
+
+
+def encode_batch_event(event: BatchEvent) -> tuple[bytes, dict[str, str]]:
+    """The data and the attributes of the message of a batch's end."""
+    return msgspec.json.encode(event), {"schema": "1", "batch": event.batch, "event": event.event}
+
+
+def decode_batch_event(data: bytes) -> BatchEvent:
+    """Reads the end of a batch.
+
+    Raises:
+        UndecodableMessage: it is none.
+    """
+    try:
+        return _batch_decoder.decode(data)
     except msgspec.MsgspecError as error:
         raise UndecodableMessage(f"event: {error}", field="data") from error
 

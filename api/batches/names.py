@@ -37,6 +37,11 @@ def new_batch_id(at_s: float) -> str:
     return f"batch_{_countdown(at_s)}{_tail('')}"
 
 
+def created_at_s(batch_id: str) -> float:
+    """When a batch was created (Unix time), by its id."""
+    return (_LAST_MS - int(batch_id.removeprefix("batch_")[:12], 16)) / 1000
+
+
 def is_file_id(given: str) -> bool:
     """Whether this has the form of the id of a file."""
     return _FILE.fullmatch(given) is not None

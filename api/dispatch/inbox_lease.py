@@ -35,8 +35,8 @@ ERRORS = Counter(
 )
 UP = Gauge("penstock_inbox_redis_up", "1 while Redis is being asked about the inbox's lease.")
 
-_RENEW = load_script("api/dispatch/inbox_renew.lua")
-_RELEASE = load_script("api/dispatch/inbox_release.lua")
+_RENEW = load_script("shared/stores/lease_renew.lua")
+_RELEASE = load_script("shared/stores/lease_release.lua")
 
 
 class InboxLost(Unavailable):

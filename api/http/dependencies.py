@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from api.batches.files import BatchFiles
+from api.batches.service import Batches
 from api.dispatch.admission import Admission
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.readiness import Readiness
@@ -46,6 +47,7 @@ class Dependencies:
     event_streams: EventStreams
     files: Files
     batch_files: BatchFiles
+    batches: Batches
     result_fetcher: ResultFetcher
     source_pictures: SourcePictures
     started_at_s: float

@@ -18,6 +18,7 @@ from pydantic.json_schema import models_json_schema
 from api.http import openapi_headers
 from api.problem_details import Problem
 from api.schemas import openai as schemas
+from api.schemas import openai_batches as batch_schemas
 from api.schemas import openai_files as file_replies
 from api.schemas import replicate_replies as prediction_replies
 from api.schemas.openai_replies import (
@@ -61,10 +62,11 @@ _DESCRIPTIONS = {
 }
 _BODIES: tuple[type[BaseModel], ...] = (
     *(schemas.EmbeddingsBody, schemas.GenerationBody, schemas.EditForm, schemas.EditBody),
-    *(PredictionBody, VersionedBody),
+    *(PredictionBody, VersionedBody, batch_schemas.BatchBody),
 )
 _REPLIES: tuple[type[msgspec.Struct], ...] = (
     *(EmbeddingsReply, ImagesReply, ModelsReply, ModelItem, ErrorReply),
+    *(batch_schemas.BatchObject, batch_schemas.BatchesPage),
     *(file_replies.FileObject, file_replies.FilesPage, file_replies.FileDeleted),
     *(
         prediction_replies.PredictionReply,
@@ -100,6 +102,11 @@ def inference_body(json: type[BaseModel], form: type[BaseModel] | None = None) -
 def prediction_body(json: type[BaseModel]) -> Described:
     """The request of a route that creates predictions: a JSON body and headers."""
     return _request_body(openapi_headers.PREDICTING, json)
+
+
+def json_body(json: type[BaseModel]) -> Described:
+    """The request of a route with a JSON body and no headers of its own."""
+    return _request_body([], json)
 
 
 def _request_body(

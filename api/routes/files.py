@@ -165,10 +165,12 @@ async def get_file(request: Request, file_id: str) -> Response:
     responses=responses(FileDeleted, 400, 401, 404, 503),
 )
 async def delete_file(request: Request, file_id: str) -> Response:
-    """Deletes a file of batches at once."""
+    """Deletes a file of batches at once, unless a batch still reads it."""
     call = authenticate(request)
     files = call.dependencies.batch_files
-    await files.delete(await files.find(call.tenant, file_id))
+    file = await files.find(call.tenant, file_id)
+    await call.dependencies.batches.check_unused(file)
+    await files.delete(file)
     return _json(FileDeleted(file_id))
 
 

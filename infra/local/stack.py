@@ -75,7 +75,8 @@ class Stack:
         self.log_dir = self.state_dir / LOG_FOLDER
         self.ports = ports
         self.processes: dict[str, Process] = {}
-        """The processes by name: redis, pubsub, bigquery, worker-<model>, api, functions."""
+        """The processes by name: redis, pubsub, bigquery, worker-<model>, api,
+        batches, functions."""
         self._given = dict(settings or {})
         self._make = StackProcesses(self.state_dir, ports, self._given, keep_messages=keep_messages)
         self._say = say
@@ -220,6 +221,7 @@ class Stack:
         # Receivers of webhooks on this machine are allowed.
         signing |= {"PENSTOCK_WEBHOOKS_PRIVATE": self._given.get("PENSTOCK_WEBHOOKS_PRIVATE", "1")}
         self._start(undo, self._make.api(self._sockets | signing))
+        self._start(undo, self._make.batches(self._sockets))
         if self.functions_url:
             self._start(undo, self._make.functions(self._sockets | signing))
         for name in await_graphs(makers, self._tell):

@@ -83,6 +83,11 @@ class StackProcesses:
         """The API, with `settings` above those that every process has."""
         return self.module("api", ["api"], settings, stop_limit_s=API_STOP_LIMIT_S)
 
+    def batches(self, settings: Mapping[str, str]) -> Process:
+        """The runner of batches, with `settings` above those that every process has."""
+        # Its metrics would take the port of the API's.
+        return self.module("batches", ["api.batches"], {**settings, "PENSTOCK_METRICS_PORT": "0"})
+
     def worker(self, model: Model, port: int, settings: Mapping[str, str]) -> Process:
         """A worker that may use all cores, like the others: the OS assigns them by load.
 

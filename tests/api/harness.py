@@ -118,7 +118,7 @@ async def running_api(
     """An API and a worker; with `worker` that one, which somebody else keeps running, serves it."""
     in_memory = InMemoryTransport()
     broker, inbox_admin, rows = transport or in_memory, admin or in_memory, RowList()
-    app = create_app(settings, catalog, _already_open(broker), _already_open(inbox_admin), rows)
+    app = create_app(settings, catalog, already_open(broker), already_open(inbox_admin), rows)
     async with AsyncExitStack() as opened:
         if worker is None:
             records = None if settings.redis_url == NO_REDIS else Records(settings.redis_url)
@@ -155,5 +155,5 @@ async def serving(app: FastAPI, settings: ApiSettings) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def _already_open(part: T) -> AsyncIterator[T]:
+async def already_open(part: T) -> AsyncIterator[T]:
     yield part

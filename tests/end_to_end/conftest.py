@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from infra.local.ports import Ports
 from infra.local.stack import Stack
 from tests.end_to_end.rows import Rows
+from tests.end_to_end.told import Told, receiver
 from tests.keys import key_for, keys_url
 from tests.limits import WAIT_LIMIT_S
 from tests.otlp import Collector, running_collector
@@ -65,6 +66,13 @@ def rows(stack: Stack) -> Iterator[Rows]:
     )
     yield Rows(made, stack.settings.dataset)
     made.close()
+
+
+@pytest.fixture
+def told() -> Iterator[Told]:
+    """What a receiver of webhooks got."""
+    with receiver() as made:
+        yield made
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from shared.transport import Message
 from shared.usage.bigquery import Sender
 from shared.usage.row import Row
 from shared.usage.writer import TABLE, fields_of
+from workers.functions.batch_webhook import BatchWebhooks
 from workers.functions.dead_letter import DeadLetters
 from workers.functions.delivery_state import DeliveryState
 from workers.functions.handler import Handler
@@ -72,13 +73,19 @@ class FunctionDependencies:
         settings = self._settings
         delivery_state = await self._stack.enter_async_context(DeliveryState(settings.redis_url))
         url_signer = UrlSigner(settings.secret)
-        return Webhooks(
+        webhooks = Webhooks(
             await self._open_records(),
             delivery_state,
             url_signer,
             settings.webhook_secrets,
             allow_private=settings.webhooks_private,
-        ).deliver
+        )
+        batches = BatchWebhooks(settings.webhook_secrets, allow_private=settings.webhooks_private)
+
+        async def deliver(message: Message) -> None:
+            await (batches if "batch" in message.attributes else webhooks).deliver(message)
+
+        return deliver
 
     async def _open_records(self) -> Records:
         if self._records is None:

@@ -110,7 +110,7 @@ class Webhooks:
         except WebhookUrlForbidden as error:
             log.warning("webhook forbidden", extra={"record": event.id, "reason": error.message})
             return "forbidden"
-        end = _end_of(answer, time.time() - (message.publish_time_s or time.time()))
+        end = end_of(answer, message)
         if end == "gone" or (end == "delivered" and event.event == "completed"):
             await self._delivery_state.close(event.id)
         return end
@@ -119,17 +119,7 @@ class Webhooks:
         self, prediction: Prediction, record: Record, webhook_id: str
     ) -> WebhookResponse:
         body = msgspec.json.encode(body_of(prediction, record, self._url_signer))
-        now_s = int(time.time())
-        secrets = tenant_secrets(self._secrets, prediction.tenant)
-        headers = {
-            "content-type": "application/json",
-            "user-agent": "Penstock-Webhooks/1",
-            "webhook-id": webhook_id,
-            "webhook-timestamp": str(now_s),
-            "webhook-signature": signature(secrets, webhook_id, now_s, body),
-        }
-        if (trace := current()) is not None:
-            headers["traceparent"] = trace.traceparent
+        headers = signed_headers(self._secrets, prediction.tenant, webhook_id, body)
         return await WebhookClient(prediction.webhook, allow_private=self._allow_private).post(
             headers, body
         )
@@ -155,12 +145,35 @@ def _webhook_id(event: WebhookEvent, message: Message) -> str:
     return "msg_" + hashlib.sha256(f"{event.id}\n{event.event}\n{which}".encode()).hexdigest()[:32]
 
 
-def _end_of(answer: WebhookResponse, age_s: float) -> str:
-    """What an answer means for the event.
+def signed_headers(setting: str, tenant: str, webhook_id: str, body: bytes) -> dict[str, str]:
+    """The headers of a delivery, as Standard Webhooks asks for them.
+
+    Args:
+        setting: the secrets, as for shared.webhooks.tenant_secrets.
+        tenant: whose secrets sign.
+        webhook_id: the same for every attempt at one event.
+        body: that is posted.
+    """
+    now_s = int(time.time())
+    headers = {
+        "content-type": "application/json",
+        "user-agent": "Penstock-Webhooks/1",
+        "webhook-id": webhook_id,
+        "webhook-timestamp": str(now_s),
+        "webhook-signature": signature(tenant_secrets(setting, tenant), webhook_id, now_s, body),
+    }
+    if (trace := current()) is not None:
+        headers["traceparent"] = trace.traceparent
+    return headers
+
+
+def end_of(answer: WebhookResponse, message: Message) -> str:
+    """What the answer to an event means for its message.
 
     Raises:
         Unavailable: to be tried again.
     """
+    age_s = time.time() - (message.publish_time_s or time.time())
     if 200 <= answer.status < 300:
         return "delivered"
     if answer.status == GONE:

@@ -1,0 +1,138 @@
+"""What is kept of a batch: documents that are written once, and what they say together.
+
+    created      → validating
+    plan         → in_progress
+    cancel       → cancelling        (a marker beside the batches that are open)
+    finalizing   → finalizing        with the end that it leads to
+    ended        → completed, failed, expired, cancelled
+
+Each step is one document, and the first writer of a document wins. So no runner can take back what
+another one did, however late it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+WINDOW_S = 24 * 3600
+"""The completion window `24h`."""
+
+End = Literal["completed", "failed", "expired", "cancelled"]
+Status = Literal[
+    "validating",
+    "failed",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "expired",
+    "cancelling",
+    "cancelled",
+]
+
+
+class BatchCreated(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What its caller asked for, and on which terms. Times are Unix seconds."""
+
+    id: str
+    tenant: str
+    endpoint: str
+    input_file_id: str
+    created_at_s: float
+    expires_at_s: float
+    metadata: dict[str, str] | None = None
+    output_keep_s: int
+    webhook: str = ""
+    key_id: str = ""
+    price_share: float = 1.0
+    """The part of the list price that its lines cost, by the plan of its tenant."""
+    weight: float = 1.0
+    models: list[str] | None = None
+    """The models that its key may use. None: all."""
+
+
+class Segment(msgspec.Struct, array_like=True):
+    """Lines that are written together. Which lines they are never changes."""
+
+    offset: int
+    """Where the first line begins in the file, in bytes."""
+    size_bytes: int
+    first_line: int
+    """The number of the first line in the file."""
+
+
+class BatchPlan(msgspec.Struct, kw_only=True):
+    """What the validation found."""
+
+    model: str
+    total: int
+    segments: list[Segment]
+    in_progress_at_s: float
+
+
+class Counts(msgspec.Struct):
+    """How many lines are over, and what they took."""
+
+    completed: int = 0
+    failed: int = 0
+    not_run: int = 0
+    """Of the failed ones, those that were left undone."""
+    tokens: int = 0
+
+
+class LineError(msgspec.Struct):
+    """Why a file was refused, in the shape of OpenAI's API."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class Finalizing(msgspec.Struct):
+    """All lines are over: which end the batch comes to."""
+
+    end: End
+    at_s: float
+
+
+class BatchEnded(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The whole batch after its end, so that one object tells all."""
+
+    created: BatchCreated
+    end: End
+    at_s: float
+    plan_model: str = ""
+    total: int = 0
+    counts: Counts = msgspec.field(default_factory=Counts)
+    in_progress_at_s: float = 0.0
+    cancelling_at_s: float = 0.0
+    finalizing_at_s: float = 0.0
+    output_file_id: str = ""
+    error_file_id: str = ""
+    errors: list[LineError] = []
+
+
+@dataclass(frozen=True, slots=True)
+class BatchState:
+    """All that is known of a batch."""
+
+    created: BatchCreated
+    plan: BatchPlan | None = None
+    cancelling_at_s: float = 0.0
+    finalizing: Finalizing | None = None
+    counts: Counts | None = None
+    ended: BatchEnded | None = None
+
+    @property
+    def status(self) -> Status:
+        """In the words of OpenAI's API."""
+        if self.ended is not None:
+            return self.ended.end
+        if self.cancelling_at_s:
+            return "cancelling"
+        if self.finalizing is not None:
+            return "finalizing"
+        return "validating" if self.plan is None else "in_progress"

@@ -1,0 +1,125 @@
+"""Computes one line of a batch, for as long as that takes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from prometheus_client import Counter
+
+from api.batches.documents import BatchCreated
+from api.batches.lines import BatchLine, answered, not_run, refused
+from api.dispatch.dispatcher import Dispatcher
+from api.dispatch.request import InferenceRequest, InferenceResponse, RequestOptions
+from api.endpoints import ENDPOINTS
+from api.endpoints.base import ReplyTools
+from api.inputs.image_codec import ImageCodec
+from shared.backoff import backoff
+from shared.errors import Canceled, DeadlineExceeded, Overloaded, PenstockError, Unavailable
+from shared.stores.objects import ObjectStore
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
+REPLY_LIMIT_S = 60.0
+"""For the encoding of the images of one line."""
+LANE = "batch"
+
+NOT_RUN = {
+    "expired": (
+        "batch_expired",
+        "This request could not be executed before the completion window expired.",
+    ),
+    "cancelled": (
+        "batch_cancelled",
+        "This request was not executed, because the batch was canceled.",
+    ),
+}
+"""Code and message of a line that its batch left undone, by the end of the batch."""
+LINES = Counter(
+    "penstock_batch_lines_total",
+    "Lines of batches that are over: completed, failed or not_run.",
+    ["end"],
+)
+_TRANSIENT = (Overloaded, Unavailable, DeadlineExceeded, Canceled)
+
+
+class LineAnswer(NamedTuple):
+    """The end of a line: a line of the output file, or of the error file."""
+
+    data: bytes
+    end: Literal["completed", "failed", "not_run"]
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LineExecutor:
+    """Runs lines through the dispatcher, in the lane `batch`.
+
+    What keeps a line from being computed now is tried again until its batch expires: a full
+    instance, a broker out of reach, a deadline, a worker that gave up. What is wrong with the line
+    itself ends it.
+    """
+
+    dispatcher: Dispatcher
+    objects: ObjectStore
+    image_codec: ImageCodec
+
+    async def run(self, batch: BatchCreated, line: BatchLine) -> LineAnswer:
+        """Computes a line. A canceled call leaves it undone."""
+        pauses, attempt = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), 0
+        while time.time() < batch.expires_at_s:
+            request_id = _request_id(batch, line, attempt)
+            try:
+                response = await self._compute(batch, line, request_id)
+                body = await self._reply(batch, line, response)
+            except _TRANSIENT as error:
+                # The record of the job has this end, so the same id would only get it again.
+                attempt += isinstance(error, DeadlineExceeded | Canceled)
+                await asyncio.sleep(_pause_s(error, next(pauses)))
+                continue
+            except PenstockError as error:
+                LINES.labels("failed").inc()
+                return LineAnswer(refused(batch, line, request_id, error), "failed")
+            LINES.labels("completed").inc()
+            tokens = sum(outcome.receipt.tokens or 0 for outcome in response.outcomes)
+            return LineAnswer(answered(batch, line, request_id, body), "completed", tokens)
+        LINES.labels("not_run").inc()
+        data = not_run(batch, line.number, line.custom_id, *NOT_RUN["expired"])
+        return LineAnswer(data, "not_run")
+
+    async def _compute(
+        self, batch: BatchCreated, line: BatchLine, request_id: str
+    ) -> InferenceResponse:
+        now_s, model = time.time(), line.request.model
+        request = InferenceRequest(
+            request_id=request_id,
+            model=model,
+            tenant=batch.tenant,
+            key_id=batch.key_id,
+            weight=batch.weight,
+            price_share=batch.price_share,
+            inputs=line.request.inputs,
+            deadline_s=min(batch.expires_at_s, now_s + model.deadline.longest_s),
+            is_repeatable=line.request.is_repeatable,
+            # A row of a line that is computed twice is the same row, its time included.
+            options=RequestOptions(received_at_s=batch.created_at_s, lane=LANE),
+        )
+        response = await self.dispatcher.dispatch(request)
+        response.raise_failed()
+        return response
+
+    async def _reply(
+        self, batch: BatchCreated, line: BatchLine, response: InferenceResponse
+    ) -> bytes:
+        tools = ReplyTools(self.objects, self.image_codec, time.time() + REPLY_LIMIT_S)
+        return await ENDPOINTS[batch.endpoint].reply(line.request, response.outcomes, tools)
+
+
+def _request_id(batch: BatchCreated, line: BatchLine, attempt: int) -> str:
+    """The same whenever a line is computed again, so that its job and its rows are the same too."""
+    return f"{batch.id}-{line.number}" + (f"-{attempt}" if attempt else "")
+
+
+def _pause_s(error: PenstockError, drawn_s: float) -> float:
+    return max(drawn_s, error.retry_after_s) if isinstance(error, Overloaded) else drawn_s

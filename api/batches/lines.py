@@ -1,0 +1,144 @@
+"""One line of a batch: from its bytes to a request, and from an outcome to a line of an output."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import msgspec
+from pydantic import ValidationError
+
+from api.batches.documents import BatchCreated, LineError
+from api.batches.jsonl import LONGEST_LINE_BYTES, Line
+from api.endpoints import ENDPOINTS
+from api.endpoints.base import LineRequest
+from api.errors import error_response, to_bad_input
+from api.inputs.json_limits import check_amount
+from shared.catalog import Catalog
+from shared.errors import BadInput, PenstockError, UnknownModel
+
+LONGEST_CUSTOM_ID = 512
+
+
+class LineRefused(BadInput):
+    """A line of the file is wrong."""
+
+    def __init__(self, code: str, message: str, line: int, param: str | None = None) -> None:
+        super().__init__(message, field=param)
+        self.shown = LineError(code, self.message, line, param)
+
+
+class _Fields(msgspec.Struct):
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+_decoder = msgspec.json.Decoder(_Fields)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """A validated line."""
+
+    number: int
+    custom_id: str
+    request: LineRequest
+
+
+def read_line(line: Line, batch: BatchCreated, catalog: Catalog) -> BatchLine:
+    """Validates a line as the live route does.
+
+    Raises:
+        LineRefused: something in it is wrong.
+    """
+    fields = _fields_of(line)
+    if not 1 <= len(fields.custom_id) <= LONGEST_CUSTOM_ID:
+        reason = f"custom_id has 1 to {LONGEST_CUSTOM_ID} characters"
+        raise LineRefused("invalid_custom_id", reason, line.number, "custom_id")
+    if fields.method != "POST":
+        raise LineRefused("invalid_method", "method must be POST", line.number, "method")
+    if fields.url != batch.endpoint:
+        reason = f"url must be the endpoint of the batch, {batch.endpoint}"
+        raise LineRefused("mismatched_endpoint", reason, line.number, "url")
+    body = bytes(fields.body)
+    try:
+        check_amount(body)
+        request = ENDPOINTS[batch.endpoint].read(body, catalog, default_seed(batch, line.number))
+        if batch.models is not None and request.model.name not in batch.models:
+            raise UnknownModel(f"the key may not use {request.model.name}", field="model")
+    except (ValidationError, BadInput) as error:
+        wrong = error if isinstance(error, BadInput) else to_bad_input(error)
+        code = "model_not_found" if isinstance(wrong, UnknownModel) else wrong.code
+        param = f"body.{wrong.field}" if wrong.field else "body"
+        raise LineRefused(code, wrong.message, line.number, param) from error
+    return BatchLine(line.number, fields.custom_id, request)
+
+
+def custom_id_of(line: Line) -> str:
+    """The custom_id of a line that was validated before."""
+    return _fields_of(line).custom_id
+
+
+def default_seed(batch: BatchCreated, number: int) -> int:
+    """The seed of a line's images that give none: the same whenever the line is computed again."""
+    digest = hashlib.blake2b(f"{batch.id}-{number}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big")
+
+
+def answered(batch: BatchCreated, line: BatchLine, request_id: str, body: bytes) -> bytes:
+    """The line of the output file with an answer."""
+    return _line(batch, line.number, line.custom_id, 200, request_id, body)
+
+
+def refused(batch: BatchCreated, line: BatchLine, request_id: str, error: PenstockError) -> bytes:
+    """The line of the error file with the response that the live route gives."""
+    response = error_response(error)
+    body = bytes(response.body)
+    return _line(batch, line.number, line.custom_id, response.status_code, request_id, body)
+
+
+def not_run(batch: BatchCreated, number: int, custom_id: str, code: str, message: str) -> bytes:
+    """The line of the error file of a request that was not run, and why."""
+    wrong = {"code": code, "message": message}
+    return msgspec.json.encode(
+        {
+            "id": _id(batch, number),
+            "custom_id": custom_id,
+            "response": None,
+            "error": wrong,
+        }
+    )
+
+
+def _line(
+    batch: BatchCreated, number: int, custom_id: str, status: int, request_id: str, body: bytes
+) -> bytes:
+    response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
+    return msgspec.json.encode(
+        {
+            "id": _id(batch, number),
+            "custom_id": custom_id,
+            "response": response,
+            "error": None,
+        }
+    )
+
+
+def _id(batch: BatchCreated, number: int) -> str:
+    return f"batch_req_{batch.id.removeprefix('batch_')}_{number}"
+
+
+def _fields_of(line: Line) -> _Fields:
+    if line.data is None:
+        reason = f"the line is longer than {LONGEST_LINE_BYTES} bytes"
+        raise LineRefused("line_too_long", reason, line.number)
+    try:
+        return _decoder.decode(line.data)
+    except msgspec.ValidationError as error:
+        raise LineRefused("invalid_request", str(error), line.number) from error
+    # Bytes that are not UTF-8 raise a UnicodeDecodeError.
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        reason = f"the line is not valid JSON: {error}"
+        raise LineRefused("invalid_json_line", reason, line.number) from error

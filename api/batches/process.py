@@ -1,0 +1,73 @@
+"""Composes the process that runs batches, from the parts of an API instance."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+
+from api.batches.execution import LineExecutor
+from api.batches.files import BatchFiles
+from api.batches.lease import LEASE_S, BatchLeases
+from api.batches.outputs import Outputs
+from api.batches.run import RunTools
+from api.batches.runner import BatchRunner
+from api.batches.store import BatchStore
+from api.batches.window import Window
+from api.dispatch.pipeline import open_pipeline
+from api.inputs.codec_pool import CodecPool
+from api.inputs.image_codec import ImageCodec
+from shared.catalog import Catalog
+from shared.settings import ApiSettings
+from shared.stores.objects import ObjectStore
+from shared.transport import Admin, Transport
+from shared.usage.row import RowSink
+from shared.webhook_publisher import WebhookPublisher
+
+
+@asynccontextmanager
+async def opened_runner(
+    settings: ApiSettings,
+    catalog: Catalog,
+    transport: AbstractAsyncContextManager[Transport],
+    admin: AbstractAsyncContextManager[Admin],
+    rows: AbstractAsyncContextManager[RowSink],
+    *,
+    lease_s: float = LEASE_S,
+) -> AsyncIterator[BatchRunner]:
+    """Opens all that a runner needs. The caller runs it inside the block.
+
+    Args:
+        settings: those of the API.
+        catalog: the models to run.
+        transport: the connection to the broker. Not yet open.
+        admin: creates an inbox if no pool has one. Not yet open.
+        rows: takes the rows of lines that no worker computes. Not yet open.
+        lease_s: after so many seconds another runner takes over from one that died.
+
+    Raises:
+        ConfigurationError: the object store's URL is wrong.
+        Unavailable: the broker is out of reach.
+    """
+    instance, objects = f"batches-{secrets.token_hex(4)}", ObjectStore(settings.objects_url)
+    store = BatchStore(objects)
+    files = BatchFiles(objects, settings.files_max_bytes)
+    async with AsyncExitStack() as opened:
+        leases = await opened.enter_async_context(
+            BatchLeases(settings.records_redis_url, instance, lease_s=lease_s)
+        )
+        pipeline = await open_pipeline(
+            opened, settings, catalog, objects, transport, admin, rows, instance
+        )
+        pool = await opened.enter_async_context(
+            CodecPool(settings.picture_processes, settings.picture_budget_bytes)
+        )
+        tools = RunTools(
+            store=store,
+            files=files,
+            outputs=Outputs(objects, store, files),
+            catalog=catalog,
+            executor=LineExecutor(pipeline.dispatcher, objects, ImageCodec(pool)),
+        )
+        window = Window(settings.batch_items_in_flight)
+        yield BatchRunner(tools, leases, WebhookPublisher(pipeline.broker), window)

@@ -1,0 +1,268 @@
+"""Runs one batch from where it is to its end, or until it is another tenant's turn."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from api.batches.documents import (
+    BatchCreated,
+    BatchEnded,
+    BatchPlan,
+    Counts,
+    End,
+    Finalizing,
+    LineError,
+    Segment,
+)
+from api.batches.execution import LINES, NOT_RUN, LineAnswer, LineExecutor
+from api.batches.files import BatchFile, BatchFiles
+from api.batches.jsonl import Line, LineSplitter
+from api.batches.lines import LineRefused, custom_id_of, not_run, read_line
+from api.batches.names import owner_of
+from api.batches.outputs import Outputs
+from api.batches.segments import encode_segment
+from api.batches.store import BatchStore
+from api.batches.validation import FileRefused, validate
+from api.batches.window import Share
+from api.errors import NotFound
+from shared.catalog import Catalog
+from shared.errors import BadInput, Unavailable
+
+BYTES_OF_AN_ITEM = 64 * 1024
+"""A line takes at least an item of the window for so many bytes."""
+log = logging.getLogger(__name__)
+
+
+class Stop:
+    """Says that no more lines of a batch are run, and why."""
+
+    def __init__(self, expires_at_s: float) -> None:
+        self._expires_at_s = expires_at_s
+        self._cancelled = asyncio.Event()
+
+    def cancel(self) -> None:
+        """The caller canceled the batch."""
+        self._cancelled.set()
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the caller canceled the batch."""
+        return self._cancelled.is_set()
+
+    @property
+    def end(self) -> End | None:
+        """The end that the batch comes to. None: it goes on."""
+        if self.is_cancelled:
+            return "cancelled"
+        return "expired" if time.time() >= self._expires_at_s else None
+
+    async def wait_cancelled(self) -> None:
+        """Returns once the batch is canceled."""
+        await self._cancelled.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class RunTools:
+    """What runs of batches work with."""
+
+    store: BatchStore
+    files: BatchFiles
+    outputs: Outputs
+    catalog: Catalog
+    executor: LineExecutor
+
+
+class BatchRun:
+    """One batch in the hands of this runner.
+
+    Args:
+        tools: shared by all runs.
+        batch: the batch.
+        stop: says when no more lines are run.
+        share: bounds the lines in flight.
+        should_yield: whether another tenant waits for its turn.
+    """
+
+    def __init__(
+        self,
+        tools: RunTools,
+        batch: BatchCreated,
+        stop: Stop,
+        share: Share,
+        should_yield: Callable[[], bool],
+    ) -> None:
+        self._tools = tools
+        self._batch = batch
+        self._owner = owner_of(batch.tenant)
+        self._stop = stop
+        self._share = share
+        self._should_yield = should_yield
+
+    async def run(self) -> BatchEnded | None:
+        """Returns the end of the batch, which is kept, or None if it is another tenant's turn.
+
+        Raises:
+            Unavailable: the object store is out of reach. Nothing of what is kept is lost.
+        """
+        batch, store = self._batch, self._tools.store
+        try:
+            file = await self._tools.files.find(batch.tenant, batch.input_file_id)
+            plan = await self._plan(file)
+        except FileRefused as error:
+            return await self._fail(error.errors)
+        except (NotFound, BadInput):
+            reason = "the input file is gone"
+            return await self._fail([LineError("invalid_file", reason, param="input_file_id")])
+        finalizing = await store.read(self._owner, batch.id, "finalizing", Finalizing)
+        if finalizing is None:
+            if not await self._run_segments(plan, file):
+                return None
+            _, counts = await self._progress()
+            end: End = "cancelled" if self._stop.is_cancelled else "completed"
+            end = "expired" if counts.not_run and not self._stop.is_cancelled else end
+            await store.write(self._owner, batch.id, "finalizing", Finalizing(end, time.time()))
+            finalizing = await store.read(self._owner, batch.id, "finalizing", Finalizing)
+            assert finalizing is not None, "it was just written; this is a bug"
+        return await self._finalize(plan, finalizing)
+
+    async def _plan(self, file: BatchFile) -> BatchPlan:
+        batch, store = self._batch, self._tools.store
+        plan = await store.read(self._owner, batch.id, "plan", BatchPlan)
+        if plan is not None:
+            return plan
+        plan = await validate(batch, file, self._tools.files, self._tools.catalog)
+        await store.write(self._owner, batch.id, "plan", plan)
+        log.info("batch validated", extra={"batch": batch.id, "lines": plan.total})
+        return await store.read(self._owner, batch.id, "plan", BatchPlan) or plan
+
+    async def _run_segments(self, plan: BatchPlan, file: BatchFile) -> bool:
+        """Runs what is left. Returns False if it is another tenant's turn."""
+        store, batch_id = self._tools.store, self._batch.id
+        index, counts = await self._progress()
+        while index < len(plan.segments):
+            data, counts = await self._run_segment(file, plan.segments[index], counts)
+            if not await store.add_segment(self._owner, batch_id, index, data):
+                # Another runner was faster, so its answers count.
+                index, counts = await self._progress()
+                continue
+            index += 1
+            if self._should_yield() and index < len(plan.segments) and self._stop.end is None:
+                return False
+        return True
+
+    async def _run_segment(
+        self, file: BatchFile, segment: Segment, before: Counts
+    ) -> tuple[bytes, Counts]:
+        lines = await self._lines_of(file, segment)
+        answers = await self._answers(lines)
+        outputs = [answer.data for answer in answers if answer.end == "completed"]
+        errors = [answer.data for answer in answers if answer.end != "completed"]
+        counts = Counts(
+            before.completed + len(outputs),
+            before.failed + len(errors),
+            before.not_run + sum(answer.end == "not_run" for answer in answers),
+            before.tokens + sum(answer.tokens for answer in answers),
+        )
+        return encode_segment(counts, outputs, errors), counts
+
+    async def _lines_of(self, file: BatchFile, segment: Segment) -> list[Line]:
+        splitter = LineSplitter(number=segment.first_line, offset=segment.offset)
+        lines: list[Line] = []
+        end = segment.offset + segment.size_bytes
+        async for data in self._tools.files.read(file, segment.offset, end):
+            lines += splitter.feed(data)
+        return lines + splitter.finish()
+
+    async def _answers(self, lines: Sequence[Line]) -> list[LineAnswer]:
+        """Computes lines in parallel. Those that a stop leaves undone are answered with that."""
+        tasks: list[asyncio.Task[LineAnswer]] = []
+        computing = asyncio.ensure_future(self._compute(lines, tasks))
+        canceled = asyncio.ensure_future(self._stop.wait_cancelled())
+        try:
+            await asyncio.wait([computing, canceled], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (computing, canceled, *tasks):
+                task.cancel()
+            await asyncio.gather(computing, canceled, *tasks, return_exceptions=True)
+        if not computing.cancelled():
+            computing.result()
+        return [
+            tasks[index].result()
+            if index < len(tasks) and not tasks[index].cancelled()
+            else self._not_run(line)
+            for index, line in enumerate(lines)
+        ]
+
+    async def _compute(self, lines: Sequence[Line], tasks: list[asyncio.Task[LineAnswer]]) -> None:
+        for line in lines:
+            if self._stop.end is not None:
+                break
+            tasks.append(await self._start(line))
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _start(self, line: Line) -> asyncio.Task[LineAnswer]:
+        try:
+            found = read_line(line, self._batch, self._tools.catalog)
+        except LineRefused as error:  # the catalog changed since the file was validated
+            return asyncio.ensure_future(self._refuse(line, error))
+        items = max(len(found.request.inputs), len(line.data or b"") // BYTES_OF_AN_ITEM)
+        await self._share.take(items)
+        task = asyncio.ensure_future(self._tools.executor.run(self._batch, found))
+        task.add_done_callback(lambda _: self._share.give_back(items))
+        return task
+
+    async def _refuse(self, line: Line, error: LineRefused) -> LineAnswer:
+        custom_id = custom_id_of(line)
+        data = not_run(self._batch, line.number, custom_id, error.shown.code, error.message)
+        return LineAnswer(data, "failed")
+
+    def _not_run(self, line: Line) -> LineAnswer:
+        code, message = NOT_RUN[self._stop.end or "cancelled"]
+        LINES.labels("not_run").inc()
+        data = not_run(self._batch, line.number, custom_id_of(line), code, message)
+        return LineAnswer(data, "not_run")
+
+    async def _progress(self) -> tuple[int, Counts]:
+        """How many segments are written, and the counts at the end of the last one."""
+        written = await self._tools.store.segments(self._owner, self._batch.id)
+        counts = (await self._tools.store.header(written[-1])).counts if written else Counts()
+        return len(written), counts
+
+    async def _fail(self, errors: list[LineError]) -> BatchEnded:
+        return await self._end(
+            BatchEnded(created=self._batch, end="failed", at_s=time.time(), errors=errors)
+        )
+
+    async def _finalize(self, plan: BatchPlan, finalizing: Finalizing) -> BatchEnded:
+        batch = self._batch
+        written = await self._tools.store.segments(self._owner, batch.id)
+        if len(written) < len(plan.segments):
+            # Another runner has ended the batch. Its files must not be written over by half ones.
+            raise Unavailable("segments of the batch are gone")
+        _, counts = await self._progress()
+        output, error = await self._tools.outputs.compose(batch, written)
+        return await self._end(
+            BatchEnded(
+                created=batch,
+                end=finalizing.end,
+                at_s=time.time(),
+                plan_model=plan.model,
+                total=plan.total,
+                counts=counts,
+                in_progress_at_s=plan.in_progress_at_s,
+                finalizing_at_s=finalizing.at_s,
+                output_file_id=output,
+                error_file_id=error,
+            )
+        )
+
+    async def _end(self, ended: BatchEnded) -> BatchEnded:
+        store = self._tools.store
+        ended.cancelling_at_s = await store.cancelled_at_s(self._owner, self._batch.id)
+        await store.write(self._owner, self._batch.id, "ended", ended)
+        return await store.read(self._owner, self._batch.id, "ended", BatchEnded) or ended

@@ -1,0 +1,211 @@
+"""The runner: leases open batches, runs several at the same time, and announces their ends.
+
+Tenants take turns. A runner has at most one batch of a tenant in hand. Where more tenants wait than
+it has hands, a batch is put back after each segment, and the tenant that was served longest ago is
+next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client import Gauge
+
+from api.batches.documents import BatchCreated, BatchEnded
+from api.batches.lease import BatchLeases
+from api.batches.names import created_at_s
+from api.batches.run import BatchRun, RunTools, Stop
+from api.batches.store import OpenBatch
+from api.batches.window import Window
+from shared.backoff import backoff
+from shared.errors import PenstockError
+from shared.webhook_publisher import WebhookPublisher
+from shared.webhooks import BatchEvent
+
+POLL_S = 1.0
+MOST_AT_ONCE = 8
+ELSEWHERE_S = 5.0
+"""A batch that another runner holds is left alone for so long."""
+NEVER_CREATED_S = 120.0
+"""A marker without a batch is removed after this time: its creation broke off."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+
+OPEN = Gauge("penstock_batches_open", "Batches of all tenants that are not over.")
+RUNNING = Gauge("penstock_batches_running", "Batches that this runner has in hand.")
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Held:
+    """A batch in the hands of this runner."""
+
+    id: str
+    is_cancelled: bool
+    stop: Stop | None = None
+    task: asyncio.Task[None] | None = None
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        if self.stop is not None:
+            self.stop.cancel()
+
+
+@dataclass(slots=True)
+class _Patience:
+    """When a batch is looked at again that is held elsewhere, or that failed here."""
+
+    pauses: Iterator[float] = field(default_factory=lambda: backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S))
+    until_s: float = 0.0
+
+
+class BatchRunner:
+    """Runs batches until its task is canceled.
+
+    Args:
+        tools: what runs work with.
+        leases: of this runner.
+        webhooks: announces ends.
+        window: bounds the items in flight.
+    """
+
+    def __init__(
+        self, tools: RunTools, leases: BatchLeases, webhooks: WebhookPublisher, window: Window
+    ) -> None:
+        self._tools = tools
+        self._leases = leases
+        self._webhooks = webhooks
+        self._window = window
+        self._held: dict[str, _Held] = {}
+        self._served_s: dict[str, float] = {}
+        self._patience: dict[str, _Patience] = {}
+        self._is_contended = False
+        self._woken = asyncio.Event()
+
+    async def run(self) -> None:
+        """Runs until it is canceled. Then it lets go of its batches, which others take over."""
+        try:
+            while True:
+                try:
+                    await self._take_turns()
+                except PenstockError as error:
+                    log.warning("open batches not read", extra={"reason": error.message})
+                self._woken.clear()
+                try:
+                    async with asyncio.timeout(POLL_S):
+                        await self._woken.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            tasks = [held.task for held in self._held.values() if held.task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _take_turns(self) -> None:
+        opened = await self._tools.store.open()
+        OPEN.set(len(opened))
+        self._forget({one.id for one in opened}, {one.owner for one in opened})
+        for one in opened:
+            held = self._held.get(one.owner)
+            if one.is_cancelled and held is not None and held.id == one.id:
+                held.cancel()
+        waiting = _oldest_of_each(one for one in opened if self._may_start(one))
+        waiting.sort(key=lambda one: self._served_s.get(one.owner, 0.0))
+        free = MOST_AT_ONCE - len(self._held)
+        for one in waiting[:free]:
+            self._start(one)
+        self._is_contended = len(waiting) > free
+
+    def _may_start(self, one: OpenBatch) -> bool:
+        patience = self._patience.get(one.id)
+        is_due = patience is None or patience.until_s <= time.monotonic()
+        return is_due and one.owner not in self._held
+
+    def _start(self, one: OpenBatch) -> None:
+        held = self._held[one.owner] = _Held(one.id, one.is_cancelled)
+        self._served_s[one.owner] = time.monotonic()
+        held.task = asyncio.create_task(self._serve(one, held))
+        held.task.add_done_callback(lambda _: self._put_down(one.owner))
+        RUNNING.set(len(self._held))
+
+    def _put_down(self, owner: str) -> None:
+        del self._held[owner]
+        RUNNING.set(len(self._held))
+        self._woken.set()
+
+    async def _serve(self, one: OpenBatch, held: _Held) -> None:
+        """Runs a batch for one turn. Whatever goes wrong is tried again later."""
+        patience = self._patience.setdefault(one.id, _Patience())
+        try:
+            if not await self._leases.take(one.id):
+                patience.until_s = time.monotonic() + ELSEWHERE_S
+                return
+            try:
+                await self._run(one, held)
+                self._patience.pop(one.id, None)
+            finally:
+                await self._leases.release(one.id)
+        except PenstockError as error:
+            facts = {"batch": one.id, "reason": error.message}
+            log.warning("batch interrupted", extra=facts)
+            patience.until_s = time.monotonic() + next(patience.pauses)
+        except Exception as error:  # a bug must not cost the other batches their runner
+            log.error("batch failed unexpectedly", extra={"batch": one.id}, exc_info=error)
+            patience.until_s = time.monotonic() + next(patience.pauses)
+
+    async def _run(self, one: OpenBatch, held: _Held) -> None:
+        store = self._tools.store
+        state = await store.state(one.owner, one.id)
+        if state is None:
+            if time.time() - created_at_s(one.id) > NEVER_CREATED_S:
+                await store.close(one.owner, one.id)
+            return
+        ended = state.ended or await self._compute(state.created, held)
+        if ended is not None:
+            await self._announce(ended)
+            await store.close(one.owner, one.id)
+            log.info("batch over", extra={"batch": one.id, "end": ended.end})
+
+    async def _compute(self, batch: BatchCreated, held: _Held) -> BatchEnded | None:
+        stop = held.stop = Stop(batch.expires_at_s)
+        if held.is_cancelled:
+            stop.cancel()
+        with self._window.share() as share:
+            run = BatchRun(self._tools, batch, stop, share, lambda: self._is_contended)
+            running = asyncio.ensure_future(run.run())
+            keeping = asyncio.ensure_future(self._leases.keep(batch.id))
+            try:
+                await asyncio.wait([running, keeping], return_when=asyncio.FIRST_COMPLETED)
+                if running.done():
+                    return running.result()
+                log.warning("lease of a batch lost", extra={"batch": batch.id})
+                return None
+            finally:
+                for task in (running, keeping):
+                    task.cancel()
+                await asyncio.gather(running, keeping, return_exceptions=True)
+
+    async def _announce(self, ended: BatchEnded) -> None:
+        batch = ended.created
+        if batch.webhook:
+            event = BatchEvent(
+                batch=batch.id,
+                tenant=batch.tenant,
+                url=batch.webhook,
+                event=f"batch.{ended.end}",  # type: ignore[arg-type]
+                created_at_s=ended.at_s,
+            )
+            await self._webhooks.publish_batch(event)
+
+    def _forget(self, batches: set[str], owners: set[str]) -> None:
+        self._patience = {one: value for one, value in self._patience.items() if one in batches}
+        self._served_s = {one: value for one, value in self._served_s.items() if one in owners}
+
+
+def _oldest_of_each(opened: Iterable[OpenBatch]) -> list[OpenBatch]:
+    """One batch of each owner. The newest come first, so the last one counts."""
+    return list({one.owner: one for one in opened}.values())

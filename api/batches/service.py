@@ -1,0 +1,149 @@
+"""What the API does with batches: create, show, list and cancel. The runner does the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from api.batches.documents import WINDOW_S, BatchCreated, BatchState
+from api.batches.files import KEEP_S, BatchFile, BatchFiles
+from api.batches.names import new_batch_id, owner_of
+from api.batches.store import BatchStore
+from shared.errors import BadInput, Overloaded
+from shared.tenants.plan import Caller
+
+MOST_OPEN = 50
+"""Batches of a tenant that are not over."""
+FULL_RETRY_S = 60.0
+PAGE = 100
+
+
+@dataclass(frozen=True, slots=True)
+class NewBatch:
+    """What a caller asks for."""
+
+    endpoint: str
+    input_file_id: str
+    metadata: dict[str, str] | None = None
+    output_keep_s: int | None = None
+    webhook: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPage:
+    """One page of a listing, and whether another one follows."""
+
+    batches: Sequence[BatchState]
+    has_more: bool
+
+
+class Batches:
+    """The batches of all tenants, as the API sees them.
+
+    Args:
+        store: keeps them.
+        files: has their input.
+    """
+
+    def __init__(self, store: BatchStore, files: BatchFiles) -> None:
+        self._store = store
+        self._files = files
+
+    async def create(self, caller: Caller, asked: NewBatch) -> BatchState:
+        """Creates a batch. Its lines are validated by the runner.
+
+        Raises:
+            NotFound: the tenant has no such file.
+            BadInput: the file is not for a batch.
+            Overloaded: too many batches of the tenant are not over.
+            Unavailable: the object store is out of reach.
+        """
+        file = await self._files.find(caller.tenant, asked.input_file_id)
+        if file.purpose != "batch":
+            reason = f"the file has purpose {file.purpose}, not batch"
+            raise BadInput(f"input_file_id: {reason}", field="input_file_id")
+        if len(await self._store.open(owner_of(caller.tenant))) >= MOST_OPEN:
+            raise Overloaded(
+                f"{MOST_OPEN} of your batches are not over, the most that are taken on",
+                retry_after_s=FULL_RETRY_S,
+            )
+        now_s = time.time()
+        created = BatchCreated(
+            id=new_batch_id(now_s),
+            tenant=caller.tenant,
+            endpoint=asked.endpoint,
+            input_file_id=file.id,
+            created_at_s=now_s,
+            expires_at_s=now_s + WINDOW_S,
+            metadata=asked.metadata,
+            output_keep_s=asked.output_keep_s or KEEP_S,
+            webhook=asked.webhook,
+            key_id=caller.key_id,
+            price_share=caller.plan.batch_price_share,
+            weight=caller.plan.weight,
+            models=None if caller.models is None else sorted(caller.models),
+        )
+        await self._store.create(created)
+        return BatchState(created)
+
+    async def find(self, tenant: str, batch_id: str) -> BatchState:
+        """Finds a batch of this tenant.
+
+        Raises:
+            NotFound: the tenant has no such batch.
+            Unavailable: the object store is out of reach.
+        """
+        return await self._store.find(tenant, batch_id)
+
+    async def page(self, tenant: str, *, after: str, limit: int) -> BatchPage:
+        """Returns a page of a tenant's batches, the newest first.
+
+        Args:
+            tenant: their owner.
+            after: the id of the last batch of the page before. Empty: from the start.
+            limit: how many, PAGE at most.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        ids = [one for one in await self._store.ids(tenant) if one > after]
+        owner, found = owner_of(tenant), list[BatchState]()
+        while ids and len(found) <= limit:
+            some, ids = ids[: limit + 1], ids[limit + 1 :]
+            read = await asyncio.gather(*(self._store.state(owner, one) for one in some))
+            found += [state for state in read if state is not None]
+        return BatchPage(found[:limit], len(found) > limit)
+
+    async def cancel(self, tenant: str, batch_id: str) -> BatchState:
+        """Cancels a batch that is not over. A repeated call changes nothing.
+
+        Raises:
+            NotFound: the tenant has no such batch.
+            BadInput: it is over.
+            Unavailable: the object store is out of reach.
+        """
+        state = await self._store.find(tenant, batch_id)
+        if state.ended is None:
+            await self._store.cancel(owner_of(tenant), batch_id)
+            state = await self._store.find(tenant, batch_id)
+        elif state.ended.end != "cancelled":
+            raise BadInput(f"a batch with status {state.status} can't be canceled")
+        return state
+
+    async def check_unused(self, file: BatchFile) -> None:
+        """Checks that no open batch reads a file.
+
+        Raises:
+            BadInput: one does.
+            Unavailable: the object store is out of reach.
+        """
+        owner = owner_of(file.tenant)
+        for one in await self._store.open(owner):
+            created = await self._store.read(owner, one.id, "created", BatchCreated)
+            if created is not None and created.input_file_id == file.id:
+                raise BadInput(
+                    f"file_id: {one.id} reads this file; cancel it, or wait for its end",
+                    field="file_id",
+                )

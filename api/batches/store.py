@@ -1,0 +1,197 @@
+"""Where batches are kept: their documents, their segments, and the markers of open ones."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from api.batches.documents import (
+    BatchCreated,
+    BatchEnded,
+    BatchPlan,
+    BatchState,
+    Counts,
+    Finalizing,
+)
+from api.batches.names import OPEN, RUNS, is_batch_id, owner_of
+from api.batches.segments import HEADER_BYTES, SegmentHeader, decode_header
+from api.errors import NotFound
+from shared.errors import BadInput
+from shared.stores.objects import ObjectStore, StoredObject
+
+MOST_OPEN_OF_ALL = 20_000
+"""Markers that are read at a time."""
+MOST_SEGMENTS = 50_000
+_DOCUMENT_MAX_BYTES = 16 * 1024 * 1024
+_JSON = "application/json"
+D = TypeVar("D", bound=msgspec.Struct)
+
+
+class OpenBatch(NamedTuple):
+    """A batch that is not over, or whose markers are still there."""
+
+    owner: str
+    id: str
+    is_cancelled: bool
+
+
+class BatchStore:
+    """The batches of all tenants in the object store."""
+
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
+
+    async def create(self, created: BatchCreated) -> None:
+        """Keeps a new batch. Its marker comes first: a batch that nobody finds would never end.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        owner = owner_of(created.tenant)
+        await self._objects.create(f"{OPEN}/{owner}/{created.id}/open", b"{}", _JSON)
+        await self.write(owner, created.id, "created", created)
+
+    async def write(self, owner: str, batch_id: str, name: str, document: msgspec.Struct) -> bool:
+        """Writes a document unless it exists. Returns whether it did.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        key = _document_key(owner, batch_id, name)
+        return await self._objects.create(key, msgspec.json.encode(document), _JSON)
+
+    async def read(self, owner: str, batch_id: str, name: str, kind: type[D]) -> D | None:
+        """Reads a document. None if there is none.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        key = _document_key(owner, batch_id, name)
+        try:
+            data = await self._objects.get(key, _DOCUMENT_MAX_BYTES)
+        except BadInput:
+            return None
+        return msgspec.json.decode(data, type=kind)
+
+    async def find(self, tenant: str, batch_id: str) -> BatchState:
+        """Finds a batch of this tenant.
+
+        Raises:
+            NotFound: the tenant has no such batch.
+            Unavailable: the object store is out of reach.
+        """
+        owner = owner_of(tenant)
+        state = await self.state(owner, batch_id) if is_batch_id(batch_id) else None
+        if state is None:
+            raise NotFound(f"there is no batch {batch_id[:80]!r}", field="batch_id")
+        return state
+
+    async def state(self, owner: str, batch_id: str) -> BatchState | None:
+        """All that is known of a batch. None if there is none.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        ended = await self.read(owner, batch_id, "ended", BatchEnded)
+        if ended is not None:
+            return BatchState(ended.created, counts=ended.counts, ended=ended)
+        created, plan, finalizing, cancelled_at_s, counts = await asyncio.gather(
+            self.read(owner, batch_id, "created", BatchCreated),
+            self.read(owner, batch_id, "plan", BatchPlan),
+            self.read(owner, batch_id, "finalizing", Finalizing),
+            self.cancelled_at_s(owner, batch_id),
+            self._counts(owner, batch_id),
+        )
+        if created is None:
+            return None
+        return BatchState(created, plan, cancelled_at_s, finalizing, counts)
+
+    async def ids(self, tenant: str) -> list[str]:
+        """The ids of a tenant's batches, the newest first.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        return await self._objects.folders(f"{RUNS}/{owner_of(tenant)}")
+
+    async def cancel(self, owner: str, batch_id: str) -> None:
+        """Marks a batch as canceled. The first mark counts.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        data = msgspec.json.encode({"at_s": time.time()})
+        await self._objects.create(f"{OPEN}/{owner}/{batch_id}/cancel", data, _JSON)
+
+    async def cancelled_at_s(self, owner: str, batch_id: str) -> float:
+        """When a batch was canceled (Unix time), or 0."""
+        try:
+            data = await self._objects.get(f"{OPEN}/{owner}/{batch_id}/cancel", 1024)
+        except BadInput:
+            return 0.0
+        return float(msgspec.json.decode(data, type=dict[str, float])["at_s"])
+
+    async def open(self, owner: str = "") -> list[OpenBatch]:
+        """All open batches, or those of one owner, the newest of each owner first.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        folder = f"{OPEN}/{owner}" if owner else OPEN
+        marks: dict[tuple[str, str], set[str]] = {}
+        for one in await self._objects.listing(folder, MOST_OPEN_OF_ALL):
+            *_, of, batch_id, mark = one.key.split("/")
+            marks.setdefault((of, batch_id), set()).add(mark)
+        return [
+            OpenBatch(of, batch_id, "cancel" in found) for (of, batch_id), found in marks.items()
+        ]
+
+    async def close(self, owner: str, batch_id: str) -> None:
+        """Removes the segments and the markers of a batch that is over, the markers last.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        for segment in await self.segments(owner, batch_id):
+            await self._objects.delete(segment.key)
+        for mark in ("cancel", "open"):
+            await self._objects.delete(f"{OPEN}/{owner}/{batch_id}/{mark}")
+
+    async def segments(self, owner: str, batch_id: str) -> list[StoredObject]:
+        """The segments that are written, in order. None is missing between two of them.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        return await self._objects.listing(f"{RUNS}/{owner}/{batch_id}/segments", MOST_SEGMENTS)
+
+    async def add_segment(self, owner: str, batch_id: str, index: int, data: bytes) -> bool:
+        """Writes a segment unless it exists. Returns whether it did.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        key = f"{RUNS}/{owner}/{batch_id}/segments/{index:05d}"
+        return await self._objects.create(key, data, "application/octet-stream")
+
+    async def header(self, segment: StoredObject) -> SegmentHeader:
+        """Reads the header of a segment.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        return decode_header(await self._objects.get_range(segment.key, 0, HEADER_BYTES))
+
+    async def _counts(self, owner: str, batch_id: str) -> Counts:
+        try:
+            segments = await self.segments(owner, batch_id)
+            return (await self.header(segments[-1])).counts if segments else Counts()
+        except BadInput:  # the batch ended meanwhile, and its segments are gone
+            return Counts()
+
+
+def _document_key(owner: str, batch_id: str, name: str) -> str:
+    return f"{RUNS}/{owner}/{batch_id}/{name}.json"

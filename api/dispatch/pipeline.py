@@ -1,0 +1,86 @@
+"""Opens the way from a request to its results, for the API and for the runner of batches."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
+
+from api.dispatch.admission import Admission
+from api.dispatch.dispatcher import Dispatcher
+from api.dispatch.job_sender import JobSender
+from api.dispatch.publish_window import PublishWindow
+from api.dispatch.reply_inbox import ReplyInbox
+from api.dispatch.window_exchange import WindowExchange
+from shared.catalog import Catalog
+from shared.settings import ApiSettings
+from shared.stores.cache import ResultCache
+from shared.stores.objects import ObjectStore
+from shared.stores.records import Records
+from shared.transport import Admin, Transport
+from shared.usage.row import RowSink
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The parts that are open."""
+
+    records: Records
+    broker: Transport
+    inbox: ReplyInbox
+    rows: RowSink
+    admission: Admission
+    dispatcher: Dispatcher
+
+
+async def open_pipeline(
+    opened: AsyncExitStack,
+    settings: ApiSettings,
+    catalog: Catalog,
+    objects: ObjectStore,
+    transport: AbstractAsyncContextManager[Transport],
+    admin: AbstractAsyncContextManager[Admin],
+    rows: AbstractAsyncContextManager[RowSink],
+    instance: str,
+) -> Pipeline:
+    """Opens everything in the order of its dependencies. `opened` closes it in reverse order.
+
+    Args:
+        opened: owns what is opened.
+        settings: of this process.
+        catalog: the models.
+        objects: the object store.
+        transport: the connection to the broker. Not yet open.
+        admin: creates an inbox if no pool has one. Not yet open.
+        rows: takes the rows that this process writes. Not yet open.
+        instance: the id of this process.
+
+    Raises:
+        Unavailable: the broker is out of reach, or no inbox is free.
+    """
+    cache = await opened.enter_async_context(
+        ResultCache(settings.redis_url, settings.memory_cache_bytes)
+    )
+    records = await opened.enter_async_context(
+        Records(settings.records_redis_url, predictions_max_bytes=settings.predictions_max_bytes)
+    )
+    broker = await opened.enter_async_context(transport)
+    inbox_admin = await opened.enter_async_context(admin)
+    inbox = await opened.enter_async_context(ReplyInbox(settings, broker, inbox_admin, instance))
+    # Closed right after the dispatcher: what happens to an inbox that is not removed in time is
+    # only that it expires, but rows are to be on disk before the process is killed.
+    row_sink = await opened.enter_async_context(rows)
+    admission = Admission(settings.max_in_flight, catalog.models)
+    window = PublishWindow(catalog.models, admission.rate_of, settings.broker_wait_s)
+    await opened.enter_async_context(WindowExchange(window, settings.records_redis_url, instance))
+    dispatcher = await opened.enter_async_context(
+        Dispatcher(
+            JobSender(inbox, broker, objects, records, window, instance),
+            cache,
+            records,
+            admission,
+            row_sink,
+            api_instance=instance,
+            region=settings.region,
+        )
+    )
+    return Pipeline(records, broker, inbox, row_sink, admission, dispatcher)
