@@ -34,6 +34,7 @@ from api.predictions.event_stream import EventStreams
 from api.predictions.results import ResultFetcher
 from api.predictions.sender import PredictionSender
 from api.predictions.service import Predictions
+from api.routes import admin as admin_routes
 from api.routes import batches, embeddings, files, health, images, models, objects, pages
 from api.routes import predictions as prediction_routes
 from api.routes import replicate_models as prediction_models
@@ -93,7 +94,17 @@ def create_app(
         # its scheme and host, and clients would send their keys there.
         redirect_slashes=False,
     )
-    for routes in (embeddings, images, files, batches, models, objects, health, pages):
+    for routes in (
+        embeddings,
+        images,
+        files,
+        batches,
+        models,
+        objects,
+        admin_routes,
+        health,
+        pages,
+    ):
         app.add(routes.router)
     app.mount("/docs/assets", pages.assets)
     for router in (prediction_routes.router, prediction_models.router):

@@ -140,6 +140,7 @@ ERROR_MAPPINGS = {
     "method_not_allowed": ErrorMapping(405, "invalid_request_error"),
     "request_timeout": ErrorMapping(408, "invalid_request_error", retry=False),
     "idempotency_key_in_use": ErrorMapping(409, "invalid_request_error"),
+    "keys_read_only": ErrorMapping(409, "invalid_request_error", retry=False),
     "request_too_large": ErrorMapping(413, "invalid_request_error"),
     "idempotency_key_reused": ErrorMapping(422, "invalid_request_error"),
     "overloaded": ErrorMapping(429, "rate_limit_error"),
@@ -227,7 +228,7 @@ def headers_for(error: PenstockError) -> dict[str, str]:
         headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
         if isinstance(error, RateLimited) and error.is_final:
             headers["x-should-retry"] = "false"
-    elif mapping.status in (409, 503):
+    elif mapping.status in (409, 503) and mapping.retry is None:
         headers["retry-after"] = str(math.ceil(SHORT_RETRY_S))
     elif mapping.status == 401:
         headers["www-authenticate"] = "Bearer"

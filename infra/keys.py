@@ -96,13 +96,12 @@ def list_keys(
     as_json: AsJson = False,
 ) -> None:
     """List keys, without their secrets."""
-    from shared.tenants.administration import ended, redacted, shown
+    from shared.tenants.administration import redacted, shown, state_of
 
     async def read(admin: Administration, store: KeyStore) -> list[dict[str, Any]]:
         document, uses = await admin.read(), await store.uses()
         return [
-            shown(key)
-            | {"state": ended(key, time.time()) or "valid", "last_used_s": uses.get(key.id)}
+            shown(key) | {"state": state_of(key, time.time()), "last_used_s": uses.get(key.id)}
             for key in document.keys
             if tenant in ("", key.tenant)
         ]

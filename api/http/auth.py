@@ -16,6 +16,7 @@ from shared.errors import Unavailable
 from shared.settings import ApiSettings
 from shared.stores.key_stores import key_store
 from shared.tenants.api_key import parse_key
+from shared.tenants.key_store import KeyStore
 from shared.tenants.plan import Caller
 
 DENIED = Counter(
@@ -53,6 +54,15 @@ class Access(Protocol):
 
     def keys_status(self) -> str:
         """`ok`, `not required`, or the reason why no key can be checked."""
+        ...
+
+    @property
+    def store(self) -> KeyStore | None:
+        """Where keys are administered. None where no key is required."""
+        ...
+
+    async def refresh(self) -> None:
+        """Reads the keys again now."""
         ...
 
 
@@ -118,6 +128,15 @@ class ApiKeys:
     def keys_status(self) -> str:
         """`ok`, or the reason why no key can be checked."""
         return self.directory.status()
+
+    @property
+    def store(self) -> KeyStore:
+        """Where keys are administered."""
+        return self.directory.store
+
+    async def refresh(self) -> None:
+        """Reads the keys again now."""
+        await self.directory.refresh()
 
 
 _NOT_VALID = "the API key is not valid"

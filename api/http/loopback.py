@@ -74,6 +74,12 @@ class OpenOnLoopback:
         """`not required`."""
         return "not required"
 
+    store = None
+    """There is no key to administer."""
+
+    async def refresh(self) -> None:
+        """Does nothing."""
+
     def _is_allowed(self, origin: bytes) -> bool:
         return origin in self._origins or b"*" in self._origins or _names_loopback(origin)
 

@@ -17,6 +17,7 @@ from pydantic.json_schema import models_json_schema
 
 from api.http import openapi_headers
 from api.problem_details import Problem
+from api.schemas import admin
 from api.schemas import openai as schemas
 from api.schemas import openai_batches as batch_schemas
 from api.schemas import openai_files as file_replies
@@ -33,7 +34,7 @@ from api.schemas.replicate import PredictionBody, VersionedBody
 Described = dict[str, Any]
 Responses = dict[int | str, Described]
 
-AUTHENTICATED: Described = {"security": [{"key": []}]}
+AUTHENTICATED: Described = {"security": [{"key": []}, {"header": []}]}
 """For every route that requires an API key."""
 INFERENCE_ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 500, 503, 504)
 CREATION_ERRORS = (401, 404, 408, 413, 422, 429, 503, 504)
@@ -86,6 +87,9 @@ _REPLIES: tuple[type[msgspec.Struct], ...] = (
     ),
     *(prediction_replies.AccountReply, prediction_replies.Hardware),
     *(prediction_replies.HealthReply, prediction_replies.ReadinessReply, Problem),
+    *(admin.NewKeyBody, admin.RotationBody, admin.TenantBody, admin.KeyObject),
+    *(admin.IssuedKeyObject, admin.KeysPage, admin.KeyDeleted, admin.PlanObject, admin.PlansReply),
+    *(admin.PlanDeleted, admin.TenantObject, admin.TenantsReply, admin.ActObject, admin.ActsPage),
 )
 
 _HEAD_TOO_LARGE: Described = {
@@ -223,7 +227,10 @@ def _document(app: FastAPI) -> Described:
         "schemas": {**described["$defs"], **structs},
         "headers": openapi_headers.ANSWERED,
         "responses": {"HeadTooLarge": _HEAD_TOO_LARGE},
-        "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        "securitySchemes": {
+            "key": {"type": "http", "scheme": "bearer"},
+            "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        },
     }
     for path in page["paths"].values():
         for operation in path.values():

@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -160,7 +160,7 @@ class Administration:
         key, now_s = new_key(key_id), int(self._clock())
 
         def rotated(old: StoredKey) -> StoredKey:
-            if state := ended(old, now_s):
+            if (state := state_of(old, now_s)) != "valid":
                 raise BadInput(f"key {key_id} is {state}", field="id")
             return msgspec.structs.replace(
                 old,
@@ -300,13 +300,13 @@ def redacted(key_id: str) -> str:
     return f"{PREFIX}{key_id}_…"
 
 
-def ended(key: StoredKey, now_s: float) -> str:
-    """`revoked`, `expired`, or empty while the key is accepted."""
+def state_of(key: StoredKey, now_s: float) -> Literal["valid", "revoked", "expired"]:
+    """Whether the key is accepted."""
     if key.revoked_s is not None:
         return "revoked"
     if key.expires_s is not None and key.expires_s <= now_s:
         return "expired"
-    return ""
+    return "valid"
 
 
 def _is_forgotten(key: StoredKey, now_s: float) -> bool:

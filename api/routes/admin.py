@@ -1,0 +1,298 @@
+"""/v1/admin: keys, plans, tenants and the audit log, for keys with the scope `admin`."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, TypeVar
+
+import msgspec
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.http.openapi import AUTHENTICATED, Described, Responses, ref_to, responses
+from api.http.request import ApiRequest, authenticate
+from api.inputs.json_limits import check_amount
+from api.schemas.admin import (
+    ActObject,
+    ActsPage,
+    IssuedKeyObject,
+    KeyDeleted,
+    KeyObject,
+    KeysPage,
+    NewKeyBody,
+    PlanDeleted,
+    PlanObject,
+    PlansReply,
+    RotationBody,
+    TenantBody,
+    TenantObject,
+    TenantsReply,
+)
+from shared.errors import BadInput, Unavailable
+from shared.tenants.administration import (
+    Administration,
+    IssuedKey,
+    KeyRequest,
+    NotThere,
+    redacted,
+    state_of,
+)
+from shared.tenants.directory import StoredKey
+from shared.tenants.key_store import KeyStore
+from shared.tenants.plan import Plan
+
+router = APIRouter(prefix="/v1/admin", tags=["admin"])
+PAGE = 100
+Limit = Annotated[int, Query(ge=1, le=PAGE)]
+Body = TypeVar("Body")
+_NOT_HERE = "Keys are in a file, which the API only reads."
+
+
+def _changed(reply: type[msgspec.Struct], *statuses: int) -> Responses:
+    found = responses(reply, 400, 401, 408, 409, 413, *statuses)
+    found[409]["description"] = _NOT_HERE
+    return found
+
+
+def _body(kind: type[msgspec.Struct]) -> Described:
+    content = {"application/json": {"schema": ref_to(kind)}}
+    return {"requestBody": {"required": True, "content": content}} | AUTHENTICATED
+
+
+@router.get(
+    "/keys",
+    summary="List keys",
+    openapi_extra=AUTHENTICATED,
+    responses=responses(KeysPage, 400, 401),
+)
+async def list_keys(
+    request: Request, after: str = "", limit: Limit = 20, tenant: str = ""
+) -> Response:
+    """The keys of all tenants, or of one, in the order of their creation."""
+    store, admin = _administration(authenticate(request))
+    found = [key for key in (await admin.read()).keys if tenant in ("", key.tenant)]
+    ids = [key.id for key in found]
+    if after and after not in ids:
+        raise BadInput("after: is no key of this list", field="after")
+    start = ids.index(after) + 1 if after else 0
+    uses = await store.uses()
+    data = [_key(key, uses.get(key.id)) for key in found[start : start + limit]]
+    first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
+    return _json(KeysPage(data, len(found) > start + limit, first_id, last_id))
+
+
+@router.post(
+    "/keys",
+    summary="Create a key",
+    openapi_extra=_body(NewKeyBody),
+    responses=_changed(IssuedKeyObject),
+)
+async def create_key(request: Request) -> Response:
+    """The answer has the key as `value`. It is not shown again."""
+    call = authenticate(request)
+    _, admin = _administration(call)
+    body = await _read(call, NewKeyBody)
+    expires_s = None if body.expires_in_s is None else int(time.time()) + body.expires_in_s
+    wanted = KeyRequest(body.tenant, body.name, body.scopes, body.models, body.limits, expires_s)
+    return await _issued(call, await admin.create_key(wanted))
+
+
+@router.get(
+    "/keys/{key_id}",
+    summary="Get a key",
+    openapi_extra=AUTHENTICATED,
+    responses=responses(KeyObject, 401, 404),
+)
+async def get_key(request: Request, key_id: str) -> Response:
+    """The key without its secret."""
+    store, admin = _administration(authenticate(request))
+    for key in (await admin.read()).keys:
+        if key.id == key_id:
+            return _json(_key(key, (await store.uses()).get(key_id)))
+    raise NotThere(f"there is no key {key_id[:80]!r}", field="id")
+
+
+@router.delete(
+    "/keys/{key_id}",
+    summary="Revoke a key",
+    openapi_extra=AUTHENTICATED,
+    responses=_changed(KeyDeleted, 404),
+)
+async def revoke_key(request: Request, key_id: str) -> Response:
+    """Ends the key. All instances refuse it within 5 s. It stays in the list for 90 days."""
+    call = authenticate(request)
+    _, admin = _administration(call)
+    await admin.revoke_key(key_id)
+    return await _done(call, KeyDeleted(key_id))
+
+
+@router.post(
+    "/keys/{key_id}/rotate",
+    summary="Rotate a key",
+    openapi_extra=_body(RotationBody),
+    responses=_changed(IssuedKeyObject, 404),
+)
+async def rotate_key(request: Request, key_id: str) -> Response:
+    """Gives the key a new secret. The old one works for `overlap_s` more seconds."""
+    call = authenticate(request)
+    _, admin = _administration(call)
+    body = await _read(call, RotationBody)
+    return await _issued(call, await admin.rotate_key(key_id, body.overlap_s))
+
+
+@router.get(
+    "/plans",
+    summary="List plans",
+    openapi_extra=AUTHENTICATED,
+    responses=responses(PlansReply, 401),
+)
+async def list_plans(request: Request) -> Response:
+    """All plans. Tenants without a plan of their own have `default`."""
+    _, admin = _administration(authenticate(request))
+    plans = (await admin.read()).plans
+    return _json(PlansReply([PlanObject(name, plan) for name, plan in plans.items()]))
+
+
+@router.put(
+    "/plans/{name}",
+    summary="Create or replace a plan",
+    openapi_extra=_body(Plan),
+    responses=_changed(PlanObject),
+)
+async def set_plan(request: Request, name: str) -> Response:
+    """The plan takes effect within seconds for all its tenants."""
+    call = authenticate(request)
+    _, admin = _administration(call)
+    plan = await _read(call, Plan)
+    await admin.set_plan(name, plan)
+    return await _done(call, PlanObject(name, plan))
+
+
+@router.delete(
+    "/plans/{name}",
+    summary="Remove a plan",
+    openapi_extra=AUTHENTICATED,
+    responses=_changed(PlanDeleted, 404),
+)
+async def remove_plan(request: Request, name: str) -> Response:
+    """Removes a plan that no tenant has."""
+    call = authenticate(request)
+    _, admin = _administration(call)
+    await admin.set_plan(name, None)
+    return await _done(call, PlanDeleted(name))
+
+
+@router.get(
+    "/tenants",
+    summary="List tenants",
+    openapi_extra=AUTHENTICATED,
+    responses=responses(TenantsReply, 401),
+)
+async def list_tenants(request: Request) -> Response:
+    """Tenants that have keys or a plan of their own."""
+    _, admin = _administration(authenticate(request))
+    document = await admin.read()
+    plans = {name: tenant.plan for name, tenant in document.tenants.items()}
+    names = sorted(plans.keys() | {key.tenant for key in document.keys})
+    return _json(TenantsReply([TenantObject(name, plans.get(name)) for name in names]))
+
+
+@router.put(
+    "/tenants/{name}",
+    summary="Set the plan of a tenant",
+    openapi_extra=_body(TenantBody),
+    responses=_changed(TenantObject),
+)
+async def set_tenant(request: Request, name: str) -> Response:
+    """A plan of null is the default plan."""
+    call = authenticate(request)
+    _, admin = _administration(call)
+    body = await _read(call, TenantBody)
+    await admin.set_tenant(name, body.plan)
+    return await _done(call, TenantObject(name, body.plan))
+
+
+@router.get(
+    "/audit",
+    summary="List acts of administration",
+    openapi_extra=AUTHENTICATED,
+    responses=responses(ActsPage, 400, 401),
+)
+async def list_acts(request: Request, after: str = "", limit: Limit = 20) -> Response:
+    """Who did what, the newest first. The last 10,000 acts are kept."""
+    store, _ = _administration(authenticate(request))
+    found = await store.acts(limit + 1, after)
+    data = [
+        ActObject(
+            id=noted.id,
+            effective_at=noted.act.at_s,
+            actor=noted.act.actor,
+            address=noted.act.address,
+            type=noted.act.action,
+            target=noted.act.target,
+            before=noted.act.before,
+            after=noted.act.after,
+        )
+        for noted in found[:limit]
+    ]
+    first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
+    return _json(ActsPage(data, len(found) > limit, first_id, last_id))
+
+
+def _administration(call: ApiRequest) -> tuple[KeyStore, Administration]:
+    store = call.dependencies.access.store
+    if store is None:
+        raise Unavailable("this API has no directory of keys")
+    client = call.http.client
+    actor, address = f"key {call.caller.key_id}", client.host if client else ""
+    return store, Administration(store, actor=actor, address=address)
+
+
+async def _read(call: ApiRequest, kind: type[Body]) -> Body:
+    """The body of a change. Plans and limits are structs, so their own checks hold here too."""
+    data = await call.http.body()
+    check_amount(data)
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        reason, _, place = str(error).partition(" - at `$")
+        field = place.rstrip("`").lstrip(".")
+        raise BadInput(f"{field}: {reason}" if field else reason, field=field or None) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"the body is not valid JSON: {error}") from error
+
+
+async def _issued(call: ApiRequest, issued: IssuedKey) -> Response:
+    shown = msgspec.structs.asdict(_key(issued.stored, None))
+    return await _done(call, IssuedKeyObject(**shown, value=issued.key.text))
+
+
+async def _done(call: ApiRequest, reply: msgspec.Struct) -> Response:
+    """The answer to a change, which this instance knows before the next request."""
+    await call.dependencies.access.refresh()
+    return _json(reply)
+
+
+def _key(key: StoredKey, last_used_s: int | None) -> KeyObject:
+    return KeyObject(
+        id=key.id,
+        name=key.name,
+        redacted_value=redacted(key.id),
+        created_at=key.created_s,
+        last_used_at=last_used_s,
+        expires_at=key.expires_s,
+        revoked_at=key.revoked_s,
+        old_secret_until=key.previous_until_s or None,
+        tenant=key.tenant,
+        scopes=key.scopes,
+        models=key.models,
+        limits=key.limits,
+        state=state_of(key, time.time()),
+    )
+
+
+def _json(reply: msgspec.Struct) -> Response:
+    # A key must not stay in a cache on the way.
+    headers = {"cache-control": "no-store"}
+    return Response(msgspec.json.encode(reply), headers=headers, media_type="application/json")
