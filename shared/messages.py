@@ -27,13 +27,13 @@ import msgspec
 
 from shared.errors import PenstockError, UndecodableMessage
 from shared.tasks import Input, Result
+from shared.tenants.plan import HEAVIEST, LIGHTEST
 from shared.tracing.context import TraceContext, read_context
 
 SCHEMA_VERSION = "1"
 UnixTime = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 """Seconds since 1970, checked where a message is read: a deadline of `nan` would never pass."""
-LEAST_WEIGHT, MOST_WEIGHT = 0.01, 1000.0
-Weight = Annotated[float, msgspec.Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)]
+Weight = Annotated[float, msgspec.Meta(ge=LIGHTEST, le=HEAVIEST)]
 """A tenant's share of the work, relative to the other tenants that wait for the same model."""
 
 PriceShare = Annotated[float, msgspec.Meta(ge=0, le=1)]

@@ -13,8 +13,6 @@ from shared.catalog_entry import Batch, Price
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, UndecodableMessage
 from shared.message_encoding import decode_job, decode_reply, encode_job, encode_reply
 from shared.messages import (
-    LEAST_WEIGHT,
-    MOST_WEIGHT,
     Envelope,
     Item,
     ItemError,
@@ -28,6 +26,7 @@ from shared.messages import (
 )
 from shared.tasks.embedding import EmbeddingResult, TextInput, TokensInput
 from shared.tasks.image import ImageInput, ImageResult
+from shared.tenants.plan import HEAVIEST, LIGHTEST
 from shared.usage.row import row_of
 
 MINI = Model(
@@ -60,7 +59,7 @@ envelopes = st.builds(
     Envelope, request_id=names, part=counts, model=names, tenant=names, inbox=texts, slot=texts,
     deadline_s=seconds, received_at_s=seconds, published_at_s=seconds, api_instance=texts,
     attempt=counts, traceparent=texts, cache_key=texts, client_request_id=texts,
-    weight=st.floats(LEAST_WEIGHT, MOST_WEIGHT) | st.just(1.0),
+    weight=st.floats(LIGHTEST, HEAVIEST) | st.just(1.0),
 )  # fmt: skip
 jobs = st.builds(
     Job, envelopes, st.builds(JobBody, items, cache_read=st.booleans(), cache_write=st.booleans())

@@ -21,11 +21,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from shared.messages import MOST_WEIGHT
+from shared.tenants.plan import HEAVIEST
 from workers.scheduling.batch_queue import IDLE_MAX, BatchQueue
 
 BUDGET, LONGEST = 1000, 300
-QUANTUM = BUDGET / MOST_WEIGHT
+QUANTUM = BUDGET / HEAVIEST
 """Of a tenant of weight 1."""
 
 
@@ -44,7 +44,7 @@ class Entry:
 
 
 lengths = st.integers(1, LONGEST)
-WEIGHTS = (0.01, 0.3, 1.0, 2.0, 4.0, MOST_WEIGHT)
+WEIGHTS = (0.01, 0.3, 1.0, 2.0, 4.0, HEAVIEST)
 weights = st.sampled_from(WEIGHTS)
 
 

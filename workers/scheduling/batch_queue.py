@@ -18,10 +18,10 @@ Rounds are counted, not walked: each tenant has the number of the first round in
 an item, and a heap has the order of those. So rounds without an item cost nothing, whatever the
 weights, and an item costs O(log n).
 
-The bounds, with quantum q = budget / MOST_WEIGHT x weight and the longest item l:
+The bounds, with quantum q = budget / HEAVIEST x weight and the longest item l:
 
 - Two tenants i, j that wait all the time: |work_i / weight_i - work_j / weight_j| is at most
-  2 x budget / MOST_WEIGHT + l_i / weight_i + l_j / weight_j. With several keys it is one more
+  2 x budget / HEAVIEST + l_i / weight_i + l_j / weight_j. With several keys it is one more
   budget / weight for each of the two, for the batches that ran ahead of their turn.
 - A tenant without debts whose item arrives: the batches before the one with its first item have,
   if all keys are equal, at most 2 x q_j + l_j work of each other tenant j. With several keys each
@@ -42,7 +42,7 @@ from itertools import count
 from math import inf
 from typing import Generic, TypeAlias
 
-from shared.messages import MOST_WEIGHT
+from shared.tenants.plan import HEAVIEST
 from workers.scheduling.tenant_queue import ItemT, Place, TenantQueue
 
 IDLE_MAX = 1024
@@ -68,7 +68,7 @@ class BatchQueue(Generic[ItemT]):
     def __init__(self, budget: int, max_items: int) -> None:
         self.budget = budget
         self._max_items = max_items
-        self._quantum = budget / MOST_WEIGHT  # so a turn takes one batch at most
+        self._quantum = budget / HEAVIEST  # so a turn takes one batch at most
         self._round = 0
         self._turns = count()
         self._arrivals = count()
