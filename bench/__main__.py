@@ -22,6 +22,7 @@ MODULES = {
     "footprint": "footprint",
     "overload": "overload",
     "pictures": "pictures",
+    "fairness": "fairness.all_parts",
     "recovery": "recovery",
     "tracing": "tracing",
     "profile": "time_profile",

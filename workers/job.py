@@ -194,6 +194,8 @@ class QueuedItem:
     @property
     def deadline_s(self) -> float:
         """When the first of its waiters gives up unless it has started, in unix seconds."""
+        if len(self.waiters) == 1:  # as nearly always
+            return self.waiters[0][0].start_by_s
         return min(pulled.start_by_s for pulled, _ in self.waiters)
 
     @property

@@ -57,6 +57,8 @@ class Connection(asyncio.Protocol):
         self._exchange: Exchange | None = None
         self._due_s = 0.0
         self.body: list[bytes] = []
+        self.retry_after_s = 0.0
+        """Of the last answer that said so."""
         self.is_open = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -77,6 +79,8 @@ class Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Reads the API's own headers."""
         exchange = self._exchange
+        if name == b"retry-after-ms":
+            self.retry_after_s = float(value) / 1000
         if exchange is None or not name.startswith(b"x-"):
             return
         match name:

@@ -21,6 +21,7 @@ import uvloop
 from bench.load.connection import LOST, UNANSWERED, Connection, Exchange
 
 START_LIMIT_S = 60.0
+TOO_MANY = 429
 REASONS = {LOST: "connection lost", UNANSWERED: "unanswered"}
 
 
@@ -30,6 +31,9 @@ class LoadOrder(msgspec.Struct):
     Closed loop: `in_flight` requests at a time, the next one as soon as one is answered. Open loop
     (`rate_per_s` above 0): the arrivals of a Poisson process, on as many connections as they need,
     up to `in_flight`. An arrival that finds none free waits, and its wait counts.
+
+    With `waits_after_429` a closed loop leaves a connection unused after a 429 for as long as
+    `retry-after-ms` says, as OpenAI's clients do.
 
     Sending ends after `send_s` seconds (0: no such limit) or when all bodies are sent. With
     `is_cycled` they are sent again and again. Requests without an answer `limit_s` after that are
@@ -46,6 +50,7 @@ class LoadOrder(msgspec.Struct):
     rate_per_s: float = 0.0
     seed: int = 0
     limit_s: float = 300.0
+    waits_after_429: bool = False
     sample_every: int = 0
     """One answer of so many is kept. 0: none."""
 
@@ -227,6 +232,14 @@ class _Generator:
         every = self._order.sample_every
         if every and exchange.status == 200 and exchange.number % every == 0:
             self.samples.append((exchange.number, b"".join(connection.body).decode()))
+        if exchange.status == TOO_MANY and self._order.waits_after_429:
+            loop = asyncio.get_running_loop()
+            loop.call_later(connection.retry_after_s, self._resume, connection)
+        elif connection.is_open:
+            self._use(connection)
+        self._settle()
+
+    def _resume(self, connection: Connection) -> None:
         if connection.is_open:
             self._use(connection)
         self._settle()
