@@ -1,4 +1,4 @@
-"""All measurements of fair shares, on what `make up` starts."""
+"""All measurements of fair shares: on what `make up` starts, and with a model that takes time."""
 
 from __future__ import annotations
 
@@ -6,23 +6,18 @@ import dataclasses
 import os
 import sys
 
-from bench.fairness import cost, noise, weights
+from bench.fairness import noise, order
 from bench.pipeline import running
 from bench.report import Outcome, table
 
 SECONDS = 60.0
-BACKEND = {"backend": "torch", "precision": "fp32"}
-"""Said where there are several workers: each might be measured another way on a busy machine."""
 
 
 def run(seconds: float = SECONDS) -> Outcome:
-    """Measures for about seven times `seconds`."""
-    with running() as pipeline:
-        with pipeline.another_api(api_keys=noise.API_KEYS) as api:
-            figures, drives = noise.measure(pipeline, api.port, seconds)
-    with running(BACKEND, processes=2, threads=1) as pipeline:
-        figures += weights.measure(pipeline, seconds / 2)
-        figures += cost.measure(pipeline, seconds / 4)
+    """Measures for about eight times `seconds`."""
+    with running() as pipeline, pipeline.another_api(api_keys=noise.API_KEYS) as api:
+        figures, drives = noise.measure(pipeline, api.port, seconds)
+    figures += order.measure(seconds / 4)
     details = {name: dataclasses.asdict(drive) for name, drive in drives.items()}
     return Outcome(figures, {"drives": details, "load_after": os.getloadavg()[0]})
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from math import inf
 
+from workers.scheduling.batch_time import BatchTime
+
 FILL_S = 0.005
 """How much longer a batch may take for items that are not why it runs now.
 
@@ -30,15 +32,13 @@ URGENT_TURN = 4
 
 Admission relies on the rest (api/dispatch/admission.py, INTERACTIVE_SHARE).
 """
-FADE = 0.9
-"""Each batch reduces the weight of earlier ones in the measured speed to this share."""
 
 
 class BatchLanePolicy:
-    """Measures the speed of the model and the work that is owed to the lane `batch`."""
+    """Knows how long batches take, and the work that is owed to the lane `batch`."""
 
     def __init__(self) -> None:
-        self._work = self._seconds = 0.0
+        self._time = BatchTime()
         self._owed = 0.0
         self._interactive_s = -inf
         self._since_urgent = 0
@@ -46,12 +46,11 @@ class BatchLanePolicy:
     @property
     def fill_work(self) -> float:
         """How much work makes a batch longer by FILL_S. Infinite until a batch was measured."""
-        return self._work_in(FILL_S)
+        return self._time.more_work_in(FILL_S)
 
     def observe_batch(self, work: int, seconds: float) -> None:
         """Takes note of how long a process took for a batch."""
-        self._work = FADE * self._work + work
-        self._seconds = FADE * self._seconds + seconds
+        self._time.observe(work, seconds)
 
     def observe_interactive(self, now_s: float) -> None:
         """Takes note of an interactive item."""
@@ -59,11 +58,11 @@ class BatchLanePolicy:
 
     def turn_work(self, now_s: float) -> float:
         """How much work a batch of the lane may have now, besides its first item."""
-        return self._work_in(TURN_S) if now_s - self._interactive_s < RECENT_S else inf
+        return self._time.work_in(TURN_S) if now_s - self._interactive_s < RECENT_S else inf
 
     def is_owed(self, budget: int) -> bool:
         """Whether the lane is owed the work of a turn. `budget`: the work of a full batch."""
-        return self._owed >= min(budget, self._work_in(TURN_S))
+        return self._owed >= min(budget, self._time.work_in(TURN_S))
 
     def is_urgent(self, now_s: float, earliest_s: float, budget: int) -> bool:
         """Whether a deadline would pass while one full batch runs, and then one with its item.
@@ -73,15 +72,12 @@ class BatchLanePolicy:
             earliest_s: the earliest deadline in the lane.
             budget: the work of a full batch.
         """
-        if self._since_urgent < URGENT_TURN - 1 or not self._work:
+        if self._since_urgent < URGENT_TURN - 1:
             return False
-        return now_s < earliest_s < now_s + 2 * budget * self._seconds / self._work
+        return now_s < earliest_s < now_s + 2 * self._time.seconds_for(budget)
 
     def observe_choice(self, interactive: int, batch: int, *, is_urgent: bool = False) -> None:
         """Takes note of the work in a chosen batch, by lane, while items of the lane wait."""
         self._since_urgent = 0 if is_urgent else self._since_urgent + 1
         owed = self._owed + interactive * BATCH_SHARE / (1 - BATCH_SHARE) - batch
         self._owed = max(0.0, owed)
-
-    def _work_in(self, seconds: float) -> float:
-        return self._work / self._seconds * seconds if self._seconds else inf

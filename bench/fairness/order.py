@@ -1,0 +1,169 @@
+"""What tenants notice of each other and of the lane `batch`, by what a worker holds.
+
+Measured with a model that only takes time (bench/fairness/timed.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+
+import uvloop
+
+from bench.fairness.timed import Callers, servers, timed_workers
+from bench.load.generator import percentiles
+from bench.report import Figure
+
+PAGE, PAGES = 230, 32
+"""Tokens of a long text, and such texts in a request of the noisy tenant."""
+QUIET, RATE_PER_S = 5, 1.0
+LENGTHS = [12] * 6 + [64] * 3 + [230]
+CONNECTIONS = {"40 jobs": 20, "300 jobs": 150}
+"""Of the noisy tenant, by the jobs that it has in flight."""
+HANDS = (16, 64, 256, 1024)
+"""Messages that a worker holds. Two batches for each of two processes are 256."""
+WEIGHTS = {"one": 1.0, "two": 2.0, "four": 4.0}
+OFF_PERCENT = 5.0
+UNANSWERED = 60
+"""Jobs that each of them has in flight, for each worker: in all less than the workers hold."""
+INTERACTIVE_PER_S, BATCH_JOBS = 20.0, 60
+LEAD_S = 3.0
+
+
+@dataclass
+class Seen:
+    """What callers saw: waits of a kind of tenant in ms, and tokens of each tenant."""
+
+    waits_ms: dict[str, list[float]] = field(default_factory=dict)
+    tokens: Counter[str] = field(default_factory=Counter)
+
+
+def measure(seconds: float) -> list[Figure]:
+    """About 16 times `seconds`."""
+    figures = list[Figure]()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        where = stack.enter_context(servers(folder))
+        for part in (_hands, _weights, _lanes):
+            figures += part(where, seconds)
+    return figures
+
+
+def _hands(where: tuple[str, str], seconds: float) -> Iterator[Figure]:
+    for jobs, connections in CONNECTIONS.items():
+        for hand in HANDS:
+
+            def callers(to: Callers, seen: Seen, connections: int = connections) -> Sequence[Work]:
+                noisy = [_again(to, seen, "noisy", [PAGE] * PAGES) for _ in range(connections)]
+                quiet = [_sometimes(to, seen, f"quiet {n}", RATE_PER_S) for n in range(QUIET)]
+                return noisy + quiet
+
+            seen = uvloop.run(_run(where, seconds, callers, hand=hand))
+            quiet = [name for name in seen.waits_ms if name.startswith("quiet")]
+            waits = _percentiles([one for name in quiet for one in seen.waits_ms[name]])
+            name = f"hand of {hand}, noisy with {jobs}"
+            yield Figure(f"{name}: quiet, p50", waits["p50"], "ms")
+            yield Figure(f"{name}: quiet, p99", waits["p99"], "ms")
+            yield Figure(f"{name}: noisy", seen.tokens["noisy"] / seconds, "tokens/s")
+
+
+def _weights(where: tuple[str, str], seconds: float) -> Iterator[Figure]:
+    for workers in (1, 3):
+
+        def callers(to: Callers, seen: Seen, jobs: int = workers * UNANSWERED) -> Sequence[Work]:
+            return [
+                _again(to, seen, name, LENGTHS, weight)
+                for name, weight in WEIGHTS.items()
+                for _ in range(jobs)
+            ]
+
+        seen = uvloop.run(_run(where, 2 * seconds, callers, workers=workers))
+        share = sum(seen.tokens.values()) / sum(WEIGHTS.values())
+        off = [seen.tokens[name] / (weight * share) - 1 for name, weight in WEIGHTS.items()]
+        for weight, one in zip(WEIGHTS.values(), off, strict=True):
+            yield Figure(f"{workers} workers, weight {weight:g}: off its share", 100 * one, "%")
+        most = 100 * max(map(abs, off))
+        yield Figure(f"{workers} workers, most off", most, "%", "<=", OFF_PERCENT)
+
+
+def _lanes(where: tuple[str, str], seconds: float) -> Iterator[Figure]:
+    def interactive(to: Callers, seen: Seen) -> Sequence[Work]:
+        return [_sometimes(to, seen, "interactive", INTERACTIVE_PER_S)]
+
+    def both(to: Callers, seen: Seen) -> Sequence[Work]:
+        batch = [_again(to, seen, "batch", LENGTHS, lane="batch") for _ in range(BATCH_JOBS)]
+        return [*interactive(to, seen), *batch]
+
+    alone = uvloop.run(_run(where, seconds, interactive)).waits_ms["interactive"]
+    seen = uvloop.run(_run(where, seconds, both))
+    beside = seen.waits_ms["interactive"]
+    for name, waits in (("alone", alone), ("beside a batch", beside)):
+        yield Figure(f"interactive {name}, p50", _percentiles(waits)["p50"], "ms")
+    p99, most_ms = _percentiles(beside)["p99"], 1.5 * _percentiles(alone)["p99"]
+    yield Figure("interactive alone, p99", _percentiles(alone)["p99"], "ms")
+    yield Figure("interactive beside a batch, p99", p99, "ms", "<=", most_ms)
+    yield Figure("the batch beside it", seen.tokens["batch"] / seconds, "tokens/s")
+
+
+Work = Awaitable[None]
+
+
+def _percentiles(waits_ms: list[float]) -> dict[str, float]:
+    """Infinite where nothing was answered in time."""
+    return percentiles(waits_ms) if waits_ms else {"p50": inf, "p99": inf}
+
+
+async def _run(
+    where: tuple[str, str],
+    seconds: float,
+    callers: Callable[[Callers, Seen], Sequence[Work]],
+    *,
+    workers: int = 1,
+    hand: int = 0,
+) -> Seen:
+    """What `callers` saw in `seconds` after LEAD_S."""
+    async with timed_workers(*where, workers=workers, hand=hand) as to:
+        seen = Seen()
+        calling = [asyncio.ensure_future(one) for one in callers(to, seen)]
+        await asyncio.sleep(LEAD_S)
+        seen.waits_ms.clear()
+        seen.tokens.clear()
+        await asyncio.sleep(seconds)
+        found = Seen(dict(seen.waits_ms), Counter(seen.tokens))
+        for one in calling:
+            one.cancel()
+        await asyncio.gather(*calling, return_exceptions=True)
+        return found
+
+
+async def _again(
+    to: Callers, seen: Seen, tenant: str, lengths: list[int], weight: float = 1.0, lane: str = ""
+) -> None:
+    """A closed loop of one request."""
+    while True:
+        tokens = await to.ask(tenant, lengths, weight=weight, lane=lane)
+        seen.tokens[tenant] += tokens
+
+
+async def _sometimes(to: Callers, seen: Seen, tenant: str, rate_per_s: float) -> None:
+    """An open loop of single texts."""
+    chance = random.Random(tenant)
+    async with asyncio.TaskGroup() as group:
+        while True:
+            await asyncio.sleep(chance.expovariate(rate_per_s))
+            group.create_task(_timed(to, seen, tenant, chance.choice(LENGTHS)))
+
+
+async def _timed(to: Callers, seen: Seen, tenant: str, length: int) -> None:
+    began_s = time.perf_counter()
+    tokens = await to.ask(tenant, [length])
+    seen.tokens[tenant] += tokens
+    seen.waits_ms.setdefault(tenant, []).append(1000 * (time.perf_counter() - began_s))

@@ -1,0 +1,230 @@
+"""Real workers with a model that only takes time, on the embedded Pub/Sub and a real Redis.
+
+What tenants notice of each other follows from the order of work. With a model that takes a fixed
+time per token it can be measured on a busy machine, and for several workers on two cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
+from pathlib import Path
+from typing import Any, cast
+
+from bench.pipeline import READY_LIMIT_S
+from infra.local.process import Process, free_port, listens
+from infra.local.provision import provision
+from infra.local.redis_server import RedisServer
+from shared.catalog import Catalog, Model
+from shared.catalog_entry import Batch, Cache
+from shared.message_encoding import decode_reply, encode_job
+from shared.messages import Envelope, Item, Job, JobBody
+from shared.pubsub.admin import PubSubAdmin
+from shared.pubsub.client import PubSubTransport
+from shared.pubsub.names import inbox_topic_id, jobs_topic_id, slot_subscription_id
+from shared.pubsub.reply_inbox import make_inbox
+from shared.stores.cache import ResultCache
+from shared.stores.objects import ObjectStore
+from shared.stores.records import Records
+from shared.tasks import Input
+from shared.tasks.embedding import EmbeddingResult, TextInput
+from shared.transport import Subscription
+from shared.usage.row import Row
+from workers.job import WorkerInfo
+from workers.jobs.completion import Completion
+from workers.jobs.consumer import JobConsumer
+from workers.models.base import PreparedItem, PreparedText
+from workers.runtime.pool import ModelPool
+from workers.runtime.protocol import BatchResult, ResidencyReport
+from workers.worker import Worker
+
+MODEL = Model(
+    name="timed",
+    task="embedding",
+    source="local:nowhere",
+    dimensions=1,
+    batch=Batch(max_tokens=2048, max_items=64),
+    cache=Cache(ttl_s=0),
+)
+BATCH_S, TOKENS_PER_S = 0.004, 8000.0
+"""As a core of an AMD EPYC computes all-MiniLM-L6-v2: 0.26 s for a full batch."""
+INBOX = "timed"
+JOB_ITEMS = 16
+
+
+@contextmanager
+def servers(folder: Path) -> Iterator[tuple[str, str]]:
+    """The endpoint of an embedded Pub/Sub and the URL of a Redis."""
+    port = free_port()
+    command = [sys.executable, "-m", "infra.emulators.pubsub", "--port", str(port)]
+    with (
+        Process("pubsub", command, folder) as pubsub,
+        RedisServer(folder / "redis", folder) as redis,
+    ):
+        pubsub.wait_ready(lambda: listens(port), READY_LIMIT_S)
+        yield f"127.0.0.1:{port}", f"redis://127.0.0.1:{redis.port}/0"
+
+
+class _Preparer:
+    """A text is its number of tokens."""
+
+    def prepare(self, inputs: Sequence[Input]) -> list[PreparedText]:
+        lengths = [int(cast(TextInput, given).text) for given in inputs]
+        return [PreparedText(key="", length=length, ids=b"") for length in lengths]
+
+
+class _TimedProcess:
+    """A model process that computes nothing."""
+
+    residency = ResidencyReport([0])
+
+    async def ready(self) -> None:
+        """It always is."""
+
+    async def run(self, batch: Sequence[PreparedItem], **_: object) -> BatchResult:
+        """Takes the time of the batch."""
+        began_s, work = time.time(), sum(one.length for one in batch)
+        await asyncio.sleep(BATCH_S + work / TOKENS_PER_S)
+        now_s = time.time()
+        return BatchResult(
+            results=[EmbeddingResult(b"", one.length) for one in batch],
+            started_at_s=began_s,
+            finished_at_s=now_s,
+            inference_ms=1000 * (now_s - began_s),
+            real_work=work,
+            padded_work=work,
+        )
+
+    def cancel(self) -> None:
+        """It can't be interrupted."""
+
+
+class _TimedPool:
+    device_name = "none"
+
+    def __init__(self, processes: int) -> None:
+        self.processes = [_TimedProcess() for _ in range(processes)]
+
+
+class _NoRows:
+    def write(self, row: Row, on_safe: Callable[[], None] | None = None) -> None:
+        """Every row is safe at once."""
+        if on_safe is not None:
+            on_safe()
+
+
+class _OtherHand:
+    """A transport whose subscriptions hold another number of messages."""
+
+    def __init__(self, transport: PubSubTransport, messages: int) -> None:
+        self._transport = transport
+        self._messages = messages
+
+    def subscribe(
+        self, subscription_id: str, **given: Any
+    ) -> AbstractAsyncContextManager[Subscription]:
+        """As the transport, with that number if there is one."""
+        if self._messages:
+            given["max_messages"] = self._messages
+        return self._transport.subscribe(subscription_id, **given)
+
+
+class Callers:
+    """All callers of the workers."""
+
+    def __init__(self, transport: PubSubTransport) -> None:
+        self._transport = transport
+        self._sent = 0
+        self._waiting: dict[str, asyncio.Future[int]] = {}
+
+    async def ask(
+        self,
+        tenant: str,
+        lengths: Sequence[int],
+        *,
+        weight: float = 1.0,
+        lane: str = "",
+        left_s: float = 600.0,
+    ) -> int:
+        """Sends one request in jobs of JOB_ITEMS. Returns the tokens when all are answered."""
+        parts = [lengths[at : at + JOB_ITEMS] for at in range(0, len(lengths), JOB_ITEMS)]
+        asked = (self._ask_job(tenant, part, weight, lane, left_s) for part in parts)
+        tokens: list[int] = await asyncio.gather(*asked)
+        return sum(tokens)
+
+    async def _ask_job(
+        self, tenant: str, lengths: Sequence[int], weight: float, lane: str, left_s: float
+    ) -> int:
+        self._sent += 1
+        now_s, request_id = time.time(), str(self._sent)
+        envelope = Envelope(
+            request_id=request_id, part=0, model=MODEL.name, tenant=tenant, weight=weight,
+            lane=lane, inbox=inbox_topic_id(INBOX), slot="0", deadline_s=now_s + left_s,
+            received_at_s=now_s, published_at_s=now_s,
+        )  # fmt: skip
+        items = [Item(index, TextInput(str(length))) for index, length in enumerate(lengths)]
+        data, attributes = encode_job(Job(envelope, JobBody(items, False, False)))
+        waiting: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting[request_id] = waiting
+        await self._transport.publish(jobs_topic_id(MODEL.name), data, attributes)
+        return await waiting
+
+    async def receive(self) -> None:
+        """Takes replies for as long as it runs."""
+        inbox = self._transport.subscribe(slot_subscription_id(INBOX, 0), max_messages=1000)
+        async with inbox as replies:
+            async for message in replies:
+                replies.ack(message)
+                reply = decode_reply(message.data, message.attributes)
+                waiting = self._waiting.pop(reply.request_id, None)
+                if waiting is not None and not waiting.done():
+                    outcomes = reply.body.outcomes
+                    waiting.set_result(sum(one.receipt.tokens or 0 for one in outcomes))
+
+
+@asynccontextmanager
+async def timed_workers(
+    endpoint: str, redis_url: str, *, workers: int = 1, processes: int = 2, hand: int = 0
+) -> AsyncIterator[Callers]:
+    """Workers with `processes` model processes each, in a project of their own.
+
+    `hand`: how many messages of a lane each of them holds. 0: as usual.
+    """
+    project = f"timed-{time.time_ns()}"
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        transport = await enter(PubSubTransport(project, endpoint))
+        admin = await enter(PubSubAdmin(project, endpoint))
+        await provision(admin, Catalog((MODEL,)), 0, 1)
+        await make_inbox(admin, INBOX, 1)
+        cache, records = await enter(ResultCache(redis_url, 0)), await enter(Records(redis_url))
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        objects = ObjectStore(f"file://{folder}")
+        own = [await enter(PubSubTransport(project, endpoint)) for _ in range(workers)]
+        running = list[asyncio.Task[None]]()
+        stack.push_async_callback(_cancel, running)
+        for number in range(workers):
+            info = WorkerInfo(str(number), "here", "none")
+            completion = Completion(MODEL, transport, cache, records, objects, _NoRows(), info)
+            consumer = JobConsumer(MODEL, _Preparer(), cache, records, objects, completion)
+            pool = cast(ModelPool, _TimedPool(processes))
+            worker = Worker([consumer], _OtherHand(own[number], hand), records, pool)
+            running.append(asyncio.create_task(worker.run(asyncio.Event())))
+        callers = Callers(transport)
+        running.append(asyncio.create_task(callers.receive()))
+        yield callers
+
+
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
