@@ -35,9 +35,11 @@ from api.predictions.results import ResultFetcher
 from api.predictions.sender import PredictionSender
 from api.predictions.service import Predictions
 from api.routes import admin as admin_routes
-from api.routes import batches, embeddings, files, health, images, models, objects, pages
+from api.routes import batches, embeddings, files, health, images, models, objects, pages, usage
 from api.routes import predictions as prediction_routes
 from api.routes import replicate_models as prediction_models
+from api.usage.rows import UsageRows
+from api.usage.service import UsageService
 from shared.catalog import Catalog
 from shared.gc_tuning import settle_heap
 from shared.settings import ApiSettings
@@ -100,6 +102,7 @@ def create_app(
         files,
         batches,
         models,
+        usage,
         objects,
         admin_routes,
         health,
@@ -219,7 +222,19 @@ def _dependencies(
         source_pictures=SourcePictures(
             configuration.objects, sources, result_fetcher, configuration.url_signer, image_codec
         ),
+        usage=_usage(configuration.settings),
         started_at_s=time.time(),
+    )
+
+
+def _usage(settings: ApiSettings) -> UsageService:
+    return UsageService(
+        UsageRows(
+            settings.project,
+            settings.dataset,
+            settings.bigquery_endpoint,
+            settings.usage_query_max_bytes,
+        )
     )
 
 

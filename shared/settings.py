@@ -133,6 +133,8 @@ class ApiSettings(Settings):
     """Memory in Redis for predictions. Above it the oldest ended predictions of the largest tenant
     are dropped. A new prediction that finds no room gets 429.
     """
+    usage_query_max_bytes: int = Field(20 * 1024**3, ge=1024**2)
+    """What a question about usage may read in BigQuery. One that would read more is refused."""
     memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     request_max_bytes: int = Field(32 * 1024 * 1024, ge=1)
     files_max_bytes: int = Field(2 * 1024**3, ge=1024 * 1024)

@@ -21,6 +21,7 @@ from api.limits.limiter import Limiter
 from api.predictions.event_stream import EventStreams
 from api.predictions.results import ResultFetcher
 from api.predictions.service import Predictions
+from api.usage.service import UsageService
 from shared.catalog import Catalog
 from shared.settings import ApiSettings
 from shared.stores.objects import ObjectStore
@@ -50,6 +51,7 @@ class Dependencies:
     batches: Batches
     result_fetcher: ResultFetcher
     source_pictures: SourcePictures
+    usage: UsageService
     started_at_s: float
 
 

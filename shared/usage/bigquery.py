@@ -94,14 +94,19 @@ class Sender:
 
     def _open(self) -> Any:
         if self._client is None:
-            from google.auth.credentials import AnonymousCredentials
-            from google.cloud import bigquery
-
-            given: dict[str, Any] = {"project": self._project}
-            if self._endpoint:
-                given |= {
-                    "credentials": AnonymousCredentials(),
-                    "client_options": {"api_endpoint": self._endpoint},
-                }
-            self._client = bigquery.Client(**given)
+            self._client = open_client(self._project, self._endpoint)
         return self._client
+
+
+def open_client(project: str, endpoint: str) -> Any:
+    """Google's client for a project. With an endpoint, of an embedded BigQuery."""
+    from google.auth.credentials import AnonymousCredentials
+    from google.cloud import bigquery
+
+    given: dict[str, Any] = {"project": project}
+    if endpoint:
+        given |= {
+            "credentials": AnonymousCredentials(),
+            "client_options": {"api_endpoint": endpoint},
+        }
+    return bigquery.Client(**given)

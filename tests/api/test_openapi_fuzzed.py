@@ -11,7 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from google.auth.credentials import AnonymousCredentials
+from google.cloud import bigquery
 
+from infra import bigquery as tables
 from tests.api.harness import running_api, settings_for
 from tests.keys import key_for, keys_url
 from tests.limits import PATIENCE
@@ -29,7 +32,9 @@ header in api/http/openapi_headers.py, a field of a body or reply in api/schemas
 """
 
 
-async def test_answers_are_as_documented(tmp_path: Path, redis_url: str) -> None:
+async def test_answers_are_as_documented(
+    tmp_path: Path, redis_url: str, bigquery_endpoint: str
+) -> None:
     secret = "whsec_" + "A" * 43 + "="
     settings = settings_for(
         tmp_path,
@@ -37,7 +42,16 @@ async def test_answers_are_as_documented(tmp_path: Path, redis_url: str) -> None
         secret="s",
         keys_url=keys_url(tmp_path, k="t"),
         webhook_secrets=secret,
+        bigquery_endpoint=bigquery_endpoint,
+        project="fuzzed",
     )
+    client = bigquery.Client(
+        project=settings.project,
+        credentials=AnonymousCredentials(),
+        client_options={"api_endpoint": bigquery_endpoint},
+    )
+    with client:
+        tables.create(client, settings.dataset)
     async with running_api(settings) as api:
         # The document's own bounds, not this instance's load, are what is asked for here.
         command = [

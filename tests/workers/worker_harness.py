@@ -277,6 +277,7 @@ async def running_worker(
     pool: ModelPool | LetterPool | None = None,
     objects: ObjectStore | None = None,
     broker: InMemoryTransport | None = None,
+    model: Model = MODEL,
 ) -> AsyncIterator[WorkerHarness]:
     """Runs a worker, on `pool` or on a fake model process that the test controls."""
     letters = LetterPool()
@@ -309,9 +310,9 @@ async def running_worker(
         harness = WorkerHarness(broker, letters.processes[0], rows, records, stop)
         objects = objects or ObjectStore(f"file://{folder}")
         completion = Completion(
-            MODEL, broker, cache, records, objects, rows, WorkerInfo("w", "here", "letters")
+            model, broker, cache, records, objects, rows, WorkerInfo("w", "here", "letters")
         )
-        consumer = JobConsumer(MODEL, LetterPreparer(), cache, records, objects, completion)
+        consumer = JobConsumer(model, LetterPreparer(), cache, records, objects, completion)
         harness.consumer = consumer
         worker = Worker([consumer], broker, records, pool or letters, drain_s=drain_s)  # type: ignore[arg-type]
         harness.running = asyncio.create_task(worker.run(stop))

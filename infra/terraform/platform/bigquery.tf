@@ -75,3 +75,18 @@ resource "google_bigquery_table_iam_member" "writers" {
   role       = google_project_iam_custom_role.row_writer.id
   member     = each.value
 }
+
+# The API reads the rows for what callers ask about their usage, and runs queries for that.
+resource "google_bigquery_table_iam_member" "api_reads" {
+  project    = var.project_id
+  dataset_id = google_bigquery_table.rows.dataset_id
+  table_id   = google_bigquery_table.rows.table_id
+  role       = "roles/bigquery.dataViewer"
+  member     = google_service_account.api.member
+}
+
+resource "google_project_iam_member" "api_queries" {
+  project = var.project_id
+  role    = "roles/bigquery.jobUser"
+  member  = google_service_account.api.member
+}

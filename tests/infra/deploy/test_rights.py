@@ -18,10 +18,12 @@ API = "serviceAccount:penstock-api@example-project.iam.gserviceaccount.com"
 ON_THE_PROJECT = {
     "roles/monitoring.metricWriter",
     "roles/monitoring.viewer",
+    "roles/bigquery.jobUser",
     "roles/container.defaultNodeServiceAccount",
 }
 ALLOWED = {
     "google_project_iam_member": ON_THE_PROJECT,
+    "google_bigquery_table_iam_member": {"roles/bigquery.dataViewer"},
     "google_pubsub_topic_iam_member": {"roles/pubsub.publisher"},
     "google_pubsub_subscription_iam_member": {"roles/pubsub.subscriber"},
     "google_storage_bucket_iam_member": {"roles/storage.objectUser", "roles/storage.objectViewer"},

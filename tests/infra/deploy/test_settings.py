@@ -32,6 +32,7 @@ LEFT_ALONE: dict[type[Settings], set[str]] = {
         *("PENSTOCK_HEAD_TIMEOUT_S", "PENSTOCK_MAX_CONNECTIONS", "PENSTOCK_BODIES_MAX_BYTES"),
         "PENSTOCK_BROKER_WAIT_S",
         *("PENSTOCK_FILES_MAX_BYTES", "PENSTOCK_BATCH_ITEMS_IN_FLIGHT"),
+        "PENSTOCK_USAGE_QUERY_MAX_BYTES",
         *("PENSTOCK_PICTURE_PROCESSES", "PENSTOCK_PICTURE_BUDGET_BYTES"),
         # Only where there is a domain, or a pool that does not begin at 0.
         *("PENSTOCK_PUBLIC_URL", "PENSTOCK_INBOX_FIRST"),

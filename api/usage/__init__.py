@@ -1,0 +1,1 @@
+"""What callers used, read from the rows in BigQuery."""

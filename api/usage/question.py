@@ -1,0 +1,169 @@
+"""Reads the query string of a question about usage, as OpenAI's clients send it.
+
+https://platform.openai.com/docs/api-reference/usage. Lists come as `group_by[]=model` or repeated.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from starlette.datastructures import QueryParams
+
+from api.usage.rows import UsageQuery
+from shared.errors import BadInput
+
+WIDTHS_S = {"1m": 60, "1h": 3600, "1d": 86_400}
+LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 31)}
+"""Buckets on a page by width: if nothing is said, and at most."""
+COST_LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 180)}
+GROUPS = {"project_id": "by_tenant", "api_key_id": "by_key", "model": "by_model"}
+COST_GROUPS = {"project_id": "by_tenant", "api_key_id": "by_key", "line_item": "by_model"}
+KEPT_S = 400 * 86_400
+"""Rows are kept for so long (infra/bigquery/rows.table.json)."""
+MOST_NAMES = 100
+_PAGE = re.compile(r"page_([0-9]{1,11})")
+_WHOLE = re.compile(r"[0-9]{1,11}")
+_DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+
+
+class Question(NamedTuple):
+    """One page of a question: what to query, and where the next page begins."""
+
+    query: UsageQuery
+    next_page: str | None
+
+
+def read_question(
+    given: QueryParams,
+    *,
+    tenants: tuple[str, ...] | None,
+    tasks: tuple[str, ...] | None = None,
+    is_of_costs: bool = False,
+    now_s: float | None = None,
+) -> Question:
+    """Reads a question.
+
+    Args:
+        given: the query string.
+        tenants: whose rows the caller may see. None: all.
+        tasks: whose rows are asked for. None: all.
+        is_of_costs: whether it is asked about costs, which have other groups.
+        now_s: unix time. Default: now.
+
+    Raises:
+        BadInput: a value is missing or wrong. `field` names it.
+    """
+    now = int(time.time() if now_s is None else now_s)
+    width = given.get("bucket_width", "1d")
+    if width not in WIDTHS_S:
+        raise BadInput(f"bucket_width: {width[:40]!r} is not 1m, 1h or 1d", field="bucket_width")
+    width_s = WIDTHS_S[width]
+    start_s = _moment(given, "start_time", now)
+    if start_s is None:
+        raise BadInput("start_time: it is needed, in unix seconds", field="start_time")
+    end_s = _moment(given, "end_time", now) or now + 1
+    if end_s <= start_s:
+        raise BadInput("end_time: it must be after start_time", field="end_time")
+    start_s -= start_s % width_s
+    limit = _limit(given, *(COST_LIMITS if is_of_costs else LIMITS)[width])
+    if page := given.get("page"):
+        found = _PAGE.fullmatch(page)
+        if found is None or not start_s <= int(found[1]) < end_s or int(found[1]) % width_s:
+            raise BadInput("page: not a page of this question", field="page")
+        start_s = int(found[1])
+    page_ends_s = start_s + limit * width_s
+    groups = _groups(given, COST_GROUPS if is_of_costs else GROUPS)
+    query = UsageQuery(
+        start_s=start_s,
+        end_s=min(end_s, page_ends_s),
+        width_s=width_s,
+        tenants=_within(tenants, _names(given, "project_ids")),
+        models=_names(given, "line_items" if is_of_costs else "models"),
+        keys=_names(given, "api_key_ids"),
+        tasks=tasks,
+        by_tenant="by_tenant" in groups,
+        by_model="by_model" in groups,
+        by_key="by_key" in groups,
+    )
+    return Question(query, f"page_{page_ends_s}" if page_ends_s < end_s else None)
+
+
+def read_range(given: QueryParams, now_s: float) -> tuple[int, int] | None:
+    """Reads `from` and `to`: unix seconds, or days of UTC. None: neither is given.
+
+    Raises:
+        BadInput: a value is wrong. `field` names it.
+    """
+    if not (given.get("from") or given.get("to")):
+        return None
+    now = int(now_s)
+    start_s = _moment(given, "from", now)
+    if start_s is None:
+        raise BadInput("from: it is needed where `to` is given", field="from")
+    end_s = _moment(given, "to", now) or now + 1
+    if end_s <= start_s:
+        raise BadInput("to: it must be after `from`", field="to")
+    return start_s, end_s
+
+
+def _moment(given: QueryParams, name: str, now: int) -> int | None:
+    text = given.get(name)
+    if text is None:
+        return None
+    at_s: int | None = None
+    if _WHOLE.fullmatch(text):
+        at_s = int(text)
+    elif _DAY.fullmatch(text):
+        try:
+            at_s = int(datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp())
+        except ValueError:
+            at_s = None
+    if at_s is None:
+        raise BadInput(f"{name}: {text[:40]!r} is no unix time in seconds", field=name)
+    if not now - KEPT_S <= at_s <= now + KEPT_S:
+        raise BadInput(f"{name}: rows are kept for {KEPT_S // 86_400} days", field=name)
+    return at_s
+
+
+def _limit(given: QueryParams, usual: int, most: int) -> int:
+    text = given.get("limit")
+    if text is None:
+        return usual
+    if not (_WHOLE.fullmatch(text) and 1 <= int(text) <= most):
+        raise BadInput(f"limit: {text[:40]!r} is not a number from 1 to {most}", field="limit")
+    return int(text)
+
+
+def _groups(given: QueryParams, known: dict[str, str]) -> set[str]:
+    found = set()
+    for name in _list(given, "group_by"):
+        if name not in known:
+            raise BadInput(
+                f"group_by: {name[:40]!r} is not one of {', '.join(known)}", field="group_by"
+            )
+        found.add(known[name])
+    return found
+
+
+def _names(given: QueryParams, field: str) -> tuple[str, ...] | None:
+    found = _list(given, field)
+    if len(found) > MOST_NAMES or any(len(name) > 256 for name in found):
+        raise BadInput(f"{field}: at most {MOST_NAMES} names of 256 characters", field=field)
+    return tuple(sorted(set(found))) or None
+
+
+def _list(given: QueryParams, field: str) -> Sequence[str]:
+    return [*given.getlist(field), *given.getlist(f"{field}[]")]
+
+
+def _within(
+    allowed: tuple[str, ...] | None, chosen: tuple[str, ...] | None
+) -> tuple[str, ...] | None:
+    """The chosen ones among the allowed ones. None: all."""
+    if allowed is None or chosen is None:
+        return chosen if allowed is None else allowed
+    return tuple(name for name in chosen if name in allowed)

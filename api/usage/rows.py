@@ -1,0 +1,145 @@
+"""Asks BigQuery what was used: one query, parameters only, and a bound on the bytes it reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import resources
+from typing import Any, NamedTuple
+
+from shared.errors import BadInput, Unavailable
+from shared.usage.bigquery import open_client
+
+QUERY_LIMIT_S = 20.0
+MOST_LINES = 10_000
+
+
+class UsageQuery(NamedTuple):
+    """What to add up. None as a filter: all of them."""
+
+    start_s: int
+    """Unix time, where the first bucket begins."""
+    end_s: int
+    """Unix time before which a request was received."""
+    width_s: int
+    """Of a bucket."""
+    tenants: tuple[str, ...] | None
+    """Of whom. None only for administrators."""
+    models: tuple[str, ...] | None = None
+    keys: tuple[str, ...] | None = None
+    tasks: tuple[str, ...] | None = None
+    by_tenant: bool = False
+    by_model: bool = False
+    by_key: bool = False
+
+
+class UsageLine(NamedTuple):
+    """One group in one bucket. A field that was not grouped by is None."""
+
+    bucket: int
+    """Its number, from 0."""
+    tenant: str | None
+    model: str | None
+    key_id: str | None
+    requests: int
+    refused: int
+    """Requests that were refused as a whole."""
+    items: int
+    succeeded: int
+    cached: int
+    """Of the succeeded: from the cache, or joined."""
+    tokens: int
+    """Of results that were delivered."""
+    charged_tokens: float
+    pixel_steps: int
+    charged_pixel_steps: float
+    device_s: float
+    cost_usd: float
+
+
+class UsageRows:
+    """The usage table. Calls block, so they run on threads.
+
+    Args:
+        project: of the dataset, which pays for the queries.
+        dataset: its id.
+        endpoint: URL of an embedded BigQuery. Empty for Google's.
+        most_bytes: a query that would read more is refused.
+    """
+
+    def __init__(self, project: str, dataset: str, endpoint: str, most_bytes: int) -> None:
+        self._project = project
+        self._dataset = dataset
+        self._endpoint = endpoint
+        self._most_bytes = most_bytes
+        self._client: Any = None
+
+    def read(self, query: UsageQuery) -> list[UsageLine]:
+        """The lines of all buckets that have any, in order.
+
+        Raises:
+            BadInput: there are more than MOST_LINES.
+            Unavailable: BigQuery is out of reach, or refused.
+        """
+        from google.api_core.exceptions import GoogleAPIError
+        from google.auth.exceptions import GoogleAuthError
+        from google.cloud.bigquery import QueryJobConfig
+        from requests.exceptions import RequestException
+
+        sql = resources.files("api.usage").joinpath("usage.sql").read_text(encoding="utf-8")
+        config = QueryJobConfig(
+            default_dataset=f"{self._project}.{self._dataset}",
+            maximum_bytes_billed=self._most_bytes,
+            query_parameters=_parameters(query),
+        )
+        try:
+            if self._client is None:
+                self._client = open_client(self._project, self._endpoint)
+            job = self._client.query(
+                sql, job_config=config, retry=None, job_retry=None, timeout=QUERY_LIMIT_S
+            )
+            result = job.result(retry=None, job_retry=None, timeout=QUERY_LIMIT_S)
+            lines = [UsageLine(*row.values()) for row in result]
+        except (GoogleAPIError, GoogleAuthError, RequestException, TimeoutError) as error:
+            reason = (str(error).splitlines() or [repr(error)])[0]
+            raise Unavailable(f"the usage can't be read now: {reason}") from error
+        if len(lines) > MOST_LINES:
+            raise BadInput(
+                f"group_by: more than {MOST_LINES} groups; ask for fewer buckets", field="group_by"
+            )
+        return lines
+
+
+def _parameters(query: UsageQuery) -> list[Any]:
+    from google.cloud.bigquery import ArrayQueryParameter, ScalarQueryParameter
+
+    def scalar(name: str, kind: str, value: object) -> Any:
+        return ScalarQueryParameter(name, kind, value)
+
+    found = [
+        scalar("since", "TIMESTAMP", datetime.fromtimestamp(query.start_s, UTC)),
+        scalar("until", "TIMESTAMP", datetime.fromtimestamp(query.end_s, UTC)),
+        scalar("start", "INT64", query.start_s),
+        scalar("width", "INT64", query.width_s),
+        scalar("most", "INT64", MOST_LINES + 1),
+        *(
+            scalar(name, "BOOL", getattr(query, name))
+            for name in ("by_tenant", "by_model", "by_key")
+        ),
+    ]
+    filters: dict[str, Sequence[str] | None] = {
+        "tenants": query.tenants,
+        "models": query.models,
+        "keys": query.keys,
+        "tasks": query.tasks,
+    }
+    for name, chosen in filters.items():
+        found.append(scalar(f"all_{name}", "BOOL", chosen is None))
+        found.append(ArrayQueryParameter(name, "STRING", list(chosen or ())))
+    return found
+
+
+def buckets_of(query: UsageQuery) -> int:
+    """How many buckets a query has, empty ones included."""
+    return math.ceil((query.end_s - query.start_s) / query.width_s)

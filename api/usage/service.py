@@ -1,0 +1,85 @@
+"""Reads usage for callers: few queries at a time, and the same question not twice in a while.
+
+An answer is repeated for KEEP_S. So a caller who asks often pays nothing and costs nothing, and the
+figures are at most so much older than BigQuery's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from api.usage.rows import UsageLine, UsageQuery, UsageRows
+from shared.errors import Overloaded
+
+KEEP_S = 10.0
+MOST_KEPT = 256
+RUNNING = 2
+"""Queries at a time. Each holds a thread for a second or so."""
+WAITING = 16
+OF_ONE_TENANT = 4
+"""Queries of one tenant that run or wait."""
+
+
+class Usage(NamedTuple):
+    """What was used, as BigQuery had it at `read_at_s` (unix time)."""
+
+    lines: Sequence[UsageLine]
+    read_at_s: float
+
+
+class UsageService:
+    """Answers questions about usage.
+
+    Args:
+        rows: the usage table.
+        clock: unix time. Tests replace it.
+    """
+
+    def __init__(self, rows: UsageRows, clock: Callable[[], float] = time.time) -> None:
+        self._rows = rows
+        self._clock = clock
+        self._kept: dict[UsageQuery, asyncio.Task[Usage]] = {}
+        self._asked: Counter[str] = Counter()
+        self._slots = asyncio.Semaphore(RUNNING)
+
+    async def read(self, query: UsageQuery, tenant: str) -> Usage:
+        """What was used, at most KEEP_S old. `tenant` asks.
+
+        Raises:
+            BadInput: there are too many groups.
+            Overloaded: too many questions are being answered.
+            Unavailable: BigQuery is out of reach.
+        """
+        kept = self._kept.get(query)
+        if kept is None or not self._is_fresh(kept):
+            if self._asked[tenant] >= OF_ONE_TENANT or self._asked.total() >= RUNNING + WAITING:
+                raise Overloaded("too many questions about usage; try again", retry_after_s=1.0)
+            self._asked[tenant] += 1
+            kept = asyncio.create_task(self._read(query, tenant))
+            self._kept.pop(query, None)
+            self._kept[query] = kept
+            if len(self._kept) > MOST_KEPT:
+                del self._kept[next(iter(self._kept))]
+        # The answer is for others too, so a caller who hangs up does not stop it.
+        return await asyncio.shield(kept)
+
+    def _is_fresh(self, kept: asyncio.Task[Usage]) -> bool:
+        if not kept.done():
+            return True
+        if kept.cancelled() or kept.exception() is not None:
+            return False
+        return self._clock() < kept.result().read_at_s + KEEP_S
+
+    async def _read(self, query: UsageQuery, tenant: str) -> Usage:
+        try:
+            async with self._slots:
+                read_at_s = self._clock()
+                return Usage(await asyncio.to_thread(self._rows.read, query), read_at_s)
+        finally:
+            self._asked[tenant] -= 1
+            if not self._asked[tenant]:
+                del self._asked[tenant]

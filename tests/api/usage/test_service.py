@@ -1,0 +1,80 @@
+"""Questions about usage are few at a time, and answered from memory for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from api.usage.rows import UsageLine, UsageQuery, UsageRows
+from api.usage.service import KEEP_S, OF_ONE_TENANT, RUNNING, UsageService
+from shared.errors import Overloaded, Unavailable
+
+pytestmark = pytest.mark.anyio
+
+
+class Rows(UsageRows):
+    """Answers when `go` is set, and counts."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.asked: list[UsageQuery] = []
+        self.running = self.most = 0
+        self.is_broken = False
+
+    def read(self, query: UsageQuery) -> list[UsageLine]:
+        self.asked.append(query)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self.go.wait()
+        self.running -= 1
+        if self.is_broken:
+            raise Unavailable("broken")
+        return []
+
+
+def question(number: int) -> UsageQuery:
+    return UsageQuery(number, number + 1, 1, tenants=("acme",))
+
+
+async def test_same_question_is_asked_once_in_a_while() -> None:
+    rows, now = Rows(), [0.0]
+    service = UsageService(rows, lambda: now[0])
+    rows.go.set()
+    await asyncio.gather(*(service.read(question(1), "acme") for _ in range(3)))
+    now[0] = KEEP_S - 1
+    assert (await service.read(question(1), "acme")).read_at_s == 0.0
+    assert len(rows.asked) == 1
+    now[0] = KEEP_S
+    assert (await service.read(question(1), "acme")).read_at_s == KEEP_S
+    assert len(rows.asked) == 2
+
+
+async def test_one_tenant_takes_not_all_places() -> None:
+    rows = Rows()
+    service = UsageService(rows)
+    waiting = [
+        asyncio.create_task(service.read(question(number), "acme"))
+        for number in range(OF_ONE_TENANT)
+    ]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await service.read(question(99), "acme")
+    other = asyncio.create_task(service.read(question(100), "other"))
+    await asyncio.sleep(0)
+    rows.go.set()
+    await asyncio.gather(*waiting, other)
+    assert rows.most <= RUNNING
+    await service.read(question(99), "acme")
+
+
+async def test_failure_is_not_kept() -> None:
+    rows = Rows()
+    rows.go.set()
+    rows.is_broken = True
+    service = UsageService(rows)
+    with pytest.raises(Unavailable):
+        await service.read(question(1), "acme")
+    rows.is_broken = False
+    assert (await service.read(question(1), "acme")).lines == []
