@@ -59,7 +59,12 @@ _CANCEL_AFTER = _parameter(
     "Time from receipt after which the prediction is stopped.",
     {"type": "string", "examples": ["30s", "5m", "1h30m"]},
 )
-INFERRING = [_DEADLINE, _QUEUE_LIMIT, _CACHE_CONTROL, _KEY, _LANE]
+_TRACEPARENT = _parameter(
+    "Traceparent",
+    "The trace that the request belongs to (W3C Trace Context). An invalid one is ignored.",
+    {"type": "string", "examples": ["00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"]},
+)
+INFERRING = [_DEADLINE, _QUEUE_LIMIT, _CACHE_CONTROL, _KEY, _LANE, _TRACEPARENT]
 PREDICTING = [*INFERRING, _PREFER, _CANCEL_AFTER]
 LAST_EVENT_ID = _parameter(
     "Last-Event-ID", "Only events after this one are sent.", {"type": "string"}
