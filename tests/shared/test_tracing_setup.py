@@ -148,6 +148,12 @@ def test_caller_decides_about_its_trace_unless_the_sampler_says_otherwise(
         span = begin("asked", "server", 1.0, caller)
         assert span.context is not None
         assert (span.is_recorded, span.context.is_sampled) == (False, False)
+    environment.setenv("OTEL_TRACES_SAMPLER_ARG", "1")
+    with tracing():
+        span = begin("asked", "server", 1.0, caller)
+        assert span.context is not None
+        assert (span.is_recorded, span.context.is_sampled) == (True, True)
+        assert span.context.trace_id == caller.trace_id
 
 
 def test_worker_keeps_what_the_api_decided_to_keep(
