@@ -17,6 +17,8 @@ from typing import Literal
 
 import msgspec
 
+from shared.tenants.plan import DEFAULT_PLAN, Caller, Limits, Plan
+
 WINDOW_S = 24 * 3600
 """The completion window `24h`."""
 
@@ -31,6 +33,14 @@ Status = Literal[
     "cancelling",
     "cancelled",
 ]
+
+
+_NO_RATES = {
+    "requests_per_min": None,
+    "tokens_per_min": None,
+    "pixel_steps_per_min": None,
+    "max_in_flight": None,
+}
 
 
 class BatchCreated(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -51,6 +61,19 @@ class BatchCreated(msgspec.Struct, kw_only=True, omit_defaults=True):
     weight: float = 1.0
     models: list[str] | None = None
     """The models that its key may use. None: all."""
+    plan: Plan = DEFAULT_PLAN
+    key_limits: Limits | None = None
+
+    @property
+    def caller(self) -> Caller:
+        """Who pays. Lines are within the budgets of the month. Rates are for requests only."""
+        key_limits = self.key_limits
+        return Caller(
+            tenant=self.tenant,
+            key_id=self.key_id,
+            plan=msgspec.structs.replace(self.plan, per_model={}, **_NO_RATES),
+            key_limits=key_limits and msgspec.structs.replace(key_limits, **_NO_RATES),
+        )
 
 
 class Segment(msgspec.Struct, array_like=True):

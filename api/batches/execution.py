@@ -16,9 +16,12 @@ from api.dispatch.request import InferenceRequest, InferenceResponse, RequestOpt
 from api.endpoints import ENDPOINTS
 from api.endpoints.base import ReplyTools
 from api.inputs.image_codec import ImageCodec
+from api.limits.limited_request import LimitedRequest
+from api.limits.limiter import Limiter
 from shared.backoff import backoff
 from shared.errors import Canceled, DeadlineExceeded, Overloaded, PenstockError, Unavailable
 from shared.stores.objects import ObjectStore
+from shared.tenants.plan import Caller
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 REPLY_LIMIT_S = 60.0
@@ -57,21 +60,28 @@ class LineExecutor:
     """Runs lines through the dispatcher, in the lane `batch`.
 
     What keeps a line from being computed now is tried again until its batch expires: a full
-    instance, a broker out of reach, a deadline, a worker that gave up. What is wrong with the line
-    itself ends it.
+    instance, a budget that is spent, a broker out of reach, a deadline, a worker that gave up.
+    What is wrong with the line itself ends it.
     """
 
     dispatcher: Dispatcher
     objects: ObjectStore
     image_codec: ImageCodec
+    limiter: Limiter
 
-    async def run(self, batch: BatchCreated, line: BatchLine) -> LineAnswer:
-        """Computes a line. A canceled call leaves it undone."""
+    async def run(self, batch: BatchCreated, caller: Caller, line: BatchLine) -> LineAnswer:
+        """Computes a line. A canceled call leaves it undone.
+
+        Args:
+            batch: the batch.
+            caller: who pays.
+            line: of the batch.
+        """
         pauses, attempt = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), 0
         while time.time() < batch.expires_at_s:
             request_id = _request_id(batch, line, attempt)
             try:
-                response = await self._compute(batch, line, request_id)
+                response = await self._compute(batch, caller, line, request_id)
                 body = await self._reply(batch, line, response)
             except _TRANSIENT as error:
                 # The record of the job has this end, so the same id would only get it again.
@@ -89,7 +99,7 @@ class LineExecutor:
         return LineAnswer(data, "not_run")
 
     async def _compute(
-        self, batch: BatchCreated, line: BatchLine, request_id: str
+        self, batch: BatchCreated, caller: Caller, line: BatchLine, request_id: str
     ) -> InferenceResponse:
         now_s, model = time.time(), line.request.model
         request = InferenceRequest(
@@ -105,7 +115,9 @@ class LineExecutor:
             # A row of a line that is computed twice is the same row, its time included.
             options=RequestOptions(received_at_s=batch.created_at_s, lane=LANE),
         )
-        response = await self.dispatcher.dispatch(request)
+        async with LimitedRequest(self.limiter, caller, model, request.inputs, {}) as limited:
+            response = await self.dispatcher.dispatch(request)
+            limited.settle(response.price, response.outcomes)
         response.raise_failed()
         return response
 

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 LONGEST_LINE_BYTES = 4 * 1024 * 1024
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_BESIDE_BYTES = len(BYTE_ORDER_MARK) + 1
+"""A mark and a CR, which are not part of the data."""
 
 
 class Line(NamedTuple):
@@ -59,7 +61,7 @@ class LineSplitter:
         return lines
 
     def _hold(self, data: bytes) -> None:
-        if self._dropped or len(self._held) + len(data) > self._longest_bytes + 2:
+        if self._dropped or len(self._held) + len(data) > self._longest_bytes + _BESIDE_BYTES:
             self._dropped += len(self._held) + len(data)
             self._held.clear()
         else:

@@ -17,6 +17,8 @@ from api.batches.window import Window
 from api.dispatch.pipeline import open_pipeline
 from api.inputs.codec_pool import CodecPool
 from api.inputs.image_codec import ImageCodec
+from api.limits.limiter import Limiter
+from api.limits.store import LimitStore
 from shared.catalog import Catalog
 from shared.settings import ApiSettings
 from shared.stores.objects import ObjectStore
@@ -49,6 +51,8 @@ async def opened_runner(
         ConfigurationError: the object store's URL is wrong.
         Unavailable: the broker is out of reach.
     """
+    # Lines seldom repeat, and Redis has those that do. So the memory of a runner stays flat.
+    settings = settings.model_copy(update={"memory_cache_bytes": 0})
     instance, objects = f"batches-{secrets.token_hex(4)}", ObjectStore(settings.objects_url)
     store = BatchStore(objects)
     files = BatchFiles(objects, settings.files_max_bytes)
@@ -62,12 +66,16 @@ async def opened_runner(
         pool = await opened.enter_async_context(
             CodecPool(settings.picture_processes, settings.picture_budget_bytes)
         )
+        limits = LimitStore(settings.records_redis_url, instance)
+        limiter = await opened.enter_async_context(
+            Limiter(limits, instances=max(1, settings.inbox_pool))
+        )
         tools = RunTools(
             store=store,
             files=files,
             outputs=Outputs(objects, store, files),
             catalog=catalog,
-            executor=LineExecutor(pipeline.dispatcher, objects, ImageCodec(pool)),
+            executor=LineExecutor(pipeline.dispatcher, objects, ImageCodec(pool), limiter),
         )
         window = Window(settings.batch_items_in_flight)
         yield BatchRunner(tools, leases, WebhookPublisher(pipeline.broker), window)

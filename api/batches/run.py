@@ -98,6 +98,7 @@ class BatchRun:
         self._tools = tools
         self._batch = batch
         self._owner = owner_of(batch.tenant)
+        self._caller = batch.caller
         self._stop = stop
         self._share = share
         self._should_yield = should_yield
@@ -212,7 +213,7 @@ class BatchRun:
             return asyncio.ensure_future(self._refuse(line, error))
         items = max(len(found.request.inputs), len(line.data or b"") // BYTES_OF_AN_ITEM)
         await self._share.take(items)
-        task = asyncio.ensure_future(self._tools.executor.run(self._batch, found))
+        task = asyncio.ensure_future(self._tools.executor.run(self._batch, self._caller, found))
         task.add_done_callback(lambda _: self._share.give_back(items))
         return task
 

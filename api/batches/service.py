@@ -83,6 +83,8 @@ class Batches:
             key_id=caller.key_id,
             price_share=caller.plan.batch_price_share,
             weight=caller.plan.weight,
+            plan=caller.plan,
+            key_limits=caller.key_limits,
             models=None if caller.models is None else sorted(caller.models),
         )
         await self._store.create(created)

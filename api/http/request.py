@@ -15,11 +15,11 @@ from api.dispatch.demand import Demand
 from api.dispatch.request import InferenceRequest, InferenceResponse, RequestOptions
 from api.http.dependencies import Dependencies, dependencies_of
 from api.http.disconnect import while_connected
-from api.http.limited_request import LimitedRequest
 from api.http.middleware import RequestContext, context_of
 from api.http.request_options import LANE_HEADER, read_options
 from api.http.scopes import check_model, check_scope
 from api.inputs.json_limits import check_amount
+from api.limits.limited_request import LimitedRequest
 from shared.catalog import Model
 from shared.errors import BadInput, UnknownModel
 from shared.tasks import Input

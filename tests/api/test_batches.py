@@ -27,6 +27,7 @@ from api.endpoints import ENDPOINTS
 from api.schemas.openai_batches import BatchBody
 from shared.errors import Canceled, DeadlineExceeded, Overloaded, PenstockError, Unavailable
 from shared.tasks.embedding import TextInput
+from shared.tenants.plan import Caller, Plan
 from tests.api.batching import (
     Running,
     answers,
@@ -229,10 +230,12 @@ def held_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], asyncio.Event
     def hold(number: int) -> asyncio.Event:
         go, run_line = asyncio.Event(), LineExecutor.run
 
-        async def run(self: LineExecutor, batch: BatchCreated, line: BatchLine) -> LineAnswer:
+        async def run(
+            self: LineExecutor, batch: BatchCreated, caller: Caller, line: BatchLine
+        ) -> LineAnswer:
             if line.number > number:
                 await go.wait()
-            return await run_line(self, batch, line)
+            return await run_line(self, batch, caller, line)
 
         monkeypatch.setattr(LineExecutor, "run", run)
         return go
@@ -523,6 +526,30 @@ async def test_creation_that_broke_off_is_forgotten(api: ApiUnderTest) -> None:
     async with asyncio.timeout(WAIT_LIMIT_S):
         while await store.open():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
+
+
+async def test_lines_stay_within_the_budget_of_the_month(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rates are for requests only. A budget that is spent holds lines back until the end."""
+    monkeypatch.setattr(service, "WINDOW_S", 3)
+    keys = keys_url(
+        tmp_path,
+        plans={
+            "poor": Plan(budget_usd_per_month=0.0),
+            "slow": Plan(requests_per_min=1, budget_usd_per_month=1000.0),
+        },
+        tenants={"alice": "poor", "bob": "slow"},
+        a="alice",
+        b="bob",
+    )
+    async with batching(tmp_path, redis_url, keys_url=keys) as (api, _):
+        poor, slow = api.openai(api_key=key_for("a")), api.openai(api_key=key_for("b"))
+        held = await created(poor, jsonl(line(str(n)) for n in range(3)))
+        done = await until(slow, await created(slow, jsonl(line(str(n)) for n in range(20))))
+        assert done.request_counts.completed == 20
+        assert (await until(poor, held)).status == "expired"
+    assert {job.envelope.tenant for job in api.worker.jobs} == {"bob"}
 
 
 def test_bodies_name_the_endpoints_that_there_are() -> None:

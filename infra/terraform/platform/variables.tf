@@ -83,6 +83,21 @@ variable "armor" {
   }
 }
 
+variable "batches" {
+  description = "Who runs batches (/v1/batches): instances of a Cloud Run worker pool. With none, batches wait until they expire, unless a runner stands elsewhere. Each has an inbox of the home region."
+  type = object({
+    instances = optional(number, 0)
+    memory    = optional(string, "1Gi")
+  })
+  default  = {}
+  nullable = false
+
+  validation {
+    condition     = var.batches.instances >= 0 && floor(var.batches.instances) == var.batches.instances
+    error_message = "A whole number of instances. One is enough, a second one takes over at once."
+  }
+}
+
 variable "budget" {
   description = "Monthly budget of the project, in units of the currency; null: none. The caller needs rights on the billing account."
   type = object({
@@ -204,8 +219,8 @@ variable "inboxes" {
   nullable = false
 
   validation {
-    condition     = var.inboxes.per_region >= 2 * var.api.max_instances
-    error_message = "Inboxes are leased one per API instance, by old and new revision: per_region is at least twice api.max_instances."
+    condition     = var.inboxes.per_region >= 2 * (var.api.max_instances + var.batches.instances)
+    error_message = "Inboxes are leased one per API instance and runner of batches, by old and new revision: per_region is at least twice api.max_instances and batches.instances together."
   }
 
   # Pub/Sub allows a project 10,000 subscriptions; the models need three each.

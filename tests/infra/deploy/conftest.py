@@ -18,5 +18,15 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 
 @pytest.fixture(scope="session")
+def plan_with_batches(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """One region with a runner of batches."""
+    return plan_platform(
+        tmp_path_factory.mktemp("batches"),
+        batches={"instances": 1},
+        inboxes={"per_region": 4, "slots": 2},
+    )
+
+
+@pytest.fixture(scope="session")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> Objects:
     return render(tmp_path_factory.mktemp("objects"))

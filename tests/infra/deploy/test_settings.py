@@ -86,6 +86,21 @@ def test_api_accepts_what_terraform_sets(plan: Plan, monkeypatch: pytest.MonkeyP
     assert (settings.project, settings.region, settings.reply_slots) == (PROJECT, "europe-west4", 2)
 
 
+def test_runner_of_batches_knows_and_accepts_what_terraform_sets(
+    plan_with_batches: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (pool,) = plan_with_batches.of("google_cloud_run_v2_worker_pool")
+    (container,) = pool["template"][0]["containers"]
+    assert (container["command"], container["args"]) == (["penstock"], ["batches"])
+    given = {env["name"]: env.get("value") for env in container["env"]}
+    assert set(given) <= variables(ApiSettings)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value or "redis://10.64.32.2:6379/0")
+    settings = ApiSettings()
+    assert (settings.inbox_pool, settings.metrics_port) == (4, 0)
+    assert settings.objects_url.startswith("gs://")
+
+
 def test_workers_know_and_accept_what_kubernetes_sets(
     objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
