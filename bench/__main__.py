@@ -25,6 +25,7 @@ MODULES = {
     "fairness": "fairness.all_parts",
     "recovery": "recovery",
     "tracing": "tracing",
+    "keys": "keys",
     "profile": "time_profile",
 }
 """By the name of a benchmark: the module here whose `run()` returns an Outcome."""

@@ -67,10 +67,11 @@ class LiveDirectory:
         self._version = ""
         self._current_s = clock()
         self._failure: PenstockError | None = None
+        self._refreshing = asyncio.Lock()
         self.uses: dict[str, int] = {}
         """When keys were last used, by id in Unix seconds, as far as not written down."""
         if (first := store.read_at_start()) is not None:
-            self._take(first)
+            self._directory, self._version = self._decode(first), first.version
 
     async def __aenter__(self) -> Self:
         await self.store.__aenter__()
@@ -103,12 +104,18 @@ class LiveDirectory:
 
     async def refresh(self) -> None:
         """Reads the directory once, if it has changed."""
+        async with self._refreshing:
+            await self._refresh()
+
+    async def _refresh(self) -> None:
         try:
             async with asyncio.timeout(READ_LIMIT_S):
                 found = await self.store.read(self._version)
             self._current_s = self._clock()
             if found is not None:
-                self._take(found)
+                # Thousands of keys take tens of milliseconds, in which requests go on.
+                self._directory = await asyncio.to_thread(self._decode, found)
+                self._version = found.version
                 log.info("API keys read", extra={"source": self.store.source})
         except TimeoutError:
             self._failed("unavailable", Unavailable(f"no answer in {READ_LIMIT_S:g} s"))
@@ -121,9 +128,8 @@ class LiveDirectory:
         UP.set(self._failure is None)
         AGE_SECONDS.set(self._clock() - self._current_s)
 
-    def _take(self, found: StoredDocument) -> None:
-        self._directory = Directory(decode_document(found.data, self.store.source))
-        self._version = found.version
+    def _decode(self, found: StoredDocument) -> Directory:
+        return Directory(decode_document(found.data, self.store.source))
 
     def _failed(self, reason: str, error: PenstockError) -> None:
         FAILURES.labels(reason).inc()

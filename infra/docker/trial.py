@@ -110,7 +110,8 @@ def _replace(stack: ExitStack, local: Stack, images: Mapping[str, Image], here: 
     (health,) = local.ports.health
     ports = {"api": local.ports.api, "functions": local.ports.functions, "worker": health}
     own: dict[str, dict[str, str]] = {
-        "api": {},
+        # Without keys it listens on loopback only.
+        "api": {"PENSTOCK_HOST": "127.0.0.1"},
         "functions": {"FUNCTION_TARGET": "functions", "PORT": str(local.ports.functions)},
         "worker": {"PENSTOCK_MODEL": "all-MiniLM-L6-v2", "PENSTOCK_HEALTH_PORT": str(health)},
     }
