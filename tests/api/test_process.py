@@ -141,6 +141,30 @@ async def _until_refused(url: httpx.URL) -> None:
             await asyncio.sleep(0.01)
 
 
+async def test_collector_that_never_answers_holds_nothing_up(
+    pubsub_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = asyncio.Event()
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        called.set()
+        await reader.read()
+        writer.close()
+
+    collector = await asyncio.start_server(hang, "127.0.0.1", 0)
+    port = collector.sockets[0].getsockname()[1]
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "1")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
+    async with collector, _api(pubsub_endpoint, tmp_path) as api:
+        assert (await api.http.post("/v1/embeddings", json=BODY)).status_code == 200
+        await asyncio.wait_for(called.wait(), WAIT_LIMIT_S)
+        assert (await api.http.post("/v1/embeddings", json=BODY)).status_code == 200
+        api.process.terminate()
+        assert await asyncio.wait_for(api.process.wait(), WAIT_LIMIT_S) == 0, _said(api.log)
+
+
 async def test_wrong_setting_is_told_in_one_line(tmp_path: Path) -> None:
     environment = os.environ | {
         "PENSTOCK_KEYS_URL": "nonsense",
