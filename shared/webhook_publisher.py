@@ -11,9 +11,11 @@ from shared.tracing.context import current
 from shared.transport import Publisher
 from shared.webhooks import (
     BatchEvent,
+    BudgetEvent,
     EventName,
     WebhookEvent,
     encode_batch_event,
+    encode_budget_event,
     encode_webhook_event,
 )
 
@@ -21,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class WebhookPublisher:
-    """Publishes the events that a prediction's webhook subscribed to, and the ends of batches."""
+    """Publishes events of predictions, ends of batches, and warnings about budgets."""
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
@@ -50,6 +52,15 @@ class WebhookPublisher:
             PenstockError: as Publisher.publish.
         """
         data, attributes = encode_batch_event(event)
+        await self._publisher.publish(WEBHOOKS_TOPIC_ID, data, attributes)
+
+    async def publish_budget(self, event: BudgetEvent) -> None:
+        """Publishes that a part of a budget is spent.
+
+        Raises:
+            PenstockError: as Publisher.publish.
+        """
+        data, attributes = encode_budget_event(event)
         await self._publisher.publish(WEBHOOKS_TOPIC_ID, data, attributes)
 
     async def try_publish(

@@ -19,6 +19,7 @@ import msgspec
 from shared.errors import ConfigurationError, UndecodableMessage
 
 EventName = Literal["start", "output", "logs", "completed"]
+BUDGET_WARNING = "budget.warning"
 PREFIX = "whsec_"
 SHORTEST_KEY_BYTES = 24
 """What Standard Webhooks asks for at least."""
@@ -46,7 +47,26 @@ class BatchEvent(msgspec.Struct):
     """When the batch ended, Unix time."""
 
 
+class BudgetEvent(msgspec.Struct):
+    """A message on the topic `webhooks`: a part of a month's budget is spent."""
+
+    tenant: str
+    key_id: str
+    """Whose budget it is. Empty: the tenant's."""
+    url: str
+    month: str
+    """`2026-11`, in UTC."""
+    share: float
+    """The part of the budget at which the tenant wants to be told."""
+    budget_usd: float
+    spent_usd: float
+    """With what requests in flight have reserved."""
+    created_at_s: float
+    """Unix time."""
+
+
 _decoder = msgspec.json.Decoder(WebhookEvent)
+_budget_decoder = msgspec.json.Decoder(BudgetEvent)
 _batch_decoder = msgspec.json.Decoder(BatchEvent)
 
 
@@ -80,6 +100,24 @@ def decode_batch_event(data: bytes) -> BatchEvent:
     """
     try:
         return _batch_decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise UndecodableMessage(f"event: {error}", field="data") from error
+
+
+def encode_budget_event(event: BudgetEvent) -> tuple[bytes, dict[str, str]]:
+    """The data and the attributes of the message of a warning."""
+    attributes = {"schema": "1", "budget": event.month, "event": BUDGET_WARNING}
+    return msgspec.json.encode(event), attributes
+
+
+def decode_budget_event(data: bytes) -> BudgetEvent:
+    """Reads a warning.
+
+    Raises:
+        UndecodableMessage: it is none.
+    """
+    try:
+        return _budget_decoder.decode(data)
     except msgspec.MsgspecError as error:
         raise UndecodableMessage(f"event: {error}", field="data") from error
 

@@ -18,6 +18,7 @@ MOST_ACCOUNTS = 8192
 class Account:
     """What counts for one caller and model."""
 
+    tenant: str
     plan: Plan
     key_limits: Limits | None
     counters: list[Counter]
@@ -63,12 +64,16 @@ class Accounts:
         counters = list(self._of_limits(plan, unit, f"t:{tenant}", f"tenant {tenant!r}"))
         if caller.key_limits is not None:
             key = f"k:{tenant}:{caller.key_id}"
-            counters += self._of_limits(caller.key_limits, unit, key, f"key {caller.key_id!r}")
+            own = list(self._of_limits(caller.key_limits, unit, key, f"key {caller.key_id!r}"))
+            for counter in own:
+                if isinstance(counter, MonthCounter):
+                    counter.key_id = caller.key_id
+            counters += own
         if model in plan.per_model:
             subject = f"tenant {tenant!r} with {model}"
             counters += self._of_rates(plan.per_model[model], unit, f"m:{model}:{tenant}", subject)
         counts_work = any(one.unit not in ("requests", "items") for one in counters)
-        return Account(plan, caller.key_limits, counters, counts_work)
+        return Account(tenant, plan, caller.key_limits, counters, counts_work)
 
     def _of_limits(self, limits: Limits, unit: Unit, key: str, subject: str) -> Iterator[Counter]:
         yield from self._of_rates(limits, unit, key, subject)

@@ -238,6 +238,8 @@ class MonthCounter(LeasedCounter):
         super().__init__(key, limit, unit, subject)
         self.period = 0.0
         """The month, counted from year 0. 0: not known yet."""
+        self.key_id = ""
+        """The key whose budget it is. Empty: the tenant's."""
 
     def accept(self, ask: Ask, answer: Answer, sent_s: float, *, need: float) -> None:
         """Notes the month as well."""

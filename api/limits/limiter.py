@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import Self
 
 from api.limits.accounts import Account, Accounts
-from api.limits.counters import LEASE_S, Counter
+from api.limits.budget_warnings import BudgetWarnings
+from api.limits.counters import LEASE_S, Counter, MonthCounter
 from api.limits.shown import Need, headers_of, refusal
 from api.limits.store import SLOTS_S, LimitStore, Standing
 from shared.errors import Unavailable
@@ -53,6 +54,7 @@ class Limiter:
 
     Args:
         store: counts for all instances. The limiter opens and closes it.
+        warnings: tells tenants how much of their budgets is spent. None: nobody does.
         instances: how many instances to reckon with until Redis has said it.
         clock: returns monotonic seconds. Tests replace it.
     """
@@ -60,11 +62,13 @@ class Limiter:
     def __init__(
         self,
         store: LimitStore,
+        warnings: BudgetWarnings | None = None,
         *,
         instances: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store = store
+        self._warnings = warnings
         self._clock = clock
         self._standing = Standing(instances - 1, instances)
         self._accounts = Accounts()
@@ -158,6 +162,11 @@ class Limiter:
         for (counter, amount), ask, answer in zip(lacking, asks, answers, strict=True):
             counter.accept(ask, answer, sent_s, need=amount)
         self.touch(counter for counter, _ in lacking)
+        for (counter, _), answer in zip(lacking, answers, strict=True):
+            if self._warnings is not None and isinstance(counter, MonthCounter):
+                self._warnings.check(
+                    counter, account.plan, account.tenant, is_refused=not answer.fits
+                )
         refused = [need for need, answer in zip(lacking, answers, strict=True) if not answer.fits]
         if refused:
             raise refusal(refused, self._clock())

@@ -157,5 +157,17 @@ class LimitStore(RedisStore):
         Raises:
             Unavailable: Redis did not answer. It may have noted the warning all the same.
         """
-        name = f"{self._prefix}month:{key}"
-        return bool(await self._commands.run("HSETNX", name, f"warned:{period:.0f}:{share}", "1"))
+        field = _warned(period, share)
+        return bool(await self._commands.run("HSETNX", f"{self._prefix}month:{key}", field, "1"))
+
+    async def unclaim_warning(self, key: str, period: float, share: float) -> None:
+        """Forgets a claim: the warning was not given.
+
+        Raises:
+            Unavailable: Redis did not answer. Nobody gives the warning.
+        """
+        await self._commands.run("HDEL", f"{self._prefix}month:{key}", _warned(period, share))
+
+
+def _warned(period: float, share: float) -> str:
+    return f"warned:{period:.0f}:{share}"

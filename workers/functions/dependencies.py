@@ -20,6 +20,7 @@ from shared.usage.bigquery import Sender
 from shared.usage.row import Row
 from shared.usage.writer import TABLE, fields_of
 from workers.functions.batch_webhook import BatchWebhooks
+from workers.functions.budget_webhook import BudgetWebhooks
 from workers.functions.dead_letter import DeadLetters
 from workers.functions.delivery_state import DeliveryState
 from workers.functions.handler import Handler
@@ -80,10 +81,17 @@ class FunctionDependencies:
             settings.webhook_secrets,
             allow_private=settings.webhooks_private,
         )
-        batches = BatchWebhooks(settings.webhook_secrets, allow_private=settings.webhooks_private)
+        allow_private = settings.webhooks_private
+        batches = BatchWebhooks(settings.webhook_secrets, allow_private=allow_private)
+        budgets = BudgetWebhooks(settings.webhook_secrets, allow_private=allow_private)
 
         async def deliver(message: Message) -> None:
-            await (batches if "batch" in message.attributes else webhooks).deliver(message)
+            if "batch" in message.attributes:
+                await batches.deliver(message)
+            elif "budget" in message.attributes:
+                await budgets.deliver(message)
+            else:
+                await webhooks.deliver(message)
 
         return deliver
 

@@ -1,0 +1,104 @@
+"""Warns tenants when parts of their budgets are spent: each once a month, over all instances."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from api.limits.counters import MonthCounter
+from api.limits.store import LimitStore
+from shared.errors import PenstockError, Unavailable
+from shared.tenants.plan import Plan
+from shared.transport import Publisher
+from shared.webhook_publisher import WebhookPublisher
+from shared.webhooks import BudgetEvent
+
+log = logging.getLogger(__name__)
+
+MOST_TOLD = 10_000
+MOST_TELLING = 64
+CLOSE_LIMIT_S = 1.0
+
+
+class _Warning(NamedTuple):
+    key: str
+    period: float
+    share: float
+
+
+class BudgetWarnings:
+    """Publishes warnings in the background. An async context manager that owns their tasks.
+
+    Args:
+        store: knows which warnings were given.
+        publisher: sends them to the function that posts webhooks.
+    """
+
+    def __init__(self, store: LimitStore, publisher: Publisher) -> None:
+        self._store = store
+        self._webhooks = WebhookPublisher(publisher)
+        self._told: set[_Warning] = set()
+        self._telling: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._telling:
+            await asyncio.wait(self._telling, timeout=CLOSE_LIMIT_S)
+
+    def check(
+        self, counter: MonthCounter, plan: Plan, tenant: str, *, is_refused: bool = False
+    ) -> None:
+        """Warns if a share is reached for the first time.
+
+        A request that the budget refused reaches all shares, because no part is left that it fits.
+        """
+        if not plan.budget_webhook or not counter.period:
+            return
+        for share in plan.warn_at_shares:
+            warning = _Warning(counter.key, counter.period, share)
+            is_reached = is_refused or counter.used >= share * counter.limit
+            if is_reached and warning not in self._told and len(self._telling) < MOST_TELLING:
+                if len(self._told) >= MOST_TOLD:
+                    self._told.clear()  # Redis knows them too
+                self._told.add(warning)
+                event = BudgetEvent(
+                    tenant=tenant,
+                    key_id=counter.key_id,
+                    url=plan.budget_webhook,
+                    month=f"{counter.period // 12:04.0f}-{counter.period % 12 + 1:02.0f}",
+                    share=share,
+                    budget_usd=counter.limit,
+                    spent_usd=counter.used,
+                    created_at_s=time.time(),
+                )
+                task = asyncio.create_task(self._tell(warning, event))
+                self._telling.add(task)
+                task.add_done_callback(self._telling.discard)
+
+    async def _tell(self, warning: _Warning, event: BudgetEvent) -> None:
+        """Claims the warning, so that one instance gives it. If that fails, another may."""
+        is_claimed = False
+        try:
+            is_claimed = await self._store.claim_warning(*warning)
+            if is_claimed:
+                await self._webhooks.publish_budget(event)
+        except PenstockError as error:
+            log.warning(
+                "budget warning not published",
+                extra={"tenant": event.tenant, "reason": error.message},
+            )
+            self._told.discard(warning)
+            if is_claimed:
+                with contextlib.suppress(Unavailable):
+                    await self._store.unclaim_warning(*warning)
