@@ -177,6 +177,15 @@ class BatchFiles:
             ]
         return FilePage(found[: wanted - 1], len(found) >= wanted)
 
+    async def keep_until(self, file: BatchFile, until_s: float) -> None:
+        """Lets a file expire no earlier than `until_s` (Unix time).
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        if file.expires_at_s < until_s:
+            await self.add(msgspec.structs.replace(file, expires_at_s=until_s))
+
     async def delete(self, file: BatchFile) -> None:
         """Removes a file: first its document, so that nobody finds half of it.
 

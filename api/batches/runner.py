@@ -26,7 +26,8 @@ from shared.errors import PenstockError
 from shared.webhook_publisher import WebhookPublisher
 from shared.webhooks import BatchEvent
 
-POLL_S = 1.0
+POLL_S = 2.0
+"""Each look lists the open batches, for which buckets charge."""
 MOST_AT_ONCE = 8
 ELSEWHERE_S = 5.0
 """A batch that another runner holds is left alone for so long."""

@@ -17,6 +17,8 @@ from shared.tenants.plan import Caller
 MOST_OPEN = 50
 """Batches of a tenant that are not over."""
 FULL_RETRY_S = 60.0
+INPUT_KEEP_S = 3600
+"""The input is kept for so long after the window of its batch, at least."""
 PAGE = 100
 
 
@@ -70,6 +72,7 @@ class Batches:
                 retry_after_s=FULL_RETRY_S,
             )
         now_s = time.time()
+        await self._files.keep_until(file, now_s + WINDOW_S + INPUT_KEEP_S)
         created = BatchCreated(
             id=new_batch_id(now_s),
             tenant=caller.tenant,

@@ -58,6 +58,16 @@ async def until(client: Any, batch: Any, *statuses: str) -> Any:
             await asyncio.sleep(0.02)
 
 
+async def until_completed(client: Any, batch: Any, lines: int) -> None:
+    """Waits until so many lines are completed."""
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while True:
+            counts = (await client.batches.retrieve(batch.id)).request_counts
+            if counts.completed >= lines:
+                return
+            await asyncio.sleep(0.02)
+
+
 async def answers(client: Any, file_id: str | None) -> list[dict[str, Any]]:
     """The lines of an output file or an error file."""
     if file_id is None:

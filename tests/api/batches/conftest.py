@@ -1,0 +1,62 @@
+"""What the tests of batches share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from api.batches import runner as runner_module
+from api.batches import validation
+from api.batches.documents import BatchCreated
+from api.batches.execution import LineAnswer, LineExecutor
+from api.batches.lines import BatchLine
+from shared.tenants.plan import Caller
+from tests.api.batches.batching import (
+    Running,
+    batching,
+)
+from tests.api.harness import ApiUnderTest
+
+
+@pytest.fixture
+async def both(tmp_path: Path, redis_url: str) -> AsyncIterator[tuple[ApiUnderTest, Running]]:
+    async with batching(tmp_path, redis_url) as running:
+        yield running
+
+
+@pytest.fixture
+def api(both: tuple[ApiUnderTest, Running]) -> ApiUnderTest:
+    return both[0]
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "POLL_S", 0.05)
+
+
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "SEGMENT_LINES", 7)
+
+
+@pytest.fixture
+def held_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], asyncio.Event]:
+    """Lets lines above a number wait for the event."""
+
+    def hold(number: int) -> asyncio.Event:
+        go, run_line = asyncio.Event(), LineExecutor.run
+
+        async def run(
+            self: LineExecutor, batch: BatchCreated, caller: Caller, line: BatchLine
+        ) -> LineAnswer:
+            if line.number > number:
+                await go.wait()
+            return await run_line(self, batch, caller, line)
+
+        monkeypatch.setattr(LineExecutor, "run", run)
+        return go
+
+    return hold

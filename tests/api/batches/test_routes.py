@@ -1,0 +1,165 @@
+"""/v1/batches: what is created, listed and shown, and to whom."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from api.batches import service
+from api.batches.documents import BatchCreated
+from api.endpoints import ENDPOINTS
+from api.schemas.openai_batches import BatchBody
+from tests.api.batches.batching import (
+    batching,
+    created,
+    jsonl,
+    line,
+    until,
+)
+from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.keys import key_for, keys_url
+from tests.limits import WAIT_LIMIT_S
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_lists_are_in_pages(api: ApiUnderTest) -> None:
+    client, made = api.openai(), []
+    for _ in range(5):
+        made.append((await created(client, jsonl([line("1")]))).id)
+        await asyncio.sleep(0.002)  # ids are in the order of their milliseconds
+    assert [one.id async for one in client.batches.list(limit=2)] == made[::-1]
+    page = await client.batches.list(limit=2)
+    assert ([one.id for one in page.data], page.has_more) == (made[:2:-1], True)
+    for wrong in (0, 101):
+        with pytest.raises(openai.BadRequestError):
+            await client.batches.list(limit=wrong)
+
+
+async def test_another_tenants_batch_does_not_exist(tmp_path: Path, redis_url: str) -> None:
+    async with batching(tmp_path, redis_url, keys_url=keys_url(tmp_path, a="alice", b="bob")) as (
+        api,
+        _,
+    ):
+        alice, bob = api.openai(api_key=key_for("a")), api.openai(api_key=key_for("b"))
+        batch = await created(alice, jsonl([line("1")]))
+        for call in (bob.batches.retrieve, bob.batches.cancel):
+            with pytest.raises(openai.NotFoundError):
+                await call(batch.id)
+        assert [one async for one in bob.batches.list()] == []
+        with pytest.raises(openai.NotFoundError):
+            await bob.batches.create(
+                input_file_id=batch.input_file_id,
+                endpoint="/v1/embeddings",
+                completion_window="24h",
+            )
+        done = await until(alice, batch)
+        with pytest.raises(openai.NotFoundError):
+            await bob.files.content(done.output_file_id)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"endpoint": "/v1/chat/completions"},
+        {"completion_window": "1h"},
+        {"metadata": {str(n): "x" for n in range(17)}},
+        {"metadata": {"x" * 65: "x"}},
+        {"metadata": {"x": "x" * 513}},
+        {"output_expires_after": {"anchor": "created_at", "seconds": 60}},
+        {"webhook": "ftp://example.com/"},
+        {"webhook": "https://127.0.0.1/"},
+        {"surprise": 1},
+    ],
+)
+async def test_wrong_creations_name_the_field(api: ApiUnderTest, wrong: dict[str, Any]) -> None:
+    client = api.openai()
+    file = await client.files.create(file=("a", jsonl([line("1")])), purpose="batch")
+    body = {
+        "input_file_id": file.id,
+        "endpoint": "/v1/embeddings",
+        "completion_window": "24h",
+    } | wrong
+    answer = await api.http.post("/v1/batches", json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == next(iter(wrong))
+
+
+async def test_output_of_a_batch_is_no_input(api: ApiUnderTest) -> None:
+    client = api.openai()
+    done = await until(client, await created(client, jsonl([line("1")])))
+    with pytest.raises(openai.BadRequestError, match="purpose batch_output"):
+        await client.batches.create(
+            input_file_id=done.output_file_id,
+            endpoint="/v1/embeddings",
+            completion_window="24h",
+        )
+
+
+async def test_input_of_an_open_batch_is_not_deleted(api: ApiUnderTest) -> None:
+    client = api.openai()
+    api.worker.go.clear()
+    batch = await created(client, jsonl([line("1")]))
+    with pytest.raises(openai.BadRequestError, match=batch.id):
+        await client.files.delete(batch.input_file_id)
+    api.worker.go.set()
+    await until(client, batch)
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while True:
+            try:
+                await client.files.delete(batch.input_file_id)
+                break
+            except openai.BadRequestError:
+                await asyncio.sleep(0.02)
+
+
+async def test_tenant_has_a_bound_of_open_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MOST_OPEN", 2)
+    settings = settings_for(tmp_path, keys_url=keys_url(tmp_path, a="alice", b="bob"))
+    async with running_api(settings) as api:
+        alice, bob = api.openai(api_key=key_for("a")), api.openai(api_key=key_for("b"))
+        for _ in range(2):
+            await created(alice, jsonl([line("1")]))
+        with pytest.raises(openai.RateLimitError, match="2 of your batches"):
+            await created(alice, jsonl([line("1")]))
+        await created(bob, jsonl([line("1")]))
+
+
+async def test_input_outlives_its_batch(api: ApiUnderTest) -> None:
+    client = api.openai()
+    file = await client.files.create(
+        file=("a", jsonl([line("1")])),
+        purpose="batch",
+        expires_after={"anchor": "created_at", "seconds": 3600},
+    )
+    batch = await client.batches.create(
+        input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h"
+    )
+    assert (await client.files.retrieve(file.id)).expires_at > batch.expires_at
+
+
+def test_bodies_name_the_endpoints_that_there_are() -> None:
+    schema = BatchBody.model_json_schema()
+    assert set(schema["properties"]["endpoint"]["enum"]) == set(ENDPOINTS)
+
+
+def test_documents_of_earlier_releases_are_read() -> None:
+    known = msgspec.json.encode(
+        BatchCreated(
+            id="b",
+            tenant="t",
+            endpoint="/v1/embeddings",
+            input_file_id="f",
+            created_at_s=1.0,
+            expires_at_s=2.0,
+            output_keep_s=3,
+        )
+    )
+    assert msgspec.json.decode(known[:-1] + b',"later":1}', type=BatchCreated).id == "b"
