@@ -10,8 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.kept_spans import new_trace
 from tests.limits import WAIT_LIMIT_S
 from workers.health import health_server
+from workers.metrics import INFERENCE_SECONDS
 
 
 @pytest.fixture
@@ -71,3 +73,18 @@ def test_metrics_are_scraped(loop: asyncio.AbstractEventLoop) -> None:
         ) as response,
     ):
         assert b"python_info" in response.read()
+
+
+def test_scraper_that_takes_open_metrics_gets_exemplars(loop: asyncio.AbstractEventLoop) -> None:
+    trace = new_trace()
+    INFERENCE_SECONDS.observe(0.5, trace.exemplar)
+    asked = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"}
+    with health_server("127.0.0.1", 0, loop, lambda: True) as port:
+        url = f"http://127.0.0.1:{port}/metrics"
+        with urllib.request.urlopen(
+            urllib.request.Request(url, headers=asked), timeout=WAIT_LIMIT_S
+        ) as answer:
+            assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
+            assert trace.trace_id in answer.read().decode()
+        with urllib.request.urlopen(url, timeout=WAIT_LIMIT_S) as answer:
+            assert trace.trace_id not in answer.read().decode()
