@@ -28,9 +28,8 @@ from api.inputs.codec_pool import CodecPool
 from api.inputs.files import Files
 from api.inputs.image_codec import ImageCodec
 from api.inputs.source_pictures import SourcePictures
-from api.limits.budget_warnings import BudgetWarnings
 from api.limits.limiter import Limiter
-from api.limits.store import LimitStore
+from api.limits.opening import open_limiter
 from api.predictions.event_stream import EventStreams
 from api.predictions.results import ResultFetcher
 from api.predictions.sender import PredictionSender
@@ -46,7 +45,7 @@ from shared.gc_tuning import settle_heap
 from shared.settings import ApiSettings
 from shared.stores.objects import ObjectStore
 from shared.stores.signed_urls import UrlSigner
-from shared.transport import Admin, Publisher, Transport
+from shared.transport import Admin, Transport
 from shared.usage.row import RowSink
 
 
@@ -170,7 +169,13 @@ async def _open(
     pool = await opened.enter_async_context(
         CodecPool(settings.picture_processes, settings.picture_budget_bytes)
     )
-    limiter = await _open_limiter(opened, settings, pipeline.broker, instance)
+    limiter = await open_limiter(
+        opened,
+        settings.records_redis_url,
+        pipeline.broker,
+        instance,
+        instances=settings.inbox_pool,
+    )
     refusals = Refusals(pipeline.rows, api_instance=instance, region=settings.region)
     return _dependencies(
         configuration,
@@ -182,18 +187,6 @@ async def _open(
         predictions,
         ImageCodec(pool),
     )
-
-
-async def _open_limiter(
-    opened: AsyncExitStack, settings: ApiSettings, broker: Publisher, instance: str
-) -> Limiter:
-    store = LimitStore(settings.records_redis_url, instance)
-    warnings = BudgetWarnings(store, broker)
-    limiter = await opened.enter_async_context(
-        Limiter(store, warnings, instances=max(1, settings.inbox_pool))
-    )
-    await opened.enter_async_context(warnings)
-    return limiter
 
 
 def _dependencies(

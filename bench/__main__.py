@@ -26,6 +26,7 @@ MODULES = {
     "recovery": "recovery",
     "tracing": "tracing",
     "keys": "keys",
+    "limits": "limits",
     "profile": "time_profile",
 }
 """By the name of a benchmark: the module here whose `run()` returns an Outcome."""

@@ -86,7 +86,8 @@ class LineExecutor:
             except _TRANSIENT as error:
                 # The record of the job has this end, so the same id would only get it again.
                 attempt += isinstance(error, DeadlineExceeded | Canceled)
-                await asyncio.sleep(_pause_s(error, next(pauses)))
+                left_s = max(0.0, batch.expires_at_s - time.time())
+                await asyncio.sleep(min(_pause_s(error, next(pauses)), left_s))
                 continue
             except PenstockError as error:
                 LINES.labels("failed").inc()
@@ -115,7 +116,9 @@ class LineExecutor:
             # A row of a line that is computed twice is the same row, its time included.
             options=RequestOptions(received_at_s=batch.created_at_s, lane=LANE),
         )
-        async with LimitedRequest(self.limiter, caller, model, request.inputs, {}) as limited:
+        async with LimitedRequest(
+            self.limiter, caller, model, request.inputs, {}, price_share=batch.price_share
+        ) as limited:
             response = await self.dispatcher.dispatch(request)
             limited.settle(response.price, response.outcomes)
         response.raise_failed()

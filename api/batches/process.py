@@ -17,8 +17,7 @@ from api.batches.window import Window
 from api.dispatch.pipeline import open_pipeline
 from api.inputs.codec_pool import CodecPool
 from api.inputs.image_codec import ImageCodec
-from api.limits.limiter import Limiter
-from api.limits.store import LimitStore
+from api.limits.opening import open_limiter
 from shared.catalog import Catalog
 from shared.settings import ApiSettings
 from shared.stores.objects import ObjectStore
@@ -66,9 +65,12 @@ async def opened_runner(
         pool = await opened.enter_async_context(
             CodecPool(settings.picture_processes, settings.picture_budget_bytes)
         )
-        limits = LimitStore(settings.records_redis_url, instance)
-        limiter = await opened.enter_async_context(
-            Limiter(limits, instances=max(1, settings.inbox_pool))
+        limiter = await open_limiter(
+            opened,
+            settings.records_redis_url,
+            pipeline.broker,
+            instance,
+            instances=settings.inbox_pool,
         )
         tools = RunTools(
             store=store,

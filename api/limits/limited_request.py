@@ -33,6 +33,7 @@ class LimitedRequest:
         model: that computes.
         inputs: what it computes.
         headers: of the answer. Those about limits are added.
+        price_share: the part of the list price that it pays.
     """
 
     def __init__(
@@ -42,11 +43,14 @@ class LimitedRequest:
         model: Model,
         inputs: Sequence[Input],
         headers: dict[str, str],
+        *,
+        price_share: float = 1.0,
     ) -> None:
         self._limiter = limiter
         self._model = model
         self._inputs = inputs
         self._headers = headers
+        self._price_share = price_share
         self._used: Demand | None = None
         self._goes_on = False
         self._account = (
@@ -102,5 +106,5 @@ class LimitedRequest:
         unit, work = self._model.definition.unit, 0
         if self._account is not None and self._account.counts_work:
             work = sum(given.estimate_work() for given in self._inputs)
-        usd = list_price_usd(price_of(self._model), **{unit: work})
+        usd = self._price_share * list_price_usd(price_of(self._model), **{unit: work})
         return Demand(unit, items=len(self._inputs), work=work, cost_usd=usd)
