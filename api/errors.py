@@ -240,6 +240,8 @@ def to_bad_input(error: ValidationError | RequestValidationError) -> BadInput:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return BadInput(f"the body is not valid JSON: {first['ctx']['error']}")
+    if isinstance(error, RequestValidationError):
+        first = first | {"loc": first["loc"][1:]}  # without `query` or `path`
     where, reason = describe(first)
     field = re.split(r"[.\[]", where)[0]
     return BadInput(f"{where or 'the body'}: {reason}", field=field or None)

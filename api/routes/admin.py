@@ -45,6 +45,7 @@ from shared.tenants.plan import Plan
 router = APIRouter(prefix="/v1/admin", tags=["admin"])
 PAGE = 100
 Limit = Annotated[int, Query(ge=1, le=PAGE)]
+ActId = Annotated[str, Query(pattern=r"^([0-9]{1,18}(-[0-9]{1,18})?)?$")]
 Body = TypeVar("Body")
 _NOT_HERE = "Keys are in a file, which the API only reads."
 
@@ -64,7 +65,7 @@ def _body(kind: type[msgspec.Struct]) -> Described:
     "/keys",
     summary="List keys",
     openapi_extra=AUTHENTICATED,
-    responses=responses(KeysPage, 400, 401),
+    responses=responses(KeysPage, 400, 401, 404),
 )
 async def list_keys(
     request: Request, after: str = "", limit: Limit = 20, tenant: str = ""
@@ -74,7 +75,7 @@ async def list_keys(
     found = [key for key in (await admin.read()).keys if tenant in ("", key.tenant)]
     ids = [key.id for key in found]
     if after and after not in ids:
-        raise BadInput("after: is no key of this list", field="after")
+        raise NotThere("after: is no key of this list", field="after")
     start = ids.index(after) + 1 if after else 0
     uses = await store.uses()
     data = [_key(key, uses.get(key.id)) for key in found[start : start + limit]]
@@ -219,7 +220,7 @@ async def set_tenant(request: Request, name: str) -> Response:
     openapi_extra=AUTHENTICATED,
     responses=responses(ActsPage, 400, 401),
 )
-async def list_acts(request: Request, after: str = "", limit: Limit = 20) -> Response:
+async def list_acts(request: Request, after: ActId = "", limit: Limit = 20) -> Response:
     """Who did what, the newest first. The last 10,000 acts are kept."""
     store, _ = _administration(authenticate(request))
     found = await store.acts(limit + 1, after)

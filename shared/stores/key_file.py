@@ -145,7 +145,7 @@ class KeyFile:
             return []
         except OSError as error:
             raise Unavailable(f"{self._audit}: {error.strerror or error}") from error
-        end = int(before) if before else len(lines)
+        end = min(int(before.partition("-")[0]), len(lines)) if before else len(lines)
         found = range(max(0, end - min(limit, MOST_ACTS)), end)
         return [
             NotedAct(str(number), msgspec.json.decode(lines[number], type=Act))

@@ -80,12 +80,12 @@ class KeyRedis(RedisStore):
         """
         if version:
             found = await self._commands.run("HGET", self._directory, "version")
-            if found is not None and found.decode() == version:
+            if found is not None and found.decode("latin-1") == version:
                 return None
         new, data = await self._commands.run("HMGET", self._directory, "version", "document")
         if new is None or data is None:
             raise NoDirectory(f"there are no keys in Redis; {HOW_TO_START}")
-        return StoredDocument(new.decode(), data)
+        return StoredDocument(new.decode("latin-1"), data)
 
     async def replace(self, version: str, data: bytes, act: Act) -> bool:
         """Replaces the directory if it has this version, and notes the act.

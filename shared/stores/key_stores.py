@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from redis.connection import parse_url
+
 from shared.errors import ConfigurationError
 from shared.stores.key_file import KeyFile
 from shared.stores.key_redis import KeyRedis
@@ -25,6 +27,10 @@ def key_store(url: str, *, is_writable: bool = False) -> KeyStore:
     if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
         return KeyFile(Path(unquote(parts.path)), is_writable=is_writable)
     if parts.scheme in ("redis", "rediss", "unix"):
+        try:
+            parse_url(url)  # type: ignore[no-untyped-call]
+        except ValueError as error:
+            raise ConfigurationError(f"PENSTOCK_KEYS_URL: {error}", field="keys_url") from error
         return KeyRedis(url)
     raise ConfigurationError(
         "PENSTOCK_KEYS_URL: is not file:///PATH, redis://HOST or rediss://HOST", field="keys_url"

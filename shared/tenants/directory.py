@@ -196,7 +196,7 @@ def decode_document(data: bytes, source: str) -> Document:
     except msgspec.ValidationError as error:
         reason, _, place = str(error).partition(" - at `$")
         raise _wrong(source, place.rstrip("`").lstrip("."), reason) from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _wrong(source, "", f"not JSON: {error}") from error
     for place, reason in _mistakes(document):
         raise _wrong(source, place, reason)

@@ -83,7 +83,7 @@ async def test_keys_come_in_pages(api: ApiUnderTest) -> None:
     found = [key["id"] for key in first["data"] + second["data"]]
     assert found == [stored("plain", "acme").id, *made]
     wrong = await api.http.get("/v1/admin/keys?after=nobody", headers=ROOT)
-    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "after")
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (404, "after")
 
 
 async def test_last_use_is_shown(api: ApiUnderTest) -> None:
@@ -144,6 +144,9 @@ async def test_every_act_is_noted(api: ApiUnderTest, caplog: pytest.LogCaptureFi
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "field"),
     [
+        ("GET", "/audit?after=x", None, 400, "after"),
+        ("GET", "/audit?after=1-", None, 400, "after"),
+        ("GET", "/audit?limit=0", None, 400, "limit"),
         ("POST", "/keys", {}, 400, None),
         ("POST", "/keys", NEW | {"tenant": "a\n"}, 400, "keys[2].tenant"),
         ("POST", "/keys", NEW | {"name": ""}, 400, "name"),

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.anyio
 BROKEN = [
     (b"", "not JSON"),
     (b'{"keys": [{"id": "', "not JSON"),
+    (b'{"tenants": {"\xff": {}}}', "not JSON"),
     (b"[]", "Expected `object`, got `array`"),
     (b'{"keyz": []}', "unknown field `keyz`"),
     (b'{"plans": {"a": {"weight": 0}}}', r"plans\[...\].weight: Expected `float` >= 0.01"),
@@ -116,7 +117,10 @@ def test_wrong_key_in_a_file_is_named(
         LiveDirectory(key_store(file.as_uri()))
 
 
-@pytest.mark.parametrize("url", ["file:///nowhere/keys.json", "file:relative", "gs://b/k", "x"])
+@pytest.mark.parametrize(
+    "url",
+    ["file:///nowhere/keys.json", "file:relative", "gs://b/k", "x", "redis://h:x"],
+)
 def test_url_without_keys_is_refused_at_the_start(url: str) -> None:
     with pytest.raises(ConfigurationError, match="PENSTOCK_KEYS_URL"):
         LiveDirectory(key_store(url))

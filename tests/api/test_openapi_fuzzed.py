@@ -16,7 +16,7 @@ from google.cloud import bigquery
 
 from infra import bigquery as tables
 from tests.api.harness import running_api, settings_for
-from tests.keys import key_for, keys_url
+from tests.keys import key_for, keys_url, stored
 from tests.limits import PATIENCE
 
 pytestmark = pytest.mark.anyio
@@ -40,7 +40,7 @@ async def test_answers_are_as_documented(
         tmp_path,
         redis_url=redis_url,
         secret="s",
-        keys_url=keys_url(tmp_path, k="t"),
+        keys_url=keys_url(tmp_path, keys=[stored("k", "t", scopes=("all", "admin"))]),
         webhook_secrets=secret,
         bigquery_endpoint=bigquery_endpoint,
         project="fuzzed",

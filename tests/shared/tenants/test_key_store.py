@@ -100,6 +100,8 @@ async def test_acts_are_kept_newest_first(store: KeyStore) -> None:
     assert [noted.act.after for noted in first + rest] == [{"number": n} for n in (4, 3, 2, 1, 0)]
     assert first[0].act.at_s == ACT.at_s
     assert await store.acts(10, rest[-1].id) == []
+    assert len(await store.acts(10, "9" * 18)) == 5
+    assert await store.acts(10, "0-1") == []
 
 
 async def test_latest_use_is_kept_in_redis(store: KeyStore) -> None:
