@@ -160,7 +160,7 @@ async def _open(
     )
     predictions = Predictions(
         pipeline.records,
-        PredictionSender(pipeline.records, pipeline.broker, instance),
+        PredictionSender(pipeline.records, pipeline.broker, configuration.catalog.models, instance),
         pipeline.inbox,
         pipeline.admission,
         keep_s=settings.prediction_keep_s,

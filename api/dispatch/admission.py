@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 
 from api import metrics
 from api.dispatch.demand import Demand
-from api.dispatch.fair_room import FairRoom
 from api.dispatch.service_rate import ServiceRate
+from api.fair_room import FairRoom
 from shared.catalog import Model
 from shared.errors import Overloaded
 from shared.tasks.base import FirstGuesses

@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from api import metrics
+from api.fair_room import FairRoom, OneItem
 from api.inputs.codec_client import CodecClient
 from api.inputs.codec_protocol import CodecCommand, CodecReply
+from api.inputs.fair_line import FairLine
 from shared.errors import BadInput, DeadlineExceeded, Overloaded, Unavailable
 
 MAX_QUEUED = 64
-"""How many new images may wait for a process."""
+"""The room for new images that wait for a process."""
 MAX_QUEUED_BYTES = 128 * 1024 * 1024
-"""The most bytes of their files together. The first is admitted whatever its size."""
+"""The room for the bytes of their files. The first is admitted whatever its size."""
 IDLE_S = 30.0
 """After this idle time a process exits."""
 FIRST_SERVICE_S, NEWEST_WEIGHT = 0.3, 0.2
@@ -38,6 +39,7 @@ class _Task:
     """One command in the pool."""
 
     is_new: bool
+    tenant: str
     size_bytes: int
     is_started: bool = False
 
@@ -56,8 +58,13 @@ class CodecPool:
         self._processes = processes
         self._budget_bytes = budget_bytes
         # Results before new images, since they are already computed and paid for.
-        self._queues: dict[bool, deque[asyncio.Future[None]]] = {False: deque(), True: deque()}
-        self._queued_bytes = 0
+        self._lines: dict[bool, FairLine[asyncio.Future[None]]] = {
+            False: FairLine(),
+            True: FairLine(),
+        }
+        self._results_waiting = 0
+        self._room = FairRoom(MAX_QUEUED)
+        self._bytes_room = FairRoom(MAX_QUEUED_BYTES)
         self._idle: dict[CodecClient, asyncio.TimerHandle] = {}
         self._killing: set[asyncio.Task[None]] = set()
         self._memory_lock = asyncio.Lock()
@@ -80,7 +87,13 @@ class CodecPool:
             await asyncio.wait(self._killing)
 
     async def run(
-        self, command: CodecCommand, data: bytes, *, deadline_s: float, is_new: bool
+        self,
+        command: CodecCommand,
+        data: bytes,
+        *,
+        deadline_s: float,
+        is_new: bool,
+        tenant: str = "",
     ) -> tuple[CodecReply, bytes]:
         """Runs a command on the image in `data`.
 
@@ -89,6 +102,7 @@ class CodecPool:
             data: the image file.
             deadline_s: Unix time at which the command is stopped.
             is_new: whether it may be refused. Computed results go first and are never refused.
+            tenant: whose turn it takes. Empty: of all callers who are not known.
 
         Raises:
             Overloaded: the queue is full, or the command would miss its deadline.
@@ -96,7 +110,7 @@ class CodecPool:
             BadInput: the image was refused.
             Unavailable: the process died.
         """
-        task = _Task(is_new, len(data))
+        task = _Task(is_new, tenant, len(data))
         remaining_s = deadline_s - time.time()
         if is_new and not self._free:
             self._check(task, remaining_s)
@@ -127,21 +141,19 @@ class CodecPool:
 
         With an empty queue it is always admitted.
         """
-        waiting = len(self._queues[True])
-        if not waiting:
+        if not self._room.total:
             return
-        wait_s = (1 + waiting + len(self._queues[False])) * self._service_s / self._processes
+        picture, size = OneItem(task.tenant), OneItem(task.tenant, items=max(1, task.size_bytes))
+        before = self._room.ahead_of(picture, enough=-1.0) + self._results_waiting
+        wait_s = (1 + before) * self._service_s / self._processes
         late_s = wait_s + self._service_s - remaining_s
-        if waiting >= MAX_QUEUED or self._queued_bytes + task.size_bytes > MAX_QUEUED_BYTES:
-            reason, retry_after_s = (
-                f"{waiting} images are already waiting to be decoded",
-                self._service_s,
-            )
+        if self._room.turns_to_wait(picture) or self._bytes_room.turns_to_wait(size):
+            waiting = self._room.held_by(task.tenant)
+            reason = f"{waiting} of your images wait to be decoded, and there is no room for more"
+            retry_after_s = self._service_s
         elif late_s > 0:
-            reason, retry_after_s = (
-                f"the image would be decoded {late_s:.3g} s after its deadline",
-                min(late_s, wait_s),
-            )
+            reason = f"the image would be decoded {late_s:.3g} s after its deadline"
+            retry_after_s = min(late_s, wait_s)
         else:
             return
         metrics.IMAGES.labels("shed").inc()
@@ -149,32 +161,46 @@ class CodecPool:
         raise Overloaded(f"{reason}; try again in {bounded_s:.2g} s", retry_after_s=bounded_s)
 
     async def _acquire_process(self, task: _Task) -> None:
-        """Waits for a process, in order of arrival."""
+        """Waits for a process."""
         if self._free:
             self._free -= 1
             return
-        queue, turn = self._queues[task.is_new], asyncio.get_running_loop().create_future()
-        queue.append(turn)
-        metrics.IMAGES_WAITING.inc()
-        self._queued_bytes += task.size_bytes
+        line, turn = self._lines[task.is_new], asyncio.get_running_loop().create_future()
+        line.add(task.tenant, turn)
+        with self._counted(task):
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.cancelled():
+                    line.remove(task.tenant, turn)
+                else:
+                    self._release_process()
+                raise
+
+    @contextmanager
+    def _counted(self, task: _Task) -> Iterator[None]:
+        """Counts a command that waits."""
+        picture, size = OneItem(task.tenant), OneItem(task.tenant, items=max(1, task.size_bytes))
+        if task.is_new:
+            self._room.take(picture)
+            self._bytes_room.take(size)
+        else:
+            self._results_waiting += 1
         try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.cancelled():
-                queue.remove(turn)
-            else:
-                self._release_process()
-            raise
+            with metrics.IMAGES_WAITING.track_inprogress():
+                yield
         finally:
-            self._queued_bytes -= task.size_bytes
-            metrics.IMAGES_WAITING.dec()
+            if task.is_new:
+                self._room.release(picture)
+                self._bytes_room.release(size)
+            else:
+                self._results_waiting -= 1
 
     def _release_process(self) -> None:
-        """Gives a free process to the first command in the queues."""
-        for queue in self._queues.values():
-            for turn in queue:
+        """Gives a free process to the command whose turn it is."""
+        for line in self._lines.values():
+            while (turn := line.pop()) is not None:
                 if not turn.done():
-                    queue.remove(turn)
                     turn.set_result(None)
                     return
         self._free += 1

@@ -29,7 +29,13 @@ class ImageCodec:
         self._pool = pool
 
     async def prepare_source(
-        self, data: bytes, size: tuple[int, int] | None, defaults: ImageDefaults, deadline_s: float
+        self,
+        data: bytes,
+        size: tuple[int, int] | None,
+        defaults: ImageDefaults,
+        deadline_s: float,
+        *,
+        tenant: str,
     ) -> tuple[Blob, tuple[int, int]]:
         """Returns a source image as models take it: an upright RGB PNG of the output size.
 
@@ -39,6 +45,7 @@ class ImageCodec:
                 the default pixel count of the model.
             defaults: the defaults of the model.
             deadline_s: Unix time at which the work is stopped.
+            tenant: who sent it. Tenants take turns.
 
         Returns:
             The image, and its (width, height).
@@ -55,7 +62,11 @@ class ImageCodec:
         )
         try:
             reply, png = await self._pool.run(
-                PrepareSource(size, limits), data, deadline_s=deadline_s, is_new=True
+                PrepareSource(size, limits),
+                data,
+                tenant=tenant,
+                deadline_s=deadline_s,
+                is_new=True,
             )
         except BadInput as error:
             raise type(error)(f"image: {error.message}", field="image") from error
@@ -71,6 +82,7 @@ class ImageCodec:
         deadline_s: float,
         *,
         is_new: bool,
+        tenant: str = "",
     ) -> bytes:
         """Returns a result in the requested format. Workers return PNG, which needs no work.
 
@@ -80,6 +92,7 @@ class ImageCodec:
             quality: for jpeg and webp, 0 to 100.
             deadline_s: Unix time at which the work is stopped.
             is_new: whether it may be refused. The results of the current request may not.
+            tenant: whose turn it takes. Empty: of all callers who are not known.
 
         Raises:
             Overloaded: too many images wait to be encoded.
@@ -90,7 +103,9 @@ class ImageCodec:
             return png
         command = EncodeImage(output_format, DEFAULT_QUALITY if quality is None else quality)
         try:
-            _, encoded = await self._pool.run(command, png, deadline_s=deadline_s, is_new=is_new)
+            _, encoded = await self._pool.run(
+                command, png, tenant=tenant, deadline_s=deadline_s, is_new=is_new
+            )
         except BadInput as error:
             raise PenstockError(
                 f"a worker returned an image that is not a PNG: {error.message}; this is a bug"

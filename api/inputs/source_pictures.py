@@ -102,7 +102,9 @@ class SourcePictures:
             limits: the limits of the model.
             caller: the tenant and deadline.
         """
-        return await self._image_codec.prepare_source(data, size, limits, caller.deadline_s)
+        return await self._image_codec.prepare_source(
+            data, size, limits, caller.deadline_s, tenant=caller.tenant
+        )
 
     async def keep(self, uri: str, data: bytes, caller: Caller) -> str:
         """Stores an image of a data: URI as a file, and returns its URL.

@@ -11,21 +11,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator
-from typing import NamedTuple
+from collections.abc import AsyncGenerator, AsyncIterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import msgspec
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
+from api.fair_room import FairRoom, OneItem
 from api.predictions.creation import POLL_S, PredictionSnapshot
 from api.predictions.service import Predictions
-from api.shares import share_of
 from shared.errors import Overloaded
 from shared.predictions import error_of, logs_of, output_of
 from shared.stores.signed_urls import UrlSigner
 
 MAX_STREAMS = 256
-"""The limit per instance. Each stream reads its record twice a second."""
+"""The room per instance. Each stream reads its record twice a second."""
 LONGEST_S = 290.0
 """Below the 300 s after which Cloud Run ends a response. Clients reconnect by themselves."""
 HEARTBEAT_S = 10.0
@@ -55,48 +57,57 @@ class EventStreams:
     def __init__(self, predictions: Predictions, url_signer: UrlSigner) -> None:
         self._predictions = predictions
         self._url_signer = url_signer
-        self._open: Counter[str] = Counter()
+        self._room = FairRoom(MAX_STREAMS)
 
-    def check(self, tenant: str) -> None:
-        """Checks whether this tenant may open another stream.
+    @contextmanager
+    def reserved(self, tenant: str) -> Iterator[None]:
+        """Holds room for a stream of this tenant.
 
         Raises:
-            Overloaded: MAX_STREAMS are open, or the tenant has its share of them.
+            Overloaded: there is none.
         """
-        for is_open, most in (
-            (self._open.total(), MAX_STREAMS),
-            (self._open[tenant], share_of(MAX_STREAMS)),
-        ):
-            if is_open >= most:
-                reason = f"{is_open} event streams are open, which is the limit"
-                raise Overloaded(f"{reason}; poll the prediction, or try again later")
+        stream = OneItem(tenant)
+        if self._room.turns_to_wait(stream):
+            reason = f"{self._room.held_by(tenant)} of your event streams are open, and there is"
+            raise Overloaded(f"{reason} no room for more; poll the prediction, or try again later")
+        self._room.take(stream)
+        try:
+            yield
+        finally:
+            self._room.release(stream)
 
     async def follow(self, snapshot: PredictionSnapshot, last_id: str) -> AsyncGenerator[bytes]:
         """Yields the events after `last_id` (empty: all) to the last one, for at most LONGEST_S."""
-        tenant = snapshot.prediction.tenant
-        self._open[tenant] += 1
-        try:
-            after, until_s, sent_s = (
-                _parse_id(last_id),
-                time.monotonic() + LONGEST_S,
-                time.monotonic(),
-            )
-            while True:
-                for event in events_of(snapshot, self._url_signer):
-                    if event[:2] > after:
-                        yield event.encoded()
-                        after, sent_s = event[:2], time.monotonic()
-                if snapshot.record.is_over or time.monotonic() >= until_s:
-                    return
-                if time.monotonic() - sent_s >= HEARTBEAT_S:
-                    yield b": keep-alive\n\n"
-                    sent_s = time.monotonic()
-                await asyncio.sleep(POLL_S)
-                snapshot = await self._predictions.refresh(snapshot)
-        finally:
-            self._open[tenant] -= 1
-            if not self._open[tenant]:
-                del self._open[tenant]
+        after, until_s, sent_s = (
+            _parse_id(last_id),
+            time.monotonic() + LONGEST_S,
+            time.monotonic(),
+        )
+        while True:
+            for event in events_of(snapshot, self._url_signer):
+                if event[:2] > after:
+                    yield event.encoded()
+                    after, sent_s = event[:2], time.monotonic()
+            if snapshot.record.is_over or time.monotonic() >= until_s:
+                return
+            if time.monotonic() - sent_s >= HEARTBEAT_S:
+                yield b": keep-alive\n\n"
+                sent_s = time.monotonic()
+            await asyncio.sleep(POLL_S)
+            snapshot = await self._predictions.refresh(snapshot)
+
+
+class HeldResponse(StreamingResponse):
+    """A stream that holds something until it ends, however it ends."""
+
+    def __init__(self, content: AsyncIterable[bytes], held: ExitStack, **given: Any) -> None:
+        super().__init__(content, **given)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the stream."""
+        with self._held:
+            await super().__call__(scope, receive, send)
 
 
 def events_of(snapshot: PredictionSnapshot, url_signer: UrlSigner) -> list[StreamEvent]:

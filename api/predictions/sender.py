@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
@@ -12,7 +12,9 @@ from api import metrics
 from api.dispatch.demand import Demand
 from api.dispatch.envelope import build_envelope, encode_message, publish_span
 from api.dispatch.job_sender import ReplyWaiter
+from api.dispatch.model_window import BATCHES_HELD
 from api.dispatch.request import RequestOptions
+from shared.catalog import Model
 from shared.errors import Overloaded, PenstockError, Unavailable
 from shared.message_encoding import encode_reply_body
 from shared.messages import Envelope, Item, ItemError, ReplyBody
@@ -49,14 +51,30 @@ class NewPrediction:
 class PredictionSender:
     """Publishes predictions. Has no state between calls."""
 
-    def __init__(self, records: Records, publisher: Publisher, api_instance: str) -> None:
+    def __init__(
+        self, records: Records, publisher: Publisher, models: Iterable[Model], api_instance: str
+    ) -> None:
         self._records = records
+        self._most_interactive = {
+            model.name: BATCHES_HELD * model.batch.max_items for model in models
+        }
         self._publisher = publisher
         self._api_instance = api_instance
         self.webhooks = WebhookPublisher(publisher)
 
-    async def send(self, new: NewPrediction, waiter: ReplyWaiter | None) -> None:
+    async def send(
+        self, new: NewPrediction, waiter: ReplyWaiter | None, *, unfinished: int = 0
+    ) -> None:
         """Publishes the job of a prediction whose record exists, and marks the record as published.
+
+        No publish window holds predictions back: they are promised, so they must not end with this
+        instance. Instead a tenant with many of them sends further ones to the batch lane, where
+        they do not stand before interactive requests of others.
+
+        Args:
+            new: what to publish.
+            waiter: where the reply goes.
+            unfinished: how many predictions of the tenant have not ended, as far as known.
 
         Raises:
             Overloaded: the broker is full.
@@ -67,6 +85,8 @@ class PredictionSender:
         try:
             with publish_span(topic_id, items=len(new.items), started_s=now_s):
                 envelope = self._envelope(new, waiter, now_s)
+                if unfinished > self._most_interactive[prediction.model]:
+                    envelope.lane = "batch"
                 data, attributes = encode_message(envelope, new.items, new.options)
                 await self._publisher.publish(topic_id, data, attributes, timeout_s=PUBLISH_LIMIT_S)
         except PenstockError as error:

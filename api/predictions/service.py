@@ -188,7 +188,7 @@ class Predictions:
     ) -> tuple[bool, PredictionSnapshot]:
         prediction, document = new.prediction, encode_document(new.prediction)
         record_id, deadline_s = prediction.record, prediction.deadline_s
-        is_new = await self._records.create(
+        unfinished = await self._records.create(
             record_id,
             prediction.tenant,
             document,
@@ -196,8 +196,8 @@ class Predictions:
             keep_s=self._keep_s,
             reply_bytes=new.reply_bytes,
         )
-        if is_new:
-            await self._sender.send(new, waiter)
+        if unfinished:
+            await self._sender.send(new, waiter, unfinished=unfinished)
             return True, PredictionSnapshot(
                 prediction, Record(state="starting", created_at_s=prediction.created_at_s)
             )

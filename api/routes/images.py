@@ -69,7 +69,9 @@ async def edit_image(request: Request) -> Response:
         call.dependencies.image_codec,
         call.options.answer_by_s(model.deadline),
     )
-    preparing = image_codec.prepare_source(data, size_in(body, model), model.image, deadline_s)
+    preparing = image_codec.prepare_source(
+        data, size_in(body, model), model.image, deadline_s, tenant=call.tenant
+    )
     source, size = await while_connected(request.receive, preparing)
     first = first_image(body, model, size)
     check_strength(first.steps, body.strength)
@@ -115,7 +117,12 @@ async def _encode(
         return ImageItem(result.seed, url=call.link_to(stored_key, result.image.media_type))
     png = await read_image(objects, result.image)
     encoding = call.dependencies.image_codec.encode(
-        png, body.output_format, body.output_compression, deadline_s, is_new=False
+        png,
+        body.output_format,
+        body.output_compression,
+        deadline_s,
+        is_new=False,
+        tenant=call.tenant,
     )
     data = await while_connected(call.http.receive, encoding)
     if body.response_format == "b64_json":

@@ -8,12 +8,13 @@ differ in who adds it.
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Path, Query
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from api.http import openapi
 from api.http.dependencies import Dependencies
@@ -23,7 +24,7 @@ from api.http.idempotency import REPLAYED
 from api.http.openapi_headers import LAST_EVENT_ID
 from api.http.request import ApiRequest, authenticate, open_request
 from api.predictions.creation import PredictionSnapshot
-from api.predictions.event_stream import KINDS
+from api.predictions.event_stream import KINDS, HeldResponse
 from api.predictions.service import CALLER_ID
 from api.predictions.versions import OWNER, find_version
 from api.problem_details import ProblemRoute
@@ -193,13 +194,15 @@ async def stream(request: Request, prediction_id: str) -> Response:
     """Server-sent events: logs, output, error, done. `Last-Event-ID` resumes a stream."""
     call = authenticate(request)
     dependencies = call.dependencies
-    dependencies.event_streams.check(call.tenant)
     snapshot = await dependencies.predictions.read(call.tenant, prediction_id)
+    streams = dependencies.event_streams
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-    if IS_HEAD in request.scope:
-        return Response(headers=headers, media_type="text/event-stream")
-    events = dependencies.event_streams.follow(snapshot, request.headers.get("last-event-id", ""))
-    return StreamingResponse(events, headers=headers, media_type="text/event-stream")
+    with ExitStack() as held:
+        held.enter_context(streams.reserved(call.tenant))
+        if IS_HEAD in request.scope:
+            return Response(headers=headers, media_type="text/event-stream")
+        events = streams.follow(snapshot, request.headers.get("last-event-id", ""))
+        return HeldResponse(events, held.pop_all(), headers=headers, media_type="text/event-stream")
 
 
 async def _create(

@@ -3,7 +3,8 @@
 -- KEYS: record, store, index of the tenant
 -- ARGV: now, deadline, keep_s, tenant, id, document, most in the tenant's index,
 --       bytes that the reply may take, budget of the store
--- Returns 1: created, 0: exists, -1: no room. Then how many other predictions were dropped for it.
+-- Returns 1: created, 0: exists, -1: no room. Then how many other predictions were dropped for it,
+-- and how many of the tenant have not ended, this one included.
 --
 -- Predictions are promised, and Redis evicts what has a TTL when it is full (volatile-lru). So they
 -- have none, and each new prediction removes some that expired.
@@ -15,8 +16,8 @@ local store, now, deadline, tenant, id, document =
   KEYS[2], ARGV[1], ARGV[2], ARGV[4], ARGV[5], ARGV[6]
 local wanted, budget = #document + ARGV[8] + ENTRY_BYTES, tonumber(ARGV[9])
 drop_expired(store, now)
-if redis.call('EXISTS', KEYS[1]) == 1 then return {0, 0} end
-if wanted > budget then return {-1, 0} end
+if redis.call('EXISTS', KEYS[1]) == 1 then return {0, 0, 0} end
+if wanted > budget then return {-1, 0, 0} end
 local has_room, dropped = make_room(store, wanted, budget, now)
 if not has_room then
   local all = tonumber(redis.call('GET', store .. ':bytes') or 0) + wanted
@@ -24,7 +25,7 @@ if not has_room then
   if own > budget / SMALL_SHARE or all > 2 * budget then
     local replaced, more = replace_own(store, tenant, wanted, now)
     dropped = dropped + more
-    if not replaced then return {-1, dropped} end
+    if not replaced then return {-1, dropped, 0} end
   end
 end
 redis.call('HSET', KEYS[1],
@@ -33,4 +34,4 @@ keep(store, KEYS[1], tenant, wanted, deadline + ABANDONED_S)
 redis.call('ZADD', store .. ':ends', deadline + ARGV[3], KEYS[1])
 redis.call('ZADD', KEYS[3], now, id)
 redis.call('ZREMRANGEBYRANK', KEYS[3], 0, -tonumber(ARGV[7]) - 1)
-return {1, dropped}
+return {1, dropped, redis.call('ZCOUNT', store .. ':may_go:' .. tenant, '(' .. now, '+inf')}

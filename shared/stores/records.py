@@ -125,8 +125,11 @@ class Records(RedisStore):
         deadline_s: float,
         keep_s: int,
         reply_bytes: int = 0,
-    ) -> bool:
-        """Creates the record of a prediction, `starting`. Returns whether it is new.
+    ) -> int:
+        """Creates the record of a prediction, `starting`.
+
+        Returns how many predictions of the tenant have not ended, this one included. 0: the record
+        exists already.
 
         If the budget is used up, the oldest finished predictions of the largest tenant are dropped.
 
@@ -155,12 +158,12 @@ class Records(RedisStore):
             reply_bytes,
             self._max_bytes,
         )
-        created, dropped = await self._commands.run_script(CREATE, keys, *args)
+        created, dropped, unfinished = await self._commands.run_script(CREATE, keys, *args)
         DROPPED.inc(dropped)
         if created < 0:
             reason = "unfinished predictions leave no room for another one. Try again later."
             raise Overloaded(reason, retry_after_s=FULL_RETRY_S)
-        return bool(created)
+        return int(unfinished)
 
     async def mark_published(self, record: str) -> None:
         """Notes that the broker has the job of a prediction.

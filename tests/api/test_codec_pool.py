@@ -18,6 +18,7 @@ from prometheus_client import REGISTRY
 
 from api.inputs import codec_pool
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest, running_api, settings_for
+from tests.keys import bearer, keys_url
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -157,22 +158,29 @@ async def test_picture_of_a_caller_that_hung_up_is_decoded_no_further(api: ApiUn
     assert _prompts(api) == ["first", "next"]
 
 
-async def test_line_is_bounded(api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def short_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds that are in force before the API starts."""
     monkeypatch.setattr(codec_pool, "MAX_QUEUED", 3)
+
+
+@pytest.fixture
+def few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec_pool, "MAX_QUEUED_BYTES", len(PNG) * 2)
+
+
+async def test_line_is_bounded(short_line: None, api: ApiUnderTest) -> None:
     process, first = await _stopped(api)
     others = [await _in_line(api, f"number {number}") for number in range(3)]
     refused = await _edit(api, "too many")
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) >= 1
-    assert "3 images are already waiting to be decoded" in refused.json()["error"]["message"]
+    assert "3 of your images wait to be decoded" in refused.json()["error"]["message"]
     process.resume()
     assert {response.status_code for response in await asyncio.gather(first, *others)} == {200}
 
 
-async def test_bytes_in_line_are_bounded(
-    api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(codec_pool, "MAX_QUEUED_BYTES", len(PNG) * 2)
+async def test_bytes_in_line_are_bounded(few_bytes: None, api: ApiUnderTest) -> None:
     process, first = await _stopped(api)
     others = [await _in_line(api, f"number {number}") for number in range(2)]
     assert (await _edit(api, "too many")).status_code == 429
@@ -218,3 +226,21 @@ async def test_prediction_waits_for_its_picture_until_its_deadline(api: ApiUnder
     )
     assert response.status_code == 504
     assert response.json()["detail"] == "deadline exceeded: the image was still being decoded"
+
+
+async def test_tenants_take_turns(short_line: None, tmp_path: Path) -> None:
+    keys = keys_url(tmp_path, b="busy", q="quiet")
+    async with running_api(settings_for(tmp_path, picture_processes=1, keys_url=keys)) as api:
+        busy, quiet = bearer("b"), bearer("q")
+        assert (await _edit(api, "first", **busy)).status_code == 200
+        (process,) = _processes()
+        process.suspend()
+        sent = [asyncio.create_task(_edit(api, "in hand", **busy))]
+        await _until(lambda: api.dependencies.image_codec._pool._free == 0)
+        sent += [await _in_line(api, f"busy {number}", **busy) for number in range(3)]
+        assert (await _edit(api, "too many", **busy)).status_code == 429
+        sent.append(await _in_line(api, "quiet", **quiet))
+        process.resume()
+        assert {response.status_code for response in await asyncio.gather(*sent)} == {200}
+        assert _prompts(api).index("quiet") == 3, "after the first, the one in hand and one more"
+        await api.until_idle()

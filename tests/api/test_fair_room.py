@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from api.dispatch.demand import Demand
-from api.dispatch.fair_room import MOST_OVER, RESERVE, FairRoom
+from api.fair_room import MOST_OVER, RESERVE, FairRoom
 
 BOUND = 64
 WEIGHTS = {"a": 1.0, "b": 1.0, "c": 2.0, "d": 4.0, "e": 0.01, "f": 1000.0}

@@ -3,6 +3,7 @@ followed.
 """
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -138,10 +139,15 @@ async def test_put_twice_is_one_prediction(api: ApiUnderTest) -> None:
     assert (await api.http.get("/v1/predictions/mine.1")).json()["output"] == first.json()["output"]
 
 
-async def test_streams_are_bounded_and_end_with_their_readers(
-    api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In force before the API starts."""
     monkeypatch.setattr("api.predictions.event_stream.MAX_STREAMS", 1)
+
+
+async def test_streams_are_bounded_and_end_with_their_readers(
+    one_stream: None, api: ApiUnderTest
+) -> None:
     api.worker.go.clear()
     created = (await api.http.post("/v1/predictions", json=TEXT)).json()
     async with Records(str(api.dependencies.settings.redis_url)) as records:
@@ -149,16 +155,28 @@ async def test_streams_are_bounded_and_end_with_their_readers(
         await records.progress(created["id"], 1, 2)
     url = created["urls"]["stream"]
     async with api.http.stream("GET", url) as following:
-        assert await anext(following.aiter_lines()) == "event: logs"
+        lines = following.aiter_lines()  # a reader that nobody holds would close its stream
+        assert await anext(lines) == "event: logs"
         assert (await api.http.get(url)).status_code == 429
+    api.worker.go.set()
+    resumed = {"last-event-id": "3.0"}
     async with asyncio.timeout(WAIT_LIMIT_S):
-        while (
-            response := await api.http.get(
-                url, headers={"last-event-id": "3.0"}, timeout=WAIT_LIMIT_S
-            )
-        ).status_code == 429:
-            api.worker.go.set()
+        while (response := await api.http.get(url, headers=resumed)).status_code == 429:
+            pass
     assert (response.status_code, response.text) == (200, "")
+
+
+async def test_streams_that_open_together_do_not_pass_the_bound(
+    one_stream: None, api: ApiUnderTest
+) -> None:
+    api.worker.go.clear()
+    created = (await api.http.post("/v1/predictions", json=TEXT)).json()
+    url = created["urls"]["stream"]
+    streams = [asyncio.create_task(api.http.get(url)) for _ in range(8)]
+    refused = [await one for one in itertools.islice(asyncio.as_completed(streams), 7)]
+    assert [one.status_code for one in refused] == [429] * 7
+    api.worker.go.set()
+    assert sorted([(await one).status_code for one in streams]) == [200] + [429] * 7
 
 
 async def test_streams_of_one_tenant_leave_room_for_another(
@@ -181,7 +199,7 @@ async def test_streams_of_one_tenant_leave_room_for_another(
             await records.progress(created["id"], 1, 2)
         url = created["urls"]["stream"]
         followed = []
-        for _ in range(3):
+        for _ in range(4):
             following = await stack.enter_async_context(api.http.stream("GET", url, headers=acme))
             followed.append(
                 following.aiter_lines()
@@ -190,6 +208,25 @@ async def test_streams_of_one_tenant_leave_room_for_another(
         assert (await api.http.head(url, headers=acme)).status_code == 429
         theirs = (await api.http.post("/v1/predictions", json=TEXT, headers=umbrella)).json()
         assert (await api.http.head(theirs["urls"]["stream"], headers=umbrella)).status_code == 200
+
+
+async def test_many_predictions_of_one_tenant_do_not_stand_before_requests(
+    api: ApiUnderTest,
+) -> None:
+    """The interactive lane gets what a model process takes at once, the batch lane the rest."""
+    api.worker.go.clear()
+    most = 2 * IMAGE_MODEL.batch.max_items
+    for number in range(most + 3):
+        body = {"version": IMAGE_MODEL.name, "input": {"prompt": f"number {number}"}}
+        created = await api.http.post("/v1/predictions", json=body)
+        assert created.status_code == 201
+    await api.worker.until_taken(most + 3)
+    assert [job.envelope.lane for job in api.worker.jobs] == [""] * most + ["batch"] * 3
+    api.worker.go.set()
+    for prediction in (await api.http.get("/v1/predictions")).json()["results"]:
+        await until_over(api, prediction)
+    await api.http.post("/v1/predictions", json=TEXT, headers=WAIT)
+    assert api.worker.jobs[-1].envelope.lane == ""
 
 
 async def test_idempotency_key_makes_one_of_two(api: ApiUnderTest) -> None:

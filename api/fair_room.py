@@ -17,8 +17,7 @@ each tenant with items here, and there are at most MOST_OVER times the bound, pl
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from api.dispatch.demand import Demand
+from typing import NamedTuple, Protocol
 
 RESERVE = 0.125
 """The part of the room that only tenants below their fair share may fill.
@@ -30,6 +29,30 @@ a tenant whose neighbors send little.
 MOST_OVER = 2
 """Beyond the bound times this, nobody is let in. It takes as many tenants as the bound has
 items."""
+
+
+class Asks(Protocol):
+    """What a tenant asks room for."""
+
+    @property
+    def tenant(self) -> str:
+        """Who asks."""
+
+    @property
+    def weight(self) -> float:
+        """Its share, relative to other tenants."""
+
+    @property
+    def items(self) -> int:
+        """How many items."""
+
+
+class OneItem(NamedTuple):
+    """Room for one item."""
+
+    tenant: str
+    weight: float = 1.0
+    items: int = 1
 
 
 @dataclass(slots=True)
@@ -63,13 +86,13 @@ class FairRoom:
         holding = self._holdings.get(tenant)
         return 0 if holding is None else holding.items
 
-    def part_of(self, demand: Demand) -> float:
+    def part_of(self, asked: Asks) -> float:
         """The weight of its tenant over those of all with items here, itself included."""
-        holding = self._holdings.get(demand.tenant)
+        holding = self._holdings.get(asked.tenant)
         others = self.weights if holding is None else max(0.0, self.weights - holding.weight)
-        return demand.weight / (others + demand.weight)
+        return asked.weight / (others + asked.weight)
 
-    def turns_to_wait(self, demand: Demand) -> float:
+    def turns_to_wait(self, asked: Asks) -> float:
         """How many items must leave before it is let in. 0: now.
 
         Items leave in fair order. So of all that leave, the tenant's own are its part.
@@ -77,33 +100,33 @@ class FairRoom:
         idle = self.bound * (1 - RESERVE)
         if self.total < idle:
             return 0.0
-        own, part = self.held_by(demand.tenant), self.part_of(demand)
+        own, part = self.held_by(asked.tenant), self.part_of(asked)
         is_below_share = own < self.bound * part
         if is_below_share and self.total < self.bound:
             return 0.0
         guaranteed = max(1.0, self.bound * RESERVE * part)
-        if own + demand.items <= guaranteed and self.total < self.bound * MOST_OVER:
+        if own + asked.items <= guaranteed and self.total < self.bound * MOST_OVER:
             return 0.0
         until_share = 0.0 if is_below_share else (own - self.bound * part + 1) / part
         until_bound = self.total - self.bound + 1
         return max(1.0, min(self.total - idle + 1, max(until_share, until_bound)))
 
-    def ahead_of(self, demand: Demand, enough: float) -> float:
-        """How many items leave in fair order before the last one of the demand.
+    def ahead_of(self, asked: Asks, enough: float) -> float:
+        """How many items leave in fair order before the last one that is asked for.
 
         While n items of a tenant leave, those of another one of the same weight do too, but no more
         than n (generalized processor sharing: Parekh and Gallager, IEEE/ACM ToN 1(3), 1993).
 
         Args:
-            demand: not yet let in.
+            asked: not yet let in.
             enough: up to this number the answer may be too high, which saves time.
         """
-        holding = self._holdings.get(demand.tenant)
-        own = demand.items + (0 if holding is None else holding.items)
-        others = self.total + demand.items - own
+        holding = self._holdings.get(asked.tenant)
+        own = asked.items + (0 if holding is None else holding.items)
+        others = self.total + asked.items - own
         if not others:
             return own - 1
-        rounds = own / demand.weight
+        rounds = own / asked.weight
         weights = self.weights - (0.0 if holding is None else holding.weight)
         most = own - 1 + min(others, rounds * weights)
         if most <= enough:
@@ -118,21 +141,21 @@ class FairRoom:
             )
         )
 
-    def take(self, demand: Demand) -> None:
+    def take(self, asked: Asks) -> None:
         """Lets its items in."""
-        holding = self._holdings.get(demand.tenant)
+        holding = self._holdings.get(asked.tenant)
         if holding is None:
-            holding = self._holdings[demand.tenant] = Holding(demand.weight)
-            self.weights += demand.weight
-        holding.items += demand.items
-        self.total += demand.items
+            holding = self._holdings[asked.tenant] = Holding(asked.weight)
+            self.weights += asked.weight
+        holding.items += asked.items
+        self.total += asked.items
 
-    def release(self, demand: Demand) -> None:
+    def release(self, asked: Asks) -> None:
         """Lets items out that were let in."""
-        holding = self._holdings[demand.tenant]
-        holding.items -= demand.items
-        self.total -= demand.items
+        holding = self._holdings[asked.tenant]
+        holding.items -= asked.items
+        self.total -= asked.items
         if not holding.items:
-            del self._holdings[demand.tenant]
+            del self._holdings[asked.tenant]
             # Rounding errors end with the last tenant.
             self.weights = self.weights - holding.weight if self._holdings else 0.0
