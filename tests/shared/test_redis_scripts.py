@@ -33,7 +33,7 @@ def commands(server: RedisServer) -> dict[str, int]:
 
 
 async def create(records: Records, name: str) -> bool:
-    return await records.create(name, "acme", b"{}", deadline_s=time.time() + 60, keep_s=60)
+    return bool(await records.create(name, "acme", b"{}", deadline_s=time.time() + 60, keep_s=60))
 
 
 @pytest.mark.anyio
