@@ -31,6 +31,7 @@ from api.inputs.source_pictures import SourcePictures
 from api.limits.limiter import Limiter
 from api.limits.opening import open_limiter
 from api.predictions.event_stream import EventStreams
+from api.predictions.follower import PredictionFollower
 from api.predictions.results import ResultFetcher
 from api.predictions.sender import PredictionSender
 from api.predictions.service import Predictions
@@ -176,6 +177,7 @@ async def _open(
         instance,
         instances=settings.inbox_pool,
     )
+    follower = await opened.enter_async_context(PredictionFollower(predictions.refresh))
     refusals = Refusals(pipeline.rows, api_instance=instance, region=settings.region)
     return _dependencies(
         configuration,
@@ -185,6 +187,7 @@ async def _open(
         readiness,
         idempotency,
         predictions,
+        follower,
         ImageCodec(pool),
     )
 
@@ -197,6 +200,7 @@ def _dependencies(
     readiness: Readiness,
     idempotency: IdempotencyService,
     predictions: Predictions,
+    follower: PredictionFollower,
     image_codec: ImageCodec,
 ) -> Dependencies:
     """What the routes work with, from what is open and what need not be opened."""
@@ -217,6 +221,7 @@ def _dependencies(
         readiness=readiness,
         idempotency=idempotency,
         predictions=predictions,
+        follower=follower,
         event_streams=EventStreams(predictions, configuration.url_signer),
         files=sources,
         batch_files=batch_files,

@@ -13,6 +13,7 @@ import redis
 from hypothesis import settings
 
 from api.idempotency.store import IdempotencyStore
+from api.limits.store import LimitStore
 from infra.local.process import Process, free_port, listens
 from infra.local.redis_server import RedisServer
 from shared.stores.cache import ResultCache
@@ -107,7 +108,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _patient_redis(monkeypatch: pytest.MonkeyPatch) -> None:
     """Redis may be slow on a busy machine; a test of how slow it may be gives its own limit."""
-    for kind in (ResultCache, Records, IdempotencyStore, KeyRedis):
+    for kind in (LimitStore, ResultCache, Records, IdempotencyStore, KeyRedis):
         monkeypatch.setitem(kind.__init__.__kwdefaults__ or {}, "timeout_s", REDIS_LIMIT_S)
 
 

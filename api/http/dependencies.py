@@ -19,6 +19,7 @@ from api.inputs.image_codec import ImageCodec
 from api.inputs.source_pictures import SourcePictures
 from api.limits.limiter import Limiter
 from api.predictions.event_stream import EventStreams
+from api.predictions.follower import PredictionFollower
 from api.predictions.results import ResultFetcher
 from api.predictions.service import Predictions
 from api.usage.service import UsageService
@@ -45,6 +46,7 @@ class Dependencies:
     readiness: Readiness
     idempotency: IdempotencyService
     predictions: Predictions
+    follower: PredictionFollower
     event_streams: EventStreams
     files: Files
     batch_files: BatchFiles

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -19,8 +19,7 @@ class LimitedRequest:
     """A block in which a request is computed. Entering it reserves what that will probably use.
 
     - `settle` says what was used.
-    - `go_on` says that the work outlives the block: it counts as reserved, if nothing better is
-      known at the end.
+    - `go_on` says that the work outlives the block. Somebody else ends it then.
     - If the caller hangs up before, it counts as reserved too. Only the budget is given back,
       because such work is not charged.
     - Any other error means that the request was not taken on: nothing counts.
@@ -52,7 +51,7 @@ class LimitedRequest:
         self._headers = headers
         self._price_share = price_share
         self._used: Demand | None = None
-        self._goes_on = False
+        self._follow: Callable[[LimitedRequest], bool] | None = None
         self._account = (
             limiter.account(caller, model.name, model.definition.unit)
             if caller.is_limited
@@ -82,15 +81,34 @@ class LimitedRequest:
             return
         if self._used is not None:
             self._reservation.settle(self._used)
-        elif self._goes_on or isinstance(error, ClientGone):
-            self._reservation.leave(is_charged=self._goes_on)
+        elif self._follow is not None:
+            if not self._follow(self):
+                self.leave()
+        elif isinstance(error, ClientGone):
+            self._reservation.leave(is_charged=False)
         else:
             self._reservation.cancel()
         self._headers |= self._limiter.headers(self._account)
 
-    def go_on(self) -> None:
-        """Says that the work outlives the block."""
-        self._goes_on = True
+    def go_on(self, follow: Callable[[LimitedRequest], bool]) -> None:
+        """Says that the work outlives the block.
+
+        Args:
+            follow: called at the end of the block, if it is not settled. Returns whether it will
+                call `end` or `leave` later.
+        """
+        self._follow = follow
+
+    def end(self, price: ItemPrice, outcomes: Sequence[ItemOutcome]) -> None:
+        """Settles after the block."""
+        self.settle(price, outcomes)
+        if self._used is not None:
+            self._reservation.settle(self._used)
+
+    def leave(self) -> None:
+        """Ends it after the block, as nothing is known: it counts as reserved."""
+        if self._account is not None:
+            self._reservation.leave(is_charged=True)
 
     def settle(self, price: ItemPrice, outcomes: Sequence[ItemOutcome]) -> None:
         """Says how the items ended. Work and cost count as they are charged."""

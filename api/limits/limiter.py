@@ -150,9 +150,11 @@ class Limiter:
         asking = account.asking = asyncio.get_running_loop().create_future()
         try:
             answers = await self.store.take(asks)
-        except Unavailable:
+        except BaseException as error:
             for (counter, amount), ask in zip(lacking, asks, strict=True):
                 counter.abandon(ask, amount)
+            if not isinstance(error, Unavailable):
+                raise
             self._take_alone(reservation, lacking)
             return
         finally:

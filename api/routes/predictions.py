@@ -224,7 +224,7 @@ async def _create(
         call.limited(model, [item.input for item in new.items]) as limited,
         dependencies.predictions.creating(new, waits=wait_s > 0) as creation,
     ):
-        limited.go_on()
+        limited.go_on(lambda ended: dependencies.follower.follow(ended, creation.snapshot))
         if not creation.is_new:
             limited.settle(price_of(model), [])
         if wait_s:

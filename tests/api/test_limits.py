@@ -17,6 +17,7 @@ from shared.tenants.plan import Limits, Plan, Rates
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import TEXT, WAIT
 from tests.keys import bearer, key_for, keys_url, stored
+from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 MODEL = TEXT_MODEL.name
@@ -201,6 +202,30 @@ async def test_prediction_is_settled_if_its_end_is_waited_for(
         assert limits_in(waited)["remaining-tokens"] == "997"
         created = await api.http.post("/v1/predictions", json=long_text, headers=headers)
         assert limits_in(created)["remaining-tokens"] == str(997 - 102)
+
+
+async def test_prediction_is_settled_when_it_ends(tmp_path: Path, redis_url: str) -> None:
+    """Nobody waits for it. A failed one costs nothing, and its item is no longer in flight."""
+    plan = Plan(tokens_per_min=1000, max_in_flight=1, budget_usd_per_month=0.205)
+    async with limited_api(tmp_path, redis_url, plan) as api:
+        api.worker.broken.add("x" * 400)
+        api.worker.go.clear()
+        body = {"version": MODEL, "input": {"text": "x" * 400}}
+        headers = bearer("a")
+        created = (await api.http.post("/v1/predictions", json=body, headers=headers)).json()
+        refused = await api.http.post("/v1/predictions", json=body, headers=headers)
+        assert "items in flight" in refused.json()["detail"]
+        api.worker.go.set()
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            while (answer := await embed(api, "one two")).status_code == 429:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        found = (await api.http.get(f"/v1/predictions/{created['id']}", headers=headers)).json()
+        assert (found["status"], found["metrics"]["cost_usd"]) == ("failed", 0)
+        assert limits_in(answer)["remaining-tokens"] == "996"
+        assert limits_in(answer)["limit-tokens"] == "1000"
+        spent = await embed(api, "y" * 800)
+        assert spent.json()["error"]["code"] == "insufficient_quota"
+        assert "used 0.004," in spent.json()["error"]["message"]
 
 
 async def test_plan_of_batch_lowers_the_priority(tmp_path: Path, redis_url: str) -> None:

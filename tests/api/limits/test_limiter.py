@@ -253,6 +253,25 @@ async def test_items_in_flight_of_all_instances_are_bounded(
     assert await is_let_in(ten[0], caller, demand(items=20))
 
 
+async def test_call_that_is_canceled_holds_nothing(ten: list[Limiter], clock: Clock) -> None:
+    caller = Caller(plan=Plan(max_in_flight=2, requests_per_min=100))
+    limiter, take = ten[0], ten[0].store.take
+    asked = asyncio.Event()
+
+    async def never(asks: object) -> list[Answer]:
+        asked.set()
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+    limiter.store.take = never  # type: ignore[method-assign]
+    canceled = asyncio.create_task(ask(limiter, caller, demand(items=2)))
+    await asked.wait()
+    canceled.cancel()
+    await asyncio.wait([canceled])
+    limiter.store.take = take  # type: ignore[method-assign]
+    assert await is_let_in(limiter, caller, demand(items=2))
+
+
 async def test_request_larger_than_the_limit_is_told_so(ten: list[Limiter]) -> None:
     caller = Caller(tenant="acme", plan=Plan(tokens_per_min=10))
     with pytest.raises(RateLimited, match=r"Request too large .* limit 10, requested 11") as error:
