@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import tempfile
+from pathlib import Path
 
-from bench.fairness import noise, order
+from bench.fairness import cost, noise, order
+from bench.fairness.timed import servers
 from bench.pipeline import running
 from bench.report import Outcome, table
 
@@ -14,10 +17,12 @@ SECONDS = 60.0
 
 
 def run(seconds: float = SECONDS) -> Outcome:
-    """Measures for about eight times `seconds`."""
-    with running() as pipeline, pipeline.another_api(api_keys=noise.API_KEYS) as api:
-        figures, drives = noise.measure(pipeline, api.port, seconds)
-    figures += order.measure(seconds / 4)
+    """Measures for about seven times `seconds`."""
+    with running() as pipeline:
+        figures, drives = noise.measure(pipeline, seconds)
+    with tempfile.TemporaryDirectory() as folder, servers(Path(folder)) as where:
+        figures += order.measure(where, seconds / 4)
+        figures += cost.measure(where)
     details = {name: dataclasses.asdict(drive) for name, drive in drives.items()}
     return Outcome(figures, {"drives": details, "load_after": os.getloadavg()[0]})
 

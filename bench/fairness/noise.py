@@ -6,9 +6,12 @@ sends a text of the usual mix per second. Three drives: the quiet ones alone, al
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -17,6 +20,7 @@ from bench.load.generator import LoadOrder, LoadReport, drive, embedding_bodies
 from bench.load.texts import Texts
 from bench.pipeline import MODEL, Pipeline
 from bench.report import Figure
+from tests.keys import bearer, keys_url, stored
 
 CONNECTIONS, TEXTS, BODIES = 20, 32, 40
 QUIET, RATE_PER_S = 5, 1.0
@@ -25,7 +29,6 @@ LEAD_S = 5.0
 LIMIT_S = 60.0
 UNCACHED = {"cache-control": "no-store"}
 TENANTS = ["noisy", *(f"quiet-{number}" for number in range(QUIET))]
-API_KEYS = ",".join(f"{tenant}={tenant}" for tenant in TENANTS)
 
 
 @dataclass(frozen=True)
@@ -41,16 +44,17 @@ class Drive:
     """How long the batches with the noisy tenant's texts took, p50."""
 
 
-def measure(pipeline: Pipeline, port: int, seconds: float) -> tuple[list[Figure], dict[str, Drive]]:
-    """The figures of three drives of `seconds` each, and the drives by name.
-
-    `port`: of an API with API_KEYS.
-    """
-    drives = {
-        "quiet alone": _drive(pipeline.texts, port, seconds, has_noisy=False, has_quiet=True),
-        "all": _drive(pipeline.texts, port, seconds, has_noisy=True, has_quiet=True),
-        "noisy alone": _drive(pipeline.texts, port, seconds, has_noisy=True, has_quiet=False),
-    }
+def measure(pipeline: Pipeline, seconds: float) -> tuple[list[Figure], dict[str, Drive]]:
+    """The figures of three drives of `seconds` each, and the drives by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        keys = keys_url(Path(folder), keys=[stored(tenant, tenant) for tenant in TENANTS])
+        with pipeline.another_api(keys_url=keys) as api:
+            drive_all = partial(_drive, pipeline.texts, api.port, seconds)
+            drives = {
+                "quiet alone": drive_all(has_noisy=False, has_quiet=True),
+                "all": drive_all(has_noisy=True, has_quiet=True),
+                "noisy alone": drive_all(has_noisy=True, has_quiet=False),
+            }
     return list(_figures(drives)), drives
 
 
@@ -111,7 +115,7 @@ def _order(port: int, tenant: str, bodies: Sequence[str], **given: float) -> Loa
     return LoadOrder(
         port,
         list(bodies),
-        headers=UNCACHED | {"authorization": f"Bearer {tenant}"},
+        headers=UNCACHED | bearer(tenant),
         is_cycled=True,
         limit_s=LIMIT_S,
         waits_after_429=True,

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
-from pathlib import Path
 
 import uvloop
 
-from bench.fairness.timed import Callers, servers, timed_workers
+from bench.fairness.timed import BATCH_S, MODEL, TOKENS_PER_S, Callers, timed_workers
 from bench.load.generator import percentiles
 from bench.report import Figure
 
@@ -31,11 +29,12 @@ CONNECTIONS = {"40 jobs": 20, "300 jobs": 150}
 HANDS = (16, 64, 256, 1024)
 """Messages that a worker holds. Two batches for each of two processes are 256."""
 WEIGHTS = {"one": 1.0, "two": 2.0, "four": 4.0}
-OFF_PERCENT = 5.0
+OFF_PERCENT, KEPT_PERCENT = 5.0, 95.0
 UNANSWERED = 60
 """Jobs that each of them has in flight, for each worker: in all less than the workers hold."""
 INTERACTIVE_PER_S, BATCH_JOBS = 20.0, 60
 LEAD_S = 3.0
+FULL_BATCH_S = BATCH_S + MODEL.budget / TOKENS_PER_S
 
 
 @dataclass
@@ -46,33 +45,50 @@ class Seen:
     tokens: Counter[str] = field(default_factory=Counter)
 
 
-def measure(seconds: float) -> list[Figure]:
-    """About 16 times `seconds`."""
-    figures = list[Figure]()
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        where = stack.enter_context(servers(folder))
-        for part in (_hands, _weights, _lanes):
-            figures += part(where, seconds)
-    return figures
+def measure(where: tuple[str, str], seconds: float) -> list[Figure]:
+    """About 17 times `seconds`. `where`: the endpoint of a Pub/Sub and the URL of a Redis."""
+    parts = (_noise, _hands, _weights, _lanes)
+    return [figure for part in parts for figure in part(where, seconds)]
+
+
+def _noise(where: tuple[str, str], seconds: float) -> Iterator[Figure]:
+    """A noisy tenant and quiet ones, each alone and together."""
+
+    def run(connections: int, quiet: int) -> Seen:
+        return uvloop.run(_run(where, seconds, partial(_callers, connections, quiet)))
+
+    connections = min(CONNECTIONS.values())
+    alone, both = _quiet_waits(run(0, QUIET)), run(connections, QUIET)
+    noisy = run(connections, 0).tokens["noisy"]
+    beside, limit_ms = _quiet_waits(both), 2 * alone["p99"] + 1000 * FULL_BATCH_S
+    yield Figure("quiet alone, p50", alone["p50"], "ms")
+    yield Figure("quiet alone, p99", alone["p99"], "ms")
+    yield Figure("quiet beside a noisy one, p50", beside["p50"], "ms")
+    yield Figure("quiet beside a noisy one, p99", beside["p99"], "ms", "<=", limit_ms)
+    left = noisy - sum(both.tokens[name] for name in both.tokens if name != "noisy")
+    kept = 100 * both.tokens["noisy"] / left
+    yield Figure("noisy, of what the quiet ones leave", kept, "%", ">=", KEPT_PERCENT)
 
 
 def _hands(where: tuple[str, str], seconds: float) -> Iterator[Figure]:
     for jobs, connections in CONNECTIONS.items():
         for hand in HANDS:
-
-            def callers(to: Callers, seen: Seen, connections: int = connections) -> Sequence[Work]:
-                noisy = [_again(to, seen, "noisy", [PAGE] * PAGES) for _ in range(connections)]
-                quiet = [_sometimes(to, seen, f"quiet {n}", RATE_PER_S) for n in range(QUIET)]
-                return noisy + quiet
-
+            callers = partial(_callers, connections, QUIET)
             seen = uvloop.run(_run(where, seconds, callers, hand=hand))
-            quiet = [name for name in seen.waits_ms if name.startswith("quiet")]
-            waits = _percentiles([one for name in quiet for one in seen.waits_ms[name]])
-            name = f"hand of {hand}, noisy with {jobs}"
+            waits, name = _quiet_waits(seen), f"hand of {hand}, noisy with {jobs}"
             yield Figure(f"{name}: quiet, p50", waits["p50"], "ms")
             yield Figure(f"{name}: quiet, p99", waits["p99"], "ms")
             yield Figure(f"{name}: noisy", seen.tokens["noisy"] / seconds, "tokens/s")
+
+
+def _callers(connections: int, quiet: int, to: Callers, seen: Seen) -> Sequence[Work]:
+    noisy = [_again(to, seen, "noisy", [PAGE] * PAGES) for _ in range(connections)]
+    return noisy + [_sometimes(to, seen, f"quiet {n}", RATE_PER_S) for n in range(quiet)]
+
+
+def _quiet_waits(seen: Seen) -> dict[str, float]:
+    names = [name for name in seen.waits_ms if name.startswith("quiet")]
+    return _percentiles([one for name in names for one in seen.waits_ms[name]])
 
 
 def _weights(where: tuple[str, str], seconds: float) -> Iterator[Figure]:
