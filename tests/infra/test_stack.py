@@ -104,7 +104,7 @@ def test_part_that_fails_is_told_and_nothing_stays(tmp_path: Path, servers: dict
     ) as caught:
         stack.__enter__()
     assert str(stack.log_dir / "worker-mini.log") in caught.value.message
-    assert list(stack.processes) == ["worker-mini", "api", "functions"]
+    assert list(stack.processes) == ["worker-mini", "api", "batches", "functions"]
     assert not [port for port in all_ports(ports) if listens(port)]
 
 
@@ -237,7 +237,7 @@ def test_up_serves_until_terminated(up: Up) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the API's process in /proc")
 def test_up_ends_when_a_part_dies(up_beside: Up) -> None:
-    worker, api, _ = up_beside.children
+    worker, api, *_ = up_beside.children
     os.kill(api, signal.SIGKILL)
     assert up_beside.process.wait(START_LIMIT_S) == 1
     assert "penstock: api was ended by SIGKILL; the end of" in up_beside.said
