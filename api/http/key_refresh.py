@@ -77,6 +77,7 @@ class LiveDirectory:
         await self.store.__aenter__()
         await self.refresh()
         self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(self._ended)
         return self
 
     async def __aexit__(
@@ -127,6 +128,13 @@ class LiveDirectory:
             self._failure = None
         UP.set(self._failure is None)
         AGE_SECONDS.set(self._clock() - self._current_s)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Without the task no change is seen any more, so this instance must not go on."""
+        if not task.cancelled():
+            log.critical("refresh of API keys ended; this is a bug", exc_info=task.exception())
+            self._failure = Unavailable("the refresh of API keys ended")
+            self._directory = None
 
     def _decode(self, found: StoredDocument) -> Directory:
         return Directory(decode_document(found.data, self.store.source))

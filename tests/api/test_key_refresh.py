@@ -12,7 +12,9 @@ from api.errors import Unauthorized
 from api.http.auth import ApiKeys
 from api.http.key_refresh import STALE_LIMIT_S, LiveDirectory
 from shared.errors import ConfigurationError, Unavailable
+from shared.stores.key_file import KeyFile
 from shared.stores.key_stores import key_store
+from shared.tenants.key_store import StoredDocument
 from tests.keys import key_for, keys_url
 from tests.limits import WAIT_LIMIT_S
 
@@ -140,3 +142,28 @@ async def test_keys_outlive_their_source_for_a_day(tmp_path: Path) -> None:
         with pytest.raises(Unavailable, match="No such file"):
             gets_in(keys, "a")
         assert "No such file" in keys.keys_status()
+
+
+class Broken(KeyFile):
+    """A store with a bug, from its second read on."""
+
+    reads = 0
+
+    async def read(self, version: str = "") -> StoredDocument | None:
+        self.reads += 1
+        if self.reads > 1:
+            raise ZeroDivisionError
+        return await super().read(version)
+
+
+async def test_instance_that_would_see_no_revocation_lets_nobody_in(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys_url(tmp_path, a="acme")
+    directory = LiveDirectory(Broken(tmp_path / "keys.json"), refresh_s=0.001)
+    async with ApiKeys(directory) as keys:
+        await until(lambda: directory.current() is None)
+        with pytest.raises(Unavailable, match="refresh of API keys ended"):
+            gets_in(keys, "a")
+        assert "refresh" in keys.keys_status()
+        assert "ZeroDivisionError" in caplog.text
