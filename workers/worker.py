@@ -201,9 +201,12 @@ class Worker:
         self._running[process] = (consumer, batch)
         try:
             prepared = [entry.prepared for entry in batch]
-            on_step = partial(consumer.batches.report_progress, batch)
             done = await process.run(
-                prepared, timeout_s=BATCH_TIMEOUT_S, model=number, on_step=on_step
+                prepared,
+                timeout_s=BATCH_TIMEOUT_S,
+                model=number,
+                on_step=partial(consumer.batches.report_progress, batch, process.watch),
+                on_previews=partial(consumer.batches.pass_on_previews, batch),
             )
         except ModelProcessDied as error:
             facts = {

@@ -5,13 +5,18 @@ https://html.spec.whatwg.org/multipage/server-sent-events.html
 Events are `logs`, `output` (one per element), `error` and `done`, in this order, as Replicate's
 clients expect. All of them follow from the record. So a client that reconnects with Last-Event-ID,
 to any instance, gets exactly the events that it has not received.
+
+A reader can ask for `preview` too: Replicate's clients fail on events that they do not know.
+Previews are in a stream in Redis, and the id of each event says how far its reader has got in it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -24,6 +29,7 @@ from api.predictions.creation import POLL_S, PredictionSnapshot
 from api.predictions.service import Predictions
 from shared.errors import Overloaded
 from shared.predictions import error_of, logs_of, output_of
+from shared.stores.previews import Preview
 from shared.stores.signed_urls import UrlSigner
 
 MAX_STREAMS = 256
@@ -33,6 +39,10 @@ LONGEST_S = 290.0
 HEARTBEAT_S = 10.0
 """After this pause a comment is sent, so that proxies keep the connection open."""
 KINDS = ("logs", "output", "error", "done")
+PREVIEW = "preview"
+EXTRA_KINDS = (PREVIEW,)
+"""Sent only to readers who ask for them."""
+_ID = re.compile(r"(\d{1,2})\.(\d{1,9})(?:\.(\d{1,15}-\d{1,9}))?")
 
 
 class StreamEvent(NamedTuple):
@@ -45,10 +55,28 @@ class StreamEvent(NamedTuple):
     number: int
     data: str = ""
 
-    def encoded(self) -> bytes:
+    def encoded(self, place: Place) -> bytes:
         """The event on the wire. Its data is one line."""
-        head = f"event: {KINDS[self.kind]}\nid: {self.kind}.{self.number}\n"
-        return f"{head}data: {self.data}\n\n".encode()
+        return _encoded(KINDS[self.kind], place, self.data)
+
+
+class Place(NamedTuple):
+    """How far a reader has got: the last event, and the last preview."""
+
+    kind: int = -1
+    number: int = -1
+    preview: str = ""
+
+    @classmethod
+    def from_id(cls, last_id: str) -> Place:
+        """The place in an event id. The start for foreign ids."""
+        found = _ID.fullmatch(last_id)
+        return cls(int(found[1]), int(found[2]), found[3] or "") if found else cls()
+
+    def to_id(self) -> str:
+        """The id of an event after which a reader is here."""
+        kept = f"{max(0, self.kind)}.{max(0, self.number)}"
+        return f"{kept}.{self.preview}" if self.preview else kept
 
 
 class EventStreams:
@@ -76,18 +104,29 @@ class EventStreams:
         finally:
             self._room.release(stream)
 
-    async def follow(self, snapshot: PredictionSnapshot, last_id: str) -> AsyncGenerator[bytes]:
-        """Yields the events after `last_id` (empty: all) to the last one, for at most LONGEST_S."""
-        after, until_s, sent_s = (
-            _parse_id(last_id),
-            time.monotonic() + LONGEST_S,
-            time.monotonic(),
-        )
+    async def follow(
+        self, snapshot: PredictionSnapshot, last_id: str, extra: Collection[str] = ()
+    ) -> AsyncGenerator[bytes]:
+        """Yields the events after `last_id` (empty: all) to the last one, for at most LONGEST_S.
+
+        Args:
+            snapshot: the prediction.
+            last_id: the id of the last event that the reader has. Empty: none.
+            extra: which of EXTRA_KINDS it wants.
+        """
+        place, sent_s = Place.from_id(last_id), time.monotonic()
+        until_s, wants_previews = sent_s + LONGEST_S, PREVIEW in extra
         while True:
+            if wants_previews:
+                for preview in await self._predictions.previews(snapshot, place.preview):
+                    place = place._replace(preview=preview.cursor)
+                    yield _encoded(PREVIEW, place, _shown(preview))
+                    sent_s = time.monotonic()
             for event in events_of(snapshot, self._url_signer):
-                if event[:2] > after:
-                    yield event.encoded()
-                    after, sent_s = event[:2], time.monotonic()
+                if event[:2] > place[:2]:
+                    place = Place(event.kind, event.number, place.preview)
+                    yield event.encoded(place)
+                    sent_s = time.monotonic()
             if snapshot.record.is_over or time.monotonic() >= until_s:
                 return
             if time.monotonic() - sent_s >= HEARTBEAT_S:
@@ -136,8 +175,16 @@ def _text(element: object) -> str:
     return element if isinstance(element, str) else msgspec.json.encode(element).decode()
 
 
-def _parse_id(last_id: str) -> tuple[int, int]:
-    """The kind and number in an event id. (-1, -1) for foreign ids."""
-    kind, _, number = last_id.partition(".")
-    is_ours = kind.isdecimal() and number.isdecimal() and len(last_id) < 20
-    return (int(kind), int(number)) if is_ours else (-1, -1)
+def _shown(preview: Preview) -> str:
+    image = base64.b64encode(preview.image).decode()
+    shown = {
+        "index": preview.index,
+        "step": preview.step,
+        "steps": preview.steps,
+        "image": f"data:image/webp;base64,{image}",
+    }
+    return msgspec.json.encode(shown).decode()
+
+
+def _encoded(kind: str, place: Place, data: str) -> bytes:
+    return f"event: {kind}\nid: {place.to_id()}\ndata: {data}\n\n".encode()

@@ -23,6 +23,7 @@ from api.predictions.creation import Creation, PredictionSnapshot
 from api.predictions.sender import NewPrediction, PredictionSender, failed_reply
 from shared.errors import BadInput, DeadlineExceeded, Unavailable
 from shared.predictions import decode_document, encode_document, record_of
+from shared.stores.previews import Preview
 from shared.stores.record_state import Record
 from shared.stores.records import Records
 
@@ -169,6 +170,18 @@ class Predictions:
         with suppress(Unavailable, NotFound):
             return await self.read(snapshot.prediction.tenant, snapshot.prediction.id)
         return snapshot
+
+    async def previews(self, snapshot: PredictionSnapshot, cursor: str) -> list[Preview]:
+        """The previews after `cursor`, while more are drawn for the next seconds.
+
+        None while Redis does not answer.
+        """
+        record, previews = snapshot.prediction.record, self._records.previews
+        with suppress(Unavailable):
+            if not snapshot.record.is_over:
+                await previews.watch(record)
+            return await previews.after(record, cursor)
+        return []
 
     @contextmanager
     def _register_waiter(self, record_id: str, *, waits: bool) -> Iterator[ReplyWaiter | None]:

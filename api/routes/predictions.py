@@ -24,7 +24,7 @@ from api.http.idempotency import REPLAYED
 from api.http.openapi_headers import LAST_EVENT_ID
 from api.http.request import ApiRequest, authenticate, open_request
 from api.predictions.creation import PredictionSnapshot
-from api.predictions.event_stream import KINDS, HeldResponse
+from api.predictions.event_stream import EXTRA_KINDS, KINDS, HeldResponse
 from api.predictions.service import CALLER_ID
 from api.predictions.versions import OWNER, find_version
 from api.problem_details import ProblemRoute
@@ -46,6 +46,13 @@ _CURSOR = re.compile(r"([0-9]{1,12}(\.[0-9]{1,9})?)?")
 # For the OpenAPI document only. The routes validate, so that errors have our wording.
 Cursor = Annotated[str, Query(json_schema_extra={"pattern": f"^{_CURSOR.pattern}$"})]
 CallerId = Annotated[str, Path(json_schema_extra={"pattern": f"^{CALLER_ID.pattern}$"})]
+ExtraEvents = Annotated[
+    str,
+    Query(
+        description=f"Events that Replicate has not, comma-separated: {', '.join(EXTRA_KINDS)}.",
+        json_schema_extra={"pattern": f"^(({'|'.join(EXTRA_KINDS)})(,|$))*$"},
+    ),
+]
 _ONE: openapi.Responses = {
     200: openapi.success("The prediction in its current state.", PredictionReply),
     **openapi.problems(401, 404, 503),
@@ -186,13 +193,17 @@ async def cancel(request: Request, prediction_id: str) -> Response:
     response_class=Response,
     openapi_extra={"parameters": [LAST_EVENT_ID]} | openapi.AUTHENTICATED,
     responses={
-        200: openapi.event_stream(*KINDS),
-        **openapi.problems(401, 404, 429, 503),
+        200: openapi.event_stream(*KINDS, *EXTRA_KINDS),
+        **openapi.problems(401, 404, 422, 429, 503),
     },
 )
-async def stream(request: Request, prediction_id: str) -> Response:
-    """Server-sent events: logs, output, error, done. `Last-Event-ID` resumes a stream."""
+async def stream(request: Request, prediction_id: str, events: ExtraEvents = "") -> Response:
+    """Server-sent events: logs, output, error, done. `Last-Event-ID` resumes a stream.
+
+    With `events=preview`, also what images look like between two steps, as small WebP.
+    """
     call = authenticate(request)
+    extra = _extra_kinds(events)
     dependencies = call.dependencies
     snapshot = await dependencies.predictions.read(call.tenant, prediction_id)
     streams = dependencies.event_streams
@@ -201,8 +212,16 @@ async def stream(request: Request, prediction_id: str) -> Response:
         held.enter_context(streams.reserved(call.tenant))
         if IS_HEAD in request.scope:
             return Response(headers=headers, media_type="text/event-stream")
-        events = streams.follow(snapshot, request.headers.get("last-event-id", ""))
-        return HeldResponse(events, held.pop_all(), headers=headers, media_type="text/event-stream")
+        told = streams.follow(snapshot, request.headers.get("last-event-id", ""), extra)
+        return HeldResponse(told, held.pop_all(), headers=headers, media_type="text/event-stream")
+
+
+def _extra_kinds(events: str) -> set[str]:
+    extra = set(filter(None, events.split(",")))
+    if unknown := sorted(extra - {*EXTRA_KINDS}):
+        known = ", ".join(EXTRA_KINDS)
+        raise BadInput(f"events: {unknown[0][:40]!r} is none of {known}", field="events")
+    return extra
 
 
 async def _create(

@@ -31,6 +31,7 @@ from redis.exceptions import RedisError
 
 from shared.errors import Overloaded, Unavailable
 from shared.retention import BUDGET_BYTES
+from shared.stores.previews import Previews
 from shared.stores.record_state import Claim, Finish, Record, State, record_from_fields
 from shared.stores.redis_client import RedisLink, RedisStore
 from shared.stores.redis_scripts import load_script
@@ -107,6 +108,8 @@ class Records(RedisStore):
         self._claims = self._link.batcher("claim", self._send_claims)
         self._finishes = self._link.batcher("finish", self._send_finishes)
         self._commands = self._link.commands("the store of predictions")
+        # Round trips of their own: pictures are large, and nobody is to wait for them.
+        self.previews = Previews(self._link.commands("the store of previews"), prefix)
 
     def _key(self, record: str) -> str:
         return f"{self._prefix}record:{record}"
@@ -228,10 +231,13 @@ class Records(RedisStore):
         with contextlib.suppress(Unavailable):
             await self._commands.run_script(RELEASE, [self._key(record)])
 
-    async def progress(self, record: str, step: int, steps: int) -> None:
-        """Notes how far the job is."""
+    async def progress(self, record: str, step: int, steps: int) -> bool:
+        """Notes how far the job is. Returns whether somebody wants previews of it."""
+        watched, _ = self.previews.keys_of(record)
         with contextlib.suppress(Unavailable):
-            await self._commands.run_script(PROGRESS, [self._key(record)], step, steps)
+            keys = [self._key(record), watched]
+            return bool(await self._commands.run_script(PROGRESS, keys, step, steps))
+        return False
 
     async def canceled(self) -> AsyncGenerator[str | None]:
         """Yields the ids of records as they are canceled, and None after each (re)connection.

@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
 from shared.messages import ReplyBody
+from shared.stores.previews import KEPT_S, MOST_KEPT
 from shared.stores.record_state import OVER, Claim, Finish, State, record_id
 from shared.stores.records import Records
 
@@ -244,3 +245,22 @@ async def test_redis_away_fails_promises_and_never_work(own_redis: RedisServer) 
 
 def test_first_job_of_a_request_has_its_id() -> None:
     assert (record_id("req_1", 0), record_id("req_1", 2)) == ("req_1", "req_1:2")
+
+
+async def test_previews_are_bounded_and_expire(records: Records, redis_url: str) -> None:
+    await records.create("req_1", "acme", b"{}", deadline_s=time.time() + 30, keep_s=60)
+    previews = records.previews
+    await previews.add("req_1", 0, 1, 20, b"too early")
+    assert await previews.after("req_1", "") == []
+    await records.claim(["req_1"])
+    assert not await records.progress("req_1", 1, 20)
+    await previews.watch("req_1")
+    assert await records.progress("req_1", 2, 20)
+    for step in range(MOST_KEPT + 5):
+        await previews.add("req_1", 0, step, 99, b"picture")
+    kept = await previews.after("req_1", "")
+    assert [one.step for one in kept] == list(range(5, MOST_KEPT + 5))
+    assert await previews.after("req_1", kept[-2].cursor) == [kept[-1]]
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        for key in previews.keys_of("req_1"):
+            assert 0 < await client.ttl(key) <= KEPT_S

@@ -44,7 +44,8 @@ from tests.limits import WAIT_LIMIT_S
 from workers.job import WorkerInfo
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
-from workers.models.base import OnStep, PreparedText
+from workers.models.base import PreparedText
+from workers.runtime.client import OnPreviews, OnProgress
 from workers.runtime.pool import ModelPool, ModelProcessDied
 from workers.runtime.protocol import BatchResult, Failure, ResidencyReport
 from workers.worker import Worker
@@ -92,6 +93,9 @@ class LetterProcess:
         self.canceled = False
         self.is_deaf = False
         self.step_told: tuple[int, int] | None = None
+        self.on_step: OnProgress | None = None
+        self.on_previews: OnPreviews | None = None
+        self.watched: list[list[int]] = []
 
     async def ready(self) -> None:
         return None
@@ -102,13 +106,15 @@ class LetterProcess:
         *,
         timeout_s: float,
         model: int,
-        on_step: OnStep | None = None,
+        on_step: OnProgress | None = None,
+        on_previews: OnPreviews | None = None,
     ) -> BatchResult:
         texts = [prepared.ids.decode() for prepared in batch]
         self.batches.append(texts)
         self.started.set()
         if self.step_told and on_step:
             on_step(*self.step_told)
+        self.on_step, self.on_previews = on_step, on_previews
         await asyncio.wait_for(self.gate.wait(), timeout_s)
         if self.deaths or any("†" in text for text in texts):
             self.deaths, self.canceled = max(0, self.deaths - 1), False
@@ -138,6 +144,9 @@ class LetterProcess:
         if text == "LARGE":
             return ImageResult(Blob("image/png", data=LARGE_IMAGE), 8, 8, 1, 64)
         return ModelFailed("a bang") if "!" in text else EmbeddingResult(text.encode(), len(text))
+
+    def watch(self, places: Sequence[int]) -> None:
+        self.watched.append(list(places))
 
     def cancel(self) -> None:
         if not self.is_deaf:

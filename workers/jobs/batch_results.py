@@ -1,19 +1,21 @@
-"""Passes the progress and the results of batches on to their jobs, and retries failed ones."""
+"""Passes progress, previews and results of batches on to their jobs, and retries failed ones."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from shared.catalog import Model
 from shared.errors import Canceled, ModelFailed
 from shared.messages import failure
 from shared.stores.records import Records
 from workers import metrics
-from workers.job import Computed, QueuedItem, kept_traces
+from workers.job import Computed, PulledJob, QueuedItem, kept_traces
 from workers.jobs.completion import Completion
 from workers.jobs.model_queue import ModelQueue
-from workers.runtime.protocol import BatchResult
+from workers.jobs.preview_codec import encode_preview
+from workers.runtime.protocol import BatchResult, Previews
 
 PROGRESS_EVERY_S = 0.5
 
@@ -30,18 +32,60 @@ class BatchResults:
         self._waits = metrics.WAIT_SECONDS.labels(model.name)
         self._reported_s = float("-inf")
 
-    def report_progress(self, batch: Sequence[QueuedItem], step: int, steps: int) -> None:
-        """Writes a batch's progress to the records of its predictions, at most twice a second."""
+    def report_progress(
+        self,
+        batch: Sequence[QueuedItem],
+        watch: Callable[[Sequence[int]], None],
+        step: int,
+        steps: int,
+    ) -> None:
+        """Writes a batch's progress to the records of its predictions, at most twice a second.
+
+        Calls `watch` with the places of the batch that somebody wants to see.
+        """
         now_s = time.monotonic()
         if now_s - self._reported_s < PROGRESS_EVERY_S:
             return
         self._reported_s = now_s
-        jobs = {pulled for queued in batch for pulled, _ in queued.waiters}
-        for pulled in jobs:
-            if pulled.envelope.prediction:
-                work = self._records.progress(pulled.record, step, steps)
-                self._completion.registry.spawn(work)
-                self._completion.notify_webhook(pulled, "logs", step)
+        predictions = {
+            pulled for queued in batch for pulled, _ in queued.waiters if pulled.envelope.prediction
+        }
+        if predictions:
+            self._completion.registry.spawn(self._write(batch, predictions, watch, step, steps))
+        for pulled in predictions:
+            self._completion.notify_webhook(pulled, "logs", step)
+
+    async def _write(
+        self,
+        batch: Sequence[QueuedItem],
+        predictions: Collection[PulledJob],
+        watch: Callable[[Sequence[int]], None],
+        step: int,
+        steps: int,
+    ) -> None:
+        told = await asyncio.gather(
+            *(self._records.progress(pulled.record, step, steps) for pulled in predictions)
+        )
+        watched = {
+            pulled for pulled, is_watched in zip(predictions, told, strict=True) if is_watched
+        }
+        # The process may be at its next batch by now.
+        if watched and any(one is batch for one in self._queue.running):
+            watch([place for place, queued in enumerate(batch) if _wait_for(queued, watched)])
+
+    def pass_on_previews(self, batch: Sequence[QueuedItem], previews: Previews) -> None:
+        """Writes previews for the predictions that wait for these items."""
+        self._completion.registry.spawn(self._pass_on(batch, previews))
+
+    async def _pass_on(self, batch: Sequence[QueuedItem], previews: Previews) -> None:
+        for place, picture in previews.pictures.items():
+            # On a thread, because libwebp releases the interpreter for the milliseconds it takes.
+            image = await asyncio.to_thread(encode_preview, picture)
+            for pulled, item in batch[place].open_waiters():
+                if pulled.envelope.prediction:
+                    await self._records.previews.add(
+                        pulled.record, item.index, previews.step, previews.steps, image
+                    )
 
     def distribute(self, batch: list[QueuedItem], done: BatchResult) -> None:
         """Settles the items of a batch that ran."""
@@ -84,3 +128,7 @@ class BatchResults:
                 pulled.dead_letter_reason = error.message
                 self._completion.settle(pulled, failure(item.index, error, pulled.receipt()))
         self._queue.on_queued()
+
+
+def _wait_for(queued: QueuedItem, jobs: Collection[PulledJob]) -> bool:
+    return any(pulled in jobs for pulled, _ in queued.waiters)

@@ -7,7 +7,7 @@ that batching needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -69,6 +69,14 @@ OnStep = Callable[[int, int], None]
 """Called as on_step(step, steps) after each step of a batch, from 1."""
 
 
+class Picture(msgspec.Struct, array_like=True):
+    """RGB pixels of 3 bytes, row by row."""
+
+    width: int
+    height: int
+    pixels: bytes
+
+
 class Preparer(Protocol):
     """Checks and prepares inputs in the I/O process, so it never imports a model library."""
 
@@ -108,6 +116,17 @@ class InferenceModel(Protocol):
 
         Raises:
             OutOfMemory: the batch is too large for the device. A smaller one may fit.
+        """
+
+
+@runtime_checkable
+class Previewer(Protocol):
+    """A model that can draw what its items look like between two steps."""
+
+    def preview(self, places: Sequence[int]) -> Sequence[Picture | None]:
+        """Small pictures of the items at these places of the call. None where it can't.
+
+        To be called within `on_step` only.
         """
 
 

@@ -10,20 +10,31 @@ from collections.abc import Sequence
 
 from shared.errors import Canceled, ModelFailed, PenstockError
 from shared.tasks import Result
-from workers.models.base import InferenceModel, OnStep, OutOfMemory, PreparedItem
+from workers.models.base import InferenceModel, OutOfMemory, PreparedItem, Previewer
 from workers.runtime import memory
 from workers.runtime.protocol import (
     BatchResult,
     Cancel,
     Failure,
+    Previews,
     Progress,
     RunBatch,
+    Watch,
     encode_server_message,
     read_client_message,
 )
 from workers.runtime.resident_models import ResidentModels
 
 PROGRESS_EVERY_S = 0.1
+PREVIEW_EVERY_S = 0.5
+PREVIEW_SHARE = 0.04
+"""Of the time of a batch, at most, once it has its first preview."""
+FIRST_PREVIEW_S = 0.25
+"""A batch that ends sooner has none."""
+WATCH_VALID_S = 2.0
+"""The I/O process repeats a Watch every half second while somebody watches."""
+MOST_PREVIEWED = 8
+"""Places of a batch that are previewed at a time."""
 
 log = logging.getLogger(__name__)
 
@@ -82,11 +93,18 @@ class StepReporter:
         self._connection = connection
         self._number = number
         self._reported_s = time.monotonic()
+        self._watched: list[int] = []
+        self._watched_until_s = 0.0
+        self._preview_from_s = self._reported_s + FIRST_PREVIEW_S
+        self.previewer: Previewer | None = None
+        """The model, if it draws previews."""
+        self.places: Sequence[int] = ()
+        """The places of the batch that the current call of the model computes."""
         self.saved: int | None = None
         """The steps that were left out, if the batch was canceled."""
 
     def __call__(self, step: int, steps: int) -> None:
-        """Reports `step` of `steps`.
+        """Reports `step` of `steps`, and previews if somebody watches and enough time has passed.
 
         Raises:
             Canceled: the batch is canceled.
@@ -98,15 +116,46 @@ class StepReporter:
         if (now_s := time.monotonic()) - self._reported_s >= PROGRESS_EVERY_S:
             self._reported_s = now_s
             self._connection.sendall(encode_server_message(Progress(self._number, step, steps)))
+        # After the last step the picture itself comes.
+        is_watched = bool(self._watched) and now_s < self._watched_until_s
+        if is_watched and step < steps and now_s >= self._preview_from_s:
+            self._preview(step, steps, now_s)
 
     def _is_canceled(self) -> bool:
         while select.select([self._connection], [], [], 0)[0]:
             message = read_client_message(self._connection)
-            # While a batch runs, only its Cancel, a late Cancel of another batch, or the end can
-            # arrive.
-            if not isinstance(message, Cancel) or message.number == self._number:
+            # While a batch runs, only its Watch and Cancel, late ones of another batch, or the end
+            # can arrive.
+            if isinstance(message, Watch):
+                if message.number == self._number:
+                    self._watched = message.places
+                    self._watched_until_s = time.monotonic() + WATCH_VALID_S
+            elif not isinstance(message, Cancel) or message.number == self._number:
                 return True
         return False
+
+    def _preview(self, step: int, steps: int, began_s: float) -> None:
+        watched = set(self._watched)
+        inside = [at for at, place in enumerate(self.places) if place in watched][:MOST_PREVIEWED]
+        if self.previewer is None or not inside:
+            return
+        try:
+            drawn = self.previewer.preview(inside)
+        except Exception:
+            # The boundary to the model libraries: a picture that nobody needs never fails a batch.
+            log.warning("no preview could be drawn", exc_info=True)
+            self._preview_from_s = float("inf")
+            return
+        pictures = {
+            self.places[at]: picture
+            for at, picture in zip(inside, drawn, strict=True)
+            if picture is not None
+        }
+        if pictures:
+            previews = Previews(self._number, step, steps, pictures)
+            self._connection.sendall(encode_server_message(previews))
+        took_s = time.monotonic() - began_s
+        self._preview_from_s = began_s + max(PREVIEW_EVERY_S, took_s / PREVIEW_SHARE)
 
 
 class BatchExecution:
@@ -115,9 +164,10 @@ class BatchExecution:
     A group that fails is halved until the bad item is alone.
     """
 
-    def __init__(self, model: InferenceModel, on_step: OnStep) -> None:
+    def __init__(self, model: InferenceModel, steps: StepReporter) -> None:
         self._model = model
-        self._on_step = on_step
+        self._steps = steps
+        steps.previewer = model if isinstance(model, Previewer) else None
         self.results: dict[int, Result | Failure] = {}
         self.padded_work = 0
         self.out_of_memory = False
@@ -134,8 +184,9 @@ class BatchExecution:
     def _compute_group(self, items: Sequence[PreparedItem], places: Sequence[int]) -> None:
         group = [items[place] for place in places]
         self.padded_work += self._model.computed_work([item.length for item in group])
+        self._steps.places = places
         try:
-            results = self._model.predict(group, self._on_step)
+            results = self._model.predict(group, self._steps)
             if len(results) != len(group):
                 counts = f"{len(results)} results for {len(group)} items"
                 raise ModelFailed(f"the model gave {counts}; this is a bug")

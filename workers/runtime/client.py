@@ -13,13 +13,14 @@ from typing import Self
 import msgspec
 
 from shared.errors import ConfigurationError, ModelFailed
-from workers.models.base import OnStep, Prepared
+from workers.models.base import Prepared
 from workers.runtime.child_process import ChildProcess
 from workers.runtime.output import ChildOutput
 from workers.runtime.protocol import (
     FRAME_MAX_BYTES,
     HEADER,
     BatchResult,
+    Previews,
     Progress,
     Ready,
     Refused,
@@ -28,6 +29,7 @@ from workers.runtime.protocol import (
     decode_server_message,
     encode_cancel,
     encode_run,
+    encode_watch,
 )
 
 EXIT_LIMIT_S = 5.0
@@ -39,6 +41,9 @@ class ModelProcessDied(ModelFailed):
     """The model process died, hung or sent an invalid message while it had the batch."""
 
 
+OnProgress = Callable[[int, int], None]
+"""Called as on_step(step, steps) after some steps of a batch."""
+OnPreviews = Callable[[Previews], None]
 Start = Callable[[socket.socket], Awaitable[ChildProcess]]
 """Starts a process with this end of its socket."""
 
@@ -56,7 +61,8 @@ class _Pending:
     number: int
     size: int
     done: asyncio.Future[BatchResult]
-    on_step: OnStep | None
+    on_step: OnProgress | None
+    on_previews: OnPreviews | None
     timer: asyncio.TimerHandle
 
 
@@ -142,7 +148,12 @@ class ModelClient:
         return self._process.pid
 
     async def run(
-        self, batch: Sequence[Prepared], timeout_s: float, on_step: OnStep | None, model: int = 0
+        self,
+        batch: Sequence[Prepared],
+        timeout_s: float,
+        on_step: OnProgress | None,
+        model: int = 0,
+        on_previews: OnPreviews | None = None,
     ) -> BatchResult:
         """Runs one batch on model number `model`, after the current one.
 
@@ -162,7 +173,7 @@ class ModelClient:
         self._batches += 1
         timer = loop.call_later(timeout_s, self.kill, f"the batch was not done in {timeout_s:g} s")
         done: asyncio.Future[BatchResult] = loop.create_future()
-        self._pending = _Pending(self._batches, len(batch), done, on_step, timer)
+        self._pending = _Pending(self._batches, len(batch), done, on_step, on_previews, timer)
         self._writer.write(encode_run(self._batches, list(batch), model))
         return await done
 
@@ -173,6 +184,11 @@ class ModelClient:
         """
         if self._pending is not None:
             self._writer.write(encode_cancel(self._pending.number))
+
+    def watch(self, places: Sequence[int]) -> None:
+        """Has previews of these places of the current batch drawn, for a moment."""
+        if self._pending is not None:
+            self._writer.write(encode_watch(self._pending.number, list(places)))
 
     def kill(self, fault: str) -> None:
         """Kills the process. `fault` is the reason that callers get."""
@@ -216,7 +232,7 @@ class ModelClient:
     def _handle(self, message: ServerMessage) -> None:
         pending = self._pending
         if (
-            not isinstance(message, Progress | BatchResult)
+            not isinstance(message, Progress | Previews | BatchResult)
             or pending is None
             or message.number != pending.number
         ):
@@ -224,6 +240,9 @@ class ModelClient:
         elif isinstance(message, Progress):
             if pending.on_step is not None:
                 pending.on_step(message.step, message.steps)
+        elif isinstance(message, Previews):
+            if pending.on_previews is not None:
+                pending.on_previews(message)
         elif len(message.results) != pending.size:
             self.kill(f"it gave {len(message.results)} results for {pending.size} items")
         else:

@@ -19,9 +19,16 @@ from shared.catalog import Model
 from shared.cores import usable_cores
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
 from workers.models.backend import Backend
-from workers.models.base import OnStep, Prepared
+from workers.models.base import Prepared
 from workers.runtime.child_process import spawn
-from workers.runtime.client import Launch, ModelClient, ModelProcessDied, Start
+from workers.runtime.client import (
+    Launch,
+    ModelClient,
+    ModelProcessDied,
+    OnPreviews,
+    OnProgress,
+    Start,
+)
 from workers.runtime.protocol import BatchResult, ResidencyReport
 from workers.runtime.template import Template, can_fork
 
@@ -160,7 +167,8 @@ class PooledProcess:
         *,
         timeout_s: float,
         model: int = 0,
-        on_step: OnStep | None = None,
+        on_step: OnProgress | None = None,
+        on_previews: OnPreviews | None = None,
     ) -> BatchResult:
         """Runs a batch of items with equal keys. Only one batch runs at a time.
 
@@ -169,13 +177,14 @@ class PooledProcess:
             model: the number of the model, which is loaded first if it is not resident.
             timeout_s: counts from when the process has the batch. After it the process is killed.
             on_step: called after steps, about ten times a second, if the model has steps.
+            on_previews: called with what `watch` asked for.
 
         Raises:
             ModelProcessDied: the process died, hung, or returned a wrong number of results.
         """
         if self._child is None or not self._settled.is_set():
             raise ModelProcessDied("the model process is not up")
-        return await self._child.run(batch, timeout_s, on_step, model)
+        return await self._child.run(batch, timeout_s, on_step, model, on_previews)
 
     def cancel(self) -> None:
         """Stops the running batch, if any, after its current step.
@@ -184,6 +193,11 @@ class PooledProcess:
         """
         if self._child is not None:
             self._child.cancel()
+
+    def watch(self, places: Sequence[int]) -> None:
+        """Has previews of these places of the running batch drawn, for a moment."""
+        if self._child is not None:
+            self._child.watch(places)
 
     async def keep_alive(self) -> None:
         """Starts the process, and restarts it when it dies.

@@ -1,8 +1,8 @@
 """The messages between the I/O process and a model process: frames of MessagePack on a socket.
 
 A frame is its length in bytes (unsigned 32-bit, little-endian), then one of the structs below. The
-model process gets RunBatch and Cancel. It sends Ready or Refused once, then Progress and
-BatchResult.
+model process gets RunBatch, Watch and Cancel. It sends Ready or Refused once, then
+Progress, Previews and BatchResult.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 from shared.errors import ModelFailed, PenstockError, error_for_code
 from shared.tasks import Result
-from workers.models.base import Prepared, PreparedItem
+from workers.models.base import Picture, Prepared, PreparedItem
 
 HEADER = struct.Struct("<I")
 FRAME_MAX_BYTES = 512 * 1024 * 1024
@@ -32,6 +32,13 @@ class Cancel(msgspec.Struct, tag="cancel"):
     """Stop batch `number`, which may be over already."""
 
     number: int
+
+
+class Watch(msgspec.Struct, tag="watch"):
+    """Somebody watches these places of batch `number`, which may be over already."""
+
+    number: int
+    places: list[int]
 
 
 class ResidencyReport(msgspec.Struct):
@@ -73,6 +80,15 @@ class Progress(msgspec.Struct, tag="progress"):
     number: int
     step: int
     steps: int
+
+
+class Previews(msgspec.Struct, tag="previews"):
+    """What some places of batch `number` look like after step `step` of `steps`."""
+
+    number: int
+    step: int
+    steps: int
+    pictures: dict[int, Picture]
 
 
 class Failure(msgspec.Struct, tag="failure"):
@@ -135,8 +151,8 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
         )
 
 
-ServerMessage = Ready | Refused | Progress | BatchResult
-ClientMessage = RunBatch | Cancel
+ServerMessage = Ready | Refused | Progress | Previews | BatchResult
+ClientMessage = RunBatch | Cancel | Watch
 
 _encoder = msgspec.msgpack.Encoder()
 _client_message_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(
@@ -157,6 +173,11 @@ def encode_run(number: int, items: list[Prepared], model: int = 0) -> bytes:
 def encode_cancel(number: int) -> bytes:
     """The frame that stops a batch."""
     return _frame(_encoder.encode(Cancel(number)))
+
+
+def encode_watch(number: int, places: list[int]) -> bytes:
+    """The frame that asks for previews."""
+    return _frame(_encoder.encode(Watch(number, places)))
 
 
 def encode_server_message(message: ServerMessage) -> bytes:

@@ -165,7 +165,7 @@ class ModelServer:
             return 2
         self._send(self._ready())
         while (message := read_client_message(self._connection)) is not None:
-            if isinstance(message, RunBatch):  # otherwise it cancels a batch that is done
+            if isinstance(message, RunBatch):  # otherwise it is about a batch that is done
                 steps = StepReporter(self._connection, message.number)
                 self._send(run_batch(self._resident_models, message, steps))
         return 0

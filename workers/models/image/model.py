@@ -21,15 +21,17 @@ from shared.diffusion_schedulers import OWN_SCHEDULER, SCHEDULERS
 from shared.errors import BadInput, ModelFailed, PenstockError
 from shared.tasks import Result
 from shared.tasks.image import ImageResult
-from workers.models.base import OnStep, OutOfMemory, PreparedImage, PreparedItem
+from workers.models.base import OnStep, OutOfMemory, Picture, PreparedImage, PreparedItem
 from workers.models.device import Device, memory_errors
 from workers.models.image.codec import encode_all, sources_on, to_host
 from workers.models.image.compilation import only_what_is_compiled
 from workers.models.image.compiled_sizes import cheapest_cover
 from workers.models.image.pipeline import load_pipelines
 from workers.models.image.plan import capability_of, plan_for
+from workers.models.image.preview import draw_previews
 from workers.models.image.prompt_encoder import PromptEncoder
 
+AfterStep = Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]
 WARMUP_LIMIT_S = 100.0
 """No further size is started after this.
 
@@ -54,6 +56,7 @@ class ImageModel:
         self._place = device
         self._warmup_limit_s = warmup_limit_s
         self._call_s: dict[int, float] = {}
+        self._between_steps: tuple[Any, torch.Tensor] | None = None
 
     def setup(self) -> None:
         """Loads the pipeline, of any class, without its safety checker.
@@ -188,7 +191,7 @@ class ImageModel:
         """Draws images: [items, 3, height, width] from 0 to 1, on the device."""
         pipeline: Any = self._text_to_image if items[0].source is None else self._image_to_image
         pipeline.scheduler = self._scheduler(items[0].scheduler)
-        given = _arguments(items, on_step) | self._prompts.arguments(items)
+        given = _arguments(items, self._callback(on_step)) | self._prompts.arguments(items)
         if items[0].source is not None:
             given |= {"image": sources_on(self._device, items), "strength": items[0].strength}
         # Arguments that this class of pipeline does not support are left out.
@@ -197,6 +200,25 @@ class ImageModel:
             **{name: value for name, value in given.items() if name in known}
         ).images
         return drawn
+
+    def _callback(self, on_step: OnStep) -> AfterStep:
+        def after_step(
+            pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]
+        ) -> dict[str, Any]:
+            self._between_steps = pipeline, tensors["latents"]
+            try:
+                on_step(step + 1, pipeline.num_timesteps)
+            finally:
+                self._between_steps = None
+            return tensors
+
+        return after_step
+
+    def preview(self, places: Sequence[int]) -> list[Picture | None]:
+        """Small pictures between two steps. See workers.models.base.Previewer."""
+        if self._between_steps is None:
+            return [None] * len(places)
+        return draw_previews(*self._between_steps, places)
 
     def _scheduler(self, name: str) -> Any:
         """A new scheduler with the settings of the folder.
@@ -229,7 +251,7 @@ class ImageModel:
         ]
 
 
-def _arguments(items: Sequence[PreparedImage], on_step: OnStep) -> dict[str, Any]:
+def _arguments(items: Sequence[PreparedImage], after_step: AfterStep) -> dict[str, Any]:
     """The pipeline's arguments for items of one key, without prompts and source images."""
     first = items[0]
     return {
@@ -237,20 +259,10 @@ def _arguments(items: Sequence[PreparedImage], on_step: OnStep) -> dict[str, Any
         "guidance_scale": first.guidance_scale,
         "generator": [torch.Generator("cpu").manual_seed(item.seed) for item in items],
         "output_type": "pt",
-        "callback_on_step_end": _callback(on_step),
+        "callback_on_step_end": after_step,
         "width": first.width,
         "height": first.height,
     }
-
-
-def _callback(on_step: OnStep) -> Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]:
-    def after_step(
-        pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]
-    ) -> dict[str, Any]:
-        on_step(step + 1, pipeline.num_timesteps)
-        return tensors
-
-    return after_step
 
 
 def _spare_memory(vae: Any, count: int) -> bool:

@@ -1,0 +1,82 @@
+"""A real image model in a real model process shows what it draws to who watches, and draws the same
+for all that.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from shared.catalog import Catalog
+from shared.tasks.image import ImageInput, ImageResult
+from tests.limits import START_LIMIT_S
+from workers.models.base import Prepared, Preparer
+from workers.runtime.pool import HostedModel, ModelPool, PooledProcess
+from workers.runtime.protocol import Previews
+
+pytestmark = pytest.mark.anyio
+
+
+def asked(preparer: Preparer, steps: int, count: int = 2, side: int = 64) -> list[Prepared]:
+    inputs = [
+        ImageInput("a red circle", side, side, steps, 2.0, seed, "default") for seed in range(count)
+    ]
+    prepared = preparer.prepare(inputs)
+    assert all(isinstance(one, Prepared) for one in prepared)
+    return list(prepared)  # type: ignore[arg-type]
+
+
+async def drawn(
+    process: PooledProcess, batch: Sequence[Prepared], watched: Sequence[int]
+) -> tuple[list[bytes | None], list[Previews]]:
+    """The pictures of a batch, and its previews while these places are watched."""
+    seen: list[Previews] = []
+    done = await process.run(
+        batch,
+        timeout_s=START_LIMIT_S,
+        on_step=lambda step, steps: process.watch(watched) if watched else None,
+        on_previews=seen.append,
+    )
+    assert all(isinstance(result, ImageResult) for result in done.outcomes), done.outcomes
+    return [result.image.data for result in done.results if isinstance(result, ImageResult)], seen
+
+
+@pytest.fixture
+async def process(catalog: Catalog, tiny_folder: Path) -> AsyncIterator[PooledProcess]:
+    hosted = HostedModel(catalog.default("image"), tiny_folder)
+    async with ModelPool([hosted], device="cpu", processes=1) as pool:
+        yield pool.processes[0]
+
+
+async def test_watched_places_are_shown_and_pictures_are_the_same(
+    process: PooledProcess, tiny_preparer: Preparer
+) -> None:
+    batch = asked(tiny_preparer, 60)
+    plain, none = await drawn(process, batch, [])
+    watched, seen = await drawn(process, batch, [1])
+    assert watched == plain
+    assert none == []
+    assert seen, "nothing was shown"
+    for previews in seen:
+        assert 0 < previews.step < previews.steps == 60
+        assert list(previews.pictures) == [1]
+        picture = previews.pictures[1]
+        assert (picture.width, picture.height) == (64, 64)
+        assert len(picture.pixels) == 64 * 64 * 3
+        assert len(set(picture.pixels)) > 16  # not one color
+
+
+async def test_previews_of_large_pictures_are_small(
+    process: PooledProcess, tiny_preparer: Preparer
+) -> None:
+    _, seen = await drawn(process, asked(tiny_preparer, 8, 1, 192), [0])
+    assert {(one.pictures[0].width, one.pictures[0].height) for one in seen} == {(96, 96)}
+
+
+async def test_who_stops_watching_is_shown_nothing_more(
+    process: PooledProcess, tiny_preparer: Preparer
+) -> None:
+    """A Watch of an earlier batch is not one of the next."""
+    process.watch([0, 1])
+    _, seen = await drawn(process, asked(tiny_preparer, 60), [])
+    assert seen == []

@@ -1,0 +1,49 @@
+"""Draws what pictures look like between two steps, small, by the VAE of the pipeline.
+
+The latents are averaged first, so that the decoded picture is small: the VAE takes time in
+proportion to pixels. Linear factors for the channels of the latents (as in
+https://discuss.huggingface.co/t/decoding-latents-to-rgb-without-upscaling/23204) take microseconds,
+but they are another set for each VAE, and show a picture of 64 x 64 as 8 x 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import diffusers
+import torch
+
+from workers.models.base import Picture
+from workers.models.image.codec import to_host
+
+LONGEST_SIDE = {"cuda": 256}
+LONGEST_SIDE_CPU = 128
+"""A CPU takes 190 ms for 256 x 256 with the shipped model, and 45 ms for a quarter of it."""
+
+
+def draw_previews(
+    pipeline: Any, latents: torch.Tensor, places: Sequence[int]
+) -> list[Picture | None]:
+    """Small pictures of the latents at `places`. None where they can't be decoded.
+
+    Neither the latents nor any generator of random numbers is changed.
+    """
+    vae = getattr(pipeline, "vae", None)
+    # Some pipelines pack their latents, or have a VAE of another kind.
+    if not isinstance(vae, diffusers.AutoencoderKL) or latents.ndim != 4:
+        return [None] * len(places)
+    longest = LONGEST_SIDE.get(latents.device.type, LONGEST_SIDE_CPU)
+    scale = 2 ** (len(vae.config.block_out_channels) - 1)
+    shrink = -(-max(latents.shape[-2:]) * scale // longest)
+    chosen = latents[list(places)].to(vae.dtype)
+    if shrink > 1:
+        chosen = torch.nn.functional.avg_pool2d(chosen, shrink, ceil_mode=True)
+    chosen = chosen / vae.config.scaling_factor + (vae.config.shift_factor or 0)
+    # One by one: what a large batch needs of memory may not be left between two steps.
+    decoded = [vae.decode(one, return_dict=False)[0] for one in chosen.split(1)]
+    drawn = to_host((torch.cat(decoded) / 2 + 0.5).clamp(0, 1))
+    return [
+        None if pixels is None else Picture(pixels.shape[1], pixels.shape[0], pixels.tobytes())
+        for pixels in drawn
+    ]
