@@ -8,136 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
-import httpx
 import openai
 import pytest
-from google.auth.credentials import AnonymousCredentials
-from google.cloud import bigquery
 
-from infra import bigquery as tables
 from infra.reports import run_report
-from shared.catalog import Catalog
-from shared.catalog_entry import Cache, Price
-from shared.settings import ApiSettings
-from shared.tenants.plan import Plan
-from shared.usage.row import Row
-from shared.usage.writer import fields_of
-from tests.api.fake_worker import FakeWorker
-from tests.api.harness import ApiUnderTest, running_api, settings_for
-from tests.keys import bearer, key_for, keys_url, stored
-from tests.workers.worker_harness import MODEL, WorkerHarness, running_worker
+from tests.api.harness import running_api, settings_for
+from tests.api.usage.world import DAY_S, World, opened_world
+from tests.keys import key_for
+from tests.workers.worker_harness import MODEL
 
 pytestmark = pytest.mark.anyio
-PRICED = MODEL.model_copy(
-    update={
-        "price": Price(per_million_tokens_usd=2.0, cached_share=0.25),
-        "cache": Cache(ttl_s=60),
-    }
-)
-DAY_S = 86_400
-
-
-@dataclass
-class Sent:
-    """What the test sent for one tenant, and what it must be charged."""
-
-    requests: int = 0
-    refused: int = 0
-    items: int = 0
-    succeeded: int = 0
-    tokens: int = 0
-    charged_tokens: float = 0.0
-    by_header_usd: float = 0.0
-
-
-@dataclass
-class World:
-    """The pipeline, and the sums of what was sent."""
-
-    apis: list[ApiUnderTest]
-    harness: WorkerHarness
-    client: bigquery.Client
-    settings: ApiSettings
-    sent: dict[str, Sent] = field(default_factory=lambda: defaultdict(Sent))
-
-    async def embed(self, key: str, *texts: str, api: int = 0, **headers: str) -> httpx.Response:
-        return await self.apis[api].http.post(
-            "/v1/embeddings",
-            json={"model": MODEL.name, "input": list(texts), "encoding_format": "base64"},
-            headers=bearer(key) | {name.replace("_", "-"): text for name, text in headers.items()},
-        )
-
-    async def get(self, path: str, key: str = "a", /, **query: Any) -> httpx.Response:
-        return await self.apis[0].http.get(path, params=query, headers=bearer(key))
-
-    def rows(self) -> list[Row]:
-        return [row for api in self.apis for row in api.rows] + list(self.harness.rows)
-
-    async def store_rows(self, count: int) -> None:
-        """Waits for so many rows, and stores them. Every third one comes twice."""
-        await self.harness.until(lambda: len(self.rows()) >= count)
-        rows = [fields_of(row) for row in self.rows()]
-        assert len({row["row_id"] for row in rows}) == len(rows) == count
-        place = f"{self.settings.dataset}.rows"
-        for part in (rows, rows[::3]):
-            assert not self.client.insert_rows_json(place, part, row_ids=[None] * len(part))
-
-
-@pytest.fixture
-async def world(redis_url: str, tmp_path: Path, bigquery_endpoint: str) -> AsyncIterator[World]:
-    async with _world(redis_url, tmp_path, bigquery_endpoint) as made:
-        yield made
-
-
-@asynccontextmanager
-async def _world(redis_url: str, tmp_path: Path, endpoint: str) -> AsyncIterator[World]:
-    keys = keys_url(
-        tmp_path,
-        plans={"few": Plan(requests_per_min=1)},
-        tenants={"limited": "few"},
-        a="acme",
-        a2="acme",
-        o="other",
-        l="limited",
-        keys=[
-            stored("boss", "house", scopes=("all", "admin")),
-            stored("narrow", "acme", scopes=("embeddings",)),
-        ],
-    )
-    settings = settings_for(
-        tmp_path,
-        redis_url=redis_url,
-        keys_url=keys,
-        bigquery_endpoint=endpoint,
-        project=f"usage-{uuid4().hex[:8]}",
-    )
-    client = bigquery.Client(
-        project=settings.project,
-        credentials=AnonymousCredentials(),
-        client_options={"api_endpoint": endpoint},
-    )
-    tables.create(client, settings.dataset)
-    async with AsyncExitStack() as opened:
-        harness = await opened.enter_async_context(
-            running_worker(redis_url, tmp_path, model=PRICED)
-        )
-        nobody, catalog = FakeWorker(harness.broker, ()), Catalog((PRICED,))
-        apis = [
-            await opened.enter_async_context(
-                running_api(settings, harness.broker, harness.broker, catalog, worker=nobody)
-            )
-            for _ in range(2)
-        ]
-        yield World(apis, harness, client, settings)
-    client.close()
 
 
 async def _traffic(world: World) -> int:
@@ -176,6 +59,16 @@ async def _traffic(world: World) -> int:
     other.charged_tokens += 4
     other.by_header_usd += float(failed.headers["x-penstock-cost-usd"])
     rows += 2
+    world.harness.process.gate.clear()
+    gone = asyncio.create_task(world.embed("o", "vanished"))
+    await world.harness.until(lambda: world.harness.process.batches[-1] == ["vanished"])
+    gone.cancel()
+    await asyncio.wait([gone])
+    await world.harness.until(lambda: world.harness.process.canceled)
+    world.harness.process.gate.set()
+    other.requests += 1
+    other.items += 1
+    rows += 1
     for answer in (await world.embed("l", "one"), await world.embed("l", "two")):
         limited.requests += answer.status_code == 200
         limited.refused += answer.status_code == 429
@@ -337,7 +230,7 @@ async def test_bigquery_away_is_told(tmp_path: Path) -> None:
 async def test_question_that_reads_too_much_is_refused(
     redis_url: str, tmp_path: Path, bigquery_endpoint: str
 ) -> None:
-    async with _world(redis_url, tmp_path, bigquery_endpoint) as world:
+    async with opened_world(redis_url, tmp_path, bigquery_endpoint) as world:
         await world.store_rows(await _traffic(world))
         usage = world.apis[0].dependencies.usage
         usage._rows._most_bytes = 1
