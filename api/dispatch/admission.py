@@ -26,8 +26,10 @@ SHORTEST_RETRY_S, LONGEST_RETRY_S = 0.25, 60.0
 BATCH_SHARE = 0.5
 """The size of the batch lane's rooms, compared with those of the interactive lane."""
 INTERACTIVE_SHARE = 0.75
-"""The share of a worker's batches that the interactive lane gets at least, while both lanes
-wait."""
+"""The share of a worker's work that the interactive lane gets at least, while both lanes wait.
+
+Batches for the deadlines of batch jobs take the rest at most (workers/scheduling/batch_lane.py).
+"""
 
 
 class Admission:

@@ -27,6 +27,7 @@ WORKERS = 2
 KEY = key_for("default")
 REPORTING_KEY = key_for("reporting")
 """A tenant of its own lets a report be checked to the last item, whatever other tests do."""
+BUSY_KEY = key_for("busy")
 
 Embed = Callable[[str], NDArray[np.float32]]
 
@@ -41,7 +42,8 @@ def collector() -> Iterator[Collector]:
 def stack(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Stack]:
     """All of it is traced, though few traces are kept unless a test asks for it."""
     folder = tmp_path_factory.mktemp("stack")
-    settings = {"PENSTOCK_KEYS_URL": keys_url(folder, default="default", reporting="reporting")}
+    keys = keys_url(folder, default="default", reporting="reporting", busy="busy")
+    settings = {"PENSTOCK_KEYS_URL": keys}
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
