@@ -41,10 +41,11 @@ def text(length: int, lane: str = "", queued_at_s: float = NOW_S, **fields: floa
 class Lanes:
     """A model process that computes `speed` work per second, and a clock."""
 
-    def __init__(self, budget: int = 1000, speed: float = 10_000.0) -> None:
+    def __init__(self, budget: int = 1000, speed: float = 10_000.0, fixed_s: float = 0.0) -> None:
         self.queue = LaneQueue(budget, max_items=64)
         self.speed, self.now_s = speed, NOW_S
-        self.queue.observe_batch([text(budget)], budget / speed)
+        for work in (1, budget):
+            self.queue.observe_batch([text(work)], fixed_s + work / speed)
 
     def add(self, count: int, length: int, lane: str = "", **fields: float) -> None:
         for _ in range(count):
@@ -80,27 +81,34 @@ def test_batch_of_the_lane_is_short_while_there_is_interactive_traffic() -> None
     lanes.add(1, 10)
     lanes.run()
     lanes.add(300, 10, "batch")
-    assert lanes.run() == {"": 0, "batch": TURN_S * lanes.speed}
+    assert lanes.run()["batch"] == pytest.approx(TURN_S * lanes.speed, abs=10)
     lanes.now_s += RECENT_S
     assert lanes.run() == {"": 0, "batch": 640}
 
 
-def test_batch_lane_gets_a_small_share_of_the_work_while_interactive_items_wait() -> None:
-    lanes, work = Lanes(), {"": 0, "batch": 0}
-    lanes.add(3000, 50, "batch")
-    for _ in range(400):
-        lanes.add(25, 50)
+@pytest.mark.parametrize("fixed_s", [0.0, 0.3])
+@pytest.mark.parametrize("length", [50, 300, 2000])
+def test_batch_lane_gets_a_small_share_of_the_work_while_interactive_items_wait(
+    fixed_s: float, length: int
+) -> None:
+    """Also where the shortest batch takes longer than a turn may, or an item more than a batch."""
+    lanes, work = Lanes(fixed_s=fixed_s), {"": 0, "batch": 0}
+    lanes.add(800, length, "batch")
+    lanes.add(20, 50)
+    for _ in range(500):
+        lanes.add(20, 50)
         for lane, taken in lanes.run().items():
             work[lane] += taken
     share = work["batch"] / sum(work.values())
-    assert share == pytest.approx(BATCH_SHARE, rel=0.1)
+    assert share == pytest.approx(BATCH_SHARE, rel=0.15)
 
 
 def test_job_of_the_batch_lane_gets_a_turn_when_its_deadline_calls_for_it() -> None:
     lanes = Lanes()
     lanes.add(50, 500)
     lanes.add(5, 500, "batch", deadline_s=1e6)
-    lanes.add(3, 500, "batch", deadline_s=lanes.now_s + 0.5)
+    for left_s in (0.45, 0.8, 1.15):
+        lanes.add(1, 500, "batch", deadline_s=lanes.now_s + left_s)
     turns = "".join("b" if lanes.run()["batch"] else "i" for _ in range(3 * URGENT_TURN))
     # A full batch takes 0.1 s, so a deadline within 0.2 s calls.
     assert turns.count("b") == 3, turns

@@ -60,9 +60,14 @@ class BatchLanePolicy:
         """How much work a batch of the lane may have now, besides its first item."""
         return self._time.work_in(TURN_S) if now_s - self._interactive_s < RECENT_S else inf
 
-    def is_owed(self, budget: int) -> bool:
-        """Whether the lane is owed the work of a turn. `budget`: the work of a full batch."""
-        return self._owed >= min(budget, self._time.work_in(TURN_S))
+    def is_owed(self, first: int, budget: int) -> bool:
+        """Whether the lane is owed the work of a turn.
+
+        Args:
+            first: the work of an item that waits. A turn has at least one.
+            budget: the work of a full batch.
+        """
+        return self._owed >= max(first, min(budget, self._time.work_in(TURN_S)))
 
     def is_urgent(self, now_s: float, earliest_s: float, budget: int) -> bool:
         """Whether a deadline would pass while one full batch runs, and then one with its item.
@@ -76,8 +81,21 @@ class BatchLanePolicy:
             return False
         return now_s < earliest_s < now_s + 2 * self._time.seconds_for(budget)
 
-    def observe_choice(self, interactive: int, batch: int, *, is_urgent: bool = False) -> None:
-        """Takes note of the work in a chosen batch, by lane, while items of the lane wait."""
+    def observe_interactive_batch(self, interactive: int, filled: int) -> None:
+        """Takes note of a batch while items of the lane wait, and of their part in it. In work."""
+        self._since_urgent += 1
+        self._owed += interactive * BATCH_SHARE / (1 - BATCH_SHARE) - filled
+
+    def observe_turn(self, work: int, *, has_delayed: bool, is_urgent: bool) -> None:
+        """Takes note of a batch of the lane.
+
+        Args:
+            work: of its items.
+            has_delayed: whether interactive items wait.
+            is_urgent: whether a deadline called for it.
+        """
         self._since_urgent = 0 if is_urgent else self._since_urgent + 1
-        owed = self._owed + interactive * BATCH_SHARE / (1 - BATCH_SHARE) - batch
-        self._owed = max(0.0, owed)
+        if has_delayed:
+            self._owed -= work
+        elif self._owed > 0:
+            self._owed = max(0.0, self._owed - work)

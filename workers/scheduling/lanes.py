@@ -121,7 +121,7 @@ class LaneQueue:
             first = self._batch.earliest()
             if first is not None and self._policy.is_urgent(now_s, first.deadline_s, budget):
                 urgent = first
-            elif not self._policy.is_owed(budget):
+            elif not self._policy.is_owed(budget if first is None else first.length, budget):
                 batch = self._take_interactive(processes, is_wanted)
                 self._fill(batch, is_wanted)
                 return batch
@@ -132,7 +132,10 @@ class LaneQueue:
             is_wanted=is_wanted,
             first=urgent,
         )
-        self._policy.observe_choice(0, _work(batch), is_urgent=urgent is not None)
+        has_delayed = len(self._interactive) > 0
+        self._policy.observe_turn(
+            _work(batch), has_delayed=has_delayed, is_urgent=urgent is not None
+        )
         return batch
 
     def _take_interactive(
@@ -149,7 +152,7 @@ class LaneQueue:
         interactive = _work(batch)
         room = min(self._interactive.budget - interactive, self._policy.fill_work)
         self._batch.fill(batch, room, is_wanted)
-        self._policy.observe_choice(interactive, _work(batch) - interactive)
+        self._policy.observe_interactive_batch(interactive, _work(batch) - interactive)
 
     def _share(self, processes: int, lane: BatchQueue[QueuedItem]) -> int:
         """How many items one of `processes` may take, of those that wait in `lane` and run."""
