@@ -9,11 +9,14 @@ from pathlib import Path
 
 from prometheus_client import REGISTRY
 
+import api.batches.runner
+import api.http.key_refresh
 import api.idempotency.store
 import api.metrics
 import shared.stores.cache
 import shared.stores.objects
 import shared.stores.records
+import shared.tracing.export
 import shared.usage.writer
 import workers.functions.dependencies
 import workers.metrics
@@ -23,11 +26,14 @@ from tests.infra.deploy.terraform import Plan
 RUNBOOK = Path("docs/operations.md").read_text(encoding="utf-8")
 EXPORTERS = (
     *(
+        api.batches.runner,
+        api.http.key_refresh,
         api.idempotency.store,
         api.metrics,
         shared.stores.cache,
         shared.stores.objects,
         shared.stores.records,
+        shared.tracing.export,
         shared.usage.writer,
     ),
     *(workers.functions.dependencies, workers.metrics),
