@@ -17,6 +17,7 @@ import msgspec
 from shared.messages import ItemOutcome, reason_of
 from shared.stores.record_state import Record
 from shared.stores.signed_urls import UrlSigner
+from shared.stores.waiting_line import QueuePlace
 from shared.tasks import Result
 from shared.usage.charge import ItemPrice, cost_usd, device_s
 
@@ -95,13 +96,19 @@ def inline_key(record: str, index: int) -> str:
     return f"predictions/{record}/{index}.png"
 
 
-def body_of(prediction: Prediction, record: Record, url_signer: UrlSigner) -> dict[str, Any]:
+def body_of(
+    prediction: Prediction,
+    record: Record,
+    url_signer: UrlSigner,
+    place: QueuePlace | None = None,
+) -> dict[str, Any]:
     """The prediction as callers see it, ready for JSON.
 
     Args:
         prediction: the document.
         record: its record.
         url_signer: signs the URLs of large images, which are valid for an hour from now.
+        place: in line, if it is known.
     """
     url = f"{prediction.base_url}/v1/predictions/{prediction.id}"
     return {
@@ -116,6 +123,7 @@ def body_of(prediction: Prediction, record: Record, url_signer: UrlSigner) -> di
         "logs": logs_of(record),
         "error": error_of(record),
         "metrics": _metrics(prediction, record),
+        "queue": None if place is None else place._asdict(),
         "data_removed": False,
         "created_at": iso(prediction.created_at_s),
         "started_at": iso(record.started_at_s) if record.started_at_s else None,

@@ -6,8 +6,10 @@ Events are `logs`, `output` (one per element), `error` and `done`, in this order
 clients expect. All of them follow from the record. So a client that reconnects with Last-Event-ID,
 to any instance, gets exactly the events that it has not received.
 
-A reader can ask for `preview` too: Replicate's clients fail on events that they do not know.
-Previews are in a stream in Redis, and the id of each event says how far its reader has got in it.
+A reader can ask for `preview` and `queue` too: Replicate's clients fail on events that they do not
+know. Previews are in a stream in Redis, and the id of each event says how far its reader has got in
+it. `queue` says where the prediction stands in line. It is a state, so a reader that comes back
+is told of it anew.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ LONGEST_S = 290.0
 HEARTBEAT_S = 10.0
 """After this pause a comment is sent, so that proxies keep the connection open."""
 KINDS = ("logs", "output", "error", "done")
-PREVIEW = "preview"
-EXTRA_KINDS = (PREVIEW,)
+PREVIEW, QUEUE = "preview", "queue"
+EXTRA_KINDS = (PREVIEW, QUEUE)
 """Sent only to readers who ask for them."""
 _ID = re.compile(r"(\d{1,2})\.(\d{1,9})(?:\.(\d{1,15}-\d{1,9}))?")
 
@@ -115,9 +117,14 @@ class EventStreams:
             extra: which of EXTRA_KINDS it wants.
         """
         place, sent_s = Place.from_id(last_id), time.monotonic()
-        until_s, wants_previews = sent_s + LONGEST_S, PREVIEW in extra
+        until_s, told = sent_s + LONGEST_S, None
         while True:
-            if wants_previews:
+            if QUEUE in extra:
+                queued = await self._predictions.place(snapshot)
+                if queued is not None and queued != told:
+                    yield _encoded(QUEUE, place, msgspec.json.encode(queued._asdict()).decode())
+                    told, sent_s = queued, time.monotonic()
+            if PREVIEW in extra:
                 for preview in await self._predictions.previews(snapshot, place.preview):
                     place = place._replace(preview=preview.cursor)
                     yield _encoded(PREVIEW, place, _shown(preview))

@@ -26,6 +26,7 @@ from shared.predictions import decode_document, encode_document, record_of
 from shared.stores.previews import Preview
 from shared.stores.record_state import Record
 from shared.stores.records import Records
+from shared.stores.waiting_line import QueuePlace
 
 GRACE_S = 5.0
 """How long after its deadline a worker may still end a prediction."""
@@ -171,6 +172,16 @@ class Predictions:
             return await self.read(snapshot.prediction.tenant, snapshot.prediction.id)
         return snapshot
 
+    async def place(self, snapshot: PredictionSnapshot) -> QueuePlace | None:
+        """Where a prediction stands in line. None: it does not wait, or Redis does not answer."""
+        prediction = snapshot.prediction
+        if snapshot.record.state == "starting":
+            with suppress(Unavailable):
+                return await self._records.lines.place(
+                    prediction.record, prediction.tenant, prediction.model, prediction.deadline_s
+                )
+        return None
+
     async def previews(self, snapshot: PredictionSnapshot, cursor: str) -> list[Preview]:
         """The previews after `cursor`, while more are drawn for the next seconds.
 
@@ -208,6 +219,7 @@ class Predictions:
             deadline_s=deadline_s,
             keep_s=self._keep_s,
             reply_bytes=new.reply_bytes,
+            model=prediction.model,
         )
         if unfinished:
             await self._sender.send(new, waiter, unfinished=unfinished)

@@ -165,9 +165,10 @@ async def list_all(request: Request, cursor: Cursor = "") -> Response:
 async def get(request: Request, prediction_id: str) -> Response:
     """The prediction in its current state."""
     call = authenticate(request)
-    return _answer(
-        call.dependencies, await call.dependencies.predictions.read(call.tenant, prediction_id)
-    )
+    predictions = call.dependencies.predictions
+    snapshot = await predictions.read(call.tenant, prediction_id)
+    place = await predictions.place(snapshot)
+    return _json(body_of(*snapshot, call.dependencies.url_signer, place))
 
 
 @router.post(
@@ -200,7 +201,8 @@ async def cancel(request: Request, prediction_id: str) -> Response:
 async def stream(request: Request, prediction_id: str, events: ExtraEvents = "") -> Response:
     """Server-sent events: logs, output, error, done. `Last-Event-ID` resumes a stream.
 
-    With `events=preview`, also what images look like between two steps, as small WebP.
+    With `events=preview`, also what images look like between two steps, as small WebP. With
+    `events=queue`, also the place in line, whenever it changes.
     """
     call = authenticate(request)
     extra = _extra_kinds(events)

@@ -47,6 +47,17 @@ class PredictionTimes(msgspec.Struct, omit_defaults=True):
     cost_usd: Amount | msgspec.UnsetType = msgspec.UNSET
 
 
+class QueueReply(msgspec.Struct):
+    """Where a prediction stands among those of your tenant that wait for the same model.
+
+    `estimated_s` is the time until a worker takes it, at the pace of the last half minute. It is
+    null until that was seen.
+    """
+
+    position: Annotated[int, msgspec.Meta(ge=1)]
+    estimated_s: Seconds | None
+
+
 class PredictionReply(msgspec.Struct):
     """A prediction in its current state."""
 
@@ -64,6 +75,8 @@ class PredictionReply(msgspec.Struct):
     logs: str
     error: str | None
     metrics: PredictionTimes
+    queue: QueueReply | None
+    """Null where it is not known: when a worker has it, in lists, in the answer to its creation."""
     data_removed: bool
     created_at: Moment
     started_at: Moment | None

@@ -1,6 +1,6 @@
 -- Creates the record of a prediction. Follows retention.lua and record_budget.lua.
 --
--- KEYS: record, store, index of the tenant
+-- KEYS: record, store, index of the tenant, line of those that wait for the model, its pace
 -- ARGV: now, deadline, keep_s, tenant, id, document, most in the tenant's index,
 --       bytes that the reply may take, budget of the store
 -- Returns 1: created, 0: exists, -1: no room. Then how many other predictions were dropped for it,
@@ -33,5 +33,11 @@ redis.call('HSET', KEYS[1],
 keep(store, KEYS[1], tenant, wanted, deadline + ABANDONED_S)
 redis.call('ZADD', store .. ':ends', deadline + ARGV[3], KEYS[1])
 redis.call('ZADD', KEYS[3], now, id)
+-- The line is cleaned where it is read. It ends with the last deadline in it.
+redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', now)
+if redis.call('EXISTS', KEYS[4]) == 0 then redis.call('DEL', KEYS[5]) end
+redis.call('ZADD', KEYS[4], deadline, KEYS[1])
+local left_s = math.max(1, math.ceil(deadline - now))
+if redis.call('TTL', KEYS[4]) < left_s then redis.call('EXPIRE', KEYS[4], left_s) end
 redis.call('ZREMRANGEBYRANK', KEYS[3], 0, -tonumber(ARGV[7]) - 1)
 return {1, dropped, redis.call('ZCOUNT', store .. ':may_go:' .. tenant, '(' .. now, '+inf')}

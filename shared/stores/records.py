@@ -35,6 +35,7 @@ from shared.stores.previews import Previews
 from shared.stores.record_state import Claim, Finish, Record, State, record_from_fields
 from shared.stores.redis_client import RedisLink, RedisStore
 from shared.stores.redis_scripts import load_script
+from shared.stores.waiting_line import WaitingLines
 
 JOB_KEEP_S = 120
 """Seconds for which the record of a job that is no prediction is kept after its last change: for
@@ -108,6 +109,7 @@ class Records(RedisStore):
         self._claims = self._link.batcher("claim", self._send_claims)
         self._finishes = self._link.batcher("finish", self._send_finishes)
         self._commands = self._link.commands("the store of predictions")
+        self.lines = WaitingLines(self._commands, prefix)
         # Round trips of their own: pictures are large, and nobody is to wait for them.
         self.previews = Previews(self._link.commands("the store of previews"), prefix)
 
@@ -128,6 +130,7 @@ class Records(RedisStore):
         deadline_s: float,
         keep_s: int,
         reply_bytes: int = 0,
+        model: str = "",
     ) -> int:
         """Creates the record of a prediction, `starting`.
 
@@ -143,13 +146,18 @@ class Records(RedisStore):
             deadline_s: unix time.
             keep_s: seconds to keep it after its end, or after its deadline if it never ends.
             reply_bytes: the size of its reply, at most.
+            model: that is to compute it, in whose line of the tenant it stands.
 
         Raises:
             Overloaded: unfinished predictions leave no room for it.
             Unavailable: Redis did not answer. The record may have been created.
         """
         now_s = time.time()
-        keys = (self._key(record), self._store, self._of_tenant(tenant))
+        keys = (
+            *(self._key(record), self._store, self._of_tenant(tenant)),
+            self.lines.key_of(tenant, model),
+            self.lines.pace_key_of(tenant, model),
+        )
         args = (
             now_s,
             deadline_s,

@@ -264,3 +264,41 @@ async def test_previews_are_bounded_and_expire(records: Records, redis_url: str)
     async with redis.asyncio.Redis.from_url(redis_url) as client:
         for key in previews.keys_of("req_1"):
             assert 0 < await client.ttl(key) <= KEPT_S
+
+
+async def test_place_in_line_is_by_deadline_among_the_tenants_own(records: Records) -> None:
+    now_s = time.time()
+
+    async def place(name: str, after_s: float) -> tuple[int, float | None] | None:
+        return await records.lines.place(name, "acme", "m", now_s + after_s)
+
+    for name, after_s in (("a", 30), ("b", 20), ("c", 40), ("over", 10)):
+        await records.create(name, "acme", b"{}", deadline_s=now_s + after_s, keep_s=60, model="m")
+    await records.create("x", "other", b"{}", deadline_s=now_s + 5, keep_s=60, model="m")
+    await records.create("y", "acme", b"{}", deadline_s=now_s + 5, keep_s=60, model="another")
+    await records.finish("over", "failed", encoded("w"))
+    assert await place("b", 20) == (1, None)
+    assert await place("a", 30) == (2, None)
+    assert await place("c", 40) == (3, None), "no pace is known yet"
+    await records.claim(["b"])
+    assert await place("b", 20) is None
+    found = await place("c", 40)
+    assert found is not None
+    position, estimated_s = found
+    assert position == 2
+    assert estimated_s is not None
+    assert 0 < estimated_s < 30
+    await records.release("b")
+    assert (await place("c", 40) or (0,))[0] in (2, 3)
+    await records.cancel("a")
+    assert (await place("c", 40) or (0,))[0] == 1
+
+
+async def test_lines_expire_with_their_last_deadline(records: Records, redis_url: str) -> None:
+    now_s = time.time()
+    for name, after_s in (("a", 50), ("b", 20)):
+        await records.create(name, "acme", b"{}", deadline_s=now_s + after_s, keep_s=60, model="m")
+    await records.lines.place("b", "acme", "m", now_s + 20)
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        assert 40 < await client.ttl(records.lines.key_of("acme", "m")) <= 50
+        assert 0 < await client.ttl(records.lines.pace_key_of("acme", "m")) <= 60

@@ -1,0 +1,71 @@
+"""Callers are told where their predictions stand in line, Replicate's client among them."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from replicate.client import Client
+
+from shared.stores.records import Records
+from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.api.predicting import TEXT, until_over
+from tests.api.test_previews import events
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
+    async with running_api(settings_for(tmp_path, redis_url=redis_url, secret="s")) as running:
+        yield running
+
+
+async def waiting(api: ApiUnderTest, records: Records, count: int) -> list[dict[str, Any]]:
+    """So many predictions that no worker has, in the order of their deadlines."""
+    made = []
+    for _ in range(count):
+        api.worker.go.clear()
+        api.worker.claimed.clear()
+        made.append((await api.http.post("/v1/predictions", json=TEXT)).json())
+        await api.worker.claimed.wait()
+        await records.release(made[-1]["id"])
+    return made
+
+
+async def test_place_is_in_the_body_and_in_the_stream(api: ApiUnderTest, redis_url: str) -> None:
+    async with Records(redis_url) as records:
+        first, second = await waiting(api, records, 2)
+        assert first["queue"] is None
+        client: Any = Client(api_token="any", base_url=api.url)
+        assert (await client.predictions.async_get(second["id"])).status == "starting"
+        await client._async_client.aclose()
+        path = f"/v1/predictions/{second['id']}"
+        found = (await api.http.get(path)).json()
+        assert found["queue"] == {"position": 2, "estimated_s": None}
+        async with api.http.stream("GET", f"{path}/stream?events=queue") as answer:
+            following = events(answer)
+            told = await anext(following)
+            assert (told["event"], json.loads(told["data"])["position"]) == ("queue", 2)
+            await records.claim([first["id"]])
+            told = await anext(following)
+            assert (told["event"], json.loads(told["data"])["position"]) == ("queue", 1)
+            api.worker.go.set()
+            assert [event["event"] async for event in following][-2:] == ["output", "done"]
+    assert (await until_over(api, second))["queue"] is None
+
+
+async def test_others_are_not_counted(tmp_path: Path, redis_url: str) -> None:
+    async with Records(redis_url) as records:
+        for tenant in ("acme", "umbrella"):
+            place = await _place_of_one(records, tenant)
+            assert place == (1, None)
+
+
+async def _place_of_one(records: Records, tenant: str) -> Any:
+    deadline_s = 4e9
+    await records.create(
+        tenant, tenant, b"{}", deadline_s=deadline_s, keep_s=60, model=TEXT_MODEL.name
+    )
+    return await records.lines.place(tenant, tenant, TEXT_MODEL.name, deadline_s)
