@@ -58,7 +58,7 @@ async def test_head_of_a_stream_ends(tmp_path: Path, redis_url: str) -> None:
         ("/v1/predictions", "GET, HEAD, POST, OPTIONS"),
         ("/predictions", "GET, HEAD, POST, OPTIONS"),
         ("/v1/predictions/mine", "GET, HEAD, PUT, OPTIONS"),
-        ("/v1/files", "POST, OPTIONS"),
+        ("/v1/files", "GET, HEAD, POST, OPTIONS"),
         ("/v1/models", "GET, HEAD, OPTIONS"),
         ("/healthz", "GET, HEAD, OPTIONS"),
     ],
