@@ -107,6 +107,9 @@ class _TimedProcess:
     def cancel(self) -> None:
         """It can't be interrupted."""
 
+    def watch(self, *_: object) -> None:
+        """It has nothing to show."""
+
 
 class _TimedPool:
     device_name = "none"
@@ -225,6 +228,13 @@ async def timed_workers(
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    """Ends all tasks.
+
+    Raises:
+        Exception: one of them had failed.
+    """
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    for found in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(found, Exception):
+            raise found
