@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from api.limits.counters import Counter, MonthCounter, SlotCounter, WindowCounter
+from api.limits.counters import Counter, MonthCounter, WindowCounter
+from api.limits.slots import SlotCounter
 from shared.tasks.base import Unit
 from shared.tenants.plan import Caller, Limits, Plan, Rates
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import resources
@@ -138,8 +137,3 @@ def _parameters(query: UsageQuery) -> list[Any]:
         found.append(scalar(f"all_{name}", "BOOL", chosen is None))
         found.append(ArrayQueryParameter(name, "STRING", list(chosen or ())))
     return found
-
-
-def buckets_of(query: UsageQuery) -> int:
-    """How many buckets a query has, empty ones included."""
-    return math.ceil((query.end_s - query.start_s) / query.width_s)
