@@ -23,6 +23,9 @@ from shared.usage.charge import ItemPrice, cost_usd, device_s
 
 MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp"}
 """One of the output formats of the API. Workers produce PNG."""
+EVENTS_TYPE = "text/event-stream"
+STREAM_LINK_S = 600
+"""How long after the deadline the link to the events of a prediction is valid."""
 BAR_WIDTH = 10
 
 
@@ -96,6 +99,11 @@ def inline_key(record: str, index: int) -> str:
     return f"predictions/{record}/{index}.png"
 
 
+def stream_key(record: str) -> str:
+    """Returns the key, for links, of the events of a prediction."""
+    return f"streams/{record}"
+
+
 def body_of(
     prediction: Prediction,
     record: Record,
@@ -129,8 +137,23 @@ def body_of(
         "started_at": iso(record.started_at_s) if record.started_at_s else None,
         "completed_at": iso(_ended_at_s(record)) if record.is_over else None,
         "deadline": iso(prediction.deadline_s),
-        "urls": {"get": url, "cancel": f"{url}/cancel", "stream": f"{url}/stream", "web": url},
+        "urls": {
+            "get": url,
+            "cancel": f"{url}/cancel",
+            "stream": f"{url}/stream?{_stream_query(prediction, url_signer)}",
+            "web": url,
+        },
     }
+
+
+def _stream_query(prediction: Prediction, url_signer: UrlSigner) -> str:
+    """Lets the link be followed without a key, as browsers and Replicate's client for Node do.
+
+    It is the same each time, since equal requests get equal answers.
+    """
+    expires_s = int(prediction.deadline_s) + STREAM_LINK_S
+    signed = url_signer.query(stream_key(prediction.record), EVENTS_TYPE, expires_s)
+    return f"record={prediction.record}&{signed}"
 
 
 def output_of(

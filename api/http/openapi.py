@@ -36,6 +36,8 @@ Responses = dict[int | str, Described]
 
 AUTHENTICATED: Described = {"security": [{"key": []}, {"header": []}]}
 """For every route that requires an API key."""
+AUTHENTICATED_OR_LINKED: Described = {"security": [*AUTHENTICATED["security"], {}]}
+"""For every route that requires an API key or a signed link."""
 INFERENCE_ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 500, 503, 504)
 CREATION_ERRORS = (401, 404, 408, 413, 422, 429, 503, 504)
 """For routes that create predictions."""

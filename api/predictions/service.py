@@ -108,12 +108,28 @@ class Predictions:
             if _GENERATED_ID.fullmatch(prediction_id)
             else record_of(tenant, prediction_id)
         )
+        found = await self._find(record_id)
+        if found is None or found.prediction.tenant != tenant:
+            raise _not_found(prediction_id)
+        return await self._end_if_late(found)
+
+    async def read_linked(self, record_id: str, prediction_id: str) -> PredictionSnapshot:
+        """Reads a prediction by a record id that was signed.
+
+        Raises:
+            NotFound: there is no such prediction, or it has expired.
+            Unavailable: Redis is out of reach.
+        """
+        found = await self._find(record_id)
+        if found is None or found.prediction.id != prediction_id:
+            raise _not_found(prediction_id)
+        return await self._end_if_late(found)
+
+    async def _find(self, record_id: str) -> PredictionSnapshot | None:
         record = await self._records.read(record_id)
-        if record is not None and record.document:
-            prediction = decode_document(record.document)
-            if prediction.tenant == tenant:
-                return await self._end_if_late(PredictionSnapshot(prediction, record))
-        raise NotFound(f"there is no prediction {prediction_id[:80]!r}")
+        if record is None or not record.document:
+            return None
+        return PredictionSnapshot(decode_document(record.document), record)
 
     async def page(
         self, tenant: str, before_s: float | None
@@ -263,3 +279,7 @@ class Predictions:
             events = prediction.webhook_events
             await self._sender.webhooks.try_publish(prediction.record, events, "completed")
         return PredictionSnapshot(prediction, await self._records.read(prediction.record) or record)
+
+
+def _not_found(prediction_id: str) -> NotFound:
+    return NotFound(f"there is no prediction {prediction_id[:80]!r}")

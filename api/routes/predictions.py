@@ -17,10 +17,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.http import openapi
-from api.http.dependencies import Dependencies
+from api.http.dependencies import Dependencies, dependencies_of
 from api.http.disconnect import while_connected
 from api.http.fast_route import IS_HEAD
 from api.http.idempotency import REPLAYED
+from api.http.middleware import context_of
 from api.http.openapi_headers import LAST_EVENT_ID
 from api.http.request import ApiRequest, authenticate, open_request
 from api.predictions.creation import PredictionSnapshot
@@ -33,7 +34,7 @@ from api.schemas.replicate import PredictionBody, VersionedBody
 from api.schemas.replicate_replies import PredictionReply, PredictionsPage
 from shared.catalog import Model
 from shared.errors import BadInput
-from shared.predictions import body_of
+from shared.predictions import EVENTS_TYPE, body_of, stream_key
 from shared.usage.charge import price_of
 
 router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
@@ -45,6 +46,7 @@ _CURSOR = re.compile(r"([0-9]{1,12}(\.[0-9]{1,9})?)?")
 
 # For the OpenAPI document only. The routes validate, so that errors have our wording.
 Cursor = Annotated[str, Query(json_schema_extra={"pattern": f"^{_CURSOR.pattern}$"})]
+LinkExpiry = Annotated[int, Query(ge=0, le=2**53)]
 CallerId = Annotated[str, Path(json_schema_extra={"pattern": f"^{CALLER_ID.pattern}$"})]
 ExtraEvents = Annotated[
     str,
@@ -192,30 +194,48 @@ async def cancel(request: Request, prediction_id: str) -> Response:
     "/predictions/{prediction_id}/stream",
     summary="Stream a prediction",
     response_class=Response,
-    openapi_extra={"parameters": [LAST_EVENT_ID]} | openapi.AUTHENTICATED,
+    openapi_extra={"parameters": [LAST_EVENT_ID]} | openapi.AUTHENTICATED_OR_LINKED,
     responses={
         200: openapi.event_stream(*KINDS, *EXTRA_KINDS),
-        **openapi.problems(401, 404, 422, 429, 503),
+        **openapi.problems(401, 403, 404, 422, 429, 503),
     },
 )
-async def stream(request: Request, prediction_id: str, events: ExtraEvents = "") -> Response:
+async def stream(
+    request: Request,
+    prediction_id: str,
+    events: ExtraEvents = "",
+    record: str = "",
+    expires: LinkExpiry = 0,
+    signature: str = "",
+) -> Response:
     """Server-sent events: logs, output, error, done. `Last-Event-ID` resumes a stream.
 
     With `events=preview`, also what images look like between two steps, as small WebP. With
-    `events=queue`, also the place in line, whenever it changes.
+    `events=queue`, also the place in line, whenever it changes. The link in `urls.stream` is signed
+    and needs no API key.
     """
-    call = authenticate(request)
+    dependencies = dependencies_of(request)
+    if signature and not _sends_key(request):
+        dependencies.url_signer.check(stream_key(record), EVENTS_TYPE, expires, signature)
+        snapshot = await dependencies.predictions.read_linked(record, prediction_id)
+        context_of(request).tenant = snapshot.prediction.tenant
+    else:
+        call = authenticate(request)
+        snapshot = await dependencies.predictions.read(call.tenant, prediction_id)
     extra = _extra_kinds(events)
-    dependencies = call.dependencies
-    snapshot = await dependencies.predictions.read(call.tenant, prediction_id)
     streams = dependencies.event_streams
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     with ExitStack() as held:
-        held.enter_context(streams.reserved(call.tenant))
+        held.enter_context(streams.reserved(snapshot.prediction.tenant))
         if IS_HEAD in request.scope:
-            return Response(headers=headers, media_type="text/event-stream")
+            return Response(headers=headers, media_type=EVENTS_TYPE)
         told = streams.follow(snapshot, request.headers.get("last-event-id", ""), extra)
-        return HeldResponse(told, held.pop_all(), headers=headers, media_type="text/event-stream")
+        return HeldResponse(told, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
+
+
+def _sends_key(request: Request) -> bool:
+    """Whether the request has a key, which then decides: a wrong key is told of."""
+    return "authorization" in request.headers or "x-api-key" in request.headers
 
 
 def _extra_kinds(events: str) -> set[str]:

@@ -50,6 +50,11 @@ class UrlSigner:
         }
         return f"/v1/objects/{quote(key)}?{urlencode(query)}"
 
+    def query(self, key: str, media_type: str, expires_s: int) -> str:
+        """Returns the signed query of a link with a path of its own, valid until `expires_s`."""
+        signature = self._signature(key, media_type, expires_s)
+        return urlencode({"expires": expires_s, "signature": signature})
+
     def check(self, key: str, media_type: str, expires_s: int, signature: str) -> None:
         """Lets a link pass.
 

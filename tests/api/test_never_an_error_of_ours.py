@@ -312,6 +312,7 @@ PATHS = [
     "/v1/files/{}",
     "/v1/predictions/{}",
     "/v1/predictions/{}/stream",
+    "/v1/predictions/a/stream?record={}&expires={}&signature={}",
     "/v1/predictions?cursor={}",
     "/models?cursor={}",
     "/v1/models/{}/a",
