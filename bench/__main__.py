@@ -24,6 +24,7 @@ MODULES = {
     "pictures": "pictures",
     "fairness": "fairness.all_parts",
     "recovery": "recovery",
+    "batches": "batches",
     "tracing": "tracing",
     "keys": "keys",
     "limits": "limits",
