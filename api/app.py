@@ -36,7 +36,19 @@ from api.predictions.results import ResultFetcher
 from api.predictions.sender import PredictionSender
 from api.predictions.service import Predictions
 from api.routes import admin as admin_routes
-from api.routes import batches, embeddings, files, health, images, models, objects, pages, usage
+from api.routes import (
+    batches,
+    console,
+    embeddings,
+    files,
+    health,
+    images,
+    models,
+    objects,
+    pages,
+    status,
+    usage,
+)
 from api.routes import predictions as prediction_routes
 from api.routes import replicate_models as prediction_models
 from api.usage.rows import UsageRows
@@ -104,13 +116,16 @@ def create_app(
         batches,
         models,
         usage,
+        status,
         objects,
         admin_routes,
         health,
         pages,
+        console,
     ):
         app.add(routes.router)
     app.mount("/docs/assets", pages.assets)
+    app.mount("/console/assets", console.assets)
     for router in (prediction_routes.router, prediction_models.router):
         app.include_router(router, prefix="/v1")
         app.include_router(router, include_in_schema=False)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from api import metrics
 from api.dispatch.demand import Demand
@@ -30,6 +31,19 @@ INTERACTIVE_SHARE = 0.75
 
 Batches for the deadlines of batch jobs take the rest at most (workers/scheduling/batch_lane.py).
 """
+
+
+class Outlook(NamedTuple):
+    """What one more demand of a tenant would meet."""
+
+    is_busy: bool
+    """Whether items of anyone are in flight."""
+    held: int
+    """The tenant's items in flight, in both lanes."""
+    wait_s: float
+    """The expected wait until its last item begins, without the margin that admission adds."""
+    items_per_s: float
+    """The service rate of the model."""
 
 
 class Admission:
@@ -99,6 +113,16 @@ class Admission:
             metrics.SHED.labels(demand.model).inc(demand.items)
             raise
 
+    def outlook(self, demand: Demand) -> Outlook:
+        """What the demand would meet now. It need not fit."""
+        lanes, rate = self._lanes_of(demand.model), self.rate_of(demand.model)
+        held = sum(room.held_by(demand.tenant) for room in (lanes.interactive, lanes.batch))
+        wait_s = 0.0
+        if lanes.total:
+            item_s = _item_s(lanes, demand, rate.item_s)
+            wait_s = _wait_s(lanes, rate, _ahead(lanes, demand, enough=0.0), item_s)
+        return Outlook(lanes.total > 0, held, wait_s, 1 / rate.item_s)
+
     def release(
         self,
         demand: Demand,
@@ -144,13 +168,10 @@ class Admission:
 
     def _check_time(self, demand: Demand, remaining_s: float) -> None:
         lanes, rate = self._lanes_of(demand.model), self.rate_of(demand.model)
-        item_s = rate.item_s * rate.margin
-        if not demand.lane and lanes.batch.total:
-            item_s /= INTERACTIVE_SHARE
+        item_s = _item_s(lanes, demand, rate.item_s * rate.margin)
         left_s = remaining_s - rate.service_s - rate.stalled_s(self._clock())
         ahead = _ahead(lanes, demand, enough=left_s / item_s)
-        # Whatever the order, the batch that runs now is not interrupted.
-        wait_s = max(ahead * item_s, min(lanes.total * item_s, rate.service_s))
+        wait_s = _wait_s(lanes, rate, ahead, item_s)
         if wait_s > left_s:
             late_s = wait_s - left_s
             turns = _turns_until_earlier(lanes, demand, ahead, late_s / item_s)
@@ -190,6 +211,16 @@ def _ahead(lanes: _Lanes, demand: Demand, enough: float) -> float:
         # This lane gets what interactive work leaves.
         return lanes.total + demand.items - 1
     return lanes.interactive.ahead_of(demand, enough)
+
+
+def _item_s(lanes: _Lanes, demand: Demand, item_s: float) -> float:
+    """Seconds per item, of which the batch lane takes its part from the interactive one."""
+    return item_s / INTERACTIVE_SHARE if not demand.lane and lanes.batch.total else item_s
+
+
+def _wait_s(lanes: _Lanes, rate: ServiceRate, ahead: float, item_s: float) -> float:
+    # Whatever the order, the batch that runs now is not interrupted.
+    return max(ahead * item_s, min(lanes.total * item_s, rate.service_s))
 
 
 def _turns_until_earlier(lanes: _Lanes, demand: Demand, ahead: float, turns: float) -> float:

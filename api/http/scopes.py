@@ -20,6 +20,7 @@ SCOPE_OF_GROUP: dict[str, Scope | None] = {
     "admin": "admin",
     # What is served here, which every key may see.
     "models": None,
+    "status": None,
     "deployments": None,
     "account": None,
     "hardware": None,

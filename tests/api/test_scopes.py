@@ -176,7 +176,7 @@ async def test_alias_of_a_model_is_the_model(api: ApiUnderTest) -> None:
 
 async def test_each_route_has_a_scope(api: ApiUnderTest) -> None:
     """A route without one is for unrestricted keys only: nobody would find out."""
-    open_to_all = {"healthz", "readyz", "docs", "openapi.json", "", "objects"}
+    open_to_all = {"healthz", "readyz", "docs", "console", "openapi.json", "", "objects"}
     for _, path in routes_of(api.app):
         group = path.removeprefix("/v1").split("/")[1]
         assert group in SCOPE_OF_GROUP or group in open_to_all, path

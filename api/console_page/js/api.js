@@ -1,0 +1,138 @@
+// Calls the API. The key stays in this tab: in sessionStorage, and in the Authorization header.
+
+const KEPT = "penstock.key";
+const CONNECTS = 5;
+const PAUSE_MS = 1000;
+
+/** Where the API is: the page is served beside it, with or without a prefix. */
+export const base = new URL(".", document.location.href);
+
+let key = sessionStorage.getItem(KEPT) ?? "";
+
+/** Uses this key from now on. Empty: none. */
+export function useKey(text) {
+  key = text;
+  if (text) sessionStorage.setItem(KEPT, text);
+  else sessionStorage.removeItem(KEPT);
+}
+
+export const hasKey = () => key !== "";
+
+/** What the API refused, in its own words. */
+export class ApiError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/**
+ * Sends a request.
+ * @param {string} path below the API, such as `v1/models`.
+ * @param {object} options `method`, `body` (sent as JSON), `headers`, `signal`.
+ * @returns {Promise<Response>} an answer without an error.
+ */
+export async function send(path, { method = "GET", body, headers = {}, signal } = {}) {
+  const sent = { ...headers };
+  if (key) sent.authorization = `Bearer ${key}`;
+  if (body !== undefined) sent["content-type"] = "application/json";
+  const response = await fetch(new URL(path, base), {
+    method,
+    headers: sent,
+    body: body === undefined ? undefined : JSON.stringify(body),
+    cache: "no-store",
+    credentials: "omit",
+    signal,
+  });
+  if (!response.ok) throw await refusal(response);
+  return response;
+}
+
+/** Sends a request, and reads the answer as JSON. */
+export async function call(path, options) {
+  return (await send(path, options)).json();
+}
+
+async function refusal(response) {
+  let message = `${response.status} ${response.statusText}`;
+  try {
+    const body = await response.json();
+    message = body.error?.message ?? body.detail ?? message;
+  } catch {
+    // Not from the API: a proxy on the way, or an answer that was cut.
+  }
+  if (response.status === 401) document.dispatchEvent(new Event("penstock:unauthorized"));
+  return new ApiError(response.status, String(message));
+}
+
+/**
+ * Yields server-sent events as {event, data}, and connects again where the stream ended too early.
+ * EventSource can't send a key. https://html.spec.whatwg.org/multipage/server-sent-events.html
+ */
+export async function* events(path, signal) {
+  let lastId = "";
+  for (let tries = 0; tries < CONNECTS; tries += 1) {
+    if (tries) await new Promise((resolve) => setTimeout(resolve, PAUSE_MS));
+    try {
+      const response = await send(path, {
+        headers: lastId ? { "last-event-id": lastId } : {},
+        signal,
+      });
+      for await (const found of parsed(response.body)) {
+        lastId = found.id || lastId;
+        tries = 0;
+        yield found;
+        if (found.event === "done") return;
+      }
+    } catch (error) {
+      if (error.name === "AbortError" || error instanceof ApiError) throw error;
+    }
+  }
+  throw new Error("the stream of events was lost");
+}
+
+async function* parsed(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  try {
+    let rest = "";
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const blocks = (rest + value).split("\n\n");
+      rest = blocks.pop();
+      for (const block of blocks) {
+        const found = fieldsOf(block);
+        if (found.data !== null) yield found;
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+function fieldsOf(block) {
+  const found = { event: "message", id: "", data: null };
+  for (const line of block.split("\n")) {
+    const [, name, value] = /^([^:]*):? ?(.*)$/.exec(line) ?? [];
+    if (name === "data") found.data = found.data === null ? value : `${found.data}\n${value}`;
+    else if (name === "event" || name === "id") found[name] = value;
+  }
+  return found;
+}
+
+/** The bytes behind a link of this API, whatever host the link names. */
+export async function linked(link, signal) {
+  const { pathname, search } = new URL(link);
+  const response = await fetch(new URL(ownPath(pathname) + search, base), {
+    credentials: "omit",
+    signal,
+  });
+  if (!response.ok) throw await refusal(response);
+  return response.blob();
+}
+
+function ownPath(pathname) {
+  const at = pathname.indexOf("/v1/objects/");
+  if (at < 0) throw new Error("the answer links to another place than this API");
+  return pathname.slice(at + 1);
+}

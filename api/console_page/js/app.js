@@ -1,0 +1,124 @@
+// The frame: logs in, and shows the view that the address names.
+
+import { call, hasKey, useKey } from "./api.js";
+import { failure, h, put, say } from "./dom.js";
+import * as batches from "./batches.js";
+import * as keys from "./keys.js";
+import * as live from "./live.js";
+import * as predictions from "./predictions.js";
+import * as trial from "./trial.js";
+import * as usage from "./usage.js";
+
+const VIEWS = { try: trial, predictions, batches, usage, keys, live };
+const main = document.getElementById("main");
+const tabs = document.getElementById("tabs");
+let leaving = new AbortController();
+let isIn = false;
+
+/** Logs in with the key of this tab, or without one where the API needs none. */
+async function start() {
+  if (hasKey() || (await needsNoKey())) await logIn();
+  else logOut();
+}
+
+async function needsNoKey() {
+  try {
+    return (await call("readyz")).keys === "not required";
+  } catch {
+    return false;
+  }
+}
+
+async function logIn() {
+  try {
+    const account = await call("v1/account");
+    isIn = true;
+    document.getElementById("who").textContent = account.username;
+    document.getElementById("leave").hidden = !hasKey();
+    tabs.hidden = false;
+    await show();
+  } catch (error) {
+    logOut(error);
+  }
+}
+
+function logOut(reason = null) {
+  leaving.abort();
+  isIn = false;
+  useKey("");
+  tabs.hidden = true;
+  document.getElementById("who").textContent = "";
+  document.getElementById("leave").hidden = true;
+  const field = h("input", {
+    id: "key",
+    type: "password",
+    autocomplete: "off",
+    spellcheck: "false",
+    required: true,
+  });
+  const enter = (event) => {
+    event.preventDefault();
+    const text = field.value.trim();
+    // Other characters can't stand in a header, and are in no key.
+    if (!/^[\x21-\x7e]+$/.test(text)) return logOut(new Error("the API key is not valid"));
+    useKey(text);
+    return logIn();
+  };
+  put(
+    main,
+    h(
+      "form",
+      { class: "card login", on: { submit: enter } },
+      h("h1", {}, "Log in"),
+      h("label", { for: "key" }, "API key"),
+      field,
+      h("p", { class: "muted" }, "The key stays in this tab and is forgotten when it closes."),
+      reason && failure(reason),
+      h("button", {}, "Log in"),
+    ),
+  );
+  field.focus();
+}
+
+async function show() {
+  if (!isIn) return;
+  const [name, ...rest] = location.hash.slice(1).split("/").map(decoded);
+  if (name === "main") return;
+  const view = Object.hasOwn(VIEWS, name) ? name : "try";
+  for (const link of tabs.children) {
+    if (link.getAttribute("href") === `#${view}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  leaving.abort();
+  leaving = new AbortController();
+  const { signal } = leaving;
+  say("");
+  const place = h("section", { class: "view" });
+  put(main, place);
+  window.scrollTo(0, 0);
+  try {
+    await VIEWS[view].show(place, rest, signal);
+  } catch (error) {
+    if (!signal.aborted) place.append(failure(error));
+  }
+}
+
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return "";
+  }
+}
+
+document.getElementById("leave").addEventListener("click", () => logOut());
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  main.focus();
+});
+document.addEventListener("pointerdown", () => say(""));
+document.addEventListener("penstock:unauthorized", () => {
+  if (isIn) logOut(new Error("this API key is no longer accepted"));
+});
+window.addEventListener("hashchange", show);
+start();

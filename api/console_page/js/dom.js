@@ -1,0 +1,113 @@
+// Builds elements. Text is always a text node: what models, callers and files say is no markup.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/**
+ * Makes an element.
+ * @param {string} name of the element.
+ * @param {object} given attributes. `on` has listeners by event. False and null leave one out.
+ * @param {...any} children nodes, texts, numbers, or lists of them. Null and false are left out.
+ */
+export function h(name, given = {}, ...children) {
+  return fill(document.createElement(name), given, children);
+}
+
+/** Makes an SVG element, like `h`. */
+export function svg(name, given = {}, ...children) {
+  return fill(document.createElementNS(SVG, name), given, children);
+}
+
+function fill(element, { on = {}, ...attributes }, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    element.setAttribute(name, value === true ? "" : String(value));
+  }
+  for (const [event, listener] of Object.entries(on)) element.addEventListener(event, listener);
+  element.append(...nodes(children));
+  return element;
+}
+
+function nodes(children) {
+  return children
+    .flat(Infinity)
+    .filter((child) => child !== null && child !== undefined && child !== false)
+    .map((child) => (child instanceof Node ? child : String(child)));
+}
+
+/** Replaces what an element holds. */
+export function put(element, ...children) {
+  element.replaceChildren(...nodes(children));
+  return element;
+}
+
+/** Says something to everyone, screen readers included. */
+export function say(text) {
+  document.getElementById("status").textContent = text;
+}
+
+/** A note of what went wrong. */
+export function failure(error) {
+  return h("p", { class: "error", role: "alert" }, error.message || String(error));
+}
+
+/** A button that can't be pressed again while its work runs. Errors go to `onError`. */
+export function button(label, work, { onError = (error) => say(error.message), ...given } = {}) {
+  const made = h("button", { type: "button", ...given }, label);
+  made.addEventListener("click", async () => {
+    made.disabled = true;
+    try {
+      await work();
+    } catch (error) {
+      if (error.name !== "AbortError") onError(error);
+    } finally {
+      made.disabled = false;
+    }
+  });
+  return made;
+}
+
+/** A table that scrolls by itself where it is too wide. */
+export function table(caption, heads, rows) {
+  const head = h(
+    "tr",
+    {},
+    heads.map((text) => h("th", { scope: "col" }, text)),
+  );
+  const body = rows.map((cells) =>
+    h(
+      "tr",
+      {},
+      cells.map((cell) => h("td", {}, cell)),
+    ),
+  );
+  return h(
+    "div",
+    { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
+    h("table", {}, h("thead", {}, head), h("tbody", {}, body)),
+  );
+}
+
+/** A state with its color. */
+export function badge(state) {
+  const kinds = {
+    succeeded: "good",
+    completed: "good",
+    valid: "good",
+    idle: "good",
+    failed: "bad",
+    expired: "bad",
+    revoked: "bad",
+    busy: "warm",
+  };
+  return h("span", { class: `badge ${kinds[state] ?? "plain"}` }, state);
+}
+
+/** Offers bytes as a download. */
+export function download(blob, name) {
+  const url = URL.createObjectURL(blob);
+  const link = h("a", { href: url, download: name });
+  document.body.append(link);
+  link.click();
+  link.remove();
+  setTimeout(() => URL.revokeObjectURL(url), 60_000);
+}

@@ -1,0 +1,59 @@
+"""GET /v1/status: how busy the models are, for one tenant and from one instance of the API."""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.dispatch.demand import Demand
+from api.http.openapi import AUTHENTICATED, responses
+from api.http.request import ApiRequest, authenticate
+from api.schemas.status_replies import ModelStatus, StatusReply
+
+router = APIRouter()
+
+
+@router.get(
+    "/v1/status",
+    summary="Get how busy the models are",
+    openapi_extra=AUTHENTICATED,
+    responses=responses(StatusReply, 401),
+)
+async def get_status(request: Request) -> Response:
+    """How busy each model is, and how long one more item of yours would wait.
+
+    The numbers are those of the instance that answers. What other tenants send is not shown.
+    """
+    call = authenticate(request)
+    reply = StatusReply([_status(call, model.name) for model in call.listed_models()])
+    return Response(
+        msgspec.json.encode(reply),
+        headers={"cache-control": "no-store"},
+        media_type="application/json",
+    )
+
+
+def _status(call: ApiRequest, model: str) -> ModelStatus:
+    demand = Demand(model, 1, call.tenant, call.caller.plan.weight)
+    outlook = call.dependencies.admission.outlook(demand)
+    return ModelStatus(
+        model=model,
+        is_busy=outlook.is_busy,
+        your_items_in_flight=outlook.held,
+        expected_wait_s=_coarse(outlook.wait_s),
+        items_per_s=float(f"{outlook.items_per_s:.2g}"),
+    )
+
+
+def _coarse(wait_s: float) -> float:
+    """The next of 0, 0.1, 0.2, 0.5, 1, 2, 5 ... The exact wait would tell how many others wait."""
+    if wait_s < 0.05:
+        return 0.0
+    power = 0.1
+    while True:
+        for step in (1, 2, 5):
+            if wait_s <= step * power:
+                return round(step * power, 1)
+        power *= 10

@@ -1,0 +1,73 @@
+"""/console is served whole from this API, under a policy that lets nothing else in."""
+
+import re
+from urllib.parse import urljoin
+
+import pytest
+
+from api.routes.console import FOLDER
+from tests.api.harness import ApiUnderTest
+
+pytestmark = pytest.mark.anyio
+FILES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.*"))
+NEEDED = re.compile(r'(?:src|href)="([^"#]+)"|from "(\./[^"]+)"')
+
+
+async def test_everything_the_page_needs_is_here(api: ApiUnderTest) -> None:
+    asked, found = ["/console"], set[str]()
+    while asked:
+        path = asked.pop()
+        response = await api.http.get(path)
+        assert response.status_code == 200, path
+        assert len(response.content) == int(response.headers["content-length"]) > 100
+        found.add(path)
+        for one in NEEDED.finditer(response.text if path != "/docs" else ""):
+            where = urljoin(f"{api.url}{path}", one[1] or one[2])
+            assert where.startswith(f"{api.url}/")
+            if (needed := where.removeprefix(api.url)) not in found:
+                asked.append(needed)
+    served = {f"/console/assets/{file}" for file in FILES if file != "index.html"}
+    assert found == {"/console", "/docs"} | served
+
+
+@pytest.mark.parametrize("path", ["/console", *(f"/console/assets/{file}" for file in FILES)])
+async def test_policy_lets_only_our_own_files_run(api: ApiUnderTest, path: str) -> None:
+    for response in (await api.http.get(path), await api.http.head(path)):
+        header = response.headers["content-security-policy"]
+        policy = dict(part.strip().split(" ", 1) for part in header.split(";"))
+        assert policy["default-src"] == "'self'"
+        assert policy["img-src"] == "'self' data: blob:"
+        assert policy["frame-ancestors"] == policy["object-src"] == policy["base-uri"] == "'none'"
+        assert "unsafe" not in header
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["cache-control"] == "no-cache"
+    assert not response.content
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.endswith(("js", "html"))])
+def test_no_markup_is_made_from_text(file: str) -> None:
+    source = (FOLDER / file).read_text()
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", source)
+    assert not re.search(r"<script(?![^>]*src=)|<style|\sstyle=|\son\w+=\"|javascript:", source)
+    assert "localStorage" not in source
+    assert "document.cookie" not in source
+
+
+async def test_a_browser_with_the_newest_files_gets_none(api: ApiUnderTest) -> None:
+    first = await api.http.get("/console/assets/js/app.js")
+    again = await api.http.get(
+        "/console/assets/js/app.js", headers={"if-none-match": first.headers["etag"]}
+    )
+    assert again.status_code == 304
+
+
+@pytest.mark.parametrize("path", ["../app.py", "%2e%2e/app.py", "..%2fapp.py", "js/../../app.py"])
+async def test_only_its_folder_is_served(api: ApiUnderTest, path: str) -> None:
+    response = await api.http.get(f"/console/assets/{path}")
+    assert response.status_code in (404, 405)
+    assert "create_app" not in response.text
+
+
+async def test_the_page_is_not_part_of_the_api(api: ApiUnderTest) -> None:
+    paths = (await api.http.get("/openapi.json")).json()["paths"]
+    assert not [path for path in paths if path.startswith("/console")]
