@@ -64,6 +64,8 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The `x-request-id` of the request that created it, for its rows."""
     key_id: str = ""
     """The public part of the API key that created it, for its rows."""
+    is_cached: bool = False
+    """Whether the cache may answer the same request with its results."""
     price: ItemPrice | None = None
     """The terms on which it is charged. None: created by a release before they were kept."""
 

@@ -63,6 +63,15 @@ class WebhookPublisher:
         data, attributes = encode_budget_event(event)
         await self._publisher.publish(WEBHOOKS_TOPIC_ID, data, attributes)
 
+    async def replay(self, record: str) -> None:
+        """Publishes the end of the prediction `record` again.
+
+        Raises:
+            PenstockError: as Publisher.publish.
+        """
+        data, attributes = encode_webhook_event(WebhookEvent(record, "completed", is_replay=True))
+        await self._publisher.publish(WEBHOOKS_TOPIC_ID, data, attributes)
+
     async def try_publish(
         self, record: str, subscribed: Collection[str], event: EventName, sequence: int = 0
     ) -> None:

@@ -74,6 +74,7 @@ _REPLIES: tuple[type[msgspec.Struct], ...] = (
     *(
         prediction_replies.PredictionReply,
         prediction_replies.PredictionsPage,
+        prediction_replies.WebhookAttempts,
         prediction_replies.ReplicateModel,
     ),
     *(
@@ -192,6 +193,18 @@ def event_stream(*kinds: str) -> Described:
         "content": content,
         "headers": openapi_headers.references(),
     }
+
+
+def empty(text: str) -> Described:
+    """A response without a body."""
+    return {"description": text, "headers": openapi_headers.references()}
+
+
+def not_over() -> Responses:
+    """The error of a route that needs a prediction that has ended."""
+    found = problems(409)
+    found[409]["description"] = "The prediction has not ended."
+    return found
 
 
 def binary(text: str, *media_types: str) -> Described:

@@ -22,6 +22,8 @@ from shared.stores.objects import ObjectStore, object_key
 KEEP_S = 24 * 3600
 """As long as Replicate keeps files."""
 LARGEST_BYTES = 64 * 1024 * 1024
+MOST_LISTED = 100
+_LATEST_S = 9_999_999_999
 _METADATA_LIMIT_BYTES = 64 * 1024
 _ID = re.compile(r"file_[0-9a-f]{24}")
 _MEDIA_TYPE = re.compile(r"[\w.+-]{1,64}/[\w.+-]{1,64}")
@@ -93,7 +95,34 @@ class Files:
             )
         await self._objects.put(file.key, data, media_type)
         await self._objects.put(_metadata_key(file.id), encoded, "application/json")
+        await self._objects.put(_listed_key(file), b"", "application/json")
         return file
+
+    async def newest(self, tenant: str) -> list[File]:
+        """The files of this tenant, newest first, MOST_LISTED at most.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        found = await self._objects.listing(_folder_of(tenant), MOST_LISTED)
+        ids = [one.key.rpartition("_")[2] for one in found]
+        files = await asyncio.gather(*(self._found(tenant, f"file_{one}") for one in ids))
+        return [file for file in files if file is not None]
+
+    async def _found(self, tenant: str, file_id: str) -> File | None:
+        try:
+            return await self.find(tenant, file_id)
+        except NotFound:
+            return None
+
+    async def delete(self, file: File) -> None:
+        """Deletes a file. Other files may have the same bytes, which the bucket deletes later.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        await self._objects.delete(_listed_key(file))
+        await self._objects.delete(_metadata_key(file.id))
 
     async def find(self, tenant: str, file_id: str) -> File:
         """Finds a file of this tenant.
@@ -126,6 +155,16 @@ class Files:
 
 def _digests(data: bytes, media_type: str) -> tuple[str, str]:
     return hashlib.sha256(data).hexdigest(), object_key("inputs", data, media_type)
+
+
+def _folder_of(tenant: str) -> str:
+    return f"files/of/{hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()}"
+
+
+def _listed_key(file: File) -> str:
+    """Lists begin with the smallest key, so newer files have smaller ones."""
+    left_s = _LATEST_S - int(file.created_at_s)
+    return f"{_folder_of(file.tenant)}/{left_s:010d}_{file.id.removeprefix('file_')}"
 
 
 def _metadata_key(file_id: str) -> str:

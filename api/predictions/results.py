@@ -6,6 +6,7 @@ import re
 
 from api.errors import NotFound
 from api.inputs.image_codec import ImageCodec
+from api.predictions.creation import PredictionSnapshot
 from api.predictions.service import Predictions
 from shared.errors import BadInput
 from shared.predictions import MEDIA_TYPES
@@ -25,6 +26,20 @@ class ResultFetcher:
         self._objects = objects
         self._predictions = predictions
         self._image_codec = image_codec
+
+    async def delete(self, snapshot: PredictionSnapshot) -> None:
+        """Deletes the objects of a prediction, but not what the cache may still answer with.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        reply = snapshot.record.reply
+        if reply is None or snapshot.prediction.is_cached:
+            return
+        blobs = [one.result.blob for one in reply.outcomes if one.result is not None]
+        for blob in blobs:
+            if blob is not None and blob.object_key is not None:
+                await self._objects.delete(blob.object_key)
 
     async def fetch(self, key: str, media_type: str, deadline_s: float) -> bytes:
         """Returns the bytes behind a link whose signature was verified.

@@ -38,6 +38,8 @@ class NewPrediction:
     """The largest size of its reply."""
     weight: float
     """The tenant's share of a busy model, from its plan."""
+    keep_s: int | None
+    """How long it is kept after its end, by the tenant's plan. None: as long as usual."""
     is_keyed: bool
     """Whether the caller can repeat the request and get the same prediction."""
 

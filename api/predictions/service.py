@@ -21,12 +21,13 @@ from api.dispatch.job_sender import Inbox, ReplyWaiter
 from api.errors import NotFound
 from api.predictions.creation import Creation, PredictionSnapshot
 from api.predictions.sender import NewPrediction, PredictionSender, failed_reply
-from shared.errors import BadInput, DeadlineExceeded, Unavailable
+from shared.errors import BadInput, DeadlineExceeded, PenstockError, Unavailable
 from shared.predictions import decode_document, encode_document, record_of
 from shared.stores.previews import Preview
 from shared.stores.record_state import Record
 from shared.stores.records import Records
 from shared.stores.waiting_line import QueuePlace
+from shared.stores.webhook_log import WebhookAttempt
 
 GRACE_S = 5.0
 """How long after its deadline a worker may still end a prediction."""
@@ -40,6 +41,12 @@ _GENERATED_ID = re.compile(r"pred_[0-9a-f]{24}")
 
 class PredictionIdTaken(BadInput):
     """This id, or this Idempotency-Key, belongs to a prediction of another input."""
+
+
+class PredictionNotOver(PenstockError):
+    """This needs a prediction that has ended."""
+
+    code = "prediction_not_over"
 
 
 class Predictions:
@@ -168,6 +175,52 @@ class Predictions:
             metrics.PREDICTIONS.labels(snapshot.prediction.model, "canceled").inc()
         return await self.read(tenant, prediction_id)
 
+    async def delete(self, tenant: str, prediction_id: str) -> PredictionSnapshot:
+        """Deletes a prediction of this tenant that has ended. Returns what it was.
+
+        Raises:
+            NotFound: the tenant has no such prediction, or it has expired.
+            PredictionNotOver: it has not ended.
+            Unavailable: Redis is out of reach.
+        """
+        snapshot = await self.read(tenant, prediction_id)
+        prediction = snapshot.prediction
+        deleted = await self._records.delete(prediction.record, prediction.deadline_s)
+        if deleted is None:
+            raise _not_found(prediction_id)
+        if not deleted:
+            raise PredictionNotOver("the prediction has not ended; cancel it first")
+        metrics.PREDICTIONS.labels(prediction.model, "deleted").inc()
+        return snapshot
+
+    async def webhook_attempts(self, tenant: str, prediction_id: str) -> list[WebhookAttempt]:
+        """Returns what became of the webhooks of a prediction, oldest attempt first.
+
+        Raises:
+            NotFound: the tenant has no such prediction, or it has expired.
+            Unavailable: Redis is out of reach.
+        """
+        snapshot = await self.read(tenant, prediction_id)
+        return await self._records.webhook_log.read(snapshot.prediction.record)
+
+    async def replay_webhook(self, tenant: str, prediction_id: str) -> None:
+        """Has the end of a prediction told to its webhook again.
+
+        Raises:
+            NotFound: the tenant has no such prediction, or it has expired.
+            BadInput: no webhook is told of its end.
+            PredictionNotOver: it has not ended.
+            Overloaded: the last replay was a moment ago.
+            Unavailable: Redis or the broker is out of reach.
+        """
+        prediction, record = await self.read(tenant, prediction_id)
+        if "completed" not in prediction.webhook_events:
+            raise BadInput("webhook: the prediction has none for its end", field="webhook")
+        if not record.is_over:
+            raise PredictionNotOver("the prediction has not ended, so there is nothing to replay")
+        await self._records.webhook_log.start_replay(prediction.record)
+        await self._sender.webhooks.replay(prediction.record)
+
     async def inline_image(self, record_id: str, index: int) -> bytes:
         """Returns an image that a record contains.
 
@@ -233,7 +286,7 @@ class Predictions:
             prediction.tenant,
             document,
             deadline_s=deadline_s,
-            keep_s=self._keep_s,
+            keep_s=self._keep_s if new.keep_s is None else new.keep_s,
             reply_bytes=new.reply_bytes,
             model=prediction.model,
         )
@@ -242,7 +295,13 @@ class Predictions:
             return True, PredictionSnapshot(
                 prediction, Record(state="starting", created_at_s=prediction.created_at_s)
             )
-        snapshot = await self.read(prediction.tenant, prediction.id)
+        try:
+            snapshot = await self.read(prediction.tenant, prediction.id)
+        except NotFound as error:
+            raise PredictionIdTaken(
+                f"{prediction.id} is the id of a prediction that was deleted a moment ago",
+                field="id",
+            ) from error
         if snapshot.prediction.digest != prediction.digest:
             raise PredictionIdTaken(
                 f"{prediction.id} is the id of another prediction, with another input", field="id"

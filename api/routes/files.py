@@ -19,6 +19,7 @@ from api.http.openapi import (
     Described,
     Responses,
     binary,
+    empty,
     errors,
     problems,
     ref_to,
@@ -127,7 +128,10 @@ async def list_files(
     order: Literal["asc", "desc"] = "desc",
     purpose: str = "",
 ) -> Response:
-    """The files of batches, the newest first, 100 a page at most."""
+    """The files of batches, the newest first, 100 a page at most.
+
+    The first page also has the files of Replicate's clients, as `results`.
+    """
     call = authenticate(request)
     page = await call.dependencies.batch_files.page(
         call.tenant,
@@ -138,7 +142,8 @@ async def list_files(
     )
     data = [_shown(file) for file in page.files]
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-    return _json(FilesPage(data, page.has_more, first_id, last_id))
+    results = [] if after else await replicate_models.shown_files(call)
+    return _json(FilesPage(data, page.has_more, first_id, last_id, results=results))
 
 
 @router.get(
@@ -162,11 +167,17 @@ async def get_file(request: Request, file_id: str) -> Response:
     "/v1/files/{file_id}",
     summary="Delete a file",
     openapi_extra=AUTHENTICATED,
-    responses=responses(FileDeleted, 400, 401, 404, 503),
+    responses={
+        200: success("It is deleted.", FileDeleted),
+        204: empty("It is deleted, in Replicate's shape."),
+        **_errors_of_either(400, 401, 404, 503),
+    },
 )
 async def delete_file(request: Request, file_id: str) -> Response:
     """Deletes a file of batches at once, unless a batch still reads it."""
     call = authenticate(request)
+    if file_id.startswith("file_"):
+        return await _as_replicate(request, replicate_models.delete_file(request, file_id))
     files = call.dependencies.batch_files
     file = await files.find(call.tenant, file_id)
     await call.dependencies.batches.check_unused(file)

@@ -62,6 +62,7 @@ async def read_prediction(
     read = await while_connected(call.http.receive, reading)
     prediction_id, record = _ids(call.tenant, own_id, key)
     webhook, events = _webhook_of(body, allow_private=call.dependencies.settings.webhooks_private)
+    is_kept = read.is_repeatable and options.cache_write
     prediction = Prediction(
         id=prediction_id,
         record=record,
@@ -81,14 +82,15 @@ async def read_prediction(
         digest=await _digest(body, model),
         client_request_id=call.context.client_request_id,
         key_id=call.caller.key_id,
+        is_cached=is_kept,
         price=price_of(model),
     )
-    is_kept = read.is_repeatable and options.cache_write
     return NewPrediction(
         prediction,
         _items(model, read.inputs, call.tenant, is_kept=is_kept),
         options,
         weight=call.caller.plan.weight,
+        keep_s=call.caller.plan.prediction_keep_s,
         reply_bytes=len(read.inputs) * (model.definition.result_bytes(model) + OUTCOME_BYTES),
         is_keyed=bool(own_id or key),
     )

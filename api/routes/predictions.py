@@ -31,10 +31,15 @@ from api.predictions.versions import OWNER, find_version
 from api.problem_details import ProblemRoute
 from api.routes.prediction_request import read_prediction
 from api.schemas.replicate import PredictionBody, VersionedBody
-from api.schemas.replicate_replies import PredictionReply, PredictionsPage
+from api.schemas.replicate_replies import (
+    PredictionReply,
+    PredictionsPage,
+    WebhookAttemptReply,
+    WebhookAttempts,
+)
 from shared.catalog import Model
 from shared.errors import BadInput
-from shared.predictions import EVENTS_TYPE, body_of, stream_key
+from shared.predictions import EVENTS_TYPE, body_of, iso, stream_key
 from shared.usage.charge import price_of
 
 router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
@@ -188,6 +193,84 @@ async def cancel(request: Request, prediction_id: str) -> Response:
     return _answer(
         call.dependencies, await call.dependencies.predictions.cancel(call.tenant, prediction_id)
     )
+
+
+@router.delete(
+    "/predictions/{prediction_id}",
+    summary="Delete a prediction",
+    status_code=204,
+    response_class=Response,
+    openapi_extra=openapi.AUTHENTICATED,
+    responses={
+        204: openapi.empty("It is deleted."),
+        **openapi.problems(401, 404, 503),
+        **openapi.not_over(),
+    },
+)
+async def delete(request: Request, prediction_id: str) -> Response:
+    """Deletes a prediction that has ended: record, results, and the log of its webhooks.
+
+    Cancel it first if it has not ended. A result that the cache may answer the same request with is
+    kept as long as the cache keeps it.
+    """
+    call = authenticate(request)
+    dependencies = call.dependencies
+    # The objects go first: without the record nobody would know of them.
+    snapshot = await dependencies.predictions.read(call.tenant, prediction_id)
+    if snapshot.record.is_over:
+        await dependencies.result_fetcher.delete(snapshot)
+    await dependencies.predictions.delete(call.tenant, prediction_id)
+    return Response(status_code=204)
+
+
+@router.get(
+    "/predictions/{prediction_id}/webhooks",
+    summary="List the deliveries of a webhook",
+    openapi_extra=openapi.AUTHENTICATED,
+    responses={
+        200: openapi.success("All attempts, oldest first.", WebhookAttempts),
+        **openapi.problems(401, 404, 503),
+    },
+)
+async def list_webhooks(request: Request, prediction_id: str) -> Response:
+    """Each attempt to deliver an event, with the status or the error. The last hundred are kept."""
+    call = authenticate(request)
+    found = await call.dependencies.predictions.webhook_attempts(call.tenant, prediction_id)
+    results = [
+        WebhookAttemptReply(
+            webhook_id=one.webhook_id,
+            event=one.event,
+            attempt=one.attempt,
+            created_at=iso(one.at_s),
+            duration_ms=round(one.duration_s * 1000, 3),
+            status=one.status,
+            error=one.error,
+        )
+        for one in found
+    ]
+    return Response(msgspec.json.encode(WebhookAttempts(results)), media_type="application/json")
+
+
+@router.post(
+    "/predictions/{prediction_id}/webhooks/replay",
+    summary="Deliver the last event again",
+    status_code=202,
+    response_class=Response,
+    openapi_extra=openapi.AUTHENTICATED,
+    responses={
+        202: openapi.empty("It will be delivered."),
+        **openapi.problems(401, 404, 422, 429, 503),
+        **openapi.not_over(),
+    },
+)
+async def replay_webhook(request: Request, prediction_id: str) -> Response:
+    """Sends `completed` again, under the same `webhook-id`, signed anew.
+
+    Earlier events are not replayed, because the states that they told of are gone.
+    """
+    call = authenticate(request)
+    await call.dependencies.predictions.replay_webhook(call.tenant, prediction_id)
+    return Response(status_code=202)
 
 
 @router.get(

@@ -197,6 +197,27 @@ async def get_file(request: Request, file_id: str) -> Response:
     return _json(_shown(call, await call.dependencies.files.find(call.tenant, file_id)))
 
 
+@router.get("/files", include_in_schema=False)
+async def list_files(request: Request) -> Response:
+    """The newest files. Below /v1 api/routes/files.py is asked first."""
+    call = authenticate(request)
+    return _json({"previous": None, "next": None, "results": await shown_files(call)})
+
+
+async def shown_files(call: ApiRequest) -> list[dict[str, Any]]:
+    """The newest files of the caller, as Replicate's clients know them."""
+    return [_shown(call, file) for file in await call.dependencies.files.newest(call.tenant)]
+
+
+@router.delete("/files/{file_id}", include_in_schema=False)
+async def delete_file(request: Request, file_id: str) -> Response:
+    """Deletes a file at once. Links to its bytes end within the hour."""
+    call = authenticate(request)
+    files = call.dependencies.files
+    await files.delete(await files.find(call.tenant, file_id))
+    return Response(status_code=204)
+
+
 @router.get(
     "/webhooks/default/secret",
     summary="Get the secret that signs your webhooks",

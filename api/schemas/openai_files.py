@@ -5,7 +5,7 @@ Source: https://platform.openai.com/docs/api-reference/files
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from pydantic import ConfigDict, Field
@@ -45,6 +45,10 @@ class FilesPage(msgspec.Struct):
     first_id: str | None
     last_id: str | None
     object: Literal["list"] = "list"
+    results: list[dict[str, Any]] = []
+    """The files of Replicate's clients, on the first page."""
+    next: None = None
+    previous: None = None
 
 
 class FileDeleted(msgspec.Struct):

@@ -93,6 +93,25 @@ class PredictionsPage(msgspec.Struct):
     results: list[PredictionReply]
 
 
+class WebhookAttemptReply(msgspec.Struct, kw_only=True):
+    """An attempt to deliver an event. `attempt` counts those with the same `webhook_id`."""
+
+    webhook_id: str
+    event: str
+    attempt: Count
+    created_at: Moment
+    duration_ms: Amount
+    status: int | None
+    """Of the receiver's answer. Null without one."""
+    error: str | None
+
+
+class WebhookAttempts(msgspec.Struct):
+    """The attempts to deliver the events of a prediction."""
+
+    results: list[WebhookAttemptReply]
+
+
 class VersionReply(msgspec.Struct):
     """A version of a model, with the schema of its input and output."""
 

@@ -36,6 +36,7 @@ from shared.stores.record_state import Claim, Finish, Record, State, record_from
 from shared.stores.redis_client import RedisLink, RedisStore
 from shared.stores.redis_scripts import load_script
 from shared.stores.waiting_line import WaitingLines
+from shared.stores.webhook_log import WebhookLog
 
 JOB_KEEP_S = 120
 """Seconds for which the record of a job that is no prediction is kept after its last change: for
@@ -73,6 +74,7 @@ CLAIM = load_script(_STATES, "shared/stores/record_claim.lua")
 PROGRESS = load_script("shared/stores/record_progress.lua")
 RELEASE = load_script(_STATES, "shared/stores/record_release.lua")
 CANCEL = load_script(*_BUDGET, _STATES, "shared/stores/record_cancel.lua")
+DELETE = load_script(*_BUDGET, _STATES, "shared/stores/record_delete.lua")
 FINISH = load_script(*_BUDGET, _STATES, "shared/stores/record_finish.lua")
 
 log = logging.getLogger(__name__)
@@ -110,6 +112,7 @@ class Records(RedisStore):
         self._finishes = self._link.batcher("finish", self._send_finishes)
         self._commands = self._link.commands("the store of predictions")
         self.lines = WaitingLines(self._commands, prefix)
+        self.webhook_log = WebhookLog(self._commands, prefix)
         # Round trips of their own: pictures are large, and nobody is to wait for them.
         self.previews = Previews(self._link.commands("the store of previews"), prefix)
 
@@ -193,6 +196,28 @@ class Records(RedisStore):
         args = (time.time(), JOB_KEEP_S, self._channel, record)
         state = await self._commands.run_script(CANCEL, [self._key(record), self._store], *args)
         return cast(State, state.decode())
+
+    async def delete(self, record: str, deadline_s: float) -> bool | None:
+        """Deletes the record of a prediction that is over, and all that belongs to it in Redis.
+
+        Args:
+            record: its id.
+            deadline_s: unix time until which the broker may deliver its job.
+
+        Returns:
+            True: it is deleted. False: it is not over. None: there is none.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        keys = (
+            *(self._key(record), self._store),
+            *self.previews.keys_of(record),
+            *self.webhook_log.keys_of(record),
+        )
+        kept_s = JOB_KEEP_S + max(0, int(deadline_s - time.time()))
+        found = await self._commands.run_script(DELETE, keys, kept_s)
+        return {1: True, -1: False}.get(found)
 
     async def read(self, record: str) -> Record | None:
         """Returns the record, or None if there is none.

@@ -67,6 +67,9 @@ class Plan(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     batch_price_share: Share = 0.5
     """The share of the list price that lines of batches cost."""
 
+    prediction_keep_s: Annotated[int, msgspec.Meta(ge=60, le=30 * 24 * 3600)] | None = None
+    """How many seconds predictions are kept after their end. None: PENSTOCK_PREDICTION_KEEP_S."""
+
     @property
     def are_none(self) -> bool:
         """Whether nothing is counted."""

@@ -14,11 +14,12 @@ import time
 import msgspec
 from prometheus_client import Counter
 
-from shared.errors import Unavailable, UndecodableMessage
+from shared.errors import PenstockError, Unavailable, UndecodableMessage
 from shared.predictions import Prediction, body_of, decode_document
 from shared.stores.record_state import Record
 from shared.stores.records import Records
 from shared.stores.signed_urls import UrlSigner
+from shared.stores.webhook_log import WebhookAttempt
 from shared.tracing.context import current, read_attributes
 from shared.tracing.spans import STAGE, Attributes, span
 from shared.transport import Message
@@ -102,11 +103,14 @@ class Webhooks:
             return "unwanted"
         if event.event == "completed" and not record.is_over:
             raise Unavailable("the prediction is not over yet")
-        decision = await self._delivery_state.admit(event.id, event.event)
-        if decision != "due":
-            return decision
+        if not event.is_replay:
+            decision = await self._delivery_state.admit(event.id, event.event)
+            if decision != "due":
+                return decision
         try:
-            answer = await self._post(prediction, record, _webhook_id(event, message))
+            answer = await self._logged_post(
+                prediction, record, _webhook_id(event, message), event.event
+            )
         except WebhookUrlForbidden as error:
             log.warning("webhook forbidden", extra={"record": event.id, "reason": error.message})
             return "forbidden"
@@ -114,6 +118,24 @@ class Webhooks:
         if end == "gone" or (end == "delivered" and event.event == "completed"):
             await self._delivery_state.close(event.id)
         return end
+
+    async def _logged_post(
+        self, prediction: Prediction, record: Record, webhook_id: str, event: str
+    ) -> WebhookResponse:
+        """Posts, and logs what became of it. What the receiver wrote is in no log of a caller."""
+        attempt = WebhookAttempt(
+            webhook_id=webhook_id, event=event, at_s=time.time(), duration_s=0.0
+        )
+        try:
+            answer = await self._post(prediction, record, webhook_id)
+            attempt.status = answer.status
+        except PenstockError as error:
+            attempt.error = error.message
+            raise
+        finally:
+            attempt.duration_s = round(time.time() - attempt.at_s, 6)
+            await self._records.webhook_log.add(prediction.record, attempt)
+        return answer
 
     async def _post(
         self, prediction: Prediction, record: Record, webhook_id: str

@@ -1,0 +1,97 @@
+"""A bounded log of what became of a prediction's webhooks: no bodies, no secrets, no URLs."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+
+from shared.errors import Overloaded, Unavailable
+from shared.stores.redis_client import Commands
+from shared.stores.redis_scripts import load_script
+
+MOST_KEPT = 100
+KEPT_S = 2 * 24 * 3600
+"""Longer than an event is retried."""
+REPLAY_EVERY_S = 5
+LONGEST_REASON = 200
+
+_ADD = load_script("shared/stores/webhook_log_add.lua")
+
+
+class WebhookAttempt(msgspec.Struct, kw_only=True):
+    """One attempt to deliver an event."""
+
+    webhook_id: str
+    event: str
+    at_s: float
+    """Unix time at which it began."""
+    duration_s: float
+    status: int | None = None
+    """The status of the answer. None without an answer."""
+    error: str | None = None
+    """Why there is no answer."""
+    attempt: int = 1
+    """Counts the attempts with this webhook-id."""
+
+
+_decoder = msgspec.json.Decoder(WebhookAttempt)
+
+
+class WebhookLog:
+    """The logs of all predictions.
+
+    Args:
+        commands: reach Redis.
+        prefix: starts every key.
+    """
+
+    def __init__(self, commands: Commands, prefix: str) -> None:
+        self._commands = commands
+        self._prefix = prefix
+
+    def keys_of(self, record: str) -> tuple[str, str, str]:
+        """The keys that belong to a record: log, counts of attempts, and the last replay."""
+        start = f"{self._prefix}webhooks:{record}"
+        return f"{start}:log", f"{start}:attempts", f"{start}:replayed"
+
+    async def add(self, record: str, attempt: WebhookAttempt) -> None:
+        """Adds an attempt and counts it. Never raises: an entry may get lost."""
+        log, attempts, _ = self.keys_of(record)
+        keys = (f"{self._prefix}record:{record}", log, attempts)
+        if attempt.error is not None:
+            attempt.error = attempt.error[:LONGEST_REASON]
+        entry = msgspec.json.encode(attempt)
+        with contextlib.suppress(Unavailable):
+            await self._commands.run_script(
+                _ADD, keys, attempt.webhook_id, entry, MOST_KEPT, KEPT_S
+            )
+
+    async def read(self, record: str) -> list[WebhookAttempt]:
+        """The attempts, oldest first.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        log, _, _ = self.keys_of(record)
+        entries = await self._commands.run("LRANGE", log, 0, -1)
+        return [_attempt(entry) for entry in entries]
+
+    async def start_replay(self, record: str) -> None:
+        """Allows one replay in a few seconds.
+
+        Raises:
+            Overloaded: the last one was a moment ago.
+            Unavailable: Redis did not answer.
+        """
+        _, _, replayed = self.keys_of(record)
+        if not await self._commands.run("SET", replayed, 1, "NX", "EX", REPLAY_EVERY_S):
+            reason = f"a webhook is replayed at most once in {REPLAY_EVERY_S} s; try again later"
+            raise Overloaded(reason, retry_after_s=REPLAY_EVERY_S)
+
+
+def _attempt(entry: bytes) -> WebhookAttempt:
+    number, _, encoded = entry.partition(b" ")
+    attempt = _decoder.decode(encoded)
+    attempt.attempt = int(number)
+    return attempt
