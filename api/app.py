@@ -16,6 +16,7 @@ from api.batches.store import BatchStore
 from api.dispatch.pipeline import Pipeline, open_pipeline
 from api.dispatch.readiness import Readiness
 from api.errors import add_handlers
+from api.fair_room import FairRoom
 from api.http import openapi
 from api.http.auth import Access, access_of
 from api.http.dependencies import Dependencies
@@ -97,7 +98,12 @@ def create_app(
             yield
 
     app = FastRouteApp(
-        BodyBudget(settings.request_max_bytes, settings.bodies_max_bytes),
+        BodyBudget(
+            settings.request_max_bytes,
+            settings.bodies_max_bytes,
+            # Half of the connections: the room lets small tenants in up to twice its bound.
+            FairRoom(max(1, settings.max_connections // 2)),
+        ),
         origins=[origin.strip() for origin in settings.cors_origins.split(",") if origin.strip()],
         title="Penstock",
         description=_ABOUT,

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api import metrics
 from api.dispatch.request import RequestOptions
 from api.errors import BodyTooLarge, TooSlow, error_response
+from api.fair_room import FairRoom, OneItem
 from api.http.request_span import begin_span, end_span
 from api.shares import share_of
 from shared.errors import Overloaded, PenstockError
@@ -96,12 +97,17 @@ def context_of(request: Request) -> RequestContext:
 
 @dataclass(slots=True)
 class BodyBudget:
-    """The memory for request bodies. A body is held until its request is answered."""
+    """The memory and the connections for request bodies.
+
+    Memory is held until the request is answered, a connection until its body has arrived.
+    """
 
     largest_bytes: int
     """The limit of one body."""
     together_bytes: int
     """The limit of all bodies together. Above it only small bodies are accepted."""
+    arriving: FairRoom
+    """The connections whose bodies are still arriving."""
     held_bytes: int = 0
     held_of: Counter[str] = field(default_factory=Counter)
     """The same by tenant."""
@@ -154,6 +160,7 @@ class _Exchange:
         self._scope, self._receive, self._send = scope, receive, send
         self._bodies = bodies
         self._body_bytes, self._held_bytes, self._body_ended, self._holder = 0, 0, False, ""
+        self._arriving: OneItem | None = None
         self._status = 0
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
@@ -197,7 +204,27 @@ class _Exchange:
                 retry_after_s=FULL_RETRY_S,
             )
         self._body_ended = not message.get("more_body", False)
+        self._hold_connection()
         return message
+
+    def _hold_connection(self) -> None:
+        """Counts the connection while its body arrives. Most bodies arrive in one piece."""
+        if self._body_ended:
+            self._release_connection()
+        elif self._arriving is None:
+            asked = OneItem(self._holder)
+            if self._bodies.arriving.turns_to_wait(asked):
+                raise Overloaded(
+                    "too many of your requests are still being received; try again later",
+                    retry_after_s=FULL_RETRY_S,
+                )
+            self._bodies.arriving.take(asked)
+            self._arriving = asked
+
+    def _release_connection(self) -> None:
+        if self._arriving is not None:
+            self._bodies.arriving.release(self._arriving)
+            self._arriving = None
 
     def _hold(self, size_bytes: int) -> None:
         self._bodies.hold(self._holder, size_bytes - self._held_bytes)
@@ -236,6 +263,7 @@ class _Exchange:
     def end(self) -> None:
         if self._held_bytes:
             self._hold(0)
+        self._release_connection()
         answered, seconds = metrics.of_requests(self._route, self.context.model, self._status)
         answered.inc()
         trace = self._span.context

@@ -472,3 +472,33 @@ async def test_bodies_of_one_tenant_leave_room_for_another(tmp_path: Path) -> No
                 break
         await other.send(quiet + b" " * length)
         assert (await other.answer())[0] == 400
+
+
+async def test_slow_bodies_of_one_tenant_leave_connections_to_another(tmp_path: Path) -> None:
+    """Small bodies, of which each holds a connection for as long as it takes."""
+    busy, quiet = (
+        POST + b"authorization: Bearer %b\r\ncontent-length: %d\r\n\r\n" % (key, len(BODY))
+        for key in (key_for("b").encode(), key_for("q").encode())
+    )
+    async with AsyncExitStack() as stack:
+        settings = {"max_connections": 16, "keys_url": keys_url(tmp_path, b="busy", q="quiet")}
+        api = await stack.enter_async_context(_api(tmp_path, **settings))
+        peers = []
+        for _ in range(10):
+            peer = await stack.enter_async_context(_peer(api))
+            await peer.send(busy + BODY[:1])
+            peers.append(peer)
+        answers = [asyncio.create_task(peer.answer()) for peer in peers]
+        done, waiting = await asyncio.wait(
+            answers, timeout=WAIT_LIMIT_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        assert {task.result()[0] for task in done} == {429}
+        assert waiting
+        other = await stack.enter_async_context(_peer(api))
+        await other.send(quiet + BODY[:1])
+        await other.send(BODY[1:])
+        assert (await other.answer())[0] == 200
+        for peer, answer in zip(peers, answers, strict=True):
+            if not answer.done():
+                await peer.send(BODY[1:])
+                assert (await answer)[0] in (200, 429)
