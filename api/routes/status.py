@@ -14,6 +14,9 @@ from api.schemas.status_replies import ModelStatus, StatusReply
 
 router = APIRouter()
 
+STEPS_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
+"""What a wait is rounded up to. Longer ones are shown as the last one."""
+
 
 @router.get(
     "/v1/status",
@@ -48,12 +51,5 @@ def _status(call: ApiRequest, model: str) -> ModelStatus:
 
 
 def _coarse(wait_s: float) -> float:
-    """The next of 0, 0.1, 0.2, 0.5, 1, 2, 5 ... The exact wait would tell how many others wait."""
-    if wait_s < 0.05:
-        return 0.0
-    power = 0.1
-    while True:
-        for step in (1, 2, 5):
-            if wait_s <= step * power:
-                return round(step * power, 1)
-        power *= 10
+    """The next of STEPS_S. The exact wait would tell how many others wait."""
+    return next((step for step in STEPS_S if wait_s <= step), STEPS_S[-1])

@@ -1,12 +1,15 @@
 """/console is served whole from this API, under a policy that lets nothing else in."""
 
 import re
+import shutil
 from urllib.parse import urljoin
 
 import pytest
+from playwright.async_api import async_playwright, expect
 
 from api.routes.console import FOLDER
 from tests.api.harness import ApiUnderTest
+from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 FILES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.*"))
@@ -71,3 +74,21 @@ async def test_only_its_folder_is_served(api: ApiUnderTest, path: str) -> None:
 async def test_the_page_is_not_part_of_the_api(api: ApiUnderTest) -> None:
     paths = (await api.http.get("/openapi.json")).json()["paths"]
     assert not [path for path in paths if path.startswith("/console")]
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+async def test_an_api_that_needs_no_key_asks_for_none(api: ApiUnderTest) -> None:
+    errors: list[str] = []
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
+        page = await browser.new_page()
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text))
+        expect.set_options(timeout=WAIT_LIMIT_S * 1000)
+        await page.goto(f"{api.url}/console#live")
+        await expect(page.get_by_text("Throughput of the workers").first).to_be_visible()
+        await expect(page.locator("#main")).to_be_focused()
+        await browser.close()
+    assert not errors

@@ -136,6 +136,9 @@ def test_a_picture_is_previewed_and_its_drawing_canceled(page: Page) -> None:
     preview = page.get_by_role("img", name="Preview")
     expect(preview).to_be_visible()
     assert preview.get_attribute("src").startswith("data:image/webp;base64,")  # type: ignore[union-attr]
+    page.get_by_role("link", name="Predictions", exact=True).click()
+    page.get_by_role("row").filter(has_text="a blue square").first.get_by_role("link").click()
+    expect(preview).to_be_visible()
     page.get_by_role("button", name="Cancel").click()
     expect(page.get_by_text("The prediction was canceled.")).to_be_visible()
 

@@ -101,6 +101,8 @@ async function show() {
   } catch (error) {
     if (!signal.aborted) place.append(failure(error));
   }
+  // Where what had the focus is gone, the keyboard goes on from the new view.
+  if (!signal.aborted && document.activeElement === document.body) main.focus();
 }
 
 function decoded(part) {

@@ -1,13 +1,13 @@
 // The view "Predictions": a list, and one prediction.
 
 import { call } from "./api.js";
-import { badge, button, failure, h, put, say, table } from "./dom.js";
+import { badge, button, h, put, say, table } from "./dom.js";
+import { follow } from "./follow.js";
 import { resultOf } from "./results.js";
 import { snippets } from "./snippets.js";
-import { moment, placeInLine, timeBar } from "./timing.js";
+import { moment, timeBar } from "./timing.js";
 
 const OPEN = ["starting", "processing"];
-const POLL_MS = 2000;
 const LONGEST_SUMMARY = 80;
 
 /** Shows the view. `#predictions/ID` opens one. */
@@ -68,15 +68,11 @@ function summary(input) {
 async function one(place, id, signal) {
   const path = `v1/predictions/${encodeURIComponent(id)}`;
   const prediction = await call(path, { signal });
-  const again = () => one(place, id, signal);
   const isOpen = OPEN.includes(prediction.status);
-  const cancel =
-    isOpen &&
-    button("Cancel", async () => {
-      await call(`${path}/cancel`, { method: "POST", signal });
-      say("The prediction was canceled.");
-      await again();
-    });
+  const outcome = h("div", { class: "stack" });
+  if (!isOpen) {
+    put(outcome, h("div", { class: "card" }, h("h2", {}, "Result"), resultOf(prediction, signal)));
+  }
   put(
     place,
     h("p", {}, h("a", { href: "#predictions" }, "All predictions")),
@@ -89,15 +85,7 @@ async function one(place, id, signal) {
     h(
       "div",
       { class: "columns" },
-      h(
-        "div",
-        { class: "card" },
-        h("h2", {}, "Result"),
-        isOpen
-          ? h("p", { class: "progress" }, prediction.logs || placeInLine(prediction.queue))
-          : resultOf(prediction, signal),
-        cancel,
-      ),
+      outcome,
       h(
         "div",
         { class: "stack" },
@@ -112,11 +100,10 @@ async function one(place, id, signal) {
       ),
     ),
   );
-  if (isOpen)
-    setTimeout(
-      () => signal.aborted || again().catch((error) => place.append(failure(error))),
-      POLL_MS,
-    );
+  if (!isOpen) return;
+  await follow(path, outcome, signal);
+  say("The prediction ended.");
+  await one(place, id, signal);
 }
 
 function facts(prediction) {

@@ -1,14 +1,13 @@
 // The view "Try": a form for the chosen model, and the prediction that it starts.
 
-import { call, events } from "./api.js";
-import { button, failure, h, put, say } from "./dom.js";
+import { call } from "./api.js";
+import { failure, h, put, say } from "./dom.js";
+import { follow } from "./follow.js";
 import { formOf } from "./form.js";
 import { resultOf } from "./results.js";
 import { snippets } from "./snippets.js";
-import { placeInLine } from "./timing.js";
 
 const ENDS = ["succeeded", "failed", "canceled"];
-const PREVIEW = /^data:image\/(png|jpeg|webp);base64,[A-Za-z0-9+/=]+$/;
 
 /** Shows the view. `#try/MODEL` chooses a model. */
 export async function show(place, [wanted], signal) {
@@ -90,25 +89,4 @@ async function predict(body, outcome, signal) {
     snippets(body),
   );
   say(`The prediction ${prediction.status}.`);
-}
-
-/** Shows what a prediction tells of itself, until it ends. */
-async function follow(path, outcome, signal) {
-  const words = h("p", { class: "progress" }, "Waits for a worker …");
-  const preview = h("img", { class: "picture", alt: "Preview", hidden: true });
-  const cancel = button("Cancel", () => call(`${path}/cancel`, { method: "POST", signal }));
-  put(outcome, h("div", { class: "card" }, words, preview, cancel));
-  for await (const { event, data } of events(`${path}/stream?events=preview,queue`, signal)) {
-    if (event === "logs") words.textContent = data;
-    if (event === "queue") words.textContent = placeInLine(JSON.parse(data));
-    if (event === "preview") showPreview(preview, words, data);
-  }
-}
-
-function showPreview(preview, words, data) {
-  const { image, step, steps } = JSON.parse(data);
-  if (!PREVIEW.test(image)) return;
-  preview.src = image;
-  preview.hidden = false;
-  words.textContent = `Step ${Number(step)} of ${Number(steps)}`;
 }

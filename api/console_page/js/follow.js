@@ -1,0 +1,28 @@
+// Shows a prediction while it waits and runs.
+
+import { call, events } from "./api.js";
+import { button, h, put } from "./dom.js";
+import { placeInLine } from "./timing.js";
+
+const PREVIEW = /^data:image\/(png|jpeg|webp);base64,[A-Za-z0-9+/=]+$/;
+
+/** Shows what a prediction tells of itself in `outcome`, until it ends. */
+export async function follow(path, outcome, signal) {
+  const words = h("p", { class: "progress" }, "Waits for a worker …");
+  const preview = h("img", { class: "picture", alt: "Preview", hidden: true });
+  const cancel = button("Cancel", () => call(`${path}/cancel`, { method: "POST", signal }));
+  put(outcome, h("div", { class: "card" }, words, preview, cancel));
+  for await (const { event, data } of events(`${path}/stream?events=preview,queue`, signal)) {
+    if (event === "logs") words.textContent = data;
+    if (event === "queue") words.textContent = placeInLine(JSON.parse(data));
+    if (event === "preview") showPreview(preview, words, data);
+  }
+}
+
+function showPreview(preview, words, data) {
+  const { image, step, steps } = JSON.parse(data);
+  if (!PREVIEW.test(image)) return;
+  preview.src = image;
+  preview.hidden = false;
+  words.textContent = `Step ${Number(step)} of ${Number(steps)}`;
+}
