@@ -47,6 +47,7 @@ from api.routes import (
     models,
     objects,
     pages,
+    prediction_events,
     status,
     usage,
 )
@@ -132,7 +133,7 @@ def create_app(
         app.add(routes.router)
     app.mount("/docs/assets", pages.assets)
     app.mount("/console/assets", console.assets)
-    for router in (prediction_routes.router, prediction_models.router):
+    for router in (prediction_routes.router, prediction_events.router, prediction_models.router):
         app.include_router(router, prefix="/v1")
         app.include_router(router, include_in_schema=False)
     add_handlers(app)
