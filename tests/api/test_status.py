@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from api.dispatch.demand import Demand
+from api.routes.status import STEPS_S
 from tests.api.harness import (
     CATALOG,
     IMAGE_MODEL,
@@ -57,6 +58,8 @@ async def test_a_tenant_sees_its_own_items_and_only_that_others_have_some(
     assert own["your_items_in_flight"] == 6
     assert own["is_busy"]
     assert own["expected_wait_s"] >= foreign["expected_wait_s"] > 0
+    # An exact wait would tell how much others sent.
+    assert {own["expected_wait_s"], foreign["expected_wait_s"]} <= set(STEPS_S)
     assert foreign["is_busy"]
     assert foreign["your_items_in_flight"] == 0
     api.dependencies.admission.admit(Demand(name, 9, "acme"))
