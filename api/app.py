@@ -19,9 +19,9 @@ from api.errors import add_handlers
 from api.fair_room import FairRoom
 from api.http import openapi
 from api.http.auth import Access, access_of
+from api.http.body_budget import BodyBudget
 from api.http.dependencies import Dependencies
 from api.http.fast_route import FastRouteApp
-from api.http.middleware import BodyBudget
 from api.http.refusals import Refusals
 from api.idempotency.service import IdempotencyService
 from api.idempotency.store import IdempotencyStore

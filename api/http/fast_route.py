@@ -15,9 +15,10 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.errors import EXPECTED_ERRORS, handle_error
+from api.http.body_budget import BodyBudget
 from api.http.compression import compress
 from api.http.idempotency import run_idempotent
-from api.http.middleware import BodyBudget, ContextMiddleware
+from api.http.middleware import ContextMiddleware
 from api.http.request_options import IDEMPOTENCY_HEADER
 
 IS_HEAD = "penstock.is_head"

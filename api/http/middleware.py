@@ -12,7 +12,6 @@ import re
 import secrets
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -23,9 +22,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api import metrics
 from api.dispatch.request import RequestOptions
 from api.errors import BodyTooLarge, TooSlow, error_response
-from api.fair_room import FairRoom, OneItem
+from api.fair_room import OneItem
+from api.http.body_budget import BodyBudget
 from api.http.request_span import begin_span, end_span
-from api.shares import share_of
 from shared.errors import Overloaded, PenstockError
 from shared.stores.object_writer import MEMORY_BYTES
 from shared.tenants.api_key import PREFIX
@@ -93,37 +92,6 @@ def context_of(request: Request) -> RequestContext:
     context = request.scope["penstock.context"]
     assert isinstance(context, RequestContext), "the middleware wraps every route; this is a bug"
     return context
-
-
-@dataclass(slots=True)
-class BodyBudget:
-    """The memory and the connections for request bodies.
-
-    Memory is held until the request is answered, a connection until its body has arrived.
-    """
-
-    largest_bytes: int
-    """The limit of one body."""
-    together_bytes: int
-    """The limit of all bodies together. Above it only small bodies are accepted."""
-    arriving: FairRoom
-    """The connections whose bodies are still arriving."""
-    held_bytes: int = 0
-    held_of: Counter[str] = field(default_factory=Counter)
-    """The same by tenant."""
-
-    def hold(self, tenant: str, size_bytes: int) -> None:
-        """Counts a piece of a body. `size_bytes` is negative when the piece is released."""
-        self.held_bytes += size_bytes
-        self.held_of[tenant] += size_bytes
-        if not self.held_of[tenant]:
-            del self.held_of[tenant]
-
-    def is_full(self, tenant: str) -> bool:
-        """Whether this tenant may send no large body now."""
-        return self.held_bytes > self.together_bytes or self.held_of[tenant] > share_of(
-            self.together_bytes
-        )
 
 
 class ContextMiddleware:
