@@ -81,7 +81,7 @@ async def deployed(
         tmp_path, redis_url=redis_url, keys_url=keys_url(tmp_path, a="acme", o="other")
     )
     async with AsyncExitStack() as opened:
-        harness = await opened.enter_async_context(running_worker(redis_url, tmp_path))
+        harness = await opened.enter_async_context(running_worker(redis_url, tmp_path, model=model))
         catalog, nobody = Catalog((model,)), FakeWorker(harness.broker, ())
         here, there = [
             await opened.enter_async_context(
@@ -135,11 +135,10 @@ async def test_text_of_another_tenant_in_flight_is_not_joined(
 
 @pytest.mark.parametrize("share", [0.0, 0.25])
 async def test_global_scope_is_a_choice_and_hits_cost_what_the_catalog_says(
-    redis_url: str, tmp_path: Path, share: float, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, tmp_path: Path, share: float
 ) -> None:
     price = MODEL.price.model_copy(update={"cached_share": share})
     model = MODEL.model_copy(update={"cache": Cache(ttl_s=60, scope="global"), "price": price})
-    monkeypatch.setattr("tests.workers.worker_harness.MODEL", model)
     async with deployed(redis_url, tmp_path, model) as one:
         one.harness.process.gate.clear()
         asked = [

@@ -28,7 +28,7 @@ def kept_s(plan: Plan) -> dict[str, int]:
     return {
         folder.rstrip("/"): one["age"] * DAY_S
         for one in conditions
-        for folder in one["matches_prefix"]
+        for folder in one["matches_prefix"] or ()
     }
 
 
@@ -38,11 +38,11 @@ def test_every_folder_that_is_written_has_its_end(kept_s: dict[str, int]) -> Non
         for top in ("api", "shared", "workers")
         for path in Path(top).rglob("*.py")
     ]
-    pattern = r'object_key\("(\w+)"|key = f"(\w+)/|return f"(files)/'
+    pattern = r'object_key\("(\w+)"|key = f"(\w+)/|return f"(files)/|^[A-Z]+ = "(batches)/'
     written = {
         name
         for source in sources
-        for found in re.findall(pattern, source)
+        for found in re.findall(pattern, source, re.MULTILINE)
         for name in found
         if name
     }
