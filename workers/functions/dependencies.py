@@ -19,10 +19,9 @@ from shared.transport import Message
 from shared.usage.bigquery import Sender
 from shared.usage.row import Row
 from shared.usage.writer import TABLE, fields_of
-from workers.functions.batch_webhook import BatchWebhooks
-from workers.functions.budget_webhook import BudgetWebhooks
 from workers.functions.dead_letter import DeadLetters
 from workers.functions.delivery_state import DeliveryState
+from workers.functions.event_webhooks import ATTRIBUTES, EventWebhooks
 from workers.functions.handler import Handler
 from workers.functions.settings import FunctionSettings
 from workers.functions.webhook import Webhooks
@@ -81,15 +80,11 @@ class FunctionDependencies:
             settings.webhook_secrets,
             allow_private=settings.webhooks_private,
         )
-        allow_private = settings.webhooks_private
-        batches = BatchWebhooks(settings.webhook_secrets, allow_private=allow_private)
-        budgets = BudgetWebhooks(settings.webhook_secrets, allow_private=allow_private)
+        events = EventWebhooks(settings.webhook_secrets, allow_private=settings.webhooks_private)
 
         async def deliver(message: Message) -> None:
-            if "batch" in message.attributes:
-                await batches.deliver(message)
-            elif "budget" in message.attributes:
-                await budgets.deliver(message)
+            if ATTRIBUTES & message.attributes.keys():
+                await events.deliver(message)
             else:
                 await webhooks.deliver(message)
 
