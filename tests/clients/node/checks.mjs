@@ -16,7 +16,7 @@ export const TOO_LONG = "the turbine turns ".repeat(400);
 // Of two vectors of one text. They may be from batches of different lengths, in bf16.
 const LEAST_COSINE = 0.9999;
 
-class Skip extends Error {}
+export class Skip extends Error {}
 
 // Runs all checks in order and prints one line of JSON for each.
 // The name of a check says what is checked.

@@ -1,6 +1,7 @@
 // OpenAI's own client for Node: embeddings, images, models, errors, timeouts, retries.
 import assert from "node:assert/strict";
 import { randomUUID } from "node:crypto";
+import { batchChecks } from "./openai_batch_checks.mjs";
 import OpenAI, { toFile } from "openai";
 import {
   assertPng,
@@ -27,6 +28,7 @@ const embedded = (answer) => answer.data.map((item) => item.embedding);
 const pictures = (answer) => answer.data.map((item) => Buffer.from(item.b64_json, "base64"));
 
 await run({
+  ...batchChecks(client),
   "one text": async () => {
     const [text] = fresh(1);
     const answer = await client.embeddings.create({ model: EMBEDDER, input: text });

@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import openai
 
+import tests.clients.python.openai_batch_checks  # noqa: F401  its checks run first
 from tests.clients.python.checks import (
     EMBEDDER,
     KEY,
