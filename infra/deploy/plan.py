@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from infra.deploy.costs import REPLIES, Cost, cost_table, on_demand_usd
-from infra.deploy.platform_variables import MOST_SLOTS, Platform
+from infra.deploy.platform_variables import INBOX_STRIDE, MOST_SLOTS, Platform
 from infra.deploy.prices import Prices, Source
 from infra.deploy.quotas import Quota, quotas
 from infra.deploy.rates import ModelRate, Rates
@@ -147,7 +147,9 @@ def _changed(platform: Platform, sites: Sequence[Site]) -> tuple[Platform, list[
     instances = at_least(
         "api.max_instances", platform.api.max_instances, max(site.api_peak for site in sites)
     )
-    inboxes = at_least("inboxes.per_region", platform.inboxes.per_region, inboxes_for(instances))
+    inboxes = at_least(
+        "inboxes.per_region", platform.inboxes.per_region, _inboxes_of_region(instances, platform)
+    )
     slots = platform.inboxes.slots
     if inboxes * slots * len(sites) > MOST_SLOTS:
         slots = max(1, MOST_SLOTS // (inboxes * len(sites)))
@@ -177,6 +179,17 @@ def _changed(platform: Platform, sites: Sequence[Site]) -> tuple[Platform, list[
         "regions": regions,
     }
     return platform.model_copy(update=update), changes
+
+
+def _inboxes_of_region(instances: int, platform: Platform) -> int:
+    needed = inboxes_for(instances, platform.batches.instances)
+    if needed > INBOX_STRIDE:
+        raise ConfigurationError(
+            f"api.max_instances: {instances} instances in a region need {needed} inboxes,"
+            f" and a region has {INBOX_STRIDE} at most; divide the load among more regions",
+            field="api.max_instances",
+        )
+    return needed
 
 
 def _too_few_replicas(sites: Sequence[Site]) -> list[Change]:

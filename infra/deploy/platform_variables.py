@@ -18,6 +18,8 @@ from shared.errors import ConfigurationError
 MOST_SLOTS = 9000
 """The limit of reply subscriptions, of a project's 10,000. Terraform has the same limit."""
 MOST_REGIONS = 16
+INBOX_STRIDE = 1000
+"""A region's inboxes are numbered from this times its index. Terraform has the same stride."""
 INSTANCES_TO_INBOXES = 2
 """Old and new revision of the API lease inboxes at the same time."""
 
@@ -68,8 +70,15 @@ class FunctionsVariable(_Variable):
 class Inboxes(_Variable):
     """Terraform's `inboxes`."""
 
-    per_region: int = Field(8, ge=1)
-    slots: int = Field(80, ge=1)
+    per_region: int = Field(8, ge=1, le=INBOX_STRIDE)
+    slots: int = Field(80, ge=1, le=200)
+
+
+class BatchesVariable(_Variable):
+    """Terraform's `batches`: each runner leases an inbox, as an instance of the API does."""
+
+    instances: int = Field(0, ge=0)
+    memory: str = "1Gi"
 
 
 class GeneralNodes(_Variable):
@@ -118,6 +127,7 @@ class Platform(_Variable):
     """What sizes the stage `platform`."""
 
     api: ApiVariable = ApiVariable()
+    batches: BatchesVariable = BatchesVariable()
     cache: CacheVariable = CacheVariable()
     dataset_location: str = "EU"
     domain: str | None = None

@@ -232,6 +232,6 @@ def _api_instances(
     return max(platform.api.min_instances, by_concurrency, by_rate)
 
 
-def inboxes_for(instances: int) -> int:
-    """Inboxes of a region whose API has so many instances at most."""
-    return instances * INSTANCES_TO_INBOXES
+def inboxes_for(instances: int, runners: int) -> int:
+    """Inboxes of a region whose API has so many instances at most, with so many batch runners."""
+    return (instances + runners) * INSTANCES_TO_INBOXES

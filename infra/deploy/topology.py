@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from infra.deploy.platform_variables import Platform
+from infra.deploy.platform_variables import INBOX_STRIDE, Platform
 from infra.kubernetes.deployment import gpu_class
 from shared.catalog import Model
 from shared.pubsub.names import (
@@ -47,11 +47,10 @@ def subscriptions(models: Iterable[Model], platform: Platform) -> list[str]:
 
 
 def _inboxes(platform: Platform) -> list[str]:
-    count = platform.inboxes.per_region
     return [
-        str(region.index * count + offset)
+        str(region.index * INBOX_STRIDE + offset)
         for region in platform.regions.values()
-        for offset in range(count)
+        for offset in range(platform.inboxes.per_region)
     ]
 
 

@@ -3,9 +3,14 @@
 locals {
   inboxes = merge([
     for name, region in var.regions : {
-      for offset in range(var.inboxes.per_region) : region.index * var.inboxes.per_region + offset => name
+      for offset in range(var.inboxes.per_region) : local.first_inbox[name] + offset => name
     }
   ]...)
+  # The distance is a constant: with per_region as distance, a raise would
+  # give the inboxes of all regions but the first new numbers, and with them
+  # new topics, while instances wait for replies on the old ones.
+  first_inbox  = { for name, region in var.regions : name => region.index * local.inbox_stride }
+  inbox_stride = 1000
 }
 
 module "inbox" {

@@ -37,7 +37,7 @@ module "region" {
 
   inboxes = {
     count = var.inboxes.per_region
-    first = each.value.index * var.inboxes.per_region
+    first = local.first_inbox[each.key]
     slots = var.inboxes.slots
   }
 

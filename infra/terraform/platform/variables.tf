@@ -223,6 +223,16 @@ variable "inboxes" {
     error_message = "Inboxes are leased one per API instance and runner of batches, by old and new revision: per_region is at least twice api.max_instances and batches.instances together."
   }
 
+  validation {
+    condition     = var.inboxes.per_region <= local.inbox_stride && floor(var.inboxes.per_region) == var.inboxes.per_region
+    error_message = "inboxes.per_region is a whole number, ${local.inbox_stride} at most: a region's numbers begin at ${local.inbox_stride} times its index."
+  }
+
+  validation {
+    condition     = var.inboxes.slots >= 1 && var.inboxes.slots <= 200 && floor(var.inboxes.slots) == var.inboxes.slots
+    error_message = "inboxes.slots is a whole number from 1 to 200."
+  }
+
   # Pub/Sub allows a project 10,000 subscriptions; the models need three each.
   validation {
     condition     = var.inboxes.per_region * var.inboxes.slots * length(var.regions) <= 9000

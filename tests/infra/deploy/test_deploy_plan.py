@@ -11,6 +11,7 @@ import pytest
 
 from infra.deploy.__main__ import main
 from infra.deploy.platform_variables import Platform
+from shared.errors import ConfigurationError
 from tests.infra.deploy.planning import entry, plan_of, rate
 from tests.infra.test_cli import penstock
 
@@ -110,6 +111,20 @@ def test_too_small_settings_are_raised_and_told() -> None:
         2 * site.api_peak,
     )
     assert len(plan.subscriptions) == 2 * 3 + 2 * site.api_peak * 80
+
+
+def test_runners_of_batches_have_inboxes_too() -> None:
+    platform = Platform.model_validate(
+        {"api": {"max_instances": 20}, "batches": {"instances": 1}, "inboxes": {"per_region": 40}}
+    )
+    plan = plan_of(entry(), rates={"texts": rate(1)}, platform=platform)
+    assert {change.setting: change.needed for change in plan.changes}["inboxes.per_region"] == 42
+
+
+def test_more_instances_than_a_region_has_inboxes() -> None:
+    platform = Platform.model_validate({"api": {"max_instances": 501}})
+    with pytest.raises(ConfigurationError, match="501 instances in a region need 1002 inboxes"):
+        plan_of(entry(), rates={"texts": rate(1)}, platform=platform)
 
 
 def test_slots_go_down_before_a_project_runs_out_of_subscriptions() -> None:

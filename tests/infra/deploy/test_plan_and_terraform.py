@@ -147,6 +147,11 @@ def test_bound_of_the_slots_is_that_of_terraform() -> None:
     assert f"length(var.regions) <= {platform_variables.MOST_SLOTS}" in PLATFORM.read_text()
 
 
+def test_inboxes_are_numbered_as_by_terraform() -> None:
+    stage = Path("infra/terraform/platform/inboxes.tf").read_text()
+    assert re.search(rf"^ +inbox_stride += {platform_variables.INBOX_STRIDE}$", stage, re.MULTILINE)
+
+
 def _block(variable: str, file: Path) -> str:
     found = re.search(
         rf'^variable "{variable}" {{\n(.*?)^}}', file.read_text(), flags=re.MULTILINE | re.DOTALL

@@ -167,6 +167,55 @@ run "a_region_more" {
   }
 }
 
+run "inboxes_keep_their_numbers_when_more_are_added" {
+  command = plan
+
+  variables {
+    inboxes = { per_region = 3, slots = 2 }
+    regions = { "europe-west1" = { index = 1 }, "europe-west4" = { index = 0 } }
+  }
+
+  assert {
+    condition     = [for inbox in module.inbox : inbox.topic_id] == ["inbox.0", "inbox.1", "inbox.1000", "inbox.1001", "inbox.1002", "inbox.2"]
+    error_message = "A region's numbers begin where they began, however many inboxes it has."
+  }
+
+  assert {
+    condition     = local.first_inbox == { "europe-west1" = 1000, "europe-west4" = 0 }
+    error_message = "The API is told the same."
+  }
+}
+
+run "more_inboxes_than_a_region_has_numbers" {
+  command = plan
+
+  variables {
+    inboxes = { per_region = 1001, slots = 1 }
+  }
+
+  expect_failures = [var.inboxes]
+}
+
+run "half_an_inbox" {
+  command = plan
+
+  variables {
+    inboxes = { per_region = 2.5, slots = 2 }
+  }
+
+  expect_failures = [var.inboxes]
+}
+
+run "half_a_slot" {
+  command = plan
+
+  variables {
+    inboxes = { per_region = 2, slots = 2.5 }
+  }
+
+  expect_failures = [var.inboxes]
+}
+
 run "callers_cut_off_before_their_deadline" {
   command = plan
 
