@@ -102,7 +102,7 @@ class ApiSettings(Settings):
     """
     broker_wait_s: float = Field(0.5, gt=0, le=60)
     """How long jobs should wait at the broker. Above that they wait in the API, in fair order."""
-    reply_slots: int = Field(80, ge=1, le=200)
+    reply_slots: int = Field(8, ge=1, le=200)
     """Slots of an inbox that this instance creates. The inboxes of a pool have the same number."""
     inbox_pool: int = Field(0, ge=0)
     """Inboxes in the pool, leased through Redis. 0: this instance creates its own."""

@@ -173,7 +173,7 @@ def on_demand_usd(sites: Sequence[Site], prices: Prices) -> tuple[float, float] 
 
 def _messages(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None:
     """Publish and each delivery are billed, with at least 1,000 bytes each."""
-    slots = platform.inboxes.slots
+    slots = platform.inboxes.made_slots
     for what, size, times in (
         ("jobs", "job_bytes", 1 + JOB_DELIVERIES),
         ("replies", "reply_bytes", 1 + slots),

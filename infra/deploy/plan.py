@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from infra.deploy.costs import REPLIES, Cost, cost_table, on_demand_usd
-from infra.deploy.platform_variables import INBOX_STRIDE, MOST_SLOTS, Platform
+from infra.deploy.platform_variables import INBOX_STRIDE, MOST_REPLY_SUBSCRIPTIONS, Platform
 from infra.deploy.prices import Prices, Source
 from infra.deploy.quotas import Quota, quotas
 from infra.deploy.rates import ModelRate, Rates
@@ -150,10 +150,13 @@ def _changed(platform: Platform, sites: Sequence[Site]) -> tuple[Platform, list[
     inboxes = at_least(
         "inboxes.per_region", platform.inboxes.per_region, _inboxes_of_region(instances, platform)
     )
-    slots = platform.inboxes.slots
-    if inboxes * slots * len(sites) > MOST_SLOTS:
-        slots = max(1, MOST_SLOTS // (inboxes * len(sites)))
-        changes.append(Change("tfvars", "inboxes.slots", platform.inboxes.slots, slots))
+    most_slots = max(1, MOST_REPLY_SUBSCRIPTIONS // (inboxes * len(sites)) - 1)
+    slots: dict[str, int] = {}
+    for name in ("slots", "kept_slots"):
+        given = getattr(platform.inboxes, name)
+        if given is not None and given > most_slots:
+            slots[name] = most_slots
+            changes.append(Change("tfvars", f"inboxes.{name}", given, most_slots))
     nodes, regions = platform.nodes, dict(platform.regions)
     most = max(site.general_peak for site in sites)
     general = nodes.general.model_copy(
@@ -174,7 +177,7 @@ def _changed(platform: Platform, sites: Sequence[Site]) -> tuple[Platform, list[
                 regions[name] = region.model_copy(update={"max_gpus": limit})
     update = {
         "api": platform.api.model_copy(update={"max_instances": instances}),
-        "inboxes": platform.inboxes.model_copy(update={"per_region": inboxes, "slots": slots}),
+        "inboxes": platform.inboxes.model_copy(update={"per_region": inboxes, **slots}),
         "nodes": nodes.model_copy(update={"general": general, "max_gpus": max_gpus}),
         "regions": regions,
     }
@@ -238,7 +241,7 @@ def _notes(catalog: Catalog, rates: Rates, platform: Platform, sites: Sequence[S
 
 def _of_slots(platform: Platform, costs: Sequence[Cost]) -> Iterator[str]:
     """Slots are the one setting that multiplies a cost without any of the rates."""
-    slots = platform.inboxes.slots
+    slots = platform.inboxes.made_slots
     paid = sum(cost.mean_usd or 0.0 for cost in costs if cost.item.startswith(REPLIES))
     if slots > 1 and paid:
         fewer = 2 / (1 + slots)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from shared.errors import ConfigurationError
 
-MOST_SLOTS = 9000
+MOST_REPLY_SUBSCRIPTIONS = 9000
 """The limit of reply subscriptions, of a project's 10,000. Terraform has the same limit."""
 MOST_REGIONS = 16
 INBOX_STRIDE = 1000
@@ -71,7 +71,18 @@ class Inboxes(_Variable):
     """Terraform's `inboxes`."""
 
     per_region: int = Field(8, ge=1, le=INBOX_STRIDE)
-    slots: int = Field(80, ge=1, le=200)
+    slots: int = Field(8, ge=1, le=200)
+    kept_slots: int | None = Field(None, ge=1, le=200)
+
+    @property
+    def made_slots(self) -> int:
+        """Slots of each inbox that exist. Those above `slots` are of revisions that end soon."""
+        return self.slots if self.kept_slots is None else self.kept_slots
+
+    @property
+    def subscriptions(self) -> int:
+        """Of each inbox: its slots, and one for direct replies."""
+        return self.made_slots + 1
 
 
 class BatchesVariable(_Variable):

@@ -61,7 +61,7 @@ def quotas(
             "of older copies of the page",
         )
     )
-    per_topic = platform.inboxes.slots
+    per_topic = platform.inboxes.made_slots
     found.append(
         Quota("Pub/Sub subscriptions of a topic", "inbox", per_topic, str(SUBSCRIPTIONS_OF_A_TOPIC))
     )

@@ -158,7 +158,8 @@ def _pubsub(plan: Plan) -> str:
     count = inboxes.per_region * len(plan.sites)
     return (
         f"  {len(plan.topics)} topics, {len(plan.subscriptions)} subscriptions; of these "
-        f"{count} inboxes with {inboxes.slots} slots each: {count * inboxes.slots} subscriptions"
+        f"{count} inboxes with a direct subscription and {inboxes.made_slots} slots each: "
+        f"{count * inboxes.subscriptions} subscriptions"
     )
 
 

@@ -18,6 +18,7 @@ from shared.pubsub.names import (
     dead_letter_push_subscription_id,
     dead_letter_subscription_id,
     dead_letter_topic_id,
+    direct_id,
     inbox_topic_id,
     jobs_topic_id,
     slot_subscription_id,
@@ -32,7 +33,10 @@ def topics(models: Iterable[Model], platform: Platform) -> list[str]:
         for model in models
         for name in (jobs_topic_id(model.name), dead_letter_topic_id(model.name))
     ]
-    return [*of_models, *(inbox_topic_id(inbox) for inbox in _inboxes(platform)), WEBHOOKS_TOPIC_ID]
+    inboxes = [
+        name for inbox in _inboxes(platform) for name in (inbox_topic_id(inbox), direct_id(inbox))
+    ]
+    return [*of_models, *inboxes, WEBHOOKS_TOPIC_ID]
 
 
 def subscriptions(models: Iterable[Model], platform: Platform) -> list[str]:
@@ -42,7 +46,8 @@ def subscriptions(models: Iterable[Model], platform: Platform) -> list[str]:
         of_model.append(dead_letter_push_subscription_id)
     found = [name(model.name) for model in models for name in of_model]
     for inbox in _inboxes(platform):
-        found += [slot_subscription_id(inbox, slot) for slot in range(platform.inboxes.slots)]
+        made = range(platform.inboxes.made_slots)
+        found += [direct_id(inbox), *(slot_subscription_id(inbox, slot) for slot in made)]
     return found + ([WEBHOOKS_SUBSCRIPTION_ID] if platform.functions.webhooks is not None else [])
 
 

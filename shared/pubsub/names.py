@@ -44,11 +44,19 @@ INTERACTIVE_FILTER, BATCH_FILTER = 'NOT attributes.lane = "batch"', 'attributes.
 
 
 def inbox_topic_id(inbox: str) -> str:
-    """Returns the reply topic of an inbox.
+    """Returns the reply topic of an inbox that has its slots.
 
     `inbox` is a number in the pool or the id of an instance.
     """
     return f"inbox.{inbox}"
+
+
+def direct_id(inbox: str) -> str:
+    """Returns the reply topic of an inbox that has no slots. Its one subscription has this id too.
+
+    No filter drops any of its replies, so each is delivered, and billed, once.
+    """
+    return f"inbox.{inbox}.direct"
 
 
 def slot_subscription_id(inbox: str, slot: int) -> str:

@@ -1,4 +1,4 @@
-"""Creates and deletes an inbox (its topic and slots), for a pool or a single instance."""
+"""Creates and deletes an inbox (its two topics), for a pool or a single instance."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
-from shared.pubsub.names import inbox_topic_id, slot_filter, slot_subscription_id
+from shared.pubsub.names import direct_id, inbox_topic_id, slot_filter, slot_subscription_id
 from shared.transport import Admin, SubscriptionSettings
 
 
 async def make_inbox(admin: Admin, inbox: str, slots: int, *, expires_after_s: int = 0) -> None:
-    """Creates an inbox's topic and one subscription per slot, unless they exist.
+    """Creates an inbox's topics with their subscriptions, unless they exist.
+
+    These are one subscription per slot, and one without a filter for direct replies.
 
     Args:
         admin: creates them. It bounds the calls in flight.
@@ -22,16 +24,17 @@ async def make_inbox(admin: Admin, inbox: str, slots: int, *, expires_after_s: i
     Raises:
         PenstockError: as the admin's calls do.
     """
-    topic_id = inbox_topic_id(inbox)
-    await admin.ensure_topic(topic_id)
-    await _all(
-        admin.ensure_subscription(
-            slot_subscription_id(inbox, slot),
-            SubscriptionSettings(
-                topic_id, slot_filter(slot, slots), expires_after_s=expires_after_s
-            ),
+    topic_id, direct = inbox_topic_id(inbox), direct_id(inbox)
+    await _all(admin.ensure_topic(topic) for topic in (topic_id, direct))
+    subscriptions = {direct: SubscriptionSettings(direct, expires_after_s=expires_after_s)} | {
+        slot_subscription_id(inbox, slot): SubscriptionSettings(
+            topic_id, slot_filter(slot, slots), expires_after_s=expires_after_s
         )
         for slot in range(slots)
+    }
+    await _all(
+        admin.ensure_subscription(subscription_id, settings)
+        for subscription_id, settings in subscriptions.items()
     )
 
 
@@ -41,10 +44,10 @@ async def remove_inbox(admin: Admin, inbox: str, slots: int) -> None:
     Raises:
         PenstockError: as the admin's calls do.
     """
-    await admin.delete_topic(inbox_topic_id(inbox))
-    await _all(
-        admin.delete_subscription(slot_subscription_id(inbox, slot)) for slot in range(slots)
-    )
+    topics = (inbox_topic_id(inbox), direct_id(inbox))
+    await _all(admin.delete_topic(topic) for topic in topics)
+    subscriptions = [direct_id(inbox), *(slot_subscription_id(inbox, n) for n in range(slots))]
+    await _all(admin.delete_subscription(name) for name in subscriptions)
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, bool]]) -> None:

@@ -19,6 +19,7 @@ from shared.pubsub.names import (
     batch_subscription_id,
     dead_letter_subscription_id,
     dead_letter_topic_id,
+    direct_id,
     inbox_topic_id,
     jobs_topic_id,
     slot_subscription_id,
@@ -35,6 +36,7 @@ async def test_everything_in_use_is_created(pubsub_endpoint: str) -> None:
         for _ in range(2):
             await provision(admin, CATALOG, inbox_pool=2, slots=3)
         wanted = [slot_subscription_id(inbox, slot) for inbox in "01" for slot in range(3)]
+        wanted += [direct_id(inbox) for inbox in "01"]
         for model in CATALOG.models:
             wanted += [workers_subscription_id(model.name), batch_subscription_id(model.name)]
             wanted += [dead_letter_subscription_id(model.name)]
@@ -59,6 +61,25 @@ async def test_reply_reaches_its_slot_only(pubsub_endpoint: str) -> None:
             await broker.publish(inbox_topic_id("0"), b"for 0", {"slot": "0"})
             got = [(await anext(aiter(each))).data for each in (first, second)]
         assert got == [b"for 0", b"for 1"]
+
+
+@pytest.mark.anyio
+async def test_direct_reply_comes_once_whatever_its_slot(pubsub_endpoint: str) -> None:
+    async with (
+        PubSubAdmin("direct", pubsub_endpoint) as admin,
+        PubSubTransport("direct", pubsub_endpoint) as broker,
+    ):
+        await provision(admin, CATALOG, inbox_pool=1, slots=2)
+        async with (
+            broker.subscribe(direct_id("0"), max_messages=5) as direct,
+            broker.subscribe(slot_subscription_id("0", 0), max_messages=5) as slot,
+        ):
+            await broker.publish(direct_id("0"), b"direct", {})
+            await broker.publish(direct_id("0"), b"of a slot", {"slot": "0"})
+            await broker.publish(inbox_topic_id("0"), b"for the slot", {"slot": "0"})
+            got = {(await anext(aiter(direct))).data for _ in range(2)}
+            assert (await anext(aiter(slot))).data == b"for the slot"
+        assert got == {b"direct", b"of a slot"}
 
 
 @pytest.mark.anyio

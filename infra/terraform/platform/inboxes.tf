@@ -11,6 +11,7 @@ locals {
   # new topics, while instances wait for replies on the old ones.
   first_inbox  = { for name, region in var.regions : name => region.index * local.inbox_stride }
   inbox_stride = 1000
+  made_slots   = coalesce(var.inboxes.kept_slots, var.inboxes.slots)
 }
 
 module "inbox" {
@@ -19,7 +20,7 @@ module "inbox" {
 
   project_id      = var.project_id
   number          = tonumber(each.key)
-  slots           = var.inboxes.slots
+  slots           = local.made_slots
   labels          = merge(var.labels, { region = each.value })
   storage_regions = local.storage_regions
   api_member      = google_service_account.api.member

@@ -210,10 +210,11 @@ variable "functions" {
 }
 
 variable "inboxes" {
-  description = "The pool of reply inboxes: how many for each region, and slots of each. Twice the API's instances, so that a new revision can start beside the old one."
+  description = "The pool of reply inboxes: how many for each region, and slots of each. Twice the API's instances, so that a new revision can start beside the old one. `kept_slots`: slots that stay while revisions with more of them serve; only to lower `slots`."
   type = object({
+    kept_slots = optional(number)
     per_region = optional(number, 8)
-    slots      = optional(number, 80)
+    slots      = optional(number, 8)
   })
   default  = {}
   nullable = false
@@ -233,10 +234,15 @@ variable "inboxes" {
     error_message = "inboxes.slots is a whole number from 1 to 200."
   }
 
+  validation {
+    condition     = var.inboxes.kept_slots == null ? true : var.inboxes.kept_slots >= var.inboxes.slots && var.inboxes.kept_slots <= 200 && floor(var.inboxes.kept_slots) == var.inboxes.kept_slots
+    error_message = "inboxes.kept_slots is a whole number from inboxes.slots to 200."
+  }
+
   # Pub/Sub allows a project 10,000 subscriptions; the models need three each.
   validation {
-    condition     = var.inboxes.per_region * var.inboxes.slots * length(var.regions) <= 9000
-    error_message = "Regions x inboxes x slots is 9000 at most; fewer slots do as well, requests then share them."
+    condition     = var.inboxes.per_region * (coalesce(var.inboxes.kept_slots, var.inboxes.slots) + 1) * length(var.regions) <= 9000
+    error_message = "Regions x inboxes x (slots + 1) is 9000 at most; fewer slots do as well, requests then share them."
   }
 }
 

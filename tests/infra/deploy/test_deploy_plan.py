@@ -110,7 +110,7 @@ def test_too_small_settings_are_raised_and_told() -> None:
         site.api_peak,
         2 * site.api_peak,
     )
-    assert len(plan.subscriptions) == 2 * 3 + 2 * site.api_peak * 80
+    assert len(plan.subscriptions) == 2 * 3 + 2 * site.api_peak * 9
 
 
 def test_runners_of_batches_have_inboxes_too() -> None:
@@ -131,8 +131,20 @@ def test_slots_go_down_before_a_project_runs_out_of_subscriptions() -> None:
     platform = Platform.model_validate({"inboxes": {"per_region": 200, "slots": 80}})
     plan = plan_of(entry(), rates={"texts": rate(1)}, platform=platform)
     (change,) = plan.changes
-    assert (change.setting, change.needed) == ("inboxes.slots", 45)
+    assert (change.setting, change.needed) == ("inboxes.slots", 44)
     assert len(plan.subscriptions) == 3 + 9000
+
+
+def test_slots_of_the_old_revision_count_until_they_are_gone() -> None:
+    inboxes = {"per_region": 8, "slots": 2, "kept_slots": 4}
+    platform = Platform.model_validate({"inboxes": inboxes})
+    plan = plan_of(entry(), rates={"texts": rate(1)}, platform=platform)
+    assert "inbox.7.slot.3" in plan.subscriptions
+    assert len(plan.subscriptions) == 3 + 8 * 5
+    inboxes |= {"per_region": 200, "kept_slots": 80}
+    platform = Platform.model_validate({"inboxes": inboxes})
+    plan = plan_of(entry(), rates={"texts": rate(1)}, platform=platform)
+    assert {change.setting: change.needed for change in plan.changes} == {"inboxes.kept_slots": 44}
 
 
 def test_quotas_are_those_of_the_peak() -> None:

@@ -144,7 +144,10 @@ def test_single_defaults_are_those_of_terraform(variable: str) -> None:
 
 
 def test_bound_of_the_slots_is_that_of_terraform() -> None:
-    assert f"length(var.regions) <= {platform_variables.MOST_SLOTS}" in PLATFORM.read_text()
+    assert (
+        f"length(var.regions) <= {platform_variables.MOST_REPLY_SUBSCRIPTIONS}"
+        in PLATFORM.read_text()
+    )
 
 
 def test_inboxes_are_numbered_as_by_terraform() -> None:

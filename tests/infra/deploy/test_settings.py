@@ -13,6 +13,7 @@ import pytest
 from infra.local.ports import Ports
 from infra.local.stack import REPLACED_BY, Stack
 from shared.catalog import read_catalog
+from shared.pubsub.names import direct_id, inbox_topic_id
 from shared.settings import ApiSettings, Settings, WorkerSettings
 from tests.infra.deploy.manifests import Objects, settings_of, workers
 from tests.infra.deploy.terraform import PROJECT, REGIONS, Plan, api_settings, function_settings
@@ -69,9 +70,9 @@ def test_regions_lease_inboxes_of_their_own(plan: Plan) -> None:
     for region in REGIONS:
         settings = api_settings(plan, region)
         first = int(settings.get("PENSTOCK_INBOX_FIRST") or 0)
-        leased += [
-            f"inbox.{first + number}" for number in range(int(settings["PENSTOCK_INBOX_POOL"] or 0))
-        ]
+        numbers = range(first, first + int(settings["PENSTOCK_INBOX_POOL"] or 0))
+        for number in map(str, numbers):
+            leased += [inbox_topic_id(number), direct_id(number)]
     assert sorted(leased) == sorted(
         found["name"]
         for found in plan.of("google_pubsub_topic")

@@ -1,5 +1,6 @@
-# One reply inbox: a topic, and a filtered subscription per slot. An API
-# instance leases it through Redis, so serving takes no admin call.
+# One reply inbox: a topic with a filtered subscription per slot, and a topic
+# with one subscription that no filter drops from. An API instance leases both
+# through Redis, so serving takes no admin call.
 
 locals {
   slots = toset([for slot in range(var.slots) : tostring(slot)])
@@ -18,6 +19,36 @@ resource "google_pubsub_topic" "default" {
     content {
       allowed_persistence_regions = var.storage_regions
     }
+  }
+}
+
+# Each of its replies is billed once: it has one subscription.
+resource "google_pubsub_topic" "direct" {
+  # checkov:skip=CKV_GCP_83: replies live for ten minutes, under Google's own keys
+
+  project = var.project_id
+  name    = "${google_pubsub_topic.default.name}.direct"
+  labels  = var.labels
+
+  dynamic "message_storage_policy" {
+    for_each = length(var.storage_regions) == 0 ? [] : [""]
+
+    content {
+      allowed_persistence_regions = var.storage_regions
+    }
+  }
+}
+
+resource "google_pubsub_subscription" "direct" {
+  project                    = var.project_id
+  name                       = google_pubsub_topic.direct.name
+  topic                      = google_pubsub_topic.direct.id
+  labels                     = var.labels
+  ack_deadline_seconds       = 10
+  message_retention_duration = "600s"
+
+  expiration_policy {
+    ttl = ""
   }
 }
 

@@ -1,5 +1,12 @@
+output "slots" {
+  description = "The subscriptions of the slots."
+  value       = [for slot in google_pubsub_subscription.slots : slot.name]
+}
+
 output "topic_id" {
-  description = "The reply topic."
+  description = "The reply topic of the slots. The other one is called the same with .direct."
   value       = google_pubsub_topic.default.name
-  depends_on  = [google_pubsub_subscription_iam_member.api_pulls]
+  depends_on = [
+    google_pubsub_subscription_iam_member.api_pulls, google_pubsub_subscription_iam_member.api_pulls_direct
+  ]
 }

@@ -37,7 +37,7 @@ variable "repliers" {
 variable "slots" {
   description = "Filtered subscriptions of the inbox."
   type        = number
-  default     = 80
+  default     = 8
   nullable    = false
 
   validation {

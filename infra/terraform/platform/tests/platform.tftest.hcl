@@ -206,6 +206,29 @@ run "half_an_inbox" {
   expect_failures = [var.inboxes]
 }
 
+run "slots_that_the_old_revision_has_stay" {
+  command = plan
+
+  variables {
+    inboxes = { per_region = 2, slots = 2, kept_slots = 4 }
+  }
+
+  assert {
+    condition     = length(module.inbox["0"].slots) == 4
+    error_message = "An old revision waits for replies on each of its slots."
+  }
+}
+
+run "fewer_slots_kept_than_used" {
+  command = plan
+
+  variables {
+    inboxes = { per_region = 2, slots = 2, kept_slots = 1 }
+  }
+
+  expect_failures = [var.inboxes]
+}
+
 run "half_a_slot" {
   command = plan
 

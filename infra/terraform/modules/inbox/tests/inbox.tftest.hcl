@@ -34,6 +34,21 @@ run "slots_and_filters" {
   }
 }
 
+run "direct_replies_are_delivered_once" {
+  command = plan
+
+  assert {
+    condition = (
+      google_pubsub_topic.direct.name == "inbox.7.direct"
+      && google_pubsub_subscription.direct.name == "inbox.7.direct"
+      && google_pubsub_subscription.direct.filter == null
+      && google_pubsub_subscription.direct.message_retention_duration == "600s"
+      && google_pubsub_subscription.direct.expiration_policy[0].ttl == ""
+    )
+    error_message = "One subscription without a filter, named as in shared/pubsub/names.py."
+  }
+}
+
 run "one_slot_needs_no_filter" {
   command = plan
 
@@ -58,7 +73,15 @@ run "least_rights" {
   }
 
   assert {
-    condition     = [for member in google_pubsub_topic_iam_member.repliers : member.role] == ["roles/pubsub.publisher"]
+    condition     = google_pubsub_subscription_iam_member.api_pulls_direct.role == "roles/pubsub.subscriber"
+    error_message = "The API pulls direct replies."
+  }
+
+  assert {
+    condition = alltrue([
+      for members in [google_pubsub_topic_iam_member.repliers, google_pubsub_topic_iam_member.direct_repliers] :
+      [for member in members : member.role] == ["roles/pubsub.publisher"]
+    ])
     error_message = "Repliers publish."
   }
 }
