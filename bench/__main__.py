@@ -28,6 +28,7 @@ MODULES = {
     "tracing": "tracing",
     "keys": "keys",
     "limits": "limits",
+    "shared_limits": "shared_limits",
     "profile": "time_profile",
 }
 """By the name of a benchmark: the module here whose `run()` returns an Outcome."""

@@ -76,10 +76,7 @@ class Catalog:
         """
         model = self._by_name.get(name)
         if model is None:
-            served = ", ".join(model.name for model in self._serving(task))
-            raise UnknownModel(
-                f"model {name!r} is not served here; served: {served}", field="model"
-            )
+            raise unknown_model(name)
         if task is not None and model.definition is not TASKS[task]:
             raise UnknownModel(f"model {name!r} serves {model.task}, not {task}", field="model")
         return model
@@ -95,14 +92,20 @@ class Catalog:
 
     def default(self, task: str) -> Model:
         """The first model of `task` in the catalog, for callers who name none."""
-        for model in self._serving(task):
-            return model
+        for model in self.models:
+            if model.definition is TASKS[task]:
+                return model
         raise UnknownModel(f"no {task} model is served here", field="model")
 
-    def _serving(self, task: str | None) -> list[Model]:
-        """The models of one task, or of all (None)."""
-        wanted = None if task is None else TASKS[task]
-        return [model for model in self.models if wanted is None or model.definition is wanted]
+
+def unknown_model(name: str) -> UnknownModel:
+    """The error for a model that is not there, or that this caller may not see.
+
+    It names no other model, because the caller may see only some.
+    """
+    return UnknownModel(
+        f"model {name!r} is not served here (GET /v1/models lists those that are)", field="model"
+    )
 
 
 def read_catalog(path: Path) -> Catalog:

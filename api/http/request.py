@@ -20,8 +20,8 @@ from api.http.request_options import LANE_HEADER, read_options
 from api.http.scopes import check_model, check_scope
 from api.inputs.json_limits import check_amount
 from api.limits.limited_request import LimitedRequest
-from shared.catalog import Model
-from shared.errors import BadInput, UnknownModel
+from shared.catalog import Model, unknown_model
+from shared.errors import BadInput
 from shared.tasks import Input
 from shared.tenants.plan import Caller
 
@@ -136,7 +136,7 @@ class ApiRequest:
         """
         model = self.dependencies.catalog.find(name)
         if self.caller.models is not None and model.name not in self.caller.models:
-            raise UnknownModel(f"model {name!r} is not served here", field="model")
+            raise unknown_model(name)
         return model
 
     @property
