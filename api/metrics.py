@@ -52,7 +52,12 @@ ITEMS = Counter(
     "Items answered, by cache level and status.",
     ["model", "cache", "status"],
 )
-IN_FLIGHT = Gauge("penstock_api_items_in_flight", "Items waiting for a worker.", ["model"])
+IN_FLIGHT = Gauge("penstock_api_items_in_flight", "Items waiting for a worker.", ["model", "lane"])
+ADMITTED = Counter(
+    "penstock_api_items_admitted_total",
+    "Items let in to wait for a worker, those of predictions included.",
+    ["model", "lane"],
+)
 HELD = Gauge(
     "penstock_api_jobs_held",
     "Jobs that wait until the publish window of their model has room.",
@@ -133,9 +138,15 @@ def of_items(model: str, cache: str, status: str) -> Counter:
 
 
 @lru_cache(maxsize=1024)
-def in_flight(model: str) -> Gauge:
-    """The gauge of items of `model` in flight."""
-    return IN_FLIGHT.labels(model)
+def of_admission(model: str, lane: str) -> tuple[Counter, Gauge]:
+    """Items of `model` admitted and in flight. The first call shows both at 0.
+
+    Args:
+        model: its name in the catalog.
+        lane: as in an envelope.
+    """
+    name = lane or "interactive"
+    return ADMITTED.labels(model, name), IN_FLIGHT.labels(model, name)
 
 
 @contextmanager

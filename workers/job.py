@@ -214,6 +214,14 @@ class QueuedItem:
         return "batch" if all(pulled.envelope.lane == "batch" for pulled, _ in self.waiters) else ""
 
     @property
+    def may_wait_for_hours(self) -> bool:
+        """Whether it needs no worker of its own: the lane `batch`, without its predictions."""
+        return all(
+            pulled.envelope.lane == "batch" and not pulled.envelope.prediction
+            for pulled, _ in self.waiters
+        )
+
+    @property
     def is_suspect(self) -> bool:
         """Whether a model process or a worker died while it held this item."""
         return self.deaths > 0 or any(pulled.unfinished_claims for pulled, _ in self.waiters)

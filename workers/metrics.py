@@ -32,6 +32,12 @@ INFERENCE_SECONDS = Histogram(
     "Seconds a batch takes in the model",
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
 )
+BUSY_RATIO = Gauge(
+    "penstock_worker_busy_ratio",
+    "Part of the last minute in which the model processes ran batches. The lane batch has only "
+    "what may wait for hours: its predictions count as interactive, because they have a deadline.",
+    ["lane"],
+)
 REAL_WORK = Counter(
     "penstock_worker_real_work_total", "Tokens or pixel-steps of the items in all batches"
 )

@@ -31,6 +31,7 @@ from workers.job import QueuedItem
 from workers.jobs.consumer import JobConsumer
 from workers.runtime.pool import ModelPool, ModelProcessDied, PooledProcess
 from workers.runtime.protocol import BatchResult, ResidencyReport
+from workers.scheduling.busy_ratio import BusyRatio
 from workers.scheduling.model_scheduler import Idle, ModelScheduler
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class Worker:
         self._drain_s = drain_s
         self._on_batch = on_batch
         self._scheduler = ModelScheduler(len(consumers), len(pool.processes))
+        self._busy = BusyRatio(len(pool.processes))
         self._queued = asyncio.Event()
         self._running: dict[PooledProcess, tuple[JobConsumer, list[QueuedItem]]] = {}
         self._failed_batches = 0
@@ -98,6 +100,7 @@ class Worker:
         Raises:
             PenstockError: a subscription is lost for good, or batch after batch fails.
         """
+        self._busy.publish()
         async with AsyncExitStack() as stack:
             tasks: list[asyncio.Task[Any]] = []
             try:
@@ -199,6 +202,9 @@ class Worker:
     ) -> None:
         consumer = self._consumers[number]
         self._running[process] = (consumer, batch)
+        busy = self._busy.start(
+            "batch" if queued.may_wait_for_hours else "interactive" for queued in batch
+        )
         try:
             prepared = [entry.prepared for entry in batch]
             done = await process.run(
@@ -221,6 +227,7 @@ class Worker:
             return
         finally:
             del self._running[process]
+            self._busy.end(busy)
         self._scheduler.batch_finished(done.finished_at_s - done.started_at_s)
         self._on_batch(number, done)
         consumer.batches.distribute(batch, done)

@@ -64,6 +64,10 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._models = {model.name: model for model in models}
+        for name in self._models:
+            # To the autoscaler, no sample means that metrics are lost, not that nobody asks.
+            for lane in ("", "batch"):
+                metrics.of_admission(name, lane)
         self._clock = clock
         self._instance = _Lanes(max_in_flight)
         self._of_models: dict[str, _Lanes] = {}
@@ -97,7 +101,9 @@ class Admission:
             self.rate_of(demand.model).start_busy_period(self._clock())
         for room in (self._instance.room(demand.lane), lanes.room(demand.lane)):
             room.take(demand)
-        metrics.in_flight(demand.model).inc(demand.items)
+        admitted, in_flight = metrics.of_admission(demand.model, demand.lane)
+        admitted.inc(demand.items)
+        in_flight.inc(demand.items)
 
     def check(self, demand: Demand, *, remaining_s: float = math.inf) -> None:
         """Checks whether `admit` would admit them now, without doing it.
@@ -147,7 +153,8 @@ class Admission:
             rate.record_late(self._clock())
         for room in (self._instance.room(demand.lane), lanes.room(demand.lane)):
             room.release(demand)
-        metrics.in_flight(demand.model).dec(demand.items)
+        _, in_flight = metrics.of_admission(demand.model, demand.lane)
+        in_flight.dec(demand.items)
 
     def _check_room(self, demand: Demand) -> None:
         room = self._instance.room(demand.lane)

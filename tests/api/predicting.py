@@ -28,9 +28,8 @@ async def until_over(api: ApiUnderTest, prediction: dict[str, Any]) -> dict[str,
 
 def admitted() -> float:
     """Items that count as in flight, as /metrics shows them."""
-    return (
-        REGISTRY.get_sample_value("penstock_api_items_in_flight", {"model": TEXT_MODEL.name}) or 0.0
-    )
+    labels = {"model": TEXT_MODEL.name, "lane": "interactive"}
+    return REGISTRY.get_sample_value("penstock_api_items_in_flight", labels) or 0.0
 
 
 def data_of(uri: str) -> bytes:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import REGISTRY
 
 from api.dispatch.admission import LONGEST_RETRY_S, SHORTEST_RETRY_S, Admission
 from api.dispatch.demand import Demand
@@ -53,6 +54,23 @@ def test_room_for_one_is_room_for_a_whole_request() -> None:
     admission.release(Demand("m", 2048), answered=True)
     admission.admit(Demand("m", 1))
     assert admission.in_flight == 10
+
+
+def test_counts_of_each_lane_are_there_before_the_first_request() -> None:
+    # Else nobody could tell a model without requests from metrics that are lost.
+    model = TEXT.model_copy(update={"name": "counted"})
+    admission = Admission(10, [model])
+
+    def counts(lane: str) -> tuple[float | None, ...]:
+        labels = {"model": "counted", "lane": lane}
+        names = ("penstock_api_items_admitted_total", "penstock_api_items_in_flight")
+        return tuple(REGISTRY.get_sample_value(name, labels) for name in names)
+
+    assert (counts("interactive"), counts("batch")) == ((0, 0), (0, 0))
+    admission.admit(Demand("counted", 3))
+    admission.admit(Demand("counted", 2, lane="batch"))
+    admission.release(Demand("counted", 1), answered=True)
+    assert (counts("interactive"), counts("batch")) == ((3, 2), (2, 2))
 
 
 def test_full_model_leaves_room_for_the_others() -> None:

@@ -58,7 +58,8 @@ async def test_metrics_count_requests_and_items(api: ApiUnderTest) -> None:
     assert counted("penstock_api_requests_total", route=route, model="", status="400") == 1
     assert counted("penstock_api_request_seconds_count", route=route, model=model) == 1
     assert counted("penstock_api_items_total", model=model, cache="miss", status="succeeded") == 2
-    assert counted("penstock_api_items_in_flight", model=model) == 0
+    assert counted("penstock_api_items_in_flight", model=model, lane="interactive") == 0
+    assert counted("penstock_api_items_admitted_total", model=model, lane="interactive") == 2
 
 
 async def _metrics(api: ApiUnderTest) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

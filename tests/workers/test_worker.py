@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from prometheus_client import REGISTRY
 
 from shared.errors import Unavailable
 from shared.pubsub.names import (
@@ -294,3 +295,21 @@ async def test_stop_hands_back_what_the_limit_leaves(redis_url: str, tmp_path: P
             lambda: harness.broker.backlog(workers_subscription_id(MODEL.name)) == 1
         )
         assert harness.rows == []
+
+
+@pytest.mark.parametrize(
+    ("lane", "prediction", "counted"),
+    [("", "", "interactive"), ("batch", "", "batch"), ("batch", "1", "interactive")],
+)
+async def test_busy_worker_is_seen_while_its_batch_runs(
+    redis_url: str, tmp_path: Path, lane: str, prediction: str, counted: str
+) -> None:
+    def busy(name: str) -> float | None:
+        return REGISTRY.get_sample_value("penstock_worker_busy_ratio", {"lane": name})
+
+    async with running_worker(redis_url, tmp_path) as harness:
+        harness.process.gate.clear()
+        await harness.send("cat", lane=lane, prediction=prediction)
+        await harness.until(lambda: (busy(counted) or 0.0) > 0)
+        assert sum(busy(name) or 0.0 for name in ("interactive", "batch")) == busy(counted)
+        harness.process.gate.set()

@@ -1,0 +1,90 @@
+"""The part of their time that model processes are busy, as the autoscaler reads it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.scheduling.busy_ratio import FADE_S, BusyRatio, Lane
+
+
+class Clock:
+    """Monotonic seconds that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_worker_without_work_is_idle() -> None:
+    busy = BusyRatio(1, Clock())
+    assert (busy.read("interactive"), busy.read("batch")) == (0.0, 0.0)
+
+
+def test_batch_counts_while_it_runs() -> None:
+    clock = Clock()
+    busy = BusyRatio(1, clock)
+    busy.start(["interactive"])
+    clock.now_s += FADE_S
+    assert busy.read("interactive") == pytest.approx(1 - math.exp(-1), abs=1e-3)
+    clock.now_s += 20 * FADE_S
+    assert busy.read("interactive") == 1.0
+
+
+def test_idle_worker_comes_to_exactly_nothing() -> None:
+    # Else the model would never be scaled to zero.
+    clock = Clock()
+    busy = BusyRatio(1, clock)
+    parts = busy.start(["interactive"])
+    clock.now_s += 3600
+    busy.end(parts)
+    clock.now_s += 8 * FADE_S
+    assert busy.read("interactive") == 0.0
+
+
+def test_looking_changes_nothing() -> None:
+    clock, looked_at_clock = Clock(), Clock()
+    busy, looked_at = BusyRatio(1, clock), BusyRatio(1, looked_at_clock)
+    for one in (busy, looked_at):
+        one.start(["interactive"])
+    for _ in range(100):
+        looked_at_clock.now_s += 0.5
+        looked_at.read("interactive")
+    clock.now_s += 50
+    assert looked_at.read("interactive") == busy.read("interactive")
+
+
+def test_lanes_have_their_parts_of_a_batch() -> None:
+    clock = Clock()
+    busy = BusyRatio(2, clock)
+    busy.start(["interactive", "batch", "batch", "batch"])
+    clock.now_s += 3600
+    assert (busy.read("interactive"), busy.read("batch")) == (0.125, 0.375)
+
+
+LANES = st.sampled_from(["interactive", "batch"])
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 100), st.lists(LANES, min_size=1, max_size=9), st.floats(0, 100)),
+        max_size=40,
+    )
+)
+def test_one_process_is_never_more_than_busy(runs: list[tuple[float, list[Lane], float]]) -> None:
+    clock = Clock()
+    busy = BusyRatio(1, clock)
+    for idle_s, lanes, run_s in runs:
+        clock.now_s += idle_s
+        parts = busy.start(lanes)
+        clock.now_s += run_s
+        busy.end(parts)
+        both = busy.read("interactive") + busy.read("batch")
+        assert 0.0 <= both <= 1.001
+    clock.now_s += 100 * FADE_S
+    assert (busy.read("interactive"), busy.read("batch")) == (0.0, 0.0)
