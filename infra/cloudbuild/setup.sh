@@ -10,7 +10,8 @@ build=penstock-build@$project.iam.gserviceaccount.com deploy=penstock-deploy@$pr
 
 gcloud services enable --project "$project" artifactregistry.googleapis.com cloudbuild.googleapis.com \
   cloudresourcemanager.googleapis.com containeranalysis.googleapis.com iam.googleapis.com \
-  ondemandscanning.googleapis.com pubsub.googleapis.com run.googleapis.com storage.googleapis.com
+  ondemandscanning.googleapis.com pubsub.googleapis.com run.googleapis.com serviceusage.googleapis.com \
+  storage.googleapis.com
 there() { "$@" --project "$project" > /dev/null 2>&1; }
 there gcloud storage buckets describe "gs://$bucket" || gcloud storage buckets create "gs://$bucket" \
   --project "$project" --location "$region" --uniform-bucket-level-access --public-access-prevention
@@ -36,9 +37,10 @@ grant "$build" artifactregistry.writer containeranalysis.notes.editor containera
 gcloud pubsub topics add-iam-policy-binding "$topic" --project "$project" --member "serviceAccount:$build" \
   --role roles/pubsub.publisher > /dev/null
 # One role for each kind of thing that the platform is made of; none of owner and editor.
-grant "$deploy" artifactregistry.admin bigquery.admin compute.admin container.admin iam.serviceAccountAdmin \
-  iam.serviceAccountUser logging.logWriter memorystore.admin monitoring.admin networkconnectivity.consumerNetworkAdmin \
-  pubsub.admin resourcemanager.projectIamAdmin run.admin secretmanager.admin serviceusage.serviceUsageAdmin storage.admin
+grant "$deploy" artifactregistry.admin bigquery.admin compute.admin container.admin iam.roleAdmin \
+  iam.serviceAccountAdmin iam.serviceAccountUser iam.workloadIdentityPoolAdmin logging.logWriter memorystore.admin \
+  monitoring.admin networkconnectivity.consumerNetworkAdmin pubsub.admin resourcemanager.projectIamAdmin run.admin \
+  secretmanager.admin serviceusage.serviceUsageAdmin storage.admin
 for account in "$build" "$deploy"; do
   gcloud storage buckets add-iam-policy-binding "gs://$bucket" --member "serviceAccount:$account" \
     --role roles/storage.objectAdmin > /dev/null

@@ -64,6 +64,8 @@ resource "google_project_iam_custom_role" "row_writer" {
   title       = "Penstock row writer"
   description = "Adds rows to a table and looks at its schema."
   permissions = ["bigquery.tables.get", "bigquery.tables.updateData"]
+
+  depends_on = [google_project_service.default]
 }
 
 resource "google_bigquery_table_iam_member" "writers" {

@@ -23,8 +23,9 @@ locals {
     for key in name == "webhooks" ? ["links", "webhooks"] : ["models"] : "${name} ${key}" => { name = name, key = key }
   }]...)
   # Who ends a job tells the one that waits for it.
-  repliers = merge(
-    { api = google_service_account.api.member, workers = local.workers_member },
+  repliers = merge(local.repliers_before_clusters, { workers = local.workers_member })
+  repliers_before_clusters = merge(
+    { api = google_service_account.api.member },
     { for name, account in google_service_account.functions : name => account.member if name == "dead-letters" },
     { for name, member in local.outside_members : "outside-${name}" => member },
   )
@@ -57,7 +58,10 @@ module "function" {
     PENSTOCK_REGION      = local.home
   })
 
-  depends_on = [google_secret_manager_secret_iam_member.functions, google_secret_manager_secret_version.webhooks]
+  depends_on = [
+    google_project_service_identity.default, google_secret_manager_secret_iam_member.functions,
+    google_secret_manager_secret_version.webhooks
+  ]
 }
 
 resource "google_service_account" "functions" {

@@ -24,7 +24,27 @@ module "inbox" {
   labels          = merge(var.labels, { region = each.value })
   storage_regions = local.storage_regions
   api_member      = google_service_account.api.member
-  repliers        = local.repliers
+  repliers        = local.repliers_before_clusters
 
   depends_on = [google_project_service.default]
+}
+
+# Apart from the inboxes, which the API waits for: the workers' pool waits for
+# the clusters, and those stand in the API's network.
+resource "google_pubsub_topic_iam_member" "workers_reply" {
+  for_each = local.inboxes
+
+  project = var.project_id
+  topic   = module.inbox[each.key].topic_id
+  role    = "roles/pubsub.publisher"
+  member  = local.workers_member
+}
+
+resource "google_pubsub_topic_iam_member" "workers_reply_directly" {
+  for_each = local.inboxes
+
+  project = var.project_id
+  topic   = module.inbox[each.key].direct_topic_id
+  role    = "roles/pubsub.publisher"
+  member  = local.workers_member
 }

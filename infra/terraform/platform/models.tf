@@ -56,5 +56,5 @@ module "model" {
     url           = module.function["dead-letters"].url
   }
 
-  depends_on = [google_project_service.default]
+  depends_on = [google_project_service.default, google_project_service_identity.default]
 }

@@ -5,24 +5,55 @@ data "google_project" "default" {
 }
 
 locals {
-  _number         = data.google_project.default.number
-  pubsub_agent    = "serviceAccount:service-${local._number}@gcp-sa-pubsub.iam.gserviceaccount.com"
-  services        = ["artifactregistry", "bigquery", "cloudbuild", "compute", "container", "containeranalysis", "iam", "logging", "memorystore", "monitoring", "networkconnectivity", "ondemandscanning", "pubsub", "run", "secretmanager", "servicenetworking", "storage", "sts"]
+  _number = data.google_project.default.number
+  # The agent has this address; a right can be given to it only once it exists.
+  pubsub_agent = "serviceAccount:service-${local._number}@gcp-sa-pubsub.iam.gserviceaccount.com"
+  services = concat(
+    [
+      "artifactregistry", "bigquery", "cloudbuild", "cloudresourcemanager", "compute", "container", "containeranalysis",
+      "containerfilesystem", "dns", "iam", "iamcredentials", "logging", "memorystore", "monitoring", "networkconnectivity",
+      "ondemandscanning", "pubsub", "run", "secretmanager", "serviceconsumermanagement", "servicenetworking",
+      "serviceusage", "storage", "sts",
+    ],
+    local.trace_services,
+    var.budget == null ? [] : ["billingbudgets"],
+    var.nodes.binary_authorization ? ["binaryauthorization"] : [],
+  )
   storage_regions = var.keep_messages_in_regions ? sort(keys(var.regions)) : []
   workers_member  = "principalSet://${local._pool}/namespace/${var.namespace}"
 
   # Rights go to Kubernetes service accounts themselves: no key, no account
-  # of Google's in between.
-  _pool             = "iam.googleapis.com/projects/${local._number}/locations/global/workloadIdentityPools/${var.project_id}.svc.id.goog"
+  # of Google's in between. Their pool exists once a cluster does, and IAM
+  # refuses members of a pool that is not there: so its name comes from the
+  # clusters, and whoever uses it waits for them.
+  _pool             = "iam.googleapis.com/projects/${local._number}/locations/global/workloadIdentityPools/${one(distinct(values(module.cluster)[*].workload_pool))}"
   workload_identity = "principal://${local._pool}"
 }
 
 resource "google_project_service" "default" {
-  for_each = toset(concat(local.services, local.trace_services, var.budget == null ? [] : ["billingbudgets"]))
+  for_each = toset(local.services)
 
   project            = var.project_id
   service            = "${each.key}.googleapis.com"
   disable_on_destroy = false
+}
+
+# An API's agent may come into being only at its first use. Rights are given
+# to these before that: Pub/Sub moves dead letters and signs pushes, Network
+# Connectivity makes the addresses of Redis.
+resource "google_project_service_identity" "default" {
+  provider = google-beta
+  for_each = toset(["networkconnectivity", "pubsub"])
+
+  project = var.project_id
+  service = google_project_service.default[each.key].service
+}
+
+# An agent that was asked for gets no role by itself.
+resource "google_project_iam_member" "network_agent" {
+  project = var.project_id
+  role    = "roles/networkconnectivity.serviceAgent"
+  member  = google_project_service_identity.default["networkconnectivity"].member
 }
 
 resource "google_artifact_registry_repository" "default" {

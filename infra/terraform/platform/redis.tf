@@ -45,6 +45,8 @@ resource "google_network_connectivity_service_connection_policy" "default" {
   psc_config {
     subnetworks = [each.value.id]
   }
+
+  depends_on = [google_project_iam_member.network_agent]
 }
 
 module "redis" {

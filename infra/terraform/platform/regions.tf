@@ -76,4 +76,6 @@ module "cluster" {
     id       = google_artifact_registry_repository.default.repository_id
     location = google_artifact_registry_repository.default.location
   }
+
+  depends_on = [google_project_service.default]
 }

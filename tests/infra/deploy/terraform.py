@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -35,13 +36,7 @@ class Plan:
 
 def plan_platform(folder: Path, **variables: object) -> Plan:
     """Plans the stage `platform`; skips the test where there is nothing to plan with."""
-    if shutil.which("terraform") is None:
-        pytest.skip("terraform is not installed")
-    if shutil.which(CHECKER) is None:
-        pytest.skip(
-            "tfoffline, which stands in for Terraform's providers, is not there;"
-            " TFOFFLINE says where it is"
-        )
+    _need_terraform()
     given = {
         "project_id": PROJECT,
         "api": {"image": "registry.example.com/api@sha256:0", "max_instances": 1},
@@ -53,6 +48,29 @@ def plan_platform(folder: Path, **variables: object) -> Plan:
     shown = json.loads(_run("show", "-json", str(saved)))["planned_values"]
     outputs = {name: output.get("value") for name, output in shown["outputs"].items()}
     return Plan(_resources(shown["root_module"]), outputs)
+
+
+def waits_for(stage: str = "platform") -> dict[str, set[str]]:
+    """What stands before each resource of a stage is made, by their addresses without keys.
+
+    This is Terraform's own graph, so it has the edges of every file, module and `depends_on`.
+    """
+    _need_terraform()
+    shown = _run("graph", stage=stage)
+    edges: dict[str, set[str]] = {}
+    for source, target in re.findall(r'^\s+"([^"]+)" -> "([^"]+)";$', shown, re.MULTILINE):
+        edges.setdefault(source, set()).add(target)
+    return {source: _reached(edges, source) for source in edges}
+
+
+def _reached(edges: dict[str, set[str]], source: str) -> set[str]:
+    found: set[str] = set()
+    ahead = [source]
+    while ahead:
+        new = edges.get(ahead.pop(), set()) - found
+        found |= new
+        ahead += new
+    return found
 
 
 def api_container(plan: Plan, region: str) -> dict[str, Any]:
@@ -82,8 +100,18 @@ def function_settings(plan: Plan, service: str) -> dict[str, str | None]:
     return {env["name"]: env.get("value") for env in container["env"]}
 
 
-def _run(verb: str, *words: str) -> str:
-    command = [CHECKER, "-q", verb, str(STAGES / "platform"), *words]
+def _need_terraform() -> None:
+    if shutil.which("terraform") is None:
+        pytest.skip("terraform is not installed")
+    if shutil.which(CHECKER) is None:
+        pytest.skip(
+            "tfoffline, which stands in for Terraform's providers, is not there;"
+            " TFOFFLINE says where it is"
+        )
+
+
+def _run(verb: str, *words: str, stage: str = "platform") -> str:
+    command = [CHECKER, "-q", verb, str(STAGES / stage), *words]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=START_LIMIT_S, check=False
     )

@@ -20,6 +20,8 @@ ON_THE_PROJECT = {
     "roles/monitoring.viewer",
     "roles/bigquery.jobUser",
     "roles/container.defaultNodeServiceAccount",
+    "roles/networkconnectivity.serviceAgent",
+    "roles/serviceusage.serviceUsageConsumer",
 }
 ALLOWED = {
     "google_project_iam_member": ON_THE_PROJECT,

@@ -129,6 +129,26 @@ resource "google_container_cluster" "default" {
     }
   }
 
+  # The default pool stands only until it is removed. It still must not need
+  # the project's default account, which many organizations disable, nor a
+  # disk of 100 GB in each zone.
+  node_config {
+    disk_size_gb    = 20
+    disk_type       = "pd-standard"
+    machine_type    = "e2-medium"
+    oauth_scopes    = ["https://www.googleapis.com/auth/cloud-platform"]
+    service_account = google_service_account.nodes.email
+
+    shielded_instance_config {
+      enable_integrity_monitoring = true
+      enable_secure_boot          = true
+    }
+
+    workload_metadata_config {
+      mode = "GKE_METADATA"
+    }
+  }
+
   private_cluster_config {
     enable_private_nodes = true
   }
@@ -147,7 +167,7 @@ resource "google_container_cluster" "default" {
   }
 
   lifecycle {
-    ignore_changes = [initial_node_count]
+    ignore_changes = [initial_node_count, node_config]
   }
 }
 
@@ -157,9 +177,10 @@ resource "google_service_account" "nodes" {
   display_name = "Nodes of ${var.prefix} in ${var.region}"
 }
 
-# What the node's own agents need; pods have identities of their own.
+# What the node's own agents need; pods have identities of their own. Image
+# streaming is billed to the project, which takes the right to use its APIs.
 resource "google_project_iam_member" "nodes" {
-  for_each = toset(["roles/container.defaultNodeServiceAccount"])
+  for_each = toset(["roles/container.defaultNodeServiceAccount", "roles/serviceusage.serviceUsageConsumer"])
 
   project = var.project_id
   role    = each.key
@@ -175,8 +196,9 @@ resource "google_artifact_registry_repository_iam_member" "nodes" {
 }
 
 locals {
-  # An account id has 30 characters; europe-west4 becomes euw4.
+  # An account id has 30 characters; europe-west4 becomes euwe4. Two letters
+  # of each word tell all regions apart but asia-south1 and asia-southeast1.
   short_region = join("", [
-    for part in regexall("[a-z]+[0-9]*", var.region) : format("%.2s%s", part, try(regex("[0-9]+$", part), ""))
+    for part in regexall("[a-z]+[0-9]*", replace(var.region, "southeast", "se")) : format("%.2s%s", part, try(regex("[0-9]+$", part), ""))
   ])
 }

@@ -118,6 +118,9 @@ resource "google_container_node_pool" "gpu" {
   lifecycle {
     ignore_changes = [initial_node_count]
   }
+
+  # A node that may not pull or report yet does not become ready.
+  depends_on = [google_artifact_registry_repository_iam_member.nodes, google_project_iam_member.nodes]
 }
 
 # KEDA, the collectors, and workers of models that need no GPU.
@@ -170,4 +173,7 @@ resource "google_container_node_pool" "general" {
   lifecycle {
     ignore_changes = [initial_node_count]
   }
+
+  # A node that may not pull or report yet does not become ready.
+  depends_on = [google_artifact_registry_repository_iam_member.nodes, google_project_iam_member.nodes]
 }
