@@ -3,10 +3,9 @@
 
 locals {
   _balanced = var.domain == null ? {} : { api = var.domain }
+  _in_turn  = [for name, region in var.regions : name if !region.drained]
   # The endpoint group's name is fixed, so a region is in as soon as its API is.
-  _serving = var.api.image == null ? {} : {
-    for name, region in module.region : name => region.api.endpoint_group if !var.regions[name].drained
-  }
+  _serving = var.api.image == null ? {} : { for name in local._in_turn : name => module.region[name].api.endpoint_group }
 }
 
 resource "google_compute_global_address" "api" {
@@ -68,20 +67,27 @@ resource "google_compute_backend_service" "api" {
     sample_rate = 0.1
   }
 
-  # A region whose API answers 5xx is left for a while.
-  outlier_detection {
-    consecutive_errors                    = 10
-    consecutive_gateway_failure           = 5
-    enforcing_consecutive_errors          = 100
-    enforcing_consecutive_gateway_failure = 100
-    max_ejection_percent                  = 50
+  # A region that fails whole is left for a while. The API sends 503 and 504
+  # by design (docs/decisions/0044), so only an unbroken run counts, and the
+  # same for both kinds: 5xx includes 502 to 504. With one region there is
+  # nowhere to go.
+  dynamic "outlier_detection" {
+    for_each = length(local._in_turn) > 1 ? [100] : []
 
-    base_ejection_time {
-      seconds = 30
-    }
+    content {
+      consecutive_errors                    = outlier_detection.value
+      consecutive_gateway_failure           = outlier_detection.value
+      enforcing_consecutive_errors          = 100
+      enforcing_consecutive_gateway_failure = 100
+      max_ejection_percent                  = 50
 
-    interval {
-      seconds = 5
+      base_ejection_time {
+        seconds = 30
+      }
+
+      interval {
+        seconds = 5
+      }
     }
   }
 }

@@ -102,6 +102,11 @@ run "behind_a_domain" {
   }
 
   assert {
+    condition     = length(google_compute_backend_service.api["api"].outlier_detection) == 0
+    error_message = "The only region is not left, whatever it answers."
+  }
+
+  assert {
     condition = toset(google_compute_security_policy.api["api"].rule[*].action) == toset([
       "allow", "deny(403)", "deny(404)", "rate_based_ban"
     ])
@@ -111,6 +116,23 @@ run "behind_a_domain" {
   assert {
     condition     = output.api_urls == { "europe-west4" = "https://api.example.com" }
     error_message = "The domain is the API's address."
+  }
+}
+
+run "a_region_is_left_when_it_fails_whole" {
+  command = plan
+
+  variables {
+    domain  = "api.example.com"
+    regions = { "europe-west1" = { index = 1 }, "europe-west4" = { index = 0 } }
+  }
+
+  assert {
+    condition = alltrue([
+      for found in google_compute_backend_service.api["api"].outlier_detection :
+      found.consecutive_errors == 100 && found.consecutive_gateway_failure == 100 && found.max_ejection_percent == 50
+    ]) && length(google_compute_backend_service.api["api"].outlier_detection) == 1
+    error_message = "503 and 504 are answers of the API too: a few in a row say nothing of the region."
   }
 }
 
@@ -260,6 +282,11 @@ run "a_region_drained" {
   assert {
     condition     = length(google_compute_backend_service.api["api"].backend) == 1 && length(output.clusters) == 2
     error_message = "Nothing is sent to it, and it stands."
+  }
+
+  assert {
+    condition     = length(google_compute_backend_service.api["api"].outlier_detection) == 0
+    error_message = "The one that serves has nobody to hand over to."
   }
 }
 

@@ -55,6 +55,13 @@ run "api" {
   }
 
   assert {
+    condition = [for port in google_cloud_run_v2_service.api["api"].template[0].containers[0].ports : port.container_port] == [8080] && (
+      output.environment["PENSTOCK_PORT"] == "8080"
+    ) && output.environment["PENSTOCK_METRICS_PORT"] == "9464" && !contains(keys(output.environment), "PENSTOCK_METRICS_HOST")
+    error_message = "Metrics are on localhost, for the sidecar: only the port that a container names can be called."
+  }
+
+  assert {
     condition = one([
       for volume in google_cloud_run_v2_service.api["api"].template[0].volumes : volume.secret[0].items[0].version if volume.name == "keys"
     ]) == "latest"
