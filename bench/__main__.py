@@ -16,7 +16,6 @@ MODULES = {
     "hits": "cache_hits",
     "multi_model": "multi_model",
     "shapes": "shapes",
-    "slots": "slots",
     "broker": "broker",
     "soak": "soak",
     "footprint": "footprint",

@@ -1,8 +1,8 @@
-"""The broker's round trip: publish a job, pull it, publish the reply to a slot, pull that.
+"""The broker's round trip: publish a job, pull it, publish the reply to an inbox, pull that.
 
 The embedded Pub/Sub runs in a separate process, requester and responder in this one, as 2 cores
-have it. Compared: 80 slots with one, memory with a data directory, and the embedded server with
-Google's emulator (which knows no filters here, so one slot).
+have it. Compared: direct replies with slots, memory with a data directory, and the embedded server
+with Google's emulator (which knows no filters here, so direct replies).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from api.dispatch.reply_inbox import ReplyInbox
 from bench.google_emulator import find_emulator, running_emulator
 from bench.report import Figure, Outcome
 from infra.local.process import Process, free_port, listens
+from shared.catalog_entry import Replies
 from shared.message_encoding import encode_reply
 from shared.messages import ItemOutcome, Receipt, Reply, ReplyBody
 from shared.pubsub.admin import PubSubAdmin
@@ -32,7 +33,7 @@ from shared.pubsub.names import jobs_topic_id, workers_subscription_id
 from shared.settings import ApiSettings
 from shared.transport import SubscriptionSettings, Transport
 
-SLOTS = 80
+SLOTS = 8
 ROUND_TRIPS = {1: 1000, 8: 2000, 32: 4000, 128: 8000}
 EMULATOR_SHARE = 10
 """The emulator gets a tenth of the round trips: it is slower by about that."""
@@ -43,13 +44,14 @@ TEXT = (
     b'"text": "a sentence of about twelve words"}}]}'
 )
 
-VARIANTS = {
-    f"embedded, {SLOTS} slots": ([], SLOTS, 1),
-    "embedded, 1 slots": ([], 1, 1),
-    f"embedded in a directory, {SLOTS} slots": (["--data-dir"], SLOTS, 1),
-    f"embedded in a directory with fsync, {SLOTS} slots": (["--fsync", "--data-dir"], SLOTS, 4),
+VARIANTS: dict[str, tuple[list[str], Replies, int]] = {
+    "embedded, direct": ([], "direct", 1),
+    f"embedded, {SLOTS} slots": ([], "slots", 1),
+    "embedded in a directory, direct": (["--data-dir"], "direct", 1),
+    "embedded in a directory with fsync, direct": (["--fsync", "--data-dir"], "direct", 4),
 }
-"""By name: options of the server (a directory follows), slots, divisor of the round trips."""
+"""By name: options of the server (a directory follows), which replies, divisor of the round trips.
+"""
 
 Measured = dict[str, float]
 
@@ -64,9 +66,9 @@ def run() -> Outcome:
             for number, (name, (options, *_)) in enumerate(VARIANTS.items())
         }
         for _ in range(ROUNDS):
-            for name, (_, slots, divisor) in VARIANTS.items():
+            for name, (_, replies, divisor) in VARIANTS.items():
                 fewer = {in_flight: count // divisor for in_flight, count in ROUND_TRIPS.items()}
-                _add(rounds, name, uvloop.run(_measure(endpoints[name], slots, fewer)))
+                _add(rounds, name, uvloop.run(_measure(endpoints[name], replies, fewer)))
     emulator = find_emulator()
     if emulator is not None:
         with (
@@ -74,7 +76,7 @@ def run() -> Outcome:
             running_emulator(emulator, Path(folder)) as endpoint,
         ):
             fewer = {in_flight: count // EMULATOR_SHARE for in_flight, count in ROUND_TRIPS.items()}
-            _add(rounds, "google emulator, 1 slots", uvloop.run(_measure(endpoint, 1, fewer)))
+            _add(rounds, "google emulator, direct", uvloop.run(_measure(endpoint, "direct", fewer)))
     figures = [figure for name, measured in rounds.items() for figure in _figures(name, measured)]
     return Outcome(figures, {"rounds": rounds, "load_after": os.getloadavg()[0]})
 
@@ -90,9 +92,11 @@ def _embedded(folder: Path, options: list[str]) -> Iterator[str]:
         yield f"127.0.0.1:{port}"
 
 
-async def _measure(endpoint: str, slots: int, round_trips: dict[int, int]) -> dict[int, Measured]:
+async def _measure(
+    endpoint: str, replies: Replies, round_trips: dict[int, int]
+) -> dict[int, Measured]:
     project = f"bench-{uuid4().hex[:8]}"
-    settings = ApiSettings(project=project, reply_slots=slots, inbox_pool=0)
+    settings = ApiSettings(project=project, reply_slots=SLOTS, inbox_pool=0)
     async with (
         PubSubTransport(project, endpoint) as requester,
         PubSubTransport(project, endpoint) as responder,
@@ -106,9 +110,9 @@ async def _measure(endpoint: str, slots: int, round_trips: dict[int, int]) -> di
         async with ReplyInbox(settings, requester, admin, "bench") as inbox:
             answering = asyncio.create_task(_answer(responder))
             try:
-                await _drive(requester, inbox, 1, 50)
+                await _drive(requester, inbox, replies, 1, 50)
                 return {
-                    in_flight: await _drive(requester, inbox, in_flight, count)
+                    in_flight: await _drive(requester, inbox, replies, in_flight, count)
                     for in_flight, count in round_trips.items()
                 }
             finally:
@@ -126,7 +130,7 @@ async def _answer(transport: Transport) -> None:
 
         async def reply(message: object, attributes: dict[str, str]) -> None:
             data, reply_attributes = encode_reply(
-                Reply(attributes["request_id"], 0, attributes["slot"], body)
+                Reply(attributes["request_id"], 0, attributes.get("slot", ""), body)
             )
             await transport.publish(attributes["inbox"], data, reply_attributes)
             subscription.ack(message)  # type: ignore[arg-type]
@@ -135,7 +139,9 @@ async def _answer(transport: Transport) -> None:
             group.create_task(reply(message, dict(message.attributes)))
 
 
-async def _drive(transport: Transport, inbox: ReplyInbox, in_flight: int, count: int) -> Measured:
+async def _drive(
+    transport: Transport, inbox: ReplyInbox, replies: Replies, in_flight: int, count: int
+) -> Measured:
     """`count` round trips, `in_flight` at a time: milliseconds, and round trips per second."""
     left, took_s = iter(range(count)), list[float]()
 
@@ -143,7 +149,7 @@ async def _drive(transport: Transport, inbox: ReplyInbox, in_flight: int, count:
         for number in left:
             began_s = time.perf_counter()
             request_id = f"req_{in_flight}_{number}"
-            with inbox.waiter(request_id, 0) as waiter:
+            with inbox.waiter(request_id, 0, replies) as waiter:
                 attributes = {
                     "schema": "1",
                     "request_id": request_id,
@@ -171,7 +177,7 @@ def _add(rounds: dict[str, list[Measured]], name: str, measured: dict[int, Measu
 
 
 def _figures(name: str, rounds: list[Measured]) -> Iterator[Figure]:
-    must_be_fast = name.startswith(f"embedded, {SLOTS} slots")
+    must_be_fast = name.startswith("embedded, direct")
     for key in ("p50", "p95", "p99"):
         best = min(one[key] for one in rounds)
         if key == "p50" and must_be_fast and name.endswith(", 1 in flight"):

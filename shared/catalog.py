@@ -37,6 +37,11 @@ class Model(CatalogEntry):
     @model_validator(mode="after")
     def _can_be_served(self) -> Self:
         self.definition.check_entry(self)
+        if self.replies == "slots" and not self.definition.stores_blobs:
+            raise ValueError(
+                f"replies: slots carry small results only, and those of {self.definition.noun} "
+                "can't be put into the object store; use direct"
+            )
         if self.name.endswith(".dead"):
             raise ValueError(
                 "a name can't end in .dead: its topic would be another model's dead-letter topic"

@@ -13,6 +13,15 @@ class _Entry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+Replies = Literal["direct", "slots"]
+"""Which of the two topics of an inbox takes the replies (docs/decisions/0045-two-reply-topics.md).
+
+`direct`: one subscription, for items that take milliseconds. `slots`: a filtered subscription for a
+request in flight, for items that take seconds. Each slot is billed for each reply, so replies there
+are small: results above 1 KiB are in the object store.
+"""
+
+
 class Batch(_Entry):
     """What one batch may hold: the budget of its task, and a number of items."""
 
@@ -128,6 +137,8 @@ class CatalogEntry(_Entry):
     """
     deadline: Deadline = Deadline()
     cache: Cache = Cache()
+    replies: Replies = "direct"
+    """Image models have `slots` by default. These need results that the object store can hold."""
     text: TextLimits = TextLimits()
     image: ImageDefaults = ImageDefaults()
     gpu: Gpu = Gpu()

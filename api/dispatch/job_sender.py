@@ -16,6 +16,7 @@ from api.dispatch.publish_window import PublishWindow
 from api.dispatch.request import InferenceRequest
 from api.dispatch.singleflight import InFlightItem, InFlightJob
 from shared.catalog import Model
+from shared.catalog_entry import Replies
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, Unavailable, error_for_code
 from shared.messages import Envelope, Item, ItemOutcome, Reply, ReplyBody
 from shared.pubsub.names import jobs_topic_id
@@ -42,7 +43,7 @@ class ReplyWaiter(Protocol):
 
     @property
     def slot(self) -> str:
-        """The slot attribute of the reply."""
+        """The slot attribute of the reply. Empty: it has none."""
 
     async def reply(self, timeout_s: float) -> Reply:
         """Returns the reply, or raises DeadlineExceeded after `timeout_s`."""
@@ -51,8 +52,10 @@ class ReplyWaiter(Protocol):
 class Inbox(Protocol):
     """Receives replies. The implementation is api/dispatch/reply_inbox.py."""
 
-    def waiter(self, request_id: str, job_index: int) -> AbstractContextManager[ReplyWaiter]:
-        """Registers a waiter while the context is open."""
+    def waiter(
+        self, request_id: str, job_index: int, replies: Replies
+    ) -> AbstractContextManager[ReplyWaiter]:
+        """Registers a waiter while the context is open. `replies` is from the model's entry."""
 
 
 def split_into_jobs(model: Model, items: Sequence[InFlightItem]) -> Iterator[list[InFlightItem]]:
@@ -103,7 +106,8 @@ class JobSender:
         is_answered = False
         try:
             items = [await self._without_large_source(in_flight.item) for in_flight in job.items]
-            with self._inbox.waiter(request.request_id, job.index) as waiter:
+            replies = request.model.replies
+            with self._inbox.waiter(request.request_id, job.index, replies) as waiter:
                 published_at_s = await self._publish(request, job, items, waiter)
                 job.published_at_s = published_at_s
                 outcomes = await self._wait(waiter, request, job, items)

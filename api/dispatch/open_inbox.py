@@ -1,4 +1,4 @@
-"""An inbox while this instance holds it: the jobs that wait for replies, and the slots they use."""
+"""An inbox while this instance holds it: the jobs that wait for replies, and where they arrive."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import logging
 from prometheus_client import Counter
 
 from api.dispatch.inbox_lease import InboxLost
+from shared.catalog_entry import Replies
 from shared.errors import DeadlineExceeded, UndecodableMessage
 from shared.message_encoding import decode_reply
 from shared.messages import Reply
+from shared.pubsub.names import direct_id, inbox_topic_id, slot_subscription_id
 from shared.transport import Message, Subscription
 
 log = logging.getLogger(__name__)
@@ -33,7 +35,10 @@ _DELIVERED, _DUPLICATE, _UNKNOWN, _UNDECODABLE = map(
 
 
 class PendingReply:
-    """Waits for the reply of one job, which arrives at `inbox` (a topic id), `slot`."""
+    """Waits for the reply of one job, which arrives at `inbox` (a topic id), `slot`.
+
+    `slot` is empty where the topic has no slots.
+    """
 
     def __init__(self, inbox: str, slot: str) -> None:
         self.inbox = inbox
@@ -81,12 +86,19 @@ class PendingReply:
             self._woken.set_result(None)
 
 
-class Slot:
-    """A filtered subscription of an inbox, which `requests` requests use."""
+class ReplySubscription:
+    """A subscription of an inbox, which `requests` requests use.
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.name = str(number)
+    Args:
+        topic_id: its topic.
+        subscription_id: its own id.
+        slot: the slot that its filter asks for. Empty: it has no filter.
+    """
+
+    def __init__(self, topic_id: str, subscription_id: str, slot: str = "") -> None:
+        self.topic_id = topic_id
+        self.subscription_id = subscription_id
+        self.slot = slot
         self.requests = 0
         self.opened = asyncio.Event()
         self.subscription: Subscription | None = None
@@ -98,41 +110,55 @@ class Slot:
 
 
 class OpenInbox:
-    """An inbox while this instance holds it: its slots, their requests, and the pending replies."""
+    """An inbox while this instance holds it: its subscriptions, and the pending replies.
 
-    def __init__(self, topic_id: str, slots: int) -> None:
-        self.topic_id = topic_id
-        self.slots = [Slot(number) for number in range(slots)]
+    Replies are matched by request and job, whichever subscription they come from.
+
+    Args:
+        inbox: a number in the pool or the id of an instance.
+        slots: how many of its slots this instance uses.
+    """
+
+    def __init__(self, inbox: str, slots: int) -> None:
+        topic_id = inbox_topic_id(inbox)
+        self.direct = ReplySubscription(direct_id(inbox), direct_id(inbox))
+        self.slots = [
+            ReplySubscription(topic_id, slot_subscription_id(inbox, number), str(number))
+            for number in range(slots)
+        ]
+        self.subscriptions = [self.direct, *self.slots]
         # Last in, first out: at low load few slots are in use, so acks share calls.
         self._free = self.slots[::-1]
-        self._slot_of: dict[str, Slot] = {}
+        self._subscription_of: dict[str, ReplySubscription] = {}
         self._pending: dict[str, dict[int, PendingReply]] = {}
 
     @property
     def is_connected(self) -> bool:
-        """Whether replies can arrive on every slot."""
-        return all(slot.is_connected for slot in self.slots)
+        """Whether replies can arrive on every subscription."""
+        return all(each.is_connected for each in self.subscriptions)
 
-    def register(self, request_id: str, job_index: int) -> PendingReply:
-        """Registers a job. All jobs of a request use the same slot."""
-        slot = self._slot_of.get(request_id)
-        if slot is None:
-            slot = self._slot_of[request_id] = self._choose_slot()
+    def register(self, request_id: str, job_index: int, replies: Replies) -> PendingReply:
+        """Registers a job. All jobs of a request use the same subscription."""
+        chosen = self._subscription_of.get(request_id)
+        if chosen is None:
+            chosen = self.direct if replies == "direct" else self._choose_slot()
+            chosen.requests += 1
+            self._subscription_of[request_id] = chosen
             self._pending[request_id] = {}
-        pending = self._pending[request_id][job_index] = PendingReply(self.topic_id, slot.name)
+        pending = self._pending[request_id][job_index] = PendingReply(chosen.topic_id, chosen.slot)
         return pending
 
     def remove(self, request_id: str, job_index: int) -> None:
-        """Forgets a job. The last one of a request gives its slot back."""
+        """Forgets a job. The last one of a request gives its slot back, if it has one."""
         jobs = self._pending[request_id]
         jobs.pop(job_index, None)
         if jobs:
             return
         del self._pending[request_id]
-        slot = self._slot_of.pop(request_id)
-        slot.requests -= 1
-        if slot.requests == 0:
-            self._free.append(slot)
+        used = self._subscription_of.pop(request_id)
+        used.requests -= 1
+        if used.requests == 0 and used is not self.direct:
+            self._free.append(used)
 
     def deliver(self, message: Message) -> None:
         """Delivers a reply to its job. Counts and drops replies of unknown jobs."""
@@ -160,12 +186,9 @@ class OpenInbox:
             for pending in jobs.values():
                 pending.fail(error)
 
-    def _choose_slot(self) -> Slot:
+    def _choose_slot(self) -> ReplySubscription:
         if self._free:
             _EXCLUSIVE.inc()
-            slot = self._free.pop()
-        else:
-            _SHARED.inc()
-            slot = min(self.slots, key=lambda slot: slot.requests)
-        slot.requests += 1
-        return slot
+            return self._free.pop()
+        _SHARED.inc()
+        return min(self.slots, key=lambda slot: slot.requests)

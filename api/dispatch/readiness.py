@@ -7,12 +7,14 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 from uuid import uuid4
 
 import redis.asyncio
 from redis.exceptions import RedisError
 
 from api.dispatch.job_sender import Inbox
+from shared.catalog_entry import Replies
 from shared.errors import PenstockError
 from shared.message_encoding import encode_reply
 from shared.messages import Reply, ReplyBody
@@ -92,11 +94,15 @@ class Readiness:
         return "ok"
 
     async def _probe_pubsub(self) -> str:
-        """`ok` after a round trip through the broker to the own inbox, else the reason."""
+        """`ok` after a round trip through the broker by each of our two topics, else the reason."""
+        found = await asyncio.gather(*map(self._probe_replies, get_args(Replies)))
+        return next((reason for reason in found if reason != "ok"), "ok")
+
+    async def _probe_replies(self, replies: Replies) -> str:
         probe_id = f"probe_{uuid4().hex}"
         try:
             async with asyncio.timeout(PROBE_LIMIT_S):
-                with self._inbox.waiter(probe_id, 0) as waiter:
+                with self._inbox.waiter(probe_id, 0, replies) as waiter:
                     data, attributes = encode_reply(Reply(probe_id, 0, waiter.slot, ReplyBody([])))
                     await self._publisher.publish(
                         waiter.inbox, data, attributes, timeout_s=PROBE_LIMIT_S

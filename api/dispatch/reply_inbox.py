@@ -1,4 +1,4 @@
-"""Holds the inbox of this instance: leases it, receives on its slots, and replaces a lost one."""
+"""Holds the inbox of this instance: leases it, receives on both topics, and replaces a lost one."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Self
 from prometheus_client import Counter
 
 from api.dispatch.inbox_lease import InboxLease, InboxLost, InboxPool, own_inbox
-from api.dispatch.open_inbox import OpenInbox, PendingReply, Slot
+from api.dispatch.open_inbox import OpenInbox, PendingReply, ReplySubscription
 from shared.backoff import backoff
+from shared.catalog_entry import Replies
 from shared.errors import ConfigurationError, PenstockError, Unavailable
-from shared.pubsub.names import inbox_topic_id, slot_subscription_id
 from shared.settings import ApiSettings
 from shared.transport import Admin, Subscriber
 
@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 INBOXES_LOST = Counter("penstock_inbox_lost_total", "Inboxes that were lost and replaced.")
 
 START_LIMIT_S = 10.0
-SLOT_MAX_MESSAGES = 1000
+MAX_MESSAGES = 1000
+"""In hand, of each subscription. A quarter of them ends the pause of acks."""
 ACK_DEADLINE_S = 20
 ACK_LINGER_S = 8.0
 """Acks linger this long, because an ack call costs as much as a publish.
@@ -39,7 +40,7 @@ class ReplyInbox:
 
     Args:
         settings: inbox_pool, inbox_first, inbox_lease_s, reply_slots, redis_url.
-        subscriber: opens the slots.
+        subscriber: opens the subscriptions.
         admin: creates an inbox if there is no pool or no free inbox in it.
         instance: id of this instance (letters, digits and dashes).
     """
@@ -87,12 +88,12 @@ class ReplyInbox:
 
     @property
     def ready(self) -> bool:
-        """Whether replies can arrive: an inbox is held and all of its slots are connected."""
+        """Whether replies can arrive: an inbox is held and all its subscriptions are connected."""
         return self._open is not None and self._open.is_connected
 
     @contextmanager
-    def waiter(self, request_id: str, job_index: int) -> Iterator[PendingReply]:
-        """Registers a job while the block runs.
+    def waiter(self, request_id: str, job_index: int, replies: Replies) -> Iterator[PendingReply]:
+        """Registers a job while the block runs. `replies` says which topic its reply comes to.
 
         Raises:
             Unavailable: this instance has no inbox at the moment.
@@ -100,7 +101,7 @@ class ReplyInbox:
         inbox = self._open
         if inbox is None:
             raise Unavailable("this instance has no reply inbox now")
-        pending = inbox.register(request_id, job_index)
+        pending = inbox.register(request_id, job_index, replies)
         try:
             yield pending
         finally:
@@ -148,18 +149,16 @@ class ReplyInbox:
             ) from error
 
     async def _hold(self, lease: InboxLease, opened: asyncio.Future[None]) -> None:
-        """Receives on every slot until canceled, or until the inbox is lost, which raises."""
-        inbox = OpenInbox(inbox_topic_id(lease.inbox), self._settings.reply_slots)
+        """Receives on both topics until canceled, or until the inbox is lost, which raises."""
+        inbox = OpenInbox(lease.inbox, self._settings.reply_slots)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(lease.keep())
-                for slot in inbox.slots:
-                    group.create_task(
-                        self._receive(inbox, slot, slot_subscription_id(lease.inbox, slot.number))
-                    )
+                for source in inbox.subscriptions:
+                    group.create_task(self._receive(inbox, source))
                 with self._closing(inbox):
-                    for slot in inbox.slots:
-                        await slot.opened.wait()
+                    for source in inbox.subscriptions:
+                        await source.opened.wait()
                     self._open = inbox
                     if not opened.done():
                         opened.set_result(None)
@@ -177,15 +176,15 @@ class ReplyInbox:
             self._open = None
             inbox.fail(InboxLost("the reply inbox was lost"))
 
-    async def _receive(self, inbox: OpenInbox, slot: Slot, subscription_id: str) -> None:
+    async def _receive(self, inbox: OpenInbox, source: ReplySubscription) -> None:
         async with self._subscriber.subscribe(
-            subscription_id,
-            max_messages=SLOT_MAX_MESSAGES,
+            source.subscription_id,
+            max_messages=MAX_MESSAGES,
             ack_deadline_s=ACK_DEADLINE_S,
             ack_linger_s=ACK_LINGER_S,
         ) as subscription:
-            slot.subscription = subscription
-            slot.opened.set()
+            source.subscription = subscription
+            source.opened.set()
             async for message in subscription:
                 inbox.deliver(message)
                 subscription.ack(message)

@@ -15,6 +15,7 @@ from api.dispatch.job_sender import ReplyWaiter
 from api.dispatch.model_window import BATCHES_HELD
 from api.dispatch.request import RequestOptions
 from shared.catalog import Model
+from shared.catalog_entry import Replies
 from shared.errors import Overloaded, PenstockError, Unavailable
 from shared.message_encoding import encode_reply_body
 from shared.messages import Envelope, Item, ItemError, ReplyBody
@@ -36,6 +37,8 @@ class NewPrediction:
     options: RequestOptions
     reply_bytes: int
     """The largest size of its reply."""
+    replies: Replies
+    """Which topic of an inbox its reply comes to, by the model's entry."""
     weight: float
     """The tenant's share of a busy model, from its plan."""
     keep_s: int | None

@@ -94,7 +94,7 @@ class Predictions:
         creation: Creation | None = None
         try:
             # Registered before the job is published, so no reply can be too early.
-            with self._register_waiter(new.prediction.record, waits=waits) as waiter:
+            with self._register_waiter(new, waits=waits) as waiter:
                 is_new, snapshot = await self._create(new, waiter)
                 metrics.PREDICTIONS.labels(model, "created" if is_new else "found").inc()
                 creation = Creation(snapshot, self.refresh, waiter, is_new=is_new)
@@ -264,14 +264,15 @@ class Predictions:
         return []
 
     @contextmanager
-    def _register_waiter(self, record_id: str, *, waits: bool) -> Iterator[ReplyWaiter | None]:
+    def _register_waiter(self, new: NewPrediction, *, waits: bool) -> Iterator[ReplyWaiter | None]:
         """Registers a waiter at the inbox. Without one the request polls the record."""
+        record_id = new.prediction.record
         # A repeated request polls while the first one waits, since the reply goes to one of them.
         with ExitStack() as stack:
             waiter = None
             if waits and record_id not in self._with_waiter:
                 with suppress(Unavailable):
-                    waiter = stack.enter_context(self._inbox.waiter(record_id, 0))
+                    waiter = stack.enter_context(self._inbox.waiter(record_id, 0, new.replies))
                     self._with_waiter.add(record_id)
                     stack.callback(self._with_waiter.discard, record_id)
             yield waiter

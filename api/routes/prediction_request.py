@@ -91,6 +91,7 @@ async def read_prediction(
         options,
         weight=call.caller.plan.weight,
         keep_s=call.caller.plan.prediction_keep_s,
+        replies=model.replies,
         reply_bytes=len(read.inputs) * (model.definition.result_bytes(model) + OUTCOME_BYTES),
         is_keyed=bool(own_id or key),
     )

@@ -97,8 +97,8 @@ class ImageTask(Task):
     stores_blobs = True
 
     def entry_defaults(self) -> Mapping[str, Any]:
-        """Torch is the only backend."""
-        return {"backend": "torch"}
+        """Torch is the only backend. An item takes seconds, which is what slots are for."""
+        return {"backend": "torch", "replies": "slots"}
 
     def check_entry(self, entry: CatalogEntry) -> None:
         """A model needs a budget of pixel-steps."""

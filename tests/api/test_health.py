@@ -1,13 +1,15 @@
 """What those who run the API ask it: alive, ready, counted, described."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from api import metrics
-from shared.errors import ConfigurationError, Unavailable
+from shared.errors import BadInput, ConfigurationError, Unavailable
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.fakes import InMemoryTransport
 
 pytestmark = pytest.mark.anyio
 
@@ -41,6 +43,25 @@ async def test_not_ready_without_the_broker(api: ApiUnderTest) -> None:
         "keys": "not required",
     }
     assert (await api.http.get("/healthz")).status_code == 200
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+async def test_not_ready_without_one_of_the_reply_topics(
+    tmp_path: Path, *, is_direct: bool
+) -> None:
+    class OneIsGone(InMemoryTransport):
+        """One of the two topics of each inbox was deleted."""
+
+        async def publish(self, topic_id: str, *args: Any, **kwargs: Any) -> str:
+            if topic_id.startswith("inbox.") and topic_id.endswith(".direct") is is_direct:
+                raise BadInput(f"publish to {topic_id}: NOT_FOUND")
+            return await super().publish(topic_id, *args, **kwargs)
+
+    broker = OneIsGone()
+    async with running_api(settings_for(tmp_path), transport=broker, admin=broker) as api:
+        response = await api.http.get("/readyz")
+        assert (response.status_code, response.json()["status"]) == (503, "unavailable")
+        assert "NOT_FOUND" in response.json()["pubsub"]
 
 
 async def test_metrics_count_requests_and_items(api: ApiUnderTest) -> None:

@@ -50,6 +50,12 @@ def test_only_an_embedding_model_leaves_its_backend_open(models_file: Path) -> N
     assert (painter.backend, painter.precision) == ("torch", "auto")
 
 
+def test_replies_of_images_have_slots_unless_the_entry_says_otherwise(models_file: Path) -> None:
+    assert [model.replies for model in read_catalog(models_file).models] == ["direct", "slots"]
+    models_file.write_text(GOOD.replace("task: image", "task: image\n    replies: direct"))
+    assert read_catalog(models_file).find("painter").replies == "direct"
+
+
 def test_cost_counts_what_was_computed(models_file: Path) -> None:
     mini = read_catalog(models_file).find("mini")
     assert list_price_usd(price_of(mini), 2_000_000, None) == pytest.approx(1.0)
@@ -148,6 +154,18 @@ def test_no_model_of_a_task() -> None:
             "dimensions: 4\n    backend: onnx\n    precision: bf16",
             2,
             "entry: Value error, precision bf16 needs backend torch",
+        ),
+        (
+            "dimensions: 4",
+            "dimensions: 4\n    replies: slots",
+            2,
+            "entry: Value error, replies: slots carry small results only",
+        ),
+        (
+            "dimensions: 4",
+            "dimensions: 4\n    replies: both",
+            8,
+            "replies: Input should be 'direct' or 'slots'",
         ),
         ("source: hf:", "source: !!python/name:", 10, "could not determine a constructor"),
         ("name: painter", "name: small", 10, "the name 'small' is taken by line 2"),
