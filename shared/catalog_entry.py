@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 
@@ -53,11 +53,30 @@ class Cache(_Entry):
     scope: Literal["global", "tenant"] = "tenant"
 
 
+GpuTypeName = Literal["l4", "a100", "a100-80gb", "h100", "rtx-pro-6000", "t4"]
+"""Of infra/kubernetes/gpus.yaml, which says what each of them is. A test compares the two."""
+MOST_SHARES: dict[str, int] = {"l4": 22, "a100": 36, "t4": 14}
+"""The most workers that may share a GPU: each gets 1 GiB of its memory at least, after the part
+that CUDA contexts need. GKE allows 48, which larger GPUs reach first. A test compares them with the
+memory in infra/kubernetes/gpus.yaml.
+"""
+
+
 class Gpu(_Entry):
     """The GPU type a worker asks for and how many workers share one of them in time."""
 
-    type: Literal["l4", "a100", "none"] = "none"
+    type: Literal[GpuTypeName, "none"] = "none"
     share: int = Field(1, ge=1, le=48)
+
+    @model_validator(mode="after")
+    def _memory_is_enough_to_share(self) -> Self:
+        most = MOST_SHARES.get(self.type, 48)
+        if self.share > most:
+            raise ValueError(
+                f"share: {self.share} workers on one {self.type} get less than 1 GiB of its memory "
+                f"each; at most {most}"
+            )
+        return self
 
 
 class Replicas(_Entry):

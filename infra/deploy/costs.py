@@ -16,8 +16,8 @@ TIB = 2**40
 LEAST_BYTES = 1000
 """Of a publish or delivery, as Pub/Sub bills it."""
 LEAST_ROW_BYTES = 1024
-GPU_DISK_GIB, GENERAL_DISK_GIB = 100, 50
-"""Boot disks, as infra/terraform/modules/cluster/nodes.tf has them."""
+GENERAL_DISK_GIB = 50
+"""Boot disk, as infra/terraform/modules/cluster/nodes.tf has it. Others are in gpus.yaml."""
 SIDECAR_CPU, SIDECAR_GIB = 0.5, 0.25
 """The API's sidecar that collects metrics (infra/terraform/modules/region/api.tf)."""
 REPLIES = "Pub/Sub, replies"
@@ -125,10 +125,8 @@ def _region(bill: _Bill, site: Site, platform: Platform) -> None:
         site.general_mean * HOURS,
         site.general_peak * HOURS,
     )
-    mean, peak = (
-        GPU_DISK_GIB * gpus + GENERAL_DISK_GIB * general for gpus, general in _node_counts(site)
-    )
-    bill.add("boot disks of nodes", place, "GiB-month", "disk/pd-balanced", mean, peak)
+    for type_, (mean, peak) in disks_gib(site).items():
+        bill.add(f"boot disks of nodes, {type_}", place, "GiB-month", f"disk/{type_}", mean, peak)
     bill.add("GKE, cluster", place, "hour", "gke/cluster", HOURS)
     cpu, memory = platform.api.cpu + SIDECAR_CPU, platform.api.memory_gib + SIDECAR_GIB
     mean_s, peak_s = site.api_mean * SECONDS, site.api_peak * SECONDS
@@ -148,10 +146,16 @@ def _region(bill: _Bill, site: Site, platform: Platform) -> None:
     bill.add("Cloud NAT, gateway", place, "hour", "nat/gateway", HOURS)
 
 
-def _node_counts(site: Site) -> Iterator[tuple[int, int]]:
-    """GPU nodes and general nodes, at the mean and at the peak."""
-    yield sum(pool.nodes_mean for pool in site.pools), site.general_mean
-    yield sum(pool.nodes_peak for pool in site.pools), site.general_peak
+def disks_gib(site: Site) -> dict[str, tuple[float, float]]:
+    """Boot disks of a region's nodes at the mean and at the peak, by disk type."""
+    found = {
+        "pd-balanced": (GENERAL_DISK_GIB * site.general_mean, GENERAL_DISK_GIB * site.general_peak)
+    }
+    for pool in site.pools:
+        mean, peak = found.get(pool.node.disk_type, (0, 0))
+        size = pool.node.disk_gb
+        found[pool.node.disk_type] = mean + size * pool.nodes_mean, peak + size * pool.nodes_peak
+    return dict(found)
 
 
 def _machine(pool: Pool, kind: str) -> str:

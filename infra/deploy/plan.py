@@ -40,7 +40,8 @@ class Plan:
     changes: tuple[Change, ...]
     topics: tuple[str, ...]
     subscriptions: tuple[str, ...]
-    pools: tuple[str, ...]
+    pools: dict[str, tuple[str, ...]]
+    """Terraform's GPU node pools, by region."""
     quotas: tuple[Quota, ...]
     costs: tuple[Cost, ...]
     on_demand_usd: tuple[float, float] | None
@@ -93,7 +94,10 @@ def make_plan(
         changes=tuple(changes),
         topics=tuple(made_topics),
         subscriptions=tuple(made_subscriptions),
-        pools=tuple(gpu_pools(catalog.models, wanted)),
+        pools={
+            site.region: tuple(gpu_pools(catalog.models, wanted, site.region, gpus))
+            for site in sites
+        },
         quotas=tuple(
             quotas(sites, wanted, volumes, gpus, len(made_topics), len(made_subscriptions))
         ),

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from shared.catalog_entry import GpuTypeName
 from shared.errors import ConfigurationError
 
 MOST_REPLY_SUBSCRIPTIONS = 9000
@@ -115,7 +116,7 @@ class Nodes(_Variable):
     compute_classes: bool = False
     general: GeneralNodes = GeneralNodes()
     max_gpus: int = Field(8, ge=1)
-    overflow: Literal["l4", "a100"] | None = None
+    overflow: GpuTypeName | None = None
     spot: bool = True
 
 
@@ -131,6 +132,8 @@ class Region(_Variable):
 
     index: int = Field(0, ge=0, lt=MOST_REGIONS)
     max_gpus: int | None = Field(None, ge=1)
+    overflow: Literal[GpuTypeName, "none"] | None = None
+    """Instead of nodes.overflow."""
     zones: list[str] | None = None
 
 
@@ -160,6 +163,11 @@ class Platform(_Variable):
     def home(self) -> str:
         """The region of the lowest index, which has everything that exists once."""
         return min(self.regions, key=lambda name: self.regions[name].index)
+
+    def overflow_in(self, region: str) -> str | None:
+        """The GPU type that takes over in a region, or None."""
+        chosen = self.regions[region].overflow or self.nodes.overflow
+        return None if chosen == "none" else chosen
 
     def in_regions(self, names: Sequence[str]) -> Platform:
         """The same in these regions. Known ones keep their settings, new ones get the next index.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from infra.deploy.costs import GENERAL_DISK_GIB, GPU_DISK_GIB, SIDECAR_CPU, SIDECAR_GIB
+from infra.deploy.costs import SIDECAR_CPU, SIDECAR_GIB, disks_gib
 from infra.deploy.platform_variables import Platform
 from infra.deploy.sizing import Site
 from infra.deploy.topology import redis
@@ -13,8 +13,6 @@ from infra.deploy.volumes import Volume
 from infra.kubernetes.deployment import GpuType
 
 UNKNOWN = "unknown"
-GPU_METRICS = {"nvidia-l4": "NVIDIA_L4_GPUS", "nvidia-tesla-a100": "NVIDIA_A100_GPUS"}
-"""Quota names: cloud.google.com/dataflow/docs/gpu/use-l4-gpus and Compute Engine's API."""
 RUN_QUOTAS = "depends on the region; cloud.google.com/run/docs/configuring/max-instances-limits"
 SUBSCRIPTIONS_OF_A_TOPIC = 10_000
 """docs.cloud.google.com/bigquery/docs/analytics-hub-introduction, limitations."""
@@ -78,32 +76,34 @@ def quotas(
 def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterator[Quota]:
     for type_ in dict.fromkeys(pool.gpu.type for pool in site.pools):
         nodes = sum(pool.nodes_peak for pool in site.pools if pool.gpu.type == type_)
-        metric = GPU_METRICS.get(gpus[type_].accelerator, gpus[type_].accelerator)
+        metric = gpus[type_].quota
+        if gpus[type_].on_demand:
+            note = "takes over when spot is out" if platform.nodes.spot else ""
+            yield Quota(metric, site.region, nodes, UNKNOWN, note)
+        if platform.nodes.spot:
+            yield Quota(f"PREEMPTIBLE_{metric}", site.region, nodes, UNKNOWN)
+    overflow = platform.overflow_in(site.region)
+    if overflow is not None:
+        nodes = sum(pool.nodes_peak for pool in site.pools if pool.gpu.type != overflow)
         yield Quota(
-            metric,
+            gpus[overflow].quota,
             site.region,
             nodes,
             UNKNOWN,
-            "takes over when spot is out" if platform.nodes.spot else "",
+            "overflow, were all others out of stock",
         )
-        if platform.nodes.spot:
-            yield Quota(f"PREEMPTIBLE_{metric}", site.region, nodes, UNKNOWN)
-    overflow = platform.nodes.overflow
-    if overflow is not None:
-        nodes = sum(pool.nodes_peak for pool in site.pools if pool.gpu.type != overflow)
-        metric = GPU_METRICS.get(gpus[overflow].accelerator, gpus[overflow].accelerator)
-        yield Quota(metric, site.region, nodes, UNKNOWN, "overflow, were all others out of stock")
     nodes = sum(pool.nodes_peak for pool in site.pools)
     yield Quota(
         "vCPUs of Compute Engine",
         site.region,
-        _vcpus(site, platform),
+        _vcpus(site, platform, gpus),
         UNKNOWN,
-        "CPUS; A2_CPUS for A100",
+        "CPUS; A2_CPUS for A100 and A3_CPUS for H100",
     )
     yield Quota("instances", site.region, nodes + site.general_peak, UNKNOWN)
-    disks = GPU_DISK_GIB * nodes + GENERAL_DISK_GIB * site.general_peak
-    yield Quota("SSD_TOTAL_GB", site.region, disks, UNKNOWN, "boot disks are pd-balanced")
+    for disk_type, (_, disks) in disks_gib(site).items():
+        name = "SSD_TOTAL_GB" if disk_type == "pd-balanced" else "HDB_TOTAL_GB"
+        yield Quota(name, site.region, disks, UNKNOWN, f"boot disks are {disk_type}")
     yield Quota(
         "IN_USE_ADDRESSES",
         site.region,
@@ -122,14 +122,9 @@ def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterato
     yield Quota("Memorystore nodes", site.region, nodes, UNKNOWN)
 
 
-def _vcpus(site: Site, platform: Platform) -> int:
-    machines = [(pool.machine_type, pool.nodes_peak) for pool in site.pools]
-    machines.append((platform.nodes.general.machine_type, site.general_peak))
-    return sum(VCPUS.get(machine, _said_by_name(machine)) * nodes for machine, nodes in machines)
-
-
-VCPUS = {"a2-highgpu-1g": 12}
-"""Of machines whose name does not end in them, as the source `catalog` of prices.yaml says."""
+def _vcpus(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> int:
+    general = _said_by_name(platform.nodes.general.machine_type) * site.general_peak
+    return general + sum(gpus[pool.gpu.type].vcpus * pool.nodes_peak for pool in site.pools)
 
 
 def _said_by_name(machine: str) -> int:

@@ -134,12 +134,14 @@ def _pool_rows(plan: Plan, site: Site, pool: Pool) -> Iterator[tuple[Any, ...]]:
     instead = f"0-{pool.nodes_peak}, when out of stock"
     if nodes.spot:
         yield site.region, f"{pool.name}-spot", pool.machine_type, counts, bound
-    yield site.region, pool.name, pool.machine_type, instead if nodes.spot else counts, bound
-    if nodes.overflow not in (None, pool.gpu.type):
+    if pool.node.on_demand:
+        yield site.region, pool.name, pool.machine_type, instead if nodes.spot else counts, bound
+    overflow = plan.platform.overflow_in(site.region)
+    if overflow not in (None, pool.gpu.type):
         yield (
             site.region,
-            f"{pool.name}-on-{nodes.overflow}",
-            f"with {nodes.overflow}",
+            f"{pool.name}-on-{overflow}",
+            f"with {overflow}",
             instead,
             bound,
         )
@@ -234,7 +236,7 @@ def as_json(plan: Plan) -> str:
         "regions": [_site_document(site) for site in plan.sites],
         "topics": plan.topics,
         "subscriptions": plan.subscriptions,
-        "gpu_pools": plan.pools,
+        "gpu_pools": list(dict.fromkeys(name for names in plan.pools.values() for name in names)),
         "changes": [vars(one) for one in plan.changes],
         "tfvars": plan.platform.model_dump(mode="json"),
         "quotas": [vars(one) for one in plan.quotas],

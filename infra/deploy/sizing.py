@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from infra.deploy.platform_variables import INSTANCES_TO_INBOXES, Platform
 from infra.deploy.queueing import mean_wait_s, servers_needed
 from infra.deploy.rates import ModelRate, Rates
-from infra.kubernetes.deployment import GpuType, gpu_class
+from infra.kubernetes.deployment import GpuType, gpu_class, zones_with
 from infra.kubernetes.placement import CPU_ONLY
 from shared.catalog import Model
 from shared.catalog_entry import Gpu
@@ -54,10 +54,14 @@ class Pool:
 
     region: str
     gpu: Gpu
-    machine_type: str
-    accelerator: str
+    node: GpuType
     nodes_mean: int
     nodes_peak: int
+
+    @property
+    def machine_type(self) -> str:
+        """Of each node."""
+        return self.node.machine_type
 
     @property
     def name(self) -> str:
@@ -164,18 +168,15 @@ def size_site(
     the workers.
 
     Raises:
-        ConfigurationError: a model's GPU type is not in infra/kubernetes/gpus.yaml.
+        ConfigurationError: a model's GPU type, or the one that takes over, is in no zone of the
+            region that the platform's variables allow, or is not sold as they want it.
     """
     classes: dict[tuple[str, int], list[Workers]] = {}
     for one in workers:
         gpu = one.model.gpu
         if gpu.type != "none":
-            if gpu.type not in gpus:
-                known = ", ".join(gpus)
-                raise ConfigurationError(
-                    f"{one.model.name}: gpu.type: {gpu.type!r} is none of: {known}", field="gpu"
-                )
             classes.setdefault((gpu.type, gpu.share), []).append(one)
+    _check_gpus(region, list(dict.fromkeys(type_ for type_, _ in classes)), platform, gpus)
     pools = tuple(_pool(region, members, gpus, buffer) for members in classes.values())
     without = [one for one in workers if one.model.gpu.type == "none"]
     fits = _cpu_workers_per_node(platform.nodes.general.machine_type)
@@ -192,12 +193,36 @@ def size_site(
     )
 
 
+def _check_gpus(
+    region: str, types: Sequence[str], platform: Platform, gpus: dict[str, GpuType]
+) -> None:
+    among = platform.regions[region].zones
+    for type_ in types:
+        zones_with(type_, region, gpus, among)
+        if not platform.nodes.spot and not gpus[type_].on_demand:
+            raise ConfigurationError(
+                f"nodes.spot: {type_} is not sold on demand, and nodes.spot is false",
+                field="nodes.spot",
+            )
+    overflow = platform.overflow_in(region)
+    if types and overflow is not None:
+        if not gpus[overflow].on_demand:
+            raise ConfigurationError(
+                f"nodes.overflow: {overflow} is not sold on demand", field="nodes.overflow"
+            )
+        if not gpus[overflow].zones_in(region, among):
+            raise ConfigurationError(
+                f"regions.{region}: no zone has {overflow}, which takes over (nodes.overflow); set "
+                f"regions.{region}.overflow to another type, or to none",
+                field=f"regions.{region}.overflow",
+            )
+
+
 def _pool(region: str, members: Sequence[Workers], gpus: dict[str, GpuType], buffer: int) -> Pool:
     gpu = members[0].model.gpu
-    machine = gpus[gpu.type]
     mean = math.ceil((sum(one.pods_mean for one in members) + buffer) / gpu.share)
     peak = math.ceil((sum(one.pods_peak for one in members) + buffer) / gpu.share)
-    return Pool(region, gpu, machine.machine_type, machine.accelerator, mean, peak)
+    return Pool(region, gpu, gpus[gpu.type], mean, peak)
 
 
 def _cpu_workers_per_node(machine_type: str) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from infra.deploy.platform_variables import INBOX_STRIDE, Platform
-from infra.kubernetes.deployment import gpu_class
+from infra.kubernetes.deployment import GpuType, gpu_class
 from shared.catalog import Model
 from shared.pubsub.names import (
     WEBHOOKS_SUBSCRIPTION_ID,
@@ -59,19 +59,22 @@ def _inboxes(platform: Platform) -> list[str]:
     ]
 
 
-def gpu_pools(models: Iterable[Model], platform: Platform) -> list[str]:
+def gpu_pools(
+    models: Iterable[Model], platform: Platform, region: str, gpus: dict[str, GpuType]
+) -> list[str]:
     """The names of a region's GPU node pools. None if ComputeClasses create the nodes."""
     if platform.nodes.compute_classes:
         return []
-    found = []
+    found, overflow = [], platform.overflow_in(region)
     for type_, name in dict.fromkeys((model.gpu.type, gpu_class(model.gpu)) for model in models):
         if type_ == "none":
             continue
-        found.append(name)
+        if gpus[type_].on_demand:
+            found.append(name)
         if platform.nodes.spot:
             found.append(f"{name}-spot")
-        if platform.nodes.overflow not in (None, type_):
-            found.append(f"{name}-on-{platform.nodes.overflow}")
+        if overflow not in (None, type_):
+            found.append(f"{name}-on-{overflow}")
     return found
 
 

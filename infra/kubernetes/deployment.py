@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from shared.catalog_entry import Gpu
+from shared.catalog_entry import Gpu, GpuTypeName
 from shared.errors import ConfigurationError
 
 GPU_TYPES_FILE = Path(__file__).parent / "gpus.yaml"
 
 
 class GpuType(BaseModel):
-    """A GPU type: its node label, its machine, and what a node has left for workers."""
+    """A GPU type: its node label, its machine, where it exists, and what workers get of a node."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     accelerator: str
     machine_type: str
+    vcpus: int = Field(gt=0)
     cpu: int = Field(gt=0)
     memory_gib: int = Field(gt=0)
+    gpu_memory_gib: int = Field(gt=0)
+    disk_type: Literal["pd-balanced", "hyperdisk-balanced"]
+    disk_gb: int = Field(gt=0)
+    ephemeral_gib: int = Field(gt=0)
+    on_demand: bool = True
+    """Whether it is sold without spot, flex-start or a reservation."""
+    quota: str
+    zones: dict[str, tuple[str, ...]]
+    """The letters of the zones that have it, by region."""
+
+    def zones_in(self, region: str, among: Sequence[str] | None = None) -> tuple[str, ...]:
+        """The zones of `region` that have it, of those in `among` where that is given."""
+        names = (f"{region}-{letter}" for letter in self.zones.get(region, ()))
+        return tuple(name for name in names if among is None or name in among)
 
 
 class Deployment(BaseModel):
@@ -49,8 +65,10 @@ class Deployment(BaseModel):
     models: tuple[str, ...] | None = None
     """The models of the catalog that run there. None: all."""
     spot: bool
-    overflow: Literal["l4", "a100"] | None
+    overflow: GpuTypeName | None
     """GPU type that takes over where another is out of stock."""
+    zones: tuple[str, ...] | None = None
+    """The zones that GPU nodes may be in. None: all of the region that have the GPU."""
     compute_classes: bool
     """Nodes come from ComputeClasses instead of the pools that Terraform makes."""
     traces: dict[str, str] = {}
@@ -100,6 +118,23 @@ def read_gpu_types() -> dict[str, GpuType]:
     """The GPU types by the names that models.yaml uses."""
     return TypeAdapter(dict[str, GpuType]).validate_python(
         yaml.safe_load(GPU_TYPES_FILE.read_text(encoding="utf-8"))
+    )
+
+
+def zones_with(
+    type_: str, region: str, gpu_types: dict[str, GpuType], among: Sequence[str] | None = None
+) -> tuple[str, ...]:
+    """The zones of a region whose nodes can have this GPU.
+
+    Raises:
+        ConfigurationError: there are none. Terraform refuses the same.
+    """
+    if zones := gpu_types[type_].zones_in(region, among):
+        return zones
+    left_out = "" if among is None else f", of {', '.join(among)}"
+    raise ConfigurationError(
+        f"regions.{region}: no zone has {type_}{left_out} (infra/kubernetes/gpus.yaml)",
+        field=f"regions.{region}",
     )
 
 

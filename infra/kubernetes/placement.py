@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from infra.kubernetes.deployment import Deployment, GpuType, gpu_class
+from infra.kubernetes.deployment import Deployment, GpuType, gpu_class, zones_with
 from shared.catalog import Model
 from shared.catalog_entry import Gpu
 
@@ -15,11 +15,19 @@ SHARED_MEMORY = 0.92
 PAUSE_S = 2
 """preStop of the base."""
 DRAIN_S = 60
-SPOT_DRAIN_S = 15
-"""A spot node is gone 30 s after its notice, and the kubelet needs some of them.
-"""
 KILL_MARGIN_S = 10
 """From the end of the drain to the kill: rows go to disk, connections close."""
+SPOT_SHUTDOWN_S = 30
+"""From the notice to the end of a spot node. GKE allows 30 and 120, but Compute Engine promises no
+more than 30 s."""
+SPOT_SYSTEM_S = 5
+"""The last part of it, for system pods. GKE's default is 15, which would leave workers 15."""
+SPOT_DRAIN_S = 15
+SPOT_MARGIN_S = SPOT_SHUTDOWN_S - SPOT_SYSTEM_S - PAUSE_S - SPOT_DRAIN_S
+SPOT_KUBELET = {
+    "shutdownGracePeriodSeconds": SPOT_SHUTDOWN_S,
+    "shutdownGracePeriodCriticalPodsSeconds": SPOT_SYSTEM_S,
+}
 CPU_ONLY = {"cpu": "2", "memory": "4Gi"}
 
 
@@ -37,12 +45,13 @@ class Placement:
 
 def place(model: Model, deployment: Deployment, gpu_types: dict[str, GpuType]) -> Placement:
     """The placement of one model's workers."""
-    drain_s = SPOT_DRAIN_S if deployment.spot and model.gpu.type != "none" else DRAIN_S
+    may_be_spot = deployment.spot and model.gpu.type != "none"
+    drain_s, margin_s = (SPOT_DRAIN_S, SPOT_MARGIN_S) if may_be_spot else (DRAIN_S, KILL_MARGIN_S)
     settings = {
         "PENSTOCK_DRAIN_S": str(drain_s),
         "PENSTOCK_MEMORY_FRACTION": f"{memory_fraction(model.gpu):g}",
     }
-    grace_s = PAUSE_S + drain_s + KILL_MARGIN_S
+    grace_s = PAUSE_S + drain_s + margin_s
     if model.gpu.type == "none":
         # A container sees the cores of the whole node: what it may use is said.
         settings |= {
@@ -77,11 +86,12 @@ def memory_fraction(gpu: Gpu) -> float:
 
 
 def share_of(gpu: Gpu, gpu_types: dict[str, GpuType]) -> dict[str, str]:
-    """CPU and memory of one of those that share a node."""
+    """CPU, memory and disk of one of those that share a node."""
     node = gpu_types[gpu.type]
     return {
         "cpu": f"{node.cpu * 1000 // gpu.share}m",
         "memory": f"{node.memory_gib * 1024 // gpu.share}Mi",
+        "ephemeral-storage": f"{node.ephemeral_gib * 1024 // gpu.share}Mi",
     }
 
 
@@ -96,17 +106,27 @@ def compute_class(
     gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]
 ) -> dict[str, Any]:
     """The ComputeClass of one GPU type and share: spot, on demand, then the larger GPU."""
+    # The CRD's word, unlike that of the node label (`time-sharing`).
     sharing = {
-        "gpuSharing": {"sharingStrategy": "time-sharing", "maxSharedClientsPerGPU": gpu.share}
+        "gpuSharing": {"sharingStrategy": "TIME_SHARING", "maxSharedClientsPerGPU": gpu.share}
     }
+    # As in infra/terraform/modules/cluster/nodes.tf: CUDA 13 needs driver R580 or later.
+    driver = {"count": 1, "driverVersion": "latest"}
 
     def rule(type_: str, spot: bool) -> dict[str, Any]:
         node = gpu_types[type_]
-        wanted = {"type": node.accelerator, "count": 1} | (sharing if gpu.share > 1 else {})
-        return {"machineType": node.machine_type, "spot": spot, "gpu": wanted}
+        zones = zones_with(type_, deployment.region, gpu_types, deployment.zones)
+        return {
+            "machineType": node.machine_type,
+            "spot": spot,
+            "gpu": {"type": node.accelerator} | driver | (sharing if gpu.share > 1 else {}),
+            "location": {"zones": list(zones)},
+            "storage": {"bootDiskSize": node.disk_gb, "bootDiskType": node.disk_type},
+        } | ({"nodeSystemConfig": {"kubeletConfig": SPOT_KUBELET}} if spot else {})
 
     rules = [rule(gpu.type, True)] if deployment.spot else []
-    rules.append(rule(gpu.type, False))
+    if gpu_types[gpu.type].on_demand:
+        rules.append(rule(gpu.type, False))
     if deployment.overflow not in (None, gpu.type):
         rules.append(rule(str(deployment.overflow), False))
     return {

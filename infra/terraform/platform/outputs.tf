@@ -29,7 +29,7 @@ output "deployments" {
       dataset         = google_bigquery_dataset.default.dataset_id
       namespace       = var.namespace
       objects_url     = "gs://${google_storage_bucket.objects.name}"
-      overflow        = var.nodes.overflow
+      overflow        = local.overflow[name]
       project         = var.project_id
       records_url     = local.records_url
       redis_cidrs     = distinct([local.redis_cidrs[name], local.redis_cidrs[local.home]])
@@ -37,6 +37,7 @@ output "deployments" {
       region          = name
       spot            = var.nodes.spot
       traces          = local.trace_settings.workers
+      zones           = region.zones
     }
   }
 }

@@ -6,6 +6,10 @@ locals {
     for gpu in distinct([for model in local.models : model.gpu if model.gpu.type != "none"]) :
     "${gpu.type}-x${gpu.share}" => gpu
   }
+  # The GPU type that takes over in each region; null: none.
+  overflow = {
+    for name, region in var.regions : name => region.overflow == "none" ? null : try(coalesce(region.overflow, var.nodes.overflow), null)
+  }
   # Things that stand once and have a place: the region of the lowest index.
   home = one([for name, region in var.regions : name if region.index == min(values(var.regions)[*].index...)])
 }
@@ -67,7 +71,7 @@ module "cluster" {
   gpu_types            = local.gpu_types
   gpus                 = local.gpus
   max_gpus             = coalesce(each.value.max_gpus, var.nodes.max_gpus)
-  overflow             = var.nodes.overflow
+  overflow             = local.overflow[each.key]
   preloaded_images     = var.nodes.preloaded_images
   release_channel      = var.nodes.release_channel
   spot                 = var.nodes.spot

@@ -316,8 +316,8 @@ variable "nodes" {
   nullable = false
 
   validation {
-    condition     = var.nodes.overflow == null ? true : contains(["a100", "l4"], var.nodes.overflow)
-    error_message = "overflow is a GPU type of infra/kubernetes/gpus.yaml: a100 or l4."
+    condition     = var.nodes.overflow == null ? true : contains(keys(local.gpu_types), var.nodes.overflow)
+    error_message = "nodes.overflow is a GPU type of infra/kubernetes/gpus.yaml: ${join(", ", keys(local.gpu_types))}."
   }
 
   validation {
@@ -463,11 +463,12 @@ variable "records" {
 }
 
 variable "regions" {
-  description = "Regions that serve. `index` fixes a region's addresses and inbox numbers: never change it, never give it to another. `drained`: the balancer sends it nothing."
+  description = "Regions that serve. `index` fixes a region's addresses and inbox numbers: never change it, never give it to another. `drained`: the balancer sends it nothing. `overflow`: instead of nodes.overflow, or none. `zones`: of the nodes; those with a GPU are in the zones of them that have it (infra/kubernetes/gpus.yaml)."
   type = map(object({
     drained  = optional(bool, false)
     index    = optional(number, 0)
     max_gpus = optional(number)
+    overflow = optional(string)
     zones    = optional(list(string))
   }))
   default  = { "europe-west4" = {} }
@@ -486,6 +487,11 @@ variable "regions" {
   validation {
     condition     = alltrue([for region in var.regions : region.index >= 0 && region.index < 16])
     error_message = "An index is 0 to 15."
+  }
+
+  validation {
+    condition     = alltrue([for region in var.regions : region.overflow == null ? true : region.overflow == "none" || contains(keys(local.gpu_types), region.overflow)])
+    error_message = "regions.<name>.overflow is \"none\", or a GPU type of infra/kubernetes/gpus.yaml: ${join(", ", keys(local.gpu_types))}."
   }
 
   validation {

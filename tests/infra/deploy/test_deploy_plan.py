@@ -66,7 +66,7 @@ def test_regions_can_be_words(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_machine_without_a_price_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--rates", EXAMPLE, "--region", "me-central1"]) == 0
+    assert main(["plan", "--rates", EXAMPLE, "--region", "asia-south1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     (nodes,) = (line for line in lines if line.startswith("  GPU nodes l4-x1"))
     assert nodes.endswith("no price machine/g2-standard-8/spot")
@@ -233,7 +233,17 @@ def test_wrong_words_are_refused_with_the_reason(
     ("given", "said"),
     [
         ({"api": {"concurrency": 0}}, "api.concurrency: Input should be greater"),
-        ({"nodes": {"overflow": "h100"}}, "nodes.overflow: Input should be 'l4' or 'a100'"),
+        ({"nodes": {"overflow": "v100"}}, "nodes.overflow: Input should be 'l4', 'a100'"),
+        ({"nodes": {"overflow": "h100"}}, "nodes.overflow: h100 is not sold on demand"),
+        (
+            {"nodes": {"overflow": "a100"}, "regions": {"europe-west1": {}}},
+            "regions.europe-west1: no zone has a100, which takes over",
+        ),
+        ({"regions": {"me-central1": {}}}, "regions.me-central1: no zone has l4 (infra/kubernetes"),
+        (
+            {"regions": {"europe-west1": {"zones": ["europe-west1-d"]}}},
+            "regions.europe-west1: no zone has l4, of europe-west1-d",
+        ),
         (
             {"nodes": {"general": {"machine_type": "custom"}}},
             "nodes.general.machine_type: 'custom' does not end in",

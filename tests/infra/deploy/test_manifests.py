@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 from pydantic import ValidationError
 
 from infra.kubernetes.__main__ import main
-from infra.kubernetes.deployment import Deployment
+from infra.kubernetes.deployment import Deployment, GpuType, read_gpu_types
 from infra.kubernetes.overlay import slug, write_overlay
+from infra.kubernetes.placement import SHARED_MEMORY
 from shared.catalog import read_catalog
+from shared.catalog_entry import MOST_SHARES, GpuTypeName
 from shared.errors import ConfigurationError
 from tests.infra.deploy.manifests import (
     DEPLOYMENT,
@@ -23,6 +26,7 @@ from tests.infra.deploy.manifests import (
     settings_of,
     workers,
 )
+from tests.infra.deploy.terraform import Plan
 
 CATALOG = read_catalog(Path("models.yaml"))
 GOLDEN = Path("infra/terraform/workloads/tests")
@@ -74,9 +78,85 @@ def test_kill_comes_after_the_drain(objects: Objects) -> None:
         assert pause_s + drain_s < pod(deployment)["terminationGracePeriodSeconds"]
 
 
-def test_worker_on_a_spot_node_is_done_before_the_node_goes(objects: Objects) -> None:
-    for deployment in workers(objects).values():
-        assert pod(deployment)["terminationGracePeriodSeconds"] <= 30
+def test_worker_on_a_spot_node_is_done_before_the_node_goes(objects: Objects, plan: Plan) -> None:
+    parts = [
+        config
+        for pool in plan.of("google_container_node_pool")
+        if pool["node_config"][0]["spot"]
+        for config in pool["node_config"][0]["kubelet_config"]
+    ]
+    for part in parts:
+        # What is left when the system's pods have had theirs. Without a number GKE takes 15 s.
+        ours_s = part["shutdown_grace_period_seconds"] - (
+            part["shutdown_grace_period_critical_pods_seconds"] or 15
+        )
+        for deployment in workers(objects).values():
+            assert pod(deployment)["terminationGracePeriodSeconds"] <= ours_s
+    assert len(parts) == 4
+
+
+@pytest.mark.parametrize("share", [1, 4, 8, 22])
+def test_as_many_workers_fit_on_a_node_as_share_its_gpu(tmp_path: Path, share: int) -> None:
+    models = tmp_path / "models.yaml"
+    models.write_text(
+        "models: [{name: tiny, task: embedding, source: 'hf:a/b', dimensions: 4,"
+        f" batch: {{max_tokens: 8}}, gpu: {{type: l4, share: {share}}}}}]"
+    )
+    node = read_gpu_types()["l4"]
+    (deployment,) = workers(render(tmp_path / "out", models)).values()
+    asked = pod(deployment)["containers"][0]["resources"]["requests"]
+    assert share * int(asked["ephemeral-storage"].removesuffix("Mi")) <= allocatable_mib(node)
+    assert share * int(asked["memory"].removesuffix("Mi")) <= node.memory_gib * 1024
+    assert share * int(asked["cpu"].removesuffix("m")) <= node.cpu * 1000
+
+
+@pytest.mark.parametrize("type_", read_gpu_types())
+def test_disk_is_no_larger_than_what_a_node_leaves(type_: str) -> None:
+    node = read_gpu_types()[type_]
+    assert node.ephemeral_gib * 1024 <= allocatable_mib(node)
+
+
+def allocatable_mib(node: GpuType) -> float:
+    """What GKE leaves of a boot disk: docs.cloud.google.com/kubernetes-engine/docs/concepts/
+    plan-node-sizes. Its example of 100 GB has a capacity of 98,831,908 KiB, and 47,060,071,478
+    bytes are allocatable.
+    """
+    capacity_gib = node.disk_gb * 98_831_908 / 2**20 / 100
+    reserved_gib = min(node.disk_gb / 2, 6 + 0.35 * node.disk_gb, 100)
+    return (capacity_gib * 0.9 - reserved_gib) * 1024
+
+
+def test_gkes_example_of_a_disk() -> None:
+    assert allocatable_mib(read_gpu_types()["l4"]) == pytest.approx(
+        47_060_071_478 / 2**20, rel=0.001
+    )
+
+
+def test_catalog_and_nodes_know_the_same_gpus() -> None:
+    types = read_gpu_types()
+    assert set(types) == set(get_args(GpuTypeName))
+    for name, node in types.items():
+        most = MOST_SHARES.get(name, 48)
+        assert most == min(48, int(SHARED_MEMORY * node.gpu_memory_gib)), name
+
+
+@pytest.mark.parametrize("type_", read_gpu_types())
+def test_every_gpu_type_is_placed(tmp_path: Path, type_: str) -> None:
+    models = tmp_path / "models.yaml"
+    models.write_text(
+        "models: [{name: tiny, task: embedding, source: 'hf:a/b', dimensions: 4,"
+        f" batch: {{max_tokens: 8}}, gpu: {{type: {type_}, share: 2}}}}]"
+    )
+    node = read_gpu_types()[type_]
+    (deployment,) = workers(render(tmp_path / "pools", models, overflow=None)).values()
+    (term,) = pod(deployment)["affinity"]["nodeAffinity"][
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ]["nodeSelectorTerms"]
+    assert term["matchExpressions"][0]["values"] == [node.accelerator]
+    rendered = render(tmp_path / "classes", models, overflow=None, compute_classes=True)
+    rules = of_kind(rendered, "ComputeClass")[f"workers-{type_}-x2"]["spec"]["priorities"]
+    assert [rule["spot"] for rule in rules] == ([True, False] if node.on_demand else [True])
+    assert {rule["machineType"] for rule in rules} == {node.machine_type}
 
 
 def test_places_are_held_by_what_gives_way(objects: Objects) -> None:
@@ -161,11 +241,23 @@ def test_compute_classes_and_capacity_buffers(tmp_path: Path) -> None:
         for rule in classes["workers-l4-x4"]["spec"]["priorities"]
     ]
     assert order == [("g2-standard-8", True), ("g2-standard-8", False), ("a2-highgpu-1g", False)]
-    sharing = {"sharingStrategy": "time-sharing", "maxSharedClientsPerGPU": 4}
-    assert classes["workers-l4-x4"]["spec"]["priorities"][0]["gpu"]["gpuSharing"] == sharing
+    first, *_, last = classes["workers-l4-x4"]["spec"]["priorities"]
+    assert first["gpu"] == {
+        "type": "nvidia-l4",
+        "count": 1,
+        # PyTorch's wheels need the newest driver, which is not the default.
+        "driverVersion": "latest",
+        "gpuSharing": {"sharingStrategy": "TIME_SHARING", "maxSharedClientsPerGPU": 4},
+    }
+    assert last["location"] == {"zones": ["europe-west4-a", "europe-west4-b"]}
+    kubelet = first["nodeSystemConfig"]["kubeletConfig"]
+    ours_s = (
+        kubelet["shutdownGracePeriodSeconds"] - kubelet["shutdownGracePeriodCriticalPodsSeconds"]
+    )
     for deployment in workers(objects).values():
         (selector,) = pod(deployment)["nodeSelector"]
         assert selector == "cloud.google.com/compute-class"
+        assert pod(deployment)["terminationGracePeriodSeconds"] <= ours_s
     buffers = of_kind(objects, "CapacityBuffer")
     assert {found["spec"]["podTemplateRef"]["name"] for found in buffers.values()} == set(
         of_kind(objects, "PodTemplate")
@@ -205,8 +297,16 @@ def test_kinds_of_gke_have_only_documented_fields(objects: Objects, tmp_path: Pa
         for one in of_kind(rendered, "ComputeClass").values()
         for rule in one["spec"]["priorities"]
     ]
-    assert {field for rule in rules for field in rule} == {"machineType", "spot", "gpu"}
-    assert {field for rule in rules for field in rule["gpu"]} == {"type", "count", "gpuSharing"}
+    assert {field for rule in rules for field in rule} == {
+        *("machineType", "spot", "gpu", "location", "storage", "nodeSystemConfig")
+    }
+    gpus = [rule["gpu"] for rule in rules]
+    assert {field for gpu in gpus for field in gpu} == {
+        *("type", "count", "driverVersion", "gpuSharing")
+    }
+    assert {gpu["driverVersion"] for gpu in gpus} <= {"default", "latest"}
+    shared = [gpu["gpuSharing"]["sharingStrategy"] for gpu in gpus if "gpuSharing" in gpu]
+    assert set(shared) <= {"TIME_SHARING", "MPS"}
 
 
 def test_clusters_own_autoscaler_keeps_one(tmp_path: Path) -> None:

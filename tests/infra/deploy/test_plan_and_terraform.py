@@ -15,6 +15,7 @@ from infra.deploy import costs, platform_variables, show
 from infra.deploy.plan import Plan as Deployed
 from infra.deploy.platform_variables import Platform
 from infra.deploy.topology import gpu_pools, redis
+from infra.kubernetes.deployment import read_gpu_types
 from shared.catalog import read_catalog
 from tests.infra.deploy.planning import plan_of, rate
 from tests.infra.deploy.terraform import REGIONS, Plan, plan_platform
@@ -78,10 +79,18 @@ def agree(ours: Deployed, made: Plan) -> None:
         (pool["location"], pool["name"]): pool for pool in made.of("google_container_node_pool")
     }
     regions = [site.region for site in ours.sites]
-    assert set(pools) == {(region, name) for region in regions for name in [*ours.pools, "general"]}
+    assert set(pools) == {
+        (region, name) for region in regions for name in [*ours.pools[region], "general"]
+    }
     for pool in (pool for site in ours.sites for pool in site.pools):
         own = pools[pool.region, pool.name]
-        assert own["node_config"][0]["machine_type"] == pool.machine_type
+        config = own["node_config"][0]
+        assert (config["machine_type"], config["disk_size_gb"], config["disk_type"]) == (
+            pool.machine_type,
+            pool.node.disk_gb,
+            pool.node.disk_type,
+        )
+        assert set(own["node_locations"]) == set(pool.node.zones_in(pool.region))
         assert own["autoscaling"][0]["total_max_node_count"] >= pool.nodes_peak
     stores = made.of("google_memorystore_instance")
     instances = [(one["location"], one["node_type"], 1 + one["replica_count"]) for one in stores]
@@ -98,17 +107,15 @@ def agree(ours: Deployed, made: Plan) -> None:
 
 
 def test_compute_classes_leave_no_pool_to_terraform() -> None:
-    assert (
-        gpu_pools(CATALOG.models, Platform.model_validate({"nodes": {"compute_classes": True}}))
-        == []
-    )
+    platform = Platform.model_validate({"nodes": {"compute_classes": True}})
+    assert gpu_pools(CATALOG.models, platform, "europe-west4", read_gpu_types()) == []
 
 
-def test_disks_are_those_of_terraform() -> None:
+def test_disk_is_that_of_terraform() -> None:
     sizes = re.findall(
         r"disk_size_gb += (\d+)", Path("infra/terraform/modules/cluster/nodes.tf").read_text()
     )
-    assert [int(size) for size in sizes] == [costs.GPU_DISK_GIB, costs.GENERAL_DISK_GIB]
+    assert [int(size) for size in sizes] == [costs.GENERAL_DISK_GIB]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ module "platform" {
 
   # A new region gets the next index; those that are there keep theirs.
   regions = {
-    "europe-west1" = { index = 1, max_gpus = 8 }
+    "europe-west1" = { index = 1, max_gpus = 8, overflow = "none" } # has no A100
     "europe-west4" = { index = 0 }
   }
 }

@@ -10,7 +10,7 @@ locals {
   )
   _own = merge([
     for key, gpu in var.gpus : merge(
-      { (key) = merge(gpu, { class = key, spot = false }) },
+      var.gpu_types[gpu.type].on_demand ? { (key) = merge(gpu, { class = key, spot = false }) } : {},
       var.spot ? { "${key}-spot" = merge(gpu, { class = key, spot = true }) } : {},
     )
   ]...)
@@ -21,6 +21,13 @@ locals {
     if var.overflow != null && gpu.type != var.overflow
   }
   pools = var.compute_classes ? {} : merge(local._own, local._overflow)
+  # Not every zone of a region has every GPU.
+  gpu_zones = {
+    for name, type in var.gpu_types : name => [
+      for letter in lookup(type.zones, var.region, []) : "${var.region}-${letter}"
+      if var.zones == null ? true : contains(var.zones, "${var.region}-${letter}")
+    ]
+  }
 }
 
 resource "google_container_node_pool" "gpu" {
@@ -30,6 +37,8 @@ resource "google_container_node_pool" "gpu" {
   location = var.region
   cluster  = google_container_cluster.default.name
   name     = each.key
+
+  node_locations = local.gpu_zones[each.value.type]
 
   autoscaling {
     location_policy      = "ANY"
@@ -43,8 +52,8 @@ resource "google_container_node_pool" "gpu" {
   }
 
   node_config {
-    disk_size_gb    = 100
-    disk_type       = "pd-balanced"
+    disk_size_gb    = var.gpu_types[each.value.type].disk_gb
+    disk_type       = var.gpu_types[each.value.type].disk_type
     image_type      = "COS_CONTAINERD"
     labels          = { "penstock.dev/gpu" = each.value.class }
     machine_type    = var.gpu_types[each.value.type].machine_type
@@ -81,10 +90,12 @@ resource "google_container_node_pool" "gpu" {
       enabled = true
     }
 
-    # A spot node has 30 s; the workers may use all but the system's last.
+    # A spot node has 30 s, of which GKE keeps the last 15 for system pods
+    # unless told otherwise. infra/kubernetes/placement.py has the same parts.
     kubelet_config {
-      insecure_kubelet_readonly_port_enabled = "FALSE"
-      shutdown_grace_period_seconds          = each.value.spot ? 30 : null
+      insecure_kubelet_readonly_port_enabled      = "FALSE"
+      shutdown_grace_period_seconds               = each.value.spot ? 30 : null
+      shutdown_grace_period_critical_pods_seconds = each.value.spot ? 5 : null
     }
 
     metadata = { disable-legacy-endpoints = "true" }

@@ -36,9 +36,16 @@ variable "general_nodes" {
 }
 
 variable "gpu_types" {
-  description = "Accelerator and machine type of each GPU type of the catalog (infra/kubernetes/gpus.yaml)."
-  type        = map(object({ accelerator = string, machine_type = string }))
-  nullable    = false
+  description = "Each GPU type of the catalog (infra/kubernetes/gpus.yaml): accelerator, machine, boot disk, whether it is sold on demand, and the letters of the zones that have it, by region."
+  type = map(object({
+    accelerator  = string
+    disk_gb      = number
+    disk_type    = string
+    machine_type = string
+    on_demand    = optional(bool, true)
+    zones        = map(list(string))
+  }))
+  nullable = false
 }
 
 variable "gpus" {
@@ -49,6 +56,30 @@ variable "gpus" {
   validation {
     condition     = alltrue([for gpu in var.gpus : gpu.share >= 1 && gpu.share <= 48])
     error_message = "GKE shares a GPU among 48 at most."
+  }
+
+  validation {
+    condition = alltrue([for gpu in var.gpus : contains(keys(var.gpu_types), gpu.type)])
+    error_message = "gpu.type in models.yaml: ${join(", ", [
+      for gpu in var.gpus : gpu.type if !contains(keys(var.gpu_types), gpu.type)
+    ])} is none of ${join(", ", keys(var.gpu_types))}."
+  }
+
+  validation {
+    condition = alltrue([for gpu in var.gpus : var.spot || try(var.gpu_types[gpu.type].on_demand, true)])
+    error_message = "gpu.type in models.yaml: ${join(", ", [
+      for gpu in var.gpus : gpu.type if !try(var.gpu_types[gpu.type].on_demand, true)
+    ])} is not sold on demand, and nodes.spot is false."
+  }
+
+  validation {
+    condition = alltrue([
+      for gpu in var.gpus : anytrue([
+        for letter in try(var.gpu_types[gpu.type].zones[var.region], []) :
+        var.zones == null ? true : contains(var.zones, "${var.region}-${letter}")
+      ]) if contains(keys(var.gpu_types), gpu.type)
+    ])
+    error_message = "regions.${var.region}: no zone has the GPUs that models.yaml asks for; infra/kubernetes/gpus.yaml says which zones have ${join(", ", distinct([for gpu in var.gpus : gpu.type]))}${var.zones == null ? "" : ", and zones may leave them out"}."
   }
 }
 
@@ -76,6 +107,24 @@ variable "overflow" {
   description = "GPU type that takes over where another is out of stock; null: none."
   type        = string
   default     = null
+
+  validation {
+    condition     = var.overflow == null ? true : contains(keys(var.gpu_types), var.overflow)
+    error_message = "overflow: ${coalesce(var.overflow, "null")} is none of ${join(", ", keys(var.gpu_types))}."
+  }
+
+  validation {
+    condition     = try(var.gpu_types[var.overflow].on_demand, true)
+    error_message = "overflow: ${coalesce(var.overflow, "null")} is not sold on demand."
+  }
+
+  validation {
+    condition = var.overflow == null ? true : anytrue([
+      for letter in try(var.gpu_types[var.overflow].zones[var.region], []) :
+      var.zones == null ? true : contains(var.zones, "${var.region}-${letter}")
+    ])
+    error_message = "regions.${var.region}: no zone has ${coalesce(var.overflow, "null")} (infra/kubernetes/gpus.yaml), or zones leaves them out. Set regions.${var.region}.overflow to another type, or to \"none\"."
+  }
 }
 
 variable "pods_range" {
@@ -147,7 +196,7 @@ variable "subnetwork" {
 }
 
 variable "zones" {
-  description = "Zones that have the GPUs; null: GKE picks."
+  description = "Zones of the nodes. GPU nodes are in those of them that have the GPU; null: in all that have it."
   type        = list(string)
   default     = null
 }

@@ -11,8 +11,19 @@ variables {
   registry       = { id = "penstock", location = "europe-west4" }
 
   gpu_types = {
-    a100 = { accelerator = "nvidia-tesla-a100", machine_type = "a2-highgpu-1g" }
-    l4   = { accelerator = "nvidia-l4", machine_type = "g2-standard-8" }
+    a100 = {
+      accelerator = "nvidia-tesla-a100", machine_type = "a2-highgpu-1g", disk_gb = 100, disk_type = "pd-balanced"
+      zones       = { "europe-west4" = ["a", "b"] }
+    }
+    h100 = {
+      accelerator = "nvidia-h100-80gb", machine_type = "a3-highgpu-1g", disk_gb = 200, disk_type = "pd-balanced"
+      on_demand   = false
+      zones       = { "europe-west4" = ["b", "c"] }
+    }
+    l4 = {
+      accelerator = "nvidia-l4", machine_type = "g2-standard-8", disk_gb = 100, disk_type = "pd-balanced"
+      zones       = { "europe-west1" = ["b", "c"], "europe-west4" = ["a", "b", "c"] }
+    }
   }
   gpus = {
     "l4-x1" = { type = "l4", share = 1 }
@@ -67,6 +78,11 @@ run "nodes" {
   }
 
   assert {
+    condition     = contains(keys(google_project_iam_member.nodes), "roles/serviceusage.serviceUsageConsumer")
+    error_message = "Image streaming needs it, with an account of the nodes' own."
+  }
+
+  assert {
     condition     = google_container_cluster.default.workload_identity_config[0].workload_pool == "example-project.svc.id.goog"
     error_message = "The cluster hands out identities of its project."
   }
@@ -100,6 +116,99 @@ run "overflow" {
       google_container_node_pool.gpu["l4-x4-on-a100"].node_config[0].labels["penstock.dev/gpu"] == "l4-x4"
     )
     error_message = "Workers find the overflow by the label of their own class."
+  }
+}
+
+run "zones_that_have_the_gpu" {
+  command = plan
+
+  variables {
+    overflow = "a100"
+  }
+
+  assert {
+    condition = google_container_node_pool.gpu["l4-x1"].node_locations == toset(["europe-west4-a", "europe-west4-b", "europe-west4-c"]) && (
+      google_container_node_pool.gpu["l4-x1-on-a100"].node_locations == toset(["europe-west4-a", "europe-west4-b"])
+    )
+    error_message = "A pool is in the zones that have its GPU."
+  }
+}
+
+run "zones_that_are_chosen" {
+  command = plan
+
+  variables {
+    zones = ["europe-west4-b", "europe-west4-c"]
+    gpus  = { "h100-x1" = { type = "h100", share = 1 }, "l4-x1" = { type = "l4", share = 1 } }
+  }
+
+  assert {
+    condition     = google_container_node_pool.gpu["l4-x1"].node_locations == toset(["europe-west4-b", "europe-west4-c"])
+    error_message = "Of the zones that have the GPU, those that are chosen."
+  }
+
+  assert {
+    condition = toset(keys(google_container_node_pool.gpu)) == toset(["h100-x1-spot", "l4-x1", "l4-x1-spot"]) && (
+      google_container_node_pool.gpu["h100-x1-spot"].node_config[0].disk_size_gb == 200
+    )
+    error_message = "What is not sold on demand has no pool on demand; each type has the disk of its own."
+  }
+}
+
+run "no_zone_has_the_gpu" {
+  command = plan
+
+  variables {
+    region     = "europe-west1"
+    overflow   = "a100"
+    zones      = null
+    subnetwork = "projects/example-project/regions/europe-west1/subnetworks/penstock-nodes"
+  }
+
+  expect_failures = [var.overflow]
+}
+
+run "no_chosen_zone_has_the_gpu" {
+  command = plan
+
+  variables {
+    zones = ["europe-west4-a"]
+    gpus  = { "h100-x1" = { type = "h100", share = 1 } }
+  }
+
+  expect_failures = [var.gpus]
+}
+
+run "unknown_gpu" {
+  command = plan
+
+  variables {
+    gpus = { "h200-x1" = { type = "h200", share = 1 } }
+  }
+
+  expect_failures = [var.gpus]
+}
+
+run "nothing_to_make_nodes_of" {
+  command = plan
+
+  variables {
+    gpus = { "h100-x1" = { type = "h100", share = 1 } }
+    spot = false
+  }
+
+  expect_failures = [var.gpus]
+}
+
+run "spot_nodes_end_in_parts" {
+  command = plan
+
+  assert {
+    condition = (
+      google_container_node_pool.gpu["l4-x1-spot"].node_config[0].kubelet_config[0].shutdown_grace_period_seconds == 30 &&
+      google_container_node_pool.gpu["l4-x1-spot"].node_config[0].kubelet_config[0].shutdown_grace_period_critical_pods_seconds == 5
+    )
+    error_message = "The workers' part of a spot node's last 30 s is said, not left to GKE."
   }
 }
 
