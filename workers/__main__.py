@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack
 
 import uvloop
 
+from shared import slo
 from shared.catalog import Model, read_catalog
 from shared.errors import ConfigurationError, PenstockError
 from shared.gc_tuning import settle_heap
@@ -86,6 +87,7 @@ async def serve(settings: WorkerSettings, models: Sequence[Model]) -> None:
                 lambda: any(w.is_ready for w in running),
             )
         )
+        slo.show(model.name for model in models)
         prepared = [await _prepare(settings, model) for model in models]
         hosted = [one for one, _, _ in prepared]
         layout = prepared[0][1]

@@ -18,6 +18,7 @@ from api import metrics
 from api.dispatch.demand import Demand
 from api.dispatch.service_rate import ServiceRate
 from api.fair_room import FairRoom
+from shared import slo
 from shared.catalog import Model
 from shared.errors import Overloaded
 from shared.tasks.base import FirstGuesses
@@ -68,6 +69,7 @@ class Admission:
             # To the autoscaler, no sample means that metrics are lost, not that nobody asks.
             for lane in ("", "batch"):
                 metrics.of_admission(name, lane)
+        slo.show(self._models)
         self._clock = clock
         self._instance = _Lanes(max_in_flight)
         self._of_models: dict[str, _Lanes] = {}
@@ -117,6 +119,8 @@ class Admission:
                 self._check_time(demand, remaining_s)
         except Overloaded:
             metrics.SHED.labels(demand.model).inc(demand.items)
+            if demand.is_promised:
+                slo.count_refused(demand.model, demand.items)
             raise
 
     def outlook(self, demand: Demand) -> Outlook:

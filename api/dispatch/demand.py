@@ -18,3 +18,5 @@ class Demand:
     """The tenant's share of a busy model, relative to other tenants."""
     lane: str = ""
     """`batch`, or empty for interactive requests."""
+    is_promised: bool = False
+    """Whether the objective on deadlines holds for the items (shared/slo.py)."""

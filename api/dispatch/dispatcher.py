@@ -31,6 +31,7 @@ from api.dispatch.request import InferenceRequest, InferenceResponse
 from api.dispatch.request_state import RequestState, cache_hit
 from api.dispatch.singleflight import InFlightItem, InFlightJob, ItemCompletion, SingleFlight
 from api.errors import ClientGone
+from shared import slo
 from shared.errors import PenstockError, Unavailable
 from shared.messages import ItemOutcome, failure
 from shared.stores.cache import Level, ResultCache
@@ -282,8 +283,11 @@ class Dispatcher:
         request = state.request
         completions = [completion for completion in state.completions if completion is not None]
         counts = Counter((one.outcome.receipt.cache, one.outcome.status) for one in completions)
+        is_promised = request.is_promised
         for (cache, status), count in counts.items():
             metrics.of_items(request.model.name, cache, status).inc(count)
+            if is_promised:
+                slo.count_ended(request.model.name, status, count)
         ours = [completion.outcome for completion in completions if not completion.by_worker]
         if not ours:
             return

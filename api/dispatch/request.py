@@ -13,6 +13,7 @@ from shared.catalog import Model
 from shared.catalog_entry import Deadline
 from shared.errors import DeadlineExceeded, Overloaded, PenstockError, error_for_code
 from shared.messages import ItemOutcome, reason_of
+from shared.slo import is_promised
 from shared.tasks import Input
 from shared.usage.charge import ItemPrice, cost_usd, device_s
 
@@ -54,6 +55,11 @@ class RequestOptions:
         ]
         return self.received_at_s + min([bound.longest_s, *given_s])
 
+    def is_promised(self, bound: Deadline) -> bool:
+        """Whether the objective on deadlines holds: not in the lane batch, nor with less time."""
+        limits_s = (self.deadline_s, self.queue_limit_s, self.cancel_after_s)
+        return is_promised(bound, self.lane, limits_s)
+
     @property
     def start_by_s(self) -> float:
         """Unix time after which the model no longer starts. 0: only the deadline counts."""
@@ -84,7 +90,19 @@ class InferenceRequest:
 
     def demand(self, items: int) -> Demand:
         """What so many of its items want from the workers."""
-        return Demand(self.model.name, items, self.tenant, self.weight, self.options.lane)
+        return Demand(
+            self.model.name,
+            items,
+            self.tenant,
+            self.weight,
+            self.options.lane,
+            self.is_promised,
+        )
+
+    @property
+    def is_promised(self) -> bool:
+        """Whether the objective on deadlines holds for its items."""
+        return self.options.is_promised(self.model.deadline)
 
     def too_late(self) -> DeadlineExceeded:
         """The error of a request without an answer at its deadline."""

@@ -111,7 +111,14 @@ class ApiRequest:
             Overloaded: the items in flight leave no room, or no time until the deadline.
         """
         remaining_s = self.options.answer_by_s(model.deadline) - time.time()
-        demand = Demand(model.name, items, self.tenant, self.caller.plan.weight, self.options.lane)
+        demand = Demand(
+            model.name,
+            items,
+            self.tenant,
+            self.caller.plan.weight,
+            self.options.lane,
+            self.options.is_promised(model.deadline),
+        )
         self.dependencies.admission.check(demand, remaining_s=remaining_s)
 
     def use(self, model: Model) -> None:

@@ -45,12 +45,21 @@ class NewPrediction:
     """How long it is kept after its end, by the tenant's plan. None: as long as usual."""
     is_keyed: bool
     """Whether the caller can repeat the request and get the same prediction."""
+    is_promised: bool
+    """Whether the objective on deadlines holds for it."""
 
     @property
     def demand(self) -> Demand:
         """What it wants from the workers."""
         given = self.prediction
-        return Demand(given.model, len(self.items), given.tenant, self.weight, self.options.lane)
+        return Demand(
+            given.model,
+            len(self.items),
+            given.tenant,
+            self.weight,
+            self.options.lane,
+            self.is_promised,
+        )
 
 
 class PredictionSender:

@@ -94,6 +94,7 @@ async def read_prediction(
         replies=model.replies,
         reply_bytes=len(read.inputs) * (model.definition.result_bytes(model) + OUTCOME_BYTES),
         is_keyed=bool(own_id or key),
+        is_promised=options.is_promised(model.deadline),
     )
 
 

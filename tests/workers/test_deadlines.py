@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from shared.message_encoding import encode_reply_body
 from shared.messages import ItemOutcome, Receipt, ReplyBody
 from shared.pubsub.names import WEBHOOKS_SUBSCRIPTION_ID, inbox_topic_id
+from shared.slo import ENDS
 from shared.stores.cache import ResultCache
 from shared.stores.records import LATE_LOOK_S
 from shared.tasks.embedding import EmbeddingResult
@@ -177,6 +179,44 @@ async def test_result_after_the_deadline_is_dropped_and_not_kept(
         assert (harness.rows[0].status, harness.rows[0].charged_share) == ("expired", 0.0)
         assert await harness.ask("cat", request_id="again") == [("succeeded", b"cat")]
         assert harness.process.batches == [["cat"], ["cat"]]
+
+
+async def test_only_predictions_with_the_usual_time_count_for_the_objective(
+    redis_url: str, tmp_path: Path
+) -> None:
+    usual_s = MODEL.deadline.default_s
+    async with running_worker(redis_url, tmp_path) as harness:
+        before = of_objective()
+        for number, given in enumerate(
+            [
+                {"prediction": "1", "left_s": usual_s},
+                {},  # the API counts it
+                {"prediction": "1", "left_s": usual_s, "lane": "batch"},
+                {"prediction": "1", "left_s": usual_s - 1},
+                {"prediction": "1", "left_s": usual_s, "queue_limit_s": usual_s - 1},
+            ]
+        ):
+            assert await harness.ask("cat", request_id=f"r{number}", **given)
+        await held(harness, left_s=SHORT_S, received_ago_s=usual_s - SHORT_S, prediction="1")
+        assert (await ended(harness))[1].status == "expired"
+        await harness.until(lambda: len(harness.rows) == 6)
+        after = of_objective()
+        assert {end: after[end] - before[end] for end in after} == {
+            "in_time": 1,
+            "late": 1,
+            "refused": 0,
+        }
+
+
+def of_objective() -> dict[str, float]:
+    """The counters of the objective on deadlines."""
+    found = {
+        end: REGISTRY.get_sample_value(
+            "penstock_slo_items_total", {"model": MODEL.name, "end": end}
+        )
+        for end in ENDS
+    }
+    return {end: value or 0.0 for end, value in found.items()}
 
 
 async def test_prediction_ends_as_failed_with_the_reason(redis_url: str, tmp_path: Path) -> None:

@@ -193,6 +193,7 @@ class WorkerHarness:
         webhook: str = "",
         queue_limit_s: float = 0.0,
         age_s: float = 0.0,
+        received_ago_s: float = 0.0,
         trace: TraceContext | None = None,
         **body: bool,
     ) -> None:
@@ -205,7 +206,7 @@ class WorkerHarness:
             inbox=inbox_topic_id("1"),
             slot="0",
             deadline_s=now_s + left_s,
-            received_at_s=now_s,
+            received_at_s=now_s - received_ago_s,
             published_at_s=now_s - age_s,
             lane=lane,
             prediction=prediction,

@@ -14,10 +14,11 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
+from shared import slo
 from shared.catalog import Model
 from shared.errors import PenstockError, Unavailable
 from shared.message_encoding import decode_reply_body, encode_reply_body
-from shared.messages import ItemOutcome, ReplyBody
+from shared.messages import Envelope, ItemOutcome, ReplyBody
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.record_state import Claim
@@ -172,6 +173,8 @@ class Completion:
             if left_s <= 0 or not await self._records.wait_up(left_s):
                 raise Unavailable("the record could not be ended")
         answered = answered_by(ours, finish)
+        if finish.is_ours:
+            self._count_promised(pulled.envelope, ours)
         await self.replies.publish(
             pulled.envelope, body if answered is ours else encode_reply_body(answered)
         )
@@ -180,6 +183,17 @@ class Completion:
         await self._webhooks.publish(pulled.record, subscribed, "output")
         await self._webhooks.publish(pulled.record, subscribed, "completed")
         return answered
+
+    def _count_promised(self, envelope: Envelope, ours: ReplyBody) -> None:
+        """Counts the items of a prediction. The API counts those whose callers wait."""
+        limits_s = (
+            until_s - envelope.received_at_s
+            for until_s in (envelope.deadline_s, envelope.start_by_s)
+            if until_s
+        )
+        if slo.is_promised(self._model.deadline, envelope.lane, limits_s):
+            for outcome in ours.outcomes:
+                slo.count_ended(self._model.name, outcome.status)
 
     def _write_rows(self, pulled: PulledJob, answered: ReplyBody) -> None:
         """Writes one row per item, and acks the job when all of them are safe."""

@@ -1,0 +1,63 @@
+"""Counts the items for which the objective on deadlines holds, by how they ended.
+
+It holds for interactive items whose caller left the model its usual time. A tenant with tiny
+deadlines would otherwise use up the error budget of all, and no worker could help it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Literal, TypeAlias, get_args
+
+from prometheus_client import Counter
+
+from shared.catalog_entry import Deadline
+
+End: TypeAlias = Literal["in_time", "late", "refused"]
+ENDS: tuple[End, ...] = get_args(End)
+ROUNDING_S = 0.01
+"""Messages carry times in decimals, so a default deadline may seem shorter by a little."""
+
+_ITEMS = Counter(
+    "penstock_slo_items_total",
+    "Items of the objective on deadlines: in_time, late, or refused because too few workers "
+    "could compute them in time. What a limit of a plan refuses is not counted.",
+    ["model", "end"],
+)
+_ENDS_OF_STATUS: dict[str, End] = {"succeeded": "in_time", "expired": "late"}
+
+
+def is_promised(deadline: Deadline, lane: str, limits_s: Iterable[float | None]) -> bool:
+    """Whether the objective holds for an item.
+
+    Args:
+        deadline: of its model.
+        lane: `batch`, or empty for interactive items.
+        limits_s: the seconds that the caller set for the item. None: not set.
+    """
+    least_s = deadline.default_s - ROUNDING_S
+    return not lane and all(limit_s is None or limit_s >= least_s for limit_s in limits_s)
+
+
+def show(models: Iterable[str]) -> None:
+    """Exports the counters of these models at 0. Prometheus misses the first step of others."""
+    for model in models:
+        for end in ENDS:
+            _of(model, end)
+
+
+def count_ended(model: str, status: str, items: int = 1) -> None:
+    """Counts promised items by their status. Statuses that no deadline explains do not count."""
+    if (end := _ENDS_OF_STATUS.get(status)) is not None:
+        _of(model, end).inc(items)
+
+
+def count_refused(model: str, items: int) -> None:
+    """Counts promised items that no worker would compute in time."""
+    _of(model, "refused").inc(items)
+
+
+@lru_cache(maxsize=1024)
+def _of(model: str, end: End) -> Counter:
+    return _ITEMS.labels(model, end)
