@@ -67,6 +67,11 @@ class Gpu(_Entry):
 
     type: Literal[GpuTypeName, "none"] = "none"
     share: int = Field(1, ge=1, le=48)
+    provisioning: Literal["standard", "flex-start"] = "standard"
+    """`flex-start`: nodes of Google's Dynamic Workload Scheduler alone. They cost less and wait for
+    capacity, for as long as that takes, and they end after seven days. `standard`: a reservation
+    that the deployment names, spot and on demand, in this order.
+    """
 
     @model_validator(mode="after")
     def _memory_is_enough_to_share(self) -> Self:

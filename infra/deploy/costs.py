@@ -107,7 +107,7 @@ class _Bill:
 def _region(bill: _Bill, site: Site, platform: Platform) -> None:
     place = site.region
     for pool in site.pools:
-        kind = "spot" if platform.nodes.spot else "on-demand"
+        kind = _kind(pool, platform)
         name = f"GPU nodes {pool.name}, {kind.replace('-', ' ')}"
         bill.add(
             name,
@@ -156,6 +156,12 @@ def disks_gib(site: Site) -> dict[str, tuple[float, float]]:
         size = pool.node.disk_gb
         found[pool.node.disk_type] = mean + size * pool.nodes_mean, peak + size * pool.nodes_peak
     return dict(found)
+
+
+def _kind(pool: Pool, platform: Platform) -> str:
+    if pool.gpu.provisioning == "flex-start":
+        return "flex-start"
+    return "spot" if platform.nodes.spot else "on-demand"
 
 
 def _machine(pool: Pool, kind: str) -> str:

@@ -75,13 +75,16 @@ def quotas(
 
 def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterator[Quota]:
     for type_ in dict.fromkeys(pool.gpu.type for pool in site.pools):
-        nodes = sum(pool.nodes_peak for pool in site.pools if pool.gpu.type == type_)
+        pools = [pool for pool in site.pools if pool.gpu.type == type_]
+        flex = sum(pool.nodes_peak for pool in pools if pool.gpu.provisioning == "flex-start")
+        nodes = sum(pool.nodes_peak for pool in pools) - flex
         metric = gpus[type_].quota
-        if gpus[type_].on_demand:
+        if gpus[type_].on_demand and nodes:
             note = "takes over when spot is out" if platform.nodes.spot else ""
             yield Quota(metric, site.region, nodes, UNKNOWN, note)
-        if platform.nodes.spot:
-            yield Quota(f"PREEMPTIBLE_{metric}", site.region, nodes, UNKNOWN)
+        # Flex-start nodes count as preemptible ones do.
+        if preemptible := flex + (nodes if platform.nodes.spot else 0):
+            yield Quota(f"PREEMPTIBLE_{metric}", site.region, preemptible, UNKNOWN)
     overflow = platform.overflow_in(site.region)
     if overflow is not None:
         nodes = sum(pool.nodes_peak for pool in site.pools if pool.gpu.type != overflow)

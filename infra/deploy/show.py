@@ -128,10 +128,16 @@ def _nodes(plan: Plan) -> str:
 def _pool_rows(plan: Plan, site: Site, pool: Pool) -> Iterator[tuple[Any, ...]]:
     """First where the nodes are meant to be, then what takes over."""
     nodes = plan.platform.nodes
+    variables = plan.platform.regions[site.region]
     most = plan.platform.regions[site.region].max_gpus or nodes.max_gpus
     counts = f"{pool.nodes_mean}-{pool.nodes_peak}"
     bound: object = "ComputeClass" if nodes.compute_classes else most
     instead = f"0-{pool.nodes_peak}, when out of stock"
+    if pool.gpu.provisioning == "flex-start":
+        yield site.region, pool.name, pool.machine_type, f"{counts}, once there is capacity", bound
+        return
+    if pool.gpu.type in variables.reservations:
+        yield site.region, f"{pool.name}-reserved", pool.machine_type, "what is reserved", bound
     if nodes.spot:
         yield site.region, f"{pool.name}-spot", pool.machine_type, counts, bound
     if pool.node.on_demand:

@@ -10,7 +10,7 @@ from infra.deploy.platform_variables import INSTANCES_TO_INBOXES, Platform
 from infra.deploy.queueing import mean_wait_s, servers_needed
 from infra.deploy.rates import ModelRate, Rates
 from infra.kubernetes.deployment import GpuType, gpu_class, zones_with
-from infra.kubernetes.placement import CPU_ONLY
+from infra.kubernetes.placement import CPU_ONLY, is_standard
 from shared.catalog import Model
 from shared.catalog_entry import Gpu
 from shared.errors import ConfigurationError
@@ -171,12 +171,11 @@ def size_site(
         ConfigurationError: a model's GPU type, or the one that takes over, is in no zone of the
             region that the platform's variables allow, or is not sold as they want it.
     """
-    classes: dict[tuple[str, int], list[Workers]] = {}
+    classes: dict[Gpu, list[Workers]] = {}
     for one in workers:
-        gpu = one.model.gpu
-        if gpu.type != "none":
-            classes.setdefault((gpu.type, gpu.share), []).append(one)
-    _check_gpus(region, list(dict.fromkeys(type_ for type_, _ in classes)), platform, gpus)
+        if one.model.gpu.type != "none":
+            classes.setdefault(one.model.gpu, []).append(one)
+    _check_gpus(region, list(classes), platform, gpus)
     pools = tuple(_pool(region, members, gpus, buffer) for members in classes.values())
     without = [one for one in workers if one.model.gpu.type == "none"]
     fits = _cpu_workers_per_node(platform.nodes.general.machine_type)
@@ -194,18 +193,27 @@ def size_site(
 
 
 def _check_gpus(
-    region: str, types: Sequence[str], platform: Platform, gpus: dict[str, GpuType]
+    region: str, asked: Sequence[Gpu], platform: Platform, gpus: dict[str, GpuType]
 ) -> None:
-    among = platform.regions[region].zones
-    for type_ in types:
-        zones_with(type_, region, gpus, among)
-        if not platform.nodes.spot and not gpus[type_].on_demand:
+    variables = platform.regions[region]
+    among = variables.zones
+    for gpu in asked:
+        zones_with(gpu.type, region, gpus, among)
+        is_sold = platform.nodes.spot or gpus[gpu.type].on_demand
+        if not is_sold and is_standard(gpu) and gpu.type not in variables.reservations:
             raise ConfigurationError(
-                f"nodes.spot: {type_} is not sold on demand, and nodes.spot is false",
+                f"nodes.spot: {gpu.type} is not sold on demand, and nodes.spot is false",
                 field="nodes.spot",
             )
+    for type_, reservation in variables.reservations.items():
+        if reservation.zone not in gpus[type_].zones_in(region):
+            raise ConfigurationError(
+                f"regions.{region}.reservations.{type_}: {reservation.zone} is no zone of {region} "
+                "that has the GPU (infra/kubernetes/gpus.yaml)",
+                field=f"regions.{region}.reservations",
+            )
     overflow = platform.overflow_in(region)
-    if types and overflow is not None:
+    if asked and overflow is not None:
         if not gpus[overflow].on_demand:
             raise ConfigurationError(
                 f"nodes.overflow: {overflow} is not sold on demand", field="nodes.overflow"

@@ -66,14 +66,18 @@ def gpu_pools(
     if platform.nodes.compute_classes:
         return []
     found, overflow = [], platform.overflow_in(region)
-    for type_, name in dict.fromkeys((model.gpu.type, gpu_class(model.gpu)) for model in models):
-        if type_ == "none":
+    for gpu in dict.fromkeys(model.gpu for model in models if model.gpu.type != "none"):
+        name = gpu_class(gpu)
+        if gpu.provisioning == "flex-start":
+            found.append(name)
             continue
-        if gpus[type_].on_demand:
+        if gpu.type in platform.regions[region].reservations:
+            found.append(f"{name}-reserved")
+        if gpus[gpu.type].on_demand:
             found.append(name)
         if platform.nodes.spot:
             found.append(f"{name}-spot")
-        if overflow not in (None, type_):
+        if overflow not in (None, gpu.type):
             found.append(f"{name}-on-{overflow}")
     return found
 

@@ -42,6 +42,16 @@ class GpuType(BaseModel):
         return tuple(name for name in names if among is None or name in among)
 
 
+class Reservation(BaseModel):
+    """A specific reservation of machines in one zone, perhaps shared by another project."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    zone: str
+    project: str | None = None
+
+
 class Deployment(BaseModel):
     """The workers of one region, or of a cluster outside Google.
 
@@ -67,6 +77,8 @@ class Deployment(BaseModel):
     spot: bool
     overflow: GpuTypeName | None
     """GPU type that takes over where another is out of stock."""
+    reservations: dict[GpuTypeName, Reservation] = {}
+    """What is reserved of a GPU type. It is used up first."""
     zones: tuple[str, ...] | None = None
     """The zones that GPU nodes may be in. None: all of the region that have the GPU."""
     compute_classes: bool
@@ -139,5 +151,5 @@ def zones_with(
 
 
 def gpu_class(gpu: Gpu) -> str:
-    """The class of nodes that offers this type and share. Terraform labels its pools so."""
-    return f"{gpu.type}-x{gpu.share}"
+    """The class of nodes that offers this GPU so. Terraform labels its pools with it."""
+    return f"{gpu.type}-x{gpu.share}" + ("-flex" if gpu.provisioning == "flex-start" else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,7 @@ class Placement:
 
 def place(model: Model, deployment: Deployment, gpu_types: dict[str, GpuType]) -> Placement:
     """The placement of one model's workers."""
-    may_be_spot = deployment.spot and model.gpu.type != "none"
+    may_be_spot = deployment.spot and model.gpu.type != "none" and is_standard(model.gpu)
     drain_s, margin_s = (SPOT_DRAIN_S, SPOT_MARGIN_S) if may_be_spot else (DRAIN_S, KILL_MARGIN_S)
     settings = {
         "PENSTOCK_DRAIN_S": str(drain_s),
@@ -72,7 +73,8 @@ def place(model: Model, deployment: Deployment, gpu_types: dict[str, GpuType]) -
     if model.gpu.share > 1:
         components += ("time-shared",)
         chosen["cloud.google.com/gke-max-shared-clients-per-gpu"] = str(model.gpu.share)
-    types = dict.fromkeys(type_ for type_ in (model.gpu.type, deployment.overflow) if type_)
+    overflow = deployment.overflow if is_standard(model.gpu) else None
+    types = dict.fromkeys(type_ for type_ in (model.gpu.type, overflow) if type_)
     accelerators = tuple(gpu_types[type_].accelerator for type_ in types)
     return Placement(components, chosen, accelerators, resources, settings, grace_s)
 
@@ -105,7 +107,7 @@ def _resources(share: dict[str, str], *, gpu: bool = False) -> dict[str, dict[st
 def compute_class(
     gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]
 ) -> dict[str, Any]:
-    """The ComputeClass of one GPU type and share: spot, on demand, then the larger GPU."""
+    """The ComputeClass of a GPU: reserved, spot, on demand, then the larger GPU. Or flex-start."""
     # The CRD's word, unlike that of the node label (`time-sharing`).
     sharing = {
         "gpuSharing": {"sharingStrategy": "TIME_SHARING", "maxSharedClientsPerGPU": gpu.share}
@@ -113,25 +115,48 @@ def compute_class(
     # As in infra/terraform/modules/cluster/nodes.tf: CUDA 13 needs driver R580 or later.
     driver = {"count": 1, "driverVersion": "latest"}
 
-    def rule(type_: str, spot: bool) -> dict[str, Any]:
+    def rule(type_: str, **how: Any) -> dict[str, Any]:
         node = gpu_types[type_]
         zones = zones_with(type_, deployment.region, gpu_types, deployment.zones)
         return {
             "machineType": node.machine_type,
-            "spot": spot,
             "gpu": {"type": node.accelerator} | driver | (sharing if gpu.share > 1 else {}),
             "location": {"zones": list(zones)},
             "storage": {"bootDiskSize": node.disk_gb, "bootDiskType": node.disk_type},
-        } | ({"nodeSystemConfig": {"kubeletConfig": SPOT_KUBELET}} if spot else {})
+        } | how
 
-    rules = [rule(gpu.type, True)] if deployment.spot else []
-    if gpu_types[gpu.type].on_demand:
-        rules.append(rule(gpu.type, False))
-    if deployment.overflow not in (None, gpu.type):
-        rules.append(rule(str(deployment.overflow), False))
+    on_demand = {"spot": False}
+    if not is_standard(gpu):
+        rules = [rule(gpu.type, flexStart={"enabled": True})]
+    else:
+        rules = [rule(gpu.type, **how) for how in _reserved(gpu, deployment)]
+        if deployment.spot:
+            kubelet = {"nodeSystemConfig": {"kubeletConfig": SPOT_KUBELET}}
+            rules.append(rule(gpu.type, spot=True, **kubelet))
+        if gpu_types[gpu.type].on_demand:
+            rules.append(rule(gpu.type, **on_demand))
+        if deployment.overflow not in (None, gpu.type):
+            rules.append(rule(str(deployment.overflow), **on_demand))
     return {
         "apiVersion": "cloud.google.com/v1",
         "kind": "ComputeClass",
         "metadata": {"name": "workers"},
         "spec": {"priorities": rules},
+    }
+
+
+def is_standard(gpu: Gpu) -> bool:
+    """Whether its nodes come from reservations, spot and on demand, as the deployment says."""
+    return gpu.provisioning == "standard"
+
+
+def _reserved(gpu: Gpu, deployment: Deployment) -> Iterator[dict[str, Any]]:
+    """What the rule of a reservation has beyond others, if there is one of this type."""
+    found = None if gpu.type == "none" else deployment.reservations.get(gpu.type)
+    if found is None:
+        return
+    named = {"name": found.name} | ({"project": found.project} if found.project else {})
+    yield {
+        "reservations": {"affinity": "Specific", "specific": [named]},
+        "location": {"zones": [found.zone]},
     }

@@ -4,7 +4,11 @@
 locals {
   models = {
     for entry in yamldecode(file(local.models_file)).models : entry.name => {
-      gpu        = { share = try(entry.gpu.share, 1), type = try(entry.gpu.type, "none") }
+      gpu = {
+        provisioning = try(entry.gpu.provisioning, "standard")
+        share        = try(entry.gpu.share, 1)
+        type         = try(entry.gpu.type, "none")
+      }
       deadline_s = try(entry.deadline.longest_s, 300)
       slug       = local._slugs[entry.name]
       ttl_s      = try(entry.cache.ttl_s, 86400)

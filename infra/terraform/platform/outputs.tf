@@ -35,6 +35,7 @@ output "deployments" {
       redis_cidrs     = distinct([local.redis_cidrs[name], local.redis_cidrs[local.home]])
       redis_url       = module.redis[name].url
       region          = name
+      reservations    = region.reservations
       spot            = var.nodes.spot
       traces          = local.trace_settings.workers
       zones           = region.zones

@@ -463,13 +463,15 @@ variable "records" {
 }
 
 variable "regions" {
-  description = "Regions that serve. `index` fixes a region's addresses and inbox numbers: never change it, never give it to another. `drained`: the balancer sends it nothing. `overflow`: instead of nodes.overflow, or none. `zones`: of the nodes; those with a GPU are in the zones of them that have it (infra/kubernetes/gpus.yaml)."
+  description = "Regions that serve. `index` fixes a region's addresses and inbox numbers: never change it, never give it to another. `drained`: the balancer sends it nothing. `overflow`: instead of nodes.overflow, or none. `reservations`: of machines with a GPU, by its type; they are used up first. `zones`: of the nodes; those with a GPU are in the zones of them that have it (infra/kubernetes/gpus.yaml)."
   type = map(object({
     drained  = optional(bool, false)
     index    = optional(number, 0)
     max_gpus = optional(number)
     overflow = optional(string)
     zones    = optional(list(string))
+    # By GPU type.
+    reservations = optional(map(object({ name = string, zone = string, project = optional(string) })), {})
   }))
   default  = { "europe-west4" = {} }
   nullable = false

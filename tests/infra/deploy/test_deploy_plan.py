@@ -11,6 +11,7 @@ import pytest
 
 from infra.deploy.__main__ import main
 from infra.deploy.platform_variables import Platform
+from infra.deploy.show import text
 from shared.errors import ConfigurationError
 from tests.infra.deploy.planning import entry, plan_of, rate
 from tests.infra.test_cli import penstock
@@ -159,6 +160,30 @@ def test_quotas_are_those_of_the_peak() -> None:
     assert needed["static addresses", "global"] == 1
 
 
+def test_flex_start_and_reservations_are_planned() -> None:
+    platform = Platform.model_validate(
+        {
+            "nodes": {"overflow": "a100"},
+            "regions": {
+                "europe-west4": {"reservations": {"l4": {"name": "r", "zone": "europe-west4-a"}}}
+            },
+        }
+    )
+    waiting = entry("slow", gpu={"type": "h100", "share": 1, "provisioning": "flex-start"})
+    plan = plan_of(entry(), waiting, rates={"texts": rate(), "slow": rate()}, platform=platform)
+    assert plan.pools["europe-west4"] == (
+        *("l4-x1-reserved", "l4-x1", "l4-x1-spot", "l4-x1-on-a100"),
+        "h100-x1-flex",
+    )
+    needed = {quota.name: quota.needed for quota in plan.quotas}
+    assert "NVIDIA_H100_GPUS" not in needed
+    assert needed["PREEMPTIBLE_NVIDIA_H100_GPUS"] == plan.sites[0].pools[1].nodes_peak
+    assert "machine/a3-highgpu-1g/flex-start" in {cost.price_key for cost in plan.costs}
+    shown = text(plan)
+    assert "once there is capacity" in shown
+    assert "h100-x1-flex-spot" not in shown
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -238,6 +263,16 @@ def test_wrong_words_are_refused_with_the_reason(
         (
             {"nodes": {"overflow": "a100"}, "regions": {"europe-west1": {}}},
             "regions.europe-west1: no zone has a100, which takes over",
+        ),
+        (
+            {
+                "regions": {
+                    "europe-west4": {
+                        "reservations": {"a100": {"name": "r", "zone": "europe-west4-c"}}
+                    }
+                }
+            },
+            "regions.europe-west4.reservations.a100: europe-west4-c is no zone",
         ),
         ({"regions": {"me-central1": {}}}, "regions.me-central1: no zone has l4 (infra/kubernetes"),
         (

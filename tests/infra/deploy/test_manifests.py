@@ -266,6 +266,42 @@ def test_compute_classes_and_capacity_buffers(tmp_path: Path) -> None:
     assert set(of_kind(objects, "Deployment")) == set(workers(objects))
 
 
+def test_what_is_reserved_goes_first(tmp_path: Path) -> None:
+    reserved = {"l4": {"name": "serving", "zone": "europe-west4-c", "project": "shared-project"}}
+    rendered = render(tmp_path / "classes", compute_classes=True, reservations=reserved)
+    first, *others = of_kind(rendered, "ComputeClass")["workers-l4-x1"]["spec"]["priorities"]
+    assert first["reservations"] == {
+        "affinity": "Specific",
+        "specific": [{"name": "serving", "project": "shared-project"}],
+    }
+    assert first["location"] == {"zones": ["europe-west4-c"]}
+    assert [rule["spot"] for rule in others] == [True, False, False]
+    on_pools = render(tmp_path / "pools", reservations=reserved)
+    for deployment in workers(on_pools).values():
+        preferred = pod(deployment)["affinity"]["nodeAffinity"][
+            "preferredDuringSchedulingIgnoredDuringExecution"
+        ]
+        keys = {one["preference"]["matchExpressions"][0]["key"]: one["weight"] for one in preferred}
+        assert keys["penstock.dev/reserved"] > keys["cloud.google.com/gke-spot"]
+
+
+def test_who_waits_for_capacity_has_nodes_of_flex_start_alone(tmp_path: Path) -> None:
+    models = tmp_path / "models.yaml"
+    models.write_text(
+        "models: [{name: tiny, task: embedding, source: 'hf:a/b', dimensions: 4,"
+        " batch: {max_tokens: 8}, gpu: {type: h100, share: 1, provisioning: flex-start}}]"
+    )
+    rendered = render(tmp_path / "classes", models, compute_classes=True)
+    (rule,) = of_kind(rendered, "ComputeClass")["workers-h100-x1-flex"]["spec"]["priorities"]
+    assert (rule["flexStart"], "spot" in rule) == ({"enabled": True}, False)
+    on_pools = render(tmp_path / "pools", models)
+    (deployment,) = workers(on_pools).values()
+    assert pod(deployment)["nodeSelector"]["penstock.dev/gpu"] == "h100-x1-flex"
+    assert "nvidia-tesla-a100" not in json.dumps(pod(deployment)["affinity"])
+    # Not a spot node, so there is time to finish.
+    assert settings_of(on_pools, deployment)["PENSTOCK_DRAIN_S"] == "60"
+
+
 def test_kinds_of_gke_have_only_documented_fields(objects: Objects, tmp_path: Path) -> None:
     # No schema of these is to be had offline; the fields are those of GKE's reference pages.
     documented = {
@@ -287,7 +323,9 @@ def test_kinds_of_gke_have_only_documented_fields(objects: Objects, tmp_path: Pa
         },
         "PodMonitoring": {"selector", "endpoints", "targetLabels", "limits"},
     }
-    rendered = [*objects, *render(tmp_path, compute_classes=True, capacity_buffers=True)]
+    reserved = {"l4": {"name": "serving", "zone": "europe-west4-c"}}
+    classes = render(tmp_path, compute_classes=True, capacity_buffers=True, reservations=reserved)
+    rendered = [*objects, *classes]
     for kind, fields in documented.items():
         found = of_kind(rendered, kind)
         assert found, kind
@@ -298,7 +336,7 @@ def test_kinds_of_gke_have_only_documented_fields(objects: Objects, tmp_path: Pa
         for rule in one["spec"]["priorities"]
     ]
     assert {field for rule in rules for field in rule} == {
-        *("machineType", "spot", "gpu", "location", "storage", "nodeSystemConfig")
+        *("machineType", "spot", "gpu", "location", "storage", "nodeSystemConfig", "reservations")
     }
     gpus = [rule["gpu"] for rule in rules]
     assert {field for gpu in gpus for field in gpu} == {

@@ -48,7 +48,12 @@ def test_variables_with_the_changes_are_taken_by_terraform(tmp_path: Path) -> No
         "api": {"image": IMAGE, "cpu": 4},
         "inboxes": {"per_region": 8, "slots": 1},
         "nodes": {"overflow": "a100", "max_gpus": 2, "spot": False},
-        "regions": {"europe-west4": {"max_gpus": 1}},
+        "regions": {
+            "europe-west4": {
+                "max_gpus": 1,
+                "reservations": {"l4": {"name": "serving", "zone": "europe-west4-a"}},
+            }
+        },
     }
     asked = {"all-MiniLM-L6-v2": rate(2000, seconds_per_item=0.002)}
     ours = plan_of(*CATALOG.models, rates=asked, platform=Platform.model_validate(given))

@@ -8,19 +8,27 @@ locals {
     { for type in distinct([for gpu in var.gpus : gpu.type]) : var.gpu_types[type].accelerator => 64 },
     var.overflow == null ? {} : { (var.gpu_types[var.overflow].accelerator) = 16 },
   )
+  # Flex-start has one pool. Others have what is reserved, on demand and spot.
   _own = merge([
-    for key, gpu in var.gpus : merge(
-      var.gpu_types[gpu.type].on_demand ? { (key) = merge(gpu, { class = key, spot = false }) } : {},
-      var.spot ? { "${key}-spot" = merge(gpu, { class = key, spot = true }) } : {},
+    for key, gpu in var.gpus : gpu.provisioning == "flex-start" ? {
+      (key) = merge(gpu, { class = key, how = "flex-start" })
+      } : merge(
+      contains(keys(var.reservations), gpu.type) ? { "${key}-reserved" = merge(gpu, { class = key, how = "reserved" }) } : {},
+      var.gpu_types[gpu.type].on_demand ? { (key) = merge(gpu, { class = key, how = "on-demand" }) } : {},
+      var.spot ? { "${key}-spot" = merge(gpu, { class = key, how = "spot" }) } : {},
     )
   ]...)
   # Where one type is out of stock, workers of another run on with the same
   # share of a larger GPU.
   _overflow = {
-    for key, gpu in var.gpus : "${key}-on-${var.overflow}" => merge(gpu, { class = key, spot = false, type = var.overflow })
-    if var.overflow != null && gpu.type != var.overflow
+    for key, gpu in var.gpus : "${key}-on-${var.overflow}" => merge(gpu, { class = key, how = "on-demand", type = var.overflow })
+    if var.overflow != null && gpu.type != var.overflow && gpu.provisioning == "standard"
   }
   pools = var.compute_classes ? {} : merge(local._own, local._overflow)
+  reservation_names = {
+    for type, reservation in var.reservations : type =>
+    reservation.project == null ? reservation.name : "projects/${reservation.project}/reservations/${reservation.name}"
+  }
   # Not every zone of a region has every GPU.
   gpu_zones = {
     for name, type in var.gpu_types : name => [
@@ -38,7 +46,7 @@ resource "google_container_node_pool" "gpu" {
   cluster  = google_container_cluster.default.name
   name     = each.key
 
-  node_locations = local.gpu_zones[each.value.type]
+  node_locations = each.value.how == "reserved" ? [var.reservations[each.value.type].zone] : local.gpu_zones[each.value.type]
 
   autoscaling {
     location_policy      = "ANY"
@@ -46,8 +54,9 @@ resource "google_container_node_pool" "gpu" {
     total_min_node_count = 0
   }
 
+  # GKE does not repair flex-start nodes, which end after seven days anyway.
   management {
-    auto_repair  = true
+    auto_repair  = each.value.how != "flex-start"
     auto_upgrade = true
   }
 
@@ -55,12 +64,13 @@ resource "google_container_node_pool" "gpu" {
     disk_size_gb    = var.gpu_types[each.value.type].disk_gb
     disk_type       = var.gpu_types[each.value.type].disk_type
     image_type      = "COS_CONTAINERD"
-    labels          = { "penstock.dev/gpu" = each.value.class }
+    flex_start      = each.value.how == "flex-start"
+    labels          = merge({ "penstock.dev/gpu" = each.value.class }, each.value.how == "reserved" ? { "penstock.dev/reserved" = "true" } : {})
     machine_type    = var.gpu_types[each.value.type].machine_type
     oauth_scopes    = ["https://www.googleapis.com/auth/cloud-platform"]
     resource_labels = var.labels
     service_account = google_service_account.nodes.email
-    spot            = each.value.spot
+    spot            = each.value.how == "spot"
 
     gcfs_config {
       enabled = true
@@ -94,11 +104,22 @@ resource "google_container_node_pool" "gpu" {
     # unless told otherwise. infra/kubernetes/placement.py has the same parts.
     kubelet_config {
       insecure_kubelet_readonly_port_enabled      = "FALSE"
-      shutdown_grace_period_seconds               = each.value.spot ? 30 : null
-      shutdown_grace_period_critical_pods_seconds = each.value.spot ? 5 : null
+      shutdown_grace_period_seconds               = each.value.how == "spot" ? 30 : null
+      shutdown_grace_period_critical_pods_seconds = each.value.how == "spot" ? 5 : null
     }
 
     metadata = { disable-legacy-endpoints = "true" }
+
+    # Other pools take what is reserved for nobody in particular.
+    dynamic "reservation_affinity" {
+      for_each = contains(["flex-start", "reserved"], each.value.how) ? [each.value] : []
+
+      content {
+        consume_reservation_type = reservation_affinity.value.how == "reserved" ? "SPECIFIC_RESERVATION" : "NO_RESERVATION"
+        key                      = reservation_affinity.value.how == "reserved" ? "compute.googleapis.com/reservation-name" : null
+        values                   = reservation_affinity.value.how == "reserved" ? [local.reservation_names[reservation_affinity.value.type]] : null
+      }
+    }
 
     # Image and weights that are there before the node asks for them.
     dynamic "secondary_boot_disks" {

@@ -49,8 +49,8 @@ variable "gpu_types" {
 }
 
 variable "gpus" {
-  description = "GPU type and share of each class of nodes, by the class's name."
-  type        = map(object({ type = string, share = number }))
+  description = "GPU type, share and provisioning (standard or flex-start) of each class of nodes, by the class's name."
+  type        = map(object({ type = string, share = number, provisioning = optional(string, "standard") }))
   nullable    = false
 
   validation {
@@ -66,7 +66,10 @@ variable "gpus" {
   }
 
   validation {
-    condition = alltrue([for gpu in var.gpus : var.spot || try(var.gpu_types[gpu.type].on_demand, true)])
+    condition = alltrue([
+      for gpu in var.gpus : var.spot || gpu.provisioning == "flex-start" || contains(keys(var.reservations), gpu.type) ||
+      try(var.gpu_types[gpu.type].on_demand, true)
+    ])
     error_message = "gpu.type in models.yaml: ${join(", ", [
       for gpu in var.gpus : gpu.type if !try(var.gpu_types[gpu.type].on_demand, true)
     ])} is not sold on demand, and nodes.spot is false."
@@ -173,6 +176,27 @@ variable "release_channel" {
   validation {
     condition     = contains(["RAPID", "REGULAR", "STABLE", "EXTENDED"], var.release_channel)
     error_message = "Channels are RAPID, REGULAR, STABLE and EXTENDED."
+  }
+}
+
+variable "reservations" {
+  description = "A specific reservation of each GPU type that has one: its name and zone, and the project of a shared one. It is used up first."
+  type        = map(object({ name = string, zone = string, project = optional(string) }))
+  default     = {}
+  nullable    = false
+
+  validation {
+    condition     = alltrue([for type in keys(var.reservations) : contains(keys(var.gpu_types), type)])
+    error_message = "regions.${var.region}.reservations: ${join(", ", setsubtract(keys(var.reservations), keys(var.gpu_types)))} is none of ${join(", ", keys(var.gpu_types))}."
+  }
+
+  validation {
+    condition = alltrue([
+      for type, reservation in var.reservations : contains([
+        for letter in try(var.gpu_types[type].zones[var.region], []) : "${var.region}-${letter}"
+      ], reservation.zone) if contains(keys(var.gpu_types), type)
+    ])
+    error_message = "regions.${var.region}.reservations: ${join(", ", [for type, reservation in var.reservations : "${reservation.zone} for ${type}"])}: not a zone of ${var.region} that has the GPU (infra/kubernetes/gpus.yaml)."
   }
 }
 

@@ -200,6 +200,66 @@ run "nothing_to_make_nodes_of" {
   expect_failures = [var.gpus]
 }
 
+run "what_is_reserved" {
+  command = plan
+
+  variables {
+    gpus         = { "l4-x4" = { type = "l4", share = 4 } }
+    reservations = { l4 = { name = "serving", zone = "europe-west4-c", project = "shared-project" } }
+  }
+
+  assert {
+    condition     = toset(keys(google_container_node_pool.gpu)) == toset(["l4-x4", "l4-x4-reserved", "l4-x4-spot"])
+    error_message = "A reservation is a pool more."
+  }
+
+  assert {
+    condition = (
+      google_container_node_pool.gpu["l4-x4-reserved"].node_locations == toset(["europe-west4-c"]) &&
+      google_container_node_pool.gpu["l4-x4-reserved"].node_config[0].reservation_affinity[0].consume_reservation_type == "SPECIFIC_RESERVATION" &&
+      google_container_node_pool.gpu["l4-x4-reserved"].node_config[0].reservation_affinity[0].values == toset(["projects/shared-project/reservations/serving"]) &&
+      google_container_node_pool.gpu["l4-x4-reserved"].node_config[0].labels["penstock.dev/gpu"] == "l4-x4" &&
+      google_container_node_pool.gpu["l4-x4-reserved"].node_config[0].labels["penstock.dev/reserved"] == "true"
+    )
+    error_message = "It is where the reservation is, names it, and workers of the class find it."
+  }
+}
+
+run "reserved_in_a_zone_without_the_gpu" {
+  command = plan
+
+  variables {
+    reservations = { a100 = { name = "serving", zone = "europe-west4-c" } }
+  }
+
+  expect_failures = [var.reservations]
+}
+
+run "flex_start" {
+  command = plan
+
+  variables {
+    gpus     = { "h100-x1-flex" = { type = "h100", share = 1, provisioning = "flex-start" } }
+    overflow = "a100"
+    spot     = false
+  }
+
+  assert {
+    condition     = keys(google_container_node_pool.gpu) == ["h100-x1-flex"]
+    error_message = "Who waits for capacity has neither spot nor overflow."
+  }
+
+  assert {
+    condition = (
+      google_container_node_pool.gpu["h100-x1-flex"].node_config[0].flex_start &&
+      !google_container_node_pool.gpu["h100-x1-flex"].node_config[0].spot &&
+      !google_container_node_pool.gpu["h100-x1-flex"].management[0].auto_repair &&
+      google_container_node_pool.gpu["h100-x1-flex"].node_config[0].reservation_affinity[0].consume_reservation_type == "NO_RESERVATION"
+    )
+    error_message = "As GKE wants flex-start nodes: from no reservation, not repaired."
+  }
+}
+
 run "spot_nodes_end_in_parts" {
   command = plan
 
