@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := api,worker,functions,optimize,local,dev
+EXTRAS := api,worker,functions,optimize,local,simulation,dev
 # Two workers; tests that share a stack or a model stay on one of them (tests/conftest.py says which).
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
 SOURCES := api workers shared infra models bench tests

@@ -165,6 +165,29 @@ def deploy(context: typer.Context) -> None:
 
 
 @app.command()
+def simulate(
+    scenario: Annotated[str, typer.Argument(help="a file, or the name of a shipped scenario")],
+    models: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="a catalog instead of the scenario's")
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="change a field: cluster.node_start_s=0"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate a deployment under load: GPUs, latency and cost, with the rules that deploy."""
+    import json
+
+    from infra.simulation.scenario import read_scenario
+    from infra.simulation.show import text
+    from infra.simulation.world import simulate as run
+
+    result = run(read_scenario(scenario, tuple(changes or ())), models_file=models)
+    typer.echo(json.dumps(result.as_dict(), indent=2) if as_json else text(result))
+
+
+@app.command()
 def report(
     name: Annotated[str, typer.Argument(help="its name (default: list all reports)")] = "",
     days: Annotated[int, typer.Option(help="days to look back")] = 7,

@@ -2,7 +2,7 @@
 
 The dispatcher checks admission before it publishes. Tenants share the room of each bound by weight
 (api/dispatch/fair_room.py). The expected wait follows from the items that workers compute before
-those of the request, in fair order, and from the service rate (api/dispatch/service_rate.py).
+those of the request, in fair order, and from the service rate (shared/service_rate.py).
 Estimates can be wrong, so a request that finds no item in flight is always admitted: it measures
 the rate again.
 """
@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from api import metrics
 from api.dispatch.demand import Demand
-from api.dispatch.service_rate import ServiceRate
 from api.fair_room import FairRoom
 from shared import slo
 from shared.catalog import Model
 from shared.errors import Overloaded
+from shared.service_rate import ServiceRate
 from shared.tasks.base import FirstGuesses
 
 SHORTEST_RETRY_S, LONGEST_RETRY_S = 0.25, 60.0

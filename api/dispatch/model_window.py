@@ -30,8 +30,8 @@ from functools import cached_property
 
 from api import metrics
 from api.dispatch.demand import Demand
-from api.dispatch.service_rate import ServiceRate
 from shared.errors import DeadlineExceeded
+from shared.service_rate import ServiceRate
 from shared.tracing.spans import STAGE, span
 
 DIGEST_BYTES = 8

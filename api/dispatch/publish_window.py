@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 
 from api.dispatch.demand import Demand
 from api.dispatch.model_window import BATCHES_HELD, ModelWindow
-from api.dispatch.service_rate import ServiceRate
 from shared.catalog import Model
+from shared.service_rate import ServiceRate
 
 Key = tuple[str, str]
 """Model and lane."""

@@ -41,7 +41,7 @@ _PLACES = {
     "records_url",
     "objects_url",
 }
-EXTRAS = ("api", "worker", "functions", "optimize", "local", "dev")
+EXTRAS = ("api", "worker", "functions", "optimize", "local", "simulation", "dev")
 """The extras that `make setup` installs. The extra `gpu` is for machines with a GPU."""
 INSTALL = "make setup"
 

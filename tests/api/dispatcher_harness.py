@@ -18,7 +18,7 @@ from api.dispatch.model_window import ModelWindow
 from api.dispatch.publish_window import PublishWindow
 from api.dispatch.reply_inbox import ReplyInbox
 from api.dispatch.request import InferenceRequest, InferenceResponse, RequestOptions
-from api.dispatch.service_rate import ServiceRate
+from shared.service_rate import ServiceRate
 from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records

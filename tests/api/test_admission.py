@@ -12,9 +12,9 @@ from prometheus_client import REGISTRY
 
 from api.dispatch.admission import LONGEST_RETRY_S, SHORTEST_RETRY_S, Admission
 from api.dispatch.demand import Demand
-from api.dispatch.service_rate import ServiceRate
 from shared.catalog import Model, read_catalog
 from shared.errors import Overloaded
+from shared.service_rate import ServiceRate
 from shared.tasks.base import FirstGuesses
 
 # Names of their own: gauges of this process show what others' tests left in flight.

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from api.dispatch.demand import Demand
 from api.dispatch.model_window import Elsewhere, ModelWindow, digest_of
-from api.dispatch.service_rate import ServiceRate
 from shared.errors import DeadlineExceeded
+from shared.service_rate import ServiceRate
 from shared.tasks.base import FirstGuesses
 from tests.api.dispatcher_harness import running_dispatcher
 from tests.limits import WAIT_LIMIT_S

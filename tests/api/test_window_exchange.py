@@ -12,7 +12,6 @@ import redis
 from api.dispatch.demand import Demand
 from api.dispatch.model_window import Elsewhere, ModelWindow, digest_of
 from api.dispatch.publish_window import PublishWindow
-from api.dispatch.service_rate import ServiceRate
 from api.dispatch.window_exchange import (
     LEASE_PAUSES,
     MOST_TENANTS,
@@ -22,6 +21,7 @@ from api.dispatch.window_exchange import (
     told_of,
 )
 from shared.catalog import read_catalog
+from shared.service_rate import ServiceRate
 from shared.tasks.base import FirstGuesses
 from tests.api.harness import NO_REDIS
 

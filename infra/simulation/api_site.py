@@ -1,0 +1,123 @@
+"""Requests, and the API of one region: admits or refuses, as api/dispatch/admission.py does.
+
+The service rate is estimated by the very class that the API uses. One estimate stands for all
+instances of a region: with n of them, each has an n-th of the items and of the rate, so the waits
+that they expect are the same. Tenants are not modeled, so all that waits is ahead.
+"""
+
+from __future__ import annotations
+
+import math
+
+from shared.catalog import Model
+from shared.service_rate import ServiceRate
+
+INTERACTIVE_SHARE = 0.75
+BATCH_SHARE = 0.5
+"""As in api/dispatch/admission.py."""
+
+
+class Job:
+    """A request, which is one message. It ends once, whoever learns of it later."""
+
+    __slots__ = (
+        "arrived_s",
+        "deadline_s",
+        "has_ended",
+        "is_batch_lane",
+        "items",
+        "site",
+        "started_s",
+    )
+
+    def __init__(
+        self, arrived_s: float, deadline_s: float, items: int, is_batch_lane: bool, site: ApiSite
+    ) -> None:
+        self.arrived_s = arrived_s
+        self.deadline_s = deadline_s
+        self.items = items
+        self.is_batch_lane = is_batch_lane
+        self.site = site
+        self.started_s = -1.0
+        self.has_ended = False
+
+
+class ApiSite:
+    """The instances of one region, for one model.
+
+    Args:
+        region: where.
+        model: of the catalog.
+        instances: how many there can be.
+        concurrency: requests that one instance holds.
+    """
+
+    def __init__(self, region: str, model: Model, instances: int, concurrency: int) -> None:
+        self.region = region
+        self._most_requests = instances * concurrency
+        self._most_items = instances * model.max_in_flight
+        self.rate = ServiceRate(model.definition.first_guesses)
+        self.interactive = self.batch = 0
+        """Items in flight of each lane."""
+        self.requests = 0
+        self.is_lost = False
+
+    @property
+    def in_flight(self) -> int:
+        """Items that wait for a worker, of both lanes."""
+        return self.interactive + self.batch
+
+    def admits(self, job: Job, now_s: float) -> bool:
+        """Takes a request in, or refuses it."""
+        if not self._has_room(job):
+            return False
+        if self.in_flight == 0:
+            self.rate.start_busy_period(now_s)
+        elif not self._is_in_time(job, now_s):
+            return False
+        self._count(job, 1)
+        return True
+
+    def _has_room(self, job: Job) -> bool:
+        if self.requests >= self._most_requests:
+            return False
+        if job.is_batch_lane:
+            return self.batch + job.items <= self._most_items * BATCH_SHARE
+        return self.interactive + job.items <= self._most_items
+
+    def _is_in_time(self, job: Job, now_s: float) -> bool:
+        rate = self.rate
+        item_s = rate.item_s * rate.margin
+        if not job.is_batch_lane and self.batch:
+            item_s /= INTERACTIVE_SHARE
+        before = self.in_flight if job.is_batch_lane else self.interactive
+        ahead = before + job.items - 1
+        left_s = job.deadline_s - now_s - rate.service_s - rate.stalled_s(now_s)
+        wait_s = max(ahead * item_s, min(self.in_flight * item_s, rate.service_s))
+        return wait_s <= left_s
+
+    def answered(self, job: Job, now_s: float, took_s: float) -> None:
+        """Records an answer in time, `took_s` of which were the model's."""
+        self.rate.record_completed(now_s, job.items, self.in_flight, took_s)
+        self._count(job, -1)
+
+    def gave_up(self, job: Job, now_s: float) -> None:
+        """Records that a deadline passed."""
+        self.rate.record_late(now_s)
+        self._count(job, -1)
+
+    def lost(self, job: Job) -> None:
+        """Forgets a request of an instance that is gone."""
+        self._count(job, -1)
+
+    def _count(self, job: Job, sign: int) -> None:
+        self.requests += sign
+        if job.is_batch_lane:
+            self.batch += sign * job.items
+        else:
+            self.interactive += sign * job.items
+
+    def published(self, broker_wait_s: float) -> float:
+        """Items that the publish window lets into the topic (api/dispatch/model_window.py)."""
+        stay_s = broker_wait_s + 2 * self.rate.service_s
+        return min(self.in_flight, math.ceil(stay_s / self.rate.item_s))

@@ -1,0 +1,275 @@
+"""The rules that deploy, read from the overlay that is deployed: autoscaler, rollout, drain.
+
+The overlay is written as `python -m infra.kubernetes` writes it, and put together as Kustomize
+does, as far as its files need: resources, components, strategic merges. tests/infra/simulation
+compares the two where kubectl is installed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from infra.kubernetes.deployment import Deployment
+from infra.kubernetes.overlay import slug, write_overlay
+from shared.catalog import Catalog
+from shared.errors import ConfigurationError
+
+Document = dict[str, Any]
+
+
+class _Read(BaseModel):
+    """Fields that are not named here do not change what is simulated."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class Policy(_Read):
+    """How much a scaling may change within a period."""
+
+    type: Literal["Percent", "Pods"]
+    value: int
+    periodSeconds: float
+
+
+class ScalingRules(_Read):
+    """One direction of the HPA's `behavior`."""
+
+    stabilizationWindowSeconds: float
+    policies: tuple[Policy, ...]
+    selectPolicy: Literal["Max", "Min", "Disabled"] = "Max"
+    tolerance: float = 0.1
+    """KEP-4951. Default: of kube-controller-manager, --horizontal-pod-autoscaler-tolerance."""
+
+
+DEFAULT_UP = {
+    "stabilizationWindowSeconds": 0,
+    "policies": [
+        {"type": "Percent", "value": 100, "periodSeconds": 15},
+        {"type": "Pods", "value": 4, "periodSeconds": 15},
+    ],
+}
+DEFAULT_DOWN = {
+    "stabilizationWindowSeconds": 300,
+    "policies": [{"type": "Percent", "value": 100, "periodSeconds": 15}],
+}
+"""Of fields that are not set: kubernetes.io, Horizontal Pod Autoscaling, "Default Behavior"."""
+
+
+class Behavior(_Read):
+    """The HPA's `behavior`, with the defaults of Kubernetes filled in."""
+
+    scaleUp: ScalingRules = ScalingRules.model_validate(DEFAULT_UP)
+    scaleDown: ScalingRules = ScalingRules.model_validate(DEFAULT_DOWN)
+
+
+class Fallback(_Read):
+    """What KEDA tells the HPA while a trigger fails."""
+
+    failureThreshold: int
+    replicas: int
+    behavior: Literal[
+        "static", "currentReplicas", "currentReplicasIfHigher", "currentReplicasIfLower"
+    ] = "static"
+
+
+class Trigger(_Read):
+    """One Prometheus trigger. Its threshold is the HPA's AverageValue."""
+
+    name: str
+    query: str
+    threshold: float = Field(gt=0)
+    activationThreshold: float = 0.0
+    ignoreNullValues: bool = True
+
+
+class AutoscalerRules(_Read):
+    """A ScaledObject."""
+
+    pollingInterval: float = 30.0
+    cooldownPeriod: float = 300.0
+    minReplicaCount: int = 0
+    maxReplicaCount: int = 100
+    fallback: Fallback | None = None
+    behavior: Behavior = Behavior()
+    triggers: tuple[Trigger, ...]
+
+
+class WorkerRules(_Read):
+    """What the manifests say about the workers of one model."""
+
+    model: str
+    slug: str
+    autoscaler: AutoscalerRules
+    max_surge: str
+    max_unavailable: str
+    """Of a rollout: a number, or a share with `%`."""
+    drain_s: float
+    """What a worker that stops gives the batches that it runs."""
+    spread_over_nodes: bool
+    """Whether pods of a model prefer nodes without each other."""
+
+
+def read_rules(
+    catalog: Catalog, models_file: Path, deployment: Deployment
+) -> dict[str, WorkerRules]:
+    """The rules of each model in one region.
+
+    Raises:
+        ConfigurationError: the overlay can't be written, or has a field that is not understood.
+    """
+    with tempfile.TemporaryDirectory(prefix="penstock-rules-") as folder:
+        out = Path(folder) / "overlay"
+        write_overlay(out, catalog, models_file, deployment)
+        return {
+            model.name: _worker_rules(model.name, out / f"worker-{slug(model.name)}")
+            for model in catalog.models
+            if deployment.models is None or model.name in deployment.models
+        }
+
+
+def _worker_rules(model: str, folder: Path) -> WorkerRules:
+    objects = rendered(folder)
+    deployment = _one(objects, "Deployment")["spec"]
+    update = (deployment.get("strategy") or {}).get("rollingUpdate") or {}
+    pod = deployment["template"]["spec"]
+    preferred = ((pod.get("affinity") or {}).get("podAntiAffinity") or {}).get(
+        "preferredDuringSchedulingIgnoredDuringExecution"
+    )
+    try:
+        return WorkerRules(
+            model=model,
+            slug=slug(model),
+            autoscaler=autoscaler_rules(_one(objects, "ScaledObject")),
+            max_surge=str(update.get("maxSurge", "25%")),
+            max_unavailable=str(update.get("maxUnavailable", "25%")),
+            drain_s=float(_settings(folder)["PENSTOCK_DRAIN_S"]),
+            spread_over_nodes=bool(preferred),
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigurationError(
+            f"rules of {model}: {where}: {first['msg']}", field=where
+        ) from error
+
+
+def autoscaler_rules(scaled_object: Document) -> AutoscalerRules:
+    """The rules of a ScaledObject.
+
+    Raises:
+        ConfigurationError: it has something that is not simulated.
+    """
+    spec = scaled_object["spec"]
+    advanced = spec.get("advanced") or {}
+    if advanced.get("scalingModifiers") or spec.get("idleReplicaCount") is not None:
+        raise ConfigurationError(
+            "the ScaledObject has scalingModifiers or idleReplicaCount, which is not simulated"
+        )
+    for trigger in spec["triggers"]:
+        if trigger["type"] != "prometheus" or trigger.get("metricType", "AverageValue") != (
+            "AverageValue"
+        ):
+            raise ConfigurationError(
+                f"trigger {trigger.get('name')}: only prometheus with AverageValue is simulated"
+            )
+    config = advanced.get("horizontalPodAutoscalerConfig") or {}
+    given = config.get("behavior") or {}
+    behavior = {
+        "scaleUp": DEFAULT_UP | (given.get("scaleUp") or {}),
+        "scaleDown": DEFAULT_DOWN | (given.get("scaleDown") or {}),
+    }
+    triggers = [
+        {"name": trigger.get("name", f"trigger-{number}")} | trigger["metadata"]
+        for number, trigger in enumerate(spec["triggers"])
+    ]
+    return AutoscalerRules.model_validate(spec | {"behavior": behavior, "triggers": triggers})
+
+
+def _settings(folder: Path) -> dict[str, str]:
+    kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))
+    literals = [
+        literal
+        for config in kustomization["configMapGenerator"]
+        for literal in config.get("literals", [])
+    ]
+    return dict(literal.split("=", 1) for literal in literals)
+
+
+def _one(objects: list[Document], kind: str) -> Document:
+    found = [one for one in objects if one["kind"] == kind]
+    if len(found) != 1:
+        raise ConfigurationError(f"the overlay of a worker has {len(found)} objects {kind}")
+    return found[0]
+
+
+def rendered(folder: Path) -> list[Document]:
+    """The objects of a Kustomize folder, without names, labels and namespaces that it adds."""
+    kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))
+    objects = list(_resources(folder, kustomization))
+    for component in kustomization.get("components", []):
+        _apply(folder / component, objects)
+    _patch(kustomization, objects)
+    return objects
+
+
+def _resources(folder: Path, kustomization: Document) -> Iterator[Document]:
+    for name in kustomization.get("resources", []):
+        path = folder / name
+        if path.is_dir():
+            yield from rendered(path)
+        else:
+            yield from yaml.safe_load_all(path.read_text(encoding="utf-8"))
+
+
+def _apply(component: Path, objects: list[Document]) -> None:
+    kustomization = yaml.safe_load((component / "kustomization.yaml").read_text(encoding="utf-8"))
+    objects += _resources(component, kustomization)
+    _patch(kustomization, objects)
+
+
+def _patch(kustomization: Document, objects: list[Document]) -> None:
+    for entry in kustomization.get("patches", []):
+        patch = yaml.safe_load(entry["patch"])
+        if not isinstance(patch, dict):
+            continue  # JSON 6902, which only network policies have
+        target = entry.get("target") or {
+            "kind": patch["kind"],
+            "name": patch["metadata"]["name"],
+        }
+        for number, one in enumerate(objects):
+            if one["kind"] == target["kind"] and target.get("name") in (
+                None,
+                one["metadata"]["name"],
+            ):
+                by_name = one["apiVersion"].partition("/")[0] in ("v1", "apps")
+                changed = {key: value for key, value in patch.items() if key != "metadata"}
+                objects[number] = _merged(one, changed, by_name=by_name)
+
+
+def _merged(base: Any, patch: Any, *, by_name: bool) -> Any:
+    """A strategic merge. Lists of Kubernetes' own kinds are merged by name, others replaced."""
+    if isinstance(base, dict) and isinstance(patch, dict):
+        found = dict(base)
+        for key, value in patch.items():
+            if value is None:
+                found.pop(key, None)
+            else:
+                found[key] = _merged(base[key], value, by_name=by_name) if key in base else value
+        return found
+    if by_name and _is_named(base) and _is_named(patch):
+        names = {one["name"]: one for one in base}
+        for one in patch:
+            known = names.get(one["name"])
+            names[one["name"]] = one if known is None else _merged(known, one, by_name=True)
+        return list(names.values())
+    return patch
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) and "name" in one for one in value)

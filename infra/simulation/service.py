@@ -1,0 +1,294 @@
+"""One model: its subscriptions, its workers of all regions, and the batches that they run."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+import simpy
+
+from infra.simulation.api_site import ApiSite, Job
+from infra.simulation.recorder import ModelRecord, Outcome
+from infra.simulation.scenario import Broker, ModelLoad
+from infra.simulation.worker import Steps, Worker
+from shared.catalog import Model
+
+INTERACTIVE, BATCH = 0, 1
+BATCH_LANE_EVERY = 16
+"""One batch in so many begins with the batch lane (workers/scheduling/batch_lane.py)."""
+
+
+class Service:
+    """The broker's and the workers' side of one model.
+
+    Args:
+        env: the clock.
+        model: of the catalog.
+        load: seconds of batches.
+        broker: how jobs are given to workers.
+        record: gets how each request ended.
+        trip_s: both ways over Pub/Sub.
+        chance: the source of chance.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        model: Model,
+        load: ModelLoad,
+        broker: Broker,
+        record: ModelRecord,
+        trip_s: float,
+        chance: random.Random,
+    ) -> None:
+        self._env = env
+        self.model = model
+        self.load = load
+        self.record = record
+        self._trip_s = trip_s
+        self._chance = chance
+        self._is_idle_first = broker.delivery == "idle_first"
+        self._most_items = model.batch.max_items
+        self._most_held = broker.batches_held * self._most_items
+        """In each lane, the batch that runs included."""
+        self.queues: tuple[deque[Job], deque[Job]] = (deque(), deque())
+        """Published, and with no worker."""
+        self._open: list[Worker] = []
+        self._idle: dict[Worker, None] = {}
+        self._deadlines: deque[Job] = deque()
+        self._batches = 0
+        self._has_jobs: simpy.Event | None = None
+        env.process(self._expire())
+
+    # Requests
+
+    def publish(self, job: Job) -> None:
+        """Takes an admitted job."""
+        self._deadlines.append(job)
+        if self._has_jobs is not None:
+            self._has_jobs.succeed()
+            self._has_jobs = None
+        self._deliver(job)
+
+    def _expire(self) -> Steps:
+        """Ends jobs at their deadline, wherever they are. Deadlines come in order of arrival."""
+        while True:
+            if not self._deadlines:
+                self._has_jobs = self._env.event()
+                yield self._has_jobs
+            job = self._deadlines[0]
+            if not job.has_ended and job.deadline_s > self._env.now:
+                yield self._env.timeout(job.deadline_s - self._env.now)
+            self._deadlines.popleft()
+            if not job.has_ended:
+                job.site.gave_up(job, self._env.now)
+                self.end(job, Outcome.EXPIRED)
+
+    def refuse(self) -> None:
+        """Counts a request that was refused at once."""
+        self.record.outcomes[Outcome.REFUSED] += 1
+        self.record.ended_s.append(self._env.now)
+
+    def end(self, job: Job, outcome: Outcome) -> None:
+        """Counts how a job ended that was not served."""
+        job.has_ended = True
+        self.record.outcomes[outcome] += 1
+        self.record.ended_s.append(self._env.now)
+
+    def lose_requests(self, site: ApiSite) -> None:
+        """Ends all requests of a region's API."""
+        for job in self._deadlines:
+            if job.site is site and not job.has_ended:
+                site.lost(job)
+                self.end(job, Outcome.LOST)
+
+    def open_jobs(self) -> int:
+        """Jobs that have not ended."""
+        return sum(not job.has_ended for job in self._deadlines)
+
+    # Delivery
+
+    def _deliver(self, job: Job) -> None:
+        lane = BATCH if job.is_batch_lane else INTERACTIVE
+        worker = self._worker_for(lane) if not self.queues[lane] else None
+        if worker is None:
+            self.queues[lane].append(job)
+        else:
+            self._hold(worker, job, lane)
+            if not worker.running:
+                self._start_batch(worker)
+
+    def _worker_for(self, lane: int) -> Worker | None:
+        if self._is_idle_first and self._idle:
+            return next(iter(self._idle))
+        count = len(self._open)
+        first = int(self._chance.random() * count)
+        for number in range(first, first + count):
+            worker = self._open[number % count]
+            # Workers are open by their room for the interactive lane.
+            if worker.held_items[lane] < self._most_held:
+                return worker
+        return None
+
+    def _hold(self, worker: Worker, job: Job, lane: int) -> None:
+        worker.held[lane].append(job)
+        worker.held_items[lane] += job.items
+        if lane == INTERACTIVE and worker.held_items[lane] >= self._most_held:
+            self._close(worker)
+
+    def _refill(self, worker: Worker) -> None:
+        for lane, queue in enumerate(self.queues):
+            while queue and worker.held_items[lane] < self._most_held:
+                job = queue.popleft()
+                if not job.has_ended:
+                    self._hold(worker, job, lane)
+
+    def _open_up(self, worker: Worker) -> None:
+        if worker.open_at < 0 and worker.held_items[INTERACTIVE] < self._most_held:
+            worker.open_at = len(self._open)
+            self._open.append(worker)
+
+    def _close(self, worker: Worker) -> None:
+        if worker.open_at >= 0:
+            last = self._open.pop()
+            if last is not worker:
+                self._open[worker.open_at] = last
+                last.open_at = worker.open_at
+            worker.open_at = -1
+
+    # Batches
+
+    def _start_batch(self, worker: Worker) -> None:
+        batch = list(self._batch_of(worker))
+        if not batch:
+            if worker.drained is not None and not worker.drained.triggered:
+                worker.drained.succeed()
+            elif worker.is_serving:
+                self._idle[worker] = None
+            return
+        self._idle.pop(worker, None)
+        items = sum(job.items for job in batch)
+        node = worker.node
+        assert node is not None
+        if node.busy == 0:
+            node.since_s = self._env.now
+        node.busy += 1
+        took_s = self.load.batch_s(items)
+        if self.load.spread == "exponential":
+            took_s = self._chance.expovariate(1 / took_s)
+        if node.busy > 1:
+            # Those that compute share the GPU in time. It counts as of the start of the batch.
+            took_s *= node.busy / self.load.kept_when_sharing
+        worker.running, worker.running_s, worker.started_s = batch, took_s, self._env.now
+        for job in batch:
+            job.started_s = self._env.now
+        done = worker.batch_done = self._env.timeout(took_s, worker)
+        assert done.callbacks is not None
+        done.callbacks.append(self._finish)
+
+    def _batch_of(self, worker: Worker) -> Iterator[Job]:
+        """What waits, up to a full batch: interactive jobs first, but for one batch in 16."""
+        self._batches += 1
+        lanes = (INTERACTIVE, BATCH)
+        if worker.held[BATCH] and self._batches % BATCH_LANE_EVERY == 0:
+            lanes = (BATCH, INTERACTIVE)
+        items = 0
+        for lane in lanes:
+            held = worker.held[lane]
+            while held and (items == 0 or items + held[0].items <= self._most_items):
+                job = held.popleft()
+                if job.has_ended:
+                    worker.held_items[lane] -= job.items
+                    continue
+                items += job.items
+                yield job
+
+    def _finish(self, event: simpy.Event) -> None:
+        worker = cast(Worker, event.value)
+        if worker.batch_done is not event:
+            return  # the batch was cut off
+        batch, took_s = self._stop_batch(worker), worker.running_s
+        worker.inference_s += took_s
+        worker.batches += 1
+        for job in batch:
+            worker.items += job.items
+            if not job.has_ended:
+                self._serve(job, took_s)
+        if worker.is_draining:
+            self._start_batch(worker)
+            return
+        self._start_batch(worker)
+        self._refill(worker)
+        if not worker.running:
+            self._start_batch(worker)
+        self._open_up(worker)
+
+    def _stop_batch(self, worker: Worker) -> list[Job]:
+        batch, worker.running, worker.batch_done = worker.running, [], None
+        node, now_s = worker.node, self._env.now
+        assert node is not None
+        node.busy -= 1
+        if node.busy == 0:
+            node.busy_s += now_s - node.since_s
+        worker.busy_s += now_s - worker.started_s
+        for job in batch:
+            worker.held_items[BATCH if job.is_batch_lane else INTERACTIVE] -= job.items
+        return batch
+
+    def _serve(self, job: Job, took_s: float) -> None:
+        now_s, record = self._env.now, self.record
+        job.has_ended = True
+        job.site.answered(job, now_s, took_s)
+        record.outcomes[Outcome.SERVED] += 1
+        record.items_served += job.items
+        record.arrived_s.append(job.arrived_s)
+        record.answer_s.append(now_s - job.arrived_s + self._trip_s)
+        record.queue_s.append(job.started_s - job.arrived_s)
+
+    # Workers that come and go
+
+    def join(self, worker: Worker) -> None:
+        """A worker is warm: it pulls."""
+        worker.is_ready, worker.ready_s = True, self._env.now
+        self._refill(worker)
+        self._start_batch(worker)
+        self._open_up(worker)
+
+    def drain(self, worker: Worker) -> simpy.Event:
+        """A worker stops pulling. The event comes when it has done what it holds."""
+        worker.is_draining = True
+        self._close(worker)
+        self._idle.pop(worker, None)
+        worker.drained = self._env.event()
+        if not worker.running:
+            worker.drained.succeed()
+        return worker.drained
+
+    def leave(self, worker: Worker) -> None:
+        """A worker is gone. The broker gets what it still held."""
+        worker.is_draining = worker.is_gone = True
+        self._close(worker)
+        self._idle.pop(worker, None)
+        back: list[Job] = self._stop_batch(worker) if worker.running else []
+        for held in worker.held:
+            back += held
+            held.clear()
+        worker.held_items[:] = [0, 0]
+        self._hand_back(job for job in back if not job.has_ended)
+
+    def _hand_back(self, jobs: Iterable[Job]) -> None:
+        for job in sorted(jobs, key=_age, reverse=True):
+            self.queues[BATCH if job.is_batch_lane else INTERACTIVE].appendleft(job)
+        while self._open and any(self.queues):
+            worker = self._open[int(self._chance.random() * len(self._open))]
+            self._refill(worker)
+            if not worker.running:
+                self._start_batch(worker)
+            if not self.queues[INTERACTIVE]:
+                break
+
+
+def _age(job: Job) -> Any:
+    return job.arrived_s

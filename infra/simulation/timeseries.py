@@ -1,0 +1,114 @@
+"""The time series that queries see: samples with their age, as a scrape brings them."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+Labels = tuple[tuple[str, str], ...]
+"""Sorted pairs of name and value."""
+
+KEPT_S = 3600.0
+"""A series without a sample for so long is forgotten. No query of ours looks further back."""
+
+
+@dataclass(slots=True)
+class Series:
+    """The samples of one series, by the time of the scrape."""
+
+    labels: dict[str, str]
+    times_s: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    age_s: float = 0.0
+    """Seconds after a scrape before a query sees its samples."""
+    ended_s: float = float("inf")
+    """When its target was gone: Prometheus writes a marker of staleness then."""
+
+
+@dataclass(frozen=True)
+class Matcher:
+    """One condition of a selector."""
+
+    label: str
+    operator: str
+    value: str
+
+    def fits(self, labels: dict[str, str]) -> bool:
+        """Whether labels meet the condition. A missing label is empty, as in Prometheus."""
+        found = labels.get(self.label, "")
+        tests: dict[str, Callable[[], bool]] = {
+            "=": lambda: found == self.value,
+            "!=": lambda: found != self.value,
+            "=~": lambda: re.fullmatch(self.value, found) is not None,
+            "!~": lambda: re.fullmatch(self.value, found) is None,
+        }
+        return tests[self.operator]()
+
+
+class TimeSeries:
+    """All series by metric name and labels."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, dict[Labels, Series]] = {}
+        self._chosen: dict[tuple[str, tuple[Matcher, ...]], list[Series]] = {}
+
+    def append(
+        self, name: str, labels: dict[str, str], at_s: float, value: float, age_s: float = 0.0
+    ) -> None:
+        """Adds a sample. Samples of a series come in order of time."""
+        key = tuple(sorted(labels.items()))
+        of_name = self._by_name.setdefault(name, {})
+        series = of_name.get(key)
+        if series is None:
+            series = of_name[key] = Series(labels, age_s=age_s)
+            self._chosen.clear()
+        series.times_s.append(at_s)
+        series.values.append(value)
+        if len(series.times_s) > 2048 and series.times_s[1024] < at_s - KEPT_S:
+            del series.times_s[:1024], series.values[:1024]
+
+    def end(self, name: str, labels: dict[str, str], at_s: float) -> None:
+        """Marks a series as stale: its target is gone."""
+        series = self._by_name.get(name, {}).get(tuple(sorted(labels.items())))
+        if series is not None:
+            series.ended_s = at_s
+
+    def select(self, name: str, matchers: tuple[Matcher, ...]) -> list[Series]:
+        """The series of a metric that fit all matchers."""
+        key = (name, matchers)
+        if key not in self._chosen:
+            self._chosen[key] = [
+                series
+                for series in self._by_name.get(name, {}).values()
+                if all(matcher.fits(series.labels) for matcher in matchers)
+            ]
+        return self._chosen[key]
+
+    def forget(self, before_s: float) -> None:
+        """Drops series whose last sample is older."""
+        for of_name in self._by_name.values():
+            for key in [key for key, one in of_name.items() if one.times_s[-1] < before_s]:
+                del of_name[key]
+        self._chosen.clear()
+
+    @property
+    def names(self) -> Iterator[str]:
+        """The names of metrics that have samples."""
+        return iter(self._by_name)
+
+
+def newest(series: Series, at_s: float, now_s: float, lookback_s: float) -> float | None:
+    """The newest value up to a time that a query at `now_s` sees. None beyond the lookback."""
+    seen_s = min(at_s, now_s - series.age_s)
+    place = bisect_right(series.times_s, seen_s) - 1
+    if place < 0 or series.times_s[place] <= at_s - lookback_s or series.ended_s <= seen_s:
+        return None
+    return series.values[place]
+
+
+def window(series: Series, from_s: float, to_s: float, now_s: float) -> tuple[int, int]:
+    """The places of the samples after `from_s`, up to `to_s`, that a query at `now_s` sees."""
+    last = bisect_right(series.times_s, min(to_s, now_s - series.age_s))
+    return min(bisect_left(series.times_s, from_s), last), last

@@ -1,0 +1,122 @@
+"""Nodes, and workers on them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any
+
+import simpy
+
+from infra.simulation.api_site import Job
+
+Steps = Generator[simpy.Event, Any, None]
+"""A process of the simulation."""
+
+
+class Node:
+    """A machine with one GPU, which `places` workers share in time."""
+
+    __slots__ = (
+        "busy",
+        "busy_s",
+        "is_ready",
+        "is_spot",
+        "ordered_s",
+        "places",
+        "since_s",
+        "workers",
+    )
+
+    def __init__(self, places: int, is_spot: bool) -> None:
+        self.places = places
+        self.is_spot = is_spot
+        self.is_ready = False
+        self.workers: list[Worker] = []
+        self.busy = 0
+        """Workers that compute right now."""
+        self.busy_s = 0.0
+        """Seconds in which at least one did."""
+        self.ordered_s = 0.0
+        self.since_s = 0.0
+        """Since when nobody is on it, or somebody computes."""
+
+    @property
+    def free(self) -> int:
+        """Places for more workers."""
+        return self.places - len(self.workers)
+
+
+class Worker:
+    """One pod. It pulls jobs up to its flow control, and runs what it holds in batches."""
+
+    __slots__ = (
+        "batch_done",
+        "batches",
+        "busy_s",
+        "drained",
+        "evict",
+        "held",
+        "held_items",
+        "inference_s",
+        "is_draining",
+        "is_gone",
+        "is_new",
+        "is_ready",
+        "is_spread",
+        "items",
+        "model",
+        "name",
+        "node",
+        "open_at",
+        "placed",
+        "ready_s",
+        "region",
+        "running",
+        "running_s",
+        "started_s",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        region: str,
+        model: str,
+        *,
+        placed: simpy.Event,
+        is_spread: bool,
+        evict: Callable[[Worker, str], None],
+    ) -> None:
+        self.name = name
+        self.region = region
+        self.model = model
+        self.placed = placed
+        """Comes when it has a place on a node."""
+        self.is_spread = is_spread
+        self.evict = partial(evict, self)
+        """Tells its Deployment that its node goes, and why."""
+        self.node: Node | None = None
+        self.is_ready = self.is_draining = self.is_gone = False
+        self.is_new = True
+        """Whether it has the newest version of its Deployment."""
+        self.ready_s = -1.0
+        self.held: tuple[deque[Job], deque[Job]] = (deque(), deque())
+        """Jobs of each lane that wait here: interactive, batch."""
+        self.held_items = [0, 0]
+        self.running: list[Job] = []
+        self.running_s = 0.0
+        self.started_s = 0.0
+        self.batch_done: simpy.Event | None = None
+        self.drained: simpy.Event | None = None
+        self.open_at = -1
+        """Its place among the workers with room."""
+        self.inference_s = 0.0
+        self.items = self.batches = 0
+        """Counters of its metrics."""
+        self.busy_s = 0.0
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it pulls jobs."""
+        return self.is_ready and not self.is_draining and not self.is_gone
