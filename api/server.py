@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ssl
+
 import uvicorn
 from starlette.types import ASGIApp
 
 from api.http.bounded_protocol import protocol_with
+from shared.errors import ConfigurationError
 from shared.settings import ApiSettings
 
 DRAIN_S = 4
@@ -17,7 +20,12 @@ closed."""
 
 
 def server_config(app: ASGIApp, settings: ApiSettings) -> uvicorn.Config:
-    """The configuration of the server."""
+    """The configuration of the server.
+
+    Raises:
+        ConfigurationError: the certificate and its key can't be used.
+    """
+    context = _tls_context(settings) if settings.tls_cert else None
     return uvicorn.Config(
         app,
         host=settings.host,
@@ -36,4 +44,20 @@ def server_config(app: ASGIApp, settings: ApiSettings) -> uvicorn.Config:
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=DRAIN_S,
+        # uvicorn's own context has no list of ciphers; Python's leaves out what is broken.
+        ssl_context_factory=None if context is None else lambda config, default: context,
     )
+
+
+def _tls_context(settings: ApiSettings) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        # An empty password: without one, a key that has one would ask the terminal for it.
+        context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
+    except OSError as error:
+        raise ConfigurationError(
+            f"PENSTOCK_TLS_CERT: {settings.tls_cert} and {settings.tls_key} are no certificate "
+            f"with its key: {error.strerror or error}",
+            field="tls_cert",
+        ) from error
+    return context

@@ -71,8 +71,13 @@ def up(
     functions_port: Port = Ports.functions,
     metrics_port: Annotated[int, typer.Option(metavar="PORT", help="of the API")] = Ports.metrics,
     health_port: Annotated[int, typer.Option(metavar="PORT", help="of the first worker")] = 8091,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="where the API listens; needs keys off loopback")
+    ] = "",
+    tls_cert: Annotated[str, typer.Option(metavar="FILE", help="certificate of the API")] = "",
+    tls_key: Annotated[str, typer.Option(metavar="FILE", help="its key")] = "",
 ) -> None:
-    """Start the whole pipeline here and keep it up."""
+    """Start the whole pipeline here and keep it up: what dies is started again."""
     from infra.local.up import stay_up
     from shared.settings import given_settings
 
@@ -80,7 +85,13 @@ def up(
     ports = Ports(
         api_port, pubsub_port, bigquery_port, redis_port, health, functions_port, metrics_port
     )
-    raise typer.Exit(stay_up(STATE_DIR, ports, given_settings()))
+    named = {
+        "PENSTOCK_HOST": host,
+        "PENSTOCK_TLS_CERT": str(Path(tls_cert).resolve()) if tls_cert else "",
+        "PENSTOCK_TLS_KEY": str(Path(tls_key).resolve()) if tls_key else "",
+    }
+    settings = given_settings() | {name: value for name, value in named.items() if value}
+    raise typer.Exit(stay_up(STATE_DIR, ports, settings))
 
 
 @app.command()
@@ -118,6 +129,20 @@ def bigquery(context: typer.Context) -> None:
     from infra.emulators.bigquery.__main__ import main as serve
 
     raise typer.Exit(serve(context.args))
+
+
+@app.command()
+def provision(
+    functions_url: Annotated[
+        str, typer.Option(metavar="URL", help="where dead letters and webhooks are pushed to")
+    ] = "",
+    wait_s: Annotated[float, typer.Option(min=0, help="seconds to wait for the servers")] = 120,
+) -> None:
+    """Make topics, subscriptions and tables on embedded servers."""
+    from infra.local.provision_servers import provision_servers
+    from shared.settings import ApiSettings, read_settings
+
+    provision_servers(read_settings(ApiSettings), functions_url, wait_s, typer.echo)
 
 
 @app.command()

@@ -77,6 +77,12 @@ class ApiSettings(Settings):
 
     host: str = "127.0.0.1"
     port: int = Field(8080, ge=0, le=65535)
+    tls_cert: str = ""
+    """Path of the certificate chain (PEM) that the API shows. Empty: it speaks plain HTTP, behind
+    something that ends TLS. A new certificate is read at the next start.
+    """
+    tls_key: str = Field("", validate_default=True)
+    """Path of its key (PEM, without a password)."""
     metrics_host: str = "127.0.0.1"
     metrics_port: int = Field(9464, ge=0, le=65535)
     """Port of /metrics for Prometheus, apart from the port of the API. 0: none."""
@@ -159,6 +165,13 @@ class ApiSettings(Settings):
     """Memory for pictures that are decoded at the same time. A larger one (a WebP of 25 megapixels
     takes 400 MB) is decoded alone.
     """
+
+    @field_validator("tls_key")
+    @classmethod
+    def _is_one_of_two(cls, value: str, info: ValidationInfo) -> str:
+        if bool(value) != bool(info.data.get("tls_cert")):
+            raise ValueError("PENSTOCK_TLS_CERT and PENSTOCK_TLS_KEY are given together or not")
+        return value
 
     @field_validator("cors_origins")
     @classmethod

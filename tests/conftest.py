@@ -36,6 +36,7 @@ HEAVY = (
     "infra/pubsub/test_crash.py",
     "infra/test_cli.py",
     "infra/test_stack.py",
+    "infra/test_up_survives.py",
     "models/shapes/test_train.py",
     "workers/autotune/",
     "workers/models/",

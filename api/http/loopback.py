@@ -8,7 +8,6 @@ this machine passes the public name, so it opens nothing to the outside either.
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Self
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 
 from api.errors import Forbidden
 from shared.errors import ConfigurationError
+from shared.loopback import is_loopback
 from shared.tenants.plan import Caller
 
 
@@ -87,16 +87,6 @@ class OpenOnLoopback:
 _ANYONE = Caller()
 _LOCAL = frozenset({b"127.0.0.1:8080", b"localhost:8080"})
 """Known without parsing."""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`, a name or an address."""
-    if host == "localhost" or host.endswith(".localhost"):  # RFC 6761
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _names_loopback(url: bytes) -> bool:

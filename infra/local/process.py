@@ -8,13 +8,14 @@ import os
 import random
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from shared.errors import Unavailable
 
@@ -24,6 +25,9 @@ FREE_PORTS = (15_000, 32_000)
 PORT_TRIES = 1000
 _PR_SET_PDEATHSIG = 1
 _random = random.SystemRandom()
+_ANY_CERTIFICATE = ssl.create_default_context()
+_ANY_CERTIFICATE.check_hostname = False
+_ANY_CERTIFICATE.verify_mode = ssl.CERT_NONE
 
 
 class Process:
@@ -32,7 +36,8 @@ class Process:
     Args:
         name: for people, and for the log file.
         command: program and arguments.
-        log_dir: gets `<name>.log`, both output streams, written anew at each start.
+        log_dir: gets `<name>.log`, both output streams, written anew at the first start. Later
+            starts append to it, so that it still says why the last one ended.
         environment: its whole environment. None: that of this process.
         stop_limit_s: how long it may take to end after SIGTERM before its whole group is killed.
     """
@@ -52,6 +57,7 @@ class Process:
         self._environment = environment
         self._stop_limit_s = stop_limit_s
         self._popen: subprocess.Popen[bytes] | None = None
+        self._log_mode: Literal["wb", "ab"] = "wb"
 
     def __enter__(self) -> Self:
         self.start()
@@ -88,7 +94,7 @@ class Process:
             Unavailable: the program can't be run.
         """
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("wb") as output:
+        with self.log_path.open(self._log_mode) as output:
             try:
                 # Its own session: Ctrl-C reaches the stack alone, which then stops its parts
                 # in order.
@@ -105,6 +111,7 @@ class Process:
                 raise Unavailable(
                     f"{self.name}: {self._command[0]} does not run here: {error.strerror}"
                 ) from error
+        self._log_mode = "ab"
 
     def wait_ready(self, is_ready: Callable[[], bool], limit_s: float) -> None:
         """Returns once `is_ready` says so.
@@ -217,18 +224,27 @@ def _kill_group(pid: int) -> None:
         return
 
 
-def listens(port: int) -> bool:
-    """Whether something on this machine takes connections on `port`."""
+def listens(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether something takes connections on `port` of `host`, an address of this machine."""
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1.0):
+        with socket.create_connection((host, port), timeout=1.0):
             return True
     except OSError:
         return False
 
 
-def answers(port: int, path: str, timeout_s: float = 5.0) -> bool:
-    """Whether GET `path` on `port` of this machine is answered with 200."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+def answers(
+    port: int, path: str, timeout_s: float = 5.0, *, host: str = "127.0.0.1", tls: bool = False
+) -> bool:
+    """Whether GET `path` on `port` of `host`, an address of this machine, is answered with 200.
+
+    With `tls` any certificate is fine: it is for the name that others use.
+    """
+    connection = (
+        http.client.HTTPSConnection(host, port, timeout=timeout_s, context=_ANY_CERTIFICATE)
+        if tls
+        else http.client.HTTPConnection(host, port, timeout=timeout_s)
+    )
     try:
         connection.request("GET", path)
         return connection.getresponse().status == 200

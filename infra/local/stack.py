@@ -6,7 +6,6 @@ The code is the same as in the cloud. Only the endpoints, set by environment, di
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import tempfile
 import threading
@@ -21,13 +20,13 @@ from typing import Self
 from infra.local.graphs import await_graphs, graph_commands
 from infra.local.ports import Ports
 from infra.local.process import Process, answers, listens
-from infra.local.provision import provision
+from infra.local.provision_servers import provision_broker
 from infra.local.signing import kept_secrets
 from infra.local.stack_processes import LOG_FOLDER, StackProcesses
+from infra.local.supervision import Part
 from infra.reports import create_tables
 from shared.catalog import Catalog, read_catalog
 from shared.errors import ConfigurationError
-from shared.pubsub.admin import PubSubAdmin
 from shared.settings import ApiSettings, read_settings
 
 SERVER_LIMIT_S = 60.0
@@ -83,11 +82,23 @@ class Stack:
         self._began_s = 0.0
         self._undo = ExitStack()
         self._sockets: dict[str, str] = {}
+        self._ready: dict[str, tuple[Callable[[], bool], float]] = {}
 
     @property
     def api_url(self) -> str:
-        """Where the API answers."""
-        return f"http://127.0.0.1:{self.ports.api}"
+        """Where the API answers on this machine."""
+        host = f"[{self._api_host}]" if ":" in self._api_host else self._api_host
+        return f"{'https' if self._has_tls else 'http'}://{host}:{self.ports.api}"
+
+    @property
+    def _api_host(self) -> str:
+        """An address of this machine where the API listens."""
+        host = self.environment.get("PENSTOCK_HOST", "127.0.0.1")
+        return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+
+    @property
+    def _has_tls(self) -> bool:
+        return bool(self.environment.get("PENSTOCK_TLS_CERT"))
 
     @property
     def functions_url(self) -> str:
@@ -114,16 +125,16 @@ class Stack:
     def __enter__(self) -> Self:
         self._began_s = time.monotonic()
         with ExitStack() as undo:
-            undo.callback(self._tell, "stopped", "")
+            undo.callback(self.tell, "stopped", "")
             settings = self.settings
             catalog = read_catalog(settings.models_file)
             self._check_ports(len(catalog.models))
             makers = self._start_makers(undo, catalog)
             self._start_servers(undo)
-            asyncio.run(_provision(settings, catalog, self.functions_url))
-            self._tell("made", "topics and subscriptions")
+            provision_broker(settings, catalog, self.functions_url)
+            self.tell("made", "topics and subscriptions")
             create_tables(settings)
-            self._tell("made", f"dataset {settings.dataset}")
+            self.tell("made", f"dataset {settings.dataset}")
             self._start_pipeline(undo, catalog, makers)
             self._undo = undo.pop_all()
         return self
@@ -137,12 +148,18 @@ class Stack:
         with _undisturbed():
             self._undo.close()
 
-    def failure(self) -> str | None:
-        """The part that ended unexpectedly, with the end of its log. None while all run."""
-        for process in self.processes.values():
-            if not process.is_running:
-                return f"{process.name} {process.ending}{process.last_words()}"
-        return None
+    @property
+    def parts(self) -> list[Part]:
+        """The processes, to be supervised once they all run."""
+        always: tuple[Callable[[], bool], float] = (lambda: True, 0.0)
+        return [
+            Part(process, *self._ready.get(name, always))
+            for name, process in self.processes.items()
+        ]
+
+    def tell(self, word: str, facts: str) -> None:
+        """Says what happened, with the seconds since the start."""
+        self._say(f"{time.monotonic() - self._began_s:6.1f} s  {word:<8}{facts}".rstrip())
 
     def _check_ports(self, workers: int) -> None:
         """Refuses before anything starts: a port taken later would show only in some log."""
@@ -150,18 +167,21 @@ class Stack:
             raise ConfigurationError(
                 f"{workers} models need as many health ports, not {len(self.ports.health)}"
             )
-        wanted = {"API": self.ports.api, "metrics of the API": self.ports.metrics}
+        wanted = {"metrics of the API": self.ports.metrics}
         wanted |= {name: getattr(self.ports, name) for name in self._own_servers()}
         wanted |= {"functions": self.ports.functions} if self.functions_url else {}
         wanted |= {
             f"health of worker {n}": port for n, port in enumerate(self.ports.health[:workers])
         }
-        for part, port in wanted.items():
-            if listens(port):
-                raise ConfigurationError(
-                    f"port {port} ({part}) is taken: stop what listens there, or choose others, "
-                    "see penstock up --help"
-                )
+        taken = {part: port for part, port in wanted.items() if listens(port)}
+        if listens(self.ports.api, self._api_host):
+            taken["API"] = self.ports.api
+        if taken:
+            part, port = taken.popitem()
+            raise ConfigurationError(
+                f"port {port} ({part}) is taken: stop what listens there, or choose others, "
+                "see penstock up --help"
+            )
 
     def _own_servers(self) -> list[str]:
         return [server for server, variable in REPLACED_BY.items() if variable not in self._given]
@@ -224,9 +244,10 @@ class Stack:
         self._start(undo, self._make.batches(self._sockets))
         if self.functions_url:
             self._start(undo, self._make.functions(self._sockets | signing))
-        for name in await_graphs(makers, self._tell):
+        for name in await_graphs(makers, self.tell):
             workers[name].start()
-        self._await("api", partial(answers, self.ports.api, "/readyz"), API_LIMIT_S, self.api_url)
+        api = partial(answers, self.ports.api, "/readyz", host=self._api_host, tls=self._has_tls)
+        self._await("api", api, API_LIMIT_S, self.api_url)
         for worker, port in zip(workers.values(), self.ports.health, strict=False):
             self._await(worker.name, partial(answers, port, "/readyz"), WORKER_LIMIT_S, "warm")
         if self.functions_url:
@@ -240,16 +261,8 @@ class Stack:
 
     def _await(self, name: str, is_ready: Callable[[], bool], limit_s: float, facts: str) -> None:
         self.processes[name].wait_ready(is_ready, limit_s)
-        self._tell("ready", f"{name} · {facts}")
-
-    def _tell(self, word: str, facts: str) -> None:
-        self._say(f"{time.monotonic() - self._began_s:6.1f} s  {word:<8}{facts}".rstrip())
-
-
-async def _provision(settings: ApiSettings, catalog: Catalog, functions_url: str) -> None:
-    """Creates the topics and subscriptions that Terraform creates in the cloud."""
-    async with PubSubAdmin(settings.project, settings.pubsub_endpoint) as admin:
-        await provision(admin, catalog, settings.inbox_pool, settings.reply_slots, functions_url)
+        self._ready[name] = (is_ready, limit_s)
+        self.tell("ready", f"{name} · {facts}")
 
 
 @contextmanager

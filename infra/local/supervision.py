@@ -1,0 +1,118 @@
+"""Starts parts of the local stack again that died, with growing pauses and a limit on how often."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from infra.local.process import Process
+from shared.errors import Unavailable
+
+MOST_DEATHS = 5
+WINDOW_S = 600.0
+"""A part that dies more often than MOST_DEATHS times within this time is not started again."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+"""Before a part is started again. Each death within WINDOW_S doubles it."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process of the stack.
+
+    Args:
+        process: started, and ready.
+        is_ready: whether it does its work.
+        limit_s: how long it may take to get ready after a start, in seconds.
+    """
+
+    process: Process
+    is_ready: Callable[[], bool]
+    limit_s: float
+
+
+class Supervisor:
+    """Looks after parts that run. Whoever has it calls `look` again and again.
+
+    Args:
+        parts: what to look after.
+        tell: gets a word and facts about each death, start and return.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        parts: Iterable[Part],
+        tell: Callable[[str, str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._watched = [_Watched(part, tell, clock) for part in parts]
+
+    def look(self) -> str | None:
+        """Starts what died and is due.
+
+        Returns:
+            None while everything runs or will run again. Else why it won't: a part that died too
+            often, with the end of its log.
+        """
+        for watched in self._watched:
+            if failure := watched.look():
+                return failure
+        return None
+
+
+class _Watched:
+    """One part: it runs, or it waits for its next start, or it was started and is not ready."""
+
+    def __init__(
+        self, part: Part, tell: Callable[[str, str], None], clock: Callable[[], float]
+    ) -> None:
+        self._part = part
+        self._tell = tell
+        self._clock = clock
+        self._deaths_s: deque[float] = deque(maxlen=MOST_DEATHS + 1)
+        self._start_s: float | None = None
+        """When it is to be started. None: it runs."""
+        self._ready_by_s: float | None = None
+        """By when it has to be ready. None: it was ready."""
+
+    def look(self) -> str | None:
+        """Does what is next. Returns why it gives up, or None."""
+        process = self._part.process
+        if self._start_s is not None:
+            return self._start() if self._clock() >= self._start_s else None
+        if not process.is_running:
+            return self._died(process.ending)
+        if self._ready_by_s is None:
+            return None
+        if self._part.is_ready():
+            self._ready_by_s = None
+            self._tell("back", f"{process.name} · {self._clock() - self._deaths_s[-1]:.1f} s later")
+        elif self._clock() > self._ready_by_s:
+            return self._died(f"was not ready within {self._part.limit_s:g} s")
+        return None
+
+    def _died(self, how: str) -> str | None:
+        process, now_s = self._part.process, self._clock()
+        told = f"{process.name} {how}{process.last_words()}"
+        # Also ends what it left in its group, which may hold its port or its memory.
+        process.stop()
+        self._deaths_s.append(now_s)
+        deaths = sum(now_s - at_s < WINDOW_S for at_s in self._deaths_s)
+        if deaths > MOST_DEATHS:
+            return f"{told}\n{process.name} died {deaths} times within {WINDOW_S:g} s"
+        # Without jitter: nobody else comes back at the same time.
+        pause_s = min(FIRST_PAUSE_S * 2.0 ** (deaths - 1), LONGEST_PAUSE_S)
+        self._start_s = now_s + pause_s
+        self._tell("died", f"{told}\n  starts again in {pause_s:g} s ({deaths} of {MOST_DEATHS})")
+        return None
+
+    def _start(self) -> str | None:
+        self._start_s = None
+        try:
+            self._part.process.start()
+        except Unavailable as error:
+            return self._died(f"did not start: {error.message}")
+        self._ready_by_s = self._clock() + self._part.limit_s
+        return None

@@ -1,0 +1,15 @@
+"""Which addresses only this machine can reach."""
+
+from __future__ import annotations
+
+import ipaddress
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`, a name or an address."""
+    if host == "localhost" or host.endswith(".localhost"):  # RFC 6761
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,76 @@
+"""The API behind a certificate of its own, and the certificates that it refuses at the start."""
+
+import ssl
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from api.server import server_config
+from shared.errors import ConfigurationError
+from shared.settings import ApiSettings, read_settings
+from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.limits import WAIT_LIMIT_S
+from tests.tls import make_certificate
+
+pytestmark = pytest.mark.anyio
+BODY = {"model": TEXT_MODEL.name, "input": "a"}
+
+
+async def no_app(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers nothing."""
+
+
+async def test_requests_are_answered_over_tls(tmp_path: Path) -> None:
+    made = make_certificate(tmp_path)
+    settings = settings_for(tmp_path, tls_cert=str(made.cert), tls_key=str(made.key))
+    trusting = ssl.create_default_context(cafile=str(made.cert))
+    async with AsyncExitStack() as opened:
+        api: ApiUnderTest = await opened.enter_async_context(running_api(settings))
+        url = api.url.replace("http:", "https:")
+        http = await opened.enter_async_context(
+            httpx.AsyncClient(base_url=url, verify=trusting, timeout=WAIT_LIMIT_S)
+        )
+        answer = await http.post("/v1/embeddings", json=BODY)
+        assert answer.status_code == 200, answer.text
+        with pytest.raises(httpx.RemoteProtocolError):
+            await api.http.get("/healthz")  # without TLS
+
+
+async def test_old_protocols_are_refused(tmp_path: Path) -> None:
+    made = make_certificate(tmp_path)
+    settings = settings_for(tmp_path, tls_cert=str(made.cert), tls_key=str(made.key))
+    config = server_config(no_app, settings)
+    config.load()
+    assert isinstance(config.ssl, ssl.SSLContext)
+    assert config.ssl.minimum_version >= ssl.TLSVersion.TLSv1_2
+    assert not [c["name"] for c in config.ssl.get_ciphers() if c["name"][-4:] == "-SHA"]
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"tls_cert": "{cert}"}, "PENSTOCK_TLS_KEY: .*given together or not"),
+        ({"tls_key": "{key}"}, "PENSTOCK_TLS_KEY: .*given together or not"),
+        (
+            {"tls_cert": "{cert}", "tls_key": "/no/key.pem"},
+            "PENSTOCK_TLS_CERT: .*/no/key.pem are no certificate with its key: No such file",
+        ),
+        ({"tls_cert": "{key}", "tls_key": "{key}"}, "PENSTOCK_TLS_CERT: .*no certificate"),
+        ({"tls_cert": "{cert}", "tls_key": "{locked}"}, "PENSTOCK_TLS_CERT: .*no certificate"),
+    ],
+)
+def test_wrong_certificate_is_refused_by_name(
+    tmp_path: Path, given: dict[str, str], reason: str
+) -> None:
+    made = make_certificate(tmp_path)
+    (tmp_path / "other").mkdir()
+    locked = make_certificate(tmp_path / "other", password=b"secret").key
+    paths = {
+        name: path.format(cert=made.cert, key=made.key, locked=locked)
+        for name, path in given.items()
+    }
+    with pytest.raises(ConfigurationError, match=reason):
+        server_config(no_app, read_settings(ApiSettings, **paths))

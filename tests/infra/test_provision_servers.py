@@ -1,0 +1,72 @@
+"""`penstock provision`, as a container runs it before the API."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+from uuid import uuid4
+
+from infra.local.process import free_port
+from infra.reports import check_bigquery
+from shared.catalog import read_catalog
+from shared.pubsub.admin import PubSubAdmin
+from shared.pubsub.names import WEBHOOKS_SUBSCRIPTION_ID, workers_subscription_id
+from shared.settings import Settings, read_settings
+from tests.limits import WAIT_LIMIT_S
+
+ROOT = Path(__file__).parents[2]
+
+
+def provision(*words: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "infra.cli", "provision", *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | settings
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=WAIT_LIMIT_S
+    )
+
+
+async def exist(project: str, endpoint: str, names: list[str]) -> list[bool]:
+    async with PubSubAdmin(project, endpoint) as admin:
+        return [await admin.subscription_exists(name) for name in names]
+
+
+def test_makes_everything_once_and_again(pubsub_endpoint: str, bigquery_endpoint: str) -> None:
+    name = f"p-{uuid4().hex[:8]}"
+    settings = {
+        "PENSTOCK_PROJECT": name,
+        "PENSTOCK_DATASET": name.replace("-", "_"),
+        "PENSTOCK_PUBSUB_ENDPOINT": pubsub_endpoint,
+        "PENSTOCK_BIGQUERY_ENDPOINT": bigquery_endpoint,
+    }
+    for _ in range(2):
+        told = provision("--functions-url", "http://functions", **settings)
+        assert told.returncode == 0, told.stderr
+        assert pubsub_endpoint in told.stdout
+        assert bigquery_endpoint in told.stdout
+    models = read_catalog(Path("models.yaml")).models
+    wanted = [WEBHOOKS_SUBSCRIPTION_ID, *(workers_subscription_id(model.name) for model in models)]
+    assert all(asyncio.run(exist(name, pubsub_endpoint, wanted)))
+    check_bigquery(
+        read_settings(
+            Settings,
+            project=name,
+            dataset=settings["PENSTOCK_DATASET"],
+            bigquery_endpoint=bigquery_endpoint,
+        ),
+        WAIT_LIMIT_S,
+    )
+
+
+def test_leaves_google_alone() -> None:
+    told = provision(PENSTOCK_PUBSUB_ENDPOINT="", PENSTOCK_BIGQUERY_ENDPOINT="")
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.count("Terraform's") == 2
+
+
+def test_server_that_does_not_come_is_named() -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    told = provision("--wait-s", "0", PENSTOCK_PUBSUB_ENDPOINT=endpoint)
+    assert told.returncode == 1
+    assert told.stderr.startswith("penstock: ")
+    assert told.stdout == ""

@@ -1,0 +1,121 @@
+"""Parts that die are started again: after longer and longer pauses, and not forever."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from infra.local.process import Process
+from infra.local.supervision import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    MOST_DEATHS,
+    WINDOW_S,
+    Part,
+    Supervisor,
+)
+
+SLEEPS = "import time; print('up', flush=True); time.sleep(600)"
+
+
+class World:
+    """A part, its supervisor, and a clock that only the test moves."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.now_s = 1000.0
+        self.is_ready = True
+        self.told: list[tuple[str, str]] = []
+        self.supervisor = Supervisor(
+            [Part(process, lambda: self.is_ready, 60.0)],
+            lambda word, facts: self.told.append((word, facts)),
+            lambda: self.now_s,
+        )
+
+    def pause_after_death(self) -> float:
+        """Kills the part, and returns the seconds until it is started again."""
+        began_s = self.now_s
+        self.process.kill()
+        assert self.supervisor.look() is None
+        while not self.process.is_running:
+            self.now_s += FIRST_PAUSE_S / 4
+            assert self.supervisor.look() is None
+        return self.now_s - began_s
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[[str], World]]:
+    with ExitStack() as running:
+
+        def start(program: str = sys.executable) -> World:
+            process = Process("part", [program, "-c", SLEEPS], tmp_path)
+            return World(running.enter_context(process))
+
+        yield start
+
+
+def test_part_that_dies_comes_back(run: Callable[..., World]) -> None:
+    world = run()
+    first = world.process.pid
+    assert world.supervisor.look() is None
+    assert world.told == []
+    assert world.pause_after_death() == FIRST_PAUSE_S
+    assert world.process.pid != first
+    assert world.supervisor.look() is None
+    assert [word for word, _ in world.told] == ["died", "back"]
+    assert world.told[0][1].startswith("part was ended by SIGKILL; ")
+    assert "starts again in 0.5 s (1 of 5)" in world.told[0][1]
+
+
+def test_log_still_says_why_the_last_one_ended(run: Callable[..., World], tmp_path: Path) -> None:
+    world = run()
+    with (tmp_path / "part.log").open("a") as log:
+        log.write("out of memory\n")
+    world.pause_after_death()
+    assert "out of memory" in (tmp_path / "part.log").read_text()
+
+
+def test_pauses_grow_and_it_ends_when_a_part_dies_too_often(run: Callable[..., World]) -> None:
+    world = run()
+    pauses = [world.pause_after_death() for _ in range(MOST_DEATHS)]
+    assert pauses == [min(FIRST_PAUSE_S * 2**n, LONGEST_PAUSE_S) for n in range(MOST_DEATHS)]
+    world.process.kill()
+    failure = world.supervisor.look()
+    assert failure is not None
+    assert failure.startswith("part was ended by SIGKILL; ")
+    assert failure.endswith(f"part died {MOST_DEATHS + 1} times within 600 s")
+    assert not world.process.is_running
+
+
+def test_deaths_long_ago_are_forgiven(run: Callable[..., World]) -> None:
+    world = run()
+    for _ in range(2 * MOST_DEATHS):
+        assert world.pause_after_death() == FIRST_PAUSE_S
+        world.now_s += WINDOW_S
+        assert world.supervisor.look() is None
+
+
+def test_part_that_does_not_get_ready_counts_as_dead(run: Callable[..., World]) -> None:
+    world = run()
+    world.is_ready = False
+    world.pause_after_death()
+    world.now_s += 61
+    assert world.supervisor.look() is None
+    assert not world.process.is_running
+    assert "part was not ready within 60 s" in world.told[-1][1]
+    assert "(2 of 5)" in world.told[-1][1]
+
+
+def test_program_that_is_gone_counts_as_dead(run: Callable[..., World], tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.symlink_to(sys.executable)
+    world = run(str(program))
+    program.unlink()
+    world.process.kill()
+    assert world.supervisor.look() is None
+    world.now_s += FIRST_PAUSE_S
+    assert world.supervisor.look() is None
+    assert "part did not start: part: " in world.told[-1][1]
+    assert "does not run here: No such file" in world.told[-1][1]
