@@ -59,6 +59,8 @@ class ApiSite:
         self.rate = ServiceRate(model.definition.first_guesses)
         self.interactive = self.batch = 0
         """Items in flight of each lane."""
+        self.admitted = [0, 0]
+        """Items let in, of each lane."""
         self.requests = 0
         self.is_lost = False
 
@@ -76,6 +78,7 @@ class ApiSite:
         elif not self._is_in_time(job, now_s):
             return False
         self._count(job, 1)
+        self.admitted[job.is_batch_lane] += job.items
         return True
 
     def _has_room(self, job: Job) -> bool:

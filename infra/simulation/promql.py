@@ -152,7 +152,7 @@ class _Compiler:
             for one in at.series.select(name, matchers):
                 value = newest(one, at.at_s - back_s, at.now_s, LOOKBACK_S)
                 if value is not None:
-                    found[_sorted(one.labels)] = value
+                    found[one.labels] = value
             return found
 
         return step
@@ -227,7 +227,7 @@ class _Compiler:
                     if value is not None and name == "rate":
                         value /= range_s
                 if value is not None:
-                    found[_sorted(one.labels)] = value
+                    found[one.labels] = value
             return found
 
         return step
@@ -290,10 +290,6 @@ def increase(times_s: list[float], values: list[float], from_s: float, to_s: flo
     if to_end_s >= 1.1 * mean_s:
         to_end_s = mean_s / 2
     return grown * (sampled_s + to_start_s + to_end_s) / sampled_s
-
-
-def _sorted(labels: dict[str, str]) -> Labels:
-    return tuple(sorted(labels.items()))
 
 
 def _grouping(modifier: Any) -> Callable[[Labels], Labels]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import simpy
 
-from infra.simulation.metrics_table import OF_API, OF_WORKERS, UNDELIVERED
+from infra.simulation.metrics_table import OF_API, OF_WORKERS, UNDELIVERED, Labels, Values
 from infra.simulation.parts import Parts
 from infra.simulation.scenario import Metrics
 from infra.simulation.timeseries import KEPT_S, TimeSeries
@@ -34,48 +34,50 @@ class Scraper:
         self._parts = parts
         self.away: list[tuple[str, ...]] = []
         """Outages: beginnings of the names that are not scraped. An empty one is any name."""
-        self._scraped: dict[str, dict[str, str]] = {}
+        self._scraped: dict[tuple[str, Labels], None] = {}
+        """The series of the last scrape, by name and labels."""
         env.process(self._scrape())
         env.process(self._sample_pubsub())
 
     def _is_away(self, name: str) -> bool:
         return any(not names or name.startswith(names) for names in self.away)
 
-    def _append(self, name: str, labels: dict[str, str], value: float, age_s: float) -> None:
+    def _append(self, name: str, labels: Labels, value: float, age_s: float) -> None:
         if not self._is_away(name):
             self._series.append(name, labels, self._env.now, value, age_s)
 
     def _scrape(self) -> Steps:
         while True:
-            self._scrape_workers()
+            before, self._scraped = self._scraped, {}
             for (model, region), site in self._parts.sites.items():
-                labels = {"model": model, "location": region}
-                for name, value_of in OF_API.items():
-                    if site.is_lost:
-                        self._series.end(name, labels, self._env.now)
-                    else:
-                        self._append(name, labels, value_of(site), self._metrics.age_s)
+                if not site.is_lost:
+                    target = (("location", region), ("model", model))
+                    for name, values_of in OF_API.items():
+                        self._target(name, target, values_of(site))
+            self._scrape_workers()
+            for name, labels in before.keys() - self._scraped.keys():
+                self._series.end(name, labels, self._env.now)
             self._series.forget(self._env.now - KEPT_S)
             yield self._env.timeout(self._metrics.scrape_s)
 
     def _scrape_workers(self) -> None:
-        before, self._scraped = self._scraped, {}
+        now_s = self._env.now
         for (_, region), replicas in self._parts.replicas.items():
             for worker in (*replicas.workers, *replicas.leaving):
                 # The port answers as soon as the process is up. Until it is ready all is zero.
                 if worker.node is None:
                     continue
-                labels = before.get(worker.name) or {
-                    "worker": replicas.rules.slug,
-                    "pod": worker.name,
-                    "location": region,
-                }
-                self._scraped[worker.name] = labels
-                for name, value_of in OF_WORKERS.items():
-                    self._append(name, labels, value_of(worker), self._metrics.age_s)
-        for gone in before.keys() - self._scraped.keys():
-            for name in OF_WORKERS:
-                self._series.end(name, before[gone], self._env.now)
+                slug = replicas.rules.slug
+                target = (("location", region), ("pod", worker.name), ("worker", slug))
+                for name, values_of in OF_WORKERS.items():
+                    self._target(name, target, values_of(worker, now_s))
+
+    def _target(self, name: str, target: Labels, values: Values) -> None:
+        for own, value in values:
+            # Sorted, because `lane` is the only label of our own.
+            labels = own + target
+            self._scraped[name, labels] = None
+            self._append(name, labels, value, self._metrics.age_s)
 
     def _sample_pubsub(self) -> Steps:
         while True:
@@ -90,10 +92,10 @@ class Scraper:
                     (workers_subscription_id(name), in_flight - batch),
                     (batch_subscription_id(name), batch),
                 ):
-                    labels = {
-                        "monitored_resource": "pubsub_subscription",
-                        "subscription_id": subscription,
-                    }
+                    labels = (
+                        ("monitored_resource", "pubsub_subscription"),
+                        ("subscription_id", subscription),
+                    )
                     messages = count * share / items
                     self._append(UNDELIVERED, labels, messages, self._metrics.pubsub_age_s)
             yield self._env.timeout(self._metrics.pubsub_sample_s)

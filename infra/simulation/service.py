@@ -182,8 +182,12 @@ class Service:
             # Those that compute share the GPU in time. It counts as of the start of the batch.
             took_s *= node.busy / self.load.kept_when_sharing
         worker.running, worker.running_s, worker.started_s = batch, took_s, self._env.now
+        in_batch_lane = 0
         for job in batch:
             job.started_s = self._env.now
+            in_batch_lane += job.items * job.is_batch_lane
+        share = in_batch_lane / items
+        worker.set_busy((1 - share, share), self._env.now)
         done = worker.batch_done = self._env.timeout(took_s, worker)
         assert done.callbacks is not None
         done.callbacks.append(self._finish)
@@ -233,6 +237,7 @@ class Service:
         if node.busy == 0:
             node.busy_s += now_s - node.since_s
         worker.busy_s += now_s - worker.started_s
+        worker.set_busy((0.0, 0.0), now_s)
         for job in batch:
             worker.held_items[BATCH if job.is_batch_lane else INTERACTIVE] -= job.items
         return batch

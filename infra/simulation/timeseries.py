@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
@@ -18,12 +19,12 @@ KEPT_S = 3600.0
 class Series:
     """The samples of one series, by the time of the scrape."""
 
-    labels: dict[str, str]
+    labels: Labels
     times_s: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     age_s: float = 0.0
     """Seconds after a scrape before a query sees its samples."""
-    ended_s: float = float("inf")
+    ended_s: float = math.inf
     """When its target was gone: Prometheus writes a marker of staleness then."""
 
 
@@ -35,9 +36,9 @@ class Matcher:
     operator: str
     value: str
 
-    def fits(self, labels: dict[str, str]) -> bool:
+    def fits(self, labels: Labels) -> bool:
         """Whether labels meet the condition. A missing label is empty, as in Prometheus."""
-        found = labels.get(self.label, "")
+        found = dict(labels).get(self.label, "")
         tests: dict[str, Callable[[], bool]] = {
             "=": lambda: found == self.value,
             "!=": lambda: found != self.value,
@@ -55,23 +56,23 @@ class TimeSeries:
         self._chosen: dict[tuple[str, tuple[Matcher, ...]], list[Series]] = {}
 
     def append(
-        self, name: str, labels: dict[str, str], at_s: float, value: float, age_s: float = 0.0
+        self, name: str, labels: Labels, at_s: float, value: float, age_s: float = 0.0
     ) -> None:
         """Adds a sample. Samples of a series come in order of time."""
-        key = tuple(sorted(labels.items()))
         of_name = self._by_name.setdefault(name, {})
-        series = of_name.get(key)
+        series = of_name.get(labels)
         if series is None:
-            series = of_name[key] = Series(labels, age_s=age_s)
+            series = of_name[labels] = Series(labels, age_s=age_s)
             self._chosen.clear()
+        series.ended_s = math.inf
         series.times_s.append(at_s)
         series.values.append(value)
         if len(series.times_s) > 2048 and series.times_s[1024] < at_s - KEPT_S:
             del series.times_s[:1024], series.values[:1024]
 
-    def end(self, name: str, labels: dict[str, str], at_s: float) -> None:
+    def end(self, name: str, labels: Labels, at_s: float) -> None:
         """Marks a series as stale: its target is gone."""
-        series = self._by_name.get(name, {}).get(tuple(sorted(labels.items())))
+        series = self._by_name.get(name, {}).get(labels)
         if series is not None:
             series.ended_s = at_s
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Generator
 from functools import partial
@@ -10,6 +11,9 @@ from typing import Any
 import simpy
 
 from infra.simulation.api_site import Job
+
+BUSY_FADE_S = 30.0
+"""As FADE_S of workers/scheduling/busy_ratio.py."""
 
 Steps = Generator[simpy.Event, Any, None]
 """A process of the simulation."""
@@ -54,7 +58,10 @@ class Worker:
     __slots__ = (
         "batch_done",
         "batches",
+        "busy_average",
+        "busy_parts",
         "busy_s",
+        "busy_since_s",
         "drained",
         "evict",
         "held",
@@ -115,6 +122,21 @@ class Worker:
         self.items = self.batches = 0
         """Counters of its metrics."""
         self.busy_s = 0.0
+        self.busy_parts = (0.0, 0.0)
+        """Of the batch that runs, the share of each lane."""
+        self.busy_average = (0.0, 0.0)
+        self.busy_since_s = 0.0
+
+    def set_busy(self, parts: tuple[float, float], now_s: float) -> None:
+        """A batch starts, with the share of each lane in it, or ends (0, 0)."""
+        self.busy_average = self.busy_ratio(now_s)
+        self.busy_since_s, self.busy_parts = now_s, parts
+
+    def busy_ratio(self, now_s: float) -> tuple[float, float]:
+        """For each lane, what penstock_worker_busy_ratio shows."""
+        fade = math.exp((self.busy_since_s - now_s) / BUSY_FADE_S)
+        (interactive, batch), (old, old_batch) = self.busy_parts, self.busy_average
+        return interactive + (old - interactive) * fade, batch + (old_batch - batch) * fade
 
     @property
     def is_serving(self) -> bool:

@@ -21,10 +21,10 @@ def series() -> TimeSeries:
     found = TimeSeries()
     for number in range(101):
         for pod, per_sample in (("a", 7.0), ("b", 1.0)):
-            labels = {"pod": pod, "worker": "w"}
+            labels = (("pod", pod), ("worker", "w"))
             found.append("counter_total", labels, number * 10.0, number * per_sample)
     for region, value in (("here", 3.0), ("there", 5.0)):
-        found.append("gauge", {"location": region}, NOW_S, value)
+        found.append("gauge", (("location", region),), NOW_S, value)
     return found
 
 
@@ -96,7 +96,7 @@ def test_a_query_that_is_none_is_refused() -> None:
 def test_samples_are_seen_when_they_are_old_enough() -> None:
     found = TimeSeries()
     for at_s in (0.0, 60.0):
-        found.append("gauge", {}, at_s, at_s, age_s=100.0)
+        found.append("gauge", (), at_s, at_s, age_s=100.0)
     assert Query("gauge").value(found, 99.0) == {}
     assert Query("gauge").value(found, 100.0) == {(): 0.0}
     assert Query("gauge").value(found, 160.0) == {(): 60.0}
@@ -104,15 +104,15 @@ def test_samples_are_seen_when_they_are_old_enough() -> None:
 
 def test_a_sample_is_used_for_five_minutes() -> None:
     found = TimeSeries()
-    found.append("gauge", {}, 0.0, 1.0)
+    found.append("gauge", (), 0.0, 1.0)
     assert Query("gauge").value(found, 299.0) == {(): 1.0}
     assert Query("gauge").value(found, 300.0) == {}
 
 
 def test_a_series_whose_target_is_gone_has_no_value() -> None:
     found = TimeSeries()
-    found.append("gauge", {}, 0.0, 1.0)
-    found.end("gauge", {}, 10.0)
+    found.append("gauge", (), 0.0, 1.0)
+    found.end("gauge", (), 10.0)
     assert Query("gauge").value(found, 5.0) == {(): 1.0}
     assert Query("gauge").value(found, 11.0) == {}
 

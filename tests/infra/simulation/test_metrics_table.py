@@ -1,0 +1,65 @@
+"""The simulated metrics are the product's."""
+
+from __future__ import annotations
+
+import pytest
+import simpy
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import REGISTRY
+
+import api.metrics
+import workers.metrics
+from infra.simulation.keda import Autoscaler
+from infra.simulation.metrics_table import OF_API, OF_WORKERS, UNDELIVERED
+from infra.simulation.rules import AutoscalerRules
+from infra.simulation.timeseries import TimeSeries
+from infra.simulation.worker import Worker
+from shared.errors import ConfigurationError
+from workers.scheduling.busy_ratio import BusyRatio, Lane
+
+
+def test_each_metric_is_one_of_the_product() -> None:
+    assert api.metrics.IN_FLIGHT is not None
+    assert workers.metrics.WAITING is not None
+    shown = {name for metric in REGISTRY.collect() for name in _names(metric.name, metric.type)}
+    assert {*OF_WORKERS, *OF_API} - shown == set()
+
+
+def _names(name: str, kind: str) -> list[str]:
+    return {"counter": [f"{name}_total"], "histogram": [f"{name}_sum", f"{name}_count"]}.get(
+        kind, [name]
+    )
+
+
+def test_a_rule_that_asks_for_an_unknown_metric_is_refused() -> None:
+    trigger = {"name": "mine", "query": "sum(penstock_no_metric)", "threshold": 1}
+    rules = AutoscalerRules.model_validate({"triggers": [trigger]})
+    with pytest.raises(ConfigurationError, match="penstock_no_metric"):
+        Autoscaler(rules, TimeSeries())
+    known = trigger | {"query": f"sum({UNDELIVERED})"}
+    Autoscaler(AutoscalerRules.model_validate({"triggers": [known]}), TimeSeries())
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 100), st.integers(0, 4), st.integers(0, 4)), max_size=20))
+def test_busy_ratio_is_that_of_workers(batches: list[tuple[float, int, int]]) -> None:
+    now_s = 0.0
+    theirs = BusyRatio(1, lambda: now_s)
+    env = simpy.Environment()
+    ours = Worker(
+        "pod", "here", "model", placed=env.event(), is_spread=True, evict=lambda one, why: None
+    )
+    for gap_s, interactive, batch in batches:
+        if interactive + batch:
+            lanes: list[Lane] = ["interactive"] * interactive
+            lanes += ["batch"] * batch
+            parts = theirs.start(lanes)
+            share = batch / (interactive + batch)
+            ours.set_busy((1 - share, share), now_s)
+            now_s += gap_s
+            theirs.end(parts)
+            ours.set_busy((0.0, 0.0), now_s)
+        now_s += gap_s / 2
+        found = ours.busy_ratio(now_s)
+        assert found[0] == pytest.approx(theirs.read("interactive"), abs=2e-3)
+        assert found[1] == pytest.approx(theirs.read("batch"), abs=2e-3)
