@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import uvloop
@@ -25,16 +25,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
     )
     parser.add_argument(
-        "--port", type=int, default=8085, help="0 takes a free one (default: %(default)s)"
+        "--port",
+        type=_number(0, 65_535),
+        default=8085,
+        help="0 takes a free one (default: %(default)s)",
     )
     parser.add_argument(
         "--socket", type=Path, metavar="PATH", help="a Unix socket to listen on as well"
     )
     parser.add_argument(
         "--storage-mib",
-        type=int,
+        type=_number(1, 1024**2),
         default=DEFAULT_STORAGE_BYTES // 1024**2,
-        help="message bytes held before publishes are refused, in MiB (default: %(default)s)",
+        help="memory of all messages before publishes are refused, in MiB (default: %(default)s)",
     )
     parser.add_argument(
         "--data-dir", type=Path, metavar="DIR", help="where everything is kept (default: in memory)"
@@ -49,6 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0
+
+
+def _number(least: int, most: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not (text.isdecimal() and least <= int(text) <= most):
+            raise argparse.ArgumentTypeError(f"{text} is not from {least} to {most}")
+        return int(text)
+
+    return number
 
 
 async def _serve_until_signal(options: argparse.Namespace) -> None:

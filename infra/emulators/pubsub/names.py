@@ -4,9 +4,14 @@ Rules: https://cloud.google.com/pubsub/docs/pubsub-basics#resource_names
 """
 
 import re
+from typing import Any
 
 from infra.emulators.pubsub.errors import InvalidArgument
 
+_FIRST_S, _LAST_S = -62_135_596_800, 253_402_300_799
+"""The years 1 to 9999. Source: google/protobuf/timestamp.proto."""
+_LONGEST_S = 315_576_000_000
+"""Source: google/protobuf/duration.proto."""
 _RESOURCE_ID = re.compile(r"(?!goog)[A-Za-z][A-Za-z0-9._~+%-]{2,254}")
 _PROJECT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]{0,254}")
 
@@ -61,6 +66,26 @@ def check_range(field: str, value: float, minimum: float, maximum: float) -> Non
             f"The value for {field} is too large. You passed {plain_number(value)} in the request, "
             f"but the maximum value is {plain_number(maximum)}."
         )
+
+
+def check_time(field: str, timestamp: Any) -> None:
+    """Refuse a protobuf Timestamp that is no time.
+
+    Raises:
+        InvalidArgument: it is not within the years 1 to 9999, or its nanos are not a fraction.
+    """
+    check_range(f"{field}.seconds", timestamp.seconds, _FIRST_S, _LAST_S)
+    check_range(f"{field}.nanos", timestamp.nanos, 0, 999_999_999)
+
+
+def check_duration(field: str, duration: Any) -> None:
+    """Refuse a protobuf Duration that is none, or is negative.
+
+    Raises:
+        InvalidArgument: it is negative, above 10,000 years, or its nanos are not a fraction.
+    """
+    check_range(f"{field}.seconds", duration.seconds, 0, _LONGEST_S)
+    check_range(f"{field}.nanos", duration.nanos, 0, 999_999_999)
 
 
 def plain_number(value: float) -> str:

@@ -20,11 +20,13 @@ _STOP_GRACE_S = 1.0
 _CHANNEL_OPTIONS = (
     # A second server on the same port must fail to start, not share its connections.
     ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", -1),
+    # Above what any call may carry, so that those are refused with a reason. What is larger yet is
+    # refused before it is read.
+    ("grpc.max_receive_message_length", 16 * 1024**2),
     ("grpc.max_send_message_length", -1),
-    # As the service has it: the 101st stream of a connection waits. Clients that need more open
-    # more channels.
-    ("grpc.max_concurrent_streams", 100),
+    # A call above it waits without a word, and so does every other call of its connection. The
+    # service has about 100, which is few for the streams of one process.
+    ("grpc.max_concurrent_streams", 1000),
     # Google's clients ping every 30 s, on idle channels too; the default would hang up on them.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -61,7 +63,7 @@ async def serve(
         host: the address to listen on.
         port: the port, 0 for a free one.
         socket_path: a Unix socket to listen on as well. It saves 0.1 ms per local call.
-        storage_bytes: message bytes held at most before publishes are refused.
+        storage_bytes: what messages may take of memory before publishes are refused.
         data_dir: where the state is kept and read at the next start. None keeps it in memory.
         fsync: whether the state also survives power cuts, not only the end of this process.
 

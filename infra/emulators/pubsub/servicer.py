@@ -1,6 +1,7 @@
 """The gRPC layer: method tables of `google.pubsub.v1`, and errors as gRPC statuses."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -58,6 +59,11 @@ _LASTING_CALLS = frozenset(
 )
 _ERROR_DOMAIN = "pubsub.googleapis.com"
 _ACK_ID_REASON = "EXACTLY_ONCE_ACKID_FAILURE"
+_MAX_DETAILS_BYTES = 4096
+"""Base64 makes a third more of it. gRPC drops all metadata of a reply above 8 KiB."""
+_BYTES_OF_AN_ENTRY = 8
+"""Tags and lengths of a map entry."""
+_log = logging.getLogger(__name__)
 
 Handle = Callable[[Any, Any], Awaitable[Any]]
 
@@ -142,6 +148,10 @@ def _refusing(handle: Handle) -> Handle:
         except PubsubError as error:
             code = grpc.StatusCode[error.status]
             await context.abort(code, str(error), trailing_metadata=_details(error, code))
+        except Exception:
+            _log.exception("a call failed, this is a bug")
+            reason = "The embedded server failed, which is a bug of it. Its log has the trace."
+            await context.abort(grpc.StatusCode.INTERNAL, reason)
 
     return refusing
 
@@ -150,10 +160,14 @@ def _details(error: PubsubError, code: grpc.StatusCode) -> tuple[tuple[str, byte
     if not isinstance(error, AckIdsRefused):
         return ()
     number: int = code.value[0]
+    info = error_details_pb2.ErrorInfo(reason=_ACK_ID_REASON, domain=_ERROR_DOMAIN)
+    room_bytes = _MAX_DETAILS_BYTES
+    for ack_id, reason in error.reasons.items():
+        # The rest is told when the client, which forgets these, asks again.
+        room_bytes -= len(ack_id.encode()) + len(reason) + _BYTES_OF_AN_ENTRY
+        if room_bytes < 0:
+            break
+        info.metadata[ack_id] = reason
     status = status_pb2.Status(code=number, message=str(error))
-    status.details.add().Pack(
-        error_details_pb2.ErrorInfo(
-            reason=_ACK_ID_REASON, domain=_ERROR_DOMAIN, metadata=error.reasons
-        )
-    )
+    status.details.add().Pack(info)
     return (("grpc-status-details-bin", status.SerializeToString()),)

@@ -14,6 +14,7 @@ from infra.emulators.pubsub.calls.broker import Broker
 from infra.emulators.pubsub.errors import InvalidArgument, PubsubError
 from infra.emulators.pubsub.names import check_range
 from infra.emulators.pubsub.protos import PullResponse, StreamingPullRequest, StreamingPullResponse
+from infra.emulators.pubsub.state.ack_calls import acknowledge, modify_ack_deadline
 from infra.emulators.pubsub.state.consumers import Consumer
 from infra.emulators.pubsub.state.journal import ChangeJournal
 from infra.emulators.pubsub.state.subscription import SubscriptionState
@@ -177,7 +178,7 @@ class _Stream:
             self._confirm(
                 self._acked,
                 request.ack_ids,
-                self._subscription.backlog.acknowledge(request.ack_ids),
+                acknowledge(self._subscription.backlog, request.ack_ids),
             )
         ack_ids, deadlines_s = request.modify_deadline_ack_ids, request.modify_deadline_seconds
         if len(ack_ids) != len(deadlines_s):
@@ -191,7 +192,7 @@ class _Stream:
             self._confirm(
                 self._modified,
                 ack_ids,
-                self._subscription.backlog.modify_ack_deadline(ack_ids, deadlines_s),
+                modify_ack_deadline(self._subscription.backlog, ack_ids, deadlines_s),
             )
 
     def _confirm(

@@ -1,9 +1,11 @@
 """The filter language: what each expression keeps, and every way to be refused."""
 
+from collections.abc import Mapping
+
 import pytest
 
 from infra.emulators.pubsub.errors import InvalidArgument
-from infra.emulators.pubsub.state.filter import Equals, parse_filter
+from infra.emulators.pubsub.state.filter import AllOf, Equals, parse_filter
 from tests.infra.pubsub.world import World, message, subscription_path
 
 MESSAGES: dict[int, dict[str, str]] = {
@@ -186,3 +188,29 @@ def test_filter_of_a_deleted_subscription_is_forgotten(world: World) -> None:
     world.subscription("slot-2", filter='attributes.slot = "2"')
     world.publish(message("a", slot="1"), message("b", slot="2"))
     assert world.pull_data("slot-2") == ["b"]
+
+
+def test_subscriptions_that_differ_in_one_condition_are_found_without_trying_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[AllOf] = []
+    matches = AllOf.matches
+
+    def counted(self: AllOf, attributes: Mapping[str, str]) -> bool:
+        tried.append(self)
+        return matches(self, attributes)
+
+    monkeypatch.setattr(AllOf, "matches", counted)
+    world = World()
+    world.topic()
+    for number in range(300):
+        world.subscription(
+            f"slot-{number}", filter=f'attributes.kind = "reply" AND attributes.slot = "{number}"'
+        )
+    world.publish(message("a", kind="reply", slot="7"), message("b", kind="job", slot="7"))
+    assert len(tried) < 10
+    assert [world.pull_data(f"slot-{number}") for number in (0, 7, 299)] == [[], ["a"], []]
+    for number in range(300):
+        path = subscription_path(f"slot-{number}")
+        world.call("DeleteSubscription", "DeleteSubscriptionRequest", subscription=path)
+    assert world.broker.registry.storage.held_bytes == 0

@@ -3,6 +3,7 @@
 import pytest
 
 from infra.emulators.pubsub.errors import InvalidArgument
+from infra.emulators.pubsub.state.ack_calls import modify_ack_deadline
 from tests.infra.pubsub.world import World, message
 
 
@@ -128,7 +129,7 @@ def test_nack_and_extension_of_one_message_in_one_request_is_a_nack(world: World
     world.publish("a")
     (pulled,) = world.pull()
     backlog = world.broker.pullable("projects/test-project/subscriptions/workers").backlog
-    backlog.modify_ack_deadline([pulled.ack_id, pulled.ack_id], [0, 60])
+    modify_ack_deadline(backlog, [pulled.ack_id, pulled.ack_id], [0, 60])
     assert world.pull_data() == ["a"]
 
 

@@ -156,6 +156,30 @@ def test_update_of_an_unknown_field_is_refused(world: World) -> None:
         update(world, "pushConfig")
 
 
+@pytest.mark.parametrize(
+    "path", ["labels.a", "ack_deadline_seconds.x", "push_config.x", "expiration_policy.ttl.x"]
+)
+def test_update_of_a_path_that_leads_nowhere_is_refused(world: World, path: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"{path} is not a path to a field"):
+        update(world, path)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"expiration_policy": {"ttl": {"seconds": 400_000_000_000}}},
+        {"expiration_policy": {"ttl": {"seconds": 3_000_000, "nanos": -1}}},
+        {"retry_policy": {"minimum_backoff": {"seconds": -1}}},
+        {"message_retention_duration": {"seconds": 700_000, "nanos": 2_000_000_000}},
+    ],
+)
+def test_duration_that_is_none_is_refused(field: dict[str, Any]) -> None:
+    world = World()
+    world.topic()
+    with pytest.raises(InvalidArgument, match=next(iter(field))):
+        world.subscription(**field)
+
+
 def test_update_without_a_mask_is_refused(world: World) -> None:
     with pytest.raises(InvalidArgument, match="update_mask"):
         update(world)

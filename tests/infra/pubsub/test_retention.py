@@ -1,9 +1,13 @@
 """Retention, expiration and the bound on memory: when things leave on their own."""
 
+import gc
+import tracemalloc
+from contextlib import suppress
+
 import pytest
 
 from infra.emulators.pubsub.errors import InvalidArgument, ResourceExhausted, ResourceNotFound
-from tests.infra.pubsub.world import World, subscription_path, topic_path
+from tests.infra.pubsub.world import World, message, subscription_path, topic_path
 
 DAY_S = 86400
 
@@ -168,12 +172,34 @@ def test_message_nobody_subscribes_to_is_not_kept() -> None:
 
 
 def test_publish_beyond_the_storage_limit_is_refused_until_something_is_acked() -> None:
-    world = World(storage_bytes=3000)
+    world = World(storage_bytes=7000)
     world.topic()
     world.subscription()
     world.publish("x" * 1000)
     world.publish("x" * 1000)
-    with pytest.raises(ResourceExhausted, match="3000"):
+    with pytest.raises(ResourceExhausted, match="7000"):
         world.publish("x" * 1000)
     world.ack(world.pull())
     world.publish("x" * 1000)
+
+
+def test_what_small_messages_take_of_memory_is_within_the_limit() -> None:
+    """Tiny messages cost far more than their bytes, and more with each subscription."""
+    limit_bytes = 30 * 1024**2
+    world = World(storage_bytes=limit_bytes)
+    world.topic()
+    for number in range(5):
+        world.subscription(f"sub-{number}")
+    gc.collect()
+    tracemalloc.start()
+    try:
+        with suppress(ResourceExhausted):
+            while True:
+                world.publish(*(message("tiny", number="1") for _ in range(500)))
+        for number in range(5):
+            world.pull(f"sub-{number}", max_messages=100_000)
+        taken_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken_bytes < limit_bytes
+    assert world.broker.registry.storage.held_bytes < 1.2 * limit_bytes

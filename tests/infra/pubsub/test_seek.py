@@ -80,13 +80,33 @@ def test_seek_into_the_future_purges(world: World) -> None:
     assert world.pull() == []
 
 
-def test_leased_message_that_stays_unacked_keeps_its_lease() -> None:
-    world = retaining_world()
+def test_message_in_flight_comes_back_at_once_and_its_old_ack_does_not_count() -> None:
+    world = World()
+    world.topic()
+    world.subscription()
+    snapshot(world)
     world.publish("a")
     pulled = world.pull()
-    seek_to(world, world.now_s - 1)
-    assert world.pull() == []
+    seek_to_snapshot(world, "before")
     world.ack(pulled)
+    assert world.pull_data() == ["a"]
+    seek_to(world, world.now_s - 1)
+    assert world.pull_data() == ["a"]
+
+
+def test_message_in_flight_gives_its_place_in_the_flow_control_back() -> None:
+    world = World()
+    world.topic()
+    world.subscription()
+    world.publish("a")
+    stream = world.consumer(max_messages=1)
+    world.take(stream)
+    assert world.take(stream) == []
+    wakes = stream.wakes
+    seek_to(world, world.now_s - 1)
+    assert stream.wakes > wakes
+    assert [each.data for each in world.take(stream)] == ["a"]
+    assert stream.outstanding_messages == 1
 
 
 def test_ack_from_before_the_seek_does_not_ack_the_redelivery() -> None:
@@ -256,6 +276,12 @@ def test_snapshot_of_a_deleted_topic_can_not_be_used(world: World) -> None:
     assert shown.topic == "_deleted-topic_"
     with pytest.raises(FailedPrecondition):
         seek_to_snapshot(world, "before")
+
+
+@pytest.mark.parametrize("time", [{"seconds": 10**18}, {"seconds": -(10**18)}, {"nanos": -1}])
+def test_seek_to_no_time_is_refused(world: World, time: dict[str, int]) -> None:
+    with pytest.raises(InvalidArgument, match=r"time\.(seconds|nanos)"):
+        world.call("Seek", "SeekRequest", subscription=subscription_path("workers"), time=time)
 
 
 def test_seek_needs_a_target(world: World) -> None:

@@ -130,11 +130,11 @@ async def test_full_storage_is_resource_exhausted_on_the_wire() -> None:
 
 
 @pytest.mark.anyio
-async def test_eighty_streams_on_one_connection_leave_no_consumer_behind() -> None:
+async def test_many_streams_on_one_connection_leave_room_for_calls_and_no_consumer_behind() -> None:
     async with serve() as server:
         async with connect(server.endpoint) as wire:
             await wire.topic("projects/p/topics/replies")
-            for number in range(80):
+            for number in range(120):
                 path = f"projects/p/subscriptions/slot-{number}"
                 await wire.subscription(
                     path, "projects/p/topics/replies", filter=f'attributes.slot = "{number}"'
@@ -142,6 +142,7 @@ async def test_eighty_streams_on_one_connection_leave_no_consumer_behind() -> No
                 await wire.stream().open(path)
             backlogs = [each.backlog for each in server.broker.registry.subscriptions.values()]
             await until(lambda: all(len(backlog.consumers) == 1 for backlog in backlogs))
+            assert await wire.publish("projects/p/topics/replies", "calls are answered")
         await until(lambda: not any(len(backlog.consumers) for backlog in backlogs))
 
 
@@ -162,3 +163,61 @@ async def test_refused_ack_ids_come_with_error_info() -> None:
     assert status.details[0].Unpack(info)
     assert (info.reason, info.domain) == ("EXACTLY_ONCE_ACKID_FAILURE", "pubsub.googleapis.com")
     assert dict(info.metadata) == {"gone": "PERMANENT_FAILURE_INVALID_ACK_ID"}
+
+
+@pytest.mark.anyio
+async def test_of_many_refused_ack_ids_as_many_are_told_as_a_reply_can_carry() -> None:
+    async with serve() as server, connect(server.endpoint) as wire:
+        topic, path = "projects/p/topics/jobs", "projects/p/subscriptions/workers"
+        await wire.topic(topic)
+        await wire.subscription(path, topic, enable_exactly_once_delivery=True)
+        stale = [f"1a2b3c4d5e6f70.{1_800_000_000_000_000 + number}.1" for number in range(1000)]
+        request = message_class("ModifyAckDeadlineRequest")(
+            subscription=path, ack_ids=stale, ack_deadline_seconds=60
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await wire.call("Subscriber", "ModifyAckDeadline", request, "Empty")
+    trailing: Any = error.value.trailing_metadata()
+    status = status_pb2.Status.FromString(dict(trailing)["grpc-status-details-bin"])
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    assert 20 < len(info.metadata) < 1000
+    assert set(info.metadata) <= set(stale)
+
+
+@pytest.mark.anyio
+async def test_request_larger_than_any_call_is_refused_unread() -> None:
+    async with serve() as server, connect(server.endpoint) as wire:
+        await wire.topic("projects/p/topics/jobs")
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await wire.publish("projects/p/topics/jobs", "x" * 20 * 1024**2)
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await wire.publish("projects/p/topics/jobs", "x" * 11 * 1024**2)
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert await wire.publish("projects/p/topics/jobs", "the connection goes on")
+
+
+@pytest.mark.anyio
+async def test_failure_of_the_server_has_a_status_and_a_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serve() as server, connect(server.endpoint) as wire:
+        server.broker.registry.topics = {"projects/p/topics/broken": None}  # type: ignore[dict-item]
+        request = message_class("GetTopicRequest")(topic="projects/p/topics/broken")
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await wire.call("Publisher", "GetTopic", request, "Topic")
+    assert error.value.code() is grpc.StatusCode.INTERNAL
+    assert "AttributeError" in caplog.text
+    assert "AttributeError" not in str(error.value.details())
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--port", "99999"), ("--port", "-1"), ("--storage-mib", "-5"), ("--storage-mib", "0")],
+)
+def test_option_out_of_range_is_refused(option: str, value: str) -> None:
+    with running(option, value) as process:
+        _, complaints = process.communicate(timeout=WAIT_LIMIT_S)
+        assert process.returncode == 2
+        assert f"argument {option}: {value} is not from" in complaints

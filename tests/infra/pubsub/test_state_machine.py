@@ -50,6 +50,8 @@ class Deliveries(RuleBasedStateMachine):
         self.settled: set[str] = set()
         self.attempts: dict[str, int] = {}
         self.lease_ends_s: dict[str, tuple[str, float]] = {}
+        self.readers_of: dict[str, int] = {}
+        """Who has the messages that are out, by message."""
         self.count = 0
 
     def make_world(self) -> World:
@@ -86,7 +88,7 @@ class Deliveries(RuleBasedStateMachine):
         pulled = self.world.take(self.readers[reader], max_messages=1)
         if not pulled:
             return multiple()
-        self.note(pulled[0], self.readers[reader].ack_deadline_s)
+        self.note(pulled[0], self.readers[reader].ack_deadline_s, reader)
         return pulled[0]
 
     @rule(message=consumes(leased))
@@ -98,6 +100,8 @@ class Deliveries(RuleBasedStateMachine):
     @rule(message=leased)
     def nack(self, message: Pulled) -> None:
         self.world.nack([message])
+        if message.ack_id in self.lease_ends_s:
+            self.call_back_after(message.data)
         self.end(message)
 
     @rule(message=leased, deadline_s=st.sampled_from([1, 30]))
@@ -108,12 +112,16 @@ class Deliveries(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.5, 3, 10, 30]))
     def wait(self, seconds: float) -> None:
-        self.world.advance(seconds)
-        ended = {
-            ack_id for ack_id, (_, end_s) in self.lease_ends_s.items() if end_s <= self.world.now_s
-        }
-        for ack_id in ended:
-            del self.lease_ends_s[ack_id]
+        until_s = self.world.now_s + seconds
+        while ends := [end_s for _, end_s in self.lease_ends_s.values() if end_s <= until_s]:
+            # One lease at a time, because its end ends those of the later messages of its key.
+            first_s = min(ends)
+            self.world.advance(first_s - self.world.now_s)
+            ended = [lease for lease in self.lease_ends_s.items() if lease[1][1] == first_s]
+            for ack_id, (name, _) in sorted(ended, key=lambda lease: int(lease[1][0][1:])):
+                if self.lease_ends_s.pop(ack_id, None):
+                    self.call_back_after(name)
+        self.world.advance(until_s - self.world.now_s)
 
     @invariant()
     def flow_control_counts_what_is_out(self) -> None:
@@ -124,7 +132,17 @@ class Deliveries(RuleBasedStateMachine):
             assert self.readers[0].outstanding_messages <= 2
             assert all(reader.outstanding_bytes >= 0 for reader in self.readers)
 
-    def note(self, pulled: Pulled, deadline_s: float) -> None:
+    def call_back_after(self, name: str) -> None:
+        """A message comes again, and so do the later ones of its key that are out."""
+        key = self.published[name]
+        if not (self.ordered and key):
+            return
+        for ack_id, (later, _) in list(self.lease_ends_s.items()):
+            if self.published[later] == key and int(later[1:]) > int(name[1:]):
+                del self.lease_ends_s[ack_id]
+                self.attempts[later] -= 1
+
+    def note(self, pulled: Pulled, deadline_s: float, reader: int) -> None:
         name = pulled.data
         assert name not in self.settled, "an acked message came back"
         assert name not in {held for held, _ in self.lease_ends_s.values()}, (
@@ -140,9 +158,14 @@ class Deliveries(RuleBasedStateMachine):
                 for each, of_key in self.published.items()
                 if of_key == key and int(each[1:]) < int(name[1:])
             ]
-            assert set(older) <= self.settled | self.letters(), (
+            out = {held for held, _ in self.lease_ends_s.values()}
+            assert set(older) <= self.settled | self.letters() | out, (
                 "a message overtook an older one of its key"
             )
+            assert {self.readers_of[each] for each in out & set(older)} <= {reader}, (
+                "two consumers have messages of one key"
+            )
+        self.readers_of[name] = reader
         self.lease_ends_s[pulled.ack_id] = (name, self.world.now_s + deadline_s)
 
     def end(self, message: Pulled) -> None:
@@ -162,17 +185,16 @@ class Deliveries(RuleBasedStateMachine):
         """
         if not hasattr(self, "readers"):
             return
-        self.lease_ends_s.clear()
         for _ in range((len(self.published) + 1) * (MAX_ATTEMPTS if self.dead else 1)):
-            self.world.advance(40)
-            for pulled in self.world.pull():
-                self.note(pulled, 0)
-                self.lease_ends_s.clear()
+            self.wait(40)
+            pulled = self.world.pull()
+            for each in pulled:
+                self.note(each, 10, reader=-1)
+            for each in pulled:
                 if self.dead:
-                    self.world.nack([pulled])
+                    self.nack(each)
                 else:
-                    self.world.ack([pulled])
-                    self.settled.add(pulled.data)
+                    self.ack(each)
         letters = self.letters()
         assert self.settled | letters == set(self.published)
         assert all(self.attempts[name] == MAX_ATTEMPTS for name in letters)
@@ -197,6 +219,16 @@ class KeptDeliveries(Deliveries):
     def restart(self) -> None:
         self.world.restart()
         self.lease_ends_s.clear()
+        for key in {"k", "l"} if self.ordered and self.dead else ():
+            left = [
+                name
+                for name, of_key in self.published.items()
+                if of_key == key and name not in self.settled | self.letters()
+            ]
+            # Only of the oldest may the last attempt have ended with this restart.
+            for name in left[1:]:
+                if name in self.attempts:
+                    self.attempts[name] = min(self.attempts[name], MAX_ATTEMPTS - 1)
         self.readers = [self.world.consumer(10, max_messages=2), self.world.consumer(20)]
 
     def teardown(self) -> None:

@@ -24,8 +24,8 @@ class Broker:
 
     Args:
         now_s: the clock, in seconds since the epoch. It must never go back.
-        storage_bytes: the limit of message bytes. A publish above it is refused with
-            RESOURCE_EXHAUSTED.
+        storage_bytes: the limit of the memory that messages take. A publish above it is refused
+            with RESOURCE_EXHAUSTED.
         journal: receives each change. By default nothing outlives the process.
     """
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from infra.emulators.pubsub.calls.paging import page_of
 from infra.emulators.pubsub.errors import FailedPrecondition, InvalidArgument, resource_exists
-from infra.emulators.pubsub.names import check_name, check_project
+from infra.emulators.pubsub.names import check_name, check_project, check_time
 from infra.emulators.pubsub.protos import Snapshot as SnapshotProto
 from infra.emulators.pubsub.protos import empty, message_class
 from infra.emulators.pubsub.state.delivery_settings import seconds_of
@@ -61,6 +61,7 @@ class SnapshotCalls:
         proto = checked_snapshot(
             merge_update(snapshot.proto, request.snapshot, request.update_mask)
         )
+        check_time("expire_time", proto.expire_time)
         expire_s = seconds_of(proto.expire_time)
         if proto.expire_time != snapshot.proto.expire_time:
             check_expire_time(snapshot, expire_s, self._registry.timers.now_s())
@@ -93,6 +94,7 @@ class SnapshotCalls:
         subscription.touch()
         target = request.WhichOneof("target")
         if target == "time":
+            check_time("time", request.time)
             self._seek_to_time(subscription, seconds_of(request.time))
         elif target == "snapshot":
             self._seek_to_snapshot(subscription, self._registry.snapshot(request.snapshot))

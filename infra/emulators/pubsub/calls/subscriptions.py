@@ -12,6 +12,7 @@ from infra.emulators.pubsub.errors import (
 from infra.emulators.pubsub.names import check_project, check_range
 from infra.emulators.pubsub.protos import Subscription as SubscriptionProto
 from infra.emulators.pubsub.protos import empty, message_class
+from infra.emulators.pubsub.state.ack_calls import acknowledge, modify_ack_deadline
 from infra.emulators.pubsub.state.registry import Registry
 from infra.emulators.pubsub.state.resources import (
     checked_push_config,
@@ -105,7 +106,7 @@ class SubscriptionCalls:
         subscription = self.consumable(request.subscription)
         if not request.ack_ids:
             raise InvalidArgument("No ack ids specified.")
-        refused = subscription.backlog.acknowledge(request.ack_ids)
+        refused = acknowledge(subscription.backlog, request.ack_ids)
         if refused:
             raise AckIdsRefused(refused)
         return empty()
@@ -117,7 +118,7 @@ class SubscriptionCalls:
             raise InvalidArgument("No ack ids specified.")
         check_range("ack_deadline_seconds", request.ack_deadline_seconds, 0, 600)
         deadlines_s = [request.ack_deadline_seconds] * len(request.ack_ids)
-        refused = subscription.backlog.modify_ack_deadline(request.ack_ids, deadlines_s)
+        refused = modify_ack_deadline(subscription.backlog, request.ack_ids, deadlines_s)
         if refused:
             raise AckIdsRefused(refused)
         return empty()

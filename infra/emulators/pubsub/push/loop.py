@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from infra.emulators.pubsub.calls.broker import Broker
 from infra.emulators.pubsub.push.connection import PushConnection, PushFailed
 from infra.emulators.pubsub.push.payload import push_payload
+from infra.emulators.pubsub.state.ack_calls import acknowledge, modify_ack_deadline
 from infra.emulators.pubsub.state.consumers import Consumer, Delivery
 from infra.emulators.pubsub.state.subscription import SubscriptionState
 
@@ -125,7 +126,7 @@ class _PushLoop:
             outcome = str(error) or f"no answer within {timeout_s} s"
         if outcome in ACK_STATUSES:
             self._failures = 0
-            self._subscription.backlog.acknowledge([ack_id])
+            acknowledge(self._subscription.backlog, [ack_id])
             self._subscription.touch()
             return
         self._failures += 1
@@ -133,7 +134,7 @@ class _PushLoop:
             "push refused",
             extra={"subscription": self._subscription.path, "outcome": outcome, "ack_id": ack_id},
         )
-        self._subscription.backlog.modify_ack_deadline([ack_id], [0])
+        modify_ack_deadline(self._subscription.backlog, [ack_id], [0])
 
     def _pause_s(self) -> float:
         if self._failures == 0 or self._subscription.settings.maximum_backoff_s > 0:

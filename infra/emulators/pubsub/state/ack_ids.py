@@ -18,17 +18,19 @@ class AckIds:
 
     def of(self, delivery: Delivery) -> str:
         """The id that acks this hand-out of a delivery."""
-        return f"{self._prefix}.{delivery.number}.{delivery.attempts}"
+        return f"{self._prefix}.{delivery.number}.{delivery.handouts}"
 
     def read(self, ack_id: str) -> tuple[int, int]:
-        """The number and the attempts of the delivery. NO_DELIVERY if another holder made the id.
+        """The number of the delivery, and which of its hand-outs it was.
+
+        NO_DELIVERY if another holder made the id.
 
         Raises:
             InvalidArgument: no server would have made it.
         """
         try:
-            prefix, number, attempts = ack_id.split(".")
-            found = int(number), int(attempts)
+            prefix, number, handout = ack_id.split(".")
+            found = int(number), int(handout)
         except ValueError:
             raise InvalidArgument(
                 f"You have passed an invalid ack ID to the service (ack_id={ack_id})."

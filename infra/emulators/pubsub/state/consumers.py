@@ -9,7 +9,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 
 from infra.emulators.pubsub.errors import PubsubError
-from infra.emulators.pubsub.state.message import StoredMessage
+from infra.emulators.pubsub.state.message import DELIVERY_COST_BYTES, StoredMessage
 from infra.emulators.pubsub.state.timers import Timer
 
 
@@ -37,6 +37,9 @@ class Consumer:
         self.outstanding_messages = 0
         self.outstanding_bytes = 0
         self.is_waiting = False
+        self.has_left = False
+        self.keys: dict[str, None] = {}
+        """Ordering keys of which it may take the next, because it has those before it."""
         self.ended: PubsubError | None = None
 
     @property
@@ -53,7 +56,10 @@ class State(Enum):
     READY = auto()
     """Can be handed to the next consumer."""
     HELD = auto()
-    """Waits behind an older message of its ordering key."""
+    """Waits behind an older message of its ordering key.
+
+    Only the consumer that has the older one may take it.
+    """
     BACKOFF = auto()
     """Was nacked or ran out, and the retry policy holds it back."""
     LEASED = auto()
@@ -67,19 +73,24 @@ class Delivery:
 
     `number` is unique in the subscription, also after a seek.
 
-    `attempts` counts hand-outs: 1 + nacks + expired leases at any delivery, as `delivery_attempt`
-    is defined.
+    `handouts` counts how often it was handed to a consumer. `attempts` counts those that nothing
+    else took back: 1 + nacks + expired leases at any delivery, as `delivery_attempt` is defined.
     """
 
-    __slots__ = ("attempts", "consumer", "message", "number", "state", "timer")
+    __slots__ = ("attempts", "consumer", "handouts", "message", "number", "state", "timer")
 
     def __init__(self, number: int, message: StoredMessage) -> None:
         self.number = number
         self.message = message
         self.attempts = 0
+        self.handouts = 0
         self.state = State.READY
         self.consumer: Consumer | None = None
         self.timer: Timer | None = None
+        message.storage.held_bytes += DELIVERY_COST_BYTES
+
+    def __del__(self) -> None:
+        self.message.storage.held_bytes -= DELIVERY_COST_BYTES
 
     def stop_timer(self) -> None:
         """Cancel the lease's or the backoff's end."""
@@ -101,11 +112,14 @@ class Consumers:
 
     def join(self, consumer: Consumer) -> None:
         """Count it as connected. It gets messages only when it takes them."""
+        consumer.has_left = False
         self._joined.add(consumer)
 
     def leave(self, consumer: Consumer, ready: int) -> None:
         """Forget a consumer. If it was woken, wake the next. Its leases no longer wake it."""
         consumer.is_waiting = False
+        consumer.has_left = True
+        consumer.keys.clear()
         self._joined.discard(consumer)
         self._hungry.pop(consumer, None)
         self._woken.discard(consumer)
@@ -161,3 +175,9 @@ class Consumers:
         if consumer.is_waiting and consumer.has_room and consumer not in self._woken:
             self._hungry.setdefault(consumer, None)
             self.offer(ready)
+            self.follow(consumer)
+
+    def follow(self, consumer: Consumer) -> None:
+        """Wake a consumer if it may take more of an ordering key that it has."""
+        if consumer.keys and consumer.is_waiting and consumer.has_room:
+            consumer.wake()

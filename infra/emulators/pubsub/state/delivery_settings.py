@@ -1,6 +1,7 @@
 """What a subscription's proto says, read once into plain numbers for the hot path."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from infra.emulators.pubsub.protos import Subscription
 
@@ -59,6 +60,6 @@ class DeliverySettings:
         return min(self.minimum_backoff_s * 2.0**doublings, self.maximum_backoff_s)
 
 
-def seconds_of(duration: object) -> float:
-    """Return a protobuf Duration in seconds."""
-    return float(duration.seconds + duration.nanos / 1e9)  # type: ignore[attr-defined]  # made at run time
+def seconds_of(duration: Any) -> float:
+    """Return a protobuf Duration or Timestamp in seconds."""
+    return float(duration.seconds + duration.nanos / 1e9)

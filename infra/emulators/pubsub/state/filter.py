@@ -127,6 +127,15 @@ class AnyOf:
         return any(operand.matches(attributes) for operand in self.operands)
 
 
+def needed_attributes(filter_: Filter) -> tuple[Equals, ...]:
+    """The equal conditions without any of which a filter can't match."""
+    if isinstance(filter_, Equals):
+        return (filter_,)
+    if isinstance(filter_, AllOf):
+        return tuple(one for operand in filter_.operands for one in needed_attributes(operand))
+    return ()
+
+
 def parse_filter(text: str) -> Filter | None:
     """Parse a subscription's filter.
 

@@ -5,12 +5,22 @@ from collections.abc import Callable
 from infra.emulators.pubsub.errors import ResourceExhausted
 from infra.emulators.pubsub.protos import PubsubMessage
 
+MESSAGE_COST_BYTES = 1150
+"""What a message takes of this process beside its own bytes."""
+ATTRIBUTE_COST_BYTES = 300
+"""For each attribute: it is in the message, and beside it as text."""
+DELIVERY_COST_BYTES = 700
+"""For each subscription that has the message, at the most, which is while it is leased."""
+# All three are rounded up from the growth of a process with 100,000 messages (CPython 3.11, upb).
+
 
 class Storage:
-    """Counts the bytes of all messages held, each once however many subscriptions hold it.
+    """Counts what all messages held take of the memory of this process.
+
+    The bytes of a message count once, however many subscriptions hold it.
 
     Args:
-        limit_bytes: what may be held at most.
+        limit_bytes: what they may take at most.
         drop: called with the sequence of each message that is no longer held.
     """
 
@@ -19,17 +29,27 @@ class Storage:
         self.drop = drop
         self.held_bytes = 0
 
-    def admit(self, size_bytes: int) -> None:
-        """Refuse a publish of `size_bytes` that would go over the limit.
+    def admit(self, cost_bytes: int) -> None:
+        """Refuse a publish that would go over the limit.
+
+        Args:
+            cost_bytes: of its messages, by `cost_of`.
 
         Raises:
             ResourceExhausted: consumers are too far behind for the memory this server may use.
         """
-        if self.held_bytes + size_bytes > self.limit_bytes:
+        if self.held_bytes + cost_bytes > self.limit_bytes:
             raise ResourceExhausted(
-                f"The embedded server holds {self.held_bytes} bytes of messages, of at most "
-                f"{self.limit_bytes}. Acknowledge or delete some, or start it with a higher limit."
+                f"The messages of the embedded server take {self.held_bytes} bytes of memory, of "
+                f"at most {self.limit_bytes}. Acknowledge or delete some, or start it with a "
+                "higher limit."
             )
+
+
+def cost_of(proto: PubsubMessage) -> int:
+    """The bytes of memory that a message takes, without those who hold it."""
+    size_bytes: int = proto.ByteSize()
+    return size_bytes + MESSAGE_COST_BYTES + ATTRIBUTE_COST_BYTES * len(proto.attributes)
 
 
 class StoredMessage:
@@ -39,13 +59,14 @@ class StoredMessage:
     """
 
     __slots__ = (
-        "_storage",
         "attributes",
+        "cost_bytes",
         "ordering_key",
         "proto",
         "published_s",
         "sequence",
         "size_bytes",
+        "storage",
     )
 
     def __init__(
@@ -57,11 +78,12 @@ class StoredMessage:
         self.attributes: dict[str, str] = dict(proto.attributes)
         self.ordering_key: str = proto.ordering_key
         self.size_bytes: int = proto.ByteSize()
-        self._storage = storage
-        storage.held_bytes += self.size_bytes
+        self.storage = storage
+        self.cost_bytes = cost_of(proto)
+        storage.held_bytes += self.cost_bytes
 
     def __del__(self) -> None:
         # Backlogs, snapshots, logs and leases all hold messages; the reference count is the one
         # true ledger.
-        self._storage.held_bytes -= self.size_bytes
-        self._storage.drop(self.sequence)
+        self.storage.held_bytes -= self.cost_bytes
+        self.storage.drop(self.sequence)

@@ -1,43 +1,88 @@
-"""Queues of messages with the same ordering key: only the oldest may be outstanding."""
+"""The unacked messages of each ordering key, oldest first, and which of them are with a consumer.
+
+Several of a key may be outstanding, all with one consumer. A redelivery of one redelivers those
+after it. Source: https://cloud.google.com/pubsub/docs/ordering
+"""
 
 import bisect
 
-from infra.emulators.pubsub.state.consumers import Delivery, State
+from infra.emulators.pubsub.state.consumers import Consumer, Delivery
+
+
+class OrderingLine:
+    """The messages of one key. The first `out` are leased, to `owner` unless it left."""
+
+    __slots__ = ("deliveries", "out", "owner")
+
+    def __init__(self) -> None:
+        self.deliveries: list[Delivery] = []
+        self.out = 0
+        self.owner: Consumer | None = None
+
+    @property
+    def next(self) -> Delivery | None:
+        """The oldest one that is with no consumer."""
+        return self.deliveries[self.out] if self.out < len(self.deliveries) else None
+
+    def took(self, consumer: Consumer | None) -> None:
+        """Note that the next one was leased. None: to nobody who could take more."""
+        self.out += 1
+        self.owner = consumer
+
+    def give_back(self, delivery: Delivery) -> list[Delivery]:
+        """Take back a leased delivery, and those after it, which are returned."""
+        index = self._index(delivery)
+        later = self.deliveries[index + 1 : self.out]
+        self._keep_out(index)
+        return later
+
+    def add(self, delivery: Delivery) -> None:
+        """Put a delivery in its place by order of publishing. Nothing after it is leased."""
+        bisect.insort(self.deliveries, delivery, key=_sequence)
+
+    def remove(self, delivery: Delivery) -> None:
+        """Remove a delivery, leased or not."""
+        index = self._index(delivery)
+        self.deliveries.pop(index)
+        if index < self.out:
+            self._keep_out(self.out - 1)
+
+    def _index(self, delivery: Delivery) -> int:
+        return bisect.bisect_left(self.deliveries, delivery.message.sequence, key=_sequence)
+
+    def _keep_out(self, number: int) -> None:
+        self.out = number
+        if not number:
+            self.owner = None
 
 
 class OrderingLines:
-    """One queue per ordering key, oldest first. Only heads are outstanding."""
+    """One line per ordering key."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, list[Delivery]] = {}
+        self._lines: dict[str, OrderingLine] = {}
 
-    def add(self, delivery: Delivery) -> Delivery | None:
-        """Put a delivery into its line by order of publishing.
+    def of(self, delivery: Delivery) -> OrderingLine:
+        """The line of a delivery that is in one."""
+        return self._lines[delivery.message.ordering_key]
 
-        Returns:
-            The delivery it pushed back from the head (a seek brings older messages than the head),
-            to be taken back from its consumer. Whether the new one is the head is `is_head`.
-        """
-        line = self._lines.setdefault(delivery.message.ordering_key, [])
-        if not line or line[-1].message.sequence < delivery.message.sequence:
-            line.append(delivery)
-            return None
-        head = line[0]
-        bisect.insort(line, delivery, key=_sequence)
-        return head if line[0] is delivery else None
+    def get(self, key: str) -> OrderingLine | None:
+        """The line of a key, if it has any message."""
+        return self._lines.get(key)
 
-    def is_head(self, delivery: Delivery) -> bool:
-        """Whether nothing older of its key is left."""
-        return self._lines[delivery.message.ordering_key][0] is delivery
+    def add(self, delivery: Delivery) -> OrderingLine:
+        """Put a delivery into the line of its key."""
+        line = self._lines.setdefault(delivery.message.ordering_key, OrderingLine())
+        line.add(delivery)
+        return line
 
-    def remove(self, delivery: Delivery) -> Delivery | None:
-        """Remove a delivery. Return the new head if it may be delivered now."""
-        line = self._lines[delivery.message.ordering_key]
-        line.pop(bisect.bisect_left(line, delivery.message.sequence, key=_sequence))
-        if not line:
+    def remove(self, delivery: Delivery) -> OrderingLine:
+        """Remove a delivery from its line."""
+        line = self.of(delivery)
+        line.remove(delivery)
+        if not line.deliveries:
             del self._lines[delivery.message.ordering_key]
-            return None
-        return line[0] if line[0].state is State.HELD else None
+        return line
 
 
 def _sequence(delivery: Delivery) -> int:

@@ -6,6 +6,7 @@ Limits: https://cloud.google.com/pubsub/quotas#resource_limits
 from infra.emulators.pubsub.errors import InvalidArgument
 from infra.emulators.pubsub.names import check_range
 from infra.emulators.pubsub.protos import PublishRequest, PubsubMessage
+from infra.emulators.pubsub.state.message import cost_of
 
 MAX_REQUEST_BYTES = 10 * 1024 * 1024
 MAX_MESSAGES = 1000
@@ -16,7 +17,7 @@ MAX_ORDERING_KEY_BYTES = 1024
 
 
 def check_publish(request: PublishRequest) -> int:
-    """Check the messages of a publish request and return its size in bytes.
+    """Check the messages of a publish request. Returns the memory that they will take, in bytes.
 
     Raises:
         InvalidArgument: too many, too big, an empty message, an attribute out of bounds, or several
@@ -30,6 +31,7 @@ def check_publish(request: PublishRequest) -> int:
             f"Request payload size exceeds the limit: {MAX_REQUEST_BYTES} bytes. You passed "
             f"{size_bytes} bytes."
         )
+    cost_bytes = 0
     ordering_key = messages[0].ordering_key
     check_range("ordering_key size in bytes", len(ordering_key.encode()), 0, MAX_ORDERING_KEY_BYTES)
     for message in messages:
@@ -39,7 +41,8 @@ def check_publish(request: PublishRequest) -> int:
                 "have the same ordering key."
             )
         _check_message(message)
-    return size_bytes
+        cost_bytes += cost_of(message)
+    return cost_bytes
 
 
 def _check_message(message: PubsubMessage) -> None:

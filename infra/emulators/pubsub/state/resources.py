@@ -10,7 +10,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from infra.emulators.pubsub.errors import InvalidArgument, Unimplemented
-from infra.emulators.pubsub.names import check_name, check_range, plain_number
+from infra.emulators.pubsub.names import (
+    check_duration,
+    check_name,
+    check_range,
+    plain_number,
+)
 from infra.emulators.pubsub.protos import PushConfig, Snapshot, Subscription, Topic
 from infra.emulators.pubsub.state.delivery_settings import (
     DEFAULT_MAX_DELIVERY_ATTEMPTS,
@@ -193,6 +198,21 @@ def _check_update_path(path: str, current: Any, updatable: Collection[str]) -> N
             f"Invalid update_mask provided in the Update{kind}Request: the {field} field in the "
             f"{kind} is not mutable."
         )
+    if not _is_path(path, current.DESCRIPTOR):
+        raise InvalidArgument(
+            f"Invalid update_mask provided in the Update{kind}Request: {path} is not a path to a "
+            f"field of the {kind}. Maps and lists are replaced as a whole."
+        )
+
+
+def _is_path(path: str, descriptor: Any) -> bool:
+    """Whether each part of a path is a field of the single message that the part before it is."""
+    for part in path.split("."):
+        field = descriptor.fields_by_name.get(part) if descriptor is not None else None
+        if field is None:
+            return False
+        descriptor = None if field.is_repeated else field.message_type
+    return True
 
 
 def _refuse_fields(resource: Any, fields: Collection[str]) -> None:
@@ -212,6 +232,7 @@ def _check_labels(labels: Any) -> None:
 
 
 def _check_retention(duration: Any) -> None:
+    check_duration("message_retention_duration", duration)
     check_range(
         "message_retention_duration",
         seconds_of(duration),
@@ -227,6 +248,7 @@ def _complete_retention(subscription: Subscription) -> None:
     if not subscription.HasField("expiration_policy"):
         subscription.expiration_policy.ttl.seconds = _DEFAULT_TTL_S
     if subscription.expiration_policy.HasField("ttl"):
+        check_duration("expiration_policy.ttl", subscription.expiration_policy.ttl)
         ttl_s = seconds_of(subscription.expiration_policy.ttl)
         check_range("expiration_policy.ttl", ttl_s, _SHORTEST_TTL_S, float("inf"))
         if ttl_s < seconds_of(subscription.message_retention_duration):
@@ -245,6 +267,8 @@ def _complete_retry_policy(subscription: Subscription) -> None:
         policy.minimum_backoff.seconds = int(DEFAULT_MINIMUM_BACKOFF_S)
     if not policy.HasField("maximum_backoff"):
         policy.maximum_backoff.seconds = int(DEFAULT_MAXIMUM_BACKOFF_S)
+    check_duration("retry_policy.minimum_backoff", policy.minimum_backoff)
+    check_duration("retry_policy.maximum_backoff", policy.maximum_backoff)
     minimum_s, maximum_s = seconds_of(policy.minimum_backoff), seconds_of(policy.maximum_backoff)
     check_range("retry_policy.minimum_backoff", minimum_s, 0, 600)
     check_range("retry_policy.maximum_backoff", maximum_s, 0, 600)
