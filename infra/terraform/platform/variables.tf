@@ -9,8 +9,8 @@ variable "alerts" {
   nullable = false
 
   validation {
-    condition     = alltrue([for email in var.alerts.emails : can(regex("^[^@ ]+@[^@ ]+$", email))])
-    error_message = "Each of alerts.emails is an address."
+    condition     = alltrue([for email in var.alerts.emails : can(regex("^[^@ ]+@[^@ ]+[.][^@ ]+$", email))])
+    error_message = "Each of alerts.emails is an address, as oncall@example.com."
   }
 
   validation {
@@ -20,7 +20,7 @@ variable "alerts" {
 
   validation {
     condition     = var.alerts.oldest_job_s >= 1
-    error_message = "A job is not old before a second."
+    error_message = "alerts.oldest_job_s is a second at least."
   }
 }
 
@@ -44,12 +44,20 @@ variable "api" {
 
   validation {
     condition     = var.api.min_instances >= 1 && var.api.min_instances <= var.api.max_instances
-    error_message = "At least one instance, and no more than max_instances."
+    error_message = "api.min_instances is one at least, and no more than api.max_instances."
+  }
+
+  validation {
+    condition = alltrue([
+      for name in ["concurrency", "cpu", "idempotency_keep_s", "max_in_flight", "max_instances", "min_instances", "prediction_keep_s", "timeout_s"] :
+      floor(var.api[name]) == var.api[name]
+    ])
+    error_message = "The numbers of api are whole numbers."
   }
 
   validation {
     condition     = var.api.prediction_keep_s >= 60 && var.api.idempotency_keep_s > 0
-    error_message = "A prediction is kept for a minute at least, an answer for more than nothing."
+    error_message = "api.prediction_keep_s is 60 at least, and api.idempotency_keep_s more than 0."
   }
 
   validation {
@@ -59,12 +67,26 @@ variable "api" {
 
   validation {
     condition     = var.api.concurrency >= 1 && var.api.concurrency <= 1000 && var.api.timeout_s <= 3600
-    error_message = "Cloud Run allows 1 to 1000 requests per instance, of an hour at most."
+    error_message = "Cloud Run allows 1 to 1000 requests per instance (api.concurrency), of an hour at most (api.timeout_s)."
   }
 
   validation {
-    condition     = contains([1, 2, 4, 6, 8], var.api.cpu) && can(regex("^[0-9]+(Mi|Gi)$", var.api.memory)) && var.api.max_in_flight >= 1
-    error_message = "Cloud Run has instances of 1, 2, 4, 6 or 8 CPUs, with memory as 1Gi; max_in_flight is 1 at least."
+    condition     = contains([1, 2, 4, 6, 8], var.api.cpu) && var.api.max_in_flight >= 1
+    error_message = "Cloud Run has instances of 1, 2, 4, 6 or 8 CPUs (api.cpu); api.max_in_flight is 1 at least."
+  }
+
+  validation {
+    condition = try(
+      tonumber(regex("^[0-9]+", var.api.memory)) * { Mi = 1, Gi = 1024 }[regex("[A-Za-z]+$", var.api.memory)] >= local.api_memory_mib[var.api.cpu].least &&
+      tonumber(regex("^[0-9]+", var.api.memory)) * { Mi = 1, Gi = 1024 }[regex("[A-Za-z]+$", var.api.memory)] <= local.api_memory_mib[var.api.cpu].most,
+      false
+    )
+    error_message = "api.memory is written as 1Gi or 512Mi. Cloud Run wants 512Mi at least (2Gi with 4 CPUs, 4Gi with more), and at most 4Gi for each CPU."
+  }
+
+  validation {
+    condition     = var.api.image == null ? true : can(regex("^[^@ ]+(@sha256:[0-9a-f]+|:[A-Za-z0-9._-]+)$", var.api.image))
+    error_message = "api.image is named with a digest or a tag."
   }
 }
 
@@ -79,7 +101,12 @@ variable "armor" {
 
   validation {
     condition     = var.armor.requests_per_min > 0 && var.armor.requests_per_min <= var.armor.ban_above_per_min
-    error_message = "A ban comes after refusals, not before."
+    error_message = "armor.requests_per_min is more than 0, and no more than armor.ban_above_per_min: a ban comes after refusals."
+  }
+
+  validation {
+    condition     = alltrue([for count in values(var.armor) : floor(count) == count && count <= 1000000])
+    error_message = "armor has whole numbers, a million at most."
   }
 }
 
@@ -94,7 +121,16 @@ variable "batches" {
 
   validation {
     condition     = var.batches.instances >= 0 && floor(var.batches.instances) == var.batches.instances
-    error_message = "A whole number of instances. One is enough, a second one takes over at once."
+    error_message = "batches.instances is a whole number. One is enough, a second one takes over at once."
+  }
+
+  validation {
+    condition = try(
+      tonumber(regex("^[0-9]+", var.batches.memory)) * { Mi = 1, Gi = 1024 }[regex("[A-Za-z]+$", var.batches.memory)] >= local.api_memory_mib[1].least &&
+      tonumber(regex("^[0-9]+", var.batches.memory)) * { Mi = 1, Gi = 1024 }[regex("[A-Za-z]+$", var.batches.memory)] <= local.api_memory_mib[1].most,
+      false
+    )
+    error_message = "batches.memory is written as 1Gi or 512Mi; a runner has one CPU, for which Cloud Run allows 512Mi to 4Gi."
   }
 }
 
@@ -108,8 +144,18 @@ variable "budget" {
   default = null
 
   validation {
-    condition     = var.budget == null ? true : var.budget.units_per_month > 0
-    error_message = "A budget is more than nothing."
+    condition     = var.budget == null ? true : var.budget.units_per_month > 0 && floor(var.budget.units_per_month) == var.budget.units_per_month
+    error_message = "budget.units_per_month is a whole number above 0."
+  }
+
+  validation {
+    condition     = var.budget == null ? true : can(regex("^[0-9A-F]{6}-[0-9A-F]{6}-[0-9A-F]{6}$", var.budget.billing_account))
+    error_message = "budget.billing_account looks like 012345-6789AB-CDEF01."
+  }
+
+  validation {
+    condition     = var.budget == null ? true : can(regex("^[A-Z]{3}$", var.budget.currency))
+    error_message = "budget.currency has three capitals, as EUR: the billing account's own."
   }
 }
 
@@ -124,8 +170,13 @@ variable "cache" {
   nullable = false
 
   validation {
-    condition     = contains(local.redis_node_types, var.cache.node_type) && var.cache.replicas >= 0 && var.cache.replicas <= 5
-    error_message = "Node types are SHARED_CORE_NANO, STANDARD_SMALL, HIGHMEM_MEDIUM and HIGHMEM_XLARGE, with 0 to 5 copies."
+    condition     = contains(local.redis_node_types, var.cache.node_type) && contains([0, 1, 2, 3, 4, 5], var.cache.replicas)
+    error_message = "cache.node_type is SHARED_CORE_NANO, STANDARD_SMALL, HIGHMEM_MEDIUM or HIGHMEM_XLARGE, and cache.replicas 0 to 5."
+  }
+
+  validation {
+    condition     = contains(local.valkey_versions, var.cache.engine_version)
+    error_message = "cache.engine_version is one of ${join(", ", local.valkey_versions)}."
   }
 }
 
@@ -136,8 +187,8 @@ variable "dataset" {
   nullable    = false
 
   validation {
-    condition     = can(regex("^[A-Za-z0-9_]+$", var.dataset))
-    error_message = "A dataset id has letters, digits and underscores."
+    condition     = can(regex("^[A-Za-z0-9_]+$", var.dataset)) && length(var.dataset) <= 1024
+    error_message = "dataset has letters, digits and underscores, 1024 at most."
   }
 }
 
@@ -148,8 +199,8 @@ variable "dataset_location" {
   nullable    = false
 
   validation {
-    condition     = can(regex("^([a-z]+-[a-z]+[0-9]+|EU|US)$", var.dataset_location))
-    error_message = "A location is a region, EU or US."
+    condition     = contains(local.locations, var.dataset_location)
+    error_message = "dataset_location is EU, US or a region that platform/places.tf knows."
   }
 }
 
@@ -179,7 +230,22 @@ variable "delivery" {
 
   validation {
     condition     = var.delivery.ack_deadline_s >= 10 && var.delivery.ack_deadline_s <= 600
-    error_message = "Pub/Sub allows leases of 10 to 600 s."
+    error_message = "Pub/Sub allows leases of 10 to 600 s (delivery.ack_deadline_s)."
+  }
+
+  validation {
+    condition     = alltrue([for name in ["ack_deadline_s", "max_delivery_attempts", "retention_s"] : floor(var.delivery[name]) == var.delivery[name]])
+    error_message = "delivery.ack_deadline_s, max_delivery_attempts and retention_s are whole numbers."
+  }
+
+  validation {
+    condition     = var.delivery.max_delivery_attempts >= 5 && var.delivery.max_delivery_attempts <= 100
+    error_message = "Pub/Sub allows 5 to 100 attempts (delivery.max_delivery_attempts)."
+  }
+
+  validation {
+    condition     = var.delivery.retry_min_s >= 0 && var.delivery.retry_min_s <= var.delivery.retry_max_s && var.delivery.retry_max_s <= 600
+    error_message = "delivery.retry_min_s and retry_max_s are 0 to 600 s, the shortest first."
   }
 }
 
@@ -261,7 +327,12 @@ variable "labels" {
 
   validation {
     condition     = alltrue([for key, value in var.labels : can(regex("^[a-z][a-z0-9_-]{0,62}$", key)) && can(regex("^[a-z0-9_-]{0,63}$", value))])
-    error_message = "Labels have lower-case letters, digits, underscores and dashes."
+    error_message = "labels have lower-case letters, digits, underscores and dashes."
+  }
+
+  validation {
+    condition     = length(var.labels) <= 60 && alltrue([for key in keys(var.labels) : !startswith(key, "goog")])
+    error_message = "labels are 60 at most (Google allows 64 with ours), and none begins with goog."
   }
 }
 
@@ -272,7 +343,21 @@ variable "models_file" {
 
   validation {
     condition     = var.models_file == null ? true : fileexists(var.models_file)
-    error_message = "There is no such file."
+    error_message = "models_file: there is no such file."
+  }
+
+  validation {
+    condition     = var.models_file == null ? true : try(length(yamldecode(file(var.models_file)).models[*].name) > 0, !fileexists(var.models_file))
+    error_message = "models_file is YAML with a list `models`, of which each entry has a name."
+  }
+
+  # Long names end in a hash, so only short ones can meet.
+  validation {
+    condition = try(length(distinct([
+      for entry in yamldecode(file(coalesce(var.models_file, "${path.module}/../../../models.yaml"))).models :
+      length(entry.name) > 40 ? entry.name : trim(replace(lower(entry.name), "/[^a-z0-9]+/", "-"), "-")
+    ])) == length(yamldecode(file(coalesce(var.models_file, "${path.module}/../../../models.yaml"))).models), true)
+    error_message = "models_file: two models have the same name to Kubernetes, where bge.large and bge-large are both bge-large. Rename one."
   }
 }
 
@@ -284,7 +369,12 @@ variable "namespace" {
 
   validation {
     condition     = can(regex("^[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?$", var.namespace))
-    error_message = "A namespace has at most 42 lower-case letters, digits or dashes."
+    error_message = "namespace has at most 42 lower-case letters, digits or dashes."
+  }
+
+  validation {
+    condition     = !startswith(var.namespace, "kube-") && !startswith(var.namespace, "gke-") && !startswith(var.namespace, "gmp-") && !contains(["default", "keda"], var.namespace)
+    error_message = "namespace is the workers' own: not default, keda, or one of Kubernetes or GKE."
   }
 }
 
@@ -295,8 +385,15 @@ variable "network_cidr" {
   nullable    = false
 
   validation {
-    condition     = can(cidrhost(var.network_cidr, 0)) && tonumber(split("/", var.network_cidr)[1]) <= 10
-    error_message = "Give a block of at least a /10."
+    condition     = try(tonumber(split("/", var.network_cidr)[1]) <= 10 && cidrhost(var.network_cidr, 0) == split("/", var.network_cidr)[0], false)
+    error_message = "network_cidr is a block of at least a /10, written with its first address, as 10.64.0.0/10."
+  }
+
+  validation {
+    condition = anytrue([
+      can(regex("^10[.][0-9.]+/(8|9|10)$", var.network_cidr)), can(regex("^100[.]64[.]0[.]0/10$", var.network_cidr))
+    ])
+    error_message = "network_cidr lies in 10.0.0.0/8 or is 100.64.0.0/10: other blocks of that size are the internet's."
   }
 }
 
@@ -321,13 +418,25 @@ variable "nodes" {
   }
 
   validation {
-    condition     = var.nodes.max_gpus >= 1
-    error_message = "At least one GPU."
+    condition     = var.nodes.max_gpus >= 1 && var.nodes.max_gpus <= 1000 && floor(var.nodes.max_gpus) == var.nodes.max_gpus
+    error_message = "nodes.max_gpus is a whole number from 1 to 1000, the most nodes of a pool in GKE."
+  }
+
+  validation {
+    condition = alltrue([
+      for count in [var.nodes.general.min, var.nodes.general.max] : count == null ? true : count >= 1 && count <= 1000 && floor(count) == count
+    ]) && try(var.nodes.general.min <= var.nodes.general.max, true)
+    error_message = "nodes.general.min and max are whole numbers from 1 to 1000, the least first."
+  }
+
+  validation {
+    condition     = var.nodes.general.machine_type == null ? true : can(regex("^[a-z][a-z0-9]*-[a-z0-9-]*[a-z0-9]$", var.nodes.general.machine_type))
+    error_message = "nodes.general.machine_type looks like e2-standard-4."
   }
 
   validation {
     condition     = contains(["RAPID", "REGULAR", "STABLE", "EXTENDED"], var.nodes.release_channel)
-    error_message = "GKE's channels are RAPID, REGULAR, STABLE and EXTENDED."
+    error_message = "nodes.release_channel is RAPID, REGULAR, STABLE or EXTENDED."
   }
 }
 
@@ -345,7 +454,7 @@ variable "objects_days" {
 
   validation {
     condition     = alltrue([for days in values(var.objects_days) : days >= 1 && floor(days) == days])
-    error_message = "Whole days, at least one: files promise a day."
+    error_message = "objects_days: whole days, at least one, as files promise a day."
   }
 
   validation {
@@ -424,8 +533,13 @@ variable "prefix" {
   nullable    = false
 
   validation {
-    condition     = can(regex("^[a-z][a-z0-9-]{1,10}$", var.prefix))
-    error_message = "A prefix has 2 to 11 lower-case letters, digits or dashes."
+    condition     = can(regex("^[a-z][a-z0-9-]{0,9}[a-z0-9]$", var.prefix))
+    error_message = "prefix has 2 to 11 lower-case letters, digits or dashes, and ends in no dash."
+  }
+
+  validation {
+    condition     = !startswith(var.prefix, "goog") && !startswith(var.prefix, "gcp")
+    error_message = "prefix begins neither with goog nor with gcp: Google keeps such names to itself."
   }
 }
 
@@ -436,7 +550,7 @@ variable "project_id" {
 
   validation {
     condition     = can(regex("^[a-z][a-z0-9-]{4,28}[a-z0-9]$", var.project_id))
-    error_message = "A project id has 6 to 30 lower-case letters, digits or dashes."
+    error_message = "project_id has 6 to 30 lower-case letters, digits or dashes. It is the id, not the number or the name."
   }
 }
 
@@ -457,8 +571,13 @@ variable "records" {
   }
 
   validation {
-    condition     = contains(local.redis_node_types, var.records.node_type) && var.records.replicas >= 0 && var.records.replicas <= 5
-    error_message = "Node types are SHARED_CORE_NANO, STANDARD_SMALL, HIGHMEM_MEDIUM and HIGHMEM_XLARGE, with 0 to 5 copies."
+    condition     = contains(local.redis_node_types, var.records.node_type) && contains([0, 1, 2, 3, 4, 5], var.records.replicas)
+    error_message = "records.node_type is SHARED_CORE_NANO, STANDARD_SMALL, HIGHMEM_MEDIUM or HIGHMEM_XLARGE, and records.replicas 0 to 5."
+  }
+
+  validation {
+    condition     = contains(local.valkey_versions, var.records.engine_version)
+    error_message = "records.engine_version is one of ${join(", ", local.valkey_versions)}."
   }
 }
 
@@ -487,8 +606,30 @@ variable "regions" {
   }
 
   validation {
-    condition     = alltrue([for region in var.regions : region.index >= 0 && region.index < 16])
-    error_message = "An index is 0 to 15."
+    condition     = alltrue([for region in var.regions : region.index >= 0 && region.index < 16 && floor(region.index) == region.index])
+    error_message = "regions.<name>.index is a whole number from 0 to 15."
+  }
+
+  validation {
+    condition     = length(setsubtract(keys(var.regions), local.google_regions)) == 0
+    error_message = "regions: platform/places.tf knows no ${join(", ", setsubtract(keys(var.regions), local.google_regions))}."
+  }
+
+  validation {
+    condition = alltrue([
+      for region in var.regions : region.max_gpus == null ? true : region.max_gpus >= 1 && region.max_gpus <= 1000 && floor(region.max_gpus) == region.max_gpus
+    ])
+    error_message = "regions.<name>.max_gpus is a whole number from 1 to 1000, the most nodes of a pool in GKE."
+  }
+
+  validation {
+    condition = alltrue(flatten([
+      for name, region in var.regions : region.zones == null ? [true] : concat(
+        [length(region.zones) > 0, length(distinct(region.zones)) == length(region.zones)],
+        [for zone in region.zones : can(regex("^${name}-[a-z]$", zone))],
+      )
+    ]))
+    error_message = "regions.<name>.zones are zones of that region, as europe-west4-a, one at least and each once."
   }
 
   validation {
@@ -521,8 +662,8 @@ variable "storage_location" {
   nullable    = false
 
   validation {
-    condition     = can(regex("^([a-z]+-[a-z]+[0-9]+|EU|US)$", var.storage_location))
-    error_message = "A location is a region, EU or US."
+    condition     = contains(local.locations, var.storage_location)
+    error_message = "storage_location is EU, US or a region that platform/places.tf knows."
   }
 }
 

@@ -25,8 +25,8 @@ variable "keda" {
   }
 
   validation {
-    condition     = var.keda.replicas >= 1
-    error_message = "At least one operator."
+    condition     = var.keda.replicas >= 1 && floor(var.keda.replicas) == var.keda.replicas
+    error_message = "keda.replicas is a whole number, one at least."
   }
 }
 

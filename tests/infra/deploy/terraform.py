@@ -50,6 +50,36 @@ def plan_platform(folder: Path, **variables: object) -> Plan:
     return Plan(_resources(shown["root_module"]), outputs)
 
 
+def refusals(folder: Path, root: str, given: dict[str, object]) -> dict[str, list[str]]:
+    """The reasons for which a plan of a root is refused, by the variable that is wrong."""
+    _need_terraform()
+    file = folder / "given.tfvars.json"
+    file.write_text(json.dumps(given))
+    command = [CHECKER, "-q", "plan", str(STAGES / root), "-json", f"-var-file={file}"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=START_LIMIT_S, check=False
+    )
+    found: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        said = json.loads(line).get("diagnostic", {})
+        if said.get("severity") == "error":
+            reason = f"{said['summary']}: {said.get('detail', '')}"
+            found.setdefault(_variable_of(root, reason), []).append(reason)
+    assert found or done.returncode == 0, done.stdout + done.stderr
+    return found
+
+
+def _variable_of(root: str, reason: str) -> str:
+    """The variable whose rule gave a reason; empty where none did."""
+    rule = re.search(r"validation rule at (\S+):(\d+),", reason)
+    if rule is None:
+        return ""
+    lines = (STAGES / root / rule[1]).read_text().splitlines()[: int(rule[2])]
+    return next(
+        found[1] for line in reversed(lines) if (found := re.match(r'variable "(\w+)"', line))
+    )
+
+
 def waits_for(stage: str = "platform") -> dict[str, set[str]]:
     """What stands before each resource of a stage is made, by their addresses without keys.
 

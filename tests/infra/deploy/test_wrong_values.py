@@ -1,0 +1,297 @@
+"""Wrong values of Terraform's variables are refused by a plan, which says which one and why.
+
+A plan tells of all variables that are wrong. So each of the plans here has a wrong value for many
+of them, one each. Variables that are checked against others have plans in which those are right.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.infra.deploy.terraform import PROJECT, STAGES, refusals
+
+RIGHT: dict[str, Any] = {
+    "project_id": PROJECT,
+    "api": {"max_instances": 1},
+    "inboxes": {"per_region": 2, "slots": 2},
+}
+Wrong = dict[str, list[tuple[Any, str]]]
+
+FIRST: Wrong = {
+    "alerts": [
+        ({"emails": ["oncall"]}, "alerts.emails"),
+        ({"emails": ["oncall@example"]}, "alerts.emails"),
+        ({"error_ratio": 2}, "alerts.error_ratio"),
+        ({"oldest_job_s": 0}, "alerts.oldest_job_s"),
+    ],
+    "api": [
+        ({"max_instances": 1, "memory": "64Mi"}, "512Mi at least"),
+        ({"max_instances": 1, "memory": "1G"}, "as 1Gi"),
+        ({"max_instances": 1, "memory": "16Gi"}, "4Gi for each CPU"),
+        ({"max_instances": 1, "cpu": 4, "memory": "1Gi"}, "2Gi with 4 CPUs"),
+        ({"max_instances": 1, "cpu": 3}, "api.cpu"),
+        ({"max_instances": 1.5}, "whole numbers"),
+        ({"max_instances": 1, "min_instances": 0}, "api.min_instances"),
+        ({"max_instances": 1, "concurrency": 2000}, "api.concurrency"),
+        ({"max_instances": 1, "max_in_flight": 0}, "api.max_in_flight"),
+        ({"max_instances": 1, "timeout_s": 300}, "api.timeout_s"),
+        ({"max_instances": 1, "timeout_s": 4000}, "api.timeout_s"),
+        ({"max_instances": 1, "image": "an image"}, "api.image"),
+        ({"max_instances": 1, "prediction_keep_s": 5}, "api.prediction_keep_s"),
+    ],
+    "armor": [
+        ({"requests_per_min": 0}, "armor.requests_per_min"),
+        ({"requests_per_min": 20000}, "armor.ban_above_per_min"),
+        ({"requests_per_min": 0.5}, "whole numbers"),
+    ],
+    "batches": [
+        ({"instances": 0.5}, "batches.instances"),
+        ({"memory": "64Mi"}, "batches.memory"),
+        ({"memory": "8Gi"}, "batches.memory"),
+    ],
+    "budget": [
+        ({"billing_account": "garbage", "units_per_month": 1}, "budget.billing_account"),
+        (
+            {"billing_account": "billingAccounts/012345-6789AB-CDEF01", "units_per_month": 1},
+            "budget.billing_account",
+        ),
+        ({"billing_account": "012345-6789AB-CDEF01", "units_per_month": 0}, "units_per_month"),
+        (
+            {
+                "billing_account": "012345-6789AB-CDEF01",
+                "currency": "euro",
+                "units_per_month": 1,
+            },
+            "budget.currency",
+        ),
+    ],
+    "cache": [
+        ({"engine_version": "REDIS_7"}, "cache.engine_version"),
+        ({"node_type": "LARGE"}, "cache.node_type"),
+        ({"replicas": 6}, "cache.replicas"),
+        ({"replicas": 0.5}, "cache.replicas"),
+    ],
+    "dataset": [("rows-of-penstock", "letters, digits and underscores")],
+    "dataset_location": [("eu", "dataset_location"), ("europe-west99", "dataset_location")],
+    "domain": [
+        ("https://api.example.com", "looks like"),
+        ("example", "looks like"),
+        ("api.example.com/v1", "looks like"),
+    ],
+    "functions": [({"webhooks": {"image": "no tag"}}, "digest or a tag")],
+    "labels": [({"Team": "a"}, "lower-case"), ({"goog-a": "b"}, "goog")],
+    "namespace": [("Penstock", "lower-case"), ("kube-system", "own"), ("keda", "own")],
+    "network_cidr": [
+        ("10.64.0.0/16", "/10"),
+        ("10.64.0.1/10", "first address"),
+        ("8.0.0.0/8", "the internet's"),
+        ("fd00::/8", "10.0.0.0/8"),
+        ("everything", "/10"),
+    ],
+    "nodes": [
+        ({"max_gpus": 0}, "nodes.max_gpus"),
+        ({"max_gpus": 1.5}, "nodes.max_gpus"),
+        ({"max_gpus": 5000}, "nodes.max_gpus"),
+        ({"overflow": "h900"}, "overflow"),
+        ({"general": {"max": 0}}, "nodes.general"),
+        ({"general": {"max": 1, "min": 2}}, "nodes.general"),
+        ({"general": {"machine_type": "large"}}, "nodes.general.machine_type"),
+        ({"release_channel": "FAST"}, "nodes.release_channel"),
+    ],
+    "prefix": [
+        ("p", "2 to 11"),
+        ("penstock-production", "2 to 11"),
+        ("penstock-", "ends in no dash"),
+        ("gcp-a", "Google keeps"),
+    ],
+    "project_id": [
+        ("My Project", "not the number or the name"),
+        ("123456789012", "not the number or the name"),
+    ],
+    "regions": [
+        ({}, "At least one region"),
+        ({"europe-west99": {}}, "knows no europe-west99"),
+        ({"europe-west4-a": {}}, "knows no europe-west4-a"),
+        ({"europe-west4": {"zones": ["europe-west1-b"]}}, "zones of that region"),
+        ({"europe-west4": {"zones": []}}, "one at least"),
+        ({"europe-west4": {"zones": ["europe-west4-a", "europe-west4-a"]}}, "each once"),
+        ({"europe-west4": {"max_gpus": 0}}, "max_gpus"),
+        ({"europe-west4": {"max_gpus": 1.5}}, "max_gpus"),
+        ({"europe-west4": {"index": 16}}, "index"),
+        ({"europe-west4": {"index": 0.5}}, "index"),
+        ({"europe-west4": {"overflow": "h900"}}, "overflow"),
+    ],
+    "secrets_version": [(0, "count from 1"), (1.5, "count from 1")],
+    "storage_location": [("EUROPE", "storage_location"), ("us-east99", "storage_location")],
+    "traces": [
+        ({"endpoint": "telemetry.googleapis.com"}, "URL without a path"),
+        ({"endpoint": "https://a.example.com", "ratio": 2}, "traces.ratio"),
+        ({"endpoint": "https://a.example.com", "sampler": "always"}, "traces.sampler"),
+    ],
+}
+CHECKED_AGAINST_FIRST: Wrong = {
+    "delivery": [
+        ({"ack_deadline_s": 5}, "delivery.ack_deadline_s"),
+        ({"ack_deadline_s": 10.5}, "whole numbers"),
+        ({"max_delivery_attempts": 1}, "delivery.max_delivery_attempts"),
+        ({"retention_s": 60}, "deadline.longest_s"),
+        ({"retry_min_s": 20}, "delivery.retry_min_s"),
+    ],
+    "inboxes": [
+        ({"per_region": 1}, "at least twice"),
+        ({"per_region": 2.5}, "whole number"),
+        ({"per_region": 2000}, "1000 at most"),
+        ({"per_region": 2, "slots": 0}, "inboxes.slots"),
+        ({"per_region": 200, "slots": 100}, "9000"),
+    ],
+    "outside": [
+        ({"dc": {"issuer": "http://oidc.example.com"}}, "https"),
+        ({"DC": {"issuer": "https://oidc.example.com"}}, "3 to 20"),
+        ({"elsewhere": {"issuer": "https://oidc.example.com", "models": ["none"]}}, "models.yaml"),
+        ({"elsewhere": {"issuer": "https://a.example.com", "namespace": "A"}}, "namespace"),
+        (
+            {"elsewhere": {"issuer": "https://a.example.com", "redis_cidr": "10.0.0.0/24"}},
+            "has a URL",
+        ),
+    ],
+    "records": [
+        ({"engine_version": "REDIS_7"}, "records.engine_version"),
+        ({"node_type": "M1"}, "records.node_type"),
+        ({"replicas": -1}, "records.replicas"),
+    ],
+}
+CHECKED_AGAINST_THOSE: Wrong = {
+    "objects_days": [
+        ({"answers": 1}, "objects_days.answers"),
+        ({"batches": 30}, "objects_days.batches"),
+        ({"files": 0.5}, "objects_days: whole days"),
+        ({"inputs": 7}, "objects_days.inputs"),
+        ({"results": 1}, "objects_days.results"),
+    ],
+}
+READ_BY_MANY: Wrong = {"models_file": [("nowhere.yaml", "no such file")]}
+ONLY_TRUE_OR_FALSE = {"deletion_protection", "keep_messages_in_regions"}
+
+
+def plans_of(*groups: Wrong) -> list[Any]:
+    """As many plans as a group's variable has wrong values at most."""
+    found = []
+    for group in groups:
+        for place, values in enumerate(zip_longest(*group.values())):
+            wrong = {
+                name: value for name, value in zip(group, values, strict=True) if value is not None
+            }
+            found.append(pytest.param(wrong, id=f"{next(iter(group))}-{place}"))
+    return found
+
+
+def check(
+    folder: Path, root: str, right: dict[str, Any], wrong: dict[str, tuple[Any, str]]
+) -> None:
+    given = right | {name: value for name, (value, _) in wrong.items()}
+    told = refusals(folder, root, given)
+    missing = {
+        name: (value, told.get(name))
+        for name, (value, reason) in wrong.items()
+        if not any(reason in said for said in told.get(name, []))
+    }
+    assert missing == {}
+    assert set(told) == set(wrong)
+
+
+def test_every_variable_is_tried() -> None:
+    text = (STAGES / "platform/variables.tf").read_text()
+    declared = set(re.findall(r'^variable "(\w+)"', text, re.MULTILINE))
+    tried = FIRST | CHECKED_AGAINST_FIRST | CHECKED_AGAINST_THOSE | READ_BY_MANY
+    assert set(tried) == declared - ONLY_TRUE_OR_FALSE
+    assert sum(len(values) for values in tried.values()) >= 60
+
+
+@pytest.mark.parametrize(
+    "wrong", plans_of(FIRST, CHECKED_AGAINST_FIRST, CHECKED_AGAINST_THOSE, READ_BY_MANY)
+)
+def test_refused_with_the_variable_and_the_reason(
+    tmp_path: Path, wrong: dict[str, tuple[Any, str]]
+) -> None:
+    check(tmp_path, "platform", RIGHT, wrong)
+
+
+@pytest.mark.parametrize(
+    ("models", "reason"),
+    [
+        ("models: [{name: bge.large}, {name: bge-large}]", "the same name to Kubernetes"),
+        ("models: {}", "a list `models`"),
+        ("models: [{task: embedding}]", "a list `models`"),
+        ("models: [", "a list `models`"),
+    ],
+)
+def test_catalog_that_cannot_be_deployed(tmp_path: Path, models: str, reason: str) -> None:
+    (tmp_path / "wrong.yaml").write_text(models)
+    told = refusals(tmp_path, "platform", RIGHT | {"models_file": str(tmp_path / "wrong.yaml")})
+    assert set(told) == {"models_file"}
+    assert reason in told["models_file"][0]
+
+
+@pytest.mark.parametrize(
+    ("example", "given", "wrong"),
+    [
+        (
+            "minimal",
+            {"project_id": "P", "region": "europe-west99", "api_image": "an image"},
+            {"project_id", "regions", "api"},
+        ),
+        (
+            "multi-region",
+            {"project_id": PROJECT, "domain": "https://api.example.com"},
+            {"domain"},
+        ),
+        (
+            "production",
+            {
+                "project_id": PROJECT,
+                "alert_emails": ["oncall"],
+                "billing_account": "garbage",
+                "domain": "example",
+                "images": {"webhooks": "an image"},
+            },
+            {"alerts", "budget", "domain", "functions"},
+        ),
+    ],
+)
+def test_examples_refuse_them_too(
+    tmp_path: Path, example: str, given: dict[str, Any], wrong: set[str]
+) -> None:
+    assert set(refusals(tmp_path, f"examples/{example}", given)) == wrong
+
+
+WORKLOADS: Wrong = {
+    "cluster": [("Penstock", "lower-case")],
+    "keda": [
+        ({"version": "2.11.2"}, "2.12 or later"),
+        ({"version": "latest"}, "2.12 or later"),
+        ({"replicas": 0}, "keda.replicas"),
+        ({"replicas": 1.5}, "keda.replicas"),
+    ],
+    "models_file": [("nowhere.yaml", "no such file")],
+    "objects_file": [("nowhere.yaml", "no such file")],
+    "project_id": [("P", "6 to 30")],
+    "region": [("europe-west4-a", "looks like")],
+}
+
+
+@pytest.mark.parametrize("wrong", plans_of(WORKLOADS))
+def test_workloads_refuse_them_too(tmp_path: Path, wrong: dict[str, tuple[Any, str]]) -> None:
+    tests = STAGES.resolve() / "workloads/tests"
+    right = {
+        "cluster": "penstock-europe-west4",
+        "models_file": str(tests / "models.yaml"),
+        "objects_file": str(tests / "objects.yaml"),
+        "project_id": PROJECT,
+        "region": "europe-west4",
+    }
+    check(tmp_path, "workloads", right, wrong)
