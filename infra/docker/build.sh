@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds one image: build.sh api|functions|cuda|worker NAME:TAG [OPTION of the builder...]
+# Builds one image: build.sh api|functions|servers|cuda|worker NAME:TAG [OPTION of the builder...]
 # BASES says which file has the bases' digests (infra/docker/bases.env); BUILDER is `docker buildx` or `buildah`.
 # The worker stands on CUDA_BASE, from the environment. UNPINNED=yes takes bases as they are, for a trial.
 set -euo pipefail
@@ -13,8 +13,8 @@ source "${BASES:-infra/docker/bases.env}"
 CUDA_BASE=$given
 case $image in
   worker) base=CUDA_BASE ;;
-  api | functions | cuda) base=PYTHON_BASE ;;
-  *) echo "there is no image $image: api, functions, cuda, worker" >&2; exit 2 ;;
+  api | functions | servers | cuda) base=PYTHON_BASE ;;
+  *) echo "there is no image $image: api, functions, servers, cuda, worker" >&2; exit 2 ;;
 esac
 if [[ ${!base} != *@sha256:* && ${UNPINNED:-} != yes ]]; then
   echo "$base is '${!base}', without a digest: run infra/docker/pin.sh, or set UNPINNED=yes for a trial" >&2

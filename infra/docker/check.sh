@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What the Dockerfiles of API and functions install, installed by the same words into empty environments, and their
+# What the Dockerfiles of API, functions and servers install, installed by the same words into empty environments, and their
 # entry points started there. About two minutes; var/image-check keeps nothing from run to run. The worker's, with its
 # gigabytes, is left to the build (and to trial.sh).
 set -euo pipefail
@@ -18,7 +18,7 @@ prepare() { # IMAGE PATH...
     infra/lock.py infra/docker/requirements.py "$@" | tar --extract --directory "$work/$image/src"
   cd "$work/$image/src"
   cp infra/lock.py infra/docker/requirements.py .
-  [ "$image" = api ] || rm -r infra
+  [ "$image" != functions ] || rm -r infra
   "$python" requirements.py pyproject.toml "$image" > requirements.txt
   "$python" lock.py pins > pins.txt
   "$python" -m venv --without-pip "$work/$image/venv"
@@ -56,4 +56,12 @@ echo "api: installs, starts, and has no torch"
   inside functions python -c 'import runpy; runpy.run_path("workers/functions/main.py", run_name="main")'
   without functions torch transformers fastapi api infra)
 echo "functions: installs, loads, and has no torch"
+(prepare servers shared infra
+  inside servers penstock pubsub --help > /dev/null
+  inside servers penstock bigquery --help > /dev/null
+  inside servers penstock provision --help > /dev/null
+  inside servers python -c 'import infra.emulators.pubsub.server, infra.emulators.bigquery.server'
+  inside servers python -c 'import infra.local.provision_servers'
+  without servers torch transformers api workers fastapi)
+echo "servers: installs, loads, and has no torch"
 rm -rf "$work"

@@ -72,6 +72,10 @@ class Deployment(BaseModel):
     """Addresses of both, for the network policy, to which none would mean all."""
     audience: str = Field("", pattern=r"^(//iam\.googleapis\.com/\S+)?$")
     """The audience of the workers' tokens. Empty on GKE, which needs no tokens."""
+    is_self_hosted: bool = False
+    """Whether the whole deployment is in a cluster outside Google (self_hosted.py)."""
+    settings: dict[str, str] = {}
+    """Further variables of the workers."""
     models: tuple[str, ...] | None = None
     """The models of the catalog that run there. None: all."""
     spot: bool
@@ -96,7 +100,7 @@ class Deployment(BaseModel):
     @property
     def is_outside(self) -> bool:
         """Whether the cluster is outside Google, without GKE's nodes, metrics and identities."""
-        return bool(self.audience)
+        return bool(self.audience) or self.is_self_hosted
 
     @property
     def metrics_url(self) -> str:

@@ -33,6 +33,15 @@ def deployment_patch(name: str, pod: dict[str, Any], **spec: Any) -> dict[str, A
     }
 
 
+def image_override(name: str, image: str) -> dict[str, str]:
+    """What replaces the image `name` of the tree: `image`, by digest or tag."""
+    new_name, _, digest = image.partition("@")
+    if digest:
+        return {"name": name, "newName": new_name, "digest": digest}
+    new_name, _, tag = image.rpartition(":")
+    return {"name": name, "newName": new_name, "newTag": tag}
+
+
 def write_kustomization(
     folder: Path, resources: list[str], *, patches: list[dict[str, Any]], **fields: Any
 ) -> None:

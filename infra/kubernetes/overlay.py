@@ -20,6 +20,7 @@ from infra.kubernetes.gpu_nodes import write_gpu_class
 from infra.kubernetes.identity import CREDENTIALS_FILE, credentials, identity_settings, token_volume
 from infra.kubernetes.kustomization import (
     deployment_patch,
+    image_override,
     node_affinity,
     path_up_to,
     write_kustomization,
@@ -65,7 +66,7 @@ def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: De
             raise ConfigurationError(
                 f"models {other!r} and {model.name!r} are both {slug(model.name)!r} to Kubernetes"
             )
-    _clear(out)
+    clear_overlay(out)
     gpu_types = read_gpu_types()
     entries = {
         entry["name"]: entry
@@ -112,7 +113,12 @@ def _write_cluster(folder: Path, deployment: Deployment) -> None:
     )
 
 
-def _clear(out: Path) -> None:
+def clear_overlay(out: Path) -> None:
+    """Empties the folder of an overlay, or makes it.
+
+    Raises:
+        ConfigurationError: it is a folder that is no overlay.
+    """
     if out.exists() and any(out.iterdir()):
         if not (out / "kustomization.yaml").is_file():
             raise ConfigurationError(f"{out} holds something else than an overlay")
@@ -141,18 +147,16 @@ def _write_worker(
             "literals": [f"{key}={value}" for key, value in sorted(settings.items())],
         },
     ]
-    if deployment.is_outside:
+    if deployment.audience:
         components.append("outside")
         (folder / CREDENTIALS_FILE).write_text(credentials(deployment.audience), encoding="utf-8")
         configs.append({"name": "identity", "files": [CREDENTIALS_FILE]})
-    else:
+    if not deployment.is_outside:
         components.append(deployment.autoscaler)
         by_keda = deployment.autoscaler == "keda"
         patches.append(
             keda_patch(model, name, deployment) if by_keda else hpa_patch(model, deployment)
         )
-    image, _, digest = deployment.image.partition("@")
-    image, _, tag = image.rpartition(":") if not digest else (image, "", "")
     write_kustomization(
         folder,
         [path_up_to(folder, "worker")],
@@ -166,10 +170,7 @@ def _write_worker(
                 "includeTemplates": True,
             }
         ],
-        images=[
-            {"name": "penstock-worker", "newName": image}
-            | ({"digest": digest} if digest else {"newTag": tag})
-        ],
+        images=[image_override("penstock-worker", deployment.image)],
         configMapGenerator=configs,
         patches=patches,
     )
@@ -194,8 +195,8 @@ def worker_settings(model: Model, deployment: Deployment) -> dict[str, str]:
         "PENSTOCK_REGION": deployment.region,
         "PENSTOCK_SPOOL_DIR": SPOOL_DIR,
     }
-    settings |= deployment.traces
-    return settings | (identity_settings(deployment.project) if deployment.is_outside else {})
+    settings |= deployment.traces | deployment.settings
+    return settings | (identity_settings(deployment.project) if deployment.audience else {})
 
 
 def _worker_patch(model: Model, placement: Placement, deployment: Deployment) -> dict[str, Any]:
@@ -207,8 +208,9 @@ def _worker_patch(model: Model, placement: Placement, deployment: Deployment) ->
         pod["nodeSelector"] = placement.node_selector
     if placement.accelerators:
         pod["affinity"] = {"nodeAffinity": node_affinity(placement.accelerators)}
-    if deployment.is_outside:
+    if deployment.audience:
         pod["volumes"] = [token_volume(deployment.audience)]
+    if deployment.is_outside:
         # Nothing there asks for more or fewer: what scales by our metrics is GKE's.
         return deployment_patch("worker", pod, replicas=max(1, model.replicas.min))
     return deployment_patch("worker", pod)

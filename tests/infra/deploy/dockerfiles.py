@@ -14,7 +14,7 @@ from typing import Any
 from tests.limits import WAIT_LIMIT_S
 
 FOLDER = Path("infra/docker")
-IMAGES = ("api", "functions", "cuda", "worker")
+IMAGES = ("api", "functions", "servers", "cuda", "worker")
 
 
 @dataclass

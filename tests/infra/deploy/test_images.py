@@ -30,10 +30,16 @@ from tests.infra.deploy.manifests import Objects, pod, settings_of, workers
 from tests.infra.deploy.terraform import Plan
 from workers.functions.settings import FunctionSettings
 
-OURS = ("api", "functions", "worker")
+OURS = ("api", "functions", "servers", "worker")
 MODULES = {
     "api": {"infra.cli", "api.__main__"},
     "functions": {"workers.functions.main"},
+    "servers": {
+        "infra.cli",
+        "infra.emulators.bigquery.__main__",
+        "infra.emulators.pubsub.__main__",
+        "infra.local.provision_servers",
+    },
     "worker": {"workers.__main__", "workers.runtime.server", "workers.models"},
 }
 """What the entry points start, in other processes too."""
@@ -91,7 +97,7 @@ def test_what_is_not_for_images_is_not_sent() -> None:
 def test_only_the_worker_has_torch() -> None:
     project = Path("pyproject.toml")
     heavy = ("torch", "transformers", "diffusers", "onnxruntime", "scipy")
-    for extra in ("api", "functions"):
+    for extra in ("api", "functions", "servers"):
         assert (
             f"requirements.py pyproject.toml {extra} >"
             in (FOLDER / f"{extra}.Dockerfile").read_text()
@@ -218,7 +224,8 @@ def test_image_is_looked_after(name: str) -> None:
     assert "--start-period" in kind
     script = json.loads(command)[-1]
     compile(script, "healthcheck", "exec")
-    assert f"127.0.0.1:{built.last('EXPOSE')}/" in script
+    for port in built.last("EXPOSE").split():
+        assert port in script
     labels = built.last("LABEL")
     for label in ("title", "licenses", "base.name", "revision", "version"):
         assert f"org.opencontainers.image.{label}=" in labels

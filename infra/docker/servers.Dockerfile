@@ -1,0 +1,52 @@
+# The embedded Pub/Sub and BigQuery, for deployments off Google. The command says which: pubsub, bigquery, provision.
+ARG PYTHON_BASE
+
+FROM ${PYTHON_BASE} AS build
+WORKDIR /src
+COPY pyproject.toml constraints.txt infra/lock.py infra/docker/requirements.py ./
+RUN python requirements.py pyproject.toml servers > requirements.txt \
+    && python lock.py pins > pins.txt \
+    && python -m venv --without-pip /opt/venv
+# The secret is a pip.conf, for those whose packages come from an index of their own.
+RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
+    python -m pip --python /opt/venv/bin/python install --disable-pip-version-check \
+    --constraint pins.txt --requirement requirements.txt
+COPY LICENSE README.md ./
+COPY shared shared
+COPY infra infra
+# Apart from the dependencies, so that a change of ours is a small layer; with its metadata, for the SBOM.
+RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
+    python -m pip --python /opt/venv/bin/python install --disable-pip-version-check --no-deps --target /app .
+
+FROM ${PYTHON_BASE}
+# A volume is mounted at the folder of data.
+ENV HOME=/tmp \
+    PATH=/opt/venv/bin:/app/bin:$PATH \
+    PENSTOCK_MODELS_FILE=/etc/penstock/models.yaml \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONPATH=/app \
+    PYTHONUNBUFFERED=1
+RUN groupadd --gid 10001 penstock \
+    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin penstock \
+    && install -d /etc/penstock \
+    && install -d -o 10001 -g 10001 /var/lib/penstock
+COPY --from=build /opt/venv /opt/venv
+COPY --from=build /app /app
+WORKDIR /app
+USER 10001:10001
+# Pub/Sub, BigQuery.
+EXPOSE 8085 9050
+# For `docker run`; Compose and Kubernetes have probes of their own. Whichever server it is takes connections.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=60s \
+    CMD ["python", "-c", "import socket as s; any(s.socket().connect_ex(('127.0.0.1', p)) == 0 for p in (8085, 9050)) or exit(1)"]
+ENTRYPOINT ["penstock"]
+
+ARG PYTHON_BASE
+ARG REVISION=unknown
+ARG VERSION=unknown
+LABEL org.opencontainers.image.title="penstock-servers" \
+      org.opencontainers.image.description="Penstock's embedded Pub/Sub and BigQuery" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.base.name="${PYTHON_BASE}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.version="${VERSION}"

@@ -1,0 +1,221 @@
+"""What a cluster off Google is to run: the fields of a site file, checked before anything else."""
+
+from __future__ import annotations
+
+from ipaddress import ip_network
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shared.errors import ConfigurationError
+
+
+def _is_network(value: str) -> str:
+    ip_network(value)
+    return value
+
+
+Image = Annotated[str, Field(pattern=r"^[^@\s]+(@sha256:[0-9a-f]{64}|:[A-Za-z0-9._-]+)$")]
+"""By digest or tag."""
+Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
+"""Of an object in Kubernetes."""
+Size = Annotated[str, Field(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$")]
+Cores = Annotated[str, Field(pattern=r"^([1-9][0-9]*m?|[0-9]+\.[0-9]+)$")]
+Network = Annotated[str, AfterValidator(_is_network)]
+BUCKET = r"^(gs|s3)://[a-z0-9][a-z0-9._-]*[a-z0-9](/[A-Za-z0-9._/-]*)?$"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Images(_Part):
+    """The images, which infra/docker builds. Redis comes from elsewhere."""
+
+    api: Image
+    functions: Image
+    worker: Image
+    servers: Image
+    redis: Image
+
+
+class Volume(_Part):
+    """A volume that the cluster provides."""
+
+    size: Size
+    storage_class: Name | None = None
+    """None: the cluster's default."""
+
+
+class EmbeddedBroker(_Part):
+    """Our own Pub/Sub, one pod with a volume."""
+
+    kind: Literal["embedded"]
+    volume: Volume = Volume(size="20Gi")
+    fsync: bool = True
+    """Whether it waits for the disk, so that a power cut loses nothing."""
+
+
+class GoogleBroker(_Part):
+    """Google's Pub/Sub, whose topics and functions Terraform makes."""
+
+    kind: Literal["google"]
+
+
+class EmbeddedRows(_Part):
+    """Our own BigQuery, one pod with a volume."""
+
+    kind: Literal["embedded"]
+    volume: Volume = Volume(size="50Gi")
+
+
+class GoogleRows(_Part):
+    """Google's BigQuery."""
+
+    kind: Literal["google"]
+
+
+class EmbeddedRedis(_Part):
+    """One pod with a volume, which appends every write to a file."""
+
+    kind: Literal["embedded"]
+    volume: Volume = Volume(size="8Gi")
+    memory: Size = "1Gi"
+
+    @property
+    def memory_mib(self) -> int:
+        """Its memory in MiB."""
+        return int(self.memory[:-2]) * {"Mi": 1, "Gi": 1024, "Ti": 1024**2}[self.memory[-2:]]
+
+
+class GivenRedis(_Part):
+    """A Redis that is there already."""
+
+    kind: Literal["given"]
+    url: str = Field(pattern=r"^rediss?://[^\s@/]+(/[0-9]+)?$")
+    """Without a password, which would be in a ConfigMap."""
+    networks: tuple[Network, ...] = Field(min_length=1)
+    """Its addresses, for the network policies."""
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return urlsplit(self.url).port or 6379
+
+
+class VolumeObjects(_Part):
+    """A folder on a volume that all pods share."""
+
+    kind: Literal["volume"]
+    volume: Volume
+    """Of a storage class with ReadWriteMany, such as NFS or CephFS."""
+
+
+class BucketObjects(_Part):
+    """A bucket."""
+
+    kind: Literal["bucket"]
+    url: str = Field(pattern=BUCKET)
+    secret: Name | None = None
+    """A Secret with environment variables for S3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, and
+    AWS_ENDPOINT and AWS_REGION where they differ from Amazon's.
+    """
+    networks: tuple[Network, ...] = ()
+    """Private addresses of the store, for the network policies."""
+    port: int = Field(443, ge=1, le=65535)
+
+
+class Api(_Part):
+    """The API's pods."""
+
+    replicas: int = Field(2, ge=1, le=100)
+    cpu: Cores = "1"
+    memory: Size = "1Gi"
+
+
+class Ingress(_Part):
+    """The way in, which ends TLS."""
+
+    host: Annotated[str, Field(pattern=r"^([a-z0-9]([a-z0-9-]*[a-z0-9])?\.)+[a-z]{2,}$")]
+    class_name: Name
+    tls_secret: Name
+    """Has the certificate of `host`. cert-manager writes it where `annotations` say so."""
+    namespace: Name
+    """Of the controller, whose pods may reach the API."""
+    networks: tuple[Network, ...] = Field(min_length=1)
+    """Addresses of the controller's pods, whose X-Forwarded-Proto the API trusts."""
+    annotations: dict[str, str] = {}
+
+
+class Google(_Part):
+    """How pods reach what is Google's."""
+
+    project: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{4,28}[a-z0-9]$")]
+    credentials_secret: Name
+    """Has `credentials.json`: an external account (workload identity federation), or a key."""
+
+
+class Site(_Part):
+    """A whole deployment off Google, in one namespace."""
+
+    namespace: Name = "penstock"
+    region: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")] = "local"
+    """For rows, traces and status."""
+    images: Images
+    broker: Annotated[EmbeddedBroker | GoogleBroker, Field(discriminator="kind")]
+    rows: Annotated[EmbeddedRows | GoogleRows, Field(discriminator="kind")]
+    redis: Annotated[EmbeddedRedis | GivenRedis, Field(discriminator="kind")]
+    objects: Annotated[VolumeObjects | BucketObjects, Field(discriminator="kind")]
+    dataset: Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+$")] = "penstock"
+    keys_secret: Name = "penstock-keys"
+    """Has `keys.json`, the directory of API keys (docs/keys.md)."""
+    signing_secret: Name = "penstock-signing"
+    """Has PENSTOCK_SECRET and PENSTOCK_WEBHOOK_SECRETS, as variables."""
+    api: Api = Api()
+    batches: bool = True
+    """Whether a runner of batches runs."""
+    ingress: Ingress | None = None
+    """None: no Ingress is made, and the Service `api` is reached in another way."""
+    google: Google | None = None
+
+    @model_validator(mode="after")
+    def _can_reach_google(self) -> Site:
+        if self.google is None and self.uses_google:
+            raise ValueError("google: is needed, because broker, rows or objects are Google's")
+        return self
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether topics or tables are made on servers of ours."""
+        return "embedded" in (self.broker.kind, self.rows.kind)
+
+    @property
+    def uses_google(self) -> bool:
+        """Whether anything is Google's."""
+        parts = self.broker.kind, self.rows.kind
+        in_bucket = isinstance(self.objects, BucketObjects) and self.objects.url.startswith("gs:")
+        return in_bucket or "google" in parts
+
+
+def read_site(path: Path) -> Site:
+    """The site that a file describes.
+
+    Raises:
+        ConfigurationError: it can't be read, or a field is wrong. The message names it and why.
+    """
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigurationError(f"{path}: {error}") from error
+    try:
+        return Site.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        reason = first["msg"].removeprefix("Value error, ")
+        raise ConfigurationError(
+            f"{path}: {f'{where}: ' if where else ''}{reason}", field=where
+        ) from error

@@ -1,0 +1,407 @@
+"""A whole deployment off Google, as Kustomize renders it: what refers to what, who may connect to
+whom, and the wrong values that are refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from infra.kubernetes.self_hosted import main, write_self_hosted
+from infra.kubernetes.site import Site, read_site
+from shared.catalog import read_catalog
+from shared.errors import ConfigurationError
+from shared.settings import ApiSettings, Settings, WorkerSettings
+from tests.infra.deploy.dockerfiles import image
+from tests.infra.deploy.manifests import Objects, of_kind, pod, workers
+from tests.limits import WAIT_LIMIT_S
+from workers.functions.settings import FunctionSettings
+
+EXAMPLE = Path("infra/kubernetes/site.example.yaml")
+MODELS = Path("models.yaml")
+GIVEN: dict[str, Any] = {
+    "broker": {"kind": "google"},
+    "rows": {"kind": "google"},
+    "redis": {"kind": "given", "url": "rediss://redis.corp:6380/1", "networks": ["10.1.0.0/16"]},
+    "objects": {
+        "kind": "bucket",
+        "url": "s3://penstock/objects",
+        "secret": "penstock-s3",
+        "networks": ["10.2.0.9/32"],
+        "port": 9000,
+    },
+    "google": {"project": "example-project", "credentials_secret": "penstock-google"},
+    "ingress": None,
+}
+"""Everything from elsewhere."""
+
+
+def example(**changes: object) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
+    return found | changes
+
+
+def rendered(out: Path, **changes: object) -> Objects:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl, which has Kustomize built in, is not installed")
+    write_self_hosted(out, Site.model_validate(example(**changes)), read_catalog(MODELS), MODELS)
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+@pytest.fixture(scope="module")
+def inside(tmp_path_factory: pytest.TempPathFactory) -> Objects:
+    """Every server of our own."""
+    return rendered(tmp_path_factory.mktemp("inside") / "site")
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Objects:
+    """Every server from elsewhere."""
+    return rendered(tmp_path_factory.mktemp("elsewhere") / "site", **GIVEN)
+
+
+def pods_of(objects: Objects) -> dict[str, dict[str, Any]]:
+    """Every pod by the name of what makes it."""
+    found = of_kind(objects, "Deployment") | of_kind(objects, "StatefulSet")
+    return {name: pod(one) for name, one in found.items()}
+
+
+def environment(objects: Objects, name: str) -> dict[str, str]:
+    """The variables of a Deployment's container from ConfigMaps."""
+    maps = of_kind(objects, "ConfigMap")
+    given: dict[str, str] = {}
+    for source in pods_of(objects)[name]["containers"][0]["envFrom"]:
+        if "configMapRef" in source:
+            given |= maps[source["configMapRef"]["name"]]["data"]
+    return given
+
+
+def test_every_part_is_there(inside: Objects) -> None:
+    assert set(pods_of(inside)) == {
+        *("api", "batches", "functions", "pubsub", "bigquery", "redis"),
+        *workers(inside),
+    }
+    assert len(workers(inside)) == len(read_catalog(MODELS).models)
+    assert set(of_kind(inside, "Service")) == {"api", "functions", "pubsub", "bigquery", "redis"}
+
+
+def test_nothing_of_google_is_asked_for(inside: Objects) -> None:
+    text = yaml.safe_dump_all(inside)
+    for word in ("cloud.google.com", "googleapis.com", "PodMonitoring", "keda.sh", "gs://"):
+        assert word not in text, word
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("api", ApiSettings),
+        ("batches", ApiSettings),
+        ("functions", FunctionSettings),
+        ("worker-all-minilm-l6-v2", WorkerSettings),
+    ],
+)
+def test_settings_are_known_and_accepted(
+    inside: Objects,
+    elsewhere: Objects,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    kind: type[Settings],
+) -> None:
+    known = {
+        f"PENSTOCK_{field.upper()}" for found in (ApiSettings, kind) for field in found.model_fields
+    }
+    for objects in (inside, elsewhere):
+        if name not in pods_of(objects):
+            continue
+        given = environment(objects, name)
+        assert {one for one in given if one.startswith("PENSTOCK_")} <= known
+        with monkeypatch.context() as variables:
+            for variable, value in given.items():
+                variables.setenv(variable, value)
+            settings = kind()
+        assert settings.pubsub_endpoint == ("pubsub:8085" if objects is inside else "")
+
+
+def test_endpoints_are_services(inside: Objects) -> None:
+    wanted = {
+        "PENSTOCK_PUBSUB_ENDPOINT": "pubsub:8085",
+        "PENSTOCK_BIGQUERY_ENDPOINT": "http://bigquery:9050",
+        "PENSTOCK_REDIS_URL": "redis://redis:6379/0",
+    }
+    for name in ("api", "batches", "functions", *workers(inside)):
+        assert environment(inside, name).items() >= wanted.items()
+    for url in wanted.values():
+        found = re.search(r"(\w+):([0-9]+)", url)
+        assert found is not None
+        host, port = found[1], int(found[2])
+        (served,) = of_kind(inside, "Service")[host]["spec"]["ports"]
+        (container,) = pods_of(inside)[host]["containers"]
+        assert served["port"] == port
+        assert [one["containerPort"] for one in container["ports"]] == [port]
+
+
+def test_same_place_for_records_rows_and_objects(inside: Objects, elsewhere: Objects) -> None:
+    for objects in (inside, elsewhere):
+        for variable in ("PROJECT", "REGION", "DATASET", "OBJECTS_URL", "RECORDS_URL", "REDIS_URL"):
+            values = {
+                environment(objects, name)[f"PENSTOCK_{variable}"]
+                for name in of_kind(objects, "Deployment")
+            }
+            assert len(values) == 1, variable
+
+
+def test_all_that_is_mounted_or_read_is_there(inside: Objects, elsewhere: Objects) -> None:
+    named = {"penstock-keys", "penstock-signing", "penstock-s3", "penstock-google"}
+    for objects in (inside, elsewhere):
+        maps, claims = of_kind(objects, "ConfigMap"), of_kind(objects, "PersistentVolumeClaim")
+        accounts = of_kind(objects, "ServiceAccount")
+        for name, found in pods_of(objects).items():
+            assert found["serviceAccountName"] in accounts, name
+            volumes = {one["name"]: one for one in found["volumes"]}
+            templates = of_kind(objects, "StatefulSet").get(name, {"spec": {}})["spec"]
+            own = {one["metadata"]["name"] for one in templates.get("volumeClaimTemplates", [])}
+            for one in volumes.values():
+                assert one.get("configMap", {"name": next(iter(maps))})["name"] in maps
+                assert one.get("secret", {"secretName": "penstock-keys"})["secretName"] in named
+                claim = one.get("persistentVolumeClaim")
+                assert claim is None or claim["claimName"] in claims
+            for container in [*found["containers"], *found.get("initContainers", [])]:
+                mounted = {mount["name"] for mount in container["volumeMounts"]}
+                assert mounted <= volumes.keys() | own, name
+                for source in container.get("envFrom", []):
+                    if "secretRef" in source:
+                        assert source["secretRef"]["name"] in named
+                    else:
+                        assert source["configMapRef"]["name"] in maps
+
+
+def test_pods_have_no_rights_that_they_do_not_need(inside: Objects) -> None:
+    (namespace,) = of_kind(inside, "Namespace").values()
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    for name, found in pods_of(inside).items():
+        assert found["automountServiceAccountToken"] is False, name
+        assert found["securityContext"]["runAsNonRoot"] is True
+        assert found["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in [*found["containers"], *found.get("initContainers", [])]:
+            context = container["securityContext"]
+            assert context["readOnlyRootFilesystem"] is True
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["capabilities"] == {"drop": ["ALL"]}
+            assert container["resources"]["limits"]["memory"]
+
+
+def test_pods_are_probed_and_replaced_gently(inside: Objects) -> None:
+    for name, found in pods_of(inside).items():
+        (container,) = found["containers"]
+        assert "livenessProbe" in container, name
+        assert "readinessProbe" in container or name == "batches"
+    assert {"api", *workers(inside)} == set(of_kind(inside, "PodDisruptionBudget"))
+
+
+def test_commands_are_those_of_the_images(inside: Objects) -> None:
+    assert image("servers").entry_point == ["penstock"]
+    for name, words in (("pubsub", ["pubsub"]), ("bigquery", ["bigquery"])):
+        (container,) = pods_of(inside)[name]["containers"]
+        assert container["args"][:1] == words
+        assert "--data-dir" in container["args"]
+    (first,) = pods_of(inside)["api"]["initContainers"]
+    assert first["args"] == ["provision", "--functions-url", "http://functions"]
+    assert "--fsync" in pods_of(inside)["pubsub"]["containers"][0]["args"]
+
+
+def allows(objects: Objects, source: str, target: str, port: int) -> bool:
+    """Whether the policies let a pod of `source` connect to a pod of `target` in the namespace."""
+    labels = {
+        name: made["spec"]["template"]["metadata"]["labels"]
+        for name, made in (of_kind(objects, "Deployment") | of_kind(objects, "StatefulSet")).items()
+    }
+    (container,) = pods_of(objects)[target]["containers"]
+    names = {one["name"]: one["containerPort"] for one in container["ports"]}
+
+    def fits(selector: dict[str, Any], found: dict[str, str]) -> bool:
+        wanted = selector.get("matchLabels", {})
+        among = selector.get("matchExpressions", [])
+        return all(found.get(k) == v for k, v in wanted.items()) and all(
+            found.get(one["key"]) in one["values"] for one in among
+        )
+
+    def one_way(kind: str, peer: str, of: str, other: str) -> bool:
+        for policy in of_kind(objects, "NetworkPolicy").values():
+            if not fits(policy["spec"]["podSelector"], labels[of]):
+                continue
+            for rule in policy["spec"].get(kind, []):
+                ports = {names.get(one["port"], one["port"]) for one in rule["ports"]}
+                peers = [one["podSelector"] for one in rule[peer] if "podSelector" in one]
+                if port in ports and any(fits(one, labels[other]) for one in peers):
+                    return True
+        return False
+
+    return one_way("egress", "to", source, target) and one_way("ingress", "from", target, source)
+
+
+def test_who_may_connect_to_whom(inside: Objects) -> None:
+    servers = {"pubsub": 8085, "bigquery": 9050, "redis": 6379}
+    clients = ("api", "batches", "functions", *workers(inside))
+    for client in clients:
+        for server, port in servers.items():
+            assert allows(inside, client, server, port), f"{client} to {server}"
+        assert not allows(inside, client, "api", 8080), f"{client} to api"
+    assert allows(inside, "pubsub", "functions", 8080)
+    for client in ("redis", "bigquery", "api"):
+        assert not allows(inside, client, "functions", 8080), client
+    for client in servers:
+        for server, port in servers.items():
+            assert not allows(inside, client, server, port), f"{client} to {server}"
+    assert "nothing-by-default" in of_kind(inside, "NetworkPolicy")
+
+
+def test_servers_from_elsewhere_are_not_made(elsewhere: Objects) -> None:
+    assert of_kind(elsewhere, "StatefulSet") == {}
+    assert set(pods_of(elsewhere)) == {"api", "batches", *workers(elsewhere)}
+    assert of_kind(elsewhere, "Ingress") == of_kind(elsewhere, "PersistentVolumeClaim") == {}
+    assert "initContainers" not in pods_of(elsewhere)["api"]
+    for name, found in pods_of(elsewhere).items():
+        given = environment(elsewhere, name)
+        assert given["PENSTOCK_REDIS_URL"] == "rediss://redis.corp:6380/1"
+        assert given["PENSTOCK_OBJECTS_URL"] == "s3://penstock/objects"
+        (container,) = found["containers"]
+        assert {"secretRef": {"name": "penstock-s3"}} in container["envFrom"]
+        mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+        assert given["GOOGLE_APPLICATION_CREDENTIALS"].startswith(mounts["google"])
+    egress = of_kind(elsewhere, "NetworkPolicy")["clients"]["spec"]["egress"]
+    opened = {
+        (to["ipBlock"]["cidr"], one["port"])
+        for rule in egress
+        for to in rule["to"]
+        for one in rule["ports"]
+        if "ipBlock" in to
+    }
+    assert {("10.1.0.0/16", 6380), ("10.2.0.9/32", 9000)} <= opened
+
+
+def test_way_in_is_named_everywhere(inside: Objects) -> None:
+    given = environment(inside, "api")
+    assert given["PENSTOCK_PUBLIC_URL"] == "https://ai.example.com"
+    assert given["PENSTOCK_TRUSTED_PROXIES"] == "10.244.0.0/16"
+    spec = of_kind(inside, "Ingress")["api"]["spec"]
+    assert spec["tls"] == [{"hosts": ["ai.example.com"], "secretName": "penstock-tls"}]
+    (rule,) = of_kind(inside, "NetworkPolicy")["ingress"]["spec"]["ingress"]
+    labels = rule["from"][0]["namespaceSelector"]["matchLabels"]
+    assert labels == {"kubernetes.io/metadata.name": "ingress-nginx"}
+    assert given["PENSTOCK_KEYS_URL"].startswith("file:///etc/penstock-keys/")
+
+
+def test_volumes_are_as_asked_for(tmp_path: Path) -> None:
+    objects = rendered(
+        tmp_path / "site",
+        broker={
+            "kind": "embedded",
+            "fsync": False,
+            "volume": {"size": "7Gi", "storage_class": "ssd"},
+        },
+        redis={"kind": "embedded", "memory": "2Gi"},
+    )
+    broker = of_kind(objects, "StatefulSet")["pubsub"]
+    (claim,) = broker["spec"]["volumeClaimTemplates"]
+    assert claim["spec"]["resources"]["requests"]["storage"] == "7Gi"
+    assert claim["spec"]["storageClassName"] == "ssd"
+    assert "--fsync" not in pod(broker)["containers"][0]["args"]
+    (redis,) = pods_of(objects)["redis"]["containers"]
+    assert redis["resources"]["limits"]["memory"] == "2Gi"
+    assert redis["args"][-2:] == ["--maxmemory", "1228mb"]
+
+
+WRONG: list[tuple[str, object, str]] = [
+    ("namespace", "Penstock", "namespace: String should match"),
+    ("images.api", "registry/api", "images.api: String should match"),
+    ("images.extra", "a:1", "images.extra: Extra inputs are not permitted"),
+    ("broker", {"kind": "kafka"}, "broker: Input tag 'kafka'"),
+    ("broker.volume.size", "20GB", "broker.embedded.volume.size: String should match"),
+    ("broker.fsync", "maybe", "broker.embedded.fsync: Input should be a valid boolean"),
+    ("rows.kind", None, "rows: "),
+    ("redis.memory", "1G", "redis.embedded.memory: String should match"),
+    (
+        "redis",
+        {"kind": "given", "url": "redis://:secret@host/0", "networks": ["10.0.0.0/8"]},
+        "redis.given.url: String should match",
+    ),
+    (
+        "redis",
+        {"kind": "given", "url": "redis://host/0", "networks": []},
+        "redis.given.networks: Tuple should have at least 1",
+    ),
+    (
+        "redis",
+        {"kind": "given", "url": "redis://host/0", "networks": ["10.0.0.1/8"]},
+        r"redis.given.networks.0: 10.0.0.1/8 has host bits set",
+    ),
+    ("objects", {"kind": "bucket", "url": "http://b"}, "objects.bucket.url: String should match"),
+    ("objects", {"kind": "bucket", "url": "gs://bucket"}, "google: is needed"),
+    ("api.replicas", 0, "api.replicas: Input should be greater than or equal to 1"),
+    ("api.replicas", 1.5, "api.replicas: Input should be a valid integer"),
+    ("api.cpu", "one", "api.cpu: String should match"),
+    ("api.replica", 2, "api.replica: Extra inputs are not permitted"),
+    ("ingress.host", "localhost", "ingress.host: String should match"),
+    ("ingress.networks", ["everywhere"], "ingress.networks.0: 'everywhere' does not appear"),
+    ("ingress.tls_secret", None, "ingress.tls_secret: Input should be a valid string"),
+]
+
+
+def changed(path: str, value: object) -> dict[str, Any]:
+    site = copy.deepcopy(example())
+    *parents, last = path.split(".")
+    place = site
+    for name in parents:
+        place = place[name]
+    place[last] = value
+    return site
+
+
+@pytest.mark.parametrize(("path", "value", "reason"), WRONG, ids=lambda one: str(one)[:40])
+def test_wrong_value_is_refused_by_name(
+    tmp_path: Path, path: str, value: object, reason: str
+) -> None:
+    file = tmp_path / "site.yaml"
+    file.write_text(yaml.safe_dump(changed(path, value)))
+    with pytest.raises(ConfigurationError) as refused:
+        read_site(file)
+    assert refused.value.message.startswith(f"{file}: {reason}")
+
+
+def test_command_refuses_with_status_two(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "site.yaml"
+    words = ["--site", str(file), "--out", str(tmp_path / "out")]
+    assert main(words) == 2
+    assert "No such file" in capsys.readouterr().err
+    file.write_text("[]")
+    assert main(words) == 2
+    file.write_text(EXAMPLE.read_text())
+    assert main(words) == 0
+    assert "kubectl kustomize" in capsys.readouterr().out
+    assert main(words) == 0, "an overlay is replaced"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/file").write_text("")
+    assert main([*words[:-1], str(tmp_path / "other")]) == 2
+
+
+def test_every_field_of_the_example_is_documented() -> None:
+    text = Path("infra/kubernetes/site.py").read_text(encoding="utf-8")
+    for name in re.findall(r"(?m)^([a-z_]+):", EXAMPLE.read_text(encoding="utf-8")):
+        assert f"    {name}: " in text
