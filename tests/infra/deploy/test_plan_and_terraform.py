@@ -45,7 +45,7 @@ def test_two_regions_are_those_of_terraform(plan: Plan) -> None:
 # Two runs of Terraform: some 5 s where nobody else wants the machine.
 def test_variables_with_the_changes_are_taken_by_terraform(tmp_path: Path) -> None:
     given = {
-        "api": {"image": IMAGE, "cpu": 4},
+        "api": {"image": IMAGE, "cpu": 4, "memory": "2Gi"},
         "inboxes": {"per_region": 8, "slots": 1},
         "nodes": {"overflow": "a100", "max_gpus": 2, "spot": False},
         "regions": {
