@@ -235,6 +235,7 @@ def _dependencies(
         access=configuration.access,
         admission=pipeline.admission,
         dispatcher=pipeline.dispatcher,
+        canaries=pipeline.canaries,
         refusals=refusals,
         limiter=limiter,
         objects=configuration.objects,

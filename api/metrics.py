@@ -58,6 +58,18 @@ ADMITTED = Counter(
     "Items let in to wait for a worker, those of predictions included.",
     ["model", "lane"],
 )
+CANARY_SHARE = Gauge(
+    "penstock_canary_share", "The part of the requests that the canary of a model gets.", ["model"]
+)
+CANARY_TAKEN_BACK = Gauge(
+    "penstock_canary_taken_back", "1 if the canary of a model was taken back.", ["model"]
+)
+CANARY_COMPARED = Counter(
+    "penstock_canary_compared_total",
+    "Results of a canary that were compared with the other revision's, by whether they were within "
+    "the tolerance.",
+    ["model", "within"],
+)
 HELD = Gauge(
     "penstock_api_jobs_held",
     "Jobs that wait until the publish window of their model has room.",

@@ -14,6 +14,8 @@ from shared.errors import ConfigurationError, UnknownModel
 from shared.tasks import TASKS
 from shared.tasks.base import Task
 
+CANARY_SUFFIX = ".canary"
+
 
 class Model(CatalogEntry):
     """One served model, checked by the rules of its task."""
@@ -23,6 +25,16 @@ class Model(CatalogEntry):
     def _is_known(cls, value: str) -> str:
         if value not in TASKS:
             raise ValueError(f"unknown task {value!r}; use one of {', '.join(TASKS)}")
+        return value
+
+    @field_validator("name")
+    @classmethod
+    def _is_no_canary(cls, value: str) -> str:
+        if value.endswith(CANARY_SUFFIX):
+            raise ValueError(
+                f"a name can't end in {CANARY_SUFFIX}: its topic would be that of another model's "
+                "canary"
+            )
         return value
 
     @model_validator(mode="before")
@@ -46,9 +58,38 @@ class Model(CatalogEntry):
             raise ValueError(
                 "a name can't end in .dead: its topic would be another model's dead-letter topic"
             )
+        if self.canary and (self.canary.revision, self.canary.source or self.source) == (
+            self.revision,
+            self.source,
+        ):
+            raise ValueError("canary.revision is the revision of the model itself")
         if self.deadline.default_s > self.deadline.longest_s:
             raise ValueError("deadline.default_s is above deadline.longest_s")
         return self
+
+    @property
+    def is_canary(self) -> bool:
+        """Whether it is the canary of a model, and not a model of the catalog by itself."""
+        return self.name.endswith(CANARY_SUFFIX)
+
+    @property
+    def public_name(self) -> str:
+        """The name that callers know. A canary has that of its model."""
+        return self.name.removesuffix(CANARY_SUFFIX)
+
+    def as_canary(self) -> Model | None:
+        """The model that its canary is to the pipeline: `<name>.canary`. None without a canary."""
+        canary = self.canary
+        if canary is None:
+            return None
+        update = {
+            "name": self.name + CANARY_SUFFIX,
+            "aliases": (),
+            "revision": canary.revision,
+            "source": canary.source or self.source,
+            "replicas": canary.replicas,
+        }
+        return self.model_copy(update=update)
 
     @cached_property
     def definition(self) -> Task:
@@ -67,10 +108,20 @@ class Model(CatalogEntry):
 
 
 class Catalog:
-    """All served models, by name and alias."""
+    """All served models, by name and alias.
+
+    `models` are those that callers know. `deployed` has their canaries too: all that have topics
+    and workers.
+    """
 
     def __init__(self, models: tuple[Model, ...]) -> None:
         self.models = models
+        self.canaries = {
+            model.name: canary for model in models if (canary := model.as_canary()) is not None
+        }
+        """By the names of their models."""
+        self.deployed = (*models, *self.canaries.values())
+        self._deployed_by_name = {canary.name: canary for canary in self.canaries.values()}
         self._by_name = {alias: model for model in models for alias in (model.name, *model.aliases)}
 
     def find(self, name: str, task: str | None = None) -> Model:
@@ -85,6 +136,14 @@ class Catalog:
         if task is not None and model.definition is not TASKS[task]:
             raise UnknownModel(f"model {name!r} serves {model.task}, not {task}", field="model")
         return model
+
+    def find_deployed(self, name: str) -> Model:
+        """The model that jobs and workers call `name`: one of the catalog, or a canary.
+
+        Raises:
+            UnknownModel: there is none.
+        """
+        return self._deployed_by_name.get(name) or self.find(name)
 
     @property
     def deadline(self) -> Deadline:

@@ -7,6 +7,16 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
+REVISION_PATTERN = r"^[!-~]{1,200}$"
+"""Headers and keys in Redis have revisions, so they are of printable ASCII without spaces."""
+SOURCE_PATTERN = r"^(hf:|gs://|local:|package:).+"
+
+
+def _text_of_revision(value: object) -> object:
+    # YAML reads 1.10 as 1.1 and 0123 as 83: only quotes keep what was meant.
+    if isinstance(value, int | float):
+        raise ValueError("a revision that looks like a number needs quotes")
+    return value
 
 
 class _Entry(BaseModel):
@@ -139,14 +149,54 @@ class Tolerance(_Entry):
     psnr_db: float = Field(30.0, ge=0)
 
 
+class Canary(_Entry):
+    """A new revision that serves a share of the requests beside the one in the entry.
+
+    It has workers and topics of its own. It gets nothing more as soon as it does worse than the
+    other revision, by any of the limits here (shared/canary/verdict.py).
+    """
+
+    revision: str = Field(pattern=REVISION_PATTERN)
+    source: Annotated[str, Field(pattern=SOURCE_PATTERN)] | None = None
+    """Where its weights are. None: the source of the model."""
+    share: float = Field(0.05, gt=0, le=0.5)
+    """The part of the requests that it gets."""
+    by: Literal["input", "tenant"] = "input"
+    """What decides who gets it. `input`: equal requests of a tenant get the same revision.
+    `tenant`: all requests of a tenant do.
+    """
+    replicas: Replicas = Replicas(min=1)
+    """Bounds of the autoscaler of its workers. With none of them up it gets no requests."""
+    error_ratio: float = Field(0.02, ge=0, lt=1)
+    """The part of its items that may fail, above that of the other revision."""
+    p95_ratio: float = Field(1.5, ge=1)
+    """Its 95th percentile of seconds to the answer may be so many times that of the other one."""
+    compare_share: float = Field(0.1, ge=0, le=1)
+    """The part of its requests that the other revision computes too, to compare the results."""
+    tolerance: Tolerance | None = None
+    """How far its results may lie from those of the other revision. None: as `tolerance` says."""
+
+    @field_validator("revision", mode="before")
+    @classmethod
+    def _revision_is_text(cls, value: object) -> object:
+        return _text_of_revision(value)
+
+    @field_validator("replicas")
+    @classmethod
+    def _has_a_worker(cls, value: Replicas) -> Replicas:
+        if value.min < 1:
+            raise ValueError("min is 1 or more: without a worker it gets no requests to scale by")
+        return value
+
+
 class CatalogEntry(_Entry):
     """One served model, as the catalog describes it. `models.yaml` has two in full."""
 
     name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9._-]{2,199}$")
     task: str
     """The name of a task in shared/tasks."""
-    source: str = Field(pattern=r"^(hf:|gs://|local:|package:).+")
-    revision: str = "main"
+    source: str = Field(pattern=SOURCE_PATTERN)
+    revision: str = Field("main", pattern=REVISION_PATTERN)
     aliases: tuple[str, ...] = ()
     backend: Literal["auto", "torch", "onnx"] = "auto"
     """What computes. `auto`: the fastest within the tolerance. Image models need torch."""
@@ -168,11 +218,10 @@ class CatalogEntry(_Entry):
     gpu: Gpu = Gpu()
     replicas: Replicas = Replicas()
     price: Price = Price()
+    canary: Canary | None = None
+    """A new revision that gets a share of the requests. None: there is none."""
 
     @field_validator("revision", mode="before")
     @classmethod
     def _revision_is_text(cls, value: object) -> object:
-        # YAML reads 1.10 as 1.1 and 0123 as 83: only quotes keep what was meant.
-        if isinstance(value, int | float):
-            raise ValueError("a revision that looks like a number needs quotes")
-        return value
+        return _text_of_revision(value)

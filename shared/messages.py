@@ -161,6 +161,8 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     tokens: int | None = None
     pixel_steps: int | None = None
     steps_saved: int | None = None
+    revision: str | None = None
+    """The revision that answered, only of a model with a canary."""
 
 
 class ItemOutcome(msgspec.Struct, omit_defaults=True):

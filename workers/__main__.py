@@ -18,6 +18,7 @@ from contextlib import AsyncExitStack
 import uvloop
 
 from shared import slo
+from shared.canary.board import CanaryBoard
 from shared.catalog import Model, read_catalog
 from shared.errors import ConfigurationError, PenstockError
 from shared.gc_tuning import settle_heap
@@ -28,6 +29,7 @@ from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.tracing.setup import traced
+from shared.transport import Publisher
 from shared.usage.writer import RowWriter
 from workers.autotune.candidates import shared_layout
 from workers.autotune.choice import Layout
@@ -36,6 +38,7 @@ from workers.autotune.hardware import this_machine
 from workers.autotune.renewal import Renewal, TunedModel
 from workers.health import health_server
 from workers.job import WorkerInfo
+from workers.jobs.canary_part import CanaryPart
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
 from workers.models.source import resolve
@@ -52,7 +55,7 @@ def main() -> int:
         settings = read_settings(WorkerSettings)
         configure_logs(settings.log_level, settings.project)
         catalog = read_catalog(settings.models_file)
-        found = [catalog.find(name) for name in settings.model_names]
+        found = [catalog.find_deployed(name) for name in settings.model_names]
         uvloop.run(
             serve(settings, list({model.name: model for model in found}.values()))
         )  # an alias may repeat one
@@ -87,7 +90,7 @@ async def serve(settings: WorkerSettings, models: Sequence[Model]) -> None:
                 lambda: any(w.is_ready for w in running),
             )
         )
-        slo.show(model.name for model in models)
+        slo.show(model.public_name for model in models)
         prepared = [await _prepare(settings, model) for model in models]
         hosted = [one for one, _, _ in prepared]
         layout = prepared[0][1]
@@ -155,6 +158,7 @@ async def _open(
     transport = await stack.enter_async_context(
         PubSubTransport(settings.project, settings.pubsub_endpoint)
     )
+    parts = await _canary_parts(stack, settings, [one.entry for one in hosted], transport)
     objects = ObjectStore(settings.objects_url)
     facts = WorkerInfo(name, settings.region, pool.device_name)
     consumers = [
@@ -164,7 +168,9 @@ async def _open(
             cache,
             records,
             objects,
-            Completion(model, transport, cache, records, objects, rows, facts),
+            Completion(
+                model, transport, cache, records, objects, rows, facts, parts.get(model.name)
+            ),
         )
         for model, folder, _ in hosted
     ]
@@ -178,6 +184,25 @@ async def _open(
         drain_s=settings.drain_s,
         on_batch=renewal.ran,
     )
+
+
+async def _canary_parts(
+    stack: AsyncExitStack, settings: WorkerSettings, models: Sequence[Model], publisher: Publisher
+) -> dict[str, CanaryPart]:
+    """The parts in comparisons of two revisions, by the names of the models that have one."""
+    canaries = {
+        model.name: model if model.is_canary else model.as_canary()
+        for model in models
+        if model.canary is not None
+    }
+    if not canaries:
+        return {}
+    board = await stack.enter_async_context(CanaryBoard(settings.records_redis_url))
+    return {
+        model.name: CanaryPart(model, canary, board, publisher)
+        for model in models
+        if (canary := canaries.get(model.name)) is not None
+    }
 
 
 if __name__ == "__main__":

@@ -45,6 +45,13 @@ PADDED_WORK = Counter("penstock_worker_padded_work_total", "The same as computed
 HANDED_BACK = Counter(
     "penstock_worker_jobs_handed_back_total", "Jobs given back to the broker unfinished"
 )
+CANARY_FORWARDED = Counter(
+    "penstock_worker_canary_forwarded_total",
+    "Jobs of a canary that were handed to the other revision. failed: an item failed. late: half "
+    "of its time had passed. taken_back, drained: the canary gets no requests any more, or has no "
+    "worker.",
+    ["reason"],
+)
 UNDECODABLE = Counter(
     "penstock_worker_undecodable_messages_total", "Messages on the jobs topic that were no job"
 )

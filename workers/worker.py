@@ -138,7 +138,11 @@ class Worker:
                 ack_linger_s=ACK_LINGER_S,
             )
             subscriptions.append(await stack.enter_async_context(subscribing))
-        return consumer.start(subscriptions, self._has_queued, self._stop_unwanted)
+        tasks = consumer.start(subscriptions, self._has_queued, self._stop_unwanted)
+        if consumer.canary is not None:
+            running = consumer.canary.run(self._subscriber, lambda: consumer.is_connected)
+            tasks.append(asyncio.create_task(running))
+        return tasks
 
     def _has_queued(self) -> None:
         self._queued.set()

@@ -26,13 +26,15 @@ from typing import Self
 
 from api import metrics
 from api.dispatch.admission import Admission
+from api.dispatch.canary_comparison import CanaryComparisons
+from api.dispatch.canary_routing import CanaryRouter
 from api.dispatch.job_sender import JobSender, envelope_of, split_into_jobs
 from api.dispatch.request import InferenceRequest, InferenceResponse
 from api.dispatch.request_state import RequestState, cache_hit
 from api.dispatch.singleflight import InFlightItem, InFlightJob, ItemCompletion, SingleFlight
 from api.errors import ClientGone
 from shared import slo
-from shared.errors import PenstockError, Unavailable
+from shared.errors import Overloaded, PenstockError, Unavailable
 from shared.messages import ItemOutcome, failure
 from shared.stores.cache import Level, ResultCache
 from shared.stores.record_state import record_id
@@ -60,6 +62,7 @@ class Dispatcher:
         records: Records,
         admission: Admission,
         rows: RowSink,
+        canaries: CanaryRouter,
         *,
         api_instance: str,
         region: str,
@@ -69,6 +72,8 @@ class Dispatcher:
         self._records = records
         self._admission = admission
         self._rows = rows
+        self._canaries = canaries
+        self._comparisons = CanaryComparisons(canaries.board, self._compute)
         self._api_instance = api_instance
         self._region = region
         self._single_flight = SingleFlight()
@@ -86,9 +91,9 @@ class Dispatcher:
         trace: TracebackType | None,
     ) -> None:
         self._is_closing = True
-        for task in self._jobs:
+        for task in (*self._jobs, *self._comparisons.tasks):
             task.cancel()
-        if tasks := self._jobs | self._cancellations:
+        if tasks := self._jobs | self._cancellations | self._comparisons.tasks:
             await asyncio.wait(tasks, timeout=CLOSE_LIMIT_S)
 
     @property
@@ -107,7 +112,26 @@ class Dispatcher:
             Overloaded: the instance is full, or the items would wait too long for a worker.
             Unavailable: the instance is shutting down.
         """
-        state = RequestState(request)
+        routed = self._canaries.routed(request)
+        if routed is request:
+            return await self._compute(request)
+        state = RequestState(routed)
+        try:
+            response = await self._answer(state)
+        except Overloaded:
+            if state.has_jobs:
+                raise
+        else:
+            self._comparisons.consider(request, routed.model, response)
+            return response
+        # A canary has few workers. What they have no room for is no reason to refuse a caller.
+        return await self._compute(request)
+
+    async def _compute(self, request: InferenceRequest) -> InferenceResponse:
+        """Gets the outcomes from the revision that the request names."""
+        return await self._answer(RequestState(request))
+
+    async def _answer(self, state: RequestState) -> InferenceResponse:
         try:
             while pending := state.pending():
                 await self._run_round(state, pending)
@@ -287,7 +311,7 @@ class Dispatcher:
         for (cache, status), count in counts.items():
             metrics.of_items(request.model.name, cache, status).inc(count)
             if is_promised:
-                slo.count_ended(request.model.name, status, count)
+                slo.count_ended(request.model.public_name, status, count)
         ours = [completion.outcome for completion in completions if not completion.by_worker]
         if not ours:
             return

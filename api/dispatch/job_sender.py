@@ -15,6 +15,7 @@ from api.dispatch.envelope import build_envelope, encode_message, publish_span
 from api.dispatch.publish_window import PublishWindow
 from api.dispatch.request import InferenceRequest
 from api.dispatch.singleflight import InFlightItem, InFlightJob
+from shared.canary.forwarding import JobMessage, publish_job
 from shared.catalog import Model
 from shared.catalog_entry import Replies
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, Unavailable, error_for_code
@@ -177,8 +178,10 @@ class JobSender:
                 envelope = envelope_of(request, self._api_instance)
                 envelope.part, envelope.published_at_s = job.index, now_s
                 envelope.inbox, envelope.slot = waiter.inbox, waiter.slot
-                data, attributes = encode_message(envelope, items, request.options)
-                await self._publisher.publish(topic_id, data, attributes, timeout_s=timeout_s)
+                message = encode_message(envelope, items, request.options)
+                await publish_job(
+                    self._publisher, JobMessage(request.model.name, *message), timeout_s=timeout_s
+                )
         except BadInput as error:
             # The caller's input is already validated, so a refusal is about the topics.
             raise Unavailable(f"the broker refused the job: {error.message}") from error

@@ -6,11 +6,13 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 
 from api.dispatch.admission import Admission
+from api.dispatch.canary_routing import CanaryRouter
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.job_sender import JobSender
 from api.dispatch.publish_window import PublishWindow
 from api.dispatch.reply_inbox import ReplyInbox
 from api.dispatch.window_exchange import WindowExchange
+from shared.canary.board import CanaryBoard
 from shared.catalog import Catalog
 from shared.settings import ApiSettings
 from shared.stores.cache import ResultCache
@@ -30,6 +32,7 @@ class Pipeline:
     rows: RowSink
     admission: Admission
     dispatcher: Dispatcher
+    canaries: CanaryRouter
 
 
 async def open_pipeline(
@@ -69,9 +72,12 @@ async def open_pipeline(
     # Closed right after the dispatcher: what happens to an inbox that is not removed in time is
     # only that it expires, but rows are to be on disk before the process is killed.
     row_sink = await opened.enter_async_context(rows)
-    admission = Admission(settings.max_in_flight, catalog.models)
-    window = PublishWindow(catalog.models, admission.rate_of, settings.broker_wait_s)
+    admission = Admission(settings.max_in_flight, catalog.deployed)
+    window = PublishWindow(catalog.deployed, admission.rate_of, settings.broker_wait_s)
     await opened.enter_async_context(WindowExchange(window, settings.records_redis_url, instance))
+    canaries = await opened.enter_async_context(
+        CanaryRouter(catalog, CanaryBoard(settings.records_redis_url))
+    )
     dispatcher = await opened.enter_async_context(
         Dispatcher(
             JobSender(inbox, broker, objects, records, window, instance),
@@ -79,8 +85,9 @@ async def open_pipeline(
             records,
             admission,
             row_sink,
+            canaries,
             api_instance=instance,
             region=settings.region,
         )
     )
-    return Pipeline(records, broker, inbox, row_sink, admission, dispatcher)
+    return Pipeline(records, broker, inbox, row_sink, admission, dispatcher, canaries)

@@ -18,6 +18,8 @@ from shared.tasks import Input
 from shared.usage.charge import ItemPrice, cost_usd, device_s
 
 COST_HEADER, DEVICE_HEADER = "x-penstock-cost-usd", "x-penstock-device-ms"
+REVISION_HEADER = "x-penstock-revision"
+"""The revision that computed the results. Several, if a canary answered only for a part of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,8 @@ class InferenceRequest:
             self.tenant,
             self.weight,
             self.options.lane,
-            self.is_promised,
+            # A canary that has no room refuses nobody: the other revision takes the items.
+            self.is_promised and not self.model.is_canary,
         )
 
     @property
@@ -121,6 +124,8 @@ class InferenceResponse:
     queue_ms: float
     price: ItemPrice
     """The terms on which its items are charged."""
+    revision: str
+    """The revision of the model that was asked."""
 
     @property
     def cost_usd(self) -> float:
@@ -144,6 +149,9 @@ class InferenceResponse:
             "x-penstock-batch-ms": f"{batch_ms:.2f}",
             "x-penstock-inference-ms": f"{inference_ms:.2f}",
             DEVICE_HEADER: f"{device_ms:.3f}",
+            REVISION_HEADER: ", ".join(
+                sorted({receipt.revision or self.revision for receipt in receipts})
+            ),
             COST_HEADER: shown_usd(self.cost_usd),
         }
 

@@ -92,7 +92,13 @@ class RequestState:
             if completion.queued_at_s and completion.outcome.receipt.pulled_at_s
         ]
         outcomes = [completion.outcome for completion in completions]
-        return InferenceResponse(outcomes, max(0.0, *waits_ms, 0.0), self._price)
+        revision = self.request.model.revision
+        return InferenceResponse(outcomes, max(0.0, *waits_ms, 0.0), self._price, revision)
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether a job of it was started."""
+        return bool(self._jobs)
 
 
 def _is_of_leader(outcome: ItemOutcome) -> bool:

@@ -38,6 +38,7 @@ _EXPOSED_HEADERS = (
         "x-penstock-inference-ms",
         "x-penstock-device-ms",
         "x-penstock-cost-usd",
+        "x-penstock-revision",
         "x-penstock-total-ms",
     ),
     *("x-penstock-seed", "x-penstock-lane"),

@@ -97,6 +97,11 @@ ANSWERED: dict[str, Described] = {
     "X-Penstock-Cost-Usd": _of_answers(
         "What the request is charged, in US dollars. 0 for an answer that is repeated.", _AMOUNT
     ),
+    "X-Penstock-Revision": _of_answers(
+        "The revision of the model that computed the results. Several, comma-separated, if a new "
+        "revision that is being tried computed a part of them.",
+        {"type": "string"},
+    ),
     "X-Penstock-Lane": _of_answers(
         "`batch` where the plan of the caller has no higher priority.",
         {"type": "string", "enum": ["batch"]},
@@ -140,7 +145,7 @@ OF_LIMITS = (
 OF_INFERENCE = (
     *OF_LIMITS,
     *("X-Penstock-Cache", "X-Penstock-Queue-Ms", "X-Penstock-Batch-Ms", "X-Penstock-Inference-Ms"),
-    *("X-Penstock-Device-Ms", "X-Penstock-Cost-Usd"),
+    *("X-Penstock-Device-Ms", "X-Penstock-Cost-Usd", "X-Penstock-Revision"),
     "Idempotent-Replayed",
 )
 OF_STATUS = {

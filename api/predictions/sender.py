@@ -14,6 +14,7 @@ from api.dispatch.envelope import build_envelope, encode_message, publish_span
 from api.dispatch.job_sender import ReplyWaiter
 from api.dispatch.model_window import BATCHES_HELD
 from api.dispatch.request import RequestOptions
+from shared.canary.forwarding import JobMessage, publish_job
 from shared.catalog import Model
 from shared.catalog_entry import Replies
 from shared.errors import Overloaded, PenstockError, Unavailable
@@ -95,14 +96,17 @@ class PredictionSender:
             Unavailable: the broker is out of reach. A record without a key was ended as failed.
         """
         prediction, now_s = new.prediction, time.time()
-        topic_id = jobs_topic_id(prediction.model)
+        model = prediction.canary or prediction.model
+        topic_id = jobs_topic_id(model)
         try:
             with publish_span(topic_id, items=len(new.items), started_s=now_s):
                 envelope = self._envelope(new, waiter, now_s)
                 if unfinished > self._most_interactive[prediction.model]:
                     envelope.lane = "batch"
-                data, attributes = encode_message(envelope, new.items, new.options)
-                await self._publisher.publish(topic_id, data, attributes, timeout_s=PUBLISH_LIMIT_S)
+                message = encode_message(envelope, new.items, new.options)
+                await publish_job(
+                    self._publisher, JobMessage(model, *message), timeout_s=PUBLISH_LIMIT_S
+                )
         except PenstockError as error:
             await self._give_up(new, error)
         # Without the mark, a repeated request publishes the job again, which is harmless.
@@ -116,7 +120,7 @@ class PredictionSender:
         envelope = build_envelope(
             request_id=prediction.record,
             client_request_id=prediction.client_request_id,
-            model=prediction.model,
+            model=prediction.canary or prediction.model,
             tenant=prediction.tenant,
             key_id=prediction.key_id,
             price_share=1.0 if prediction.price is None else prediction.price.price_share,

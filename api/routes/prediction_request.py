@@ -63,11 +63,14 @@ async def read_prediction(
     prediction_id, record = _ids(call.tenant, own_id, key)
     webhook, events = _webhook_of(body, allow_private=call.dependencies.settings.webhooks_private)
     is_kept = read.is_repeatable and options.cache_write
+    inputs = read.inputs if read.is_repeatable else ()
+    serving = call.dependencies.canaries.choose(model, call.tenant, inputs, record)
     prediction = Prediction(
         id=prediction_id,
         record=record,
         tenant=call.tenant,
         model=model.name,
+        canary=serving.name if serving.is_canary else "",
         owner=owner,
         version=version_of(model),
         input=read.shown,
@@ -87,7 +90,7 @@ async def read_prediction(
     )
     return NewPrediction(
         prediction,
-        _items(model, read.inputs, call.tenant, is_kept=is_kept),
+        _items(serving, read.inputs, call.tenant, is_kept=is_kept),
         options,
         weight=call.caller.plan.weight,
         keep_s=call.caller.plan.prediction_keep_s,

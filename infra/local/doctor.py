@@ -202,7 +202,7 @@ def _catalog(settings: Settings) -> Iterator[Diagnosis]:
 
 def _sources(catalog: Catalog) -> Iterator[Diagnosis]:
     """Checks the models whose files must be on this machine before a worker starts."""
-    for model in catalog.models:
+    for model in catalog.deployed:
         kind, _, place = model.source.partition(":")
         if kind == "local" and not Path(place).expanduser().is_dir():
             yield Diagnosis(

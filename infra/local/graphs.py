@@ -16,7 +16,7 @@ LOOSE_COSINE = 0.999
 
 def graph_commands(catalog: Catalog) -> dict[str, list[str]]:
     """The command that builds each model's graphs, by model name. Omits models without graphs."""
-    wanted = {model.name: wanted_graphs(model) for model in catalog.models}
+    wanted = {model.name: wanted_graphs(model) for model in catalog.deployed}
     return {
         name: ["workers.optimize", name, "--variants", graphs]
         for name, graphs in wanted.items()

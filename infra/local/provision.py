@@ -50,7 +50,7 @@ async def provision(
         PenstockError: the broker refused or did not answer.
     """
     await admin.ensure_topic(WEBHOOKS_TOPIC_ID)
-    await asyncio.gather(*(_provision_model(admin, model) for model in catalog.models))
+    await asyncio.gather(*(_provision_model(admin, model) for model in catalog.deployed))
     if functions_url:
         await _provision_pushes(admin, catalog, functions_url)
     for number in range(inbox_pool):
@@ -84,7 +84,7 @@ async def _provision_pushes(admin: Admin, catalog: Catalog, functions_url: str) 
             retry_max_s=DEAD_LETTER_RETRY_S[1],
             push_endpoint=f"{functions_url}/dead_letter",
         )
-        for model in catalog.models
+        for model in catalog.deployed
     }
     webhooks = SubscriptionSettings(
         WEBHOOKS_TOPIC_ID,

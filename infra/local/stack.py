@@ -128,7 +128,7 @@ class Stack:
             undo.callback(self.tell, "stopped", "")
             settings = self.settings
             catalog = read_catalog(settings.models_file)
-            self._check_ports(len(catalog.models))
+            self._check_ports(len(catalog.deployed))
             makers = self._start_makers(undo, catalog)
             self._start_servers(undo)
             provision_broker(settings, catalog, self.functions_url)
@@ -222,7 +222,7 @@ class Stack:
         """
         workers = {
             model.name: self._make.worker(model, port, self._sockets)
-            for model, port in zip(catalog.models, self.ports.health, strict=False)
+            for model, port in zip(catalog.deployed, self.ports.health, strict=False)
         }
         for worker in workers.values():
             undo.callback(worker.stop)

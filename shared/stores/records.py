@@ -72,6 +72,7 @@ CREATE = load_script(*_BUDGET, "shared/stores/record_create.lua")
 PUBLISHED = load_script("shared/stores/record_published.lua")
 CLAIM = load_script(_STATES, "shared/stores/record_claim.lua")
 PROGRESS = load_script("shared/stores/record_progress.lua")
+HAND_OVER = load_script(_STATES, "shared/stores/record_hand_over.lua")
 RELEASE = load_script(_STATES, "shared/stores/record_release.lua")
 CANCEL = load_script(*_BUDGET, _STATES, "shared/stores/record_cancel.lua")
 DELETE = load_script(*_BUDGET, _STATES, "shared/stores/record_delete.lua")
@@ -263,6 +264,11 @@ class Records(RedisStore):
         """Lets a claim go: the job goes back to the broker from a worker that lives."""
         with contextlib.suppress(Unavailable):
             await self._commands.run_script(RELEASE, [self._key(record)])
+
+    async def hand_over(self, record: str) -> None:
+        """Lets all claims go: another revision of the model is to do the job."""
+        with contextlib.suppress(Unavailable):
+            await self._commands.run_script(HAND_OVER, [self._key(record)])
 
     async def progress(self, record: str, step: int, steps: int) -> bool:
         """Notes how far the job is. Returns whether somebody wants previews of it."""

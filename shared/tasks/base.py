@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias
 import msgspec
 
 from shared.blob import INLINE_LIMIT_BYTES, Blob
-from shared.catalog_entry import CatalogEntry
+from shared.catalog_entry import CatalogEntry, Tolerance
 
 LARGEST_JOB_ITEMS = 16
 Unit: TypeAlias = Literal["tokens", "pixel_steps"]
@@ -135,6 +135,10 @@ class Task(ABC):
     @abstractmethod
     def tolerance(self, entry: CatalogEntry) -> float:
         """How close results must be to those of the reference. A part of the cache key."""
+
+    def is_close(self, ours: TaskResult, theirs: TaskResult, tolerance: Tolerance) -> bool | None:
+        """Whether two results of one input are within a tolerance. None: it can't be told here."""
+        return None
 
     def result_bytes(self, entry: CatalogEntry) -> int:
         """What one result takes in a reply, at most."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 import struct
 from typing import Any, ClassVar, Literal
 
-from shared.catalog_entry import CatalogEntry
+from shared.catalog_entry import CatalogEntry, Tolerance
 from shared.tasks.base import ExampleRequest, FirstGuesses, LinkTo, Task, TaskInput, TaskResult
 
 Truncate = Literal["none", "end", "start"]
@@ -101,6 +102,14 @@ class EmbeddingTask(Task):
         """The least cosine similarity to the reference."""
         return entry.tolerance.cosine
 
+    def is_close(self, ours: TaskResult, theirs: TaskResult, tolerance: Tolerance) -> bool | None:
+        """By the cosine of two vectors."""
+        if not isinstance(ours, EmbeddingResult) or not isinstance(theirs, EmbeddingResult):
+            return None
+        if len(ours.vector) != len(theirs.vector):
+            return False
+        return _cosine(ours.vector, theirs.vector) >= tolerance.cosine
+
     def result_bytes(self, entry: CatalogEntry) -> int:
         """A vector in base64, which takes a third more than its bytes."""
         return math.ceil((entry.dimensions or 1) * 4 / 3) * 4
@@ -128,6 +137,13 @@ class EmbeddingTask(Task):
         if len(vector) != entry.dimensions or not is_unit:
             raise ValueError(f"{len(vector)} numbers, no unit vector")
         return f"a unit vector of {len(vector)}"
+
+
+def _cosine(one: bytes, other: bytes) -> float:
+    """The cosine of two vectors of float32. NaN where one of them has no direction."""
+    ours, theirs = (struct.unpack(f"<{len(each) // 4}f", each) for each in (one, other))
+    length = math.hypot(*ours) * math.hypot(*theirs)
+    return sum(map(operator.mul, ours, theirs)) / length if length else math.nan
 
 
 EMBEDDING = EmbeddingTask()

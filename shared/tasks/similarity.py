@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from shared.catalog_entry import CatalogEntry
+from shared.catalog_entry import CatalogEntry, Tolerance
 from shared.tasks.base import ExampleRequest, LinkTo, TaskInput, TaskResult
 from shared.tasks.embedding import EmbeddingTask, Truncate, estimate_tokens
 
@@ -46,6 +47,13 @@ class SimilarityTask(EmbeddingTask):
 
     name = "similarity"
     noun = "a similarity model"
+
+    def is_close(self, ours: TaskResult, theirs: TaskResult, tolerance: Tolerance) -> bool | None:
+        """By the most that the score changes if both of its vectors turn by that cosine."""
+        if not isinstance(ours, SimilarityResult) or not isinstance(theirs, SimilarityResult):
+            return None
+        turn = math.sqrt(2 * (1 - tolerance.cosine))
+        return abs(ours.score - theirs.score) <= 2 * turn
 
     def result_bytes(self, entry: CatalogEntry) -> int:
         """A number."""

@@ -91,12 +91,14 @@ def row_of(
         else None
     )
     known = {name: getattr(receipt, name) for name in receipt.__struct_fields__}
+    # A repeated answer may be another revision's.
+    revision = known.pop("revision") or (model.revision if model else None)
     return Row(
         row_id=f"{envelope.request_id}:{outcome.index}",
         request_id=envelope.request_id,
         item=outcome.index,
-        model=envelope.model,
-        revision=model.revision if model else None,
+        model=model.public_name if model else envelope.model,
+        revision=revision,
         task=model.task if model else None,
         received_at_s=envelope.received_at_s,
         status=outcome.status,

@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 
 from api.dispatch.admission import Admission
+from api.dispatch.canary_routing import CanaryRouter
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.job_sender import JobSender
 from api.dispatch.model_window import ModelWindow
 from api.dispatch.publish_window import PublishWindow
 from api.dispatch.reply_inbox import ReplyInbox
 from api.dispatch.request import InferenceRequest, InferenceResponse, RequestOptions
+from shared.canary.board import CanaryBoard
+from shared.catalog import Catalog
 from shared.service_rate import ServiceRate
 from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
@@ -101,8 +104,9 @@ async def running_dispatcher(
                 window.of[TEXT_MODEL.name, ""] = ModelWindow(slow, window_floor, 0.5)
             objects = ObjectStore("memory://")
             sender = JobSender(inbox, transport, objects, records, window, "test")
+            canaries = CanaryRouter(Catalog((TEXT_MODEL,)), CanaryBoard(redis_url))
             async with Dispatcher(
-                sender, cache, records, admission, rows, api_instance="test", region="r"
+                sender, cache, records, admission, rows, canaries, api_instance="test", region="r"
             ) as dispatcher:
                 yield DispatcherHarness(
                     dispatcher, worker, transport, cache, records, admission, rows.rows

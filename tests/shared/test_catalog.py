@@ -62,6 +62,56 @@ def test_cost_counts_what_was_computed(models_file: Path) -> None:
     assert list_price_usd(price_of(mini), None, 2_000_000) == 0
 
 
+CANARY = GOOD.replace(
+    "    aliases: [small]", '    aliases: [small]\n    canary: {revision: "2", share: 0.1}'
+)
+
+
+def test_canary_is_a_model_of_the_pipeline_only(models_file: Path) -> None:
+    models_file.write_text(CANARY)
+    catalog = read_catalog(models_file)
+    assert [model.name for model in catalog.models] == ["mini", "painter"]
+    assert [model.name for model in catalog.deployed] == ["mini", "painter", "mini.canary"]
+    canary = catalog.find_deployed("mini.canary")
+    assert (canary.revision, canary.source, canary.public_name) == ("2", "local:mini", "mini")
+    assert (canary.replicas.min, canary.is_canary, canary.aliases) == (1, True, ())
+    assert catalog.find_deployed("small") is catalog.find("mini")
+    with pytest.raises(UnknownModel):
+        catalog.find("mini.canary")
+
+
+@pytest.mark.parametrize(
+    ("canary", "reason"),
+    [
+        ('{revision: "1"}', "canary.revision is the revision of the model itself"),
+        ("{revision: 2}", "a revision that looks like a number needs quotes"),
+        ('{revision: "2", share: 0.6}', "less than or equal to 0.5"),
+        ('{revision: "2", share: 0}', "greater than 0"),
+        ('{revision: "2", replicas: {min: 0}}', "min is 1 or more"),
+        ('{revision: "a b"}', "should match pattern"),
+        ("{share: 0.1}", "canary.revision: Field required"),
+        ('{revision: "2", source: "ftp:x"}', "should match pattern"),
+    ],
+)
+def test_wrong_canary_is_refused(models_file: Path, canary: str, reason: str) -> None:
+    models_file.write_text(CANARY.replace('{revision: "2", share: 0.1}', canary))
+    with pytest.raises(ConfigurationError) as caught:
+        read_catalog(models_file)
+    assert reason in caught.value.message
+
+
+def test_same_revision_of_another_source_can_be_a_canary(models_file: Path) -> None:
+    other = '{revision: "1", source: "hf:someone/mini"}'
+    models_file.write_text(CANARY.replace('{revision: "2", share: 0.1}', other))
+    assert read_catalog(models_file).find_deployed("mini.canary").source == "hf:someone/mini"
+
+
+def test_no_model_has_the_name_of_a_canary(models_file: Path) -> None:
+    models_file.write_text(GOOD.replace("name: mini", "name: mini.canary"))
+    with pytest.raises(ConfigurationError, match=r"can't end in \.canary"):
+        read_catalog(models_file)
+
+
 def test_unknown_model_names_no_other(models_file: Path) -> None:
     with pytest.raises(UnknownModel, match="'none' is not served here") as caught:
         read_catalog(models_file).find("none", "image")

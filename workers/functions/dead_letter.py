@@ -16,7 +16,8 @@ from typing import Protocol
 import msgspec
 from prometheus_client import Counter
 
-from shared.catalog import Catalog
+from shared.canary.forwarding import forward
+from shared.catalog import CANARY_SUFFIX, Catalog
 from shared.errors import (
     BadInput,
     Canceled,
@@ -43,7 +44,8 @@ _ATTEMPTS = "cloudpubsubdeadlettersourcedeliverycount"
 
 DEAD_LETTERS = Counter(
     "penstock_functions_dead_letters_total",
-    "Dead letters, by what was left to do: answered, repeated, none",
+    "Dead letters, by what was left to do: answered, repeated, forwarded (of a canary, to the "
+    "other revision), none",
     ["end"],
 )
 
@@ -109,7 +111,23 @@ class DeadLetters:
         }
         topic_id = dead_letter_topic_id(envelope.model)
         with span(f"process {topic_id}", "consumer", facts, parent=envelope.trace):
-            await self._answer(envelope, message)
+            if not await self._forward(envelope, message):
+                await self._answer(envelope, message)
+
+    async def _forward(self, envelope: Envelope, message: Message) -> bool:
+        """Has the other revision do a job that no worker of a canary could finish.
+
+        Returns whether it is such a job.
+        """
+        if not envelope.model.endswith(CANARY_SUFFIX):
+            return False
+        await self._records.hand_over(record_id(envelope.request_id, envelope.part))
+        try:
+            await forward(self._publisher, envelope.model, message)
+        except UndecodableMessage:
+            return False
+        DEAD_LETTERS.labels("forwarded").inc()
+        return True
 
     async def _answer(self, envelope: Envelope, message: Message) -> None:
         items, error = _reading(message)
@@ -164,7 +182,7 @@ class DeadLetters:
 
     def _row(self, envelope: Envelope, answered: ReplyBody, item: int) -> Row:
         try:
-            model = self._catalog.find(envelope.model)
+            model = self._catalog.find_deployed(envelope.model)
         except UnknownModel:
             model = None
         return row_of(

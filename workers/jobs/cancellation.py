@@ -44,6 +44,11 @@ class Cancellation:
                 self._completion.settle(pulled, pulled.expired(item.index))
         self._queue.discard_unwanted()
 
+    def has_started(self, pulled: PulledJob) -> bool:
+        """Whether the model has every item of a job that has no outcome yet."""
+        started = _items_in(self._queue.running, pulled)
+        return all(item.index in started or item.index in pulled.outcomes for item in pulled.items)
+
     async def recheck(self) -> None:
         """Reads all records again, to find jobs that were canceled while Redis was unavailable."""
         for pulled in self._completion.registry.find():

@@ -30,6 +30,8 @@ from shared.webhook_publisher import WebhookPublisher
 from shared.webhooks import EventName
 from workers import metrics
 from workers.job import PulledJob, WorkerInfo, row_for
+from workers.jobs.canary_part import CanaryPart
+from workers.jobs.forwarding import Forwarding
 from workers.jobs.large_results import LargeResults
 from workers.jobs.outcome import answered_by, in_time, one_for_each, state_of, undelivered
 from workers.jobs.registry import JobRegistry
@@ -45,7 +47,9 @@ KEEP_LIMIT_S = 60.0
 class Completion:
     """Ends the jobs of one model.
 
-    `registry` holds them until then, and `replies` publishes their replies.
+    `registry` holds them until then, and `replies` publishes their replies. `canary` is the part in
+    the comparison of two revisions, and `forwarding` hands over what this one can't do. None: the
+    model has no canary, or is none.
     """
 
     def __init__(
@@ -57,8 +61,13 @@ class Completion:
         objects: ObjectStore,
         rows: RowSink,
         worker: WorkerInfo,
+        canary: CanaryPart | None = None,
     ) -> None:
         self.registry = JobRegistry(records)
+        self.canary = canary
+        self.forwarding = (
+            Forwarding(model, publisher, records, self.registry) if model.is_canary else None
+        )
         self.replies = ReplyPublisher(model.name, worker.worker, publisher)
         self._model = model
         self._cache = cache
@@ -113,6 +122,13 @@ class Completion:
 
     async def _finish(self, pulled: PulledJob) -> None:
         outcomes = [pulled.outcomes[item.index] for item in pulled.items]
+        if self.canary is not None:
+            self.canary.count(pulled, outcomes)
+            for outcome in outcomes:
+                outcome.receipt.revision = self._model.revision
+        if self.forwarding is not None and self.forwarding.wants(outcomes):
+            await self.forwarding.forward(pulled, "failed")
+            return
         record_spans(pulled, self._model, self._worker.device)
         try:
             outcomes = [await self._large.stored(pulled.envelope, outcome) for outcome in outcomes]
@@ -193,7 +209,7 @@ class Completion:
         )
         if slo.is_promised(self._model.deadline, envelope.lane, limits_s):
             for outcome in ours.outcomes:
-                slo.count_ended(self._model.name, outcome.status)
+                slo.count_ended(self._model.public_name, outcome.status)
 
     def _write_rows(self, pulled: PulledJob, answered: ReplyBody) -> None:
         """Writes one row per item, and acks the job when all of them are safe."""

@@ -23,6 +23,7 @@ from shared.tracing.spans import is_recorded
 from shared.transport import Message, Subscription
 from workers.job import PulledJob, Run
 from workers.jobs.batch_results import BatchResults
+from workers.jobs.canary_part import CanaryPart
 from workers.jobs.cancellation import Cancellation
 from workers.jobs.claims import Claims
 from workers.jobs.completion import Completion
@@ -32,6 +33,8 @@ from workers.jobs.preprocessing import Preprocessor
 from workers.models.base import Preparer
 from workers.tasks import WORKER_TASKS
 
+CANARY_PART = 0.5
+"""The part of a job's time that a canary has. What it does not do by then is forwarded."""
 ADMIT_MESSAGES_MAX = 256
 """Messages that are admitted together, with one cache look-up and one tokenizer call for all."""
 
@@ -60,14 +63,24 @@ class JobConsumer:
         )
         self._cache = cache
         self._claims = Claims(records, completion)
-        self._deadlines = Deadlines(self.cancellation.expire_start, self.cancellation.expire)
         self._completion = completion
+        self._forwarding = completion.forwarding
+        self._deadlines = (
+            Deadlines(self.cancellation.expire_start, self.cancellation.expire)
+            if self._forwarding is None
+            else Deadlines(self._forward_unstarted, self._forward_late, CANARY_PART)
+        )
         self._registry = completion.registry
         self._arrived: asyncio.Queue[tuple[Message, Subscription]] = asyncio.Queue(
             ADMIT_MESSAGES_MAX
         )
         self._subscriptions: Sequence[Subscription] = ()
         self._pulling: list[asyncio.Task[None]] = []
+
+    @property
+    def canary(self) -> CanaryPart | None:
+        """The part in the comparison of two revisions. None: the model has no canary."""
+        return self._completion.canary
 
     @property
     def is_connected(self) -> bool:
@@ -157,10 +170,32 @@ class JobConsumer:
         self._registry.add(pulled)
         if pulled.start_by_s > now_s:
             self._deadlines.watch(pulled)
-            return pulled
+            return None if self._is_forwarded(pulled) else pulled
         for item in pulled.items:
             self._completion.settle(pulled, pulled.expired(item.index))
         return None
+
+    def _is_forwarded(self, pulled: PulledJob) -> bool:
+        """Forwards a job that came to a canary after it was taken back."""
+        part = self._completion.canary
+        if self._forwarding is None or part is None or not part.is_taken_back:
+            return False
+        self._forwarding.begin(pulled, "taken_back")
+        return True
+
+    def _forward_unstarted(self, pulled: PulledJob) -> None:
+        if not self.cancellation.has_started(pulled):
+            self._forward_late(pulled)
+
+    def _forward_late(self, pulled: PulledJob) -> None:
+        """Leaves the other revision enough of the time."""
+        if self._forwarding is None or pulled.is_over:
+            return
+        if self._completion.canary is not None:
+            self._completion.canary.count_late(pulled)
+        self._forwarding.begin(pulled, "late")
+        self.queue.discard_unwanted()
+        self.cancellation.on_unwanted()
 
     async def _look_up(self, pulled_jobs: Sequence[PulledJob]) -> dict[str, tuple[Result, Level]]:
         """The results in the cache. Redis is not asked again right after the API asked it."""

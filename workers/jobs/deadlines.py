@@ -17,23 +17,27 @@ class Deadlines:
     Args:
         on_start_expired: called at a job's queue limit, if that is before its deadline.
         on_expired: called at a job's deadline.
+        part: of the time that is left, after which a limit counts as passed.
     """
 
-    def __init__(self, on_start_expired: JobCallback, on_expired: JobCallback) -> None:
+    def __init__(
+        self, on_start_expired: JobCallback, on_expired: JobCallback, part: float = 1.0
+    ) -> None:
+        self._part = part
         self._on_start_expired = on_start_expired
         self._on_expired = on_expired
 
     def watch(self, pulled: PulledJob) -> None:
         """Starts the timer of a job that was just pulled."""
         if pulled.start_by_s < pulled.envelope.deadline_s:
-            pulled.timer = _at(pulled.start_by_s, self._pass_start, pulled)
+            pulled.timer = self._at(pulled.start_by_s, self._pass_start, pulled)
         else:
-            pulled.timer = _at(pulled.envelope.deadline_s, self._on_expired, pulled)
+            pulled.timer = self._at(pulled.envelope.deadline_s, self._on_expired, pulled)
 
     def _pass_start(self, pulled: PulledJob) -> None:
-        pulled.timer = _at(pulled.envelope.deadline_s, self._on_expired, pulled)
+        pulled.timer = self._at(pulled.envelope.deadline_s, self._on_expired, pulled)
         self._on_start_expired(pulled)
 
-
-def _at(unix_s: float, act: JobCallback, pulled: PulledJob) -> asyncio.TimerHandle:
-    return asyncio.get_running_loop().call_later(max(0.0, unix_s - time.time()), act, pulled)
+    def _at(self, unix_s: float, act: JobCallback, pulled: PulledJob) -> asyncio.TimerHandle:
+        left_s = max(0.0, unix_s - time.time())
+        return asyncio.get_running_loop().call_later(left_s * self._part, act, pulled)

@@ -73,7 +73,8 @@ def drawn_rows(day_s: int) -> tuple[list[Row], dict[Group, Sums]]:
             received_at_s=day_s - (DAYS - 1 - day) * DAY_S + 1,
             published_at_s=0.0,
         )
-        receipt = Receipt(cache, **{model.definition.unit: work})
+        receipt = Receipt(cache)
+        setattr(receipt, model.definition.unit, work)
         rows.append(row_of(envelope, ItemOutcome(0, status, receipt), model))
         if status == "succeeded":
             sums[day, model.name, key].add(model, work, cache)

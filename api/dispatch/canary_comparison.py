@@ -1,0 +1,126 @@
+"""Compares results of a canary with those of the other revision, after the caller has them.
+
+A part of the requests that a canary answered is computed by the other revision too, in the batch
+lane and in nobody's name: the caller neither waits for it nor pays for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from api import metrics
+from api.dispatch.canary_routing import Board
+from api.dispatch.request import InferenceRequest, InferenceResponse
+from shared.canary.verdict import CanaryCounts
+from shared.catalog import Model
+from shared.errors import PenstockError
+from shared.tasks import Result
+
+log = logging.getLogger(__name__)
+
+TENANT = "penstock-canary"
+"""Whose such requests are, in rows and for fair shares."""
+AT_ONCE = 4
+"""Comparisons under way in this process. What comes meanwhile is not compared."""
+LARGEST_REQUEST = 16
+"""Items of a request that are compared, at most."""
+
+Dispatch = Callable[[InferenceRequest], Awaitable[InferenceResponse]]
+
+
+class CanaryComparisons:
+    """Runs comparisons in the background. The owner calls `close` at its end.
+
+    Args:
+        board: gets the counts.
+        dispatch: computes a request by the revision that it names.
+    """
+
+    def __init__(self, board: Board, dispatch: Dispatch) -> None:
+        self._board = board
+        self._dispatch = dispatch
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def tasks(self) -> set[asyncio.Task[None]]:
+        """The comparisons under way."""
+        return self._tasks
+
+    def consider(self, asked: InferenceRequest, canary: Model, response: InferenceResponse) -> None:
+        """Starts a comparison of what a canary answered, for a part of the requests.
+
+        Args:
+            asked: the request, of the model that the caller named.
+            canary: that it was routed to.
+            response: what came of it.
+        """
+        rules = canary.canary
+        if rules is None or random.random() >= rules.compare_share or len(self._tasks) >= AT_ONCE:
+            return
+        results = [
+            outcome.result
+            for outcome in response.outcomes
+            if outcome.result is not None and outcome.receipt.revision == canary.revision
+        ]
+        if len(results) < len(response.outcomes):  # the other revision answered, or the cache
+            return
+        task = asyncio.create_task(self._compare(asked, canary, results[:LARGEST_REQUEST]))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _compare(self, asked: InferenceRequest, canary: Model, results: list[Result]) -> None:
+        try:
+            response = await self._dispatch(_shadow_of(asked, len(results)))
+            counts = CanaryCounts()
+            for ours, outcome in zip(results, response.outcomes, strict=True):
+                self._count(counts, canary, ours, outcome.result)
+            if counts.compared:
+                await self._board.count(canary, counts)
+        except PenstockError as error:
+            log.debug("results not compared", extra={"reason": error.message})
+
+    def _count(
+        self, counts: CanaryCounts, canary: Model, ours: Result, theirs: Result | None
+    ) -> None:
+        """Counts one comparison. An item that the other revision has no result of says nothing."""
+        if theirs is None or canary.canary is None:
+            return
+        tolerance = canary.canary.tolerance or canary.tolerance
+        is_close = canary.definition.is_close(ours, theirs, tolerance)
+        if is_close is None:
+            return
+        counts.compared += 1
+        counts.outside += not is_close
+        within = "yes" if is_close else "no"
+        metrics.CANARY_COMPARED.labels(canary.public_name, within).inc()
+
+
+def _shadow_of(asked: InferenceRequest, items: int) -> InferenceRequest:
+    now_s = time.time()
+    return replace(
+        asked,
+        request_id=f"cmp_{secrets.token_hex(12)}",
+        client_request_id="",
+        tenant=TENANT,
+        key_id="",
+        weight=1.0,
+        price_share=0.0,
+        inputs=asked.inputs[:items],
+        is_repeatable=False,
+        deadline_s=now_s + asked.model.deadline.longest_s,
+        options=replace(
+            asked.options,
+            received_at_s=now_s,
+            lane="batch",
+            queue_limit_s=None,
+            cache_read=False,
+            cache_write=False,
+            idempotency_key="",
+        ),
+    )

@@ -1,0 +1,179 @@
+"""Chooses the revision of a model that a request gets, and takes canaries back.
+
+Each instance looks at the board in Redis (shared/canary/board.py) once a second. One of them judges
+in each second, and all follow. While Redis is away a canary gets nothing: it could not be judged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Protocol, Self
+
+import msgspec
+
+from api import metrics
+from api.dispatch.request import InferenceRequest
+from shared.canary.board import CanaryState
+from shared.canary.verdict import CanaryCounts, judge
+from shared.catalog import Catalog, Model
+from shared.errors import Unavailable
+from shared.tasks import Input
+
+REFRESH_S = 1.0
+READ_LIMIT_S = 2.0
+STALE_LIMIT_S = 4.0
+"""What was read so long ago is not known any more."""
+_WHOLE = 1 << 64
+
+log = logging.getLogger(__name__)
+
+
+class Board(Protocol):
+    """What is known of canaries. The implementation is shared/canary/board.py."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    async def state(self, canary: Model) -> CanaryState:
+        """Whether the canary gets requests."""
+
+    async def may_judge(self, canary: Model) -> bool:
+        """Whether this process is to judge now."""
+
+    async def counts(self, canary: Model) -> CanaryCounts:
+        """What both revisions did lately."""
+
+    async def count(self, canary: Model, counts: CanaryCounts) -> None:
+        """Adds to that."""
+
+    async def take_back(self, canary: Model, reason: str) -> bool:
+        """Takes the canary back. Returns whether it was not taken back before."""
+
+
+class CanaryRouter:
+    """Sends a share of the requests to canaries. An async context manager that runs the refresh.
+
+    Args:
+        catalog: its canaries.
+        board: in Redis. It is opened and closed with this object.
+        refresh_s: pause between two looks at it.
+    """
+
+    def __init__(self, catalog: Catalog, board: Board, *, refresh_s: float = REFRESH_S) -> None:
+        self._canaries = catalog.canaries
+        self.board = board
+        self._refresh_s = refresh_s
+        self._serving_until_s: dict[str, float] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._canaries:
+            await self.board.__aenter__()
+            await self.refresh()
+            self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            await self.board.__aexit__(kind, error, trace)
+
+    def routed(self, request: InferenceRequest) -> InferenceRequest:
+        """The request as the canary of its model gets it, or the same request."""
+        model = request.model
+        if model.name not in self._canaries:
+            return request
+        inputs = request.inputs if request.is_repeatable else ()
+        chosen = self.choose(model, request.tenant, inputs, request.request_id)
+        return request if chosen is model else replace(request, model=chosen)
+
+    def choose(self, model: Model, tenant: str, inputs: Sequence[Input], otherwise: str) -> Model:
+        """The revision that serves a request: the model itself or its canary.
+
+        Args:
+            model: of the catalog.
+            tenant: the caller's.
+            inputs: of a request that gives the same results each time. Empty for others.
+            otherwise: decides for those.
+        """
+        canary = self._canaries.get(model.name)
+        if canary is None or canary.canary is None or not self.is_serving(canary):
+            return model
+        key: tuple[object, ...] = (tenant,)
+        if canary.canary.by == "input":
+            key = (tenant, *(one.cache_form() for one in inputs)) if inputs else (otherwise,)
+        return canary if _part_of(canary, key) < canary.canary.share else model
+
+    def is_serving(self, canary: Model) -> bool:
+        """Whether this instance sends a canary its share."""
+        return time.monotonic() < self._serving_until_s.get(canary.name, 0.0)
+
+    async def refresh(self) -> None:
+        """Looks at the board once, and judges where it is this instance's turn."""
+        async with asyncio.TaskGroup() as tasks:
+            for canary in self._canaries.values():
+                tasks.create_task(self._refresh(canary))
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._refresh_s)
+            await self.refresh()
+
+    async def _refresh(self, canary: Model) -> None:
+        began_s = time.monotonic()
+        try:
+            async with asyncio.timeout(READ_LIMIT_S):
+                state = await self.board.state(canary)
+                if state.is_serving and not await self._is_good(canary):
+                    state = state._replace(taken_back="judged")
+        except (TimeoutError, Unavailable) as error:
+            log.warning("canary not looked at", extra={"model": canary.name, "reason": str(error)})
+        else:
+            until_s = began_s + STALE_LIMIT_S if state.is_serving else 0.0
+            self._serving_until_s[canary.name] = until_s
+            metrics.CANARY_TAKEN_BACK.labels(canary.public_name).set(bool(state.taken_back))
+        share = canary.canary.share if canary.canary and self.is_serving(canary) else 0.0
+        metrics.CANARY_SHARE.labels(canary.public_name).set(share)
+
+    async def _is_good(self, canary: Model) -> bool:
+        """Judges, if it is this instance's turn. Takes the canary back if it is bad."""
+        assert canary.canary is not None, "a canary has the rules of its entry; this is a bug"
+        if not await self.board.may_judge(canary):
+            return True
+        verdict = judge(await self.board.counts(canary), canary.canary)
+        if verdict.is_good:
+            return True
+        if await self.board.take_back(canary, verdict.reason):
+            facts = {"model": canary.name, "revision": canary.revision, "reason": verdict.reason}
+            log.error("canary taken back", extra=facts)
+        return False
+
+
+def _part_of(canary: Model, key: tuple[object, ...]) -> float:
+    """A number from 0 to 1 that is the same for equal keys, and another for each canary.
+
+    It does not depend on the share. So a larger share keeps those that have the canary already.
+    """
+    try:
+        text = msgspec.msgpack.encode((canary.name, canary.revision, key))
+    except UnicodeEncodeError:  # the request is about to be refused
+        return 1.0
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) / _WHOLE

@@ -1,0 +1,74 @@
+"""Sends a job of a canary to the other revision: what the canary did not do, that one does.
+
+The job keeps its id, so its record, its reply and its row stay one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from shared.catalog import CANARY_SUFFIX
+from shared.errors import BadInput
+from shared.message_encoding import decode_job, encode_job
+from shared.messages import Job
+from shared.pubsub.names import jobs_topic_id
+from shared.transport import Message, Publisher
+
+
+class JobMessage(NamedTuple):
+    """A job as it is published: for which model, with which data and attributes."""
+
+    model: str
+    data: bytes
+    attributes: Mapping[str, str]
+
+
+def forwarded(job: JobMessage) -> JobMessage:
+    """A job of a canary, for the other revision.
+
+    Its items lose their cache keys, which are those of the canary.
+
+    Raises:
+        UndecodableMessage: it is no job.
+    """
+    read = decode_job(job.data, job.attributes)
+    model = job.model.removesuffix(CANARY_SUFFIX)
+    read.envelope.model, read.envelope.cache_key, read.envelope.attempt = model, "", 1
+    items = [msgspec.structs.replace(item, cache_key=None) for item in read.body.items]
+    body = msgspec.structs.replace(read.body, items=items)
+    return JobMessage(model, *encode_job(Job(read.envelope, body)))
+
+
+async def forward(publisher: Publisher, canary: str, message: Message) -> None:
+    """Publishes a received job of a canary again, for the other revision.
+
+    Raises:
+        UndecodableMessage: it is no job.
+        PenstockError: the broker did not take it.
+    """
+    job = forwarded(JobMessage(canary, message.data, message.attributes))
+    await publisher.publish(jobs_topic_id(job.model), job.data, job.attributes)
+
+
+async def publish_job(publisher: Publisher, job: JobMessage, *, timeout_s: float) -> None:
+    """Publishes a job. One of a canary goes to the other revision if the canary has no topic.
+
+    So instances may know of a canary before its topic is there, and after it is gone.
+
+    Raises:
+        PenstockError: the broker did not take it.
+    """
+    try:
+        await publisher.publish(
+            jobs_topic_id(job.model), job.data, job.attributes, timeout_s=timeout_s
+        )
+    except BadInput:
+        if not job.model.endswith(CANARY_SUFFIX):
+            raise
+        other = forwarded(job)
+        await publisher.publish(
+            jobs_topic_id(other.model), other.data, other.attributes, timeout_s=timeout_s
+        )

@@ -1,0 +1,164 @@
+"""Judges a canary by what its items did, beside those of the other revision. Pure.
+
+Each of the three rules asks the same question: could a revision that keeps to its limit have as
+many bad items as were seen? They use the upper tail of the binomial distribution. A canary is bad
+if that is less likely than FALSE_ALARM. So a few items suffice where all of them are bad, and many
+are needed where few are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from shared.catalog_entry import Canary
+
+FALSE_ALARM = 1e-5
+"""How unlikely what was seen must be. It is small because the question is asked every second."""
+LEAST_ITEMS = 50
+"""Items of the other revision that a comparison of times needs."""
+P95 = 0.95
+SLACK_S = 0.05
+"""Nobody notices a delay below this, and a busy machine adds as much by itself."""
+OUTSIDE_RATIO = 0.01
+"""The part of the compared results that may lie outside the tolerance. Rounding puts some there."""
+STEP = 1.1
+"""Each bin of a histogram of times begins at so many times the one before."""
+_FIRST_S = 0.001
+
+
+@dataclass(slots=True)
+class RevisionCounts:
+    """What the items of one revision did."""
+
+    items: int = 0
+    failed: int = 0
+    bins: Counter[int] = field(default_factory=Counter)
+    """Items by the bin of their seconds from publishing to the end."""
+
+    def add(self, seconds: float | None = None) -> None:
+        """Counts an item that was computed. None: its time says nothing of the revision."""
+        self.items += 1
+        if seconds is not None:
+            self.bins[bin_of(seconds)] += 1
+
+    def add_failed(self, items: int = 1) -> None:
+        """Counts items that failed."""
+        self.items += items
+        self.failed += items
+
+    @property
+    def p95_s(self) -> float | None:
+        """The 95th percentile of the seconds, to the end of its bin. None without any."""
+        total, seen = self.bins.total(), 0
+        for number in sorted(self.bins):
+            seen += self.bins[number]
+            if seen >= P95 * total:
+                return end_of_bin_s(number)
+        return None
+
+
+@dataclass(slots=True)
+class CanaryCounts:
+    """What is known of both revisions in the window that is judged."""
+
+    stable: RevisionCounts = field(default_factory=RevisionCounts)
+    canary: RevisionCounts = field(default_factory=RevisionCounts)
+    compared: int = 0
+    outside: int = 0
+    """Of the compared results, those outside the tolerance."""
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryVerdict:
+    """The verdict on a canary: good unless one of the rules is broken."""
+
+    is_good: bool
+    reason: str
+    """What speaks for it, in a line."""
+
+
+def judge(counts: CanaryCounts, rules: Canary) -> CanaryVerdict:
+    """Judges a canary by its share of errors, its p95 and its results."""
+    for bad in (_too_many_failed(counts, rules), _too_slow(counts, rules), _too_different(counts)):
+        if bad:
+            return CanaryVerdict(False, bad)
+    stable, canary = counts.stable, counts.canary
+    times = f"p95 {_shown(canary.p95_s)} beside {_shown(stable.p95_s)}"
+    return CanaryVerdict(
+        True,
+        f"{canary.failed} of {canary.items} items failed beside {stable.failed} of "
+        f"{stable.items}; {times}; {counts.outside} of {counts.compared} results outside the "
+        "tolerance",
+    )
+
+
+def bin_of(seconds: float) -> int:
+    """The number of the bin of a histogram of times."""
+    return max(0, math.ceil(math.log(max(seconds, _FIRST_S) / _FIRST_S, STEP)))
+
+
+def end_of_bin_s(number: int) -> float:
+    """The longest time in a bin, in seconds."""
+    return float(_FIRST_S * STEP**number)
+
+
+def tail(seen: int, of: int, ratio: float) -> float:
+    """The chance of `seen` or more among `of`, where each is so with the chance `ratio`."""
+    if seen <= 0 or ratio >= 1:
+        return 1.0
+    if ratio <= 0:
+        return 0.0
+    logs = (math.log(ratio), math.log1p(-ratio))
+    ways = math.lgamma(of + 1)
+    return sum(
+        math.exp(
+            ways
+            - math.lgamma(count + 1)
+            - math.lgamma(of - count + 1)
+            + count * logs[0]
+            + (of - count) * logs[1]
+        )
+        for count in range(seen, of + 1)
+    )
+
+
+def _is_bad(seen: int, of: int, ratio: float) -> bool:
+    return seen > ratio * of and tail(seen, of, ratio) < FALSE_ALARM
+
+
+def _too_many_failed(counts: CanaryCounts, rules: Canary) -> str:
+    stable, canary = counts.stable, counts.canary
+    ratio = rules.error_ratio + (stable.failed / stable.items if stable.items else 0.0)
+    if not _is_bad(canary.failed, canary.items, ratio):
+        return ""
+    return (
+        f"{canary.failed} of {canary.items} items failed, beside {stable.failed} of {stable.items}"
+    )
+
+
+def _too_slow(counts: CanaryCounts, rules: Canary) -> str:
+    usual_s = counts.stable.p95_s
+    if usual_s is None or counts.stable.bins.total() < LEAST_ITEMS:
+        return ""
+    limit_s = max(usual_s * rules.p95_ratio, usual_s + SLACK_S)
+    bins = counts.canary.bins
+    slow = sum(count for number, count in bins.items() if end_of_bin_s(number - 1) > limit_s)
+    # A revision that is as fast has 5 % of its items above the p95, and fewer above the limit.
+    if not _is_bad(slow, bins.total(), 1 - P95):
+        return ""
+    return (
+        f"{slow} of {bins.total()} items took more than {limit_s:.3g} s, which is "
+        f"{limit_s / usual_s:.3g} times the p95 of the other revision"
+    )
+
+
+def _too_different(counts: CanaryCounts) -> str:
+    if not _is_bad(counts.outside, counts.compared, OUTSIDE_RATIO):
+        return ""
+    return f"{counts.outside} of {counts.compared} results were outside the tolerance"
+
+
+def _shown(seconds: float | None) -> str:
+    return "unknown" if seconds is None else f"{seconds:.3g} s"

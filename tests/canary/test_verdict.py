@@ -1,0 +1,101 @@
+"""The verdict by itself: what takes a canary back, and how rarely it is wrong."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binom
+
+from shared.canary.verdict import (
+    STEP,
+    CanaryCounts,
+    RevisionCounts,
+    bin_of,
+    end_of_bin_s,
+    judge,
+    tail,
+)
+from shared.catalog_entry import Canary
+
+RULES = Canary(revision="2")
+
+
+def side(good: int, failed: int = 0, seconds: float = 0.1) -> RevisionCounts:
+    counts = RevisionCounts()
+    for _ in range(good):
+        counts.add(seconds)
+    counts.add_failed(failed)
+    return counts
+
+
+def is_good(counts: CanaryCounts, rules: Canary = RULES) -> bool:
+    return judge(counts, rules).is_good
+
+
+@given(st.integers(1, 400), st.floats(0.001, 0.999), st.data())
+def test_tail_is_that_of_the_binomial_distribution(
+    of: int, ratio: float, data: st.DataObject
+) -> None:
+    seen = data.draw(st.integers(1, of))
+    assert tail(seen, of, ratio) == pytest.approx(
+        binom.sf(seen - 1, of, ratio), rel=1e-6, abs=1e-12
+    )
+
+
+@given(st.floats(0.001, 1e5))
+def test_bins_hold_their_times(seconds: float) -> None:
+    end_s = end_of_bin_s(bin_of(seconds))
+    assert end_s / STEP * 0.999 < seconds <= end_s * 1.001
+
+
+def test_nothing_is_judged_without_items() -> None:
+    assert is_good(CanaryCounts())
+
+
+@pytest.mark.parametrize(("failed", "good", "stays"), [(2, 0, True), (3, 0, False), (3, 300, True)])
+def test_a_few_items_suffice_where_all_fail(failed: int, good: int, stays: bool) -> None:
+    counts = CanaryCounts(side(1000), side(good, failed))
+    assert is_good(counts) is stays
+
+
+def test_failures_of_both_revisions_are_no_fault_of_the_canary() -> None:
+    assert is_good(CanaryCounts(side(50, 50), side(50, 50)))
+    assert not is_good(CanaryCounts(side(100), side(50, 50)))
+
+
+def test_slow_canary_is_taken_back() -> None:
+    assert is_good(CanaryCounts(side(100, seconds=1.0), side(20, seconds=1.4)))
+    verdict = judge(CanaryCounts(side(100, seconds=1.0), side(20, seconds=2.0)), RULES)
+    assert not verdict.is_good
+    assert "20 of 20 items took more than" in verdict.reason
+
+
+def test_milliseconds_are_no_reason() -> None:
+    assert is_good(CanaryCounts(side(100, seconds=0.002), side(100, seconds=0.02)))
+
+
+def test_times_need_enough_of_the_other_revision() -> None:
+    assert is_good(CanaryCounts(side(49, seconds=0.1), side(100, seconds=9.0)))
+
+
+def test_results_outside_the_tolerance_take_it_back() -> None:
+    assert is_good(CanaryCounts(compared=2, outside=2))
+    assert not is_good(CanaryCounts(compared=3, outside=3))
+    assert is_good(CanaryCounts(compared=1000, outside=10))
+
+
+def test_equal_revisions_are_rarely_told_apart() -> None:
+    """A canary that fails as often as it may, asked after every item, for 2,000 items."""
+    drawn, taken_back = random.Random(1), 0
+    for _ in range(100):
+        counts = CanaryCounts(stable=side(2000))
+        for _ in range(2000):
+            if drawn.random() < RULES.error_ratio:
+                counts.canary.add_failed()
+            else:
+                counts.canary.items += 1
+            if not is_good(counts):
+                taken_back += 1
+                break
+    assert taken_back <= 2

@@ -1,0 +1,291 @@
+"""Two revisions of a model side by side: the real API and real workers of both, with model
+processes that a test can make bad.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import time
+import zlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import httpx
+import numpy as np
+
+from api.dispatch.canary_comparison import TENANT
+from infra.local.provision import provision
+from shared.canary.board import JUDGE_EVERY_S, CanaryBoard
+from shared.catalog import Catalog, Model
+from shared.catalog_entry import Batch, Canary, Price
+from shared.errors import ModelFailed
+from shared.pubsub.names import dead_letter_subscription_id
+from shared.stores.cache import ResultCache
+from shared.stores.objects import ObjectStore
+from shared.stores.records import Records
+from shared.tasks.embedding import EmbeddingResult
+from shared.usage.row import Row
+from tests.api.fake_worker import FakeWorker
+from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.fakes import InMemoryTransport
+from tests.limits import WAIT_LIMIT_S
+from tests.workers.worker_harness import LetterPreparer, RowList
+from workers.functions.dead_letter import DeadLetters
+from workers.job import WorkerInfo
+from workers.jobs.canary_part import CanaryPart
+from workers.jobs.completion import Completion
+from workers.jobs.consumer import JobConsumer
+from workers.models.base import PreparedText
+from workers.runtime.client import OnPreviews, OnProgress
+from workers.runtime.pool import ModelProcessDied
+from workers.runtime.protocol import BatchResult, Failure, ResidencyReport
+from workers.worker import Worker
+
+Fault = Literal["", "errors", "dies", "slow", "hangs", "wrong"]
+DIMENSIONS = 8
+SLOW_S = 0.4
+MODEL = Model(
+    name="letters",
+    task="embedding",
+    source="local:nowhere",
+    revision="1",
+    dimensions=DIMENSIONS,
+    batch=Batch(max_tokens=1000, max_items=16),
+    price=Price(per_million_tokens_usd=2.0),
+    canary=Canary(revision="2", share=0.5, compare_share=1.0),
+)
+CATALOG = Catalog((MODEL,))
+CANARY = CATALOG.canaries[MODEL.name]
+_numbers = itertools.count()
+
+
+def vector_of(text: str) -> bytes:
+    drawn = np.random.default_rng(zlib.crc32(text.encode())).standard_normal(DIMENSIONS)
+    return drawn.astype("<f4").tobytes()
+
+
+class RevisionProcess:
+    """Computes one vector for each text, unless something is wrong with it."""
+
+    def __init__(self) -> None:
+        self.fault: Fault = ""
+        self.residency = ResidencyReport([0])
+        self.texts: list[str] = []
+        self.released = asyncio.Event()
+
+    async def ready(self) -> None:
+        return None
+
+    async def run(
+        self,
+        batch: Sequence[PreparedText],
+        *,
+        timeout_s: float,
+        model: int,
+        on_step: OnProgress | None = None,
+        on_previews: OnPreviews | None = None,
+    ) -> BatchResult:
+        texts = [prepared.ids.decode() for prepared in batch]
+        self.texts += texts
+        if self.fault == "dies":
+            raise ModelProcessDied("killed")
+        if self.fault == "slow":
+            await asyncio.sleep(SLOW_S)  # what it computes takes so long
+        if self.fault == "hangs":
+            await self.released.wait()
+        now_s = time.time()
+        return BatchResult(
+            results=[self._result(text) for text in texts],
+            started_at_s=now_s,
+            finished_at_s=now_s,
+            inference_ms=1.0,
+            real_work=1,
+            padded_work=1,
+        )
+
+    def _result(self, text: str) -> EmbeddingResult | Failure:
+        if self.fault == "errors":
+            return Failure.from_error(ModelFailed("a bang"))
+        return EmbeddingResult(vector_of(text[::-1] if self.fault == "wrong" else text), len(text))
+
+    def cancel(self) -> None:
+        return None
+
+    def watch(self, places: Sequence[int]) -> None:
+        return None
+
+
+class RevisionPool:
+    def __init__(self, process: RevisionProcess) -> None:
+        self.processes = [process]
+        self.device_name = "fake"
+
+
+@dataclass
+class RunningWorker:
+    """A worker of one revision."""
+
+    process: RevisionProcess
+    task: asyncio.Task[None]
+    stop: asyncio.Event
+    rows: list[Row]
+
+    async def end(self) -> None:
+        self.stop.set()
+        self.process.released.set()
+        await asyncio.wait_for(self.task, WAIT_LIMIT_S)
+
+    async def kill(self) -> None:
+        """Ends it without a goodbye to the board."""
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+@dataclass
+class CanaryWorld:
+    """An API and workers of both revisions."""
+
+    api: ApiUnderTest
+    broker: InMemoryTransport
+    board: CanaryBoard
+    redis_url: str
+    folder: Path
+    workers: dict[str, RunningWorker] = field(default_factory=dict)
+
+    async def ask(self, *texts: str, **headers: str) -> httpx.Response:
+        given = list(texts) or [f"text {_letters(next(_numbers))}"]
+        body = {"model": MODEL.name, "input": given}
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return await self.api.http.post("/v1/embeddings", json=body, headers=named)
+
+    async def ask_many(self, count: int, **headers: str) -> list[httpx.Response]:
+        return await asyncio.gather(*(self.ask(**headers) for _ in range(count)))
+
+    async def until_serving(self) -> None:
+        """Waits until the API sends its share to the canary."""
+        router = self.api.dependencies.canaries
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            while not router.is_serving(CANARY):  # noqa: ASYNC110  (it looks by the clock)
+                await asyncio.sleep(0.01)
+
+    async def until_not_serving(self) -> None:
+        """Waits until the API sends nothing to the canary."""
+        router = self.api.dependencies.canaries
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            while router.is_serving(CANARY):  # noqa: ASYNC110  (it looks by the clock)
+                await asyncio.sleep(0.01)
+
+    async def until_rows(self, count: int) -> None:
+        """Waits until so many items of callers have their rows."""
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            while sum(row.tenant != TENANT for row in self.rows()) < count:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    async def until_judged(self) -> None:
+        """Waits until all that was counted so far was judged."""
+        for _ in range(2):
+            before = (await self.board.counts(CANARY)).canary.items
+            await self.api.dependencies.canaries.refresh()
+            await asyncio.sleep(JUDGE_EVERY_S)
+            assert before
+
+    async def taken_back(self) -> str:
+        """Why it was taken back. Empty: it was not."""
+        return (await self.board.state(CANARY)).taken_back
+
+    def rows(self) -> list[Row]:
+        return [
+            *self.api.rows,
+            *(row for worker in self.workers.values() for row in worker.rows),
+        ]
+
+    async def start(self, model: Model) -> RunningWorker:
+        """Starts a worker of a revision. It runs until its `end`, or that of the world."""
+        process, rows, stop = RevisionProcess(), RowList(), asyncio.Event()
+        running = asyncio.create_task(self._work(model, process, rows, stop))
+        self.workers[model.name] = RunningWorker(process, running, stop, rows)
+        return self.workers[model.name]
+
+    async def _work(
+        self, model: Model, process: RevisionProcess, rows: RowList, stop: asyncio.Event
+    ) -> None:
+        """Runs a worker, and the next one after its death, as Kubernetes does."""
+        while not stop.is_set():
+            with contextlib.suppress(ModelFailed):
+                await self._work_once(model, process, rows, stop)
+
+    async def _work_once(
+        self, model: Model, process: RevisionProcess, rows: RowList, stop: asyncio.Event
+    ) -> None:
+        async with (
+            ResultCache(self.redis_url, 1_000_000) as cache,
+            Records(self.redis_url, retry_s=0.01) as records,
+            CanaryBoard(self.redis_url, retry_s=0.01) as board,
+        ):
+            part = CanaryPart(model, CANARY, board, self.broker, refresh_s=0.05)
+            objects, facts = ObjectStore("memory://"), WorkerInfo(model.name, "here", "fake")
+            completion = Completion(model, self.broker, cache, records, objects, rows, facts, part)
+            consumer = JobConsumer(model, LetterPreparer(), cache, records, objects, completion)
+            worker = Worker([consumer], self.broker, records, RevisionPool(process))  # type: ignore[arg-type]
+            await worker.run(stop)
+
+
+class NoTable:
+    """The dead-letter function writes no rows here: the other revision's worker does."""
+
+    async def write(self, rows: list[Row]) -> None:
+        raise AssertionError(f"a canary's job ended in the dead letters: {rows}")
+
+
+@asynccontextmanager
+async def _dead_letter_function(broker: InMemoryTransport, redis_url: str) -> AsyncIterator[None]:
+    """Runs the function that gets what workers of the canary died of."""
+
+    async def run(records: Records) -> None:
+        function = DeadLetters(records, broker, NoTable(), CATALOG, "here")
+        keep = dead_letter_subscription_id(CANARY.name)
+        async with broker.subscribe(keep, max_messages=100) as letters:
+            async for message in letters:
+                await function.answer(message)
+                letters.ack(message)
+
+    async with Records(redis_url, retry_s=0.01) as records:
+        running = asyncio.create_task(run(records))
+        try:
+            yield
+        finally:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+
+
+def _letters(number: int) -> str:
+    """A number as a text that the models take."""
+    return "".join(chr(ord("a") + int(digit)) for digit in str(number))
+
+
+@asynccontextmanager
+async def running_world(redis_url: str, folder: Path) -> AsyncIterator[CanaryWorld]:
+    broker = InMemoryTransport()
+    await provision(broker, CATALOG, inbox_pool=1, slots=4)
+    settings = settings_for(folder, redis_url=redis_url, records_url=redis_url)
+    async with AsyncExitStack() as stack:
+        board = await stack.enter_async_context(CanaryBoard(redis_url))
+        api = await stack.enter_async_context(
+            running_api(
+                settings, broker, broker, catalog=CATALOG, worker=FakeWorker(broker, (), None)
+            )
+        )
+        world = CanaryWorld(api, broker, board, redis_url, folder)
+        await stack.enter_async_context(_dead_letter_function(broker, redis_url))
+        for model in CATALOG.deployed:
+            await world.start(model)
+        try:
+            yield world
+        finally:
+            for worker in world.workers.values():
+                if not worker.task.done():
+                    await worker.end()
