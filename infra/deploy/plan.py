@@ -14,7 +14,7 @@ from infra.deploy.sizing import Site, inboxes_for, size_site, size_workers
 from infra.deploy.topology import gpu_pools, subscriptions, topics
 from infra.deploy.volumes import volume
 from infra.kubernetes.deployment import GpuType
-from shared.catalog import Catalog
+from shared.catalog import Catalog, Model
 from shared.errors import ConfigurationError
 
 AUTO_PROVISIONED_GPUS = 64
@@ -83,8 +83,8 @@ def make_plan(
         for model in catalog.models
     ]
     made_topics, made_subscriptions = (
-        topics(catalog.models, wanted),
-        subscriptions(catalog.models, wanted),
+        topics(catalog.deployed, wanted),
+        subscriptions(catalog.deployed, wanted),
     )
     costs = cost_table(sites, volumes, wanted, prices)
     used = dict.fromkeys(cost.source for cost in costs if cost.source)
@@ -95,7 +95,7 @@ def make_plan(
         topics=tuple(made_topics),
         subscriptions=tuple(made_subscriptions),
         pools={
-            site.region: tuple(gpu_pools(catalog.models, wanted, site.region, gpus))
+            site.region: tuple(gpu_pools(catalog.deployed, wanted, site.region, gpus))
             for site in sites
         },
         quotas=tuple(
@@ -131,12 +131,20 @@ def _site(
     buffer: int,
 ) -> Site:
     workers = [
-        size_workers(
-            model, rates.models.get(model.name, ModelRate(mean_per_s=0)), share, region, rates
-        )
-        for model in catalog.models
+        size_workers(model, _rate_of(model, rates), share, region, rates)
+        for model in catalog.deployed
     ]
     return size_site(region, share, workers, rates, platform, gpus, buffer)
+
+
+def _rate_of(model: Model, rates: Rates) -> ModelRate:
+    """What its workers get. Those of a model with a canary get all as soon as it is taken back."""
+    rate = rates.models.get(model.public_name, ModelRate(mean_per_s=0))
+    if not model.is_canary or model.canary is None:
+        return rate
+    share = model.canary.share
+    part = {"mean_per_s": rate.mean_per_s * share, "peak_per_s": rate.peak * share}
+    return rate.model_copy(update=part)
 
 
 def _changed(platform: Platform, sites: Sequence[Site]) -> tuple[Platform, list[Change]]:

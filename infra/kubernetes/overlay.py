@@ -74,7 +74,9 @@ def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: De
     }
     folders = []
     for name, model in zip(slugs, models, strict=True):
-        _write_worker(out / f"worker-{name}", model, entries[model.name], deployment, gpu_types)
+        _write_worker(
+            out / f"worker-{name}", model, entries[model.public_name], deployment, gpu_types
+        )
         folders.append(f"worker-{name}")
     if not deployment.is_outside:
         for gpu in dict.fromkeys(model.gpu for model in models if model.gpu.type != "none"):
@@ -85,8 +87,8 @@ def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: De
 
 def _chosen(catalog: Catalog, deployment: Deployment) -> list[Model]:
     if deployment.models is None:
-        return list(catalog.models)
-    chosen = [model for model in catalog.models if model.name in deployment.models]
+        return list(catalog.deployed)
+    chosen = [model for model in catalog.deployed if model.public_name in deployment.models]
     if missing := set(deployment.models) - {model.name for model in chosen}:
         raise ConfigurationError(
             f"models of {deployment.region} are not in the catalog: {', '.join(sorted(missing))}"

@@ -3,7 +3,7 @@
 
 locals {
   models = {
-    for entry in yamldecode(file(local.models_file)).models : entry.name => {
+    for entry in local._deployed : entry.name => {
       gpu = {
         provisioning = try(entry.gpu.provisioning, "standard")
         share        = try(entry.gpu.share, 1)
@@ -14,6 +14,33 @@ locals {
       ttl_s      = try(entry.cache.ttl_s, 86400)
     }
   }
+  # A canary is a model of its own here, with the topics and the identity of its
+  # workers.
+  _entries = yamldecode(file(local.models_file)).models
+  _deployed = concat(local._entries, [
+    for entry in local._entries : merge(entry, { name = "${entry.name}.canary" }) if try(entry.canary, null) != null
+  ])
+  _with_canary = [for entry in local._entries : entry.name if try(entry.canary, null) != null]
+  _worker_members = {
+    for name, model in local.models : name => merge(
+      { gke = "${local.workload_identity}/subject/ns/${var.namespace}/sa/worker-${model.slug}" },
+      {
+        for place, cluster in var.outside :
+        place => "principal://${local.outside_pools[place]}/subject/system:serviceaccount:${cluster.namespace}:worker-${model.slug}"
+        if cluster.models == null ? true : contains(cluster.models, trimsuffix(name, ".canary"))
+      },
+    )
+  }
+  # What a canary does not do goes to the other revision: its workers send it,
+  # or those of the other revision once it is taken back, or the function that
+  # gets what its workers died of.
+  _forwarding_members = {
+    for name in local._with_canary : name => merge(
+      { for place, member in local._worker_members["${name}.canary"] : "canary-${place}" => member },
+      { for place, member in local._worker_members[name] : "stable-${place}" => member },
+      { for function, account in google_service_account.functions : function => account.member if function == "dead-letters" },
+    )
+  }
   longest_deadline_s      = max(values(local.models)[*].deadline_s...)
   longest_ttl_s           = max(values(local.models)[*].ttl_s...)
   dead_letter_retention_s = 604800
@@ -22,7 +49,7 @@ locals {
 
   # A name that Kubernetes takes; infra/kubernetes/overlay.py makes the same.
   _plain = {
-    for entry in yamldecode(file(local.models_file)).models :
+    for entry in local._deployed :
     entry.name => trim(replace(lower(entry.name), "/[^a-z0-9]+/", "-"), "-")
   }
   _slugs = {
@@ -45,14 +72,9 @@ module "model" {
 
   dead_letter_retention_s = local.dead_letter_retention_s
 
-  worker_members = merge(
-    { gke = "${local.workload_identity}/subject/ns/${var.namespace}/sa/worker-${each.value.slug}" },
-    {
-      for name, cluster in var.outside :
-      name => "principal://${local.outside_pools[name]}/subject/system:serviceaccount:${cluster.namespace}:worker-${each.value.slug}"
-      if cluster.models == null ? true : contains(cluster.models, each.key)
-    },
-  )
+  worker_members     = local._worker_members[each.key]
+  forwarding_members = lookup(local._forwarding_members, each.key, {})
+  draining_members   = endswith(each.key, ".canary") ? local._worker_members[trimsuffix(each.key, ".canary")] : {}
 
   dead_letter_push = var.functions.dead_letters == null ? null : {
     audience      = module.function["dead-letters"].audience

@@ -6,8 +6,11 @@ locals {
   documents = [
     for document in split("\n---\n", file(var.objects_file)) : yamldecode(document) if trimspace(document) != ""
   ]
-  kinds     = { for kind in distinct(local.documents[*].kind) : kind => [for object in local.documents : object.metadata.name if object.kind == kind] }
-  models    = toset(yamldecode(file(local.models_path)).models[*].name)
+  kinds = { for kind in distinct(local.documents[*].kind) : kind => [for object in local.documents : object.metadata.name if object.kind == kind] }
+  models = toset(flatten([
+    for entry in yamldecode(file(local.models_path)).models :
+    try(entry.canary, null) == null ? [entry.name] : [entry.name, "${entry.name}.canary"]
+  ]))
   uses_keda = contains(keys(local.kinds), "ScaledObject")
   workers = {
     for object in local.documents : object.data.PENSTOCK_MODEL => object.metadata.labels["penstock.dev/model"]

@@ -292,3 +292,13 @@ def test_wrong_variables_are_refused_with_field_and_reason(
     file = tmp_path / "x.tfvars.json"
     file.write_text(json.dumps(given))
     assert said in refusal(capsys, "--rates", EXAMPLE, "--tfvars", str(file))
+
+
+def test_canary_is_planned_beside_a_model_that_may_get_everything_back() -> None:
+    alone = plan_of(entry(), rates={"texts": rate(200)})
+    canary = {"revision": "next", "share": 0.1, "replicas": {"min": 1, "max": 100}}
+    both = plan_of(entry(canary=canary), rates={"texts": rate(200)})
+    sizes = {one.model.name: one.pods_peak for site in both.sites for one in site.workers}
+    assert sizes["texts"] == alone.sites[0].workers[0].pods_peak
+    assert 1 <= sizes["texts.canary"] < sizes["texts"]
+    assert {"jobs.texts.canary", "jobs.texts.canary.dead"} == set(both.topics) - set(alone.topics)

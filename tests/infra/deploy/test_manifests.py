@@ -43,6 +43,29 @@ def test_a_deployment_a_budget_and_an_autoscaler_per_model(objects: Objects) -> 
     } == wanted
 
 
+def test_canary_has_workers_and_an_autoscaler_of_its_own(tmp_path: Path) -> None:
+    models_file = tmp_path / "models.yaml"
+    entry = CATALOG.models[0].model_dump(mode="json", exclude_defaults=True)
+    canary = {"revision": "next", "replicas": {"min": 2, "max": 5}}
+    models_file.write_text(yaml.safe_dump({"models": [entry | {"canary": canary}]}))
+    objects = render(tmp_path / "out", models_file)
+    name = slug(entry["name"])
+    assert set(workers(objects)) == {f"worker-{name}", f"worker-{name}-canary"}
+    found = workers(objects)[f"worker-{name}-canary"]
+    settings = settings_of(objects, found)
+    assert settings["PENSTOCK_MODEL"] == f"{entry['name']}.canary"
+    scaled = of_kind(objects, "ScaledObject")[f"worker-{name}-canary"]["spec"]
+    assert (scaled["minReplicaCount"], scaled["maxReplicaCount"]) == (2, 5)
+    assert f'model=\\"{entry["name"]}.canary\\"' in json.dumps(scaled["triggers"])
+    (read,) = [
+        data["models.yaml"]
+        for key, data in ((key, one["data"]) for key, one in of_kind(objects, "ConfigMap").items())
+        if f"{name}-canary" in key and "models.yaml" in data
+    ]
+    (tmp_path / "own.yaml").write_text(read)
+    assert read_catalog(tmp_path / "own.yaml").find_deployed(settings["PENSTOCK_MODEL"]).is_canary
+
+
 def test_replicas_are_the_autoscalers(objects: Objects) -> None:
     for model in CATALOG.models:
         name = f"worker-{slug(model.name)}"

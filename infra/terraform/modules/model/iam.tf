@@ -5,6 +5,35 @@ resource "google_pubsub_topic_iam_member" "api_publishes" {
   member  = var.api_member
 }
 
+# Jobs of a canary that the other revision is to do.
+resource "google_pubsub_topic_iam_member" "forwards" {
+  for_each = var.forwarding_members
+
+  project = var.project_id
+  topic   = google_pubsub_topic.jobs.name
+  role    = "roles/pubsub.publisher"
+  member  = each.value
+}
+
+# Of a canary: the workers of the other revision take what is left.
+resource "google_pubsub_subscription_iam_member" "drains" {
+  for_each = var.draining_members
+
+  project      = var.project_id
+  subscription = google_pubsub_subscription.workers.name
+  role         = "roles/pubsub.subscriber"
+  member       = each.value
+}
+
+resource "google_pubsub_subscription_iam_member" "drains_batch" {
+  for_each = var.draining_members
+
+  project      = var.project_id
+  subscription = google_pubsub_subscription.batch.name
+  role         = "roles/pubsub.subscriber"
+  member       = each.value
+}
+
 resource "google_pubsub_subscription_iam_member" "workers_pull" {
   for_each = var.worker_members
 

@@ -26,6 +26,20 @@ variable "dead_letter_retention_s" {
   }
 }
 
+variable "draining_members" {
+  description = "Of a canary: IAM members that take its jobs once it is taken back, by a name of ours."
+  type        = map(string)
+  default     = {}
+  nullable    = false
+}
+
+variable "forwarding_members" {
+  description = "Of a model with a canary: IAM members that send it jobs of the canary, by a name of ours."
+  type        = map(string)
+  default     = {}
+  nullable    = false
+}
+
 variable "labels" {
   description = "Labels of every resource."
   type        = map(string)

@@ -155,6 +155,36 @@ run "storage_regions" {
   }
 }
 
+run "canary" {
+  command = plan
+
+  variables {
+    name             = "texts.canary"
+    draining_members = { gke = "principal://stable" }
+  }
+
+  assert {
+    condition = google_pubsub_subscription_iam_member.drains["gke"].subscription == "jobs.texts.canary.workers" && (
+      google_pubsub_subscription_iam_member.drains_batch["gke"].subscription == "jobs.texts.canary.batch"
+    )
+    error_message = "Workers of the other revision take what is left in both lanes."
+  }
+}
+
+run "model_with_a_canary" {
+  command = plan
+
+  variables {
+    name               = "texts"
+    forwarding_members = { canary = "principal://canary" }
+  }
+
+  assert {
+    condition     = google_pubsub_topic_iam_member.forwards["canary"].topic == "jobs.texts" && length(google_pubsub_subscription_iam_member.drains) == 0
+    error_message = "Workers of the canary send jobs to the topic of the other revision."
+  }
+}
+
 run "reserved_name" {
   command = plan
 
