@@ -6,6 +6,11 @@ import msgspec
 
 INLINE_LIMIT_BYTES = 48 * 1024
 """Larger blobs are put into the object store, and the message points to them."""
+SLOT_INLINE_LIMIT_BYTES = 1024
+"""The same for replies that go to a slot, because each slot is billed for each reply.
+
+Pub/Sub bills 1,000 bytes for a smaller message (platform-facts P11).
+"""
 
 
 class Blob(msgspec.Struct, omit_defaults=True):

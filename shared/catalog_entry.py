@@ -6,6 +6,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from shared.blob import INLINE_LIMIT_BYTES, SLOT_INLINE_LIMIT_BYTES
+
 Positive = Annotated[int, Field(gt=0)]
 REVISION_PATTERN = r"^[!-~]{1,200}$"
 """Headers and keys in Redis have revisions, so they are of printable ASCII without spaces."""
@@ -220,6 +222,11 @@ class CatalogEntry(_Entry):
     price: Price = Price()
     canary: Canary | None = None
     """A new revision that gets a share of the requests. None: there is none."""
+
+    @property
+    def reply_limit_bytes(self) -> int:
+        """The largest blob in a reply. A larger one is in the object store."""
+        return SLOT_INLINE_LIMIT_BYTES if self.replies == "slots" else INLINE_LIMIT_BYTES
 
     @field_validator("revision", mode="before")
     @classmethod

@@ -140,7 +140,7 @@ class ImageTask(Task):
         """A picture, in the reply or in the object store."""
         if size_bytes is None:
             return None
-        is_large = size_bytes > INLINE_LIMIT_BYTES
+        is_large = size_bytes > entry.reply_limit_bytes
         blob = Blob("image/png", bytes(size_bytes))
         if is_large:
             blob = Blob("image/png", object_key="0" * 64)

@@ -390,9 +390,9 @@ async def test_large_image_is_kept_in_hand_until_the_store_takes_it(
 ) -> None:
     store = FailingStore(f"file://{tmp_path}", failures=2)
     async with running_worker(redis_url, tmp_path, objects=store) as harness:
-        await harness.send("LARGE")
+        await harness.send("PICTURE")
         outcome = (await harness.reply()).body.outcomes[0]
         assert isinstance(outcome.result, ImageResult)
         assert outcome.result.image.object_key is not None
         assert await store.get(outcome.result.image.object_key, 1_000_000) == LARGE_IMAGE
-        assert harness.process.batches == [["LARGE"]]
+        assert harness.process.batches == [["PICTURE"]]

@@ -86,6 +86,7 @@ class LetterProcess:
         self.batches: list[list[str]] = []
         self.gate = asyncio.Event()
         self.gate.set()
+        self.picture = LARGE_IMAGE
         self.deaths = 0
         self.died_of = "killed"
         self.started = asyncio.Event()
@@ -141,8 +142,8 @@ class LetterProcess:
         )
 
     def _result(self, text: str) -> Result | PenstockError:
-        if text == "LARGE":
-            return ImageResult(Blob("image/png", data=LARGE_IMAGE), 8, 8, 1, 64)
+        if text == "PICTURE":
+            return ImageResult(Blob("image/png", data=self.picture), 8, 8, 1, 64)
         return ModelFailed("a bang") if "!" in text else EmbeddingResult(text.encode(), len(text))
 
     def watch(self, places: Sequence[int]) -> None:

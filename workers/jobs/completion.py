@@ -72,7 +72,9 @@ class Completion:
         self._model = model
         self._cache = cache
         self._records = records
-        self._large = LargeResults(objects, KEEP_LIMIT_S)
+        self._large = LargeResults(
+            objects, reply_limit_bytes=model.reply_limit_bytes, keep_limit_s=KEEP_LIMIT_S
+        )
         self._rows = rows
         self._webhooks = WebhookPublisher(publisher)
         self._worker = worker
@@ -113,7 +115,7 @@ class Completion:
     async def _repeat(self, pulled: PulledJob, reply: bytes) -> None:
         try:
             answered = decode_reply_body(reply)
-            await self.replies.publish(pulled.envelope, reply)
+            await self._reply(pulled, answered, reply)
             await self._webhooks.publish(pulled.record, pulled.envelope.webhook_events, "completed")
         except PenstockError as error:
             self._give_up(pulled, error)
@@ -142,6 +144,12 @@ class Completion:
             return
         self._write_rows(pulled, answered)
 
+    async def _reply(self, pulled: PulledJob, answered: ReplyBody, recorded: bytes) -> None:
+        """Publishes the answer in the record, `recorded` where the reply is no other."""
+        reply = await self._large.for_reply(pulled.envelope, answered)
+        body = recorded if reply is answered else encode_reply_body(reply)
+        await self.replies.publish(pulled.envelope, body)
+
     async def _end(self, pulled: PulledJob, ours: ReplyBody) -> ReplyBody:
         """Ends the record and publishes the reply concurrently.
 
@@ -149,11 +157,13 @@ class Completion:
 
         The caller takes the first reply, and does not need Redis for it.
         """
-        ours = in_time(pulled, ours, time.time())
+        reply, now_s = await self._large.for_reply(pulled.envelope, ours), time.time()
+        ours, reply = in_time(pulled, ours, now_s), in_time(pulled, reply, now_s)
         body = encode_reply_body(ours)
+        reply_body = body if reply is ours else encode_reply_body(reply)
         ending = asyncio.ensure_future(self._records.finish(pulled.record, state_of(ours), body))
         try:
-            is_sent, sent_s = await self.replies.publish(pulled.envelope, body), time.time()
+            is_sent, sent_s = await self.replies.publish(pulled.envelope, reply_body), time.time()
         finally:
             finish = await ending
         answered = answered_by(ours, finish)
@@ -191,9 +201,7 @@ class Completion:
         answered = answered_by(ours, finish)
         if finish.is_ours:
             self._count_promised(pulled.envelope, ours)
-        await self.replies.publish(
-            pulled.envelope, body if answered is ours else encode_reply_body(answered)
-        )
+        await self._reply(pulled, answered, body)
         await self._fill_cache(pulled, answered)
         subscribed = pulled.envelope.webhook_events
         await self._webhooks.publish(pulled.record, subscribed, "output")
