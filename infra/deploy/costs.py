@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from infra.deploy.platform_variables import Platform
 from infra.deploy.prices import Prices
+from infra.deploy.reply_costs import THROUGHPUT, billed_tib, replies_tib, reply_times
 from infra.deploy.sizing import Pool, Site
 from infra.deploy.topology import redis
 from infra.deploy.volumes import DAYS, HOURS, SECONDS, Volume, row_days
+from shared.catalog_entry import Replies
 
 GIB = 2**30
-TIB = 2**40
-LEAST_BYTES = 1000
-"""Of a publish or delivery, as Pub/Sub bills it."""
 LEAST_ROW_BYTES = 1024
 GENERAL_DISK_GIB = 50
 """Boot disk, as infra/terraform/modules/cluster/nodes.tf has it. Others are in gpus.yaml."""
 SIDECAR_CPU, SIDECAR_GIB = 0.5, 0.25
 """The API's sidecar that collects metrics (infra/terraform/modules/region/api.tf)."""
-REPLIES = "Pub/Sub, replies"
+REPLIES: Mapping[Replies, str] = {"direct": "direct replies", "slots": "replies to slots"}
 JOB_DELIVERIES = 2
 """A job goes to the workers' subscription and to the one of the lane `batch`.
 
@@ -182,24 +181,31 @@ def on_demand_usd(sites: Sequence[Site], prices: Prices) -> tuple[float, float] 
 
 
 def _messages(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None:
-    """Publish and each delivery are billed, with at least 1,000 bytes each."""
-    slots = platform.inboxes.made_slots
-    for what, size, times in (
-        ("jobs", "job_bytes", 1 + JOB_DELIVERIES),
-        ("replies", "reply_bytes", 1 + slots),
-    ):
-        total, unknown = 0.0, []
-        for one in volumes:
-            billed = getattr(one, size)
-            if billed is None:
-                unknown.append(one.model)
-            else:
-                total += one.jobs * times * max(LEAST_BYTES, billed)
-        field = "input_bytes" if what == "jobs" else "output_bytes"
-        traffic = REPLIES if what == "replies" else "Pub/Sub, jobs"
-        item = f"{traffic}: 1 publish, {times - 1} deliveries"
-        amount = None if unknown else total / TIB
-        bill.add(item, "", "TiB", "pubsub/throughput", amount, lacks=_give(field, unknown))
+    """Publish and each delivery are billed."""
+    times = 1 + JOB_DELIVERIES
+    jobs = {
+        one.model: None if one.job_bytes is None else billed_tib(one.jobs, one.job_bytes, times)
+        for one in volumes
+    }
+    _traffic(bill, "jobs", times, jobs, "input_bytes")
+    for replies, name in REPLIES.items():
+        billed = {
+            one.model: replies_tib(one, replies, platform)
+            for one in volumes
+            if one.replies == replies
+        }
+        _traffic(bill, name, reply_times(replies, platform), billed, "output_bytes")
+
+
+def _traffic(
+    bill: _Bill, name: str, times: int, billed_tib_of: Mapping[str, float | None], field: str
+) -> None:
+    known = [amount for amount in billed_tib_of.values() if amount is not None]
+    unknown = [model for model, amount in billed_tib_of.items() if amount is None]
+    deliveries = "1 delivery" if times == 2 else f"{times - 1} deliveries"
+    item = f"Pub/Sub, {name}: 1 publish, {deliveries}"
+    amount = None if unknown else sum(known, 0.0)
+    bill.add(item, "", "TiB", THROUGHPUT, amount, lacks=_give(field, unknown))
 
 
 def _rows(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None:

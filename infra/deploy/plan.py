@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infra.deploy.costs import REPLIES, Cost, cost_table, on_demand_usd
+from infra.deploy.costs import Cost, cost_table, on_demand_usd
 from infra.deploy.platform_variables import INBOX_STRIDE, MOST_REPLY_SUBSCRIPTIONS, Platform
 from infra.deploy.prices import Prices, Source
 from infra.deploy.quotas import Quota, quotas
 from infra.deploy.rates import ModelRate, Rates
+from infra.deploy.reply_costs import reply_notes
 from infra.deploy.sizing import Site, inboxes_for, size_site, size_workers
 from infra.deploy.topology import gpu_pools, subscriptions, topics
 from infra.deploy.volumes import volume
@@ -103,7 +104,7 @@ def make_plan(
         ),
         costs=tuple(costs),
         on_demand_usd=on_demand_usd(sites, prices),
-        notes=(*_notes(catalog, rates, wanted, sites), *_of_slots(wanted, costs)),
+        notes=(*_notes(catalog, rates, wanted, sites), *reply_notes(volumes, wanted, prices)),
         sources={name: prices.sources[name] for name in used},
     )
 
@@ -249,15 +250,3 @@ def _notes(catalog: Catalog, rates: Rates, platform: Platform, sites: Sequence[S
                 "a type"
             )
     return notes
-
-
-def _of_slots(platform: Platform, costs: Sequence[Cost]) -> Iterator[str]:
-    """Slots are the one setting that multiplies a cost without any of the rates."""
-    slots = platform.inboxes.made_slots
-    paid = sum(cost.mean_usd or 0.0 for cost in costs if cost.item.startswith(REPLIES))
-    if slots > 1 and paid:
-        fewer = 2 / (1 + slots)
-        yield (
-            f"a reply is billed once for each of the {slots} slots of its inbox: {paid:,.2f} USD a "
-            f"month; with inboxes.slots = 1, which requests then share, about {paid * fewer:,.2f}"
-        )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import cast, get_args
 
 import msgspec
 
@@ -11,8 +12,10 @@ from infra import bigquery
 from infra.deploy.rates import ModelRate
 from shared.blob import INLINE_LIMIT_BYTES
 from shared.catalog import Model
+from shared.catalog_entry import Replies
 from shared.message_encoding import encode_job, encode_reply
 from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, Receipt, Reply, ReplyBody
+from shared.pubsub.names import direct_id, inbox_topic_id
 from shared.tasks import Input, Result
 from shared.usage.row import row_of
 
@@ -22,6 +25,8 @@ SECONDS = HOURS * 3600
 DAYS = HOURS / 24
 MESSAGE_BYTES = 20 + 16
 """Timestamp and message id are billed with each message (cloud.google.com/pubsub/pricing)."""
+KINDS: tuple[Replies, ...] = get_args(Replies)
+SLOT: Mapping[Replies, str] = {"direct": "", "slots": "7"}
 NOW_S = 1_790_000_000.25
 """Any moment: what counts is its length."""
 
@@ -39,7 +44,10 @@ class Volume:
     computed: float
     jobs: float
     job_bytes: int | None
-    reply_bytes: int | None
+    replies: Replies
+    """The topic of an inbox that replies come to."""
+    reply_bytes: Mapping[Replies, int | None]
+    """What a reply would be billed for each time, on either topic."""
     row_bytes: int
     inputs_bytes: float
     """Of inputs that are too large for a message."""
@@ -57,7 +65,7 @@ def volume(model: Model, rate: ModelRate) -> Volume:
     largest = model.definition.largest_job(model)
     jobs = requests * max(min(1.0, per_request), per_request / largest)
     in_job = max(1, round(computed / jobs)) if jobs else 1
-    reply = reply_bytes(model, rate.output_bytes, in_job)
+    replies = {kind: reply_bytes(model, rate.output_bytes, in_job, kind) for kind in KINDS}
     return Volume(
         model=model.name,
         requests=requests,
@@ -65,19 +73,20 @@ def volume(model: Model, rate: ModelRate) -> Volume:
         computed=computed,
         jobs=jobs,
         job_bytes=None if rate.input_bytes is None else job_bytes(model, rate.input_bytes, in_job),
-        reply_bytes=reply,
+        replies=model.replies,
+        reply_bytes=replies,
         row_bytes=row_bytes(model),
-        inputs_bytes=computed * _apart(model, rate.input_bytes),
-        results_bytes=None if reply is None else computed * _apart(model, rate.output_bytes),
+        inputs_bytes=computed * _apart(model, rate.input_bytes, INLINE_LIMIT_BYTES),
+        results_bytes=None
+        if replies[model.replies] is None
+        else computed * _apart(model, rate.output_bytes, model.reply_limit_bytes),
         answered_bytes=None if rate.output_bytes is None else items * rate.output_bytes,
     )
 
 
-def _apart(model: Model, size_bytes: int | None) -> int:
+def _apart(model: Model, size_bytes: int | None, limit_bytes: int) -> int:
     """Bytes that lie in the object store instead of a message. Texts and vectors never do."""
-    is_apart = (
-        size_bytes is not None and size_bytes > INLINE_LIMIT_BYTES and model.definition.stores_blobs
-    )
+    is_apart = size_bytes is not None and size_bytes > limit_bytes and model.definition.stores_blobs
     return size_bytes or 0 if is_apart else 0
 
 
@@ -91,15 +100,16 @@ def job_bytes(model: Model, input_bytes: int, items: int) -> int:
     return _billed(*encode_job(job))
 
 
-def reply_bytes(model: Model, output_bytes: int | None, items: int) -> int | None:
+def reply_bytes(model: Model, output_bytes: int | None, items: int, replies: Replies) -> int | None:
     """What a reply is billed for each time that it is published or delivered. None: not known."""
+    model = model.model_copy(update={"replies": replies})
     receipt = Receipt("miss", NOW_S, NOW_S, NOW_S, 10.25, 100.25, 8, 100)
     result = cast(Result | None, model.definition.sample_result(model, output_bytes))
     if result is None:
         return None
     outcomes = [ItemOutcome(index, "succeeded", receipt, result) for index in range(items)]
     body = ReplyBody(outcomes, worker="worker-" + "0" * 24, device="NVIDIA L4", replied_at_s=NOW_S)
-    return _billed(*encode_reply(Reply("req_" + "0" * 32, 0, "79", body)))
+    return _billed(*encode_reply(Reply("req_" + "0" * 32, 0, SLOT[replies], body)))
 
 
 def row_bytes(model: Model) -> int:
@@ -133,8 +143,8 @@ def _envelope(model: Model) -> Envelope:
         part=0,
         model=model.name,
         tenant="default",
-        inbox="inbox.17",
-        slot="79",
+        inbox=inbox_topic_id("17") if model.replies == "slots" else direct_id("17"),
+        slot=SLOT[model.replies],
         deadline_s=NOW_S,
         received_at_s=NOW_S,
         published_at_s=NOW_S,

@@ -71,10 +71,11 @@ def test_a_month_adds_up() -> None:
     # `batch`.
     jobs = 10 * 730 * 3600 * 3 * 1000 / 2**40
     assert costs["Pub/Sub, jobs: 1 publish, 2 deliveries"].mean == pytest.approx(jobs)
-    replies = costs["Pub/Sub, replies: 1 publish, 4 deliveries"].mean
+    replies = costs["Pub/Sub, direct replies: 1 publish, 1 delivery"].mean
     assert replies is not None
     # 384 floats in base64 are 2,048 bytes; receipt and attributes some 500.
-    assert replies / jobs == pytest.approx(5 / 3 * 2.5, rel=0.1)
+    assert replies / jobs == pytest.approx(2 / 3 * 2.5, rel=0.1)
+    assert costs["Pub/Sub, replies to slots: 1 publish, 4 deliveries"].mean_usd == 0
     assert totals(plan.costs)[0] == pytest.approx(sum(cost.mean_usd or 0 for cost in plan.costs))
     assert list(plan.sources) == ["s"]
 
