@@ -52,8 +52,15 @@ class Autoscaler:
         self.is_endpoint_up = True
         """Whether queries are answered at all."""
 
+    @property
+    def looks_back_s(self) -> float:
+        """How far its queries look back."""
+        return max((query.looks_back_s for _, query in self._triggers), default=0.0)
+
     def poll(self, now_s: float, replicas: int) -> int:
         """KEDA's own loop, each `pollingInterval`: from zero and to zero."""
+        if self.is_endpoint_up and 0 < self.rules.minReplicaCount <= replicas:
+            return replicas  # whatever the values are, nothing follows from them
         is_active = is_error = False
         for number, (trigger, _) in enumerate(self._triggers):
             value, is_fallback = self._read(number, now_s, replicas)

@@ -18,7 +18,7 @@ from typing import Any
 
 import promql_parser as parser
 
-from infra.simulation.timeseries import Labels, Matcher, TimeSeries, newest, window
+from infra.simulation.timeseries import Labels, Matcher, Series, TimeSeries, newest, window
 from shared.errors import ConfigurationError
 
 LOOKBACK_S = 300.0
@@ -93,6 +93,8 @@ class Query:
         self._evaluate = compiler.compiled(parsed)
         self.metrics = frozenset(compiler.metrics)
         """The names of the metrics that it asks for."""
+        self.looks_back_s = compiler.looks_back_s
+        """How far it looks back, in seconds."""
 
     def value(self, series: TimeSeries, now_s: float) -> Value:
         """A number, or a vector by labels, at a time in seconds."""
@@ -117,6 +119,9 @@ class _Compiler:
     def __init__(self, text: str) -> None:
         self._text = text
         self.metrics: set[str] = set()
+        self.looks_back_s = 0.0
+        self._outer_s = 0.0
+        """Of the subqueries around what is compiled."""
 
     def compiled(self, node: Any) -> _Step:
         kind = type(node).__name__
@@ -165,7 +170,12 @@ class _Compiler:
             for one in node.matchers.matchers
         )
         self.metrics.add(node.name)
-        return node.name, matchers, node.offset.total_seconds() if node.offset else 0.0
+        back_s = node.offset.total_seconds() if node.offset else 0.0
+        self._look_back(back_s + LOOKBACK_S)
+        return node.name, matchers, back_s
+
+    def _look_back(self, back_s: float) -> None:
+        self.looks_back_s = max(self.looks_back_s, self._outer_s + back_s)
 
     def _aggregateexpr(self, node: Any) -> _Step:
         how = _AGGREGATIONS.get(str(node.op))
@@ -211,6 +221,7 @@ class _Compiler:
             return self._over_subquery(name, node)
         chosen, matchers, back_s = self._selected(node.vector_selector)
         range_s = node.range.total_seconds()
+        self._look_back(back_s + range_s)
         how = _OVER_TIME.get(name)
 
         def step(at: _Moment) -> Value:
@@ -221,9 +232,7 @@ class _Compiler:
                 if how is not None:
                     value = how(one.values[first:last]) if last > first else None
                 else:
-                    value = increase(
-                        one.times_s[first:last], one.values[first:last], to_s - range_s, to_s
-                    )
+                    value = increase(one, first, last, to_s - range_s, to_s)
                     if value is not None and name == "rate":
                         value /= range_s
                 if value is not None:
@@ -236,11 +245,10 @@ class _Compiler:
         how = _OVER_TIME.get(name)
         if how is None or node.at is not None or node.offset is not None or node.step is None:
             raise self._refused(f"{name}() of such a subquery")
-        inner, range_s, step_s = (
-            self.compiled(node.expr),
-            node.range.total_seconds(),
-            node.step.total_seconds(),
-        )
+        range_s, step_s = node.range.total_seconds(), node.step.total_seconds()
+        self._outer_s += range_s
+        inner = self.compiled(node.expr)
+        self._outer_s -= range_s
 
         def step(at: _Moment) -> Value:
             groups: dict[Labels, list[float]] = {}
@@ -272,21 +280,33 @@ class _Compiler:
         raise self._refused(symbol)
 
 
-def increase(times_s: list[float], values: list[float], from_s: float, to_s: float) -> float | None:
-    """By how much a counter grew, extrapolated to the range. None for less than two samples."""
-    if len(times_s) < 2:
+def increase(series: Series, first: int, last: int, from_s: float, to_s: float) -> float | None:
+    """By how much a counter grew, extrapolated to the range. None for less than two samples.
+
+    Args:
+        series: the counter.
+        first: the place of its first sample in the range.
+        last: the place after the last one.
+        from_s: the start of the range.
+        to_s: its end.
+    """
+    if last - first < 2:
         return None
-    grown = values[-1] - values[0]
-    # A counter that fell began anew at zero.
-    grown += sum(before for before, after in pairwise(values) if after < before)
-    sampled_s = times_s[-1] - times_s[0]
-    mean_s = sampled_s / (len(times_s) - 1)
-    to_start_s, to_end_s = times_s[0] - from_s, to_s - times_s[-1]
+    times_s, values = series.times_s, series.values
+    start_s, end_s = times_s[first], times_s[last - 1]
+    grown = values[last - 1] - values[first]
+    if series.has_fallen:
+        # A counter that fell began anew at zero.
+        pairs = pairwise(values[first:last])
+        grown += sum(before for before, after in pairs if after < before)
+    sampled_s = end_s - start_s
+    mean_s = sampled_s / (last - first - 1)
+    to_start_s, to_end_s = start_s - from_s, to_s - end_s
     if to_start_s >= 1.1 * mean_s:
         to_start_s = mean_s / 2
-    if grown > 0 and values[0] >= 0:
+    if grown > 0 and values[first] >= 0:
         # A counter starts at zero, not below.
-        to_start_s = min(to_start_s, sampled_s * values[0] / grown)
+        to_start_s = min(to_start_s, sampled_s * values[first] / grown)
     if to_end_s >= 1.1 * mean_s:
         to_end_s = mean_s / 2
     return grown * (sampled_s + to_start_s + to_end_s) / sampled_s

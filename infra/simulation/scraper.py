@@ -7,12 +7,14 @@ import simpy
 from infra.simulation.metrics_table import OF_API, OF_WORKERS, UNDELIVERED, Labels, Values
 from infra.simulation.parts import Parts
 from infra.simulation.scenario import Metrics
-from infra.simulation.timeseries import KEPT_S, TimeSeries
+from infra.simulation.timeseries import TimeSeries
 from infra.simulation.worker import Steps
 from shared.pubsub.names import batch_subscription_id, workers_subscription_id
 from shared.settings import ApiSettings
 
 BROKER_WAIT_S = float(ApiSettings.model_fields["broker_wait_s"].default)
+
+FORGET_EVERY_S = 300.0
 
 
 class Scraper:
@@ -34,6 +36,7 @@ class Scraper:
         self._parts = parts
         self.away: list[tuple[str, ...]] = []
         """Outages: beginnings of the names that are not scraped. An empty one is any name."""
+        self._forget_s = 0.0
         self._scraped: dict[tuple[str, Labels], None] = {}
         """The series of the last scrape, by name and labels."""
         env.process(self._scrape())
@@ -57,7 +60,9 @@ class Scraper:
             self._scrape_workers()
             for name, labels in before.keys() - self._scraped.keys():
                 self._series.end(name, labels, self._env.now)
-            self._series.forget(self._env.now - KEPT_S)
+            if self._env.now >= self._forget_s:
+                self._series.forget(self._env.now)
+                self._forget_s = self._env.now + FORGET_EVERY_S
             yield self._env.timeout(self._metrics.scrape_s)
 
     def _scrape_workers(self) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 Labels = tuple[tuple[str, str], ...]
 """Sorted pairs of name and value."""
 
-KEPT_S = 3600.0
-"""A series without a sample for so long is forgotten. No query of ours looks further back."""
+TRIMMED_AT = 2048
+"""Samples of a series. The older half is dropped then if no query looks so far back."""
 
 
 @dataclass(slots=True)
@@ -24,6 +24,8 @@ class Series:
     values: list[float] = field(default_factory=list)
     age_s: float = 0.0
     """Seconds after a scrape before a query sees its samples."""
+    has_fallen: bool = False
+    """Whether a value was ever below the one before, as a counter that begins anew."""
     ended_s: float = math.inf
     """When its target was gone: Prometheus writes a marker of staleness then."""
 
@@ -49,9 +51,14 @@ class Matcher:
 
 
 class TimeSeries:
-    """All series by metric name and labels."""
+    """All series by metric name and labels.
 
-    def __init__(self) -> None:
+    Args:
+        kept_s: how far back queries look. Older series and samples may be dropped.
+    """
+
+    def __init__(self, kept_s: float = math.inf) -> None:
+        self.kept_s = kept_s
         self._by_name: dict[str, dict[Labels, Series]] = {}
         self._chosen: dict[tuple[str, tuple[Matcher, ...]], list[Series]] = {}
 
@@ -65,10 +72,13 @@ class TimeSeries:
             series = of_name[labels] = Series(labels, age_s=age_s)
             self._chosen.clear()
         series.ended_s = math.inf
+        if series.values and value < series.values[-1]:
+            series.has_fallen = True
         series.times_s.append(at_s)
         series.values.append(value)
-        if len(series.times_s) > 2048 and series.times_s[1024] < at_s - KEPT_S:
-            del series.times_s[:1024], series.values[:1024]
+        half = TRIMMED_AT // 2
+        if len(series.times_s) > TRIMMED_AT and series.times_s[half] < at_s - self.kept_s:
+            del series.times_s[:half], series.values[:half]
 
     def end(self, name: str, labels: Labels, at_s: float) -> None:
         """Marks a series as stale: its target is gone."""
@@ -87,17 +97,13 @@ class TimeSeries:
             ]
         return self._chosen[key]
 
-    def forget(self, before_s: float) -> None:
-        """Drops series whose last sample is older."""
+    def forget(self, now_s: float) -> None:
+        """Drops series that no query sees any more."""
         for of_name in self._by_name.values():
-            for key in [key for key, one in of_name.items() if one.times_s[-1] < before_s]:
+            oldest_s = now_s - self.kept_s
+            for key in [key for key, one in of_name.items() if one.times_s[-1] < oldest_s]:
                 del of_name[key]
         self._chosen.clear()
-
-    @property
-    def names(self) -> Iterator[str]:
-        """The names of metrics that have samples."""
-        return iter(self._by_name)
 
 
 def newest(series: Series, at_s: float, now_s: float, lookback_s: float) -> float | None:

@@ -35,6 +35,8 @@ from shared.errors import ConfigurationError
 
 SAMPLES = 1440
 """Of a run, for what is shown over time."""
+MARGIN_S = 60.0
+"""Series are kept for longer than queries look back."""
 LEAST_SAMPLE_S = 5.0
 
 Rules = Mapping[str, Mapping[str, WorkerRules]]
@@ -118,6 +120,8 @@ class World:
         for region in scenario.regions:
             for name, model in self.models.items():
                 self._add(region, model, rules[region][name])
+        looks_back_s = max(one.looks_back_s for one in self.parts.autoscalers.values())
+        self.series.kept_s = looks_back_s + scenario.metrics.pubsub_age_s + MARGIN_S
         self._start_workers()
         scraper = Scraper(self.env, self.series, scenario.metrics, self.parts)
         for number, (name, stream) in enumerate(

@@ -117,24 +117,46 @@ def test_a_series_whose_target_is_gone_has_no_value() -> None:
     assert Query("gauge").value(found, 11.0) == {}
 
 
+def counted(times_s: list[float], values: list[float], from_s: float, to_s: float) -> object:
+    found = TimeSeries()
+    for at_s, value in zip(times_s, values, strict=True):
+        found.append("counter_total", (), at_s, value)
+    (series,) = found.select("counter_total", ())
+    return increase(series, 0, len(times_s), from_s, to_s)
+
+
 def test_a_counter_that_began_anew_counts_on() -> None:
-    assert increase([0.0, 10.0, 20.0], [8.0, 9.0, 2.0], 0.0, 20.0) == pytest.approx(3.0)
+    assert counted([0.0, 10.0, 20.0], [8.0, 9.0, 2.0], 0.0, 20.0) == pytest.approx(3.0)
 
 
 def test_one_sample_has_no_increase() -> None:
-    assert increase([5.0], [1.0], 0.0, 10.0) is None
+    assert counted([5.0], [1.0], 0.0, 10.0) is None
 
 
 def test_an_increase_is_not_extrapolated_below_zero() -> None:
     # Prometheus: a counter that starts within the range starts at zero, not before.
-    assert increase([50.0, 60.0], [0.0, 10.0], 0.0, 60.0) == pytest.approx(10.0)
+    assert counted([50.0, 60.0], [0.0, 10.0], 0.0, 60.0) == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize(
+    ("query", "back_s"),
+    [
+        ("gauge", 300),
+        ("gauge offset 1h", 3900),
+        ("rate(gauge[10m])", 600),
+        ("max_over_time(rate(gauge[10m])[1h:1m])", 4200),
+        ("1", 0),
+    ],
+)
+def test_a_query_tells_how_far_it_looks_back(query: str, back_s: float) -> None:
+    assert Query(query).looks_back_s == back_s
 
 
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=20), st.floats(0.1, 60), st.floats(0, 1))
 def test_an_increase_is_never_negative(steps: list[float], every_s: float, part: float) -> None:
     times = [every_s * (number + part) for number in range(len(steps))]
     values = [sum(steps[: number + 1]) for number in range(len(steps))]
-    grown = increase(times, values, 0.0, every_s * (len(steps) + part))
-    assert grown is not None
+    grown = counted(times, values, 0.0, every_s * (len(steps) + part))
+    assert isinstance(grown, float)
     assert grown >= -1e-9
     assert math.isfinite(grown)
