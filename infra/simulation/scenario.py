@@ -13,6 +13,8 @@ from shared.errors import ConfigurationError
 
 SHIPPED = Path(__file__).parent / "scenarios"
 
+MOST_BASES = 8
+
 Seconds = Annotated[float, Field(ge=0)]
 
 
@@ -253,6 +255,8 @@ class Scenario(_Entry):
 def read_scenario(name: str, changes: tuple[str, ...] = ()) -> Scenario:
     """Reads a scenario.
 
+    A file may have a `base`: another file, whose fields hold where it says nothing.
+
     Args:
         name: a file, or the name of a shipped scenario.
         changes: `key=value`, with dots between keys. A value is YAML.
@@ -263,6 +267,16 @@ def read_scenario(name: str, changes: tuple[str, ...] = ()) -> Scenario:
     path = Path(name)
     if not path.suffix and (SHIPPED / f"{name}.yaml").is_file():
         path = SHIPPED / f"{name}.yaml"
+    given = _read(path)
+    for change in changes:
+        given = _changed(given, change)
+    return scenario_of(given, str(path))
+
+
+def _read(path: Path, nested: int = 0) -> Any:
+    """The content of a file, with what it has from its `base`."""
+    if nested > MOST_BASES:
+        raise ConfigurationError(f"{path}: base: more than {MOST_BASES} of them", field="base")
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -272,9 +286,16 @@ def read_scenario(name: str, changes: tuple[str, ...] = ()) -> Scenario:
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: {error}", field="scenario") from error
-    for change in changes:
-        given = _changed(given, change)
-    return scenario_of(_with_paths(given, path.parent), str(path))
+    given = _with_paths(given, path.parent)
+    if isinstance(given, dict) and isinstance(base := given.pop("base", None), Path):
+        return _merged(_read(base, nested + 1), given)
+    return given
+
+
+def _merged(base: Any, over: Any) -> Any:
+    if isinstance(base, dict) and isinstance(over, dict):
+        return base | {key: _merged(base.get(key), value) for key, value in over.items()}
+    return over
 
 
 def scenario_of(given: object, where: str = "scenario") -> Scenario:
@@ -323,7 +344,7 @@ def _with_paths(given: Any, folder: Path) -> Any:
             given = given | {"catalog": folder / given["catalog"]}
         return {
             key: folder / value
-            if key == "file" and isinstance(value, str)
+            if key in ("file", "base") and isinstance(value, str)
             else _with_paths(value, folder)
             for key, value in given.items()
         }
