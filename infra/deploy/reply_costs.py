@@ -44,7 +44,9 @@ def reply_notes(volumes: Sequence[Volume], platform: Platform, prices: Prices) -
         direct, slots = (replies_tib(one, kind, platform) for kind in ("direct", "slots"))
         if price is None or not direct or not slots:
             continue
-        direct_usd, slots_usd = price.cost_usd("", direct), price.cost_usd("", slots)
+        # The free amount is used up by the rest of the traffic, or small.
+        direct_usd = price.cost_usd("", direct, before=price.free)
+        slots_usd = price.cost_usd("", slots, before=price.free)
         if direct_usd is not None and slots_usd is not None:
             yield (
                 f"the replies of {one.model}: about {direct_usd:,.2f} USD a month direct, "

@@ -19,6 +19,7 @@ import typer
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from infra.local.inboxes import check_inboxes
 from infra.local.ports import Ports
 from infra.local.process import answers, listens
 from infra.local.redis_server import find_redis_server
@@ -26,7 +27,7 @@ from infra.reports import check_bigquery
 from shared.catalog import Catalog, read_catalog
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 from shared.pubsub.admin import PubSubAdmin
-from shared.settings import Settings, read_settings
+from shared.settings import ApiSettings, Settings, read_settings
 from shared.stores.objects import ObjectStore
 
 FREE_DISK_BYTES = 2 * 1024**3
@@ -238,6 +239,10 @@ def _endpoints(settings: Settings) -> Iterator[Diagnosis]:
     if settings.records_url:
         place = _without_password(settings.records_url)
         tries["records"] = ("PENSTOCK_RECORDS_URL", place, _reach_records)
+    api = read_settings(ApiSettings)
+    if api.inbox_pool:
+        place = f"the pool of {api.inbox_pool} from {api.inbox_first}"
+        tries["inboxes"] = ("PENSTOCK_INBOX_POOL", place, _reach_inboxes)
     for what, (variable, place, reach) in tries.items():
         try:
             asyncio.run(_within_limit(reach(settings)))
@@ -266,6 +271,10 @@ async def _reach_pubsub(settings: Settings) -> None:
         settings.project, settings.pubsub_endpoint, timeout_s=REACH_LIMIT_S - 1
     ) as admin:
         await admin.list_topics()
+
+
+async def _reach_inboxes(_: Settings) -> None:
+    await check_inboxes(read_settings(ApiSettings), REACH_LIMIT_S - 1)
 
 
 async def _reach_bigquery(settings: Settings) -> None:

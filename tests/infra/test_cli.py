@@ -1,3 +1,4 @@
+import asyncio
 import json
 import os
 import resource
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from infra.reports import create_tables
+from shared.pubsub.admin import PubSubAdmin
+from shared.pubsub.reply_inbox import make_inbox
 from shared.settings import Settings, read_settings
 from tests.limits import WAIT_LIMIT_S
 
@@ -180,6 +183,28 @@ def test_doctor_reaches_what_the_settings_name(
         assert f" {place} answers" in told.stdout
     assert "at their pinned versions" in told.stdout
     assert "all-MiniLM-L6-v2" in told.stdout
+
+
+def test_doctor_finds_inboxes_that_lack_a_subscription(pubsub_endpoint: str) -> None:
+    def doctor() -> str:
+        return penstock(
+            "doctor",
+            PENSTOCK_PUBSUB_ENDPOINT=pubsub_endpoint,
+            PENSTOCK_PROJECT="doctor",
+            PENSTOCK_INBOX_POOL="2",
+            PENSTOCK_REPLY_SLOTS="2",
+        ).stdout
+
+    async def make(inbox: str) -> None:
+        async with PubSubAdmin("doctor", pubsub_endpoint) as admin:
+            await make_inbox(admin, inbox, 2)
+
+    asyncio.run(make("0"))
+    told = doctor()
+    assert "MISS  inboxes" in told
+    assert "of 6 subscriptions, inbox.1.direct and 2 others are missing" in told
+    asyncio.run(make("1"))
+    assert "ok    inboxes" in doctor()
 
 
 def test_doctor_names_what_is_missing_and_the_fix(tmp_path: Path) -> None:
