@@ -34,7 +34,7 @@ ENV HOME=/tmp \
 RUN groupadd --gid 10001 penstock \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin penstock \
     && install -d /etc/penstock \
-    && install -d -o 10001 -g 10001 /var/spool/penstock
+    && install -d -o 10001 -g 10001 /var/lib/penstock/keys /var/lib/penstock/objects /var/spool/penstock
 COPY --from=build /opt/venv /opt/venv
 COPY --from=build /app /app
 WORKDIR /app

@@ -31,7 +31,8 @@ ENV FUNCTION_SOURCE=workers/functions/main.py \
     PYTHONUNBUFFERED=1
 RUN groupadd --gid 10001 penstock \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin penstock \
-    && install -d /etc/penstock
+    && install -d /etc/penstock \
+    && install -d -o 10001 -g 10001 /var/lib/penstock/objects
 COPY --from=build /opt/venv /opt/venv
 COPY --from=build /app /app
 WORKDIR /app

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Puts the digest behind every tag of bases.env, as the registry has it today; commit what changes.
 # pin.sh FILE writes FILE instead, and keeps the digests that bases.env has: what a build goes by.
+# SOURCE says another file than bases.env, from this folder.
 set -euo pipefail
 cd "$(dirname "$0")"
-target=${1:-bases.env}
+source=${SOURCE:-bases.env}
+target=${1:-$source}
 pinned=$(mktemp)
 while IFS= read -r line; do
   if [[ $line == *=* && $line != \#* && ($# -eq 0 || $line != *@sha256:*) ]]; then
@@ -15,6 +17,6 @@ while IFS= read -r line; do
     echo "${line}" >&2
   fi
   printf '%s\n' "$line" >> "$pinned"
-done < bases.env
+done < "$source"
 cat "$pinned" > "$target"
 rm -f "$pinned"

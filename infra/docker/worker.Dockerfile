@@ -43,7 +43,7 @@ ENV HF_HOME=/var/cache/penstock/hub \
     PYTHONUNBUFFERED=1 \
     TORCHINDUCTOR_CACHE_DIR=/var/cache/penstock/inductor
 RUN install -d /etc/penstock \
-    && install -d -o 10001 -g 10001 /var/cache/penstock /var/spool/penstock
+    && install -d -o 10001 -g 10001 /var/cache/penstock /var/lib/penstock/objects /var/spool/penstock
 COPY --from=build /app /app
 WORKDIR /app
 USER 10001:10001

@@ -1,0 +1,223 @@
+"""The Compose file: valid by the specification's schema, and in agreement with images and code."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shared.settings import ApiSettings, Settings, WorkerSettings
+from tests.infra.deploy.dockerfiles import image, run
+from workers.functions.settings import FunctionSettings
+
+FOLDER = Path("infra/compose")
+KINDS: dict[str, type[Settings]] = {
+    "api": ApiSettings,
+    "batches": ApiSettings,
+    "provision": ApiSettings,
+    "functions": FunctionSettings,
+    "worker-gpu": WorkerSettings,
+    "worker-cpu": WorkerSettings,
+}
+SERVERS = {"pubsub", "bigquery", "redis"}
+ONCE = {"provision", "proxy-volumes", "keys"}
+"""They end by themselves."""
+
+
+def variables(*names: str) -> dict[str, str]:
+    """What the files of variables set."""
+    lines = [line for name in names for line in (FOLDER / name).read_text("utf-8").splitlines()]
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+def filled(value: Any, given: dict[str, str]) -> Any:
+    """The value with Compose's variables replaced."""
+    if isinstance(value, dict):
+        return {name: filled(one, given) for name, one in value.items()}
+    if isinstance(value, list):
+        return [filled(one, given) for one in value]
+    if not isinstance(value, str):
+        return value
+
+    def replace(found: re.Match[str]) -> str:
+        name, default = found[1], found[2]
+        if name not in given:
+            assert default is not None, f"{name} is set nowhere"
+        return given.get(name, default or "")
+
+    return re.sub(r"\$\{(\w+)(?::-([^}]*)|:\?[^}]*)?\}", replace, value)
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    text = (FOLDER / "compose.yaml").read_text(encoding="utf-8")
+    found: dict[str, Any] = filled(yaml.safe_load(text), variables("images.env", "example.env"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def services(compose: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = compose["services"]
+    return found
+
+
+def test_file_follows_the_specification() -> None:
+    checked = run(
+        Path(sys.executable).parent / "check-jsonschema",
+        *("--builtin-schema", "vendor.compose-spec"),
+        FOLDER / "compose.yaml",
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_all_that_is_named_is_there(
+    compose: dict[str, Any], services: dict[str, dict[str, Any]]
+) -> None:
+    mounted = set()
+    for name, service in services.items():
+        assert set(service.get("depends_on", {})) <= services.keys(), name
+        assert set(service.get("networks", [])) <= compose["networks"].keys(), name
+        for volume in service.get("volumes", []):
+            if isinstance(volume, dict):
+                assert (FOLDER / volume["source"]).is_file(), volume
+                assert volume["read_only"] is True
+            else:
+                mounted.add(volume.split(":")[0])
+    assert mounted == compose["volumes"].keys()
+
+
+def test_variables_without_a_default_are_in_the_examples() -> None:
+    text = (FOLDER / "compose.yaml").read_text(encoding="utf-8")
+    needed = set(re.findall(r"\$\{(\w+):\?", text))
+    assert needed <= variables("images.env", "example.env").keys()
+
+
+def test_nothing_has_rights_that_it_does_not_need(services: dict[str, dict[str, Any]]) -> None:
+    for name, service in services.items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert "privileged" not in service
+        if name != "proxy-volumes":
+            assert not service["user"].startswith(("0", "root")), name
+    assert {name for name, service in services.items() if "cap_add" in service} == {
+        "proxy",
+        "proxy-volumes",
+    }
+    for name in {*KINDS, "keys"}:
+        assert services[name]["user"] == image("api").last("USER")
+
+
+def test_only_the_proxy_is_reached_from_outside(
+    compose: dict[str, Any], services: dict[str, dict[str, Any]]
+) -> None:
+    assert {name for name, service in services.items() if "ports" in service} == {"proxy"}
+    assert compose["networks"]["servers"] == {"internal": True}
+    for name in SERVERS:
+        assert services[name]["networks"] == ["servers"]
+    assert "servers" not in services["proxy"]["networks"]
+    # The API trusts what the proxy says of the caller: nobody else is in that network.
+    assert {name for name, one in services.items() if "front" in one.get("networks", [])} == {
+        "proxy",
+        "api",
+    }
+    (subnet,) = compose["networks"]["front"]["ipam"]["config"]
+    trusted = services["api"]["environment"]["PENSTOCK_TRUSTED_PROXIES"]
+    assert trusted == subnet["subnet"]
+
+
+def test_what_serves_is_restarted_and_checked(services: dict[str, dict[str, Any]]) -> None:
+    for name, service in services.items():
+        assert service["restart"] == ("no" if name in ONCE else "unless-stopped"), name
+        if name not in ONCE:
+            assert service["healthcheck"]["test"][0] == "CMD", name
+    for name in ("api", "functions", "batches", "pubsub", "bigquery", "worker-gpu"):
+        script = services[name]["healthcheck"]["test"][-1]
+        compile(script, name, "exec")
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS.items())
+def test_settings_are_known_and_accepted(
+    services: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    kind: type[Settings],
+) -> None:
+    given = services[name]["environment"]
+    known = {
+        f"PENSTOCK_{field.upper()}" for field in (*ApiSettings.model_fields, *kind.model_fields)
+    }
+    assert given.keys() <= known
+    for variable, value in given.items():
+        monkeypatch.setenv(variable, value)
+    settings = kind()
+    for endpoint in (settings.pubsub_endpoint, settings.bigquery_endpoint, settings.redis_url):
+        host, port = re.findall(r"(\w+):([0-9]+)", endpoint)[0]
+        assert host in SERVERS
+        probe = " ".join(services[host]["healthcheck"]["test"])
+        assert port in probe or host == "redis"
+
+
+def test_all_share_one_place(services: dict[str, dict[str, Any]]) -> None:
+    same = ("PROJECT", "DATASET", "PUBSUB_ENDPOINT", "REDIS_URL", "OBJECTS_URL")
+    for field in same:
+        assert len({services[name]["environment"][f"PENSTOCK_{field}"] for name in KINDS}) == 1
+    for name in set(KINDS) - {"provision"}:
+        assert "objects:/var/lib/penstock/objects" in services[name]["volumes"]
+
+
+def test_folders_of_volumes_belong_to_the_user_of_the_image(
+    services: dict[str, dict[str, Any]],
+) -> None:
+    """An empty named volume takes its owner from the folder in the image."""
+    images = {
+        "API_IMAGE": "api",
+        "FUNCTIONS_IMAGE": "functions",
+        "SERVERS_IMAGE": "servers",
+        "WORKER_IMAGE": "worker",
+    }
+    ours = {variables("example.env")[name]: dockerfile for name, dockerfile in images.items()}
+    for name, service in services.items():
+        if service["image"] not in ours:
+            continue
+        made = [
+            word
+            for line in image(ours[service["image"]]).all("RUN")
+            for words in re.findall(r"install -d -o 10001 -g 10001 ([^&]+)", line)
+            for word in words.split()
+        ]
+        targets = [one.split(":")[1] for one in service["volumes"] if isinstance(one, str)]
+        assert set(targets) <= set(made), name
+
+
+def test_worker_asks_for_its_gpu(services: dict[str, dict[str, Any]]) -> None:
+    (device,) = services["worker-gpu"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    assert "deploy" not in services["worker-cpu"]
+    assert services["worker-gpu"]["profiles"] == ["gpu"]
+
+
+def test_nothing_starts_without_keys_to_sign_with(services: dict[str, dict[str, Any]]) -> None:
+    for name in ("api", "batches", "functions"):
+        assert services[name]["env_file"] == [{"path": "signing.env", "required": True}]
+    assert services["api"]["environment"]["PENSTOCK_KEYS_URL"].startswith("file:///")
+    assert "keys:/var/lib/penstock/keys:ro" in services["api"]["volumes"]
+
+
+def test_images_of_others_are_pinned_by_the_same_script(tmp_path: Path) -> None:
+    docker = tmp_path / "docker"
+    docker.write_text(f"#!/bin/sh\necho sha256:{'d' * 64}\n")
+    docker.chmod(0o755)
+    out = tmp_path / "images.env"
+    source = str((FOLDER / "images.env").resolve())
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = run("infra/docker/pin.sh", out, PATH=path, SOURCE=source)
+    assert done.returncode == 0, done.stderr
+    pinned = [line for line in out.read_text().splitlines() if not line.startswith("#")]
+    assert len(pinned) == 2
+    assert all(line.endswith(f"@sha256:{'d' * 64}") for line in pinned)
