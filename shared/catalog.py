@@ -11,6 +11,7 @@ from pydantic import ValidationError, field_validator, model_validator
 
 from shared.catalog_entry import CatalogEntry, Deadline
 from shared.errors import ConfigurationError, UnknownModel
+from shared.kubernetes_names import slug
 from shared.tasks import TASKS
 from shared.tasks.base import Task
 
@@ -195,6 +196,14 @@ def read_catalog(path: Path) -> Catalog:
                     f"{path}:{_line(node)}: the name {name!r} is taken by line {seen[name]}"
                 )
             seen[name] = _line(node)
+    slugs: dict[str, str] = {}
+    for model, node in zip(models, entries, strict=True):
+        for name in (model.name, *([canary.name] if (canary := model.as_canary()) else [])):
+            if (other := slugs.setdefault(slug(name), name)) != name:
+                raise ConfigurationError(
+                    f"{path}:{_line(node)}: models {other!r} and {name!r} are both "
+                    f"{slug(name)!r} to Kubernetes; rename one"
+                )
     return Catalog(models)
 
 

@@ -6,8 +6,6 @@ cluster, and the Terraform stage `workloads` takes the rendered file.
 
 from __future__ import annotations
 
-import hashlib
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,20 +26,11 @@ from infra.kubernetes.kustomization import (
 from infra.kubernetes.placement import Placement, place
 from shared.catalog import Catalog, Model
 from shared.errors import ConfigurationError
+from shared.kubernetes_names import slug
 
-SLUG_LIMIT = 40
-"""Kubernetes allows 63 in a label, of which the names of our objects need some."""
 MODELS_FILE = "/etc/penstock/models.yaml"
 CACHE_DIR, SPOOL_DIR = "/var/cache/penstock", "/var/spool/penstock"
 HEALTH_PORT = 8081
-
-
-def slug(model: str) -> str:
-    """The name of a model in Kubernetes, the same as in infra/terraform/platform/models.tf."""
-    plain = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")
-    if len(plain) <= SLUG_LIMIT:
-        return plain
-    return f"{plain[:31].strip('-')}-{hashlib.sha256(model.encode()).hexdigest()[:8]}"
 
 
 def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: Deployment) -> None:
@@ -55,17 +44,10 @@ def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: De
         deployment: where and with what.
 
     Raises:
-        ConfigurationError: two models would get the same name, one that is to run there is not in
-            the catalog, or `out` is a folder that is no overlay.
+        ConfigurationError: a model that is to run there is not in the catalog, or `out` is a folder
+            that is no overlay.
     """
-    slugs: dict[str, str] = {}
     models = _chosen(catalog, deployment)
-    for model in models:
-        other = slugs.setdefault(slug(model.name), model.name)
-        if other != model.name:
-            raise ConfigurationError(
-                f"models {other!r} and {model.name!r} are both {slug(model.name)!r} to Kubernetes"
-            )
     clear_overlay(out)
     gpu_types = read_gpu_types()
     entries = {
@@ -73,7 +55,8 @@ def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: De
         for entry in yaml.safe_load(models_file.read_text(encoding="utf-8"))["models"]
     }
     folders = []
-    for name, model in zip(slugs, models, strict=True):
+    for model in models:
+        name = slug(model.name)
         _write_worker(
             out / f"worker-{name}", model, entries[model.public_name], deployment, gpu_types
         )

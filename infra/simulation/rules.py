@@ -16,9 +16,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from infra.kubernetes.deployment import Deployment
-from infra.kubernetes.overlay import slug, write_overlay
+from infra.kubernetes.overlay import write_overlay
 from shared.catalog import Catalog
 from shared.errors import ConfigurationError
+from shared.kubernetes_names import slug
 
 Document = dict[str, Any]
 

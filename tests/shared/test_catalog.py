@@ -219,6 +219,7 @@ def test_no_model_of_a_task() -> None:
         ),
         ("source: hf:", "source: !!python/name:", 10, "could not determine a constructor"),
         ("name: painter", "name: small", 10, "the name 'small' is taken by line 2"),
+        ("name: painter", "name: Mini.", 10, "'mini' and 'Mini.' are both 'mini' to Kubernetes"),
     ],
     ids=lambda value: value if isinstance(value, str) and ":" in value and len(value) < 25 else "",
 )
@@ -260,3 +261,10 @@ def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigurationError, match=r"binary\.yaml"):
         read_catalog(tmp_path / "binary.yaml")
+
+
+def test_canary_and_model_that_meet_in_kubernetes(models_file: Path) -> None:
+    text = GOOD.replace('revision: "1"', 'revision: "1"\n    canary: {revision: "2"}')
+    models_file.write_text(text.replace("name: painter", "name: mini-canary"))
+    with pytest.raises(ConfigurationError, match=r"'mini\.canary' and 'mini-canary' are both"):
+        read_catalog(models_file)

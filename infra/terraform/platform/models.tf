@@ -47,7 +47,7 @@ locals {
 
   models_file = var.models_file == null ? "${path.module}/../../../models.yaml" : var.models_file
 
-  # A name that Kubernetes takes; infra/kubernetes/overlay.py makes the same.
+  # A name that Kubernetes takes; shared/kubernetes_names.py makes the same.
   _plain = {
     for entry in local._deployed :
     entry.name => trim(replace(lower(entry.name), "/[^a-z0-9]+/", "-"), "-")

@@ -353,10 +353,14 @@ variable "models_file" {
 
   # Long names end in a hash, so only short ones can meet.
   validation {
-    condition = try(length(distinct([
-      for entry in yamldecode(file(coalesce(var.models_file, "${path.module}/../../../models.yaml"))).models :
-      length(entry.name) > 40 ? entry.name : trim(replace(lower(entry.name), "/[^a-z0-9]+/", "-"), "-")
-    ])) == length(yamldecode(file(coalesce(var.models_file, "${path.module}/../../../models.yaml"))).models), true)
+    condition = try(alltrue([
+      for plain, names in {
+        for name in flatten([
+          for entry in yamldecode(file(coalesce(var.models_file, "${path.module}/../../../models.yaml"))).models :
+          try(entry.canary, null) == null ? [entry.name] : [entry.name, "${entry.name}.canary"]
+        ]) : trim(replace(lower(name), "/[^a-z0-9]+/", "-"), "-") => name...
+      } : length(names) == 1 || length(plain) > 40
+    ]), true)
     error_message = "models_file: two models have the same name to Kubernetes, where bge.large and bge-large are both bge-large. Rename one."
   }
 }

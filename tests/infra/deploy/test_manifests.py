@@ -12,11 +12,12 @@ from pydantic import ValidationError
 
 from infra.kubernetes.__main__ import main
 from infra.kubernetes.deployment import Deployment, GpuType, read_gpu_types
-from infra.kubernetes.overlay import slug, write_overlay
+from infra.kubernetes.overlay import write_overlay
 from infra.kubernetes.placement import SHARED_MEMORY
 from shared.catalog import read_catalog
 from shared.catalog_entry import MOST_SHARES, GpuTypeName
 from shared.errors import ConfigurationError
+from shared.kubernetes_names import slug
 from tests.infra.deploy.manifests import (
     DEPLOYMENT,
     Objects,
@@ -402,16 +403,6 @@ def test_objects_of_the_terraform_tests_are_rendered_from_this_tree(tmp_path: Pa
     # > objects.yaml.
     rendered = render(tmp_path, GOLDEN / "models.yaml")
     assert rendered == list(yaml.safe_load_all((GOLDEN / "objects.yaml").read_text()))
-
-
-def test_names_that_meet_are_refused(tmp_path: Path) -> None:
-    models = tmp_path / "models.yaml"
-    entry = {"task": "embedding", "source": "hf:a/b", "dimensions": 4, "batch": {"max_tokens": 8}}
-    models.write_text(
-        yaml.safe_dump({"models": [entry | {"name": name} for name in ("bge.small", "bge-small")]})
-    )
-    with pytest.raises(ConfigurationError, match="are both 'bge-small'"):
-        write_overlay(tmp_path / "out", read_catalog(models), models, DEPLOYMENT)
 
 
 def test_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:

@@ -225,6 +225,10 @@ def test_refused_with_the_variable_and_the_reason(
     ("models", "reason"),
     [
         ("models: [{name: bge.large}, {name: bge-large}]", "the same name to Kubernetes"),
+        (
+            "models: [{name: bge, canary: {revision: b}}, {name: bge-canary}]",
+            "the same name to Kubernetes",
+        ),
         ("models: {}", "a list `models`"),
         ("models: [{task: embedding}]", "a list `models`"),
         ("models: [", "a list `models`"),

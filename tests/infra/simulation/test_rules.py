@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from infra.kubernetes.deployment import Deployment
-from infra.kubernetes.overlay import slug, write_overlay
+from infra.kubernetes.overlay import write_overlay
 from infra.simulation.rules import autoscaler_rules, read_rules, rendered
 from shared.catalog import read_catalog
 from shared.errors import ConfigurationError
+from shared.kubernetes_names import slug
 from tests.infra.deploy.manifests import DEPLOYMENT, of_kind, render
 
 MODELS = Path("models.yaml")

@@ -12,6 +12,6 @@ run "workers_have_names_that_kubernetes_takes" {
 
   assert {
     condition     = output.worker_accounts == jsondecode(file("tests/names.json"))
-    error_message = "Rights go to the accounts that infra/kubernetes/overlay.py names."
+    error_message = "Rights go to the accounts that infra/kubernetes/overlay.py makes."
   }
 }
