@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from infra import keys
+from infra.canaries.commands import canary
 from infra.local.ports import Ports
 from shared.errors import ConfigurationError, PenstockError
 
@@ -54,6 +55,7 @@ app = typer.Typer(
 app.add_typer(keys.keys, name="keys")
 app.add_typer(keys.tenants, name="tenants")
 app.add_typer(keys.plans, name="plans")
+app.add_typer(canary, name="canary")
 
 
 def main() -> None:

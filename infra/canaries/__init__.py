@@ -1,0 +1,1 @@
+"""Canaries of models as an operator handles them: `penstock canary`."""
