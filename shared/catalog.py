@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 import yaml
-from pydantic import ValidationError, field_validator, model_validator
+from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
 
 from shared.catalog_entry import CatalogEntry, Deadline
 from shared.errors import ConfigurationError, UnknownModel
@@ -16,6 +16,8 @@ from shared.tasks import TASKS
 from shared.tasks.base import Task
 
 CANARY_SUFFIX = ".canary"
+OF_CATALOG = "an entry of the catalog"
+"""The context in which entries are validated."""
 
 
 class Model(CatalogEntry):
@@ -30,8 +32,9 @@ class Model(CatalogEntry):
 
     @field_validator("name")
     @classmethod
-    def _is_no_canary(cls, value: str) -> str:
-        if value.endswith(CANARY_SUFFIX):
+    def _is_no_canary(cls, value: str, info: ValidationInfo) -> str:
+        # Canaries are read too, by model processes, but no catalog has their names.
+        if info.context == OF_CATALOG and value.endswith(CANARY_SUFFIX):
             raise ValueError(
                 f"a name can't end in {CANARY_SUFFIX}: its topic would be that of another model's "
                 "canary"
@@ -59,9 +62,14 @@ class Model(CatalogEntry):
             raise ValueError(
                 "a name can't end in .dead: its topic would be another model's dead-letter topic"
             )
-        if self.canary and (self.canary.revision, self.canary.source or self.source) == (
-            self.revision,
-            self.source,
+        if (
+            self.canary
+            and not self.is_canary
+            and (self.canary.revision, self.canary.source or self.source)
+            == (
+                self.revision,
+                self.source,
+            )
         ):
             raise ValueError("canary.revision is the revision of the model itself")
         if self.deadline.default_s > self.deadline.longest_s:
@@ -220,7 +228,7 @@ def _entries(path: Path, root: yaml.Node | None) -> list[yaml.Node]:
 def _read_entry(path: Path, node: yaml.Node) -> Model:
     constructor = yaml.SafeLoader("")
     try:
-        return Model.model_validate(constructor.construct_document(node))
+        return Model.model_validate(constructor.construct_document(node), context=OF_CATALOG)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "entry"

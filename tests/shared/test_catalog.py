@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.catalog import Catalog, read_catalog
+from shared.catalog import Catalog, Model, read_catalog
 from shared.errors import ConfigurationError, UnknownModel
 from shared.usage.charge import list_price_usd, price_of
 
@@ -75,6 +75,7 @@ def test_canary_is_a_model_of_the_pipeline_only(models_file: Path) -> None:
     canary = catalog.find_deployed("mini.canary")
     assert (canary.revision, canary.source, canary.public_name) == ("2", "local:mini", "mini")
     assert (canary.replicas.min, canary.is_canary, canary.aliases) == (1, True, ())
+    assert Model.model_validate_json(canary.model_dump_json()) == canary
     assert catalog.find_deployed("small") is catalog.find("mini")
     with pytest.raises(UnknownModel):
         catalog.find("mini.canary")
