@@ -201,6 +201,9 @@ def simulate(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="change a field: cluster.node_start_s=0"),
     ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="write a page with charts")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Simulate a deployment under load: GPUs, latency and cost, with the rules that deploy."""
@@ -211,6 +214,10 @@ def simulate(
     from infra.simulation.world import simulate as run
 
     result = run(read_scenario(scenario, tuple(changes or ())), models_file=models)
+    if page is not None:
+        from infra.simulation.page import write_page
+
+        write_page(result, page)
     typer.echo(json.dumps(result.as_dict(), indent=2) if as_json else text(result))
 
 

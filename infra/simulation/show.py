@@ -20,6 +20,16 @@ def text(result: Result) -> str:
     )
 
 
+def rows_of_models(result: Result) -> list[tuple[object, ...]]:
+    """The figures of models: a head, and a value of each."""
+    return list(zip(_MODEL_HEADS, *map(_model_row, result.summary.models), strict=True))
+
+
+def rows_of_gpus(result: Result) -> list[tuple[object, ...]]:
+    """The figures of GPUs: a head and its value."""
+    return list(zip(_GPU_HEADS, _gpu_row(result.summary), strict=True))
+
+
 _MODEL_HEADS = (
     "model",
     "requests",
