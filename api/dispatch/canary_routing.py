@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Protocol, Self
@@ -69,9 +69,18 @@ class CanaryRouter:
         catalog: its canaries.
         board: in Redis. It is opened and closed with this object.
         refresh_s: pause between two looks at it.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, catalog: Catalog, board: Board, *, refresh_s: float = REFRESH_S) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        board: Board,
+        *,
+        refresh_s: float = REFRESH_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._canaries = catalog.canaries
         self.board = board
         self._refresh_s = refresh_s
@@ -83,6 +92,7 @@ class CanaryRouter:
             await self.board.__aenter__()
             await self.refresh()
             self._task = asyncio.create_task(self._run())
+            self._task.add_done_callback(_ended)
         return self
 
     async def __aexit__(
@@ -124,7 +134,7 @@ class CanaryRouter:
 
     def is_serving(self, canary: Model) -> bool:
         """Whether this instance sends a canary its share."""
-        return time.monotonic() < self._serving_until_s.get(canary.name, 0.0)
+        return self._clock() < self._serving_until_s.get(canary.name, 0.0)
 
     async def refresh(self) -> None:
         """Looks at the board once, and judges where it is this instance's turn."""
@@ -138,7 +148,7 @@ class CanaryRouter:
             await self.refresh()
 
     async def _refresh(self, canary: Model) -> None:
-        began_s = time.monotonic()
+        began_s = self._clock()
         try:
             async with asyncio.timeout(READ_LIMIT_S):
                 state = await self.board.state(canary)
@@ -165,6 +175,12 @@ class CanaryRouter:
             facts = {"model": canary.name, "revision": canary.revision, "reason": verdict.reason}
             log.error("canary taken back", extra=facts)
         return False
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    """Without the task nothing is known of canaries soon, so they get nothing."""
+    if not task.cancelled():
+        log.critical("looking at canaries ended; this is a bug", exc_info=task.exception())
 
 
 def _part_of(canary: Model, key: tuple[object, ...]) -> float:

@@ -1,0 +1,179 @@
+"""Who gets a canary, and that none is sent where nobody can judge or do the work."""
+
+from collections import Counter
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pytest
+
+from api.dispatch.canary_routing import STALE_LIMIT_S, CanaryRouter
+from api.dispatch.demand import Demand
+from shared.canary.board import CanaryState
+from shared.canary.verdict import CanaryCounts
+from shared.catalog import Catalog, Model
+from shared.catalog_entry import Canary
+from shared.errors import Unavailable
+from shared.pubsub.names import jobs_topic_id
+from shared.tasks.embedding import TextInput
+from tests.canary.world import CANARY, MODEL, running_world
+
+pytestmark = pytest.mark.anyio
+ASKED = 4000
+
+
+class FakeBoard:
+    """What a test says is known. Out of reach while `is_away`."""
+
+    def __init__(self) -> None:
+        self.is_away = False
+        self.known = CanaryState(is_alive=True)
+        self.seen = CanaryCounts()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        return None
+
+    async def state(self, canary: Model) -> CanaryState:
+        if self.is_away:
+            raise Unavailable("away")
+        return self.known
+
+    async def may_judge(self, canary: Model) -> bool:
+        return True
+
+    async def counts(self, canary: Model) -> CanaryCounts:
+        return self.seen
+
+    async def count(self, canary: Model, counts: CanaryCounts) -> None:
+        return None
+
+    async def take_back(self, canary: Model, reason: str) -> bool:
+        self.known = CanaryState(True, reason)
+        return True
+
+
+async def router_of(**rules: object) -> CanaryRouter:
+    canary = Canary.model_validate({"revision": "2", **rules})
+    catalog = Catalog((MODEL.model_copy(update={"canary": canary}),))
+    router = CanaryRouter(catalog, FakeBoard())
+    await router.refresh()
+    return router
+
+
+def chosen(router: CanaryRouter, number: int, tenant: str = "t") -> bool:
+    return router.choose(MODEL, tenant, [TextInput(f"text {number}")], "req").is_canary
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3])
+async def test_canary_gets_its_share_of_inputs(share: float) -> None:
+    router = await router_of(share=share)
+    got = sum(chosen(router, number) for number in range(ASKED))
+    assert got == pytest.approx(share * ASKED, abs=5 * (ASKED * share * (1 - share)) ** 0.5)
+
+
+async def test_larger_share_keeps_those_that_have_the_canary() -> None:
+    small, large = await router_of(share=0.1), await router_of(share=0.4)
+    assert all(chosen(large, number) for number in range(ASKED) if chosen(small, number))
+
+
+async def test_next_canary_goes_to_others() -> None:
+    one, other = await router_of(share=0.5), await router_of(share=0.5, revision="3")
+    both = Counter((chosen(one, number), chosen(other, number)) for number in range(ASKED))
+    assert min(both.values()) > ASKED / 5
+
+
+async def test_tenant_stays_on_one_revision() -> None:
+    router = await router_of(share=0.5, by="tenant")
+    tenants = {
+        tenant: {chosen(router, number, tenant) for number in range(50)}
+        for tenant in map(str, range(50))
+    }
+    assert all(len(revisions) == 1 for revisions in tenants.values())
+    assert len({revision for revisions in tenants.values() for revision in revisions}) == 2
+
+
+async def test_request_without_equals_goes_by_its_id() -> None:
+    router = await router_of(share=0.5)
+    ids = Counter(router.choose(MODEL, "t", (), f"req_{number}").is_canary for number in range(200))
+    assert min(ids.values()) > 40
+
+
+async def test_nothing_is_sent_while_nothing_is_known() -> None:
+    now_s, board = 0.0, FakeBoard()
+    router = CanaryRouter(Catalog((MODEL,)), board, clock=lambda: now_s)
+    assert not router.is_serving(CANARY)
+    await router.refresh()
+    assert router.is_serving(CANARY)
+    board.is_away = True
+    await router.refresh()
+    assert router.is_serving(CANARY)
+    now_s += STALE_LIMIT_S
+    await router.refresh()
+    assert not router.is_serving(CANARY)
+    board.is_away = False
+    await router.refresh()
+    assert router.is_serving(CANARY)
+
+
+async def test_canary_without_workers_or_taken_back_gets_nothing() -> None:
+    board = FakeBoard()
+    router = CanaryRouter(Catalog((MODEL,)), board)
+    for state in (CanaryState(is_alive=False), CanaryState(True, "by hand")):
+        board.known = state
+        await router.refresh()
+        assert not router.is_serving(CANARY)
+
+
+async def test_bad_canary_is_taken_back_at_the_next_look() -> None:
+    board = FakeBoard()
+    router = CanaryRouter(Catalog((MODEL,)), board)
+    await router.refresh()
+    assert router.is_serving(CANARY)
+    board.seen.canary.add_failed(3)
+    await router.refresh()
+    assert not router.is_serving(CANARY)
+    assert board.known.taken_back == "3 of 3 items failed, beside 0 of 0"
+
+
+async def test_canary_without_a_topic_costs_no_request(redis_url: str, tmp_path: Path) -> None:
+    async with running_world(redis_url, tmp_path) as world:
+        await world.until_serving()
+        await world.broker.delete_topic(jobs_topic_id(CANARY.name))
+        answers = await world.ask_many(20)
+        assert {answer.status_code for answer in answers} == {200}
+        assert {answer.headers["x-penstock-revision"] for answer in answers} == {"1"}
+
+
+async def test_full_canary_refuses_nobody(redis_url: str, tmp_path: Path) -> None:
+    async with running_world(redis_url, tmp_path) as world:
+        await world.until_serving()
+        full = Demand(CANARY.name, CANARY.max_in_flight, "default", 1.0, "")
+        world.api.dependencies.admission.admit(full)
+        answers = await world.ask_many(20)
+        assert {answer.status_code for answer in answers} == {200}
+        assert {answer.headers["x-penstock-revision"] for answer in answers} == {"1"}
+
+
+async def test_predictions_of_a_bad_canary_succeed(redis_url: str, tmp_path: Path) -> None:
+    async with running_world(redis_url, tmp_path) as world:
+        await world.until_serving()
+        world.workers[CANARY.name].process.fault = "errors"
+        for letter in "abcdefghijklmnop":
+            answer = await world.api.http.post(
+                "/v1/predictions",
+                json={"version": MODEL.name, "input": {"text": f"text {letter}"}},
+                headers={"prefer": "wait=30"},
+            )
+            assert answer.status_code == 201, answer.text
+            assert answer.json()["status"] == "succeeded", answer.text
+        await world.until_rows(16)
+        assert world.workers[CANARY.name].process.texts
+        assert {row.revision for row in world.rows() if row.tenant == "default"} == {"1"}
