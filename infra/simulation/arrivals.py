@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from infra.simulation.scenario import Arrivals, Burst, Constant, Step, Trace, Wave
+from infra.simulation.streams import Arrivals, Burst, Constant, Step, Trace, Wave
 from shared.errors import ConfigurationError
 
 CHUNK_S = 10.0

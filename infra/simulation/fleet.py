@@ -94,7 +94,7 @@ class Fleet:
 
     def _order_nodes(self) -> None:
         places = sum(node.free for node in self.nodes)
-        lacking = len(self._pending) + self._cluster.buffer - places
+        lacking = len(self._pending) + self.buffer - places
         wanted = max(0, -(-lacking // self.places))
         if self._most_nodes is not None:
             wanted = min(wanted, self._most_nodes - len(self.nodes))
@@ -120,7 +120,7 @@ class Fleet:
             self._place()
 
     def _delete_nodes(self) -> None:
-        spare = sum(node.free for node in self.nodes if node.is_ready) - self._cluster.buffer
+        spare = sum(node.free for node in self.nodes if node.is_ready) - self.buffer
         for node in list(self.nodes):
             is_idle_s = self._env.now - node.since_s
             if (
@@ -166,6 +166,11 @@ class Fleet:
         yield self._env.timeout(self._cluster.spot_notice_s)
         if node in self.nodes:
             self._remove(node)
+
+    @property
+    def buffer(self) -> int:
+        """Places that are kept warm."""
+        return self._cluster.buffer
 
     @property
     def gpu_busy_s(self) -> float:

@@ -11,66 +11,36 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import promql_parser as parser
 
-from infra.simulation.timeseries import Labels, Matcher, Series, TimeSeries, newest, window
+from infra.simulation.timeseries import Labels, Matcher, TimeSeries, newest, window
+from infra.simulation.vectors import (
+    AGGREGATIONS,
+    ARITHMETIC,
+    COMPARISONS,
+    OF_EACH,
+    OVER_TIME,
+    Value,
+    Vector,
+    combined,
+    each,
+    grouping,
+    increase,
+    number,
+    only,
+    set_operation,
+    vector,
+)
 from shared.errors import ConfigurationError
 
 LOOKBACK_S = 300.0
 """How old the newest sample of an instant vector may be: Prometheus' default."""
 
-Vector = dict[Labels, float]
-Value = float | Vector
-
-_ARITHMETIC: dict[str, Callable[[float, float], float]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": lambda left, right: left / right if right else _divided_by_zero(left),
-    "%": math.fmod,
-    "^": operator.pow,
-}
-_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
-    ">": operator.gt,
-    "<": operator.lt,
-    ">=": operator.ge,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-}
-_AGGREGATIONS: dict[str, Callable[[list[float]], float]] = {
-    "sum": sum,
-    "max": max,
-    "min": min,
-    "avg": lambda values: sum(values) / len(values),
-    "count": lambda values: float(len(values)),
-}
-_OVER_TIME: dict[str, Callable[[list[float]], float]] = {
-    "avg_over_time": lambda values: sum(values) / len(values),
-    "max_over_time": max,
-    "min_over_time": min,
-    "sum_over_time": sum,
-    "count_over_time": lambda values: float(len(values)),
-    "last_over_time": lambda values: values[-1],
-}
-_OF_EACH: dict[str, Callable[..., float]] = {
-    "ceil": math.ceil,
-    "floor": math.floor,
-    "abs": abs,
-    "clamp_min": max,
-    "clamp_max": min,
-    "clamp": lambda value, least, most: min(max(value, least), most),
-}
 _MATCHES = {"Equal": "=", "NotEqual": "!=", "Re": "=~", "NotRe": "!~"}
-
-
-def _divided_by_zero(left: float) -> float:
-    return math.nan if left == 0 or math.isnan(left) else math.copysign(math.inf, left)
 
 
 class Query:
@@ -147,7 +117,7 @@ class _Compiler:
 
     def _unaryexpr(self, node: Any) -> _Step:
         inner = self.compiled(node.expr)
-        return lambda at: _each(inner(at), operator.neg)
+        return lambda at: each(inner(at), operator.neg)
 
     def _vectorselector(self, node: Any) -> _Step:
         name, matchers, back_s = self._selected(node)
@@ -178,14 +148,14 @@ class _Compiler:
         self.looks_back_s = max(self.looks_back_s, self._outer_s + back_s)
 
     def _aggregateexpr(self, node: Any) -> _Step:
-        how = _AGGREGATIONS.get(str(node.op))
+        how = AGGREGATIONS.get(str(node.op))
         if how is None or node.param is not None:
             raise self._refused(str(node.op))
-        inner, key = self.compiled(node.expr), _grouping(node.modifier)
+        inner, key = self.compiled(node.expr), grouping(node.modifier)
 
         def step(at: _Moment) -> Value:
             groups: dict[Labels, list[float]] = {}
-            for labels, value in _vector(inner(at)).items():
+            for labels, value in vector(inner(at)).items():
                 groups.setdefault(key(labels), []).append(value)
             return {labels: how(values) for labels, values in groups.items()}
 
@@ -195,24 +165,24 @@ class _Compiler:
         name, arguments = node.func.name, list(node.args)
         if name == "vector":
             scalar = self.compiled(arguments[0])
-            return lambda at: {(): _number(scalar(at))}
+            return lambda at: {(): number(scalar(at))}
         if name == "scalar":
             inner = self.compiled(arguments[0])
-            return lambda at: _only(_vector(inner(at)))
+            return lambda at: only(vector(inner(at)))
         if name == "time":
             return lambda at: at.at_s
-        if name in ("rate", "increase", *_OVER_TIME):
+        if name in ("rate", "increase", *OVER_TIME):
             return self._over_range(name, arguments[-1])
-        if name in _OF_EACH:
-            return self._of_each(_OF_EACH[name], arguments)
+        if name in OF_EACH:
+            return self._of_each(OF_EACH[name], arguments)
         raise self._refused(f"{name}()")
 
     def _of_each(self, how: Callable[..., float], arguments: list[Any]) -> _Step:
         first, *others = (self.compiled(one) for one in arguments)
 
         def step(at: _Moment) -> Value:
-            bounds = [_number(other(at)) for other in others]
-            return _each(first(at), lambda value: float(how(value, *bounds)))
+            bounds = [number(other(at)) for other in others]
+            return each(first(at), lambda value: float(how(value, *bounds)))
 
         return step
 
@@ -222,7 +192,7 @@ class _Compiler:
         chosen, matchers, back_s = self._selected(node.vector_selector)
         range_s = node.range.total_seconds()
         self._look_back(back_s + range_s)
-        how = _OVER_TIME.get(name)
+        how = OVER_TIME.get(name)
 
         def step(at: _Moment) -> Value:
             to_s = at.at_s - back_s
@@ -242,7 +212,7 @@ class _Compiler:
         return step
 
     def _over_subquery(self, name: str, node: Any) -> _Step:
-        how = _OVER_TIME.get(name)
+        how = OVER_TIME.get(name)
         if how is None or node.at is not None or node.offset is not None or node.step is None:
             raise self._refused(f"{name}() of such a subquery")
         range_s, step_s = node.range.total_seconds(), node.step.total_seconds()
@@ -254,9 +224,9 @@ class _Compiler:
             groups: dict[Labels, list[float]] = {}
             # Times of a subquery are multiples of its step, whatever the time of the query.
             first = math.floor((at.at_s - range_s) / step_s) + 1
-            for number in range(first, math.floor(at.at_s / step_s) + 1):
-                moment = _Moment(at.series, number * step_s, at.now_s)
-                for labels, value in _vector(inner(moment)).items():
+            for turn in range(first, math.floor(at.at_s / step_s) + 1):
+                moment = _Moment(at.series, turn * step_s, at.now_s)
+                for labels, value in vector(inner(moment)).items():
                     groups.setdefault(labels, []).append(value)
             return {labels: how(values) for labels, values in groups.items()}
 
@@ -268,98 +238,13 @@ class _Compiler:
         if modifier is not None and (modifier.group_labels or modifier.matching):
             raise self._refused("on, ignoring or group_left")
         if symbol in ("or", "and", "unless"):
-            return lambda at: _set(symbol, _vector(left(at)), _vector(right(at)))
-        if symbol in _ARITHMETIC:
-            how = _ARITHMETIC[symbol]
-            return lambda at: _combined(left(at), right(at), lambda a, b: how(a, b))
-        if symbol in _COMPARISONS:
-            test = _COMPARISONS[symbol]
+            return lambda at: set_operation(symbol, vector(left(at)), vector(right(at)))
+        if symbol in ARITHMETIC:
+            how = ARITHMETIC[symbol]
+            return lambda at: combined(left(at), right(at), lambda a, b: how(a, b))
+        if symbol in COMPARISONS:
+            test = COMPARISONS[symbol]
             if modifier is not None and modifier.return_bool:
-                return lambda at: _combined(left(at), right(at), lambda a, b: float(test(a, b)))
-            return lambda at: _combined(left(at), right(at), lambda a, b: a if test(a, b) else None)
+                return lambda at: combined(left(at), right(at), lambda a, b: float(test(a, b)))
+            return lambda at: combined(left(at), right(at), lambda a, b: a if test(a, b) else None)
         raise self._refused(symbol)
-
-
-def increase(series: Series, first: int, last: int, from_s: float, to_s: float) -> float | None:
-    """By how much a counter grew, extrapolated to the range. None for less than two samples.
-
-    Args:
-        series: the counter.
-        first: the place of its first sample in the range.
-        last: the place after the last one.
-        from_s: the start of the range.
-        to_s: its end.
-    """
-    if last - first < 2:
-        return None
-    times_s, values = series.times_s, series.values
-    start_s, end_s = times_s[first], times_s[last - 1]
-    grown = values[last - 1] - values[first]
-    if series.has_fallen:
-        # A counter that fell began anew at zero.
-        pairs = pairwise(values[first:last])
-        grown += sum(before for before, after in pairs if after < before)
-    sampled_s = end_s - start_s
-    mean_s = sampled_s / (last - first - 1)
-    to_start_s, to_end_s = start_s - from_s, to_s - end_s
-    if to_start_s >= 1.1 * mean_s:
-        to_start_s = mean_s / 2
-    if grown > 0 and values[first] >= 0:
-        # A counter starts at zero, not below.
-        to_start_s = min(to_start_s, sampled_s * values[first] / grown)
-    if to_end_s >= 1.1 * mean_s:
-        to_end_s = mean_s / 2
-    return grown * (sampled_s + to_start_s + to_end_s) / sampled_s
-
-
-def _grouping(modifier: Any) -> Callable[[Labels], Labels]:
-    if modifier is None:
-        return lambda labels: ()
-    kept = frozenset(modifier.labels)
-    is_by = str(modifier.type).endswith("By")
-    return lambda labels: tuple(pair for pair in labels if (pair[0] in kept) == is_by)
-
-
-def _vector(value: Value) -> Vector:
-    return {(): value} if isinstance(value, float) else value
-
-
-def _number(value: Value) -> float:
-    return value if isinstance(value, float) else _only(value)
-
-
-def _only(vector: Vector) -> float:
-    return next(iter(vector.values())) if len(vector) == 1 else math.nan
-
-
-def _each(value: Value, how: Callable[[float], float]) -> Value:
-    if isinstance(value, float):
-        return how(value)
-    return {labels: how(one) for labels, one in value.items()}
-
-
-def _set(symbol: str, left: Vector, right: Vector) -> Vector:
-    if symbol == "or":
-        return {**right, **left}
-    is_kept = symbol == "and"
-    return {labels: one for labels, one in left.items() if (labels in right) == is_kept}
-
-
-def _combined(left: Value, right: Value, how: Callable[[float, float], float | None]) -> Value:
-    """Element by element. Vectors are matched by all of their labels."""
-    if isinstance(left, float) and isinstance(right, float):
-        return how(left, right) or 0.0
-    return dict(_pairs(left, right, how))
-
-
-def _pairs(
-    left: Value, right: Value, how: Callable[[float, float], float | None]
-) -> Iterator[tuple[Labels, float]]:
-    for labels in left if isinstance(left, dict) else right:  # type: ignore[union-attr]
-        first = left[labels] if isinstance(left, dict) else left
-        second = right.get(labels) if isinstance(right, dict) else right
-        if second is None:
-            continue
-        value = how(first, second)
-        if value is not None:
-            yield labels, value

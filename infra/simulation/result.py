@@ -110,7 +110,7 @@ class Result:
 
     @cached_property
     def gpus_over_time(self) -> dict[float, int]:
-        """Paid nodes with a GPU, by the seconds of samples."""
+        """Paid nodes, by the seconds of samples."""
         found: dict[float, int] = {}
         for sample in self.recorder.gpu_samples:
             found[sample.at_s] = found.get(sample.at_s, 0) + sample.nodes

@@ -6,78 +6,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from infra.deploy.platform_variables import ApiVariable
+from infra.simulation.streams import Arrivals, Entry, Seconds
 from shared.errors import ConfigurationError
 
 SHIPPED = Path(__file__).parent / "scenarios"
 
 MOST_BASES = 8
 
-Seconds = Annotated[float, Field(ge=0)]
 
-
-class _Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class _Arrivals(_Entry):
-    """A stream of requests. The streams of a model add up."""
-
-    spacing: Literal["poisson", "even"] = "poisson"
-    from_s: Seconds = 0.0
-    until_s: Seconds | None = None
-    """None: the end of the scenario."""
-
-
-class Constant(_Arrivals):
-    """The same rate all the time."""
-
-    kind: Literal["constant"] = "constant"
-    per_s: float = Field(ge=0)
-
-
-class Wave(_Arrivals):
-    """A sine between two rates, with the least at the start. A day has 86400 s."""
-
-    kind: Literal["wave"]
-    least_per_s: float = Field(ge=0)
-    most_per_s: float = Field(gt=0)
-    period_s: float = Field(86400.0, gt=0)
-
-
-class Step(_Arrivals):
-    """One rate, and another one from a moment on."""
-
-    kind: Literal["step"]
-    before_per_s: float = Field(ge=0)
-    after_per_s: float = Field(ge=0)
-    at_s: Seconds
-
-
-class Burst(_Arrivals):
-    """One rate, and more for a while."""
-
-    kind: Literal["burst"]
-    base_per_s: float = Field(0.0, ge=0)
-    burst_per_s: float = Field(gt=0)
-    at_s: Seconds
-    for_s: float = Field(gt=0)
-
-
-class Trace(_Arrivals):
-    """Requests at recorded times: CSV with the column `at_s`, or JSONL with that field."""
-
-    kind: Literal["trace"]
-    file: Path
-    """Relative to the scenario's file."""
-
-
-Arrivals = Annotated[Constant | Wave | Step | Burst | Trace, Field(discriminator="kind")]
-
-
-class ModelLoad(_Entry):
+class ModelLoad(Entry):
     """The requests for one model, and what its workers take."""
 
     arrivals: tuple[Arrivals, ...] = Field(min_length=1)
@@ -104,7 +44,7 @@ class ModelLoad(_Entry):
         return self.fixed_s + self.seconds_per_item * items
 
 
-class Region(_Entry):
+class Region(Entry):
     """A region of the deployment."""
 
     share: float = Field(gt=0, le=1)
@@ -113,7 +53,7 @@ class Region(_Entry):
     """Quota or stock of GPU nodes. Default: no bound."""
 
 
-class Cluster(_Entry):
+class Cluster(Entry):
     """Times of nodes and pods, and what is kept. docs/simulation.md has the sources."""
 
     node_start_s: Seconds = 150.0
@@ -133,7 +73,7 @@ class Cluster(_Entry):
     """Losses of single spot nodes, at random."""
 
 
-class Api(_Entry):
+class Api(Entry):
     """The API of each region."""
 
     max_instances: int = Field(ApiVariable().max_instances, ge=1)
@@ -142,7 +82,7 @@ class Api(_Entry):
     """Both ways over Pub/Sub, as in infra/deploy/sizing.py (TRIP_S)."""
 
 
-class Broker(_Entry):
+class Broker(Entry):
     """How Pub/Sub gives jobs to workers."""
 
     delivery: Literal["random", "idle_first"] = "random"
@@ -151,7 +91,7 @@ class Broker(_Entry):
     """Flow control of a worker, in full batches: one that runs, the others wait for it."""
 
 
-class Metrics(_Entry):
+class Metrics(Entry):
     """When queries see what."""
 
     scrape_s: float = Field(10.0, gt=0)
@@ -164,7 +104,7 @@ class Metrics(_Entry):
     """And they are visible that much later (cloud.google.com/monitoring/api/metrics_gcp)."""
 
 
-class SpotLoss(_Entry):
+class SpotLoss(Entry):
     """A share of all spot nodes gets its notice at once."""
 
     kind: Literal["spot_loss"]
@@ -174,7 +114,7 @@ class SpotLoss(_Entry):
     """None: all."""
 
 
-class StockOut(_Entry):
+class StockOut(Entry):
     """No GPU node can be had for a while."""
 
     kind: Literal["stock_out"]
@@ -185,7 +125,7 @@ class StockOut(_Entry):
     region: str | None = None
 
 
-class RegionLoss(_Entry):
+class RegionLoss(Entry):
     """A region is gone for a while: API, nodes and workers. Callers go to the others."""
 
     kind: Literal["region_loss"]
@@ -194,7 +134,7 @@ class RegionLoss(_Entry):
     region: str
 
 
-class MetricsOutage(_Entry):
+class MetricsOutage(Entry):
     """Metrics are away for a while."""
 
     kind: Literal["metrics_outage"]
@@ -206,7 +146,7 @@ class MetricsOutage(_Entry):
     """Of samples: only metrics whose name starts so. Empty: all."""
 
 
-class Rollout(_Entry):
+class Rollout(Entry):
     """A new version of a model's workers, rolled out as the Deployment says."""
 
     kind: Literal["rollout"]
@@ -219,7 +159,7 @@ Event = Annotated[
 ]
 
 
-class Scenario(_Entry):
+class Scenario(Entry):
     """All that a simulation needs besides the rules that deploy."""
 
     about: str = ""
@@ -231,7 +171,7 @@ class Scenario(_Entry):
     """A catalog's file, relative to the scenario's, or its entries."""
     models: dict[str, ModelLoad] = Field(min_length=1)
     """By the catalog's names. Models without an entry are not simulated."""
-    regions: dict[str, Region] = {"us-central1": Region(share=1.0)}
+    regions: dict[str, Region] = Field({"us-central1": Region(share=1.0)}, min_length=1)
     cluster: Cluster = Cluster()
     api: Api = Api()
     broker: Broker = Broker()

@@ -25,9 +25,10 @@ from infra.simulation.recorder import GpuSample, Outcome, Recorder, Sample
 from infra.simulation.replicas import Replicas
 from infra.simulation.result import FleetCost, Result
 from infra.simulation.rules import WorkerRules, read_rules
-from infra.simulation.scenario import Arrivals, Scenario
+from infra.simulation.scenario import Scenario
 from infra.simulation.scraper import Scraper
 from infra.simulation.service import Service
+from infra.simulation.streams import Arrivals
 from infra.simulation.timeseries import TimeSeries
 from infra.simulation.worker import Steps
 from shared.catalog import Catalog, Model, read_catalog
@@ -149,13 +150,12 @@ class World:
         self.parts.sites[place] = ApiSite(region, model, api.max_instances, api.concurrency)
         pool = (gpu_class(model.gpu), region)
         if pool not in self.parts.fleets:
-            self.parts.fleets[pool] = Fleet(
-                self.env,
-                scenario.cluster,
-                model.gpu.share,
-                scenario.regions[region].max_gpus,
-                self._chance,
-            )
+            cluster = scenario.cluster
+            if model.gpu.type == "none":
+                # General nodes: nothing is kept warm for them, and they are not spot.
+                cluster = cluster.model_copy(update={"buffer": 0, "spot": False})
+            most = scenario.regions[region].max_gpus if model.gpu.type != "none" else None
+            self.parts.fleets[pool] = Fleet(self.env, cluster, model.gpu.share, most, self._chance)
         self.parts.replicas[place] = Replicas(
             self.env,
             self.parts.services[model.name],
@@ -176,7 +176,7 @@ class World:
                 place for place in self.parts.replicas if self.parts.replicas[place].fleet is fleet
             ]
             counts = {place: self._first_replicas(place) for place in members}
-            places = sum(counts.values()) + self.scenario.cluster.buffer
+            places = sum(counts.values()) + fleet.buffer
             fleet.start_with(-(-places // fleet.places))
             for place, count in counts.items():
                 self.parts.replicas[place].start_with(count)

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.simulation.promql import Query, increase
+from infra.simulation.promql import Query
 from infra.simulation.timeseries import TimeSeries
+from infra.simulation.vectors import increase
 from shared.errors import ConfigurationError
 
 NOW_S = 1000.0

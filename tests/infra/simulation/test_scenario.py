@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from infra.simulation.arrivals import arrival_times
-from infra.simulation.scenario import SHIPPED, Burst, Constant, Step, Wave, read_scenario
+from infra.simulation.scenario import SHIPPED, read_scenario
+from infra.simulation.streams import Burst, Constant, Step, Wave
 from infra.simulation.world import simulate
 from shared.errors import ConfigurationError
 
