@@ -35,6 +35,7 @@ HEAVY = (
     "infra/deploy/test_plan_and_terraform.py",
     "infra/pubsub/test_crash.py",
     "infra/test_cli.py",
+    "infra/test_compose_runs.py",
     "infra/test_stack.py",
     "infra/test_up_survives.py",
     "models/shapes/test_train.py",

@@ -27,6 +27,7 @@ from infra.kubernetes.site import (
     EmbeddedBroker,
     EmbeddedRows,
     GivenRedis,
+    GoogleBroker,
     Site,
     VolumeObjects,
     read_site,
@@ -156,6 +157,9 @@ def client_settings(site: Site) -> dict[str, str]:
         "PENSTOCK_REDIS_URL": workers.redis_url,
         "PENSTOCK_REGION": workers.region,
     }
+    if isinstance(site.broker, GoogleBroker) and site.broker.inbox_pool:
+        settings["PENSTOCK_INBOX_POOL"] = str(site.broker.inbox_pool)
+        settings["PENSTOCK_INBOX_FIRST"] = str(site.broker.inbox_first)
     if site.ingress is not None:
         settings["PENSTOCK_PUBLIC_URL"] = f"https://{site.ingress.host}"
         settings["PENSTOCK_TRUSTED_PROXIES"] = ",".join(site.ingress.networks)

@@ -63,6 +63,18 @@ class GoogleBroker(_Part):
     """Google's Pub/Sub, whose topics and functions Terraform makes."""
 
     kind: Literal["google"]
+    inbox_pool: int = Field(0, ge=0, le=1000)
+    """Reply inboxes that Terraform made for this cluster. 0: each API makes its own, which its
+    account has to be allowed to.
+    """
+    inbox_first: int = Field(0, ge=0)
+    """Number of the first of them."""
+
+    @model_validator(mode="after")
+    def _has_a_pool_to_begin(self) -> GoogleBroker:
+        if self.inbox_first and not self.inbox_pool:
+            raise ValueError("inbox_first: is for a pool, and inbox_pool is 0")
+        return self
 
 
 class EmbeddedRows(_Part):

@@ -27,7 +27,7 @@ from workers.functions.settings import FunctionSettings
 EXAMPLE = Path("infra/kubernetes/site.example.yaml")
 MODELS = Path("models.yaml")
 GIVEN: dict[str, Any] = {
-    "broker": {"kind": "google"},
+    "broker": {"kind": "google", "inbox_pool": 4, "inbox_first": 2000},
     "rows": {"kind": "google"},
     "redis": {"kind": "given", "url": "rediss://redis.corp:6380/1", "networks": ["10.1.0.0/16"]},
     "objects": {
@@ -283,6 +283,8 @@ def test_servers_from_elsewhere_are_not_made(elsewhere: Objects) -> None:
         assert {"secretRef": {"name": "penstock-s3"}} in container["envFrom"]
         mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
         assert given["GOOGLE_APPLICATION_CREDENTIALS"].startswith(mounts["google"])
+    of_api = environment(elsewhere, "api")
+    assert (of_api["PENSTOCK_INBOX_POOL"], of_api["PENSTOCK_INBOX_FIRST"]) == ("4", "2000")
     egress = of_kind(elsewhere, "NetworkPolicy")["clients"]["spec"]["egress"]
     opened = {
         (to["ipBlock"]["cidr"], one["port"])
@@ -331,6 +333,7 @@ WRONG: list[tuple[str, object, str]] = [
     ("images.api", "registry/api", "images.api: String should match"),
     ("images.extra", "a:1", "images.extra: Extra inputs are not permitted"),
     ("broker", {"kind": "kafka"}, "broker: Input tag 'kafka'"),
+    ("broker", {"kind": "google", "inbox_first": 9}, "broker.google: inbox_first: is for a pool"),
     ("broker.volume.size", "20GB", "broker.embedded.volume.size: String should match"),
     ("broker.fsync", "maybe", "broker.embedded.fsync: Input should be a valid boolean"),
     ("rows.kind", None, "rows: "),

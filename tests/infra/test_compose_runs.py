@@ -1,0 +1,155 @@
+"""The services of the Compose file as plain processes: their commands and settings work together.
+
+No container runs here. Names of hosts become ports of this machine, and volumes become folders.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from infra.local.process import Process, answers, free_port, listens
+from tests.infra.deploy.dockerfiles import image
+from tests.infra.deploy.test_compose import FOLDER, filled, variables
+from tests.infra.running_up import MINI, catalog
+from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = {"penstock": [sys.executable, "-m", "infra.cli"], "python": [sys.executable]}
+OF_IMAGES = {"API_IMAGE": "api", "FUNCTIONS_IMAGE": "functions", "SERVERS_IMAGE": "servers"} | {
+    "WORKER_IMAGE": "worker"
+}
+
+
+class Machine:
+    """The services by name, each as a process that is not started."""
+
+    def __init__(self, folder: Path, redis_url: str) -> None:
+        self.folder = folder
+        self.ports = {name: free_port() for name in ("pubsub", "bigquery", "functions", "api")}
+        self.health_port = free_port()
+        given = variables("images.env", "example.env") | {"MODELS": "mini"}
+        text = (FOLDER / "compose.yaml").read_text(encoding="utf-8")
+        self._services: dict[str, Any] = filled(yaml.safe_load(text), given)["services"]
+        self._images = {given[name]: dockerfile for name, dockerfile in OF_IMAGES.items()}
+        self._places = {
+            "redis://redis:6379/0": redis_url,
+            "pubsub:8085": f"127.0.0.1:{self.ports['pubsub']}",
+            "bigquery:9050": f"127.0.0.1:{self.ports['bigquery']}",
+            "functions:8080": f"127.0.0.1:{self.ports['functions']}",
+            "/etc/penstock/models.yaml": str(catalog(folder, MINI)),
+            "/var/lib/penstock": str(folder / "lib"),
+            "/var/cache/penstock": str(folder / "cache"),
+            "0.0.0.0": "127.0.0.1",
+        }
+        (folder / "lib/keys").mkdir(parents=True)
+
+    def command(self, name: str) -> list[str]:
+        """What a service runs, here."""
+        service = self._services[name]
+        built = image(self._images[service["image"]])
+        words = service.get("entrypoint", built.entry_point) + service.get("command", [])
+        port = str(self.ports.get(name, ""))
+        here = [port if word in ("8080", "8085", "9050") else self._here(word) for word in words]
+        return [*PROGRAMS[here[0]], *here[1:]]
+
+    def environment(self, name: str, **more: str) -> dict[str, str]:
+        """The variables of a service: of its image, of the file, and `more`."""
+        service = self._services[name]
+        built = image(self._images[service["image"]]).environment
+        kept = {
+            variable: value
+            for variable, value in built.items()
+            if variable.startswith(("PENSTOCK_", "FUNCTION_", "HF_"))
+        }
+        given = kept | service.get("environment", {})
+        own = {"PENSTOCK_SPOOL_DIR": str(self.folder / f"spool-{name}"), "PYTHONPATH": str(ROOT)}
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
+        return clean | {key: self._here(value) for key, value in given.items()} | own | more
+
+    def process(self, name: str, **more: str) -> Process:
+        """A service."""
+        environment = self.environment(name, **more)
+        return Process(name, self.command(name), self.folder, environment=environment)
+
+    def run(self, name: str, *words: str) -> str:
+        """Runs a service that ends by itself, and returns what it said."""
+        done = subprocess.run(
+            [*self.command(name), *words],
+            env=self.environment(name),
+            capture_output=True,
+            text=True,
+            timeout=WAIT_LIMIT_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def _here(self, value: str) -> str:
+        for there, here in self._places.items():
+            value = value.replace(there, here)
+        return value
+
+
+def ask(url: str, headers: Mapping[str, str]) -> int:
+    request = urllib.request.Request(
+        f"{url}/v1/embeddings",
+        data=json.dumps({"model": "mini", "input": "a cat"}).encode(),
+        headers={"Content-Type": "application/json", **headers},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=WAIT_LIMIT_S) as response:
+            assert len(json.load(response)["data"][0]["embedding"]) == 384
+            return int(response.status)
+    except urllib.error.HTTPError as refused:
+        with refused:
+            return refused.code
+
+
+@pytest.fixture
+def machine(tmp_path: Path, redis_url: str) -> Machine:
+    return Machine(tmp_path, redis_url)
+
+
+def test_commands_and_settings_work_together(machine: Machine) -> None:
+    signing = {"PENSTOCK_SECRET": "s" * 32, "PENSTOCK_WEBHOOK_SECRETS": f"whsec_{'A' * 43}="}
+    api_port, functions_port = machine.ports["api"], machine.ports["functions"]
+    machine.run("keys", "init")
+    key = machine.run("keys", "create", "--tenant", "default", "--name", "first").strip()
+    with ExitStack() as running:
+        for name in ("pubsub", "bigquery"):
+            server = running.enter_context(machine.process(name))
+            port = machine.ports[name]
+            server.wait_ready(partial(listens, port), START_LIMIT_S)
+        machine.run("provision")
+        worker = running.enter_context(
+            machine.process("worker-cpu", PENSTOCK_HEALTH_PORT=str(machine.health_port))
+        )
+        functions = running.enter_context(machine.process("functions", **signing))
+        api = running.enter_context(
+            machine.process(
+                "api", **signing, PENSTOCK_PORT=str(api_port), PENSTOCK_METRICS_PORT="0"
+            )
+        )
+        batches = running.enter_context(
+            machine.process("batches", **signing, PENSTOCK_METRICS_PORT="0")
+        )
+        functions.wait_ready(lambda: answers(functions_port, "/"), START_LIMIT_S)
+        api.wait_ready(lambda: answers(api_port, "/readyz"), START_LIMIT_S)
+        worker.wait_ready(lambda: answers(machine.health_port, "/readyz"), START_LIMIT_S)
+        url = f"http://127.0.0.1:{api_port}"
+        assert ask(url, {"Authorization": f"Bearer {key}"}) == 200
+        assert ask(url, {}) == 401
+        assert batches.is_running
