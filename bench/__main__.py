@@ -28,6 +28,7 @@ MODULES = {
     "keys": "keys",
     "limits": "limits",
     "shared_limits": "shared_limits",
+    "simulation": "simulation",
     "profile": "time_profile",
 }
 """By the name of a benchmark: the module here whose `run()` returns an Outcome."""

@@ -101,6 +101,14 @@ class Work:
     padded: float
 
 
+def samples_of(port: int) -> Iterator[Sample]:
+    """What the metrics of a worker on `port` say."""
+    url = f"http://127.0.0.1:{port}/metrics"
+    with urllib.request.urlopen(url, timeout=SCRAPE_LIMIT_S) as answer:
+        for family in text_string_to_metric_families(answer.read().decode()):
+            yield from family.samples
+
+
 class Pipeline:
     """The running pipeline, its parts, and texts that it has not seen."""
 
@@ -196,11 +204,7 @@ class Pipeline:
         return msgspec.structs.replace(named, variant=variant.name, graph=graph)
 
     def _samples(self) -> Iterator[Sample]:
-        with urllib.request.urlopen(
-            f"http://127.0.0.1:{self.worker.port}/metrics", timeout=SCRAPE_LIMIT_S
-        ) as answer:
-            for family in text_string_to_metric_families(answer.read().decode()):
-                yield from family.samples
+        return samples_of(self.worker.port)
 
     @contextmanager
     def another_api(self, **settings: object) -> Iterator[Part]:

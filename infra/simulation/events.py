@@ -11,6 +11,7 @@ from infra.simulation.scenario import (
     MetricsOutage,
     RegionLoss,
     Rollout,
+    SetReplicas,
     SpotLoss,
     StockOut,
 )
@@ -29,12 +30,26 @@ def happen(env: simpy.Environment, event: Event, parts: Parts, scraper: Scraper)
         for (model, _), replicas in parts.replicas.items():
             if model == event.model:
                 replicas.roll_out()
+    elif isinstance(event, SetReplicas):
+        _set_replicas(event, parts)
     elif isinstance(event, StockOut):
         yield from _stock_out(env, event, parts)
     elif isinstance(event, MetricsOutage):
         yield from _metrics_outage(env, event, parts, scraper)
     else:
         yield from _region_loss(env, event, parts)
+
+
+def _set_replicas(event: SetReplicas, parts: Parts) -> None:
+    for place, replicas in parts.replicas.items():
+        if place[0] == event.model:
+            old = parts.autoscalers[place]
+            bounds = {"minReplicaCount": event.count, "maxReplicaCount": event.count}
+            rules = old.rules.model_copy(update=bounds)
+            parts.autoscalers[place] = Autoscaler(rules, old.series)
+            if event.is_kill:
+                replicas.kill_down_to(event.count)
+            replicas.set(event.count)
 
 
 def _stock_out(env: simpy.Environment, event: StockOut, parts: Parts) -> Steps:

@@ -170,6 +170,16 @@ class Replicas:
                 worker.busy_s += self._env.now - worker.started_s
             self._count(worker)
 
+    def kill_down_to(self, count: int) -> None:
+        """Kills the oldest pods that serve, until so many are left."""
+        for worker in [one for one in self.workers if one.is_serving][: len(self.workers) - count]:
+            self.workers.remove(worker)
+            self._recorder.lost_workers["killed"] += 1
+            self.service.lose(worker)
+            self._count(worker)
+            self.fleet.give_up(worker)
+        self.wanted = len(self.workers)
+
     def _evict(self, worker: Worker, reason: str) -> None:
         """Its node goes. Another pod is made at once."""
         if reason != "region lost":

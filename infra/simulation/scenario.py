@@ -87,6 +87,8 @@ class Broker(Entry):
 
     delivery: Literal["random", "idle_first"] = "random"
     """`random`: to any worker whose flow control has room. Pub/Sub promises nothing better."""
+    lease_s: Seconds = 20.0
+    """Of a job that a worker has (PubSubTransport.subscribe). It is renewed after each third."""
     batches_held: int = Field(2, ge=1)
     """Flow control of a worker, in full batches: one that runs, the others wait for it."""
 
@@ -154,8 +156,20 @@ class Rollout(Entry):
     model: str
 
 
+class SetReplicas(_Entry):
+    """Somebody sets how many workers a model has in each region, in place of the autoscaler."""
+
+    kind: Literal["set_replicas"]
+    at_s: Seconds
+    model: str
+    count: int = Field(ge=0)
+    is_kill: bool = False
+    """Whether workers that are too many die at once, with jobs in hand, instead of draining."""
+
+
 Event = Annotated[
-    SpotLoss | StockOut | RegionLoss | MetricsOutage | Rollout, Field(discriminator="kind")
+    SpotLoss | StockOut | RegionLoss | MetricsOutage | Rollout | SetReplicas,
+    Field(discriminator="kind"),
 ]
 
 

@@ -50,6 +50,7 @@ class Service:
         self._trip_s = trip_s
         self._chance = chance
         self._is_idle_first = broker.delivery == "idle_first"
+        self._lease_s = broker.lease_s
         self._most_items = model.batch.max_items
         self._most_held = broker.batches_held * self._most_items
         """In each lane, the batch that runs included."""
@@ -273,6 +274,17 @@ class Service:
 
     def leave(self, worker: Worker) -> None:
         """A worker is gone. The broker gets what it still held."""
+        self._hand_back(self._taken_from(worker))
+
+    def lose(self, worker: Worker) -> None:
+        """A worker died. The broker gives what it held to others when the leases end."""
+        self._env.process(self._hand_back_later(self._taken_from(worker)))
+
+    def _hand_back_later(self, jobs: list[Job]) -> Steps:
+        yield self._env.timeout(self._lease_s * self._chance.uniform(2 / 3, 1))
+        self._hand_back(job for job in jobs if not job.has_ended)
+
+    def _taken_from(self, worker: Worker) -> list[Job]:
         worker.is_draining = worker.is_gone = True
         self._close(worker)
         self._idle.pop(worker, None)
@@ -281,7 +293,7 @@ class Service:
             back += held
             held.clear()
         worker.held_items[:] = [0, 0]
-        self._hand_back(job for job in back if not job.has_ended)
+        return [job for job in back if not job.has_ended]
 
     def _hand_back(self, jobs: Iterable[Job]) -> None:
         for job in sorted(jobs, key=_age, reverse=True):

@@ -178,3 +178,24 @@ def test_metrics_that_fail_keep_the_workers_until_the_fallback() -> None:
         scenario(entry={"replicas": {"min": 1, "max": 9}}, events=events, duration_s=20)
     )
     assert short.summary.models[0].replicas.least == 4
+
+
+def test_jobs_of_a_killed_worker_are_answered_when_their_leases_end() -> None:
+    def kill(is_kill: bool) -> Result:
+        event = {"kind": "set_replicas", "at_s": 100, "model": "model", "count": 1}
+        return simulate(
+            scenario(
+                entry={"replicas": {"min": 2, "max": 2}},
+                load={"arrivals": [{"kind": "constant", "per_s": 0.8}], "start_replicas": 2},
+                events=[event | {"is_kill": is_kill}],
+                broker={"lease_s": 20},
+                duration_s=300,
+            )
+        )
+
+    drained, killed = kill(False), kill(True)
+    assert killed.summary.models[0].served == drained.summary.models[0].served
+    assert max(waits(drained)) < 13
+    assert 13 < max(waits(killed)) < 40
+    assert killed.summary.workers_lost == {"killed": 1}
+    assert [sample.replicas for sample in killed.recorder.samples][-1] == 1
