@@ -1,6 +1,8 @@
 """The file of a data directory: full, slow, shrinking, in use, or none of ours."""
 
+import shutil
 import sqlite3
+import subprocess
 import sys
 import threading
 import time
@@ -16,6 +18,7 @@ from infra.emulators.pubsub.protos import message_class
 from infra.emulators.pubsub.server import PubsubServer, serve
 from infra.emulators.pubsub.state.timers import Timers
 from infra.emulators.pubsub.state.topic import Topic
+from infra.emulators.pubsub.storage import reserve
 from infra.emulators.pubsub.storage.changes import Changes
 from infra.emulators.pubsub.storage.database import (
     FILE_NAME,
@@ -24,6 +27,8 @@ from infra.emulators.pubsub.storage.database import (
     opened_database,
 )
 from infra.emulators.pubsub.storage.durable import DurableJournal
+from infra.emulators.pubsub.storage.integrity import LastCommit
+from infra.emulators.pubsub.storage.reserve import Reserve
 from tests.infra.pubsub.kept_server import KeptServer
 from tests.infra.pubsub.wire import Wire, connect, until
 from tests.infra.pubsub.world import KeptWorld, topic_path
@@ -72,6 +77,18 @@ async def test_full_disk_refuses_and_loses_nothing_and_goes_on_when_there_is_roo
         server.kill()
 
 
+def test_disk_that_is_full_starts_and_has_room_again_when_the_backlog_is_acked(
+    tmp_path: Path,
+) -> None:
+    unshare = ["unshare", "--map-root-user", "--mount"]
+    probe = [*unshare, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
+    if not shutil.which("unshare") or subprocess.run(probe, capture_output=True).returncode:
+        pytest.skip("this machine lets no test mount a disk of its own")
+    command = [*unshare, sys.executable, "-m", "tests.infra.pubsub.full_disk", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_LIMIT_S)
+    assert done.returncode == 0, done.stderr
+
+
 class FullDatabase(Database):
     """The real one on a disk that is full while the test says so."""
 
@@ -90,7 +107,7 @@ async def test_failed_commit_takes_back_what_is_published_and_nothing_else(tmp_p
     with closing(
         sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None, check_same_thread=False)
     ) as connection:
-        database = FullDatabase(connection)
+        database = FullDatabase(connection, LastCommit(tmp_path), Reserve(tmp_path))
         world = KeptWorld(database)
         world.topic()
         world.topic("dead")
@@ -121,8 +138,10 @@ async def test_failed_commit_takes_back_what_is_published_and_nothing_else(tmp_p
 class SlowDatabase(Database):
     """The real one on a disk that answers when the test lets it."""
 
-    def __init__(self, connection: sqlite3.Connection, answers: threading.Event) -> None:
-        super().__init__(connection)
+    def __init__(
+        self, connection: sqlite3.Connection, folder: Path, answers: threading.Event
+    ) -> None:
+        super().__init__(connection, LastCommit(folder), Reserve(folder))
         self._answers = answers
 
     def write(self, changes: Changes) -> None:
@@ -140,7 +159,7 @@ async def test_disk_that_does_not_answer_refuses_in_time_and_what_waits_is_writt
     with closing(
         sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None, check_same_thread=False)
     ) as connection:
-        journal = DurableJournal(SlowDatabase(connection, answers), commit_limit_s=0.05)
+        journal = DurableJournal(SlowDatabase(connection, tmp_path, answers), commit_limit_s=0.05)
         async with journal.running(lambda sequences: None):
             journal.save(
                 Topic(message_class("Topic")(name=TOPIC), Timers(time.time), journal, holder=1)
@@ -151,7 +170,8 @@ async def test_disk_that_does_not_answer_refuses_in_time_and_what_waits_is_writt
                 journal.admit()
             answers.set()
             await until(lambda: is_admitted(journal))
-        assert [path for path, *_ in Database(connection).resources()] == [TOPIC]
+        database = Database(connection, LastCommit(tmp_path), Reserve(tmp_path))
+        assert [path for path, *_ in database.resources()] == [TOPIC]
 
 
 def is_admitted(journal: DurableJournal) -> bool:
@@ -205,7 +225,8 @@ async def ack_all(wire: Wire, server: PubsubServer) -> None:
 
 
 def held_bytes(data_dir: Path) -> int:
-    return sum(path.stat().st_size for path in data_dir.iterdir())
+    files = (path for path in data_dir.iterdir() if path.name != reserve.FILE_NAME)
+    return sum(path.stat().st_size for path in files)
 
 
 @pytest.mark.anyio
@@ -232,7 +253,7 @@ async def test_file_of_another_version_is_refused(tmp_path: Path) -> None:
         pass
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
         connection.execute("PRAGMA user_version = 99")
-    with pytest.raises(OSError, match="its version is 99, and this server reads version 1"):
+    with pytest.raises(OSError, match="its version is 99, and this server reads version 2"):
         async with serve(data_dir=tmp_path):
             pass
 

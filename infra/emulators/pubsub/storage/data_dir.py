@@ -1,5 +1,7 @@
 """A broker whose state is in a directory, read at the start and written as it changes."""
 
+import logging
+import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -24,6 +26,9 @@ USE_NOTED_EVERY_S = 3600.0
 """How much a restart may set back the last use of a subscription.
 """
 
+MOST_NAMED = 10
+_log = logging.getLogger(__name__)
+
 Restore = Callable[[StoredMessage, int, int], None]
 
 
@@ -46,7 +51,10 @@ async def durable_broker(
     with opened_database(data_dir, fsync=fsync) as database:
         journal = DurableJournal(database)
         broker = Broker(now_s, storage_bytes, journal)
-        restore(broker.registry, database)
+        try:
+            restore(broker.registry, database)
+        except sqlite3.Error as error:
+            raise OSError(f"Pub/Sub can't read {data_dir}: {error}") from error
         _note_use(broker.registry)
         try:
             journal.flush()
@@ -57,19 +65,38 @@ async def durable_broker(
 
 
 def restore(registry: Registry, database: Database) -> None:
-    """Fill an empty registry with what was there when the last process ended, however it did."""
+    """Fill an empty registry with what was there when the last process ended, however it did.
+
+    A message that is damaged is left out, which the log says.
+
+    Raises:
+        OSError: a topic, a subscription or a snapshot is damaged.
+        sqlite3.Error: the file can't be read.
+    """
     registry.continue_after(database.highest_number())
     holders: dict[int, Restore] = {}
     # In order of their making, so a topic comes before its subscriptions, and these before their
     # snapshots.
     for path, holder, moment_s, data in database.resources():
+        if data is None:
+            raise OSError(f"Pub/Sub can't use its data directory: {path} is damaged in it")
         holders[holder] = _RESTORE[path.split("/")[2]](registry, holder, moment_s, data)
     messages = {
         sequence: _stored(PubsubMessage.FromString(data), sequence, registry)
         for sequence, data in database.messages()
+        if data is not None
     }
+    damaged = set[int]()
     for sequence, holder, number, attempts in database.held():
-        holders[holder](messages[sequence], number, attempts)
+        if sequence in messages:
+            holders[holder](messages[sequence], number, attempts)
+        else:
+            damaged.add(sequence)
+    if damaged:
+        database.remove(damaged)
+        ids = ", ".join(map(str, sorted(damaged)[:MOST_NAMED]))
+        more = ", ..." if len(damaged) > MOST_NAMED else ""
+        _log.error("%d damaged messages were dropped (ids %s%s)", len(damaged), ids, more)
 
 
 def _restore_topic(registry: Registry, holder: int, moment_s: float, data: bytes) -> Restore:

@@ -107,10 +107,14 @@ class DurableJournal(ChangeJournal):
         """Write what was noted, here and now: for a journal that is not running.
 
         Raises:
-            WriteFailed: with SQLite's reason.
+            WriteFailed: with SQLite's reason, though all room was made.
         """
         changes, self._pending = self._pending, Changes()
-        self._database.write(changes)
+        try:
+            self._database.write(changes)
+        except WriteFailed:
+            self._database.make_room()
+            self._database.write(changes)
 
     @asynccontextmanager
     async def running(self, withdraw: Withdraw) -> AsyncIterator[None]:
@@ -119,6 +123,10 @@ class DurableJournal(ChangeJournal):
         Args:
             withdraw: takes messages back, by their sequences, from everyone who holds them.
         """
+        try:
+            self._database.take_reserve()
+        except WriteFailed as error:
+            self._failed(str(error), withdraw)
         with ThreadPoolExecutor(1, "pubsub-commit") as thread:
             committing = asyncio.create_task(self._run(withdraw, thread))
             committing.add_done_callback(self._ended)
@@ -162,9 +170,10 @@ class DurableJournal(ChangeJournal):
         self._writing.settle()
         self._writing = Changes()
         if self._failure:
-            # A few acks may fit where no message does; what is taken again should not have to be
-            # withdrawn again.
+            # Acks leave unused pages. What is taken again should not have to be withdrawn again.
+            await in_thread(self._database.give_back)
             await in_thread(self._database.probe)
+            await in_thread(self._database.take_reserve)
             self._failure = ""
             _log.warning("the data directory can be written again")
 
