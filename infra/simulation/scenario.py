@@ -156,7 +156,7 @@ class Rollout(Entry):
     model: str
 
 
-class SetReplicas(_Entry):
+class SetReplicas(Entry):
     """Somebody sets how many workers a model has in each region, in place of the autoscaler."""
 
     kind: Literal["set_replicas"]
