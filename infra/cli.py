@@ -19,6 +19,12 @@ from typer.core import TyperGroup
 from infra import keys
 from infra.canaries.commands import canary
 from infra.local.ports import Ports
+from infra.monitoring.alerts import RUNBOOK
+from infra.monitoring.objectives import (
+    DEFAULT_LEAST_BAD_EVENTS,
+    DEFAULT_TARGETS,
+    DEFAULT_WORKER_HOUR_USD,
+)
 from shared.errors import ConfigurationError, PenstockError
 
 STATE_DIR = Path("var")
@@ -107,6 +113,44 @@ def demo(
     from infra.local.demo import EDIT_PROMPT, PROMPT, run_demo
 
     raise typer.Exit(run_demo(STATE_DIR / "demo", prompt or PROMPT, edit_prompt or EDIT_PROMPT))
+
+
+@app.command()
+def monitoring(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="where the files go")],
+    models_file: Annotated[
+        Path, typer.Option(metavar="FILE", help="the models of the local stack")
+    ] = Path("models.yaml"),
+    availability: Annotated[
+        float, typer.Option(help="share of requests that must not fail")
+    ] = DEFAULT_TARGETS["availability"],
+    deadlines: Annotated[
+        float, typer.Option(help="share of items that must be in time")
+    ] = DEFAULT_TARGETS["deadlines"],
+    least_bad_events: Annotated[
+        int, typer.Option(help="in a window, before an alert fires")
+    ] = DEFAULT_LEAST_BAD_EVENTS,
+    worker_hour_usd: Annotated[
+        float, typer.Option(help="what one worker costs in an hour")
+    ] = DEFAULT_WORKER_HOUR_USD,
+    runbook_url: Annotated[
+        str, typer.Option(metavar="URL", help="where docs/operations.md can be read")
+    ] = RUNBOOK,
+) -> None:
+    """Write alerts for Prometheus and dashboards for Grafana."""
+    from infra.monitoring.files import write_for_prometheus
+    from shared.catalog import read_catalog
+
+    files = write_for_prometheus(
+        out,
+        read_catalog(models_file),
+        targets={"availability": availability, "deadlines": deadlines},
+        least_bad_events=least_bad_events,
+        worker_hour_usd=worker_hour_usd,
+        runbook_url=runbook_url,
+    )
+    for file in files:
+        typer.echo(file)
 
 
 @app.command()

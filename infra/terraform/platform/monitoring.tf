@@ -2,99 +2,50 @@
 # part for each alert.
 
 locals {
-  _runbook = "See docs/operations.md, \"What each alert means\"."
-  alerts = merge(
+  # infra/monitoring defines alerts and dashboard, for Prometheus and Grafana
+  # too, and writes these templates.
+  _monitoring = "${path.module}/../../monitoring/rendered"
+  # Terraform's 1 - 0.999 has 500 bits.
+  _objectives = {
+    availability_budget = tonumber(format("%.9f", 1 - var.slos.availability))
+    deadlines_budget    = tonumber(format("%.9f", 1 - var.slos.deadlines))
+    least_bad_events    = var.slos.least_bad_events
+  }
+  # Before there is an API, no metrics arrive from it.
+  _alerts = {
+    for key, alert in jsondecode(templatefile("${local._monitoring}/alerts.json.tftpl", local._objectives)) :
+    key => alert if key != "metrics-missing" || var.api.image != null
+  }
+  _gpu_hour_usd = merge(
+    { none = 0 },
     {
-      api-errors = {
-        duration = "300s"
-        query    = "sum(rate(penstock_api_requests_total{status=~\"5..\"}[5m])) / sum(rate(penstock_api_requests_total[5m])) > ${var.alerts.error_ratio}"
-        severity = "CRITICAL"
-        title    = "API: too many 5xx"
-      }
-      api-shedding = {
-        duration = "300s"
-        query    = "sum(rate(penstock_api_items_shed_total[5m])) > 0"
-        severity = "WARNING"
-        title    = "API: refusing with 429"
-      }
-      cache-down = {
-        duration = "120s"
-        query    = "min(penstock_cache_redis_up) < 1"
-        severity = "WARNING"
-        title    = "Cache: Redis out of reach"
-      }
-      keys-unread = {
-        duration = "120s"
-        query    = "min(penstock_keys_up) < 1"
-        severity = "CRITICAL"
-        title    = "Keys: can't be read"
-      }
-      model-process-deaths = {
-        duration = "0s"
-        query    = "sum by (worker) (increase(penstock_worker_model_process_deaths_total[15m])) > 3"
-        severity = "CRITICAL"
-        title    = "Worker: its model process keeps dying"
-      }
-      objects-failing = {
-        duration = "120s"
-        query    = "sum(rate(penstock_objects_errors_total[5m])) > 0"
-        severity = "WARNING"
-        title    = "Objects: the store fails"
-      }
-      records-dropped = {
-        duration = "0s"
-        query    = "sum(increase(penstock_answers_dropped_total[15m])) + sum(increase(penstock_predictions_dropped_total[15m])) > 0"
-        severity = "WARNING"
-        title    = "Records: dropped before their time"
-      }
-      records-down = {
-        duration = "60s"
-        query    = "min(penstock_records_redis_up) < 1"
-        severity = "CRITICAL"
-        title    = "Records: Redis out of reach"
-      }
-      rows-late = {
-        duration = "300s"
-        query    = "max(penstock_rows_oldest_seconds) > 300"
-        severity = "WARNING"
-        title    = "Rows: BigQuery out of reach"
-      }
-      rows-lost = {
-        duration = "0s"
-        query    = "sum(increase(penstock_rows_lost_total[15m])) > 0"
-        severity = "CRITICAL"
-        title    = "Rows: lost"
-      }
-      rows-unsafe = {
-        duration = "300s"
-        query    = "min(penstock_rows_disk_up) < 1"
-        severity = "WARNING"
-        title    = "Rows: the disk takes none"
-      }
-      rows-rejected = {
-        duration = "0s"
-        query    = "sum(increase(penstock_rows_rejected_total[15m])) > 0"
-        severity = "CRITICAL"
-        title    = "Rows: refused for good"
-      }
-      undecodable = {
-        duration = "0s"
-        query    = "sum(increase(penstock_worker_undecodable_messages_total[15m])) > 0"
-        severity = "WARNING"
-        title    = "Jobs topic: messages that are no jobs"
-      }
+      for type, gpu in local.gpu_types :
+      type => try(yamldecode(file("${path.module}/../../deploy/prices.yaml")).prices["machine/${gpu.machine_type}/on-demand"].usd[local.home], 0)
     },
+    var.gpu_hour_usd,
+  )
+  # What a worker costs in an hour, as PromQL: a vector with the label worker.
+  _worker_hour_usd = join(" or ", [
+    for model in values(local.models) :
+    "label_replace(vector(${format("%.6f", lookup(local._gpu_hour_usd, model.gpu.type, 0) / model.gpu.share)}), 'worker', '${model.slug}', '', '')"
+  ])
+  alerts = merge(
+    local._alerts,
     { for name, model in local.models : "dead-letters-${model.slug}" => {
-      duration = "0s"
-      query    = "pubsub_googleapis_com:subscription_num_undelivered_messages{monitored_resource=\"pubsub_subscription\",subscription_id=\"${module.model[name].dead_letter_topic_id}.keep\"} > 0"
-      severity = "CRITICAL"
-      title    = "${name}: dead letters"
+      anchor              = "docs/operations.md#model-dead-letters"
+      duration            = "0s"
+      evaluation_interval = "60s"
+      query               = "pubsub_googleapis_com:subscription_num_undelivered_messages{monitored_resource=\"pubsub_subscription\",subscription_id=\"${module.model[name].dead_letter_topic_id}.keep\"} > 0"
+      severity            = "CRITICAL"
+      title               = "${name}: dead letters"
     } },
     { for name, model in local.models : "backlog-${model.slug}" => {
-      duration = "180s"
-      query    = "pubsub_googleapis_com:subscription_oldest_unacked_message_age{monitored_resource=\"pubsub_subscription\",subscription_id=\"${module.model[name].workers_subscription_id}\"} > ${var.alerts.oldest_job_s}"
-      severity = "CRITICAL"
-      title    = "${name}: jobs wait too long"
+      anchor              = "docs/operations.md#model-jobs-wait-too-long"
+      duration            = "180s"
+      evaluation_interval = "60s"
+      query               = "pubsub_googleapis_com:subscription_oldest_unacked_message_age{monitored_resource=\"pubsub_subscription\",subscription_id=\"${module.model[name].workers_subscription_id}\"} > ${var.alerts.oldest_job_s}"
+      severity            = "CRITICAL"
+      title               = "${name}: jobs wait too long"
     } },
   )
   channels = [for channel in google_monitoring_notification_channel.email : channel.id]
@@ -128,14 +79,23 @@ resource "google_monitoring_alert_policy" "default" {
     condition_prometheus_query_language {
       disable_metric_validation = true
       duration                  = each.value.duration
-      evaluation_interval       = "60s"
+      evaluation_interval       = each.value.evaluation_interval
       query                     = each.value.query
     }
   }
 
   documentation {
-    content = local._runbook
+    content = "What it means and what to do: ${each.value.anchor}"
     subject = "${var.prefix}: ${each.value.title}"
+
+    dynamic "links" {
+      for_each = var.alerts.runbook_url == null ? {} : { runbook = var.alerts.runbook_url }
+
+      content {
+        display_name = "Runbook"
+        url          = "${links.value}#${split("#", each.value.anchor)[1]}"
+      }
+    }
   }
 
   depends_on = [google_project_service.default]
@@ -144,33 +104,12 @@ resource "google_monitoring_alert_policy" "default" {
 resource "google_monitoring_dashboard" "default" {
   project = var.project_id
 
-  dashboard_json = jsonencode({
-    displayName = var.prefix
-    mosaicLayout = {
-      columns = 48
-      tiles = [for place, chart in [
-        { title = "Requests per second, by status", query = "sum by (status) (rate(penstock_api_requests_total[1m]))" },
-        { title = "p99 of requests by route, s", query = "histogram_quantile(0.99, sum by (le, route) (rate(penstock_api_request_seconds_bucket[5m])))" },
-        { title = "Items in flight, by model", query = "sum by (model) (penstock_api_items_in_flight)" },
-        { title = "Items by cache level", query = "sum by (cache) (rate(penstock_api_items_total[1m]))" },
-        { title = "Items per batch", query = "sum by (worker) (rate(penstock_worker_batch_items_sum[5m])) / sum by (worker) (rate(penstock_worker_batch_items_count[5m]))" },
-        { title = "Seconds in the model per second, by worker", query = "sum by (worker) (rate(penstock_worker_inference_seconds_sum[1m]))" },
-        { title = "Oldest job, s", query = "max by (subscription_id) (pubsub_googleapis_com:subscription_oldest_unacked_message_age{monitored_resource=\"pubsub_subscription\",subscription_id=~\"jobs[.].*[.]workers\"})" },
-        { title = "Rows written per second", query = "sum(rate(penstock_rows_written_total[1m]))" },
-        ] : {
-        height = 16
-        width  = 24
-        xPos   = (place % 2) * 24
-        yPos   = floor(place / 2) * 16
-        widget = {
-          title = chart.title
-          xyChart = {
-            dataSets = [{ plotType = "LINE", timeSeriesQuery = { prometheusQuery = chart.query } }]
-          }
-        }
-      }]
-    }
-  })
+  dashboard_json = jsonencode(merge(
+    { displayName = var.prefix },
+    jsondecode(templatefile("${local._monitoring}/dashboard.json.tftpl", merge(local._objectives, {
+      worker_hour_usd = local._worker_hour_usd
+    }))),
+  ))
 
   depends_on = [google_project_service.default]
 }

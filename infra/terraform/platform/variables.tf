@@ -1,9 +1,9 @@
 variable "alerts" {
-  description = "Who is told, and from when on: share of 5xx, and age of the oldest job."
+  description = "Who is told, and where the runbook can be read (a URL of docs/operations.md; null: notifications name its part only). oldest_job_s: the age at which a waiting job is told of."
   type = object({
     emails       = optional(list(string), [])
-    error_ratio  = optional(number, 0.02)
     oldest_job_s = optional(number, 60)
+    runbook_url  = optional(string)
   })
   default  = {}
   nullable = false
@@ -14,8 +14,8 @@ variable "alerts" {
   }
 
   validation {
-    condition     = var.alerts.error_ratio > 0 && var.alerts.error_ratio < 1
-    error_message = "alerts.error_ratio lies between 0 and 1."
+    condition     = var.alerts.runbook_url == null || can(regex("^https://[^ #]+$", var.alerts.runbook_url))
+    error_message = "alerts.runbook_url is an https URL without a part (#…)."
   }
 
   validation {
@@ -272,6 +272,18 @@ variable "functions" {
   validation {
     condition     = alltrue([for function in values(var.functions) : function == null ? true : can(regex("^[^@ ]+(@sha256:[0-9a-f]+|:[A-Za-z0-9._-]+)$", function.image))])
     error_message = "Images are named with a digest or a tag."
+  }
+}
+
+variable "gpu_hour_usd" {
+  description = "Dollars per hour of a machine with one GPU, by type, for the dashboard's costs. Without one: on demand in the home region, from infra/deploy/prices.yaml."
+  type        = map(number)
+  default     = {}
+  nullable    = false
+
+  validation {
+    condition     = alltrue([for type, usd in var.gpu_hour_usd : usd >= 0])
+    error_message = "gpu_hour_usd has a price below 0."
   }
 }
 
@@ -656,6 +668,28 @@ variable "secrets_version" {
   validation {
     condition     = var.secrets_version >= 1 && floor(var.secrets_version) == var.secrets_version
     error_message = "Versions count from 1."
+  }
+}
+
+variable "slos" {
+  description = "Objectives over 28 days: the share of requests that must not fail, and of items that must be answered in time. An alert on a burning budget needs least_bad_events in its window."
+  type = object({
+    availability     = optional(number, 0.999)
+    deadlines        = optional(number, 0.99)
+    least_bad_events = optional(number, 10)
+  })
+  default  = {}
+  nullable = false
+
+  # Below 0.931 a total outage does not burn 14.4 times the budget.
+  validation {
+    condition     = alltrue([for share in [var.slos.availability, var.slos.deadlines] : 14.4 * (1 - share) < 1 && share < 1])
+    error_message = "slos.availability and slos.deadlines lie between 0.931 and 1: below, a total outage would not raise the alarm (14.4 times the budget), and 1 leaves no budget."
+  }
+
+  validation {
+    condition     = var.slos.least_bad_events >= 1 && floor(var.slos.least_bad_events) == var.slos.least_bad_events
+    error_message = "slos.least_bad_events is a whole number, at least 1."
   }
 }
 

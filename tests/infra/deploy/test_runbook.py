@@ -20,8 +20,10 @@ import shared.tracing.export
 import shared.usage.writer
 import workers.functions.dependencies
 import workers.metrics
+from infra.monitoring.alerts import OFF_GOOGLE, alerts
+from infra.monitoring.objectives import DEFAULT_LEAST_BAD_EVENTS, DEFAULT_TARGETS, bounds_of
 from shared.catalog import read_catalog
-from tests.infra.deploy.terraform import Plan
+from tests.infra.deploy.terraform import Plan, plan_platform
 
 RUNBOOK = Path("docs/operations.md").read_text(encoding="utf-8")
 EXPORTERS = (
@@ -41,6 +43,14 @@ EXPORTERS = (
 """Imported, because that registers their metrics."""
 
 
+ANCHORS = {
+    re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-")
+    for heading in re.findall(r"^#+ (.+)$", RUNBOOK, re.MULTILINE)
+}
+"""What GitHub makes of its headings."""
+BOUNDS = bounds_of(DEFAULT_TARGETS, DEFAULT_LEAST_BAD_EVENTS)
+
+
 def part(title: str) -> str:
     """What stands under a heading of the runbook."""
     return RUNBOOK.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
@@ -53,20 +63,35 @@ def test_every_alert_has_its_line(plan: Plan) -> None:
     }
     for model in read_catalog(Path("models.yaml")).models:
         made = {title.replace(f"{model.name}:", "MODEL:") for title in made}
-    explained = set(re.findall(r"^\| ([^|]+?) \|", part("What each alert means"), re.MULTILINE)) - {
-        "alert",
-        "---",
-    }
-    assert explained - {"Budget"} == made
+    explained = re.findall(r"^### (.+)$", part("What each alert means"), re.MULTILINE)
+    assert sorted(explained) == sorted(made | {"Budget"})
 
 
 def test_alerts_name_the_part_that_explains_them(plan: Plan) -> None:
-    said = {
-        policy["documentation"][0]["content"]
+    for policy in plan.of("google_monitoring_alert_policy"):
+        (documentation,) = policy["documentation"]
+        said = documentation["content"].removeprefix("What it means and what to do: ")
+        document, _, anchor = said.partition("#")
+        assert (document, anchor in ANCHORS) == ("docs/operations.md", True), said
+        assert documentation["links"] == []
+
+
+def test_alerts_off_google_name_a_part_too() -> None:
+    for alert in (*alerts(BOUNDS), *OFF_GOOGLE):
+        assert alert.anchor in ANCHORS, alert.title
+
+
+def test_alerts_link_to_the_runbook_where_it_can_be_read(tmp_path: Path) -> None:
+    url = "https://example.com/penstock/docs/operations.md"
+    plan = plan_platform(tmp_path, alerts={"runbook_url": url})
+    links = [
+        link
         for policy in plan.of("google_monitoring_alert_policy")
-    }
-    assert said == {'See docs/operations.md, "What each alert means".'}
-    assert part("What each alert means")
+        for link in policy["documentation"][0]["links"]
+    ]
+    assert {link["url"].partition("#")[0] for link in links} == {url}
+    assert len(links) == len(plan.of("google_monitoring_alert_policy"))
+    assert {link["url"].partition("#")[2] for link in links} <= ANCHORS
 
 
 def test_metrics_of_the_runbook_are_exported() -> None:

@@ -1,0 +1,112 @@
+"""Writes alerts and dashboards into folders: those in the repository, and those for users."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from infra.local.ports import Ports
+from infra.monitoring import google, grafana
+from infra.monitoring.alerts import RUNBOOK
+from infra.monitoring.objectives import (
+    DEFAULT_LEAST_BAD_EVENTS,
+    DEFAULT_TARGETS,
+    DEFAULT_WORKER_HOUR_USD,
+    FAST,
+    bounds_of,
+)
+from infra.monitoring.rules import rules
+from infra.monitoring.scraping import prometheus_config
+from shared.catalog import Catalog
+from shared.errors import ConfigurationError
+
+RENDERED = Path(__file__).parent / "rendered"
+_HEAD = "# Made by infra/monitoring. Change that, not this.\n"
+_PROMETHEUS_URL = "http://127.0.0.1:9090"
+
+
+def rendered() -> dict[str, str]:
+    """What the folder `rendered` has to hold, by file name."""
+    bounds = bounds_of(DEFAULT_TARGETS, DEFAULT_LEAST_BAD_EVENTS)
+    return {
+        "alerts.json.tftpl": google.alerts_template(),
+        "dashboard.json.tftpl": google.dashboard_template(),
+        "grafana-dashboard.json": _json(grafana.dashboard(DEFAULT_WORKER_HOUR_USD)),
+        "prometheus-rules.yaml": _yaml(rules(bounds, "file")),
+    }
+
+
+def write_rendered() -> None:
+    """Writes the folder `rendered`."""
+    for name, text in rendered().items():
+        (RENDERED / name).write_text(text, encoding="utf-8")
+
+
+def write_for_prometheus(
+    out: Path,
+    catalog: Catalog,
+    *,
+    targets: Mapping[str, float] = DEFAULT_TARGETS,
+    least_bad_events: int = DEFAULT_LEAST_BAD_EVENTS,
+    worker_hour_usd: float = DEFAULT_WORKER_HOUR_USD,
+    runbook_url: str = RUNBOOK,
+) -> list[Path]:
+    """Writes rules, a configuration of Prometheus for the local stack, and files for Grafana.
+
+    Args:
+        out: the folder. Files of an earlier run are replaced.
+        catalog: the models of the local stack.
+        targets: by objective, the share of events that must be good.
+        least_bad_events: so many must lie in a window before an alert fires.
+        worker_hour_usd: what one worker costs in an hour.
+        runbook_url: where docs/operations.md can be read.
+
+    Returns:
+        The files.
+
+    Raises:
+        ConfigurationError: a target or number is out of bounds, or a file can't be written.
+    """
+    _check(targets, least_bad_events, worker_hour_usd)
+    bounds, dashboards = bounds_of(targets, least_bad_events), out.absolute() / "dashboards"
+    files = {
+        "prometheus.yaml": _yaml(prometheus_config(catalog, Ports(), "rules.yaml")),
+        "rules.yaml": _yaml(rules(bounds, "file", runbook_url)),
+        "prometheus-rule.yaml": _yaml(rules(bounds, "PrometheusRule", runbook_url)),
+        "managed-rules.yaml": _yaml(rules(bounds, "Rules", runbook_url)),
+        "dashboards/penstock.json": _json(grafana.dashboard(worker_hour_usd, targets)),
+        "provisioning/datasources/penstock.yaml": _yaml(grafana.datasource(_PROMETHEUS_URL)),
+        "provisioning/dashboards/penstock.yaml": _yaml(grafana.provider(str(dashboards))),
+    }
+    try:
+        for name, text in files.items():
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            (out / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"{error.filename}: {error.strerror}", field="out") from error
+    return [out / name for name in files]
+
+
+def _check(targets: Mapping[str, float], least_bad_events: int, worker_hour_usd: float) -> None:
+    for name, target in targets.items():
+        if not (FAST[0].rate * (1 - target) < 1 and target < 1):
+            raise ConfigurationError(
+                f"{name}: {target:g} is not between 0.931, below which a total outage would not"
+                " raise the alarm, and 1, which leaves no budget",
+                field=name,
+            )
+    if least_bad_events < 1:
+        raise ConfigurationError("least-bad-events: at least 1", field="least_bad_events")
+    if not 0 <= worker_hour_usd < float("inf"):
+        raise ConfigurationError("worker-hour-usd: not a price", field="worker_hour_usd")
+
+
+def _yaml(value: object) -> str:
+    return _HEAD + yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

@@ -1,0 +1,145 @@
+"""The dashboard for Grafana, as JSON that can be imported or provisioned.
+
+https://grafana.com/docs/grafana/latest/dashboards/build-dashboards/view-dashboard-json-model/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from infra.monitoring.objectives import DEFAULT_TARGETS, Bounds
+from infra.monitoring.panels import Panel, Query, Section, Terms, Unit, sections
+
+UID = "penstock"
+SCHEMA_VERSION = 39
+"""Grafana 11's. Later releases migrate it when they load it."""
+WIDTH, HEIGHT, COLUMNS = 8, 8, 3
+_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_UNITS: dict[Unit, str] = {
+    "count": "short",
+    "per_second": "cps",
+    "percent": "percentunit",
+    "seconds": "s",
+    "usd": "currencyUSD",
+}
+TERMS = Terms(
+    Bounds({name: f"(1 - ${name})" for name in DEFAULT_TARGETS}, ""), " * $worker_hour_usd"
+)
+"""Its variables stand for targets and prices, so that a reader can change them in the page."""
+
+
+def dashboard(
+    worker_hour_usd: float, targets: Mapping[str, float] = DEFAULT_TARGETS
+) -> dict[str, Any]:
+    """The dashboard, with what its variables are until a reader types something else.
+
+    Args:
+        worker_hour_usd: what one worker costs in an hour.
+        targets: by objective, the share of events that must be good.
+    """
+    panels: list[dict[str, Any]] = []
+    bottom = 0
+    for section in sections(TERMS):
+        panels += _row(section, bottom, first_id=len(panels) + 1)
+        bottom += 1 + HEIGHT * -(-len(section.panels) // COLUMNS)
+    return {
+        "uid": UID,
+        "title": "Penstock",
+        "tags": ["penstock"],
+        "timezone": "browser",
+        "editable": True,
+        "schemaVersion": SCHEMA_VERSION,
+        "refresh": "30s",
+        "time": {"from": "now-3h", "to": "now"},
+        "templating": {
+            "list": [
+                {
+                    "type": "datasource",
+                    "name": "datasource",
+                    "label": "Prometheus",
+                    "query": "prometheus",
+                },
+                *(
+                    _text(name, f"{name.capitalize()}, target", f"{target:g}")
+                    for name, target in targets.items()
+                ),
+                _text("worker_hour_usd", "Dollars per worker and hour", f"{worker_hour_usd:g}"),
+            ]
+        },
+        "panels": panels,
+    }
+
+
+def datasource(url: str) -> dict[str, Any]:
+    """Provisioning of a Prometheus as the source of data."""
+    source = {
+        "name": "Prometheus",
+        "type": "prometheus",
+        "access": "proxy",
+        "url": url,
+        "isDefault": True,
+    }
+    return {"apiVersion": 1, "datasources": [source]}
+
+
+def provider(folder: str) -> dict[str, Any]:
+    """Provisioning of the dashboards in a folder, which Grafana reads again when they change."""
+    read = {"name": "penstock", "type": "file", "options": {"path": folder}}
+    return {"apiVersion": 1, "providers": [read]}
+
+
+def _text(name: str, label: str, value: str) -> dict[str, Any]:
+    return {
+        "type": "textbox",
+        "name": name,
+        "label": label,
+        "query": value,
+        "current": {"selected": True, "text": value, "value": value},
+    }
+
+
+def _row(section: Section, top: int, first_id: int) -> list[dict[str, Any]]:
+    row: dict[str, Any] = {
+        "type": "row",
+        "id": first_id,
+        "title": section.title,
+        "collapsed": False,
+        "gridPos": {"x": 0, "y": top, "w": WIDTH * COLUMNS, "h": 1},
+        "panels": [],
+    }
+    return [
+        row,
+        *(
+            _panel(panel, place, top + 1, first_id + 1 + place)
+            for place, panel in enumerate(section.panels)
+        ),
+    ]
+
+
+def _panel(panel: Panel, place: int, top: int, panel_id: int) -> dict[str, Any]:
+    return {
+        "type": "timeseries",
+        "id": panel_id,
+        "title": panel.title,
+        "description": panel.about,
+        "datasource": _SOURCE,
+        "gridPos": {
+            "x": WIDTH * (place % COLUMNS),
+            "y": top + HEIGHT * (place // COLUMNS),
+            "w": WIDTH,
+            "h": HEIGHT,
+        },
+        "fieldConfig": {"defaults": {"unit": _UNITS[panel.unit]}, "overrides": []},
+        "targets": [_target(query, number) for number, query in enumerate(panel.queries)],
+    }
+
+
+def _target(query: Query, number: int) -> dict[str, Any]:
+    return {
+        "refId": chr(ord("A") + number),
+        "datasource": _SOURCE,
+        "expr": query.promql,
+        "legendFormat": query.legend,
+        "range": True,
+    }

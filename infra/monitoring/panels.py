@@ -1,0 +1,271 @@
+"""What the dashboards show: sections of panels with their PromQL, for Google and for Grafana.
+
+Labels `model` and `lane` are the API's. `worker` is what the collector calls the pods of a model:
+they say nothing of their deployment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from infra.monitoring.objectives import OBJECTIVES, Bounds, Objective, budget_left, error_ratio
+from shared.usage.charge import SHARED
+
+Unit = Literal["count", "per_second", "percent", "seconds", "usd"]
+
+
+@dataclass(frozen=True)
+class Query:
+    """One PromQL query, and how its series are called: text with {{label}} in it."""
+
+    promql: str
+    legend: str
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A chart."""
+
+    title: str
+    unit: Unit
+    """percent: of 1."""
+    queries: tuple[Query, ...]
+    about: str = ""
+    """What it says, where the title does not."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A row of charts."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is not the same in both dashboards."""
+
+    bounds: Bounds
+    by_worker_usd: str
+    """PromQL behind a vector by `worker`: makes workers dollars per hour."""
+
+
+REPLICAS = "count by (worker) (penstock_worker_items_waiting)"
+_FROM_CACHE = f'penstock_api_items_total{{cache=~"{"|".join(sorted(SHARED))}",status="succeeded"}}'
+_ITEM_S = (
+    "sum by (worker) (rate(penstock_worker_inference_seconds_sum[1h]))"
+    " / (sum by (worker) (rate(penstock_worker_batch_items_sum[1h])) > 0)"
+)
+_WORKER_OF_MODEL = "(count by (worker, model) (penstock_worker_wait_seconds_count) > bool 0)"
+SAVED_WORKERS = (
+    f"sum by (worker) ({_WORKER_OF_MODEL} * on (worker) group_left () ({_ITEM_S})"
+    f" * on (model) group_left () sum by (model) (rate({_FROM_CACHE}[5m])))"
+)
+"""PromQL: seconds of workers per second that results from the cache would have taken."""
+
+
+def sections(terms: Terms) -> tuple[Section, ...]:
+    """All panels, in the order in which they are shown."""
+    return (
+        Section("Objectives", _objectives(terms.bounds)),
+        Section("Traffic", _TRAFFIC),
+        Section("Queue and batches", _QUEUE),
+        Section("GPUs", _GPUS),
+        Section("Cost", _cost(terms.by_worker_usd)),
+        Section("Tenants and stores", _TENANTS),
+    )
+
+
+def _objectives(bounds: Bounds) -> tuple[Panel, ...]:
+    def burn_rate(objective: Objective) -> str:
+        return f"{error_ratio(objective, '1h', 'model')} / {bounds.budgets[objective.name]}"
+
+    return (
+        Panel(
+            "Error budget left, of 28 days",
+            "percent",
+            tuple(Query(budget_left(one, bounds, "all"), one.title) for one in OBJECTIVES),
+            "Below 0 the objective is missed.",
+        ),
+        Panel(
+            "Error budget left, by model",
+            "percent",
+            tuple(
+                Query(budget_left(one, bounds, "model"), f"{one.title} {{{{model}}}}")
+                for one in OBJECTIVES
+            ),
+        ),
+        Panel(
+            "Burn rate over an hour, by model",
+            "count",
+            tuple(Query(burn_rate(one), f"{one.title} {{{{model}}}}") for one in OBJECTIVES),
+            "1 uses up the budget in 28 days. Above 14.4 somebody is told at once.",
+        ),
+    )
+
+
+_TRAFFIC = (
+    Panel(
+        "Requests, by status",
+        "per_second",
+        (Query("sum by (status) (rate(penstock_api_requests_total[1m]))", "{{status}}"),),
+    ),
+    Panel(
+        "p99 of requests, by route",
+        "seconds",
+        (
+            Query(
+                "histogram_quantile(0.99,"
+                " sum by (le, route) (rate(penstock_api_request_seconds_bucket[5m])))",
+                "{{route}}",
+            ),
+        ),
+    ),
+    Panel(
+        "Items late or refused, by model",
+        "per_second",
+        (
+            Query(
+                'sum by (model, end) (rate(penstock_slo_items_total{end=~"late|refused"}[5m]))',
+                "{{model}} {{end}}",
+            ),
+        ),
+        "Interactive items whose callers left them the usual time.",
+    ),
+)
+_QUEUE = (
+    Panel(
+        "Wait for a batch, by model",
+        "seconds",
+        tuple(
+            Query(
+                f"histogram_quantile({quantile},"
+                " sum by (le, model) (rate(penstock_worker_wait_seconds_bucket[5m])))",
+                f"{name} {{{{model}}}}",
+            )
+            for quantile, name in (("0.5", "p50"), ("0.95", "p95"))
+        ),
+    ),
+    Panel(
+        "Items that wait for a worker, by model and lane",
+        "count",
+        (
+            Query("sum by (model, lane) (penstock_api_items_in_flight)", "{{model}} {{lane}}"),
+            Query("sum by (model) (penstock_api_jobs_held)", "{{model}} jobs held in the API"),
+        ),
+    ),
+    Panel(
+        "Items in a batch, by worker",
+        "count",
+        (
+            Query(
+                "sum by (worker) (rate(penstock_worker_batch_items_sum[5m]))"
+                " / sum by (worker) (rate(penstock_worker_batch_items_count[5m]))",
+                "{{worker}}",
+            ),
+        ),
+    ),
+    Panel(
+        "Fill of batches, by worker",
+        "percent",
+        (
+            Query(
+                "sum by (worker) (rate(penstock_worker_real_work_total[5m]))"
+                " / sum by (worker) (rate(penstock_worker_padded_work_total[5m]))",
+                "{{worker}}",
+            ),
+        ),
+        "The part of the computed tokens or pixel-steps that is not padding.",
+    ),
+)
+_GPUS = (
+    Panel("Replicas, by worker", "count", (Query(REPLICAS, "{{worker}}"),)),
+    Panel(
+        "Busy part of the workers",
+        "percent",
+        (
+            Query(
+                f"sum by (worker) (penstock_worker_busy_ratio) / {REPLICAS}",
+                "{{worker}}",
+            ),
+        ),
+    ),
+    Panel(
+        "Seconds in the model per second, by worker",
+        "count",
+        (Query("sum by (worker) (rate(penstock_worker_inference_seconds_sum[5m]))", "{{worker}}"),),
+        "Divided by the share of a GPU, these are GPU seconds.",
+    ),
+)
+
+
+def _cost(by_worker_usd: str) -> tuple[Panel, ...]:
+    items_per_h = "(sum by (worker) (rate(penstock_worker_batch_items_sum[1h])) > 0) * 3600"
+    return (
+        Panel(
+            "Workers' cost per hour",
+            "usd",
+            (Query(f"{REPLICAS}{by_worker_usd}", "{{worker}}"),),
+            "Replicas that run, at the price of their share of a GPU's machine.",
+        ),
+        Panel(
+            "Cost of 1000 computed items",
+            "usd",
+            (Query(f"1000 * {REPLICAS}{by_worker_usd} / ({items_per_h})", "{{worker}}"),),
+            "Workers that wait cost too.",
+        ),
+        Panel(
+            "Items from the cache, by model",
+            "percent",
+            (
+                Query(
+                    f"sum by (model) (rate({_FROM_CACHE}[5m]))"
+                    ' / sum by (model) (rate(penstock_api_items_total{status="succeeded"}[5m]))',
+                    "{{model}}",
+                ),
+            ),
+            "Those that joined an equal item in flight included.",
+        ),
+        Panel(
+            "Saved by the cache per hour",
+            "usd",
+            (Query(f"({SAVED_WORKERS}){by_worker_usd}", "{{worker}}"),),
+            "What workers would have cost for the time that these items take on average.",
+        ),
+    )
+
+
+_TENANTS = (
+    Panel(
+        "Tenants with waiting items, by model and lane",
+        "count",
+        (Query("max by (model, lane) (penstock_api_tenants)", "{{model}} {{lane}}"),),
+    ),
+    Panel(
+        "Part of the largest tenant, by model and lane",
+        "percent",
+        (
+            Query(
+                "clamp_max(max by (model, lane) (penstock_api_largest_tenant_items)"
+                " / (sum by (model, lane) (penstock_api_items_in_flight) > 0), 1)",
+                "{{model}} {{lane}}",
+            ),
+        ),
+        "Of the items that wait for a worker.",
+    ),
+    Panel(
+        "Rows that BigQuery does not have yet",
+        "count",
+        (Query("sum(penstock_rows_pending)", "rows"),),
+    ),
+    Panel(
+        "Redis within reach",
+        "count",
+        (
+            Query("min(penstock_cache_redis_up)", "cache"),
+            Query("min(penstock_records_redis_up)", "records"),
+        ),
+    ),
+)

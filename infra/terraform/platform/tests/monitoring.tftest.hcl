@@ -1,0 +1,124 @@
+# Objectives, prices and the runbook's URL in alerts and dashboard.
+
+variables {
+  project_id = "example-project"
+  api        = { image = "europe-west4-docker.pkg.dev/p/penstock/api@sha256:0", max_instances = 1 }
+  inboxes    = { per_region = 2, slots = 2 }
+}
+
+run "usual_objectives" {
+  command = plan
+
+  assert {
+    condition     = strcontains(google_monitoring_alert_policy.default["availability-fast"].conditions[0].condition_prometheus_query_language[0].query, "> 14.4 * 0.001 and")
+    error_message = "99.9 % of requests."
+  }
+
+  assert {
+    condition     = strcontains(google_monitoring_alert_policy.default["deadlines-slow"].conditions[0].condition_prometheus_query_language[0].query, "> 1 * 0.01 and")
+    error_message = "99 % of items."
+  }
+
+  assert {
+    condition     = strcontains(google_monitoring_dashboard.default.dashboard_json, "label_replace(vector(0.224300), 'worker', 'all-minilm-l6-v2', '', '')")
+    error_message = "A quarter of the list price of an L4's machine in the home region."
+  }
+
+  assert {
+    condition     = strcontains(google_monitoring_dashboard.default.dashboard_json, "\"$${model}\"")
+    error_message = "A legend names a label of its series."
+  }
+}
+
+run "own_objectives_and_prices" {
+  command = plan
+
+  variables {
+    alerts       = { runbook_url = "https://example.com/operations.md" }
+    gpu_hour_usd = { l4 = 0.5 }
+    slos         = { availability = 0.99, least_bad_events = 3 }
+  }
+
+  assert {
+    condition     = strcontains(google_monitoring_alert_policy.default["availability-fast"].conditions[0].condition_prometheus_query_language[0].query, "> 14.4 * 0.01 and")
+    error_message = "The budget is what the target leaves."
+  }
+
+  assert {
+    condition     = strcontains(google_monitoring_alert_policy.default["availability-fast"].conditions[0].condition_prometheus_query_language[0].query, "[1h])) >= 3)")
+    error_message = "Fewer bad events do not fire."
+  }
+
+  assert {
+    condition     = google_monitoring_alert_policy.default["cache-down"].documentation[0].links[0].url == "https://example.com/operations.md#cache-redis-out-of-reach"
+    error_message = "Notifications link to the alert's part."
+  }
+
+  assert {
+    condition     = strcontains(google_monitoring_dashboard.default.dashboard_json, "label_replace(vector(0.125000), 'worker', 'all-minilm-l6-v2', '', '')")
+    error_message = "A price of one's own comes first."
+  }
+}
+
+run "nothing_is_missing_before_there_is_an_api" {
+  command = plan
+
+  variables {
+    api = { max_instances = 1 }
+  }
+
+  assert {
+    condition     = !contains(keys(google_monitoring_alert_policy.default), "metrics-missing")
+    error_message = "The first apply must not raise an alarm."
+  }
+}
+
+run "target_that_no_outage_misses" {
+  command = plan
+
+  variables {
+    slos = { availability = 0.9 }
+  }
+
+  expect_failures = [var.slos]
+}
+
+run "target_without_a_budget" {
+  command = plan
+
+  variables {
+    slos = { deadlines = 1 }
+  }
+
+  expect_failures = [var.slos]
+}
+
+run "half_an_event" {
+  command = plan
+
+  variables {
+    slos = { least_bad_events = 0.5 }
+  }
+
+  expect_failures = [var.slos]
+}
+
+run "runbook_that_is_a_part_already" {
+  command = plan
+
+  variables {
+    alerts = { runbook_url = "https://example.com/operations.md#alerts" }
+  }
+
+  expect_failures = [var.alerts]
+}
+
+run "price_below_nothing" {
+  command = plan
+
+  variables {
+    gpu_hour_usd = { l4 = -1 }
+  }
+
+  expect_failures = [var.gpu_hour_usd]
+}

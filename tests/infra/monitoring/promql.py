@@ -1,0 +1,115 @@
+"""All queries of alerts, rules and dashboards, and what they ask for."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import promql_parser as parser
+import yaml
+
+RENDERED = Path("infra/monitoring/rendered")
+_IN_TERRAFORM = {
+    "${availability_budget}": "0.001",
+    "${deadlines_budget}": "0.01",
+    "${least_bad_events}": "10",
+    "${worker_hour_usd}": "label_replace(vector(0.2), 'worker', 'm', '', '')",
+}
+_IN_GRAFANA = {"$availability": "0.999", "$deadlines": "0.99", "$worker_hour_usd": "0.2"}
+
+
+@dataclass
+class Asked:
+    """The metrics of a query, each with its matchers, and the labels it groups and joins by."""
+
+    metrics: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    labels: set[str] = field(default_factory=set)
+
+
+def asked_by(query: str) -> Asked:
+    """Parses a query. Raises ValueError if it is none."""
+    asked = Asked()
+    _walk(parser.parse(query), asked)
+    return asked
+
+
+def _walk(node: Any, asked: Asked) -> None:
+    match type(node).__name__:
+        case "VectorSelector":
+            pairs = [(one.name, one.value) for one in node.matchers.matchers]
+            asked.metrics.setdefault(node.name, []).extend(pairs)
+            asked.labels |= {name for name, _ in pairs}
+        case "MatrixSelector":
+            _walk(node.vector_selector, asked)
+        case "AggregateExpr":
+            asked.labels |= set(node.modifier.labels if node.modifier else ())
+            _walk(node.expr, asked)
+        case "BinaryExpr":
+            if node.modifier:
+                asked.labels |= set(node.modifier.matching.labels if node.modifier.matching else ())
+            _walk(node.lhs, asked)
+            _walk(node.rhs, asked)
+        case "ParenExpr" | "UnaryExpr" | "SubqueryExpr":
+            _walk(node.expr, asked)
+        case "Call":
+            for argument in node.args:
+                _walk(argument, asked)
+        case "NumberLiteral" | "StringLiteral":
+            pass
+        case kind:
+            raise AssertionError(f"{kind} is not looked into")
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    """(where it stands, text) of every query, with numbers for variables."""
+    alerts = json.loads(_filled("alerts.json.tftpl"))
+    for key, alert in alerts.items():
+        yield f"alert {key}", alert["query"]
+    for group in rules()["groups"]:
+        for rule in group["rules"]:
+            yield f"rule {rule.get('alert', rule.get('record'))}", rule["expr"]
+    for tile in json.loads(_filled("dashboard.json.tftpl"))["mosaicLayout"]["tiles"]:
+        for data_set in tile["widget"]["xyChart"]["dataSets"]:
+            where = f"google {tile['widget']['title']}"
+            yield where, data_set["timeSeriesQuery"]["prometheusQuery"]
+    for title, query, _ in grafana_queries():
+        yield f"grafana {title}", query
+
+
+def grafana_queries() -> Iterator[tuple[str, str, str]]:
+    """(panel, text, legend) of each query in Grafana."""
+    for panel in grafana()["panels"]:
+        for target in panel.get("targets", []):
+            query = _replaced(target["expr"], _IN_GRAFANA)
+            yield panel["title"], query, target["legendFormat"]
+
+
+def rules() -> Any:
+    """The rules for a Prometheus."""
+    return yaml.safe_load((RENDERED / "prometheus-rules.yaml").read_text(encoding="utf-8"))
+
+
+def grafana() -> Any:
+    """The dashboard for Grafana."""
+    return json.loads((RENDERED / "grafana-dashboard.json").read_text(encoding="utf-8"))
+
+
+def google_dashboard() -> Any:
+    """The dashboard of Cloud Monitoring, as Terraform fills it in."""
+    return json.loads(_filled("dashboard.json.tftpl"))
+
+
+def _filled(name: str) -> str:
+    text = _replaced((RENDERED / name).read_text(encoding="utf-8"), _IN_TERRAFORM)
+    assert not re.search(r"(?<!\$)\$\{", text), "Terraform gives no other variables"
+    return text.replace("$${", "${")
+
+
+def _replaced(text: str, values: dict[str, str]) -> str:
+    for name, value in values.items():
+        text = text.replace(name, value)
+    return text

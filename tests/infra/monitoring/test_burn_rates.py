@@ -1,0 +1,263 @@
+"""Who is told of which errors. The rules for Prometheus run in promtool where there is one, the
+alerts of Cloud Monitoring in the simulation's own evaluator.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from infra.monitoring.alerts import alerts
+from infra.monitoring.objectives import DEFAULT_LEAST_BAD_EVENTS, DEFAULT_TARGETS, bounds_of
+from infra.monitoring.rules import rules
+from infra.simulation.promql import Query
+from infra.simulation.timeseries import Labels, TimeSeries
+from tests.limits import START_LIMIT_S
+
+BOUNDS = bounds_of(DEFAULT_TARGETS, DEFAULT_LEAST_BAD_EVENTS)
+BURNING = ("availability-fast", "availability-slow", "deadlines-fast", "deadlines-slow")
+HOUR, DAY = 60, 1440
+
+Fired = set[tuple[str, str | None]]
+"""Alerts by key, each with the model that it names. None: all models together."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A counter: for so many minutes, so many events a minute."""
+
+    name: str
+    labels: dict[str, str]
+    parts: Sequence[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What happened until now, and who is told."""
+
+    about: str
+    counted: Sequence[Counted]
+    fired: Fired
+    every_min: int = 1
+    """Minutes between two scrapes."""
+
+
+def requests(
+    status: str, *parts: tuple[int, float], model: str = "m", route: str = "/v1/embeddings"
+) -> Counted:
+    labels = {"route": route, "model": model, "status": status}
+    return Counted("penstock_api_requests_total", labels, parts)
+
+
+def items(end: str, *parts: tuple[int, float], model: str = "m") -> Counted:
+    return Counted("penstock_slo_items_total", {"model": model, "end": end}, parts)
+
+
+def both(key: str, model: str = "m") -> Fired:
+    """The alert for a model, and for all together."""
+    return {(key, model), (key, None)}
+
+
+CASES = [
+    Case("half of the budget", [requests("200", (420, 1000)), requests("503", (420, 0.5))], set()),
+    Case(
+        "2 % for an hour",
+        [requests("200", (60, 980)), requests("500", (60, 20))],
+        both("availability-fast") | both("availability-slow"),
+    ),
+    Case(
+        "an outage of 5 minutes that ended 10 minutes ago",
+        [
+            requests("200", (200, 100), (5, 0), (10, 100)),
+            requests("503", (200, 0), (5, 100), (10, 0)),
+        ],
+        both("availability-fast") | both("availability-slow"),
+    ),
+    Case(
+        "an outage of 5 minutes that ended 7 hours ago",
+        [
+            requests("200", (60, 100), (5, 0), (420, 100)),
+            requests("503", (60, 0), (5, 100), (420, 0)),
+        ],
+        set(),
+    ),
+    Case(
+        "0.8 % for 6 hours",
+        [requests("200", (6 * HOUR, 992)), requests("503", (6 * HOUR, 8))],
+        both("availability-fast") | both("availability-slow"),
+    ),
+    Case(
+        "0.4 % for a day",
+        [requests("200", (DAY, 996)), requests("503", (DAY, 4))],
+        both("availability-slow"),
+        every_min=5,
+    ),
+    Case(
+        "0.15 % for three days",
+        [requests("200", (3 * DAY, 998.5)), requests("503", (3 * DAY, 1.5))],
+        both("availability-slow"),
+        every_min=5,
+    ),
+    Case(
+        "0.05 % for three days",
+        [requests("200", (3 * DAY, 999.5)), requests("503", (3 * DAY, 0.5))],
+        set(),
+        every_min=5,
+    ),
+    Case("two errors among 20", [requests("200", (60, 0.3)), requests("500", (60, 0.04))], set()),
+    Case(
+        "a small service that is down",
+        [requests("503", (60, 0.3))],
+        both("availability-fast") | both("availability-slow"),
+    ),
+    Case(
+        "a tenant over the limits of its plan",
+        [requests("200", (60, 10)), requests("429", (60, 1000)), items("in_time", (60, 10))],
+        set(),
+    ),
+    Case(
+        "callers who are wrong, or hang up",
+        [requests("200", (60, 10)), requests("400", (60, 500)), requests("499", (60, 500))],
+        set(),
+    ),
+    Case(
+        "deadlines of a millisecond",
+        [requests("200", (60, 10)), requests("504", (60, 100)), items("in_time", (60, 10))],
+        set(),
+    ),
+    Case(
+        "probes that say not ready",
+        [requests("200", (60, 1)), requests("503", (60, 50), model="", route="/readyz")],
+        set(),
+    ),
+    Case(
+        "keys that nobody can read",
+        [requests("200", (60, 100)), requests("503", (60, 10), model="")],
+        {("availability-fast", None), ("availability-slow", None)},
+    ),
+    Case(
+        "too few workers: refused at once",
+        [items("in_time", (60, 80)), items("refused", (60, 20))],
+        both("deadlines-fast") | both("deadlines-slow"),
+    ),
+    Case(
+        "too few workers: late",
+        [requests("504", (60, 20)), items("in_time", (60, 80)), items("late", (60, 20))],
+        both("deadlines-fast") | both("deadlines-slow"),
+    ),
+    Case(
+        "one small model of two",
+        [
+            *(items("in_time", (60, 1000), model="large"), items("late", (60, 0), model="large")),
+            *(items("in_time", (60, 5), model="small"), items("late", (60, 1), model="small")),
+        ],
+        {("deadlines-fast", "small"), ("deadlines-slow", "small")},
+    ),
+    Case("items a little late", [items("in_time", (60, 995)), items("late", (60, 5))], set()),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.about)
+def test_alerts_of_cloud_monitoring(case: Case) -> None:
+    series = TimeSeries()
+    for counted in case.counted:
+        for minute, value in samples(counted, case.every_min):
+            series.append(counted.name, labels_of(counted), minute * 60.0, value)
+    fired: Fired = set()
+    for alert in alerts(BOUNDS):
+        if alert.key in BURNING:
+            found = Query(alert.query).value(series, minutes(case) * 60.0)
+            assert isinstance(found, dict)
+            fired |= {(alert.key, dict(labels).get("model")) for labels in found}
+    assert fired == case.fired
+
+
+def samples(counted: Counted, every_min: int) -> list[tuple[int, float]]:
+    """(minute, value) of each scrape. A counter is there at 0 first."""
+    found, value, minute = [(0, 0.0)], 0.0, 0
+    for length, per_min in counted.parts:
+        for _ in range(length // every_min):
+            minute, value = minute + every_min, value + per_min * every_min
+            found.append((minute, value))
+    return found
+
+
+def labels_of(counted: Counted) -> Labels:
+    return tuple(sorted(counted.labels.items()))
+
+
+def minutes(case: Case) -> int:
+    return sum(length for length, _ in case.counted[0].parts)
+
+
+def test_rules_of_prometheus(tmp_path: Path) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed")
+    # Evaluated every few minutes only: days in seconds.
+    seldom = {"groups": [group | {"interval": "4m"} for group in rules(BOUNDS, "file")["groups"]]}
+    (tmp_path / "rules.yaml").write_text(json.dumps(seldom), encoding="utf-8")
+    tests = {
+        "rule_files": ["rules.yaml"],
+        "evaluation_interval": "4m",
+        "tests": [as_promtool(case) for case in CASES if minutes(case) <= DAY],
+    }
+    # JSON is YAML too, and quicker to write.
+    (tmp_path / "tests.yaml").write_text(json.dumps(tests), encoding="utf-8")
+    done = subprocess.run(
+        ["promtool", "test", "rules", "tests.yaml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=START_LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def matchers(counted: Counted) -> str:
+    return ",".join(f"{name}={json.dumps(value)}" for name, value in counted.labels.items())
+
+
+def as_promtool(case: Case) -> dict[str, object]:
+    named = {alert.key: alert for alert in alerts(BOUNDS)}
+    annotated = {
+        rule["alert"]: rule
+        for group in rules(BOUNDS, "file")["groups"]
+        for rule in group["rules"]
+        if "alert" in rule
+    }
+
+    def expected(key: str, model: str | None) -> dict[str, object]:
+        rule = annotated[named[key].name]
+        scope = {"scope": "all"} if model is None else {"scope": "model", "model": model}
+        summary = named[key].title + (f" ({model})" if model else "")
+        return {
+            "exp_labels": {**rule["labels"], "objective": key.partition("-")[0], **scope},
+            "exp_annotations": {**rule["annotations"], "summary": summary},
+        }
+
+    return {
+        "name": case.about,
+        "interval": f"{case.every_min}m",
+        "input_series": [
+            {
+                "series": f"{one.name}{{{matchers(one)}}}",
+                "values": " ".join(f"{value:.6f}" for _, value in samples(one, case.every_min)),
+            }
+            for one in case.counted
+        ],
+        "alert_rule_test": [
+            {
+                "eval_time": f"{minutes(case) + 3}m",
+                "alertname": named[key].name,
+                "exp_alerts": [expected(key, model) for fired, model in case.fired if fired == key],
+            }
+            for key in BURNING
+        ],
+    }
