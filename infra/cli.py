@@ -218,6 +218,12 @@ def optimize(context: typer.Context) -> None:
 
 
 @app.command(context_settings=_FORWARDED)
+def weights(context: typer.Context) -> None:
+    """Copy the weights of hub models into a bucket, for all workers (prefetch)."""
+    _become("workers.prefetch", {}, context.args)
+
+
+@app.command(context_settings=_FORWARDED)
 def bench(context: typer.Context) -> None:
     """Measure the pipeline here, in a checkout (--profile)."""
     if not Path("bench/__main__.py").is_file():

@@ -203,6 +203,8 @@ class WorkerSettings(Settings):
     health_port: int = Field(8081, ge=0, le=65535)
     models_dir: Path = Path("var/models")
     """Where weights from a hub or a bucket are kept."""
+    weights_dir: Path | None = None
+    """Where weights that `penstock weights prefetch` copied are mounted. None: nowhere."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:N`, or `auto`: cuda if there is a GPU."""
     artifacts_dir: Path = Path("var/artifacts")

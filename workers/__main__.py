@@ -108,7 +108,13 @@ async def _prepare(
     settings: WorkerSettings, model: Model
 ) -> tuple[HostedModel, Layout, TunedModel | None]:
     """The model with its backend, its processes and threads (0: default), and its tuning."""
-    folder = await asyncio.to_thread(resolve, model.source, model.revision, settings.models_dir)
+    folder = await asyncio.to_thread(
+        resolve,
+        model.source,
+        model.revision,
+        settings.models_dir,
+        weights_dir=settings.weights_dir,
+    )
     if not WORKER_TASKS[model.task].measures_backends:
         return HostedModel(model, folder), Layout(settings.processes, settings.threads or 1), None
     choice = await choose_backend(model, folder, settings)

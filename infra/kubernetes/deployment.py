@@ -83,6 +83,10 @@ class Deployment(BaseModel):
     """GPU type that takes over where another is out of stock."""
     reservations: dict[GpuTypeName, Reservation] = {}
     """What is reserved of a GPU type. It is used up first."""
+    weights_bucket: str | None = None
+    """The bucket that `penstock weights prefetch` filled. None: workers download from the hub."""
+    hub_token: str | None = None
+    """The secret with a token for gated models of the hub."""
     zones: tuple[str, ...] | None = None
     """The zones that GPU nodes may be in. None: all of the region that have the GPU."""
     compute_classes: bool

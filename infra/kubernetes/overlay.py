@@ -23,7 +23,14 @@ from infra.kubernetes.kustomization import (
     path_up_to,
     write_kustomization,
 )
-from infra.kubernetes.placement import Placement, place
+from infra.kubernetes.placement import Placement, leave_room, place
+from infra.kubernetes.weights import (
+    SIDECAR_CPU_M,
+    SIDECAR_MIB,
+    Weights,
+    hub_token_patch,
+    weights_of,
+)
 from shared.catalog import Catalog, Model
 from shared.errors import ConfigurationError
 from shared.kubernetes_names import slug
@@ -64,6 +71,8 @@ def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: De
     if not deployment.is_outside:
         for gpu in dict.fromkeys(model.gpu for model in models if model.gpu.type != "none"):
             folders += write_gpu_class(out, gpu, deployment, gpu_types)
+        if deployment.hub_token:
+            folders.append(_write_hub_token(out / "hub-token", deployment))
     _write_cluster(out / "cluster", deployment)
     write_kustomization(out, ["cluster", *folders], patches=[])
 
@@ -98,6 +107,17 @@ def _write_cluster(folder: Path, deployment: Deployment) -> None:
     )
 
 
+def _write_hub_token(folder: Path, deployment: Deployment) -> str:
+    folder.mkdir()
+    write_kustomization(
+        folder,
+        [path_up_to(folder, "hub-token")],
+        namespace=deployment.namespace,
+        patches=[hub_token_patch(deployment)],
+    )
+    return folder.name
+
+
 def clear_overlay(out: Path) -> None:
     """Empties the folder of an overlay, or makes it.
 
@@ -119,12 +139,14 @@ def _write_worker(
     gpu_types: dict[str, GpuType],
 ) -> None:
     placement, name = place(model, deployment, gpu_types), slug(model.name)
-    components, patches = [*placement.components], [_worker_patch(model, placement, deployment)]
+    weights = weights_of(model, deployment, placement.disk_mib)
+    components = [*placement.components]
+    patches = [_worker_patch(model, placement, weights, deployment)]
     folder.mkdir()
     (folder / "models.yaml").write_text(
         yaml.safe_dump({"models": [entry]}, sort_keys=False), encoding="utf-8"
     )
-    settings = worker_settings(model, deployment) | placement.settings
+    settings = worker_settings(model, deployment) | placement.settings | weights.settings
     configs: list[dict[str, Any]] = [
         {"name": "models", "files": ["models.yaml"]},
         {
@@ -184,18 +206,32 @@ def worker_settings(model: Model, deployment: Deployment) -> dict[str, str]:
     return settings | (identity_settings(deployment.project) if deployment.audience else {})
 
 
-def _worker_patch(model: Model, placement: Placement, deployment: Deployment) -> dict[str, Any]:
+def _worker_patch(
+    model: Model, placement: Placement, weights: Weights, deployment: Deployment
+) -> dict[str, Any]:
+    resources = placement.resources
+    if weights.has_sidecar:
+        resources = leave_room(resources, SIDECAR_CPU_M, SIDECAR_MIB)
+    container: dict[str, Any] = {"name": "worker", "resources": resources}
+    if weights.mounts:
+        container["volumeMounts"] = list(weights.mounts)
+    volumes = list(weights.volumes)
     pod: dict[str, Any] = {
         "terminationGracePeriodSeconds": placement.grace_s,
-        "containers": [{"name": "worker", "resources": placement.resources}],
+        "containers": [container],
     }
     if placement.node_selector:
         pod["nodeSelector"] = placement.node_selector
     if placement.accelerators:
         pod["affinity"] = {"nodeAffinity": node_affinity(placement.accelerators)}
     if deployment.audience:
-        pod["volumes"] = [token_volume(deployment.audience)]
+        volumes.append(token_volume(deployment.audience))
+    if volumes:
+        pod["volumes"] = volumes
     if deployment.is_outside:
         # Nothing there asks for more or fewer: what scales by our metrics is GKE's.
         return deployment_patch("worker", pod, replicas=max(1, model.replicas.min))
-    return deployment_patch("worker", pod)
+    patch = deployment_patch("worker", pod)
+    if weights.annotations:
+        patch["spec"]["template"]["metadata"] = {"annotations": weights.annotations}
+    return patch

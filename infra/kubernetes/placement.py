@@ -29,7 +29,7 @@ SPOT_KUBELET = {
     "shutdownGracePeriodSeconds": SPOT_SHUTDOWN_S,
     "shutdownGracePeriodCriticalPodsSeconds": SPOT_SYSTEM_S,
 }
-CPU_ONLY = {"cpu": "2", "memory": "4Gi"}
+CPU_ONLY = {"cpu": "2", "memory": "4Gi", "ephemeral-storage": "10240Mi"}
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,12 @@ class Placement:
     resources: dict[str, dict[str, str]]
     settings: dict[str, str]
     grace_s: int
+
+    @property
+    def disk_mib(self) -> int:
+        """The worker's part of the node's disk."""
+        asked = self.resources["requests"]["ephemeral-storage"]
+        return int(asked.removesuffix("Mi"))
 
 
 def place(model: Model, deployment: Deployment, gpu_types: dict[str, GpuType]) -> Placement:
@@ -95,6 +101,27 @@ def share_of(gpu: Gpu, gpu_types: dict[str, GpuType]) -> dict[str, str]:
         "memory": f"{node.memory_gib * 1024 // gpu.share}Mi",
         "ephemeral-storage": f"{node.ephemeral_gib * 1024 // gpu.share}Mi",
     }
+
+
+def leave_room(
+    resources: dict[str, dict[str, str]], cpu_m: int, memory_mib: int
+) -> dict[str, dict[str, str]]:
+    """The same without what a sidecar asks for, so that as many pods fit on a node."""
+    asked = resources["requests"]
+    cpu = f"{_milli(asked['cpu']) - cpu_m}m"
+    memory = f"{_mib(asked['memory']) - memory_mib}Mi"
+    return {
+        "requests": asked | {"cpu": cpu, "memory": memory},
+        "limits": resources["limits"] | {"memory": memory},
+    }
+
+
+def _milli(cpu: str) -> int:
+    return int(cpu[:-1]) if cpu.endswith("m") else int(cpu) * 1000
+
+
+def _mib(memory: str) -> int:
+    return int(memory[:-2]) * (1024 if memory.endswith("Gi") else 1)
 
 
 def _resources(share: dict[str, str], *, gpu: bool = False) -> dict[str, dict[str, str]]:

@@ -18,6 +18,7 @@ from obstore.store import GCSStore, ObjectStore
 
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 from shared.stores.objects import GoogleCredentials
+from workers.models.prefetched import find_copy
 
 OpenBucket = Callable[[str], ObjectStore]
 DOWNLOAD_LIMIT = timedelta(hours=1)
@@ -27,10 +28,11 @@ The client's default of 30 s is too short for weights.
 """
 
 
-def open_gcs_bucket(name: str) -> ObjectStore:
-    """A bucket of Google Cloud Storage, with the machine's credentials."""
+def open_gcs_bucket(name: str, prefix: str = "") -> ObjectStore:
+    """A bucket of Google Cloud Storage, or a part of it, with the machine's credentials."""
     return GCSStore(
         name,
+        prefix=prefix or None,
         credential_provider=GoogleCredentials(),
         client_options={
             "timeout": DOWNLOAD_LIMIT,
@@ -42,7 +44,12 @@ def open_gcs_bucket(name: str) -> ObjectStore:
 
 
 def resolve(
-    source: str, revision: str, cache_dir: Path, *, open_bucket: OpenBucket = open_gcs_bucket
+    source: str,
+    revision: str,
+    cache_dir: Path,
+    *,
+    weights_dir: Path | None = None,
+    open_bucket: OpenBucket = open_gcs_bucket,
 ) -> Path:
     """The folder with the model's files, downloaded first if necessary, which may take minutes.
 
@@ -53,6 +60,8 @@ def resolve(
         revision: branch, tag or commit of a hub repository. The copy of a bucket is kept under this
             name.
         cache_dir: where copies of buckets are kept.
+        weights_dir: where copies of hub repositories are mounted (workers/models/prefetched.py). A
+            complete one is used as it is.
         open_bucket: opens a bucket by its name.
 
     Raises:
@@ -65,7 +74,8 @@ def resolve(
     if kind == "local":
         return _existing(Path(rest).expanduser(), source)
     if kind == "hf":
-        return _from_hub(rest, revision)
+        copy = find_copy(weights_dir, rest, revision) if weights_dir else None
+        return copy or _from_hub(rest, revision)
     if source.startswith("gs://"):
         return _from_bucket(source, revision, cache_dir, open_bucket)
     raise ConfigurationError(
@@ -97,20 +107,45 @@ def _no_such(source: str, reason: str) -> PenstockError:
 
 def _from_hub(repository: str, revision: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         # A complete copy in the cache is used as it is, so a start needs no network.
         return Path(snapshot_download(repository, revision=revision, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
-        pass
+        return download_from_hub(repository, revision)
+
+
+def download_from_hub(repository: str, revision: str, cache_dir: Path | None = None) -> Path:
+    """Downloads a repository of the Hugging Face hub. The folder's name is the commit.
+
+    The token for a gated repository comes from HF_TOKEN, or from the file that HF_TOKEN_PATH names.
+
+    Args:
+        repository: ORG/NAME.
+        revision: branch, tag or commit.
+        cache_dir: the hub's cache. None: the usual one of this machine.
+
+    Raises:
+        ConfigurationError: there is no such repository or revision, or it is not open to the token.
+        Unavailable: the hub is out of reach.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
     try:
-        return Path(snapshot_download(repository, revision=revision))
+        return Path(snapshot_download(repository, revision=revision, cache_dir=cache_dir))
+    except GatedRepoError as error:
+        raise _no_such(
+            f"hf:{repository}",
+            "it is gated: accept its terms, and give a token (HF_TOKEN, HF_TOKEN_PATH) that may "
+            "read it",
+        ) from error
     except (HFValidationError, RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise _no_such(f"hf:{repository}", str(error)) from error
     except OSError as error:

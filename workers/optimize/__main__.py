@@ -178,7 +178,9 @@ def _optimize(
 ) -> None:
     entry = read_catalog(settings.models_file).find(settings.model)
     wanted = wanted_variants(entry, options)
-    folder = resolve(entry.source, entry.revision, settings.models_dir)
+    folder = resolve(
+        entry.source, entry.revision, settings.models_dir, weights_dir=settings.weights_dir
+    )
     digest = source_digest(folder, entry.revision)
     there = None if force else find_artifact(settings.artifacts_dir, entry.name, digest)
     if there is not None:

@@ -11,6 +11,7 @@ locals {
       }
       deadline_s = try(entry.deadline.longest_s, 300)
       slug       = local._slugs[entry.name]
+      source     = entry.source
       ttl_s      = try(entry.cache.ttl_s, 86400)
     }
   }

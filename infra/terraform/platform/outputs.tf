@@ -27,6 +27,7 @@ output "deployments" {
     for name, region in var.regions : name => {
       compute_classes = var.nodes.compute_classes
       dataset         = google_bigquery_dataset.default.dataset_id
+      hub_token       = one([for secret in google_secret_manager_secret.hub_token : secret.secret_id])
       namespace       = var.namespace
       objects_url     = "gs://${google_storage_bucket.objects.name}"
       overflow        = local.overflow[name]
@@ -38,6 +39,7 @@ output "deployments" {
       reservations    = region.reservations
       spot            = var.nodes.spot
       traces          = local.trace_settings.workers
+      weights_bucket  = var.weights.prefetched ? google_storage_bucket.weights.name : null
       zones           = region.zones
     }
   }

@@ -70,6 +70,7 @@ module "cluster" {
   general_nodes        = var.nodes.general
   gpu_types            = local.gpu_types
   gpus                 = local.gpus
+  hub_token            = var.weights.hub_token
   max_gpus             = coalesce(each.value.max_gpus, var.nodes.max_gpus)
   overflow             = local.overflow[each.key]
   preloaded_images     = var.nodes.preloaded_images

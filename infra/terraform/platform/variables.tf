@@ -736,3 +736,18 @@ variable "traces" {
     error_message = "Spans of workers alone belong to no trace: traces.endpoint is needed too."
   }
 }
+
+variable "weights" {
+  description = "Where workers of hub models get weights. prefetched: from the weights bucket, which `penstock weights prefetch` fills. hub_token: a secret for a token of the Hugging Face hub, for gated models that are not prefetched."
+  type = object({
+    hub_token  = optional(bool, false)
+    prefetched = optional(bool, false)
+  })
+  default  = {}
+  nullable = false
+
+  validation {
+    condition     = !var.weights.hub_token || anytrue([for model in local.models : startswith(model.source, "hf:")])
+    error_message = "weights.hub_token: no model of models.yaml comes from the hub (source: hf:ORG/NAME), so nobody would read the token."
+  }
+}

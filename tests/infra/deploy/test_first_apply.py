@@ -64,10 +64,12 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Plan:
         domain="api.example.com",
         functions={"dead_letters": image, "webhooks": image},
         inboxes={"per_region": 4, "slots": 2},
+        models_file=str(Path("infra/terraform/platform/tests/hub.models.yaml").resolve()),
         nodes={"binary_authorization": True},
         outside={"elsewhere": {"issuer": "https://oidc.example.com/1"}},
         regions={"asia-south1": {"index": 0}, "asia-southeast1": {"index": 1}},
         traces={"endpoint": "https://telemetry.googleapis.com"},
+        weights={"hub_token": True},
     )
 
 

@@ -48,6 +48,8 @@ LEFT_ALONE: dict[type[Settings], set[str]] = {
             "PENSTOCK_THREADS",
             "PENSTOCK_SPOOL_MAX_BYTES",
         ),
+        # Only where prefetched weights are mounted.
+        "PENSTOCK_WEIGHTS_DIR",
     },
 }
 """What is right in a deployment as it is in the code; whoever adds a setting says here that it is,

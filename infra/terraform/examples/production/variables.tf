@@ -29,7 +29,7 @@ variable "images" {
 }
 
 variable "preloaded_images" {
-  description = "Disk images with the worker image (`containers`) and weights."
+  description = "Disk image with the worker image (`containers`)."
   type        = map(string)
   default     = {}
   nullable    = false

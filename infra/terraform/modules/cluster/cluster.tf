@@ -157,6 +157,11 @@ resource "google_container_cluster" "default" {
     channel = var.release_channel
   }
 
+  # Mounts secrets into pods that may read them.
+  secret_manager_config {
+    enabled = var.hub_token
+  }
+
   security_posture_config {
     mode               = "BASIC"
     vulnerability_mode = "VULNERABILITY_DISABLED"

@@ -121,13 +121,13 @@ resource "google_container_node_pool" "gpu" {
       }
     }
 
-    # Image and weights that are there before the node asks for them.
+    # The image, there before the node asks for it.
     dynamic "secondary_boot_disks" {
       for_each = var.preloaded_images
 
       content {
         disk_image = secondary_boot_disks.value
-        mode       = secondary_boot_disks.key == "containers" ? "CONTAINER_IMAGE_CACHE" : null
+        mode       = "CONTAINER_IMAGE_CACHE"
       }
     }
 

@@ -86,6 +86,13 @@ variable "gpus" {
   }
 }
 
+variable "hub_token" {
+  description = "Whether Secret Manager's add-on mounts the token of the Hugging Face hub into workers."
+  type        = bool
+  default     = false
+  nullable    = false
+}
+
 variable "labels" {
   description = "Labels of every resource."
   type        = map(string)
@@ -143,10 +150,15 @@ variable "prefix" {
 }
 
 variable "preloaded_images" {
-  description = "Disk images attached to every GPU node: `containers` holds the worker image, any other weights."
+  description = "Disk image attached to every GPU node: `containers` holds the worker image."
   type        = map(string)
   default     = {}
   nullable    = false
+
+  validation {
+    condition     = length(setsubtract(keys(var.preloaded_images), ["containers"])) == 0
+    error_message = "nodes.preloaded_images: ${join(", ", setsubtract(keys(var.preloaded_images), ["containers"]))}: only `containers`, the worker's image. Nothing mounts a disk with weights: copy them with `penstock weights prefetch` and set weights.prefetched."
+  }
 }
 
 variable "project_id" {

@@ -276,15 +276,37 @@ run "preloaded" {
   command = plan
 
   variables {
-    preloaded_images = { containers = "global/images/workers", weights = "global/images/weights" }
+    preloaded_images = { containers = "global/images/workers" }
   }
 
   assert {
     condition = {
-      for disk in google_container_node_pool.gpu["l4-x1"].node_config[0].secondary_boot_disks :
-      disk.disk_image => disk.mode == "CONTAINER_IMAGE_CACHE"
-    } == { "global/images/weights" = false, "global/images/workers" = true }
-    error_message = "One disk holds the image, another the weights."
+      for disk in google_container_node_pool.gpu["l4-x1"].node_config[0].secondary_boot_disks : disk.disk_image => disk.mode
+    } == { "global/images/workers" = "CONTAINER_IMAGE_CACHE" }
+    error_message = "A disk holds the image."
+  }
+}
+
+run "nothing_mounts_a_disk_of_weights" {
+  command = plan
+
+  variables {
+    preloaded_images = { weights = "global/images/weights" }
+  }
+
+  expect_failures = [var.preloaded_images]
+}
+
+run "token_of_the_hub" {
+  command = plan
+
+  variables {
+    hub_token = true
+  }
+
+  assert {
+    condition     = google_container_cluster.default.secret_manager_config[0].enabled
+    error_message = "The add-on mounts it."
   }
 }
 

@@ -1,0 +1,138 @@
+"""Weights and the hub's token on their way to workers: mounted where the worker looks, read by
+those who may, and the rest of the pod as it was.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+import yaml
+
+from infra.kubernetes.deployment import read_gpu_types
+from infra.kubernetes.overlay import slug
+from tests.infra.deploy.manifests import Objects, of_kind, pod, render, settings_of, workers
+from tests.infra.deploy.terraform import plan_platform
+from workers.models.prefetched import folder_of, list_of
+
+BUCKET, SECRET = "example-project-penstock-weights", "penstock-hub-token"
+ENTRY = {"task": "embedding", "dimensions": 4, "batch": {"max_tokens": 8}}
+
+
+def models_file(folder: Path, **gpu: object) -> Path:
+    """One model of the hub, one of the image."""
+    models = [
+        ENTRY | {"name": "of-the-hub", "source": "hf:org/name", "gpu": gpu or {"type": "none"}},
+        ENTRY | {"name": "of-the-image", "source": "package:some/model"},
+    ]
+    file = folder / "models.yaml"
+    file.write_text(yaml.safe_dump({"models": models}))
+    return file
+
+
+def worker(objects: Objects, name: str) -> dict[str, Any]:
+    return workers(objects)[f"worker-{name}"]
+
+
+def mounts(deployment: dict[str, Any]) -> dict[str, str]:
+    """Paths by the name of the volume."""
+    found = pod(deployment)["containers"][0]["volumeMounts"]
+    return {mount["name"]: mount["mountPath"] for mount in found}
+
+
+def volumes(deployment: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {volume["name"]: volume for volume in pod(deployment)["volumes"]}
+
+
+def test_a_copy_is_mounted_where_the_worker_looks_for_it(tmp_path: Path) -> None:
+    objects = render(tmp_path / "out", models_file(tmp_path), weights_bucket=BUCKET)
+    deployment = worker(objects, "of-the-hub")
+    looked_in = PurePosixPath(settings_of(objects, deployment)["PENSTOCK_WEIGHTS_DIR"])
+    csi = volumes(deployment)["weights"]["csi"]
+    options = dict(
+        option.partition("=")[::2] for option in csi["volumeAttributes"]["mountOptions"].split(",")
+    )
+    assert (csi["driver"], csi["readOnly"]) == ("gcsfuse.csi.storage.gke.io", True)
+    assert csi["volumeAttributes"]["bucketName"] == BUCKET
+    for path in (folder_of("org/name", "refs/pr/1"), list_of("org/name", "main")):
+        below = (looked_in / path).relative_to(mounts(deployment)["weights"])
+        assert PurePosixPath(options["only-dir"]) / below == path
+    annotations = deployment["spec"]["template"]["metadata"]["annotations"]
+    assert annotations["gke-gcsfuse/volumes"] == "true"
+    # What was there before is there still.
+    assert annotations["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
+    assert {"models", "cache", "spool", "tmp", "shm"} <= set(mounts(deployment))
+
+
+@pytest.mark.parametrize("share", [1, 4, 22])
+def test_worker_and_sidecar_together_take_one_part_of_a_node(tmp_path: Path, share: int) -> None:
+    file = models_file(tmp_path, type="l4", share=share)
+    deployment = worker(render(tmp_path / "out", file, weights_bucket=BUCKET), "of-the-hub")
+    asked = pod(deployment)["containers"][0]["resources"]["requests"]
+    sidecar = deployment["spec"]["template"]["metadata"]["annotations"]
+    node = read_gpu_types()["l4"]
+    cpu_m = int(asked["cpu"][:-1]) + int(sidecar["gke-gcsfuse/cpu-request"][:-1])
+    memory_mib = int(asked["memory"][:-2]) + int(sidecar["gke-gcsfuse/memory-request"][:-2])
+    assert cpu_m * share <= node.cpu * 1000
+    assert memory_mib * share <= node.memory_gib * 1024
+    cache = volumes(deployment)["gke-gcsfuse-cache"]["emptyDir"]["sizeLimit"]
+    assert cache == asked["ephemeral-storage"]
+
+
+def test_only_models_of_the_hub_have_weights_mounted(tmp_path: Path) -> None:
+    objects = render(tmp_path / "out", models_file(tmp_path), weights_bucket=BUCKET)
+    deployment = worker(objects, "of-the-image")
+    assert "weights" not in volumes(deployment)
+    assert "PENSTOCK_WEIGHTS_DIR" not in settings_of(objects, deployment)
+
+
+def test_the_token_is_a_file_and_not_in_the_environment(tmp_path: Path) -> None:
+    objects = render(tmp_path / "out", models_file(tmp_path), hub_token=SECRET)
+    deployment = worker(objects, "of-the-hub")
+    csi = volumes(deployment)["hub-token"]["csi"]
+    (named,) = of_kind(objects, "SecretProviderClass").values()
+    assert csi["driver"] == "secrets-store-gke.csi.k8s.io"
+    assert csi["volumeAttributes"] == {"secretProviderClass": named["metadata"]["name"]}
+    assert named["metadata"]["namespace"] == deployment["metadata"]["namespace"]
+    (secret,) = yaml.safe_load(named["spec"]["parameters"]["secrets"])
+    assert secret["resourceName"] == f"projects/example-project/secrets/{SECRET}/versions/latest"
+    settings = settings_of(objects, deployment)
+    path = f"{mounts(deployment)['hub-token']}/{secret['path']}"
+    assert {name: value for name, value in settings.items() if "TOKEN" in name} == {
+        "HF_TOKEN_PATH": path
+    }
+    assert "hub-token" not in volumes(worker(objects, "of-the-image"))
+
+
+def test_who_has_a_copy_needs_no_token(tmp_path: Path) -> None:
+    file = models_file(tmp_path)
+    objects = render(tmp_path / "out", file, weights_bucket=BUCKET, hub_token=SECRET)
+    assert "hub-token" not in volumes(worker(objects, "of-the-hub"))
+
+
+def test_without_either_nothing_is_there(objects: Objects) -> None:
+    assert of_kind(objects, "SecretProviderClass") == {}
+    assert "gcsfuse" not in json.dumps(objects)
+
+
+def test_terraform_gives_the_token_to_workers_of_hub_models_alone(tmp_path: Path) -> None:
+    given = {"hub_token": True, "prefetched": True}
+    made = plan_platform(tmp_path, models_file=str(models_file(tmp_path)), weights=given)
+    (secret,) = (
+        one
+        for one in made.of("google_secret_manager_secret")
+        if one["secret_id"].endswith("hub-token")
+    )
+    readers = [
+        one["member"]
+        for one in made.of("google_secret_manager_secret_iam_member")
+        if one["secret_id"] == secret["secret_id"]
+    ]
+    assert [member.partition("/subject/")[2] for member in readers if member] == [
+        f"ns/penstock/sa/worker-{slug('of-the-hub')}"
+    ]
+    assert len(readers) == 1
+    # The value is added by hand: no version is Terraform's.
+    assert secret["secret_id"] not in json.dumps(made.of("google_secret_manager_secret_version"))

@@ -1,0 +1,147 @@
+"""Weights from a hub into a store, and from there to a worker: complete or not at all, and the
+token nowhere but in the request.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.limits import START_LIMIT_S
+from tests.workers.hub import Hub, served
+from workers.models.source import resolve
+
+TOKEN = "hf_notasecretbutatest"
+FILES = {"config.json": b"{}", "1_Pooling/config.json": b"{}", "model.safetensors": b"w" * 70_000}
+CATALOG = """models:
+  - {name: gated, task: embedding, source: 'hf:org/gated', dimensions: 4, batch: {max_tokens: 8}}
+  - {name: shipped, task: embedding, source: 'package:x', dimensions: 4, batch: {max_tokens: 8}}
+"""
+NOBODY = "the worker went to the hub"
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with served(Hub(dict(FILES), TOKEN)) as running:
+        yield running
+
+
+def weights(
+    hub: Hub, folder: Path, *words: str, token: str = TOKEN
+) -> subprocess.CompletedProcess[str]:
+    """`penstock weights prefetch` as one runs it, with the token in a file."""
+    (folder / "token").write_text(token)
+    (folder / "models.yaml").write_text(CATALOG)
+    command = [sys.executable, "-m", "infra.cli", "weights", "prefetch"]
+    command += ["--to", str(folder / "bucket"), "--models-file", str(folder / "models.yaml")]
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    given = {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(folder / "home"),
+        "HF_TOKEN_PATH": str(folder / "token"),
+    }
+    done = subprocess.run(
+        [*command, *words],
+        env=plain | given,
+        capture_output=True,
+        text=True,
+        timeout=START_LIMIT_S,
+        check=False,
+    )
+    assert TOKEN not in done.stdout + done.stderr
+    return done
+
+
+def found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a worker takes where the store is mounted, without a way to the hub."""
+
+    def no_hub(repository: str, revision: str) -> Path:
+        raise AssertionError(NOBODY)
+
+    monkeypatch.setattr("workers.models.source._from_hub", no_hub)
+    return resolve("hf:org/gated", "main", folder / "cache", weights_dir=folder / "bucket")
+
+
+def test_a_gated_model_gets_to_a_worker_without_token_or_hub(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = weights(hub, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"gated: org/gated@main: copied 3 files, 0 MB, commit {hub.commit}\n"
+    folder = found(tmp_path, monkeypatch)
+    assert {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    } == FILES
+
+
+def test_what_is_there_is_not_copied_again(hub: Hub, tmp_path: Path) -> None:
+    weights(hub, tmp_path)
+    hub.asked.clear()
+    assert weights(hub, tmp_path).stdout == "gated: org/gated@main: is there\n"
+    assert hub.asked == []
+
+
+def test_a_branch_that_moved_is_replaced_whole(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights(hub, tmp_path)
+    hub.commit = "f" * 40
+    hub.files = {"config.json": b"{...}", "model.safetensors": b"new"}
+    assert weights(hub, tmp_path, "--again").returncode == 0
+    folder = found(tmp_path, monkeypatch)
+    assert sorted(path.name for path in folder.rglob("*") if path.is_file()) == sorted(hub.files)
+    assert (folder / "model.safetensors").read_bytes() == b"new"
+    assert json.loads((folder.parent / "main.json").read_text())["commit"] == "f" * 40
+
+
+@pytest.mark.parametrize("missing", ["main.json", "main/model.safetensors"])
+def test_half_a_copy_is_not_taken(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    weights(hub, tmp_path)
+    (tmp_path / "bucket/hub/org/gated" / missing).unlink()
+    with pytest.raises(AssertionError, match=NOBODY):
+        found(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"commit": 1}', b"\xff"])
+def test_a_broken_list_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    listed = tmp_path / "bucket/hub/org/gated/main.json"
+    listed.parent.mkdir(parents=True)
+    listed.write_bytes(content)
+    with pytest.raises(AssertionError, match=NOBODY):
+        found(tmp_path, monkeypatch)
+
+
+def test_a_token_that_may_not_is_said_and_not_shown(hub: Hub, tmp_path: Path) -> None:
+    hub.token = "another"
+    done = weights(hub, tmp_path)
+    assert done.returncode == 1
+    assert "hf:org/gated: it is gated" in done.stderr
+    assert not list((tmp_path / "bucket").rglob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "shipped"], "shipped: its source package:x is not a model of the hub"),
+        (["--model", "other"], "model 'other' is not served here"),
+        (["--to", "s3://bucket"], "--to s3://bucket: it is gs://BUCKET or a folder"),
+    ],
+)
+def test_what_can_not_be_copied_is_refused(
+    hub: Hub, tmp_path: Path, words: list[str], said: str
+) -> None:
+    done = weights(hub, tmp_path, *words)
+    assert done.returncode == 1
+    assert said in done.stderr

@@ -1,0 +1,161 @@
+"""`python -m workers.prefetch`: copies models of the hub into a bucket, once for all workers.
+
+Workers then read the copy where the bucket is mounted (PENSTOCK_WEIGHTS_DIR). They need neither the
+hub nor a token for it.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Annotated
+
+import msgspec
+import obstore
+import typer
+from obstore.exceptions import BaseError
+from obstore.store import LocalStore, ObjectStore
+
+from shared.catalog import Catalog, Model, read_catalog
+from shared.errors import ConfigurationError, PenstockError, Unavailable
+from workers.models.prefetched import Copy, folder_of, list_of
+from workers.models.source import download_from_hub, open_gcs_bucket
+
+HUB = "hf:"
+
+app = typer.Typer(
+    help="Weights of the catalog's hub models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command. Returns 0, 1 where a copy failed, 2 where the words are wrong."""
+    try:
+        app(arguments, prog_name="penstock weights")
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+@app.callback()
+def _weights() -> None:
+    """Makes `prefetch` a command, not the program."""
+
+
+@app.command("prefetch")
+def _prefetch(
+    to: Annotated[str, typer.Option(metavar="URL", help="gs://BUCKET or a folder")],
+    models_file: Annotated[Path, typer.Option(metavar="FILE", help="the catalog")] = Path(
+        "models.yaml"
+    ),
+    model: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="only this one; may be repeated")
+    ] = None,
+    again: Annotated[bool, typer.Option(help="also what has been copied before")] = False,
+) -> None:
+    """Copy the weights of hub models into a bucket.
+
+    A gated model needs a token, in HF_TOKEN or in the file that HF_TOKEN_PATH names.
+    """
+    try:
+        for line in prefetch(read_catalog(models_file), to, model or [], again=again):
+            print(line, flush=True)
+    except PenstockError as error:
+        typer.echo(f"penstock weights: {error.message}", err=True)
+        raise typer.Exit(1) from error
+
+
+def prefetch(catalog: Catalog, to: str, names: Sequence[str], *, again: bool) -> Iterator[str]:
+    """Copies what is not there yet, and says what became of each model.
+
+    Args:
+        catalog: the models. Those with another source than the hub are left alone.
+        to: `gs://BUCKET[/PREFIX]`, or a folder.
+        names: the models to copy. Empty: all.
+        again: replace copies that are there. A branch may have moved.
+
+    Raises:
+        ConfigurationError: a model is not in the catalog or not of the hub, or the repository does
+            not exist or is not open to this token.
+        Unavailable: the hub or the bucket is out of reach.
+    """
+    store = _open(to)
+    for (repository, revision), models in _chosen(catalog, names).items():
+        what = f"{', '.join(models)}: {repository}@{revision}"
+        try:
+            if not again and _is_there(store, list_of(repository, revision)):
+                yield f"{what}: is there"
+                continue
+            copy = _copy(store, repository, revision)
+        except (BaseError, OSError) as error:
+            raise Unavailable(f"{to}: {error}", field="to") from error
+        size_mb = sum(copy.files.values()) / 1e6
+        yield f"{what}: copied {len(copy.files)} files, {size_mb:,.0f} MB, commit {copy.commit}"
+
+
+def _chosen(catalog: Catalog, names: Sequence[str]) -> dict[tuple[str, str], list[str]]:
+    """The repositories and revisions to copy, each with the models that use it."""
+    models: Iterable[Model] = [catalog.find(name) for name in names] or catalog.models
+    found: dict[tuple[str, str], list[str]] = {}
+    for model in models:
+        if model.source.startswith(HUB):
+            key = (model.source.removeprefix(HUB), model.revision)
+            found.setdefault(key, []).append(model.name)
+        elif names:
+            raise ConfigurationError(
+                f"{model.name}: its source {model.source} is not a model of the hub", field="model"
+            )
+    return found
+
+
+def _open(to: str) -> ObjectStore:
+    if to.startswith("gs://"):
+        bucket, _, prefix = to.removeprefix("gs://").partition("/")
+        return open_gcs_bucket(bucket, prefix.strip("/"))
+    if "://" in to:
+        raise ConfigurationError(f"--to {to}: it is gs://BUCKET or a folder", field="to")
+    return LocalStore(Path(to).expanduser().resolve(), mkdir=True)
+
+
+def _is_there(store: ObjectStore, path: PurePosixPath) -> bool:
+    try:
+        obstore.head(store, str(path))
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _copy(store: ObjectStore, repository: str, revision: str) -> Copy:
+    """Downloads to a folder that goes away, and uploads from there. The list goes last."""
+    into, listed = folder_of(repository, revision), str(list_of(repository, revision))
+    with tempfile.TemporaryDirectory(prefix="penstock-weights-") as cache:
+        folder = download_from_hub(repository, revision, Path(cache))
+        if _is_there(store, list_of(repository, revision)):
+            # A worker that starts meanwhile goes to the hub, and does not get half of each.
+            obstore.delete(store, listed)
+        files = {}
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            name = path.relative_to(folder).as_posix()
+            files[name] = path.stat().st_size
+            obstore.put(store, str(into / name), path.resolve())
+        _delete_others(store, into, files)
+        copy = Copy(commit=folder.name, files=files)
+        obstore.put(store, listed, msgspec.json.encode(copy))
+    return copy
+
+
+def _delete_others(store: ObjectStore, into: PurePosixPath, kept: dict[str, int]) -> None:
+    """What an earlier commit had and this one has not would be taken for a part of it."""
+    for page in obstore.list(store, f"{into}/"):
+        for found in page:
+            if PurePosixPath(found["path"]).relative_to(into).as_posix() not in kept:
+                obstore.delete(store, found["path"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
