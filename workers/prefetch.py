@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated
 
@@ -18,7 +18,7 @@ import typer
 from obstore.exceptions import BaseError
 from obstore.store import LocalStore, ObjectStore
 
-from shared.catalog import Catalog, Model, read_catalog
+from shared.catalog import Catalog, read_catalog
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 from workers.models.prefetched import Copy, folder_of, list_of
 from workers.models.source import download_from_hub, open_gcs_bucket
@@ -100,7 +100,8 @@ def prefetch(catalog: Catalog, to: str, names: Sequence[str], *, again: bool) ->
 
 def _chosen(catalog: Catalog, names: Sequence[str]) -> dict[tuple[str, str], list[str]]:
     """The repositories and revisions to copy, each with the models that use it."""
-    models: Iterable[Model] = [catalog.find(name) for name in names] or catalog.models
+    asked = {catalog.find(name).name for name in names}
+    models = [model for model in catalog.deployed if not names or model.public_name in asked]
     found: dict[tuple[str, str], list[str]] = {}
     for model in models:
         if model.source.startswith(HUB):

@@ -33,11 +33,11 @@ def hub() -> Iterator[Hub]:
 
 
 def weights(
-    hub: Hub, folder: Path, *words: str, token: str = TOKEN
+    hub: Hub, folder: Path, *words: str, catalog: str = CATALOG
 ) -> subprocess.CompletedProcess[str]:
     """`penstock weights prefetch` as one runs it, with the token in a file."""
-    (folder / "token").write_text(token)
-    (folder / "models.yaml").write_text(CATALOG)
+    (folder / "token").write_text(TOKEN)
+    (folder / "models.yaml").write_text(catalog)
     command = [sys.executable, "-m", "infra.cli", "weights", "prefetch"]
     command += ["--to", str(folder / "bucket"), "--models-file", str(folder / "models.yaml")]
     plain = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
@@ -100,6 +100,13 @@ def test_a_branch_that_moved_is_replaced_whole(
     assert sorted(path.name for path in folder.rglob("*") if path.is_file()) == sorted(hub.files)
     assert (folder / "model.safetensors").read_bytes() == b"new"
     assert json.loads((folder.parent / "main.json").read_text())["commit"] == "f" * 40
+
+
+def test_a_canary_has_a_copy_of_its_own(hub: Hub, tmp_path: Path) -> None:
+    catalog = CATALOG.replace("dimensions: 4,", "dimensions: 4, canary: {revision: next},", 1)
+    done = weights(hub, tmp_path, catalog=catalog)
+    copied = [line.partition(": copied")[0] for line in done.stdout.splitlines()]
+    assert copied == ["gated: org/gated@main", "gated.canary: org/gated@next"]
 
 
 @pytest.mark.parametrize("missing", ["main.json", "main/model.safetensors"])

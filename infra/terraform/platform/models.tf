@@ -19,7 +19,10 @@ locals {
   # workers.
   _entries = yamldecode(file(local.models_file)).models
   _deployed = concat(local._entries, [
-    for entry in local._entries : merge(entry, { name = "${entry.name}.canary" }) if try(entry.canary, null) != null
+    for entry in local._entries : merge(entry, {
+      name   = "${entry.name}.canary"
+      source = coalesce(try(entry.canary.source, null), entry.source)
+    }) if try(entry.canary, null) != null
   ])
   _with_canary = [for entry in local._entries : entry.name if try(entry.canary, null) != null]
   _worker_members = {

@@ -33,7 +33,7 @@ run "prefetched_with_a_token" {
   }
 
   assert {
-    condition     = keys(google_secret_manager_secret_iam_member.hub_token) == ["gated"]
+    condition     = keys(google_secret_manager_secret_iam_member.hub_token) == ["gated", "gated.canary"]
     error_message = "Workers of hub models read the token, others do not."
   }
 }
