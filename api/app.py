@@ -161,6 +161,9 @@ async def _open(
     """Opens everything in the order of its dependencies. `opened` closes it in reverse order."""
     settings, instance = configuration.settings, f"api-{secrets.token_hex(4)}"
     access = await opened.enter_async_context(configuration.access)
+    pool = await opened.enter_async_context(
+        CodecPool(settings.picture_processes, settings.picture_budget_bytes)
+    )
     pipeline = await open_pipeline(
         opened,
         settings,
@@ -170,6 +173,7 @@ async def _open(
         admin,
         rows,
         instance,
+        ImageCodec(pool),
     )
     store = IdempotencyStore(
         settings.records_redis_url,
@@ -189,9 +193,6 @@ async def _open(
         keep_s=settings.prediction_keep_s,
     )
     readiness = Readiness(pipeline.inbox, pipeline.broker, settings.redis_url, access.keys_status)
-    pool = await opened.enter_async_context(
-        CodecPool(settings.picture_processes, settings.picture_budget_bytes)
-    )
     limiter = await open_limiter(
         opened,
         settings.records_redis_url,

@@ -59,11 +59,11 @@ async def opened_runner(
         leases = await opened.enter_async_context(
             BatchLeases(settings.records_redis_url, instance, lease_s=lease_s)
         )
-        pipeline = await open_pipeline(
-            opened, settings, catalog, objects, transport, admin, rows, instance
-        )
         pool = await opened.enter_async_context(
             CodecPool(settings.picture_processes, settings.picture_budget_bytes)
+        )
+        pipeline = await open_pipeline(
+            opened, settings, catalog, objects, transport, admin, rows, instance, ImageCodec(pool)
         )
         limiter = await open_limiter(
             opened,

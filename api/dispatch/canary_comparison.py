@@ -13,13 +13,16 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Protocol
 
 from api import metrics
 from api.dispatch.canary_routing import Board
 from api.dispatch.request import InferenceRequest, InferenceResponse
+from shared.blob import Blob
 from shared.canary.verdict import CanaryCounts
 from shared.catalog import Model
 from shared.errors import PenstockError
+from shared.stores.objects import ObjectStore
 from shared.tasks import Result
 
 log = logging.getLogger(__name__)
@@ -31,7 +34,17 @@ AT_ONCE = 4
 LARGEST_REQUEST = 16
 """Items of a request that are compared, at most."""
 
+COMPARE_LIMIT_S = 30.0
+LARGEST_PICTURE_BYTES = 64 * 1024 * 1024
+
 Dispatch = Callable[[InferenceRequest], Awaitable[InferenceResponse]]
+
+
+class PictureComparer(Protocol):
+    """Compares pictures. The implementation is api/inputs/image_codec.py."""
+
+    async def psnr_db(self, ours: bytes, theirs: bytes, deadline_s: float) -> float:
+        """How close two PNGs are."""
 
 
 class CanaryComparisons:
@@ -40,11 +53,17 @@ class CanaryComparisons:
     Args:
         board: gets the counts.
         dispatch: computes a request by the revision that it names.
+        objects: has large pictures.
+        pictures: compares them.
     """
 
-    def __init__(self, board: Board, dispatch: Dispatch) -> None:
+    def __init__(
+        self, board: Board, dispatch: Dispatch, objects: ObjectStore, pictures: PictureComparer
+    ) -> None:
         self._board = board
         self._dispatch = dispatch
+        self._objects = objects
+        self._pictures = pictures
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -79,26 +98,37 @@ class CanaryComparisons:
             response = await self._dispatch(_shadow_of(asked, len(results)))
             counts = CanaryCounts()
             for ours, outcome in zip(results, response.outcomes, strict=True):
-                self._count(counts, canary, ours, outcome.result)
+                await self._count(counts, canary, ours, outcome.result)
             if counts.compared:
                 await self._board.count(canary, counts)
         except PenstockError as error:
             log.debug("results not compared", extra={"reason": error.message})
 
-    def _count(
+    async def _count(
         self, counts: CanaryCounts, canary: Model, ours: Result, theirs: Result | None
     ) -> None:
         """Counts one comparison. An item that the other revision has no result of says nothing."""
         if theirs is None or canary.canary is None:
             return
         tolerance = canary.canary.tolerance or canary.tolerance
-        is_close = canary.definition.is_close(ours, theirs, tolerance)
+        if ours.blob is not None and theirs.blob is not None:
+            deadline_s = time.time() + COMPARE_LIMIT_S
+            pngs = await self._bytes_of(ours.blob), await self._bytes_of(theirs.blob)
+            distance_db = await self._pictures.psnr_db(*pngs, deadline_s)
+            is_close: bool | None = distance_db >= tolerance.psnr_db
+        else:
+            is_close = canary.definition.is_close(ours, theirs, tolerance)
         if is_close is None:
             return
         counts.compared += 1
         counts.outside += not is_close
         within = "yes" if is_close else "no"
         metrics.CANARY_COMPARED.labels(canary.public_name, within).inc()
+
+    async def _bytes_of(self, blob: Blob) -> bytes:
+        if blob.data is not None:
+            return blob.data
+        return await self._objects.get(blob.object_key or "", LARGEST_PICTURE_BYTES)
 
 
 def _shadow_of(asked: InferenceRequest, items: int) -> InferenceRequest:

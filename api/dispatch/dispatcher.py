@@ -26,7 +26,7 @@ from typing import Self
 
 from api import metrics
 from api.dispatch.admission import Admission
-from api.dispatch.canary_comparison import CanaryComparisons
+from api.dispatch.canary_comparison import CanaryComparisons, PictureComparer
 from api.dispatch.canary_routing import CanaryRouter
 from api.dispatch.job_sender import JobSender, envelope_of, split_into_jobs
 from api.dispatch.request import InferenceRequest, InferenceResponse
@@ -37,6 +37,7 @@ from shared import slo
 from shared.errors import Overloaded, PenstockError, Unavailable
 from shared.messages import ItemOutcome, failure
 from shared.stores.cache import Level, ResultCache
+from shared.stores.objects import ObjectStore
 from shared.stores.record_state import record_id
 from shared.stores.records import LATE_LOOK_S, Records
 from shared.tasks import Result
@@ -63,6 +64,8 @@ class Dispatcher:
         admission: Admission,
         rows: RowSink,
         canaries: CanaryRouter,
+        objects: ObjectStore,
+        pictures: PictureComparer,
         *,
         api_instance: str,
         region: str,
@@ -73,7 +76,7 @@ class Dispatcher:
         self._admission = admission
         self._rows = rows
         self._canaries = canaries
-        self._comparisons = CanaryComparisons(canaries.board, self._compute)
+        self._comparisons = CanaryComparisons(canaries.board, self._compute, objects, pictures)
         self._api_instance = api_instance
         self._region = region
         self._single_flight = SingleFlight()

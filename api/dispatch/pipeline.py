@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 
 from api.dispatch.admission import Admission
+from api.dispatch.canary_comparison import PictureComparer
 from api.dispatch.canary_routing import CanaryRouter
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.job_sender import JobSender
@@ -44,6 +45,7 @@ async def open_pipeline(
     admin: AbstractAsyncContextManager[Admin],
     rows: AbstractAsyncContextManager[RowSink],
     instance: str,
+    pictures: PictureComparer,
 ) -> Pipeline:
     """Opens everything in the order of its dependencies. `opened` closes it in reverse order.
 
@@ -56,6 +58,7 @@ async def open_pipeline(
         admin: creates an inbox if no pool has one. Not yet open.
         rows: takes the rows that this process writes. Not yet open.
         instance: the id of this process.
+        pictures: compares those of a canary with the other revision's.
 
     Raises:
         Unavailable: the broker is out of reach, or no inbox is free.
@@ -86,6 +89,8 @@ async def open_pipeline(
             admission,
             row_sink,
             canaries,
+            objects,
+            pictures,
             api_instance=instance,
             region=settings.region,
         )

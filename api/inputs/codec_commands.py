@@ -13,14 +13,16 @@ import traceback
 import zlib
 from collections.abc import Callable
 
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageChops, ImageStat
 from PIL.JpegImagePlugin import JpegImageFile
 
 from api.inputs.codec_protocol import (
     CodecCommand,
     CodecError,
     CodecReply,
+    CompareImages,
     ImageEncoded,
+    ImagesCompared,
     PrepareSource,
     SourceLimits,
     SourcePrepared,
@@ -31,6 +33,8 @@ SOURCE_FORMATS = ("PNG", "JPEG", "WEBP")
 REDUCING_GAP = 3
 """Images are averaged in boxes down to three times the target, then resampled, as for
 thumbnails."""
+EQUAL_DB = 100.0
+"""The ratio of equal images, of which the formula has none."""
 STRIP_PIXELS = 1 << 18
 """How many pixels of the decoded image are flattened and reduced at a time."""
 WORKING_BYTES = 24 * 1024 * 1024
@@ -74,6 +78,8 @@ def run_command(
         if isinstance(command, PrepareSource):
             source = _prepared(data, command, reserve)
             return SourcePrepared(*source.size), _saved(source, "png", compress_level=1)
+        if isinstance(command, CompareImages):
+            return ImagesCompared(_psnr_db(data, command.first_bytes, reserve)), b""
         with _opened(data, ("PNG",)) as picture:
             reserve(_cost_bytes(picture, picture.size))
             return ImageEncoded(), _saved(
@@ -89,6 +95,20 @@ def run_command(
         if not isinstance(error, _UNDECODABLE):
             traceback.print_exc()
         return CodecError("invalid_input", "not a PNG, JPEG or WebP picture, or a broken one"), b""
+
+
+def _psnr_db(data: bytes, first_bytes: int, reserve: Callable[[int], None]) -> float:
+    """Peak signal-to-noise ratio of two PNGs, 10 log10(255^2 / MSE) as in ITU-T J.340."""
+    with (
+        _opened(data[:first_bytes], ("PNG",)) as one,
+        _opened(data[first_bytes:], ("PNG",)) as other,
+    ):
+        reserve(_cost_bytes(one, one.size) + _cost_bytes(other, other.size))
+        if one.size != other.size:
+            return 0.0
+        difference = ImageStat.Stat(ImageChops.difference(one.convert("RGB"), other.convert("RGB")))
+    error = sum(difference.sum2) / sum(difference.count)
+    return EQUAL_DB if error == 0 else min(EQUAL_DB, 10 * math.log10(255**2 / error))
 
 
 def _prepared(data: bytes, command: PrepareSource, reserve: Callable[[int], None]) -> Image.Image:

@@ -1,9 +1,10 @@
 """The messages between the API and a codec process: MessagePack, then the bytes of an image.
 
 A frame has two lengths in bytes (unsigned 32-bit, little-endian), one of the structs below, and the
-bytes of an image, which are never copied into a struct. The API sends a command (PrepareSource or
-EncodeImage). The process answers HeaderRead, waits for Proceed, which comes once there is room for
-the image, and answers SourcePrepared or ImageEncoded. CodecError may replace each of its answers.
+bytes of an image, which are never copied into a struct. The API sends a command (PrepareSource,
+EncodeImage or CompareImages). The process answers HeaderRead, waits for Proceed, which comes once
+there is room for the image, and answers SourcePrepared, ImageEncoded or ImagesCompared. CodecError
+may replace each of its answers.
 """
 
 from __future__ import annotations
@@ -41,6 +42,12 @@ class EncodeImage(msgspec.Struct, tag="encode"):
     quality: int
 
 
+class CompareImages(msgspec.Struct, tag="compare"):
+    """Compare two PNGs, of which the first has so many bytes. The second follows it."""
+
+    first_bytes: int
+
+
 class Proceed(msgspec.Struct, tag="go"):
     """There is room in the memory budget: decode now."""
 
@@ -62,6 +69,12 @@ class ImageEncoded(msgspec.Struct, tag="encoded"):
     """The image follows, in the requested format."""
 
 
+class ImagesCompared(msgspec.Struct, tag="compared"):
+    """How close the images are: peak signal-to-noise ratio. 100 if equal, 0 if sizes differ."""
+
+    psnr_db: float
+
+
 class CodecError(msgspec.Struct, tag="refused"):
     """The file was refused: the reason, and its error code as in shared/errors.py."""
 
@@ -69,9 +82,9 @@ class CodecError(msgspec.Struct, tag="refused"):
     reason: str
 
 
-CodecCommand = PrepareSource | EncodeImage
-CodecRequest = PrepareSource | EncodeImage | Proceed
-CodecReply = HeaderRead | SourcePrepared | ImageEncoded | CodecError
+CodecCommand = PrepareSource | EncodeImage | CompareImages
+CodecRequest = PrepareSource | EncodeImage | CompareImages | Proceed
+CodecReply = HeaderRead | SourcePrepared | ImageEncoded | ImagesCompared | CodecError
 
 decode_request = msgspec.msgpack.Decoder(CodecRequest).decode
 decode_reply = msgspec.msgpack.Decoder(CodecReply).decode

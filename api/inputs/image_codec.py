@@ -10,13 +10,22 @@ import asyncio
 import binascii
 
 from api.inputs.codec_pool import CodecPool
-from api.inputs.codec_protocol import EncodeImage, PrepareSource, SourceLimits, SourcePrepared
+from api.inputs.codec_protocol import (
+    CompareImages,
+    EncodeImage,
+    ImagesCompared,
+    PrepareSource,
+    SourceLimits,
+    SourcePrepared,
+)
 from shared.blob import Blob
 from shared.catalog_entry import ImageDefaults
 from shared.errors import BadInput, PenstockError
 from shared.predictions import MEDIA_TYPES
 
 DEFAULT_QUALITY = 90
+COMPARER = "penstock-canary"
+"""Whose turn comparisons take."""
 BASE64_CHUNK = 256 * 1024
 """Characters decoded at a time: 20 MB at once would block the event loop for 45 ms. A multiple of
 4."""
@@ -111,6 +120,25 @@ class ImageCodec:
                 f"a worker returned an image that is not a PNG: {error.message}; this is a bug"
             ) from error
         return encoded
+
+    async def psnr_db(self, ours: bytes, theirs: bytes, deadline_s: float) -> float:
+        """Returns how close two PNGs are: their peak signal-to-noise ratio. 100 if they are equal.
+
+        Args:
+            ours: one of them.
+            theirs: the other one.
+            deadline_s: Unix time at which the work is stopped.
+
+        Raises:
+            PenstockError: one is not a PNG, or there is no time or no process for it.
+        """
+        command, both = CompareImages(len(ours)), ours + theirs
+        reply, _ = await self._pool.run(
+            command, both, tenant=COMPARER, deadline_s=deadline_s, is_new=True
+        )
+        if not isinstance(reply, ImagesCompared):
+            raise PenstockError(f"a codec process answered {type(reply).__name__}; this is a bug")
+        return reply.psnr_db
 
 
 async def data_of_uri(uri: str, where: str, *, field: str) -> bytes:

@@ -19,6 +19,8 @@ from api.dispatch.model_window import ModelWindow
 from api.dispatch.publish_window import PublishWindow
 from api.dispatch.reply_inbox import ReplyInbox
 from api.dispatch.request import InferenceRequest, InferenceResponse, RequestOptions
+from api.inputs.codec_pool import CodecPool
+from api.inputs.image_codec import ImageCodec
 from shared.canary.board import CanaryBoard
 from shared.catalog import Catalog
 from shared.service_rate import ServiceRate
@@ -106,7 +108,16 @@ async def running_dispatcher(
             sender = JobSender(inbox, transport, objects, records, window, "test")
             canaries = CanaryRouter(Catalog((TEXT_MODEL,)), CanaryBoard(redis_url))
             async with Dispatcher(
-                sender, cache, records, admission, rows, canaries, api_instance="test", region="r"
+                sender,
+                cache,
+                records,
+                admission,
+                rows,
+                canaries,
+                objects,
+                ImageCodec(CodecPool(1, 1 << 20)),
+                api_instance="test",
+                region="r",
             ) as dispatcher:
                 yield DispatcherHarness(
                     dispatcher, worker, transport, cache, records, admission, rows.rows

@@ -177,3 +177,12 @@ async def test_predictions_of_a_bad_canary_succeed(redis_url: str, tmp_path: Pat
         await world.until_rows(16)
         assert world.workers[CANARY.name].process.texts
         assert {row.revision for row in world.rows() if row.tenant == "default"} == {"1"}
+
+
+async def test_batch_lane_gets_its_share_too(redis_url: str, tmp_path: Path) -> None:
+    async with running_world(redis_url, tmp_path) as world:
+        await world.until_serving()
+        world.workers[CANARY.name].process.fault = "errors"
+        answers = await world.ask_many(20, x_penstock_lane="batch")
+        assert {answer.status_code for answer in answers} == {200}
+        assert world.workers[CANARY.name].process.texts

@@ -1,0 +1,148 @@
+"""Results of a canary beside the other revision's: who computes them, and what counts."""
+
+import asyncio
+import io
+import time
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from api.dispatch.canary_comparison import TENANT, CanaryComparisons
+from api.dispatch.request import InferenceRequest, InferenceResponse, RequestOptions
+from api.inputs.codec_pool import CodecPool
+from api.inputs.image_codec import ImageCodec
+from shared.blob import Blob
+from shared.canary.verdict import CanaryCounts
+from shared.catalog import Catalog, Model
+from shared.catalog_entry import Canary
+from shared.errors import BadInput
+from shared.messages import ItemOutcome, Receipt
+from shared.stores.objects import ObjectStore
+from shared.tasks import Result
+from shared.tasks.embedding import EmbeddingResult, TextInput
+from shared.tasks.image import ImageInput, ImageResult
+from shared.tasks.similarity import SimilarityResult
+from shared.usage.charge import price_of
+from tests.api.harness import IMAGE_MODEL, PAIRS_MODEL, TEXT_MODEL
+from tests.canary.test_routing import FakeBoard
+from tests.limits import WAIT_LIMIT_S
+from workers.optimize.quality import psnr_db
+
+pytestmark = pytest.mark.anyio
+RULES = Canary(revision="next", compare_share=1.0)
+
+
+class CountingBoard(FakeBoard):
+    """Adds up what is counted."""
+
+    async def count(self, canary: Model, counts: CanaryCounts) -> None:
+        self.seen.compared += counts.compared
+        self.seen.outside += counts.outside
+
+
+def png(noise: float) -> bytes:
+    drawn = np.random.default_rng(3)
+    pixels = drawn.integers(0, 256, (64, 64, 3)) + drawn.normal(0, noise, (64, 64, 3))
+    buffer = io.BytesIO()
+    Image.fromarray(np.clip(pixels, 0, 255).astype("u1")).save(buffer, "png")
+    return buffer.getvalue()
+
+
+def pixels_of(data: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(data))) / 255
+
+
+def vector(*numbers: float) -> EmbeddingResult:
+    return EmbeddingResult(np.array(numbers, "<f4").tobytes(), 1)
+
+
+def picture(noise: float) -> ImageResult:
+    return ImageResult(Blob("image/png", data=png(noise)), 64, 64, 1, 1)
+
+
+async def compared(
+    model: Model, ours: Result, theirs: Result | None, revision: str | None = "next"
+) -> tuple[int, int, list[InferenceRequest]]:
+    """What is counted of these results, and the requests that the other revision got."""
+    canary = Catalog((model.model_copy(update={"canary": RULES}),)).canaries[model.name]
+    asked: list[InferenceRequest] = []
+    board = CountingBoard()
+
+    def response(result: Result | None, of: str | None) -> InferenceResponse:
+        outcome = ItemOutcome(0, "succeeded", Receipt(revision=of), result)
+        return InferenceResponse([outcome], 0.0, price_of(model), "any")
+
+    async def dispatch(request: InferenceRequest) -> InferenceResponse:
+        asked.append(request)
+        return response(theirs, None)
+
+    given = ImageInput("a", 8, 8, 1, 1.0, 1, "ddim") if ours.blob else TextInput("a")
+    request = InferenceRequest(
+        request_id="req_1",
+        model=model,
+        tenant="acme",
+        inputs=[given],
+        deadline_s=time.time() + 1,
+        options=RequestOptions(),
+        key_id="k",
+    )
+    async with CodecPool(1, 1 << 28) as pool:
+        parts = (board, dispatch, ObjectStore("memory://"), ImageCodec(pool))
+        comparisons = CanaryComparisons(*parts)
+        comparisons.consider(request, canary, response(ours, revision))
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            await asyncio.gather(*comparisons.tasks)
+    return board.seen.compared, board.seen.outside, asked
+
+
+@pytest.mark.parametrize(
+    ("model", "ours", "theirs", "outside"),
+    [
+        (TEXT_MODEL, vector(1, 0), vector(1, 0.001), 0),
+        (TEXT_MODEL, vector(1, 0), vector(1, 0.1), 1),
+        (TEXT_MODEL, vector(1, 0), vector(0, 0), 1),
+        (TEXT_MODEL, vector(1, 0), vector(1, 0, 0), 1),
+        (TEXT_MODEL, vector(float("nan"), 0), vector(1, 0), 1),
+        (PAIRS_MODEL, SimilarityResult(0.5, 1), SimilarityResult(0.51, 1), 0),
+        (PAIRS_MODEL, SimilarityResult(0.5, 1), SimilarityResult(0.6, 1), 1),
+        (IMAGE_MODEL, picture(0), picture(0), 0),
+        (IMAGE_MODEL, picture(0), picture(2), 0),
+        (IMAGE_MODEL, picture(0), picture(60), 1),
+    ],
+)
+async def test_results_are_judged_by_the_tolerance(
+    model: Model, ours: Result, theirs: Result, outside: int
+) -> None:
+    assert (await compared(model, ours, theirs))[:2] == (1, outside)
+
+
+async def test_comparison_is_nobodys_request() -> None:
+    _, _, (asked,) = await compared(TEXT_MODEL, vector(1, 0), vector(1, 0))
+    assert (asked.tenant, asked.price_share, asked.key_id) == (TENANT, 0.0, "")
+    assert (asked.options.lane, asked.options.cache_read, asked.options.cache_write) == (
+        "batch",
+        False,
+        False,
+    )
+    assert asked.request_id != "req_1"
+    assert asked.model is TEXT_MODEL
+
+
+async def test_answer_of_the_other_revision_is_not_compared() -> None:
+    assert await compared(TEXT_MODEL, vector(1, 0), vector(1, 0), "now") == (0, 0, [])
+    assert await compared(TEXT_MODEL, vector(1, 0), vector(1, 0), None) == (0, 0, [])
+
+
+async def test_item_that_the_other_revision_failed_says_nothing() -> None:
+    assert (await compared(TEXT_MODEL, vector(1, 0), None))[:2] == (0, 0)
+
+
+async def test_distance_of_pictures_is_that_of_the_optimizer() -> None:
+    async with CodecPool(1, 1 << 28) as pool:
+        codec, until_s = ImageCodec(pool), time.time() + WAIT_LIMIT_S
+        found = await codec.psnr_db(png(0), png(20), until_s)
+        assert found == pytest.approx(psnr_db(pixels_of(png(0)), pixels_of(png(20))), abs=1e-6)
+        assert await codec.psnr_db(png(0), png(0), until_s) == 100
+        with pytest.raises(BadInput):
+            await codec.psnr_db(png(0), b"no picture", until_s)
