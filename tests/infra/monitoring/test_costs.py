@@ -1,0 +1,100 @@
+"""What the panels of costs say, with two models and several pods of each. Run by promtool."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from infra.monitoring.google import TERMS as GOOGLE
+from infra.monitoring.grafana import TERMS as GRAFANA
+from infra.monitoring.panels import Terms, sections
+from tests.limits import START_LIMIT_S
+
+PRICES = " or ".join(
+    f"label_replace(vector({usd}), 'worker', '{worker}', '', '')"
+    for worker, usd in (("texts", 0.5), ("images", 2))
+)
+"""As Terraform writes them: dollars per hour of one worker."""
+
+
+def query(terms: Terms, title: str) -> str:
+    (panel,) = [
+        panel for section in sections(terms) for panel in section.panels if panel.title == title
+    ]
+    return (
+        panel.queries[0]
+        .promql.replace("${worker_hour_usd}", PRICES)
+        .replace("$worker_hour_usd", "0.5")
+    )
+
+
+def series() -> list[dict[str, str]]:
+    """Two hours. Three pods of `texts` take 0.25 s for an item, one of `images` 4 s.
+
+    The cache answers 2 texts a second, and no image.
+    """
+    pods = [("texts", "MiniLM", n, 40, 10) for n in range(3)] + [("images", "SD", 0, 15, 60)]
+    found = {}
+    for worker, model, pod, items, seconds in pods:
+        labels = f'worker="{worker}",pod="{pod}"'
+        found[f"penstock_worker_items_waiting{{{labels}}}"] = "0x120"
+        found[f'penstock_worker_wait_seconds_count{{{labels},model="{model}"}}'] = f"0+{items}x120"
+        found[f"penstock_worker_batch_items_sum{{{labels}}}"] = f"0+{items}x120"
+        found[f"penstock_worker_inference_seconds_sum{{{labels}}}"] = f"0+{seconds}x120"
+    for cache, hits in (("memory", 60), ("redis", 60), ("none", 120)):
+        labels = f'model="MiniLM",cache="{cache}",status="succeeded"'
+        found[f"penstock_api_items_total{{{labels}}}"] = f"0+{hits}x120"
+    return [{"series": name, "values": values} for name, values in found.items()]
+
+
+@pytest.mark.parametrize(
+    ("title", "google", "grafana"),
+    [
+        ("Workers' cost per hour", {"texts": 1.5, "images": 2}, {"texts": 1.5, "images": 0.5}),
+        (
+            "Cost of 1000 computed items",
+            # 7200 texts and 900 images an hour.
+            {"texts": 1500 / 7200, "images": 2000 / 900},
+            {"texts": 1500 / 7200, "images": 500 / 900},
+        ),
+        # 2 texts/s of 0.25 s: half a worker.
+        ("Saved by the cache per hour", {"texts": 0.25}, {"texts": 0.25}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_costs(
+    tmp_path: Path, title: str, google: dict[str, float], grafana: dict[str, float]
+) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed")
+
+    def expected(terms: Terms, usd: dict[str, float]) -> dict[str, object]:
+        # promtool compares doubles exactly, and rates are extrapolated.
+        rounded = f"round({query(terms, title)}, 0.001)"
+        samples = [
+            {"labels": f'{{worker="{worker}"}}', "value": round(round(value / 0.001) * 0.001, 3)}
+            for worker, value in usd.items()
+        ]
+        return {"expr": rounded, "eval_time": "100m", "exp_samples": samples}
+
+    tests = {
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": series(),
+                "promql_expr_test": [expected(GOOGLE, google), expected(GRAFANA, grafana)],
+            }
+        ]
+    }
+    (tmp_path / "tests.yaml").write_text(json.dumps(tests), encoding="utf-8")
+    done = subprocess.run(
+        ["promtool", "test", "rules", "tests.yaml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=START_LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
