@@ -160,6 +160,7 @@ def client_settings(site: Site) -> dict[str, str]:
     if isinstance(site.broker, GoogleBroker) and site.broker.inbox_pool:
         settings["PENSTOCK_INBOX_POOL"] = str(site.broker.inbox_pool)
         settings["PENSTOCK_INBOX_FIRST"] = str(site.broker.inbox_first)
+        settings["PENSTOCK_REPLY_SLOTS"] = str(site.broker.inbox_slots)
     if site.ingress is not None:
         settings["PENSTOCK_PUBLIC_URL"] = f"https://{site.ingress.host}"
         settings["PENSTOCK_TRUSTED_PROXIES"] = ",".join(site.ingress.networks)

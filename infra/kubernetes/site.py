@@ -69,6 +69,8 @@ class GoogleBroker(_Part):
     """
     inbox_first: int = Field(0, ge=0)
     """Number of the first of them."""
+    inbox_slots: int = Field(8, ge=1, le=200)
+    """How many slots of each the API uses. Terraform's `inboxes.slots` is at least as many."""
 
     @model_validator(mode="after")
     def _has_a_pool_to_begin(self) -> GoogleBroker:

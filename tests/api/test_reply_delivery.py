@@ -15,6 +15,7 @@ from infra.local.redis_server import RedisServer
 from shared.catalog_entry import Replies
 from shared.errors import ConfigurationError, DeadlineExceeded, Unavailable
 from shared.pubsub.reply_inbox import make_inbox
+from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest
 from tests.api.inboxes import Broker, counted, embedded, in_memory, next_inbox, until
 from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
@@ -227,6 +228,14 @@ async def test_older_release_with_more_slots_shares_the_pool(
             for number in range(slots + 1):
                 assert await broker.is_answered(inbox, f"r{number}", "slots")
         assert await broker.is_answered(newer, "direct", "direct")
+
+
+async def test_job_names_the_topic_that_its_model_replies_to(api: ApiUnderTest) -> None:
+    await api.http.post("/v1/embeddings", json={"model": TEXT_MODEL.name, "input": "a"})
+    await api.http.post("/v1/images/generations", json={"model": IMAGE_MODEL.name, "prompt": "a"})
+    text, image = (job.envelope for job in api.worker.jobs)
+    assert (text.inbox.endswith(".direct"), text.slot) == (True, "")
+    assert (image.inbox.endswith(".direct"), image.slot) == (False, "0")
 
 
 def errors_of_redis() -> float:

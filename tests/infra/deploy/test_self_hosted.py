@@ -27,7 +27,7 @@ from workers.functions.settings import FunctionSettings
 EXAMPLE = Path("infra/kubernetes/site.example.yaml")
 MODELS = Path("models.yaml")
 GIVEN: dict[str, Any] = {
-    "broker": {"kind": "google", "inbox_pool": 4, "inbox_first": 2000},
+    "broker": {"kind": "google", "inbox_pool": 4, "inbox_first": 2000, "inbox_slots": 2},
     "rows": {"kind": "google"},
     "redis": {"kind": "given", "url": "rediss://redis.corp:6380/1", "networks": ["10.1.0.0/16"]},
     "objects": {
@@ -285,6 +285,7 @@ def test_servers_from_elsewhere_are_not_made(elsewhere: Objects) -> None:
         assert given["GOOGLE_APPLICATION_CREDENTIALS"].startswith(mounts["google"])
     of_api = environment(elsewhere, "api")
     assert (of_api["PENSTOCK_INBOX_POOL"], of_api["PENSTOCK_INBOX_FIRST"]) == ("4", "2000")
+    assert of_api["PENSTOCK_REPLY_SLOTS"] == "2"
     egress = of_kind(elsewhere, "NetworkPolicy")["clients"]["spec"]["egress"]
     opened = {
         (to["ipBlock"]["cidr"], one["port"])
