@@ -205,6 +205,8 @@ class ModelWindow:
             first = tenant.waiting.pop(0)
             if not tenant.waiting:
                 del self._queues[tenant.name]
+            if first.left.cancelled():  # its caller is about to withdraw it
+                continue
             self._leave(tenant, first.items)
             first.left.set_result(None)
 
@@ -230,9 +232,10 @@ class ModelWindow:
         self.published += items
 
     def _withdraw(self, tenant: _Tenant, waiting: _Waiting) -> None:
-        tenant.waiting.remove(waiting)
-        if not tenant.waiting:
-            del self._queues[tenant.name]
+        if waiting in tenant.waiting:
+            tenant.waiting.remove(waiting)
+            if not tenant.waiting:
+                del self._queues[tenant.name]
         tenant.held -= waiting.items
         self.held -= waiting.items
         self._forget_if_idle(tenant)

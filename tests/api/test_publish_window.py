@@ -161,6 +161,19 @@ async def test_job_that_gives_up_leaves_no_trace(is_canceled: bool) -> None:
 
 
 @pytest.mark.anyio
+async def test_job_canceled_just_before_it_may_leave_lets_the_next_one_leave() -> None:
+    with ended(Senders(window_of(floor=1))) as senders:
+        await senders.send(demand("a"))
+        canceled = await senders.send(demand("a"))
+        await senders.send(demand("a"))
+        canceled.cancel()
+        await senders.answer("a")
+        assert canceled.cancelled()
+        assert senders.published() == {"a": 1}
+        await senders.answer_all()
+
+
+@pytest.mark.anyio
 async def test_job_canceled_in_the_moment_it_may_leave_gives_its_place_back() -> None:
     with ended(Senders(window_of(floor=1))) as senders:
         await senders.send(demand("a"))
