@@ -21,7 +21,17 @@ cat > "$work/deployments.json" <<'JSON'
   "project": "example-project", "records_url": "redis://10.64.32.2:6379/0", "redis_cidrs": ["10.64.32.0/20"],
   "redis_url": "redis://10.64.32.2:6379/0", "region": "europe-west4", "spot": true}}
 JSON
-sed 's/"compute_classes": false/"compute_classes": true/' "$work/deployments.json" > "$work/classes.json"
+reserved='"reservations": {"l4": {"name": "serving", "zone": "europe-west4-a"}}'
+sed "s/\"compute_classes\": false/\"compute_classes\": true, $reserved/" "$work/deployments.json" > "$work/classes.json"
+# Models of the hub, on all ways to get nodes: with prefetched weights, and with a token.
+sed 's/"spot": true/"spot": true, "weights_bucket": "example-project-penstock-weights"/' "$work/deployments.json" > "$work/weights.json"
+sed 's/"spot": true/"spot": true, "hub_token": "penstock-hub-token"/' "$work/deployments.json" > "$work/token.json"
+cat > "$work/hub.models.yaml" <<'YAML'
+models:
+  - {name: gated, task: embedding, source: "hf:org/gated", dimensions: 4, batch: {max_tokens: 8}, gpu: {type: l4, share: 4}}
+  - {name: waiting, task: embedding, source: "hf:org/large", dimensions: 4, batch: {max_tokens: 8},
+     gpu: {type: h100, provisioning: flex-start}}
+YAML
 pool=//iam.googleapis.com/projects/123456789012/locations/global/workloadIdentityPools/penstock-elsewhere
 sed "s|\"spot\": true|\"spot\": false, \"audience\": \"$pool/providers/cluster\"|" "$work/deployments.json" > "$work/outside.json"
 
@@ -36,6 +46,8 @@ mkdir -p "$objects"
 render pools "$work/deployments.json"
 render classes "$work/classes.json" --autoscaler hpa --capacity-buffers
 render outside "$work/outside.json"
+render weights "$work/weights.json" --models-file "$work/hub.models.yaml"
+render token "$work/token.json" --models-file "$work/hub.models.yaml"
 
 # A whole deployment off Google.
 sed -E "s|^(  [a-z]+: \S+):[^ :]+$|\1@sha256:$(printf '0%.0s' {1..64})|" infra/kubernetes/site.example.yaml > "$work/site.yaml"

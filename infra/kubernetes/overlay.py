@@ -216,6 +216,8 @@ def _worker_patch(
     if weights.mounts:
         container["volumeMounts"] = list(weights.mounts)
     volumes = list(weights.volumes)
+    if placement.cache_gib is not None:
+        volumes.append({"name": "cache", "emptyDir": {"sizeLimit": f"{placement.cache_gib}Gi"}})
     pod: dict[str, Any] = {
         "terminationGracePeriodSeconds": placement.grace_s,
         "containers": [container],

@@ -44,6 +44,12 @@ class Placement:
     grace_s: int
 
     @property
+    def cache_gib(self) -> int | None:
+        """What downloads may take of the node's disk. None: as in the base."""
+        most = self.resources["limits"].get("ephemeral-storage")
+        return None if most is None else int(most.removesuffix("Gi")) * 3 // 4
+
+    @property
     def disk_mib(self) -> int:
         """The worker's part of the node's disk."""
         asked = self.resources["requests"]["ephemeral-storage"]
@@ -68,7 +74,7 @@ def place(model: Model, deployment: Deployment, gpu_types: dict[str, GpuType]) -
         }
         return Placement((), {}, (), _resources(CPU_ONLY), settings, grace_s)
     settings |= {"PENSTOCK_DEVICE": "cuda", "PENSTOCK_PROCESSES": "1"}
-    resources = _resources(share_of(model.gpu, gpu_types), gpu=True)
+    resources = _resources(share_of(model.gpu, gpu_types), gpu=gpu_types[model.gpu.type])
     if deployment.is_outside:
         return Placement(("gpu-outside",), {}, (), resources, settings, grace_s)
     if deployment.compute_classes:
@@ -124,11 +130,14 @@ def _mib(memory: str) -> int:
     return int(memory[:-2]) * (1024 if memory.endswith("Gi") else 1)
 
 
-def _resources(share: dict[str, str], *, gpu: bool = False) -> dict[str, dict[str, str]]:
-    # No limit on CPU: what the neighbors leave is there for the taking. On a shared node a GPU is
-    # asked for once.
-    one = {"nvidia.com/gpu": "1"} if gpu else {}
-    return {"requests": share | one, "limits": {"memory": share["memory"]} | one}
+def _resources(share: dict[str, str], *, gpu: GpuType | None = None) -> dict[str, dict[str, str]]:
+    # No limit on CPU, and on disk that of the node: what the neighbors leave is there for the
+    # taking. On a shared node a GPU is asked for once.
+    if gpu is None:
+        return {"requests": share, "limits": {"memory": share["memory"]}}
+    one = {"nvidia.com/gpu": "1"}
+    disk = {"ephemeral-storage": f"{gpu.ephemeral_gib}Gi"}
+    return {"requests": share | one, "limits": {"memory": share["memory"]} | disk | one}
 
 
 def compute_class(

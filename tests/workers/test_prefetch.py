@@ -102,6 +102,15 @@ def test_a_branch_that_moved_is_replaced_whole(
     assert json.loads((folder.parent / "main.json").read_text())["commit"] == "f" * 40
 
 
+def test_a_copy_outlives_a_refresh_that_fails(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights(hub, tmp_path)
+    hub.token = "another"
+    assert weights(hub, tmp_path, "--again").returncode == 1
+    assert (found(tmp_path, monkeypatch) / "config.json").read_bytes() == FILES["config.json"]
+
+
 def test_a_canary_has_a_copy_of_its_own(hub: Hub, tmp_path: Path) -> None:
     catalog = CATALOG.replace("dimensions: 4,", "dimensions: 4, canary: {revision: next},", 1)
     done = weights(hub, tmp_path, catalog=catalog)

@@ -81,6 +81,23 @@ def test_worker_and_sidecar_together_take_one_part_of_a_node(tmp_path: Path, sha
     assert cache == asked["ephemeral-storage"]
 
 
+@pytest.mark.parametrize("bucket", [None, BUCKET])
+@pytest.mark.parametrize("type_", read_gpu_types())
+def test_weights_that_fit_into_the_gpu_fit_on_the_disk(
+    tmp_path: Path, type_: str, bucket: str | None
+) -> None:
+    file = models_file(tmp_path, type=type_, share=1)
+    deployment = worker(render(tmp_path / "out", file, weights_bucket=bucket), "of-the-hub")
+    limits = pod(deployment)["containers"][0]["resources"]["limits"]
+    found = volumes(deployment)
+    room = found["gke-gcsfuse-cache" if bucket else "cache"]["emptyDir"]["sizeLimit"]
+    size_gib = int(room[:-2]) / (1024 if room.endswith("Mi") else 1)
+    # Half of the memory is enough for what a model computes with.
+    assert read_gpu_types()[type_].gpu_memory_gib / 2 <= size_gib
+    # Above its limit the pod is evicted.
+    assert size_gib <= int(limits["ephemeral-storage"].removesuffix("Gi"))
+
+
 def test_only_models_of_the_hub_have_weights_mounted(tmp_path: Path) -> None:
     objects = render(tmp_path / "out", models_file(tmp_path), weights_bucket=BUCKET)
     deployment = worker(objects, "of-the-image")
