@@ -97,7 +97,7 @@ PREDICTIONS = Counter(
     "or ended here because their deadline passed.",
     ["model", "event"],
 )
-SHED = Counter("penstock_api_items_shed_total", "Items refused with 429.", ["model"])
+SHED = Counter("penstock_api_items_shed_total", "Items refused with 429.", ["model", "lane"])
 IDEMPOTENT_REQUESTS = Counter(
     "penstock_api_keyed_requests_total",
     "Requests with an Idempotency-Key: computed, joined or repeated. "
@@ -150,15 +150,15 @@ def of_items(model: str, cache: str, status: str) -> Counter:
 
 
 @lru_cache(maxsize=1024)
-def of_admission(model: str, lane: str) -> tuple[Counter, Gauge]:
-    """Items of `model` admitted and in flight. The first call shows both at 0.
+def of_admission(model: str, lane: str) -> tuple[Counter, Counter, Gauge]:
+    """Items of `model` refused, admitted and in flight. The first call shows all at 0.
 
     Args:
         model: its name in the catalog.
         lane: as in an envelope.
     """
     name = lane or "interactive"
-    return ADMITTED.labels(model, name), IN_FLIGHT.labels(model, name)
+    return SHED.labels(model, name), ADMITTED.labels(model, name), IN_FLIGHT.labels(model, name)
 
 
 @contextmanager

@@ -103,7 +103,7 @@ class Admission:
             self.rate_of(demand.model).start_busy_period(self._clock())
         for room in (self._instance.room(demand.lane), lanes.room(demand.lane)):
             room.take(demand)
-        admitted, in_flight = metrics.of_admission(demand.model, demand.lane)
+        _, admitted, in_flight = metrics.of_admission(demand.model, demand.lane)
         admitted.inc(demand.items)
         in_flight.inc(demand.items)
 
@@ -118,7 +118,8 @@ class Admission:
             if self._lanes_of(demand.model).total:
                 self._check_time(demand, remaining_s)
         except Overloaded:
-            metrics.SHED.labels(demand.model).inc(demand.items)
+            shed, _, _ = metrics.of_admission(demand.model, demand.lane)
+            shed.inc(demand.items)
             if demand.is_promised:
                 slo.count_refused(demand.model, demand.items)
             raise
@@ -157,7 +158,7 @@ class Admission:
             rate.record_late(self._clock())
         for room in (self._instance.room(demand.lane), lanes.room(demand.lane)):
             room.release(demand)
-        _, in_flight = metrics.of_admission(demand.model, demand.lane)
+        _, _, in_flight = metrics.of_admission(demand.model, demand.lane)
         in_flight.dec(demand.items)
 
     def _check_room(self, demand: Demand) -> None:

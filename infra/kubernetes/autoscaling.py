@@ -1,10 +1,17 @@
-"""Autoscaling by seconds of queued work, from the metrics of API and workers.
+"""Autoscaling by seconds of work: what is done, what arrives, and what waits.
 
-The API counts the items that wait for a worker (`penstock_api_items_in_flight`), the workers time
-their batches (`penstock_worker_inference_seconds`, `penstock_worker_batch_items`). Items times
-seconds per item is what one worker alone would need to be done. Divided by the queue that one
-worker may have, it is the number of workers. Pub/Sub's own count of messages is the second trigger,
-one to three minutes late (platform-facts G17), for jobs no API waits for any more.
+Three triggers, of which the highest counts (decision 43):
+
+- `arrivals`: the seconds of work that callers send each second. It knows of a step before workers
+  are busy with it, and starts the first worker.
+- `work`: the workers that are kept busy, and what it takes to do in time what waits. It sees work
+  that arrivals do not tell of: jobs of another region, items that take longer than usual.
+- `messages`: what Pub/Sub has not had acked, one to three minutes late (platform-facts G17), for
+  predictions that no API waits for.
+
+Lost metrics never take workers away. A trigger without samples fails, so the HPA does not scale
+down. Of those that lose a part, the other one holds the count. Only a model that nobody has asked
+for of late may be without metrics of workers.
 """
 
 from __future__ import annotations
@@ -15,54 +22,110 @@ from infra.kubernetes.deployment import Deployment
 from shared.catalog import Model
 from shared.pubsub.names import batch_subscription_id, workers_subscription_id
 
-WAIT_SHARE = 0.1
-"""Of the default deadline: the wait at which one more worker is wanted."""
-SHORTEST_WAIT_S = 0.5
-MESSAGES_PER_WORKER = 64
+UTILIZATION = 0.7
+"""The part of their time that workers spend on what arrives. The rest is for growth while nodes
+start, and for chance."""
+MOST_UTILIZATION = 0.9
+"""The same where only the workers tell how busy they are."""
+PATIENT_SHARE = 0.5
+"""Of the longest deadline: in this time is done what nobody waits for on a connection."""
+HPA_WAIT_SHARE = 0.3
+"""Of the default deadline: the work that waits for each worker, where nothing can be added."""
+FRESH = "1m"
+"""A worker whose last sample is older is gone. Managed Prometheus has no markers of staleness."""
+ARRIVED = "90s"
+"""Arrivals are averaged over this time. A shorter one jumps with chance."""
+MEASURED = "30m"
+"""Seconds per item are averaged over this time. It is longer than metrics are usually lost."""
+LARGEST_STEP = 4
+"""Arrivals count up to so many times what workers do. Callers who hang up at once cost no GPUs."""
+QUIET = "10m"
+"""A model without arrivals for this long may have no workers."""
+FALLBACK_FAILURES = 6
+"""Failed reads of a trigger until KEDA stands in for it. Until then the HPA keeps the count."""
 
 
-def wait_s(model: Model) -> float:
-    """Seconds of work that may wait for each worker."""
-    return max(SHORTEST_WAIT_S, model.deadline.default_s * WAIT_SHARE)
+def patient_s(model: Model) -> float:
+    """The seconds in which work is done that nobody waits for on a connection."""
+    return model.deadline.longest_s * PATIENT_SHARE
 
 
-def waiting_seconds(model: Model, worker: str, region: str) -> str:
-    """PromQL: what one worker alone would need for all items in flight of a region, in seconds.
+class Queries:
+    """The PromQL queries of one model in one region.
 
-    Only of this region: workers of all regions pull from one subscription, and each region's
-    autoscaler answers for the callers of its own.
+    Of what callers ask for, only that of this region counts. Workers of all regions pull from one
+    subscription, and each region's autoscaler answers for its own callers and its own workers. So
+    where a region has no GPUs left, the workers of others get busier, and they become more.
 
     Args:
         model: as the API labels its items.
         worker: as the collector labels the pods of this model.
-        region: as Managed Prometheus labels what a region's API exports.
+        region: as Managed Prometheus labels what comes from a region.
     """
-    chosen = f'worker="{worker}"'
-    in_flight = (
-        f'sum(penstock_api_items_in_flight{{model="{model.name}",location="{region}"}})'
-        " or vector(0)"
-    )
-    seconds = f"sum(rate(penstock_worker_inference_seconds_sum{{{chosen}}}[10m]))"
-    items = f"sum(rate(penstock_worker_batch_items_sum{{{chosen}}}[10m]))"
-    first_guess_s = model.definition.first_guesses.item_s
-    return f"({in_flight}) * (({seconds} / ({items} > 0)) or vector({first_guess_s:g}))"
 
+    def __init__(self, model: Model, worker: str, region: str) -> None:
+        self._model = model
+        self._asked = f'model="{model.name}",location="{region}"'
+        self._worker = worker
+        self._here = f'worker="{worker}",location="{region}"'
 
-def waiting_messages(model: Model) -> str:
-    """PromQL: jobs of both lanes that Pub/Sub has not had acked."""
-    lanes = (workers_subscription_id(model.name), batch_subscription_id(model.name))
-    chosen = [
-        f'monitored_resource="pubsub_subscription",subscription_id="{lane}"' for lane in lanes
-    ]
-    counts = [
-        f"sum(pubsub_googleapis_com:subscription_num_undelivered_messages{{{one}}})"
-        for one in chosen
-    ]
-    return " + ".join(f"({count} or vector(0))" for count in counts)
+    def arrivals(self) -> str:
+        """Seconds of work that callers of the region ask for each second.
+
+        Refused items are asked for too. The lane `batch` waits for workers that are idle.
+        """
+        asked = f'{{{self._asked},lane="interactive"}}[{ARRIVED}]'
+        admitted, shed = (
+            f"sum(rate(penstock_api_items_{name}_total{asked}))" for name in ("admitted", "shed")
+        )
+        arrived = f"({admitted} + {shed}) * ({self._item_s()})"
+        most = f"{LARGEST_STEP} * (({self._busy_workers()} or vector(0)) + 1)"
+        return f"({arrived} < {most}) or ({most} and {admitted})"
+
+    def work(self) -> str:
+        """How many workers are busy, and how many more do in time what waits.
+
+        Nothing where workers are lost from sight. Without any, 0 if nobody has asked lately.
+        """
+        admitted = f"penstock_api_items_admitted_total{{{self._asked}}}"
+        busy = f"{self._busy_workers()} or (sum(increase({admitted}[{QUIET}])) == 0)"
+        in_flight = f"penstock_api_items_in_flight{{{self._asked},lane="
+        waiting = (
+            f'sum({in_flight}"interactive"}}) / {self._model.deadline.default_s:g}'
+            f' + sum({in_flight}"batch"}}) / {patient_s(self._model):g}'
+        )
+        return f"({busy}) / {MOST_UTILIZATION:g} + ({waiting}) * ({self._item_s()})"
+
+    def messages(self) -> str:
+        """Seconds of work in the messages of both lanes that Pub/Sub has not had acked."""
+        lanes = (workers_subscription_id, batch_subscription_id)
+        name = "pubsub_googleapis_com:subscription_num_undelivered_messages"
+        kind = 'monitored_resource="pubsub_subscription"'
+        counts = [
+            f'sum({name}{{{kind},subscription_id="{lane(self._model.name)}"}})' for lane in lanes
+        ]
+        # Google may show nothing for a subscription without messages. This trigger only adds.
+        known = " + ".join(f"({count} or vector(0))" for count in counts)
+        return f"({known}) * ({self._item_s()})"
+
+    def _busy_workers(self) -> str:
+        fresh = f'penstock_worker_busy_ratio{{{self._here},lane="interactive"}}[{FRESH}]'
+        return f"sum(last_over_time({fresh}))"
+
+    def _item_s(self) -> str:
+        """What an item takes of a worker, in seconds."""
+        # Of all regions: one without workers learns from the others.
+        seconds, items = (
+            f'sum(rate(penstock_worker_{name}_sum{{worker="{self._worker}"}}[{MEASURED}]))'
+            for name in ("inference_seconds", "batch_items")
+        )
+        guess_s = self._model.definition.first_guesses.item_s
+        return f"{seconds} / ({items} > 0) or vector({guess_s:g})"
 
 
 def keda_patch(model: Model, worker: str, deployment: Deployment) -> dict[str, Any]:
     """What the ScaledObject of one worker has beyond components/keda."""
+    queries = Queries(model, worker, deployment.region)
 
     def trigger(name: str, query: str, threshold: float) -> dict[str, Any]:
         metadata = {
@@ -70,7 +133,8 @@ def keda_patch(model: Model, worker: str, deployment: Deployment) -> dict[str, A
             "query": query,
             "threshold": f"{threshold:g}",
             "activationThreshold": "0",
-            "ignoreNullValues": "true",
+            # Nothing is an error: 0 would be a reason to stop workers.
+            "ignoreNullValues": "false",
         }
         return {
             "type": "prometheus",
@@ -86,31 +150,47 @@ def keda_patch(model: Model, worker: str, deployment: Deployment) -> dict[str, A
         "spec": {
             "minReplicaCount": model.replicas.min,
             "maxReplicaCount": model.replicas.max,
-            "fallback": {"failureThreshold": 6, "replicas": max(1, model.replicas.min)},
+            "fallback": {
+                "failureThreshold": FALLBACK_FAILURES,
+                "replicas": max(1, model.replicas.min),
+                "behavior": "currentReplicasIfHigher",
+            },
             "triggers": [
-                trigger(
-                    "waiting-seconds",
-                    waiting_seconds(model, worker, deployment.region),
-                    wait_s(model),
-                ),
-                trigger("waiting-messages", waiting_messages(model), MESSAGES_PER_WORKER),
+                trigger("arrivals", queries.arrivals(), UTILIZATION),
+                trigger("work", queries.work(), 1),
+                trigger("messages", queries.messages(), patient_s(model)),
             ],
         },
     }
 
 
-def hpa_patch(model: Model, deployment: Deployment) -> dict[str, Any]:
-    """The metrics of a worker's HorizontalPodAutoscaler: items, as it can't multiply."""
-    target = max(1, round(wait_s(model) / model.definition.first_guesses.item_s))
-    metric = {
-        "name": "prometheus.googleapis.com|penstock_api_items_in_flight|gauge",
-        "selector": {
-            "matchLabels": {
-                "metric.labels.model": model.name,
-                "resource.labels.location": deployment.region,
-            }
-        },
-    }
+def hpa_patch(model: Model, worker: str, deployment: Deployment) -> dict[str, Any]:
+    """The metrics of a worker's HorizontalPodAutoscaler, which can't multiply or add.
+
+    So what waits is counted in items, by the first guess of the seconds that one takes.
+    """
+    item_s = model.definition.first_guesses.item_s
+    here = {"resource.labels.location": deployment.region}
+    metrics = [
+        _external(
+            "prometheus.googleapis.com|penstock_worker_busy_ratio|gauge",
+            {"metric.labels.worker": worker, "metric.labels.lane": "interactive"} | here,
+            f"{round(UTILIZATION * 1000)}m",
+        ),
+        _external(
+            "prometheus.googleapis.com|penstock_api_items_in_flight|gauge",
+            {"metric.labels.model": model.name, "metric.labels.lane": "interactive"} | here,
+            str(max(1, round(model.deadline.default_s * HPA_WAIT_SHARE / item_s))),
+        ),
+    ]
+    for lane in (workers_subscription_id, batch_subscription_id):
+        metrics.append(
+            _external(
+                "pubsub.googleapis.com|subscription|num_undelivered_messages",
+                {"resource.labels.subscription_id": lane(model.name)},
+                str(max(1, round(patient_s(model) / item_s))),
+            )
+        )
     return {
         "apiVersion": "autoscaling/v2",
         "kind": "HorizontalPodAutoscaler",
@@ -118,14 +198,16 @@ def hpa_patch(model: Model, deployment: Deployment) -> dict[str, Any]:
         "spec": {
             "minReplicas": max(1, model.replicas.min),
             "maxReplicas": model.replicas.max,
-            "metrics": [
-                {
-                    "type": "External",
-                    "external": {
-                        "metric": metric,
-                        "target": {"type": "AverageValue", "averageValue": str(target)},
-                    },
-                }
-            ],
+            "metrics": metrics,
+        },
+    }
+
+
+def _external(name: str, labels: dict[str, str], target: str) -> dict[str, Any]:
+    return {
+        "type": "External",
+        "external": {
+            "metric": {"name": name, "selector": {"matchLabels": labels}},
+            "target": {"type": "AverageValue", "averageValue": target},
         },
     }

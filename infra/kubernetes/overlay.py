@@ -162,7 +162,7 @@ def _write_worker(
         components.append(deployment.autoscaler)
         by_keda = deployment.autoscaler == "keda"
         patches.append(
-            keda_patch(model, name, deployment) if by_keda else hpa_patch(model, deployment)
+            keda_patch(model, name, deployment) if by_keda else hpa_patch(model, name, deployment)
         )
     write_kustomization(
         folder,

@@ -77,10 +77,11 @@ def place(model: Model, deployment: Deployment, gpu_types: dict[str, GpuType]) -
     resources = _resources(share_of(model.gpu, gpu_types), gpu=gpu_types[model.gpu.type])
     if deployment.is_outside:
         return Placement(("gpu-outside",), {}, (), resources, settings, grace_s)
+    packed = ("packed",) if model.gpu.share > 1 else ()
     if deployment.compute_classes:
         chosen = {"cloud.google.com/compute-class": f"workers-{gpu_class(model.gpu)}"}
-        return Placement(("compute-class",), chosen, (), resources, settings, grace_s)
-    components: tuple[str, ...] = ("gpu",)
+        return Placement(("compute-class", *packed), chosen, (), resources, settings, grace_s)
+    components: tuple[str, ...] = ("gpu", *packed)
     chosen = {"penstock.dev/gpu": gpu_class(model.gpu)}
     if model.gpu.share > 1:
         components += ("time-shared",)

@@ -61,6 +61,8 @@ class ApiSite:
         """Items in flight of each lane."""
         self.admitted = [0, 0]
         """Items let in, of each lane."""
+        self.shed = [0, 0]
+        """Items refused, of each lane."""
         self.requests = 0
         self.is_lost = False
 
@@ -71,12 +73,11 @@ class ApiSite:
 
     def admits(self, job: Job, now_s: float) -> bool:
         """Takes a request in, or refuses it."""
-        if not self._has_room(job):
+        if not self._has_room(job) or (self.in_flight and not self._is_in_time(job, now_s)):
+            self.shed[job.is_batch_lane] += job.items
             return False
         if self.in_flight == 0:
             self.rate.start_busy_period(now_s)
-        elif not self._is_in_time(job, now_s):
-            return False
         self._count(job, 1)
         self.admitted[job.is_batch_lane] += job.items
         return True

@@ -42,6 +42,10 @@ OF_API: dict[str, Callable[[ApiSite], Values]] = {
         (INTERACTIVE, site.interactive),
         (BATCH, site.batch),
     ),
+    "penstock_api_items_shed_total": lambda site: (
+        (INTERACTIVE, site.shed[0]),
+        (BATCH, site.shed[1]),
+    ),
     "penstock_api_items_admitted_total": lambda site: (
         (INTERACTIVE, site.admitted[0]),
         (BATCH, site.admitted[1]),

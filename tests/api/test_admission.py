@@ -63,14 +63,16 @@ def test_counts_of_each_lane_are_there_before_the_first_request() -> None:
 
     def counts(lane: str) -> tuple[float | None, ...]:
         labels = {"model": "counted", "lane": lane}
-        names = ("penstock_api_items_admitted_total", "penstock_api_items_in_flight")
-        return tuple(REGISTRY.get_sample_value(name, labels) for name in names)
+        names = ("items_admitted_total", "items_in_flight", "items_shed_total")
+        return tuple(REGISTRY.get_sample_value(f"penstock_api_{name}", labels) for name in names)
 
-    assert (counts("interactive"), counts("batch")) == ((0, 0), (0, 0))
+    assert (counts("interactive"), counts("batch")) == ((0, 0, 0), (0, 0, 0))
     admission.admit(Demand("counted", 3))
     admission.admit(Demand("counted", 2, lane="batch"))
     admission.release(Demand("counted", 1), answered=True)
-    assert (counts("interactive"), counts("batch")) == ((3, 2), (2, 2))
+    with pytest.raises(Overloaded):
+        admission.admit(Demand("counted", 4, lane="batch"), remaining_s=1e-9)
+    assert (counts("interactive"), counts("batch")) == ((3, 2, 0), (2, 2, 4))
 
 
 def test_full_model_leaves_room_for_the_others() -> None:

@@ -18,10 +18,10 @@ variable "keda" {
   default  = {}
   nullable = false
 
-  # The Prometheus trigger takes Google's identity since 2.12; gcp-pubsub, deprecated in 2.18, is not used.
+  # Before 2.17 the fallback knows no behavior, and takes workers away from a model with one trigger that still works.
   validation {
-    condition     = can(regex("^2[.](1[2-9]|[2-9][0-9])[.][0-9]+$", var.keda.version))
-    error_message = "KEDA 2.12 or later, as 2.18.0."
+    condition     = can(regex("^2[.](1[7-9]|[2-9][0-9])[.][0-9]+$", var.keda.version))
+    error_message = "KEDA 2.17 or later, as 2.18.0."
   }
 
   validation {

@@ -1,0 +1,143 @@
+"""What the autoscaler is told, as Kustomize renders it."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.catalog import read_catalog
+from shared.kubernetes_names import slug
+from tests.infra.deploy.manifests import Objects, of_kind, pod, render, workers
+
+MODELS = read_catalog(Path("models.yaml")).models
+UP_TO = 200
+"""Workers of a model, for rules that depend on their number."""
+
+
+def test_lost_metrics_are_an_error_and_keep_what_runs(objects: Objects) -> None:
+    for model in MODELS:
+        spec = _scaled(objects, model.name)
+        assert spec["fallback"]["behavior"] == "currentReplicasIfHigher"
+        # With 0, KEDA would scale to zero on an error.
+        assert spec["fallback"]["replicas"] == max(1, model.replicas.min)
+        for trigger in spec["triggers"]:
+            assert trigger["metadata"]["ignoreNullValues"] == "false"
+            ours = re.sub(r"sum\(pubsub[^)]*\) or vector\(0\)", "", trigger["metadata"]["query"])
+            guess = f"or vector({model.definition.first_guesses.item_s:g})"
+            for part in re.findall(r"or vector\(.*?\)", ours):
+                # Nothing of ours is read as no load, but for the bound of arrivals.
+                assert part == guess or trigger["name"] == "arrivals"
+
+
+def test_queries_ask_for_one_model_and_one_region(objects: Objects) -> None:
+    for model in MODELS:
+        for trigger in _scaled(objects, model.name)["triggers"]:
+            query = trigger["metadata"]["query"]
+            assert set(re.findall(r'model="(.*?)"', query)) <= {model.name}
+            assert set(re.findall(r'worker="(.*?)"', query)) <= {slug(model.name)}
+            assert set(re.findall(r'location="(.*?)"', query)) <= {"europe-west4"}
+
+
+def test_messages_are_weighed_in_seconds_of_work(objects: Objects) -> None:
+    for model in MODELS:
+        (trigger,) = (
+            one for one in _scaled(objects, model.name)["triggers"] if one["name"] == "messages"
+        )
+        assert float(trigger["metadata"]["threshold"]) < model.deadline.longest_s
+        assert "penstock_worker_inference_seconds_sum" in trigger["metadata"]["query"]
+
+
+def test_rollout_of_any_number_goes_on_without_a_gpu_more(objects: Objects) -> None:
+    for deployment in workers(objects).values():
+        update = deployment["spec"]["strategy"]["rollingUpdate"]
+        for count in range(1, UP_TO):
+            surge, unavailable = _rolling(update, count)
+            assert surge == 0
+            assert unavailable >= 1
+            # A tenth: what is left carries the load of a utilization of 0.7.
+            assert unavailable <= max(1, count * 0.1)
+
+
+def test_rollout_has_time_for_a_node_and_the_slowest_start(objects: Objects) -> None:
+    for deployment in workers(objects).values():
+        probe = pod(deployment)["containers"][0]["startupProbe"]
+        start_s = probe["periodSeconds"] * probe["failureThreshold"]
+        node_s, grace_s = 300, pod(deployment)["terminationGracePeriodSeconds"]
+        assert start_s + node_s + grace_s < deployment["spec"]["progressDeadlineSeconds"]
+
+
+def test_drained_nodes_take_a_tenth_of_the_workers(objects: Objects) -> None:
+    for budget in of_kind(objects, "PodDisruptionBudget").values():
+        share = _share(budget["spec"]["maxUnavailable"])
+        # Kubernetes rounds it up: never 0, which would keep every node.
+        assert 0 < share <= 0.1
+
+
+@pytest.mark.parametrize("compute_classes", [False, True])
+def test_workers_that_share_gpus_fill_them_up(tmp_path: Path, compute_classes: bool) -> None:
+    objects = render(tmp_path, compute_classes=compute_classes)
+    for model in MODELS:
+        template = workers(objects)[f"worker-{slug(model.name)}"]["spec"]["template"]
+        affinity = template["spec"]["affinity"]
+        is_shared = model.gpu.share > 1
+        assert ("podAffinity" in affinity) == is_shared
+        assert ("podAntiAffinity" in affinity) == (not is_shared)
+        evictable = template["metadata"]["annotations"][
+            "cluster-autoscaler.kubernetes.io/safe-to-evict"
+        ]
+        assert evictable == str(is_shared).lower()
+
+
+def test_without_keda_busy_workers_items_and_messages_count(tmp_path: Path) -> None:
+    objects = render(tmp_path, autoscaler="hpa", buffer=0)
+    for model in MODELS:
+        spec = of_kind(objects, "HorizontalPodAutoscaler")[f"worker-{slug(model.name)}"]["spec"]
+        found = {
+            (external["metric"]["name"], *sorted(labels.values())): external["target"]
+            for external in (metric["external"] for metric in spec["metrics"])
+            for labels in (external["metric"]["selector"]["matchLabels"],)
+        }
+        prometheus, here = "prometheus.googleapis.com", ("europe-west4", "interactive")
+        busy = found.pop(
+            (f"{prometheus}|penstock_worker_busy_ratio|gauge", *sorted((*here, slug(model.name))))
+        )
+        assert busy == {"type": "AverageValue", "averageValue": "700m"}
+        items = found.pop(
+            (f"{prometheus}|penstock_api_items_in_flight|gauge", *sorted((*here, model.name)))
+        )
+        item_s = model.definition.first_guesses.item_s
+        assert float(items["averageValue"]) * item_s < model.deadline.default_s
+        lanes = {f"jobs.{model.name}.workers", f"jobs.{model.name}.batch"}
+        assert {name[1] for name in found} == lanes
+        for messages in found.values():
+            assert float(messages["averageValue"]) * item_s < model.deadline.longest_s
+
+
+def _scaled(objects: Objects, model: str) -> dict[str, Any]:
+    spec: dict[str, Any] = of_kind(objects, "ScaledObject")[f"worker-{slug(model)}"]["spec"]
+    return spec
+
+
+def _share(value: object) -> float:
+    assert isinstance(value, str)
+    assert value.endswith("%")
+    return float(value[:-1]) / 100
+
+
+def _rolling(update: dict[str, Any], count: int) -> tuple[int, int]:
+    """Surge and unavailable of a Deployment (k8s.io/kubernetes deployment util, ResolveFenceposts).
+
+    A share of surge is rounded up, one of unavailable down, and both are not 0 together.
+    """
+    surge, unavailable = (
+        value if isinstance(value, int) else rounded(_share(value) * count)
+        for value, rounded in (
+            (update["maxSurge"], math.ceil),
+            (update["maxUnavailable"], math.floor),
+        )
+    )
+    return surge, 1 if surge == unavailable == 0 else unavailable

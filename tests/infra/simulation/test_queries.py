@@ -1,0 +1,103 @@
+"""The autoscaler's queries over series that a test writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from infra.kubernetes.autoscaling import LARGEST_STEP, Queries
+from infra.simulation.promql import Query
+from infra.simulation.timeseries import TimeSeries
+from shared.catalog import read_catalog
+
+MODEL = read_catalog(Path("models.yaml")).find("stable-diffusion-tiny")
+GUESS_S = MODEL.definition.first_guesses.item_s
+QUERIES = Queries(MODEL, "pictures", "here")
+NOW_S = 3000.0
+
+
+class World:
+    """Series as two API instances and some workers leave them, a sample each 10 s."""
+
+    def __init__(self) -> None:
+        self.series = TimeSeries()
+
+    def api(
+        self, *, per_s: float = 0.0, in_flight: float = 0.0, lane: str = "interactive"
+    ) -> World:
+        labels = (("lane", lane), ("location", "here"), ("model", MODEL.name))
+        for at_s in range(0, int(NOW_S) + 1, 10):
+            for name, value in (
+                ("items_admitted_total", per_s * at_s),
+                ("items_shed_total", 0.0),
+                ("items_in_flight", in_flight),
+            ):
+                self.series.append(f"penstock_api_{name}", labels, float(at_s), value)
+        return self
+
+    def worker(
+        self, pod: str, busy: float, *, until_s: float = NOW_S, region: str = "here"
+    ) -> World:
+        for at_s in range(0, int(until_s) + 1, 10):
+            labels = (
+                ("lane", "interactive"),
+                ("location", region),
+                ("pod", pod),
+                ("worker", "pictures"),
+            )
+            self.series.append("penstock_worker_busy_ratio", labels, float(at_s), busy)
+        return self
+
+    def ask(self, query: str) -> float | None:
+        found = Query(query).value(self.series, NOW_S)
+        assert isinstance(found, dict)
+        return found.get(())
+
+
+def test_workers_lost_from_sight_are_no_idle_workers() -> None:
+    asked = World().api(per_s=1.0).api(lane="batch")
+    assert asked.ask(QUERIES.work()) is None
+    assert asked.worker("a", 0.9).ask(QUERIES.work()) == 1.0
+
+
+def test_no_workers_are_none_where_nobody_asks() -> None:
+    assert World().api().api(lane="batch").ask(QUERIES.work()) == 0.0
+
+
+def test_lost_metrics_of_the_api_are_not_silence() -> None:
+    assert World().worker("a", 0.9).ask(QUERIES.work()) is None
+    assert World().worker("a", 0.9).ask(QUERIES.arrivals()) is None
+
+
+def test_worker_that_is_gone_is_not_counted() -> None:
+    world = World().api(per_s=0.1).api(lane="batch")
+    world.worker("a", 0.9).worker("b", 0.9, until_s=NOW_S - 90)
+    assert world.ask(QUERIES.work()) == 1.0
+
+
+def test_each_region_answers_for_its_own_workers() -> None:
+    world = World().api(per_s=0.1).api(lane="batch")
+    world.worker("a", 0.9).worker("b", 0.9, region="elsewhere")
+    assert world.ask(QUERIES.work()) == 1.0
+
+
+def test_what_waits_takes_workers_by_its_deadline() -> None:
+    world = World().api(per_s=0.1, in_flight=90).worker("a", 0.9)
+    work = world.api(lane="batch", in_flight=0).ask(QUERIES.work())
+    assert work == 1.0 + 90 * GUESS_S / MODEL.deadline.default_s
+
+
+def test_callers_who_hang_up_buy_no_gpus() -> None:
+    # A thousand a second, of which no worker ever gets one done.
+    assert World().api(per_s=1000.0).ask(QUERIES.arrivals()) == LARGEST_STEP
+    busy = World().api(per_s=1000.0).worker("a", 1.0)
+    assert busy.ask(QUERIES.arrivals()) == 2 * LARGEST_STEP
+
+
+def test_arrivals_are_seconds_of_work() -> None:
+    found = World().api(per_s=0.5).ask(QUERIES.arrivals())
+    assert found is not None
+    assert abs(found - 0.5 * GUESS_S) < 1e-9
+
+
+def test_lane_batch_adds_no_arrivals() -> None:
+    assert World().api().api(lane="batch", per_s=100.0).ask(QUERIES.arrivals()) == 0.0
